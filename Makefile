@@ -1,0 +1,33 @@
+# Two commands: `make test` and `make demo`. Each makes its own environment on a fresh machine.
+PYTHON ?= python3
+
+.PHONY: test lint demo clean
+
+test: .venv/ready lint
+	.venv/bin/python -m pytest
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	find kernels_cuda -name '*.cu' -o -name '*.cuh' | xargs -r .venv/bin/clang-format --dry-run --Werror
+
+demo: .venv-demo/ready
+	.venv-demo/bin/python -m fp8moe demo $(DEMO)
+
+# torch is pinned and goes first, so that no extra pulls another build of it
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --quiet torch==2.13.0
+	.venv/bin/python -m pip install --quiet -e '.[dev]'
+	touch $@
+
+.venv-demo/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --upgrade pip
+	.venv-demo/bin/python -m pip install --quiet -e '.[bench]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-demo build dist *.egg-info

@@ -1,0 +1,76 @@
+"""FP8 mixture-of-experts kernels on raw device arrays, behind a framework-neutral API.
+
+Operations take and return whatever kind of array the caller has: NumPy, CuPy, torch, JAX, or anything
+with DLPack. Importing this package imports no framework and no GPU library.
+"""
+
+from fp8moe import fsdp
+from fp8moe._version import __version__
+from fp8moe.border import BackendUnavailable
+from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe.moe import moe_backward, moe_forward, quantize_weights
+from fp8moe.permute import (
+    pad,
+    permute,
+    permute_and_pad,
+    permute_backward,
+    sort_chunks,
+    sort_chunks_backward,
+    unpad,
+    unpermute,
+    unpermute_backward,
+)
+from fp8moe.plan import plan_routing_map, plan_topk
+from fp8moe.quantize import dequantize, quantize, to_layout
+from fp8moe.records import (
+    MoEGrads,
+    PermutationPlan,
+    Permuted,
+    Quantized,
+    QuantTensor,
+    SortedChunks,
+    SwigluGrad,
+)
+from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
+from fp8moe.tracing import Trace, trace
+from fp8moe.transpose import permute_transpose, scaling_aware_transpose
+
+__all__ = [
+    "BackendUnavailable",
+    "MoEGrads",
+    "PermutationPlan",
+    "Permuted",
+    "QuantTensor",
+    "Quantized",
+    "SortedChunks",
+    "SwigluGrad",
+    "Trace",
+    "__version__",
+    "dequantize",
+    "fsdp",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "moe_backward",
+    "moe_forward",
+    "pad",
+    "permute",
+    "permute_and_pad",
+    "permute_backward",
+    "permute_transpose",
+    "plan_routing_map",
+    "plan_topk",
+    "quantize",
+    "quantize_weights",
+    "scaling_aware_transpose",
+    "sort_chunks",
+    "sort_chunks_backward",
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "to_layout",
+    "trace",
+    "unpad",
+    "unpermute",
+    "unpermute_backward",
+]

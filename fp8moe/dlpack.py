@@ -1,0 +1,138 @@
+"""Read a DLPack capsule with ctypes: pointer, shape, strides, dtype and device, nothing copied.
+
+NumPy's and CuPy's own importers refuse bfloat16 and float8, and CuPy's costs 12 to 14 us a call; this
+reader takes every dtype that ml_dtypes names. The layout is the C ABI of dlpack.h, version 1.1, and the
+unversioned one before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+CPU, CUDA = 1, 2
+_DEVICES = {1: CPU, 3: CPU, 2: CUDA, 13: CUDA}  # kDLCUDAHost is host memory, kDLCUDAManaged device memory
+
+_DTYPES = {
+    **{(0, b): np.dtype(f"int{b}") for b in (8, 16, 32, 64)},
+    **{(1, b): np.dtype(f"uint{b}") for b in (8, 16, 32, 64)},
+    **{(2, b): np.dtype(f"float{b}") for b in (16, 32, 64)},
+    (4, 16): np.dtype(ml_dtypes.bfloat16),
+    (6, 8): np.dtype(np.bool_),
+    (10, 8): np.dtype(ml_dtypes.float8_e4m3fn),
+    (12, 8): np.dtype(ml_dtypes.float8_e5m2),
+    (14, 8): np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+class _ManagedVersioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
+
+
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = (
+    ctypes.c_void_p,
+    [ctypes.py_object, ctypes.c_char_p],
+)
+_LAYOUTS = {b"dltensor": _Managed, b"dltensor_versioned": _ManagedVersioned}
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a capsule says. ``capsule`` owns the memory: it calls the producer's deleter when it goes."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  # in elements; None is C-contiguous
+    dtype: np.dtype
+    device_type: int
+    device_id: int
+    capsule: Any
+
+
+def read_capsule(capsule: Any) -> Exchanged:
+    """Read a DLPack capsule without consuming it.
+
+    Raises TypeError for a dtype or a device that the library has no use for, or a consumed capsule.
+    """
+    name = _capsule_name(capsule)
+    if name not in _LAYOUTS:
+        raise TypeError(f"DLPack capsule: got one named {name!r}; wanted an unconsumed 'dltensor'")
+    managed = ctypes.cast(_capsule_pointer(capsule, name), ctypes.POINTER(_LAYOUTS[name])).contents
+    t = managed.tensor
+    dtype = _DTYPES.get((t.code, t.bits)) if t.lanes == 1 else None
+    if dtype is None:
+        raise TypeError(
+            f"DLPack array: dtype code {t.code}, {t.bits} bits, {t.lanes} lanes is not supported; "
+            "view it as uint8"
+        )
+    if t.device_type not in _DEVICES:
+        raise TypeError(f"DLPack array: device type {t.device_type} is not supported; wanted CPU or CUDA")
+    return Exchanged(
+        ptr=(t.data or 0) + t.byte_offset,
+        shape=tuple(t.shape[: t.ndim]),
+        strides=tuple(t.strides[: t.ndim]) if t.strides else None,
+        dtype=dtype,
+        device_type=_DEVICES[t.device_type],
+        device_id=t.device_id,
+        capsule=capsule,
+    )
+
+
+def as_numpy(x: Exchanged) -> np.ndarray:
+    """A NumPy view of host memory; it keeps the capsule alive."""
+    if 0 in x.shape:
+        return np.empty(x.shape, x.dtype)
+    strides = x.strides or _c_strides(x.shape)
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
+    memory = (ctypes.c_char * (extent * x.dtype.itemsize)).from_address(x.ptr)
+    memory._owner = x.capsule  # type: ignore[attr-defined]
+    return np.ndarray(x.shape, x.dtype, memory, strides=[s * x.dtype.itemsize for s in strides])
+
+
+def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def is_c_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
+    """Whether elements lie row after row without gaps. A dimension of one element may have any stride."""
+    if strides is None or 0 in shape:
+        return True
+    wanted = _c_strides(shape)
+    return all(n == 1 or s == w for n, s, w in zip(shape, strides, wanted, strict=True))

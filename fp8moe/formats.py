@@ -1,0 +1,85 @@
+"""The number formats: their codes, their limits, and which scales go with which block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+Block = tuple[int, int] | None
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8_DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One FP8 format as bit fields: sign, exponent, ``mantissa_bits``; values up to ``max``."""
+
+    name: str
+    mantissa_bits: int
+    bias: int
+    max: float
+    nan: int = 0x7F  # the canonical NaN, what CUDA's conversions write for both formats
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest value (OCP MX calls it emax_elem): 8 for e4m3, 15 for e5m2."""
+        return int(np.floor(np.log2(self.max)))
+
+
+FORMATS = {
+    "e4m3": Format("e4m3", mantissa_bits=3, bias=7, max=448.0),
+    "e5m2": Format("e5m2", mantissa_bits=2, bias=15, max=57344.0),
+}
+
+# Scales never leave the normal numbers: a GPU that flushes subnormals would turn them into zero.
+MIN_SCALE_EXPONENT = -126
+
+#: block -> (formats it may hold, dtype of its scales). None is one scale for the whole tensor.
+BLOCKS: dict[Block, tuple[tuple[str, ...], np.dtype]] = {
+    (1, 128): (("e4m3", "e5m2"), np.dtype(np.float32)),
+    (128, 1): (("e4m3", "e5m2"), np.dtype(np.float32)),
+    (128, 128): (("e4m3", "e5m2"), np.dtype(np.float32)),
+    (1, 32): (("e4m3", "e5m2"), np.dtype(np.uint8)),
+    (32, 1): (("e4m3", "e5m2"), np.dtype(np.uint8)),
+    (1, 16): (("e2m1",), np.dtype(np.uint8)),
+    None: (("e4m3", "e5m2"), np.dtype(np.float32)),
+}
+
+
+def is_mx(block: Block) -> bool:
+    """Whether the block is an OCP MX one: 32 values and one E8M0 exponent."""
+    return block in ((1, 32), (32, 1))
+
+
+def is_columnwise(block: Block) -> bool:
+    """Whether the block runs down a column, so that the data is stored transposed."""
+    return block in ((128, 1), (32, 1))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def scale_shape(shape: tuple[int, ...], block: Block, layout: str) -> tuple[int, ...]:
+    """Shape of the scales of a tensor of logical shape ``shape`` ([M, K], or [E, N, K] for weights)."""
+    if block is None:
+        return (1,)
+    *lead, m, k = shape
+    rows, cols = ceil_div(m, block[0]), ceil_div(k, block[1])
+    if layout == "gemm_ready" and block[0] == 1:
+        return (cols, round_up(m, 4))
+    return (*lead, rows, cols)
+
+
+def data_shape(shape: tuple[int, ...], fmt: str, block: Block) -> tuple[int, ...]:
+    """Shape of the codes of a tensor of logical shape ``shape``."""
+    if is_columnwise(block):
+        return (shape[1], shape[0])
+    return (*shape[:-1], shape[-1] // 2) if fmt == "e2m1" else tuple(shape)

@@ -1,0 +1,98 @@
+"""Grouped GEMM: one matrix product an expert, over the rows that device-side offsets give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe import border, checks
+from fp8moe.formats import BFLOAT16
+from fp8moe.records import ArraySpec, QuantTensor
+
+
+def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False) -> Any:
+    """out[rows of e] = x[rows of e] @ w[e].T, for every expert e.
+
+    x: row-wise `QuantTensor` [P, K], block (1, 128), compact or gemm_ready; or a plain array.
+    w: `QuantTensor` [E, N, K], block (128, 128); or a plain array of x's dtype.
+    expert_offsets: int32 [E+1] on x's device; rows of expert e are offsets[e]:offsets[e+1].
+    transpose_w: plain arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad; for FP8 the
+        transposed copy that `quantize` makes of a weight serves it).
+
+    FP8: float32 accumulation, promoted every 128 of the contraction; returns bfloat16 [P, N]. Plain
+    arrays (bfloat16, float16, float32, float64) are the baseline: float32 accumulation, x's dtype out.
+    Rows no expert has are zeros.
+    """
+    call = border.enter(x=x, w=w, expert_offsets=expert_offsets)
+    a = call.args
+    quantized = isinstance(a.x, QuantTensor)
+    if quantized:
+        checks.quant_tensor("x", a.x, ((1, 128),), ("compact", "gemm_ready"))
+        checks.quant_tensor("w", a.w, ((128, 128),))
+    else:
+        checks.dtype("x", a.x, checks.FLOATS)
+        checks.dtype("w", a.w, (a.x.dtype,))
+    if quantized and transpose_w:
+        raise ValueError(
+            "transpose_w: got True with FP8 weights; wanted it with plain arrays; pass the columnwise "
+            "tensor of quantize(w, block=(128, 128), columnwise=True)"
+        )
+    checks.shape("x", a.x, ("P", "K"))
+    contraction = a.x.shape[1]
+    checks.shape("w", a.w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
+    experts, *_ = a.w.shape
+    width = a.w.shape[2 if transpose_w else 1]
+    checks.offsets("expert_offsets", a.expert_offsets, experts + 1)
+    out = call.empty(ArraySpec((a.x.shape[0], width), BFLOAT16 if quantized else a.x.dtype))
+    call.run(
+        "grouped_gemm",
+        "grouped_gemm",
+        a.x,
+        a.w,
+        a.expert_offsets,
+        transpose_w=bool(transpose_w),
+        out=out,
+    )
+    return call.leave(out)
+
+
+def grouped_gemm_wgrad(
+    dy: Any, x: Any, expert_offsets: Any, out: Any = None, *, dtype: str = "float32"
+) -> Any:
+    """out[e] = dy[rows of e].T @ x[rows of e]: the weights' gradient [E, N, K].
+
+    dy, x: column-wise `QuantTensor`, logical [P, N] and [P, K], blocks (128, 1) that start anew with every
+        expert (as `scaling_aware_transpose` makes them); or plain arrays [P, N] and [P, K].
+    out: float32 or bfloat16 [E, N, K] to add to, in place, and return; None: a new one of ``dtype``.
+    An expert without rows gives zeros.
+    """
+    call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
+    a = call.args
+    if isinstance(a.dy, QuantTensor):
+        checks.quant_tensor("dy", a.dy, ((128, 1),))
+        checks.quant_tensor("x", a.x, ((128, 1),))
+    else:
+        checks.dtype("dy", a.dy, checks.FLOATS)
+        checks.dtype("x", a.x, (a.dy.dtype,))
+    checks.shape("dy", a.dy, ("P", "N"))
+    checks.shape("x", a.x, (a.dy.shape[0], "K"))
+    checks.offsets("expert_offsets", a.expert_offsets)
+    shape = (a.expert_offsets.shape[0] - 1, a.dy.shape[1], a.x.shape[1])
+    if a.out is None:
+        checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
+        result = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
+    else:
+        checks.dtype("out", a.out, checks.FLOATS)
+        checks.shape("out", a.out, shape)
+        result = a.out
+    call.run(
+        "grouped_gemm",
+        "grouped_gemm_wgrad",
+        a.dy,
+        a.x,
+        a.expert_offsets,
+        accumulate=a.out is not None,
+        out=result,
+    )
+    return call.leave(result) if out is None else out

@@ -1,0 +1,261 @@
+"""The expert layer, written once against the public operations, in three recipes.
+
+"fp8_flow" (arXiv 2511.02302) stays in FP8 between two casts, one of the input and one of the output's
+gradient: rows travel quantised, SwiGLU quantises what it computes, and the weight gradients' column-wise
+operands come from the scaling-aware transpose. "fp8_blockwise" is the baseline with bfloat16 between
+kernels, which dequantises and requantises for every column-wise operand: 12 casts. "bf16" has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp8moe import border, checks, tracing
+from fp8moe.formats import BFLOAT16
+from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
+from fp8moe.plan import plan_topk
+from fp8moe.quantize import dequantize, quantize
+from fp8moe.records import MoEGrads, PermutationPlan, Quantized, QuantTensor, nbytes
+from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
+from fp8moe.transpose import permute_transpose, scaling_aware_transpose
+
+RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
+#: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
+ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `moe_forward` keeps for `moe_backward`.
+
+    x: the input of fc1. fp8_flow: FP8, not yet permuted (k times smaller), or permuted with recompute;
+        fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted.
+    h, a: fc1's output and the activation; None with recompute, which computes them again.
+    w13, w2: the weights as given or quantised; they live as long as the parameters, so ``nbytes`` leaves
+        them out.
+    """
+
+    recipe: str
+    recompute: str | None
+    plan: PermutationPlan
+    probs: Any
+    x: Any
+    h: Any
+    a: Any
+    w13: Any
+    w2: Any
+    activation: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the backward, the weights apart."""
+        return nbytes(self.plan, self.probs, self.x, self.h, self.a)
+
+
+def quantize_weights(w: Any, *, fmt: str = "e4m3") -> Quantized:
+    """Weights [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad. Once a step, however
+    many micro-batches use it."""
+    return quantize(w, fmt=fmt, block=(128, 128), columnwise=True)
+
+
+def moe_forward(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    *,
+    recipe: str,
+    recompute: str | None = None,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> tuple[Any, Saved]:
+    """y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
+
+    x: bfloat16 [T, H] (for "bf16" also float32 or float64, which then is the dtype of everything).
+    w13: [E, 2F, H] and w2: [E, H, F] in x's dtype or float32, or, for the FP8 recipes, what
+        `quantize_weights` returned. F must be a multiple of 128 for FP8.
+    topk_ids: int32 or int64 [T, k], negative for no expert. topk_probs: float [T, k].
+    recipe: "fp8_flow", "fp8_blockwise" or "bf16".
+    recompute: None, or "moe_expert": keep only the input of fc1; the backward computes fc1 and the
+        activation again, but never dispatch or permute.
+    clamp, alpha, linear_offset: of the activation, see `swiglu`.
+
+    Returns (y [T, H], saved). y has x's dtype. Nothing synchronises with the host.
+    Raises TypeError or ValueError for arguments that do not fit each other.
+    """
+    checks.choice("recipe", recipe, RECIPES)
+    checks.choice("recompute", recompute, (None, "moe_expert"))
+    activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+    _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+    if recipe != "bf16":
+        w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
+        w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
+    experts = (w13.rowwise if isinstance(w13, Quantized) else w13).shape[0]
+    plan = plan_topk(topk_ids, experts, align_size=ALIGN_SIZE[recipe])
+    forward, _ = _STEPS[recipe]
+    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=activation, **kept)
+    tracing.record_saved(saved.nbytes)
+    return y, saved
+
+
+def moe_backward(saved: Saved, dy: Any) -> MoEGrads:
+    """Gradients of `moe_forward`.
+
+    dy: [T, H] in y's dtype. Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights'
+    gradients dw13 [E, 2F, H] and dw2 [E, H, F] in float32 (float64 for float64).
+    """
+    if not isinstance(saved, Saved):
+        raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
+    array = border.enter(dy=dy).args.dy
+    checks.dtype("dy", array, checks.FLOATS if saved.recipe == "bf16" else (BFLOAT16,))
+    checks.shape("dy", array, (saved.plan.num_tokens, saved.x.shape[1]))
+    _, backward = _STEPS[saved.recipe]
+    return backward(saved, dy)
+
+
+def _check_layer(recipe: str, **arrays: Any) -> None:
+    a = border.enter(**arrays).args
+    quantized = recipe != "bf16"
+    checks.shape("x", a.x, ("T", "H"))
+    checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS)
+    tokens, hidden = a.x.shape
+    for name in ("w13", "w2"):
+        w = getattr(a, name)
+        if isinstance(w, Quantized):
+            if not quantized:
+                raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
+            for side in ("rowwise", "columnwise"):
+                checks.quant_tensor(f"{name}.{side}", getattr(w, side), ((128, 128),))
+            setattr(a, name, w.rowwise)
+        else:
+            checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,))
+    checks.shape("w13", a.w13, ("E", "2F", hidden))
+    experts, width, _ = a.w13.shape
+    if width % (256 if quantized else 2):
+        raise ValueError(
+            f"w13: got 2F = {width}; wanted "
+            + ("twice a multiple of 128, so that no block spans both halves" if quantized else "it even")
+        )
+    checks.shape("w2", a.w2, (experts, hidden, width // 2))
+    checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
+    checks.shape("topk_ids", a.topk_ids, (tokens, "k"))
+    checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
+    checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+
+
+# Each recipe is read from top to bottom; what differs between them is where casts stand.
+
+
+def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
+    q = quantize(x)  # cast 1
+    moved = permute(q, plan, probs)
+    h = grouped_gemm(moved.data, w13.rowwise, plan.expert_offsets)
+    a = _activate(h, moved.probs, plan, activation)
+    y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
+    if recompute:
+        return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
+    return y, {"probs": moved.probs, "x": q, "h": h, "a": a}
+
+
+def _backward_fp8_flow(saved, dy):  # type: ignore[no-untyped-def]
+    plan, offsets = saved.plan, saved.plan.expert_offsets
+    h, a = saved.h, saved.a
+    if saved.recompute:
+        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
+        a = _activate(h, saved.probs, plan, saved.activation)
+    dout = permute(quantize(dy), plan).data  # cast 2
+    da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+    dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets)
+    grad = swiglu_quantize_backward(
+        da,
+        h,
+        saved.probs,
+        expert_offsets=offsets,
+        align_size=plan.align_size,
+        **saved.activation,
+    )
+    dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
+    x = _transpose(saved.x, plan) if saved.recompute else permute_transpose(saved.x, plan)
+    dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), x, offsets)
+    dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+    return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+def _activate(h, probs, plan, activation):  # type: ignore[no-untyped-def]
+    return swiglu_quantize(
+        h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, **activation
+    )
+
+
+def _transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
+    return scaling_aware_transpose(q, plan.expert_offsets, align_size=plan.align_size)
+
+
+def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
+    moved = permute(x, plan, probs)
+    q = quantize(moved.data)  # cast 1
+    h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
+    a = quantize(swiglu(h, moved.probs, **activation))  # cast 2
+    y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
+    keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
+    return y, {"probs": moved.probs, "x": q, **keep}
+
+
+def _backward_fp8_blockwise(saved, dy):  # type: ignore[no-untyped-def]
+    plan, offsets = saved.plan, saved.plan.expert_offsets
+    h, a = saved.h, saved.a
+    if saved.recompute:
+        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
+        a = quantize(swiglu(h, saved.probs, **saved.activation))
+    dout = quantize(permute(dy, plan).data)  # cast 3
+    da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+    dw2 = grouped_gemm_wgrad(_requantize(dout), _requantize(a), offsets)  # casts 4 to 7
+    grad = swiglu_backward(da, h, saved.probs, **saved.activation)
+    dh = quantize(grad.dh)  # cast 8
+    dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
+    dw13 = grouped_gemm_wgrad(_requantize(dh), _requantize(saved.x), offsets)  # casts 9 to 12
+    dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+    return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+def _requantize(q: QuantTensor) -> QuantTensor:
+    """Row-wise to column-wise the long way. Experts start at multiples of 128, as the blocks do."""
+    return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
+
+
+def _forward_bf16(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
+    moved = permute(x, plan, probs)
+    h = grouped_gemm(moved.data, w13, plan.expert_offsets)
+    a = swiglu(h, moved.probs, **activation)
+    y = unpermute(grouped_gemm(a, w2, plan.expert_offsets), plan)
+    keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
+    return y, {"probs": moved.probs, "x": moved.data, **keep}
+
+
+def _backward_bf16(saved, dy):  # type: ignore[no-untyped-def]
+    plan, offsets = saved.plan, saved.plan.expert_offsets
+    h, a = saved.h, saved.a
+    if saved.recompute:
+        h = grouped_gemm(saved.x, saved.w13, offsets)
+        a = swiglu(h, saved.probs, **saved.activation)
+    wide = "float64" if border.enter(dy=dy).args.dy.dtype == "float64" else "float32"
+    dout, _ = unpermute_backward(dy, plan)
+    da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
+    dw2 = grouped_gemm_wgrad(dout, a, offsets, dtype=wide)
+    grad = swiglu_backward(da, h, saved.probs, **saved.activation)
+    dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
+    dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dtype=wide)
+    dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+    return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+_STEPS = {
+    "fp8_flow": (_forward_fp8_flow, _backward_fp8_flow),
+    "fp8_blockwise": (_forward_fp8_blockwise, _backward_fp8_blockwise),
+    "bf16": (_forward_bf16, _backward_bf16),
+}

@@ -1,0 +1,344 @@
+"""Moving rows to their experts and back, padded, with their scales and probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp8moe import border, checks
+from fp8moe.formats import BFLOAT16
+from fp8moe.plan import NumOutTokens, plan_routing_map, plan_topk, static_bound
+from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
+
+#: blocks whose scales travel with their rows
+ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
+
+
+def permute(
+    x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True
+) -> Permuted:
+    """Copy every token's row to each of its experts, padded to the plan's alignment.
+
+    x: array [T, H] of any dtype, or a row-wise compact `QuantTensor` (one scale a tensor, 1x128, MXFP8,
+        NVFP4), whose scales travel with its rows.
+    probs: float [T, k] for a plan from top-k ids, [T, E] for one from a mask. A probability of 0.0 still
+        moves its row.
+    fill_padding: write zeros (data, probs and scales) to every row no token goes to; without it they
+        are left as they were allocated.
+
+    Returns `Permuted`: data [num_out_tokens, H], probs [num_out_tokens] or None, and the plan.
+    Raises TypeError or ValueError for arguments that do not fit the plan.
+    """
+    call = border.enter(x=x, plan=plan, probs=probs)
+    a = call.args
+    checks.plan(a.plan)
+    _check_rows("x", a.x, a.plan.num_tokens)
+    if a.probs is not None:
+        checks.dtype("probs", a.probs, checks.FLOATS)
+        checks.shape("probs", a.probs, (a.plan.num_tokens, a.plan.prob_columns))
+    out = call.empty(permute_spec(a.x, a.plan, a.probs))
+    call.run("permute", "permute", a.x, a.plan, a.probs, fill_padding=bool(fill_padding), out=out)
+    return replace(call.leave(replace(out, plan=None)), plan=plan)
+
+
+def permute_spec(x: Any, plan: PermutationPlan, probs: Any) -> Permuted:
+    """Shapes of what `permute` returns; its plan is left to the caller."""
+    probs_spec = None if probs is None else ArraySpec((plan.num_out_tokens,), probs.dtype)
+    return Permuted(rows_spec(x, plan.num_out_tokens), probs_spec, None)  # type: ignore[arg-type]
+
+
+def rows_spec(x: Any, rows: int) -> Any:
+    """Like ``x``, an array or a row-wise QuantTensor, with another number of rows."""
+    if not isinstance(x, QuantTensor):
+        return ArraySpec((rows, *x.shape[1:]), x.dtype)
+    scales = x.scales if x.block is None else ArraySpec((rows, x.scales.shape[1]), x.scales.dtype)
+    return replace(x, data=ArraySpec((rows, x.data.shape[1]), x.data.dtype), scales=scales)
+
+
+def permute_and_pad(
+    x: Any,
+    routing_map: Any,
+    probs: Any = None,
+    *,
+    align_size: int,
+    topk: int | None = None,
+    num_out_tokens: NumOutTokens = None,
+    num_experts: int | None = None,
+    fill_padding: bool = True,
+) -> Permuted:
+    """Plan and permute in one call.
+
+    routing_map: a mask [T, E], or with ``num_experts`` the expert ids [T, k].
+    Everything else is as for `permute`, `plan_routing_map` and `plan_topk`. The result carries ``data,
+    probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
+    """
+    if num_experts is None:
+        plan = plan_routing_map(
+            routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
+        )
+    else:
+        plan = plan_topk(
+            routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens
+        )
+    return permute(x, plan, probs, fill_padding=fill_padding)
+
+
+def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
+    """Sum each token's rows: the inverse of `permute`.
+
+    x: array [num_out_tokens, H], or a row-wise compact `QuantTensor`, dequantised on the way in.
+    merging_probs: float [T, k] or [T, E] as in `permute`; each row is multiplied by its own.
+
+    Returns [T, H] in x's dtype (bfloat16 for a QuantTensor), summed in float32 (float64 for float64) in
+    the map's order. A token without experts gives zeros. Only mapped rows are read: NaN in the padding
+    or past the last expert reaches nobody.
+    """
+    call = border.enter(x=x, plan=plan, merging_probs=merging_probs)
+    a = call.args
+    checks.plan(a.plan)
+    _check_rows("x", a.x, a.plan.num_out_tokens)
+    if not isinstance(a.x, QuantTensor):
+        checks.dtype("x", a.x, checks.FLOATS)
+    _check_merging_probs(a.merging_probs, a.plan)
+    out = call.empty(unpermute_spec(a.x, a.plan))
+    call.run("permute", "unpermute", a.x, a.plan, a.merging_probs, out=out)
+    return call.leave(out)
+
+
+def unpermute_spec(x: Any, plan: PermutationPlan) -> ArraySpec:
+    if isinstance(x, QuantTensor):
+        return ArraySpec((plan.num_tokens, x.shape[1]), BFLOAT16)
+    return ArraySpec((plan.num_tokens, x.shape[1]), x.dtype)
+
+
+def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -> tuple[Any, Any]:
+    """(grad_x, grad_probs) of `permute`, from the gradients of its data and probs.
+
+    grad: array or `QuantTensor` [num_out_tokens, H]. grad_probs: float [num_out_tokens] or None.
+    Returns grad_x [T, H] as `unpermute` does, and grad_probs [T, k] or [T, E], zero where not routed.
+    """
+    call = border.enter(grad=grad, plan=plan, grad_probs=grad_probs)
+    a = call.args
+    checks.plan(a.plan)
+    _check_rows("grad", a.grad, a.plan.num_out_tokens)
+    if not isinstance(a.grad, QuantTensor):
+        checks.dtype("grad", a.grad, checks.FLOATS)
+    if a.grad_probs is not None:
+        checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
+        checks.shape("grad_probs", a.grad_probs, (a.plan.num_out_tokens,))
+    spec = (unpermute_spec(a.grad, a.plan), _probs_spec(a.plan, a.grad_probs))
+    out = call.empty(spec)
+    call.run("permute", "permute_backward", a.grad, a.plan, a.grad_probs, out=out)
+    return call.leave(out)
+
+
+def unpermute_backward(
+    grad: Any, plan: PermutationPlan, x: Any = None, merging_probs: Any = None
+) -> tuple[Any, Any]:
+    """(grad_x, grad_merging_probs) of `unpermute`, from the gradient of its result.
+
+    grad: array [T, H], or a `QuantTensor` when there are no merging_probs.
+    x, merging_probs: what `unpermute` was given, both or neither. With them, each row of grad_x
+        is its token's gradient times its probability, and the gradient of a probability is the dot product
+        of gradient and row.
+    Rows no token has are zeros in grad_x.
+    """
+    call = border.enter(grad=grad, plan=plan, x=x, merging_probs=merging_probs)
+    a = call.args
+    checks.plan(a.plan)
+    _check_rows("grad", a.grad, a.plan.num_tokens)
+    if (a.x is None) != (a.merging_probs is None):
+        given, missing = ("x", "merging_probs") if a.merging_probs is None else ("merging_probs", "x")
+        raise ValueError(f"{missing}: got None with {given}; wanted both, or neither")
+    if a.merging_probs is not None:
+        if isinstance(a.grad, QuantTensor):
+            raise TypeError(
+                "grad: got a QuantTensor with merging_probs; wanted an array; pass fp8moe.dequantize(grad)"
+            )
+        checks.dtype("grad", a.grad, checks.FLOATS)
+        checks.dtype("x", a.x, (a.grad.dtype,))
+        checks.shape("x", a.x, (a.plan.num_out_tokens, a.grad.shape[1]))
+        _check_merging_probs(a.merging_probs, a.plan)
+    spec = (rows_spec(a.grad, a.plan.num_out_tokens), _probs_spec(a.plan, a.merging_probs))
+    out = call.empty(spec)
+    call.run("permute", "unpermute_backward", a.grad, a.plan, a.x, a.merging_probs, out=out)
+    return call.leave(out)
+
+
+def sort_chunks(
+    x: Any,
+    split_sizes: Any,
+    sorted_indices: Any,
+    probs: Any = None,
+    *,
+    align_size: int = 1,
+    chunks_per_group: int = 1,
+    num_out_tokens: int | None = None,
+) -> SortedChunks:
+    """Put chunks of rows into another order: chunk j of the result is input chunk ``sorted_indices[j]``.
+
+    x: array [N, H] or row-wise compact `QuantTensor`. probs: float [N] or None; both move along.
+    split_sizes: int32 or int64 [C], the rows of each input chunk. sorted_indices: the same, [C].
+    align_size: every group of ``chunks_per_group`` successive result chunks (one expert's rows from all
+        ranks, say) is padded with zero rows to a multiple of it.
+    num_out_tokens: rows of the result; None: N for align_size 1, else the static bound
+        ``((N + min(G, N) * (A - 1)) // A) * A`` for G groups. Rows past the last group are zeros.
+    """
+    call = border.enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
+    a = call.args
+    rows = _check_rows("x", a.x, "N")
+    groups = _check_chunks(a.split_sizes, a.sorted_indices, align_size, chunks_per_group)
+    if a.probs is not None:
+        checks.dtype("probs", a.probs, checks.FLOATS)
+        checks.shape("probs", a.probs, (rows,))
+    if num_out_tokens is None:
+        num_out_tokens = rows if align_size == 1 else static_bound(rows, groups, align_size)
+    spec = sort_chunks_spec(a.x, a.probs, groups, checks.integer("num_out_tokens", num_out_tokens, 0))
+    out = call.empty(spec)
+    call.run(
+        "permute",
+        "sort_chunks",
+        a.x,
+        a.split_sizes,
+        a.sorted_indices,
+        a.probs,
+        align_size=align_size,
+        chunks_per_group=chunks_per_group,
+        out=out,
+    )
+    return call.leave(out)
+
+
+def sort_chunks_spec(x: Any, probs: Any, groups: int, rows: int) -> SortedChunks:
+    return SortedChunks(
+        rows_spec(x, rows),
+        None if probs is None else ArraySpec((rows,), probs.dtype),
+        ArraySpec((groups + 1,), np.dtype(np.int32)),
+    )
+
+
+def sort_chunks_backward(
+    grad: Any,
+    split_sizes: Any,
+    sorted_indices: Any,
+    grad_probs: Any = None,
+    *,
+    align_size: int = 1,
+    chunks_per_group: int = 1,
+    num_tokens: int | None = None,
+) -> tuple[Any, Any]:
+    """(grad_x, grad_probs) of `sort_chunks`: every row back to where it came from.
+
+    num_tokens: rows of the forward's input; None: as many as ``grad`` has. Rows of no chunk get zeros.
+    """
+    call = border.enter(
+        grad=grad, split_sizes=split_sizes, sorted_indices=sorted_indices, grad_probs=grad_probs
+    )
+    a = call.args
+    rows = _check_rows("grad", a.grad, "N")
+    _check_chunks(a.split_sizes, a.sorted_indices, align_size, chunks_per_group)
+    if a.grad_probs is not None:
+        checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
+        checks.shape("grad_probs", a.grad_probs, (rows,))
+    rows = rows if num_tokens is None else checks.integer("num_tokens", num_tokens, 0)
+    probs_spec = None if a.grad_probs is None else ArraySpec((rows,), a.grad_probs.dtype)
+    out = call.empty((rows_spec(a.grad, rows), probs_spec))
+    call.run(
+        "permute",
+        "sort_chunks_backward",
+        a.grad,
+        a.split_sizes,
+        a.sorted_indices,
+        a.grad_probs,
+        align_size=align_size,
+        chunks_per_group=chunks_per_group,
+        out=out,
+    )
+    return call.leave(out)
+
+
+def pad(
+    x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None
+) -> Any:
+    """Pad each expert's rows with zero rows to a multiple of ``align_size``; `unpad` is its backward.
+
+    x: array [N, H] or row-wise compact `QuantTensor`, expert by expert. tokens_per_expert: int32 or int64
+        [E], or a list or tuple of ints.
+    num_out_tokens: None is exact for a list and the static bound for an array; "exact" **synchronises
+        once** on CUDA.
+    """
+    return _pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
+
+
+def unpad(
+    x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None
+) -> Any:
+    """Take each expert's padding out again; `pad` is its backward.
+
+    Arguments are those of `pad`, with x [P, H]. Without an exact size the result has as many rows as x,
+    zeros past the last real one.
+    """
+    return _pad_or_unpad("unpad", x, tokens_per_expert, align_size, num_out_tokens)
+
+
+def _pad_or_unpad(
+    verb: str, x: Any, counts: Any, align_size: int, num_out_tokens: NumOutTokens
+) -> Any:
+    align_size = checks.integer("align_size", align_size, 1)
+    if isinstance(counts, (list, tuple)):
+        host = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)
+        call = border.enter(x=x)
+        counts = call.upload(host)
+        num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
+    else:
+        call = border.enter(x=x, tokens_per_expert=counts)
+        counts, host = call.args.tokens_per_expert, None
+        checks.dtype("tokens_per_expert", counts, checks.INTEGERS)
+        checks.shape("tokens_per_expert", counts, ("E",))
+    rows = _check_rows("x", call.args.x, "N")
+    if num_out_tokens == "exact":
+        host = call.to_host(counts) if host is None else host
+        exact = host if verb == "unpad" else -(-host // align_size) * align_size
+        rows = int(exact.astype(np.int64).sum())
+    elif num_out_tokens is not None:
+        rows = checks.integer("num_out_tokens", num_out_tokens, 0)
+    elif verb == "pad":
+        rows = static_bound(rows, counts.shape[0], align_size)
+    out = call.empty(rows_spec(call.args.x, rows))
+    call.run("permute", verb, call.args.x, counts, align_size=align_size, out=out)
+    return call.leave(out)
+
+
+def _check_rows(name: str, x: Any, rows: int | str) -> int:
+    if isinstance(x, QuantTensor):
+        checks.quant_tensor(name, x, ROW_BLOCKS)
+        checks.shape(f"{name}.data", x.data, (rows, "H"))
+        return int(x.data.shape[0])
+    checks.shape(name, x, (rows, "H"))
+    return int(x.shape[0])
+
+
+def _check_merging_probs(probs: Any, plan: PermutationPlan) -> None:
+    if probs is not None:
+        checks.dtype("merging_probs", probs, checks.FLOATS)
+        checks.shape("merging_probs", probs, (plan.num_tokens, plan.prob_columns))
+
+
+def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:
+    return None if probs is None else ArraySpec((plan.num_tokens, plan.prob_columns), probs.dtype)
+
+
+def _check_chunks(sizes: Any, indices: Any, align_size: int, chunks_per_group: int) -> int:
+    checks.dtype("split_sizes", sizes, checks.INTEGERS)
+    checks.shape("split_sizes", sizes, ("C",))
+    checks.dtype("sorted_indices", indices, checks.INTEGERS)
+    checks.shape("sorted_indices", indices, tuple(sizes.shape))
+    checks.integer("align_size", align_size, 1)
+    checks.integer("chunks_per_group", chunks_per_group, 1)
+    if sizes.shape[0] % chunks_per_group:
+        raise ValueError(
+            f"chunks_per_group: got {chunks_per_group} for {sizes.shape[0]} chunks; wanted a divisor"
+        )
+    return int(sizes.shape[0]) // chunks_per_group

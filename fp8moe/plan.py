@@ -1,0 +1,135 @@
+"""Planning: where every routed row goes (see `fp8moe.PermutationPlan`, and `fp8moe.reference.plan` for a
+worked five-token example)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from fp8moe import border, checks
+from fp8moe.records import ArraySpec, PermutationPlan
+
+NumOutTokens = int | Literal["exact"] | None
+
+
+def plan_topk(
+    topk_ids: Any, num_experts: int, *, align_size: int = 1, num_out_tokens: NumOutTokens = None
+) -> PermutationPlan:
+    """Plan from the expert ids of every token.
+
+    topk_ids: int32 or int64 [T, k]; a negative id means no expert; an expert named twice by one token
+        makes two rows.
+    num_experts: E. An id of E or more is refused on the CPU, and dropped and counted in ``overflow`` on
+        CUDA, where looking would synchronise.
+    align_size: each expert's rows are padded to a multiple of it.
+    num_out_tokens: rows of the permuted buffer. None: the static bound
+        ``((B + min(E, B) * (A - 1)) // A) * A`` with B = T * k, which needs no host synchronisation.
+        "exact": the rows the routing asks for; this **synchronises once** on CUDA. An int: that
+        many; rows that do not fit are dropped and counted in ``overflow``.
+
+    Rows lie expert by expert, inside an expert by increasing token: stable and deterministic.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
+    """
+    call = border.enter(topk_ids=topk_ids)
+    ids = call.args.topk_ids
+    checks.dtype("topk_ids", ids, checks.INTEGERS)
+    checks.shape("topk_ids", ids, ("T", "k"))
+    num_experts = checks.integer("num_experts", num_experts, 0)
+    spec = plan_spec(
+        ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True
+    )
+    return _finish(call, "plan_topk", ids, spec, num_out_tokens)
+
+
+def plan_routing_map(
+    routing_map: Any,
+    *,
+    align_size: int = 1,
+    topk: int | None = None,
+    num_out_tokens: NumOutTokens = None,
+) -> PermutationPlan:
+    """Plan from a mask.
+
+    routing_map: bool or integer [T, E]; nonzero means routed.
+    topk: the most experts a token may have. It narrows the row map and bounds the rows; a token with
+        more keeps its first ``topk`` experts, the others are counted in ``overflow``.
+    align_size, num_out_tokens: as for `plan_topk`, with B = T * topk. With neither ``topk`` nor
+        ``num_out_tokens`` the plan is exact, which **synchronises once** on CUDA.
+
+    With ``topk=None`` the row map has Transformer Engine's layout.
+
+    Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
+    """
+    call = border.enter(routing_map=routing_map)
+    mask = call.args.routing_map
+    if mask.dtype.kind not in "biu":
+        raise TypeError(f"routing_map: got dtype {mask.dtype.name}; wanted bool or an integer type")
+    checks.shape("routing_map", mask, ("T", "E"))
+    if topk is None:
+        width = mask.shape[1]
+        num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
+    else:
+        width = min(checks.integer("topk", topk, 0), mask.shape[1])
+    spec = plan_spec(
+        mask.shape[0], mask.shape[1], width, align_size, num_out_tokens, has_slots=False
+    )
+    return _finish(call, "plan_routing_map", mask, spec, num_out_tokens)
+
+
+def plan_spec(
+    num_tokens: int,
+    num_experts: int,
+    width: int,
+    align_size: int,
+    num_out_tokens: NumOutTokens,
+    *,
+    has_slots: bool,
+) -> PermutationPlan:
+    """Shapes of a plan; for "exact", with the static bound in place of the rows not yet counted."""
+    align_size = checks.integer("align_size", align_size, 1)
+    if num_out_tokens is None or num_out_tokens == "exact":
+        rows = static_bound(num_tokens * width, num_experts, align_size)
+    else:
+        rows = checks.integer("num_out_tokens", num_out_tokens, 0)
+    if rows > checks.MAX_INT32:
+        raise ValueError(
+            f"num_out_tokens: {num_tokens} tokens of up to {width} experts, aligned to {align_size}, need "
+            f"{rows} rows; wanted at most {checks.MAX_INT32}, what an int32 row map can name; pass topk= "
+            "or num_out_tokens="
+        )
+
+    def ints(*shape: int) -> ArraySpec:
+        return ArraySpec(shape, np.dtype(np.int32))
+
+    return PermutationPlan(
+        row_id_map=ints(num_tokens, 2 * width + 1),
+        slots=ints(num_tokens, width) if has_slots else None,
+        tokens_per_expert=ints(num_experts),
+        padded_tokens_per_expert=ints(num_experts),
+        pad_offsets=ints(num_experts),
+        expert_offsets=ints(num_experts + 1),
+        overflow=ints(1),
+        num_out_tokens=rows,
+        align_size=align_size,
+    )
+
+
+def static_bound(entries: int, num_experts: int, align_size: int) -> int:
+    """The most rows that ``entries`` routed rows can take, whatever the routing."""
+    padding = min(num_experts, entries) * (align_size - 1)
+    return (entries + padding) // align_size * align_size
+
+
+def _finish(
+    call: border.Call, verb: str, routing: Any, spec: PermutationPlan, num_out_tokens: NumOutTokens
+) -> PermutationPlan:
+    out = call.empty(spec)
+    call.run("plan", verb, routing, out=out)
+    if num_out_tokens == "exact":
+        # The static bound drops nothing, so the maps are those of an exact plan already.
+        rows = int(call.to_host(out.expert_offsets)[-1])
+        out = replace(out, num_out_tokens=rows)
+    return call.leave(out)

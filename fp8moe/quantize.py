@@ -1,0 +1,131 @@
+"""Quantise to FP8 by blocks, and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp8moe import border, checks, tracing
+from fp8moe.formats import BFLOAT16, BLOCKS, FORMATS, Block, data_shape, scale_shape
+from fp8moe.records import ArraySpec, Quantized, QuantTensor
+
+#: the blocks quantize writes; (1, 16) is moved and dequantised only
+QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
+_TRANSPOSED = {(1, 128): (128, 1), (1, 32): (32, 1), (128, 128): (128, 128)}
+
+
+def quantize(
+    x: Any,
+    *,
+    fmt: str = "e4m3",
+    block: Block = (1, 128),
+    pow2: bool = True,
+    eps: float = 0.0,
+    layout: str = "compact",
+    columnwise: bool = False,
+) -> Any:
+    """Quantise by blocks.
+
+    x: bfloat16, float16 or float32, [M, K]; weights with (128, 128) blocks also [E, N, K].
+    fmt: "e4m3" or "e5m2".
+    block: (1, 128), (128, 1) (the result is stored transposed), (128, 128), (1, 32) and (32, 1) (MXFP8),
+        or None: one scale for the tensor.
+    pow2: power-of-two scales. eps: the least amax of a block.
+    layout: "compact", or "gemm_ready" for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M.
+    columnwise: return `Quantized`, with the transposed tensor beside the row-wise one, from one read.
+        For (128, 128) it is the transposed weight [E, K, N], what dgrad multiplies by.
+
+    Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax with its mantissa cleared for
+    pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN. An amax of 0,
+    infinity or NaN gives scale 1; inv is at most 2^126, so that no scale is subnormal. MXFP8: the shared
+    exponent is floor(log2(amax)) - emax of the format, the rounding of the OCP MX specification 1.0,
+    section 6.3, so values in the top binade saturate; stored as E8M0.
+
+    Raises TypeError for a wrong dtype or format, ValueError for a wrong shape, block or option.
+    """
+    call = border.enter(x=x)
+    array = call.args.x
+    checks.dtype("x", array, checks.QUANTIZABLE)
+    eps = checks.number("eps", eps, 0.0)
+    spec = quantize_spec(array, fmt, block, layout, columnwise)
+    out = call.empty(spec)
+    tracing.record_cast(weight=block == (128, 128))
+    call.run("quantize", "quantize", array, pow2=bool(pow2), eps=eps, out=out)
+    return call.leave(out)
+
+
+def quantize_spec(x: Any, fmt: str, block: Block, layout: str, columnwise: bool) -> Any:
+    """Shapes of what `quantize` returns; refuses combinations that do not exist."""
+    checks.choice("block", block, QUANTIZE_BLOCKS)
+    checks.choice("fmt", fmt, FORMATS)
+    checks.choice("layout", layout, ("compact", "gemm_ready"))
+    if layout == "gemm_ready" and block != (1, 128):
+        raise ValueError(f"layout: got 'gemm_ready' with block {block}; wanted it with (1, 128) only")
+    if block == (128, 128) and x.ndim == 3:
+        checks.shape("x", x, ("E", "N", "K"))
+    else:
+        checks.shape("x", x, ("M", "K"))
+    rowwise = quant_spec(x.shape, fmt, block, layout)
+    if not columnwise:
+        return rowwise
+    if block not in _TRANSPOSED:
+        raise ValueError(
+            f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)"
+        )
+    shape = x.shape
+    if block == (128, 128):
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return Quantized(rowwise, quant_spec(shape, fmt, _TRANSPOSED[block], "compact"))
+
+
+def quant_spec(
+    shape: tuple[int, ...], fmt: str, block: Block, layout: str, scale_rows: int | None = None
+) -> QuantTensor:
+    """Shapes of a QuantTensor of logical shape ``shape``; ``scale_rows`` where there are several experts."""
+    scales = scale_shape(shape, block, layout)
+    if scale_rows is not None:
+        scales = (scale_rows, *scales[1:])
+    return QuantTensor(
+        ArraySpec(data_shape(shape, fmt, block), np.dtype(np.uint8)),
+        ArraySpec(scales, BLOCKS[block][1]),
+        fmt,
+        block,
+        layout,
+    )
+
+
+def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = None) -> Any:
+    """Decode: value = code * scale, in float32, rounded to ``dtype`` ("float32" or "bfloat16").
+
+    Returns the logical [M, K] (or [E, N, K]), also for a column-wise tensor, whose codes are stored
+    transposed. expert_offsets: int32 [E+1], for a column-wise tensor whose blocks start anew with every
+    expert; rows past the last offset are zeros.
+    """
+    call = border.enter(q=q, expert_offsets=expert_offsets)
+    a = call.args
+    checks.quant_tensor("q", a.q, BLOCKS, ("compact", "gemm_ready"))
+    checks.choice("dtype", dtype, ("float32", "bfloat16"))
+    if a.expert_offsets is not None:
+        checks.offsets("expert_offsets", a.expert_offsets)
+    out = call.empty(ArraySpec(a.q.shape, BFLOAT16 if dtype == "bfloat16" else checks.FLOAT32))
+    tracing.record_cast(weight=a.q.block == (128, 128))
+    call.run("quantize", "dequantize", a.q, expert_offsets=a.expert_offsets, out=out)
+    return call.leave(out)
+
+
+def to_layout(q: QuantTensor, layout: str) -> QuantTensor:
+    """The same row-wise (1, 128) tensor with its scales in another layout, for any number of rows.
+
+    The codes are shared, not copied; a tensor that has the layout already is returned as it is.
+    """
+    checks.choice("layout", layout, ("compact", "gemm_ready"))
+    call = border.enter(q=q)
+    raw = checks.quant_tensor("q", call.args.q, ((1, 128),), ("compact", "gemm_ready"))
+    if raw.layout == layout:
+        return q
+    scales = ArraySpec(scale_shape(raw.shape, raw.block, layout), raw.scales.dtype)
+    out = replace(raw, scales=call.empty(scales), layout=layout)
+    call.run("quantize", "to_layout", raw, out=out)
+    return replace(q, scales=call.leave(out.scales), layout=layout)

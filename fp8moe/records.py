@@ -1,0 +1,246 @@
+"""The nouns: frozen records that operations take and return.
+
+Their array fields hold whatever kind of array the caller brought (NumPy, torch, CuPy, JAX, ...). Inside
+the library the same records carry raw buffers, and, where only shapes are known, `ArraySpec` leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fp8moe.formats import Block, is_columnwise
+
+Array = Any  # an array of the caller's kind; no framework is named here
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array that does not exist yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """A C-contiguous array in CUDA memory: what kernels are launched on. ``owner`` keeps it alive."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    device: int
+    owner: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def view(self, dtype: np.dtype) -> DeviceArray:
+        """The same bytes as another dtype of the same size."""
+        return replace(self, dtype=np.dtype(dtype))
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A block-scaled tensor: value = decode(data) * the scale of its block.
+
+    data: uint8 codes [M, K] (row-wise), [K, M] (column-wise blocks, stored transposed), [E, N, K]
+        (weights), [M, K/2] (``e2m1``, two to a byte, low nibble first).
+    scales: what multiplies back to the value (Transformer Engine's ``scale_inv``). float32, or uint8
+        E8M0 exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)];
+        ``gemm_ready``: [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; weights:
+        [E, ceil(N/128), ceil(K/128)]; one scale a tensor: [1].
+    fmt: "e4m3" (no infinities, max 448), "e5m2", or "e2m1".
+    block: (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor.
+    layout: "compact" or "gemm_ready", of row-wise scales.
+    """
+
+    data: Array
+    scales: Array
+    fmt: str = "e4m3"
+    block: Block = (1, 128)
+    layout: str = "compact"
+
+    @property
+    def columnwise(self) -> bool:
+        return is_columnwise(self.block)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [M, K] (or [E, N, K]), whatever the layout of the codes."""
+        shape = tuple(self.data.shape)
+        if self.columnwise:
+            return shape[::-1]
+        return (*shape[:-1], shape[-1] * 2) if self.fmt == "e2m1" else shape
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Both orientations of one tensor: ``rowwise`` and the transposed ``columnwise`` one."""
+
+    rowwise: QuantTensor
+    columnwise: QuantTensor
+
+
+@dataclass(frozen=True)
+class PermutationPlan:
+    """Where every routed row goes. All arrays lie on the device of the routing they came from.
+
+    Symbols: T tokens, E experts, R the most experts a token may have, A the alignment.
+
+    row_id_map: int32 [T, 2R+1]. Row t: n_t destination rows before padding offsets, in descending
+        order; from column R on their n_t expert ids; in the last column n_t. The rest is -1. With
+        R = E this is Transformer Engine's layout.
+    slots: int32 [T, R], for each entry the column of topk_ids it came from, -1 past n_t; None for a
+        plan made from a mask.
+    tokens_per_expert, padded_tokens_per_expert, pad_offsets: int32 [E]; pad_offsets[e] is the padding
+        of all experts before e, so entry (row, e) lies at row + pad_offsets[e].
+    expert_offsets: int32 [E+1], the padded starts; the last is P, the rows the routing asks for.
+    overflow: int32 [1], routed rows that found no room and are not in the map.
+    num_out_tokens: rows a permuted buffer has; nothing is written past it.
+    align_size: A.
+
+    The counts and offsets speak of the routing, also when ``num_out_tokens`` was too small for it;
+    whoever reads rows through ``expert_offsets`` stops at ``num_out_tokens``.
+    """
+
+    row_id_map: Array
+    slots: Array | None
+    tokens_per_expert: Array
+    padded_tokens_per_expert: Array
+    pad_offsets: Array
+    expert_offsets: Array
+    overflow: Array
+    num_out_tokens: int
+    align_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.row_id_map.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.tokens_per_expert.shape[0])
+
+    @property
+    def max_experts_per_token(self) -> int:
+        """R of the row map."""
+        return (int(self.row_id_map.shape[1]) - 1) // 2
+
+    @property
+    def prob_columns(self) -> int:
+        """Columns of a [T, .] probability array that goes with this plan: k, or E for a mask."""
+        return self.num_experts if self.slots is None else self.max_experts_per_token
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """Rows in expert order, with their probabilities and the plan that put them there."""
+
+    data: Array | QuantTensor
+    probs: Array | None
+    plan: PermutationPlan
+
+    @property
+    def row_id_map(self) -> Array:
+        return self.plan.row_id_map
+
+    @property
+    def pad_offsets(self) -> Array:
+        return self.plan.pad_offsets
+
+    @property
+    def tokens_per_expert(self) -> Array:
+        return self.plan.tokens_per_expert
+
+
+@dataclass(frozen=True)
+class SortedChunks:
+    """Chunks in their new order. ``group_offsets`` int32 [G+1]: padded starts of the chunk groups."""
+
+    data: Array | QuantTensor
+    probs: Array | None
+    group_offsets: Array
+
+
+@dataclass(frozen=True)
+class Activation:
+    """alpha of the sigmoid, the clamp (None: none) and what is added to b (gpt-oss: 1)."""
+
+    clamp: float | None
+    alpha: float
+    linear_offset: float
+
+
+@dataclass(frozen=True)
+class SwigluGrad:
+    """dh: quantised gradient [P, 2F] (`Quantized` when both orientations were asked for), or a plain
+    array from `swiglu_backward`; dprobs: float32 [P], None without probs."""
+
+    dh: QuantTensor | Quantized | Array
+    dprobs: Array | None
+
+
+@dataclass(frozen=True)
+class MoEGrads:
+    """dx [T, H] and dprobs [T, k] in their inputs' dtypes; dw13 [E, 2F, H], dw2 [E, H, F] float32."""
+
+    dx: Array
+    dprobs: Array
+    dw13: Array
+    dw2: Array
+
+
+def is_metadata(value: Any) -> bool:
+    """Whether a field is not an array: None, a number, a name, a block."""
+    if isinstance(value, tuple):
+        return all(is_metadata(v) for v in value)
+    return value is None or isinstance(value, (str, bool, int, float))
+
+
+def map_arrays(fn: Callable[[str, Any], Any], value: Any, name: str = "") -> Any:
+    """Replace every array in a record, tuple or plain value by ``fn(name, array)``."""
+    if is_metadata(value):
+        return value
+    if isinstance(value, tuple):
+        return tuple(map_arrays(fn, v, f"{name}[{i}]") for i, v in enumerate(value))
+    if is_dataclass(value) and not isinstance(value, (ArraySpec, DeviceArray)):
+        new = {
+            f.name: map_arrays(fn, getattr(value, f.name), f"{name}.{f.name}" if name else f.name)
+            for f in fields(value)
+        }
+        return replace(value, **new)  # type: ignore[type-var]
+    return fn(name, value)
+
+
+def arrays_in(value: Any) -> list[Any]:
+    """Every array in a record, tuple or plain value."""
+    found: list[Any] = []
+    map_arrays(lambda _, a: found.append(a), value)
+    return found
+
+
+def nbytes(*values: Any) -> int:
+    """Bytes of all arrays in the given records, an array that appears twice counted once."""
+    unique = {id(a): a for value in values for a in arrays_in(value)}
+    return sum(int(a.nbytes) for a in unique.values())

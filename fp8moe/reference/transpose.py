@@ -1,0 +1,163 @@
+"""Scaling-aware transpose: row-wise FP8 to column-wise FP8 by moving exponents, never through a wider type.
+
+A row's scale is 2^r, a column block's target 2^t, so a code is re-encoded as code * 2^(r - t): exact when
+representable, else nearest even. There are 256 codes and, past 40 powers of two, nothing but zeros and the
+largest code, so the whole arithmetic is one table.
+
+The idea is the FP8-Flow-MoE paper's (arXiv 2511.02302); the rounding is not. Its kernel keeps the mantissa
+when the exponent underflows and zeroes subnormals.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numba
+import numpy as np
+
+from fp8moe.formats import FORMATS, MIN_SCALE_EXPONENT, is_mx
+from fp8moe.records import PermutationPlan, QuantTensor
+from fp8moe.reference.numerics import DECODE, encode, split_rows
+from fp8moe.reference.permute import Entries, gather_rows
+from fp8moe.reference.quantize import strips_of
+
+_REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 leaves nothing, or saturates
+_ZERO, _NAN = -10_000, 10_000  # exponents of a scale of 0 and of an E8M0 NaN
+
+
+def scaling_aware_transpose(
+    q: QuantTensor, expert_offsets: np.ndarray | None, *, target: str, out: QuantTensor
+) -> None:
+    exponents = row_exponents(q)
+    rows, columns = q.data.shape
+    assert out.block is not None
+    height = out.block[0]
+    strips = strips_of((rows, columns), out.block, expert_offsets)
+    targets = np.empty((len(strips), columns), np.int32)
+    out.scales[len(strips) :] = 0
+    if not len(strips) or int(strips[-1, 1]) < rows or expert_offsets is not None:
+        out.data[:] = 0
+    split_rows(
+        _transpose_loop,
+        len(strips),
+        q.data,
+        exponents,
+        strips,
+        height,
+        target == "tile",
+        needed_exponents(q.fmt, is_mx(q.block)),
+        -127 if is_mx(q.block) else MIN_SCALE_EXPONENT,
+        shift_table(q.fmt),
+        targets,
+        out.data,
+        work=rows * columns,
+    )
+    scales = targets + 127 if is_mx(q.block) else np.ldexp(np.float32(1), targets)
+    out.scales[: len(strips)] = scales
+
+
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor) -> None:
+    """Gather the rows, then transpose. Padding rows are zeros, which no target sees."""
+    entries = Entries(plan)
+    source = np.full(plan.num_out_tokens, -1, np.int64)
+    source[entries.row] = entries.token
+    rows = QuantTensor(
+        np.empty((plan.num_out_tokens, q.data.shape[1]), np.uint8),
+        np.empty((plan.num_out_tokens, q.scales.shape[1]), q.scales.dtype),
+        q.fmt,
+        q.block,
+    )
+    gather_rows(q, source, True, rows)
+    scaling_aware_transpose(rows, plan.expert_offsets, target="column", out=out)
+
+
+def row_exponents(q: QuantTensor) -> np.ndarray:
+    """log2 of every row-block scale, int32 [M, ceil(K/B)]; refuses what is no power of two."""
+    if q.scales.dtype == np.uint8:
+        return np.where(q.scales == 255, _NAN, q.scales.astype(np.int32) - 127).astype(np.int32)
+    mantissa, exponent = np.frexp(q.scales)
+    wrong = (mantissa != 0.5) & (q.scales != 0)
+    if wrong.any():
+        row, block = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"q.scales: got {q.scales[row, block]!r} at row {row}, block {block}; wanted powers of two, "
+            "which alone can move without rounding every value; quantise with pow2=True"
+        )
+    return np.where(q.scales == 0, _ZERO, exponent - 1).astype(np.int32)
+
+
+@cache
+def needed_exponents(fmt: str, mx: bool) -> np.ndarray:
+    """For each code, the smallest power of two that a block holding it (at scale 1) would be given.
+
+    _ZERO for zeros, which ask for nothing; _NAN for NaN and infinity, which set the scale to 1.
+    """
+    value = np.abs(DECODE[fmt].astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        mantissa, exponent = np.frexp(value if mx else value / FORMATS[fmt].max)
+    if mx:
+        needed = exponent - 1 - FORMATS[fmt].emax  # floor(log2 v) - emax
+    else:
+        needed = np.where(mantissa == 0.5, exponent - 1, exponent)  # ceil(log2(v / max))
+    needed = np.where(value == 0, _ZERO, needed)
+    return np.where(np.isfinite(value), needed, _NAN).astype(np.int32)
+
+
+@cache
+def shift_table(fmt: str) -> np.ndarray:
+    """code * 2^d for every d from -40 to 40, uint8 [84, 256]; then the rows of scale 0 and of scale NaN."""
+    shifts = np.ldexp(1.0, np.arange(-_REACH, _REACH + 1))
+    with np.errstate(invalid="ignore"):
+        values = DECODE[fmt].astype(np.float64) * np.concatenate([shifts, [0.0, np.nan]])[:, None]
+    return encode(values, fmt)
+
+
+@numba.njit(nogil=True, cache=True)
+def _transpose_loop(  # type: ignore[no-untyped-def]
+    first, last, codes, exponents, strips, width, tile, needed, smallest, table, targets, out
+):
+    columns = codes.shape[1]
+    index = np.empty(columns, np.int32)
+    for s in range(first, last):
+        lo, hi = strips[s, 0], strips[s, 1]
+        target = targets[s]
+        target[:] = _ZERO
+        for r in range(lo, hi):
+            for b in range(exponents.shape[1]):
+                begin, end = b * width, min((b + 1) * width, columns)
+                e = exponents[r, b]
+                if tile:
+                    occupied = False
+                    for i in range(begin, end):
+                        occupied = occupied or (codes[r, i] & 0x7F) != 0
+                    if occupied and e != _ZERO:
+                        for i in range(begin, end):
+                            target[i] = max(target[i], e)
+                elif e == _NAN:
+                    for i in range(begin, end):
+                        target[i] = _NAN
+                else:
+                    for i in range(begin, end):
+                        n = needed[codes[r, i]]
+                        if n == _NAN:
+                            target[i] = _NAN
+                        elif n != _ZERO and e != _ZERO and target[i] != _NAN:
+                            target[i] = max(target[i], e + n)
+        for i in range(columns):
+            if target[i] == _ZERO or target[i] == _NAN:
+                target[i] = 0
+            target[i] = max(target[i], smallest)
+        for r in range(lo, hi):
+            for b in range(exponents.shape[1]):
+                e = exponents[r, b]
+                for i in range(b * width, min((b + 1) * width, columns)):
+                    if e == _ZERO:
+                        index[i] = 2 * _REACH + 1
+                    elif e == _NAN:
+                        index[i] = 2 * _REACH + 2
+                    else:
+                        index[i] = min(max(e - target[i], -_REACH), _REACH) + _REACH
+            for i in range(columns):
+                out[i, r] = table[index[i], codes[r, i]]
+
+

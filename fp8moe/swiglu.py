@@ -1,0 +1,208 @@
+"""SwiGLU, plain or fused with quantise, and the backward of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe import border, checks
+from fp8moe.formats import Block
+from fp8moe.quantize import quant_spec
+from fp8moe.records import Activation, ArraySpec, Quantized, SwigluGrad
+from fp8moe.transpose import column_scale_rows
+
+_COLUMN_BLOCK = {(1, 128): (128, 1), (1, 32): (32, 1)}
+
+
+def swiglu(
+    h: Any,
+    probs: Any = None,
+    *,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> Any:
+    """y = a * sigmoid(alpha * a) * (b + linear_offset) * prob, for h = (a | b).
+
+    h: float [P, 2F]. probs: float [P] or None. clamp: a <= clamp and -clamp <= b <= clamp first (with
+        alpha 1.702, clamp 7 and linear_offset 1 this is gpt-oss's activation).
+    Computed in float32 (float64 for float64). Returns [P, F] in h's dtype.
+    """
+    call, a, activation = _enter(clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs)
+    out = call.empty(ArraySpec((a.h.shape[0], a.h.shape[1] // 2), a.h.dtype))
+    call.run("swiglu", "swiglu", a.h, a.probs, activation=activation, out=out)
+    return call.leave(out)
+
+
+def swiglu_backward(
+    grad: Any,
+    h: Any,
+    probs: Any = None,
+    *,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> SwigluGrad:
+    """Gradient of `swiglu`: dh [P, 2F] in h's dtype, dprobs float32 (float64 for float64) [P], or None.
+
+    The sum over F in dprobs has a fixed order: the result is the same from run to run.
+    """
+    call, a, activation = _enter(
+        clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs, grad=grad
+    )
+    spec = SwigluGrad(ArraySpec(tuple(a.h.shape), a.h.dtype), _dprobs_spec(a.h, a.probs))
+    out = call.empty(spec)
+    call.run("swiglu", "swiglu_backward", a.grad, a.h, a.probs, activation=activation, out=out)
+    return call.leave(out)
+
+
+def swiglu_quantize(
+    h: Any,
+    probs: Any = None,
+    *,
+    fmt: str = "e4m3",
+    block: Block = (1, 128),
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+    columnwise: bool = False,
+    expert_offsets: Any = None,
+    align_size: int = 1,
+) -> Any:
+    """`swiglu` in float32, then `quantize` with power-of-two scales, in one pass.
+
+    h: bfloat16, float16 or float32 [P, 2F]. probs: float [P] or None. block: (1, 128) or (1, 32).
+    columnwise: return `Quantized`, with the (128, 1) transposed tensor beside the row-wise one; both are
+        quantised from the same float32 values.
+    expert_offsets, align_size: as in `scaling_aware_transpose`: column blocks start anew with each
+        expert, and rows past the last offset need not be computed.
+
+    Returns a `QuantTensor` [P, F] or `Quantized`.
+    """
+    call, a, activation = _enter(
+        clamp,
+        alpha,
+        linear_offset,
+        checks.QUANTIZABLE,
+        h=h,
+        probs=probs,
+        expert_offsets=expert_offsets,
+    )
+    shape = (a.h.shape[0], a.h.shape[1] // 2)
+    out = call.empty(activation_spec(shape, fmt, block, columnwise, a.expert_offsets, align_size))
+    call.run(
+        "swiglu",
+        "swiglu_quantize",
+        a.h,
+        a.probs,
+        activation=activation,
+        expert_offsets=a.expert_offsets,
+        out=out,
+    )
+    return call.leave(out)
+
+
+def swiglu_quantize_backward(
+    grad: Any,
+    h: Any,
+    probs: Any = None,
+    *,
+    fmt: str = "e4m3",
+    block: Block = (1, 128),
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+    columnwise: bool = False,
+    expert_offsets: Any = None,
+    align_size: int = 1,
+) -> SwigluGrad:
+    """`swiglu_backward` in float32, then `quantize` of dh, in one pass.
+
+    grad: [P, F], h: [P, 2F], both bfloat16, float16 or float32. F must be a multiple of the block, so that
+        no block holds values of both halves of dh. The rest is as in `swiglu_quantize`.
+
+    Returns `SwigluGrad`: dh a `QuantTensor` [P, 2F] or `Quantized`, dprobs float32 [P] or None.
+    """
+    call, a, activation = _enter(
+        clamp,
+        alpha,
+        linear_offset,
+        checks.QUANTIZABLE,
+        h=h,
+        probs=probs,
+        grad=grad,
+        expert_offsets=expert_offsets,
+    )
+    width = checks.choice("block", block, _COLUMN_BLOCK)[1]
+    if a.grad.shape[1] % width:
+        raise ValueError(
+            f"grad: got F = {a.grad.shape[1]}; wanted a multiple of {width}, so that no block spans both "
+            "halves of dh"
+        )
+    dh = activation_spec(tuple(a.h.shape), fmt, block, columnwise, a.expert_offsets, align_size)
+    out = call.empty(SwigluGrad(dh, _dprobs_spec(a.h, a.probs)))
+    call.run(
+        "swiglu",
+        "swiglu_quantize_backward",
+        a.grad,
+        a.h,
+        a.probs,
+        activation=activation,
+        expert_offsets=a.expert_offsets,
+        out=out,
+    )
+    return call.leave(out)
+
+
+def activation_spec(
+    shape: tuple[int, int], fmt: str, block: Block, columnwise: bool, offsets: Any, align_size: int
+) -> Any:
+    """Shapes of a quantised activation [P, F], row-wise or in both orientations."""
+    checks.choice("block", block, _COLUMN_BLOCK)
+    checks.choice("fmt", fmt, ("e4m3", "e5m2"))
+    align_size = checks.integer("align_size", align_size, 1)
+    rowwise = quant_spec(shape, fmt, block, "compact")
+    if not columnwise:
+        return rowwise
+    column = _COLUMN_BLOCK[block]  # type: ignore[index]
+    rows = None
+    if offsets is not None:
+        rows = column_scale_rows(shape[0], offsets.shape[0] - 1, column[0], align_size)
+    return Quantized(rowwise, quant_spec(shape, fmt, column, "compact", rows))
+
+
+def _enter(
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+    dtypes: tuple[np.dtype, ...],
+    **arrays: Any,
+) -> tuple[border.Call, Any, Activation]:
+    call = border.enter(**arrays)
+    a = call.args
+    checks.dtype("h", a.h, dtypes)
+    checks.shape("h", a.h, ("P", "2F"))
+    rows, width = a.h.shape
+    if width % 2:
+        raise ValueError(f"h: got {width} columns; wanted an even number, (a | b) side by side")
+    if a.probs is not None:
+        checks.dtype("probs", a.probs, checks.FLOATS)
+        checks.shape("probs", a.probs, (rows,))
+    if getattr(a, "grad", None) is not None:
+        checks.dtype("grad", a.grad, dtypes)
+        checks.shape("grad", a.grad, (rows, width // 2))
+    if getattr(a, "expert_offsets", None) is not None:
+        checks.offsets("expert_offsets", a.expert_offsets)
+    activation = Activation(
+        clamp=None if clamp is None else checks.number("clamp", clamp, 0.0),
+        alpha=checks.number("alpha", alpha, 0.0),
+        linear_offset=checks.number("linear_offset", linear_offset, -np.inf),
+    )
+    return call, a, activation
+
+
+def _dprobs_spec(h: Any, probs: Any) -> ArraySpec | None:
+    if probs is None:
+        return None
+    return ArraySpec((h.shape[0],), np.dtype(np.float64) if h.dtype == np.float64 else checks.FLOAT32)

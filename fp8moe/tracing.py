@@ -1,0 +1,63 @@
+"""`trace()`: what a run casts, launches and keeps for its backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Trace:
+    """Counts of one traced run.
+
+    casts: explicit casts of activations and gradients, one for each `quantize` or `dequantize` call
+        (what the FP8-Flow-MoE paper, arXiv 2511.02302, counts). Casts fused into another operation
+        and casts of weights are not in it.
+    weight_casts: `quantize` calls with (128, 128) blocks.
+    launches: calls of a backend, by operation.
+    saved_bytes: bytes that `moe_forward` kept for `moe_backward`.
+    """
+
+    casts: int = 0
+    weight_casts: int = 0
+    launches: Counter[str] = field(default_factory=Counter)
+    saved_bytes: int = 0
+
+    @property
+    def num_launches(self) -> int:
+        return sum(self.launches.values())
+
+
+_active: ContextVar[tuple[Trace, ...]] = ContextVar("fp8moe_traces", default=())
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Count what happens inside a ``with`` block; blocks nest, each counts its own."""
+    counts = Trace()
+    token = _active.set((*_active.get(), counts))
+    try:
+        yield counts
+    finally:
+        _active.reset(token)
+
+
+def record_launch(verb: str) -> None:
+    for counts in _active.get():
+        counts.launches[verb] += 1
+
+
+def record_cast(weight: bool) -> None:
+    for counts in _active.get():
+        if weight:
+            counts.weight_casts += 1
+        else:
+            counts.casts += 1
+
+
+def record_saved(nbytes: int) -> None:
+    for counts in _active.get():
+        counts.saved_bytes += nbytes

@@ -1,0 +1,81 @@
+"""FP8 transpose by moving exponents, without a wider type in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8moe import border, checks
+from fp8moe.formats import ceil_div
+from fp8moe.quantize import quant_spec
+from fp8moe.records import PermutationPlan, QuantTensor
+
+_COLUMN_BLOCK = {(1, 128): (128, 1), (1, 32): (32, 1)}
+
+
+def scaling_aware_transpose(
+    q: QuantTensor, expert_offsets: Any = None, *, target: str = "column", align_size: int = 1
+) -> QuantTensor:
+    """Row-wise to column-wise FP8 (arXiv 2511.02302 has the idea; the rounding here is exact or nearest).
+
+    q: row-wise compact `QuantTensor` [M, K], block (1, 128) with power-of-two scales, or (1, 32).
+    expert_offsets: int32 [E+1] first rows of the experts. Column blocks then start anew with each
+        expert: expert e's codes are ``data[:, offsets[e]:offsets[e+1]]`` with its own rows of scales, in
+        the order of the experts. What lies past the last offset is unspecified.
+    target: "column": each column block gets the power of two that quantising its values afresh would
+        choose, so the result equals dequantising exactly and quantising by (128, 1) blocks, bit for bit.
+        "tile": one scale a 128 x 128 tile, the largest row scale of rows that are not all zero.
+    align_size: what every expert offset is a multiple of. With a multiple of the block's rows the scales have
+        ceil(M/B) rows, else `column_scale_rows`.
+
+    Every code is exact when representable, else rounded to nearest even, subnormals too; -0 and NaN
+    survive; rows of zeros or of scale 0 raise no target.
+
+    Returns a column-wise QuantTensor: data [K, M], scales [blocks, K].
+    Raises ValueError for scales that are not powers of two (on CUDA when FP8MOE_CHECK=1).
+    """
+    call = border.enter(q=q, expert_offsets=expert_offsets)
+    a = call.args
+    checks.quant_tensor("q", a.q, _COLUMN_BLOCK)
+    checks.choice("target", target, ("column", "tile"))
+    align_size = checks.integer("align_size", align_size, 1)
+    experts = None
+    if a.expert_offsets is not None:
+        checks.offsets("expert_offsets", a.expert_offsets)
+        experts = a.expert_offsets.shape[0] - 1
+    out = call.empty(transpose_spec(a.q, a.q.shape[0], experts, align_size))
+    call.run("transpose", "scaling_aware_transpose", a.q, a.expert_offsets, target=target, out=out)
+    return call.leave(out)
+
+
+def permute_transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
+    """Gather rows to their experts and transpose, in one read: `scaling_aware_transpose` of
+    ``permute(q, plan).data``, without it. Training can keep the unpermuted rows, k times smaller.
+
+    q: row-wise compact `QuantTensor` [T, K]. Returns data [K, num_out_tokens].
+    """
+    call = border.enter(q=q, plan=plan)
+    a = call.args
+    checks.plan(a.plan)
+    checks.quant_tensor("q", a.q, _COLUMN_BLOCK)
+    checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
+    spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size)
+    out = call.empty(spec)
+    call.run("transpose", "permute_transpose", a.q, a.plan, out=out)
+    return call.leave(out)
+
+
+def transpose_spec(q: Any, rows: int, experts: int | None, align_size: int) -> QuantTensor:
+    block = _COLUMN_BLOCK[q.block]
+    scale_rows = None if experts is None else column_scale_rows(rows, experts, block[0], align_size)
+    return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", scale_rows)
+
+
+def column_scale_rows(rows: int, experts: int, block_rows: int, align_size: int) -> int:
+    """Rows of scales of a column-wise tensor of several experts.
+
+    Expert e needs ceil(m_e / block_rows); they lie end to end. Where every m_e is a multiple of
+    block_rows that is ceil(rows / block_rows); else the most it can come to, whatever the routing.
+    """
+    if align_size % block_rows == 0:
+        return ceil_div(rows, block_rows)
+    return (rows + min(experts, rows) * (block_rows - 1)) // block_rows

@@ -1,0 +1,1 @@
+"""The CUDA backend: the same names and signatures as `fp8moe.reference`, on `DeviceArray` buffers."""
