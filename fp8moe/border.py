@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8moe import dlpack, tracing
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
-from fp8moe.records import ArraySpec, DeviceArray, QuantTensor, arrays_in, map_arrays
+from fp8moe.records import ArraySpec, DeviceArray, QuantTensor, arrays_in, is_metadata, map_arrays
 
 RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
@@ -47,6 +47,8 @@ class Call:
         self.args = SimpleNamespace(**{k: self._take(k, v) for k, v in values.items()})
 
     def _take(self, name: str, value: Any) -> Any:
+        if value is not None and is_metadata(value):
+            family_of(value, name)  # a number or a tuple where an array belongs: refused there
         value = map_arrays(self._take_array, value, name)
         return map_quant_tensors(_as_codes, value)
 
@@ -223,7 +225,7 @@ class _Jax(Family):
     name = "jax"
 
     def view(self, x: Any, name: str) -> RawArray:
-        if not hasattr(x, "__dlpack__"):
+        if isinstance(x, sys.modules["jax"].core.Tracer):
             raise TypeError(
                 f"{name}: got {type(x).__name__}, a value being traced by JAX; call this outside "
                 "jax.jit, or through jax.pure_callback"

@@ -1,0 +1,107 @@
+"""One generator of inputs for all tests: routings, values with the awkward ones among them, oracles."""
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SIZES = (0, 1, 2, 127, 128, 129)
+EXPERTS = (1, 3, 8, 64, 257)
+FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+
+
+@st.composite
+def routings(draw, sizes=SIZES, experts=EXPERTS):
+    """(topk_ids [T, k], num_experts, align_size): dropped ids, duplicates, empty experts, skew."""
+    num_experts = draw(st.sampled_from(experts))
+    tokens = draw(st.sampled_from(sizes))
+    k = draw(st.integers(1, min(8, num_experts)))
+    kind = draw(st.sampled_from(("distinct", "duplicates", "one expert", "few experts")))
+    dropped = draw(st.sampled_from((0.0, 0.3, 1.0)))
+    align = draw(st.sampled_from((1, 4, 16, 128)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    if kind == "distinct":
+        ids = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :k]
+    elif kind == "duplicates":
+        ids = rng.integers(0, num_experts, (tokens, k))
+    elif kind == "one expert":
+        ids = np.full((tokens, k), rng.integers(0, num_experts))
+    else:
+        ids = rng.integers(0, max(1, num_experts // 4), (tokens, k))
+    ids = np.where(rng.random(ids.shape) < dropped, -1, ids)
+    return ids.astype(draw(st.sampled_from((np.int32, np.int64)))), num_experts, align
+
+
+def rows_by_expert(ids, num_experts):
+    """For each expert the (token, slot) entries in order: the whole meaning of a plan, by loops."""
+    lists = [[] for _ in range(num_experts)]
+    for token, row in enumerate(ids.tolist()):
+        for slot, expert in enumerate(row):
+            if expert >= 0:
+                lists[expert].append((token, slot))
+    return lists
+
+
+def layout(ids, num_experts, align):
+    """[(row, token, slot, expert)] of every entry in a padded buffer, and the padded starts."""
+    entries, start, starts = [], 0, [0]
+    for expert, members in enumerate(rows_by_expert(ids, num_experts)):
+        entries += [(start + i, t, s, expert) for i, (t, s) in enumerate(members)]
+        start += -(-len(members) // align) * align
+        starts.append(start)
+    return entries, starts
+
+
+def mask_of(ids, num_experts):
+    mask = np.zeros((len(ids), num_experts), bool)
+    for token, row in enumerate(ids.tolist()):
+        for expert in row:
+            if expert >= 0:
+                mask[token, expert] = True
+    return mask
+
+
+def unmask(mask):
+    """The expert ids of a mask, in ascending order, -1 behind them."""
+    width = max(int(mask.sum(axis=1).max(initial=0)), 1)
+    ids = np.full((len(mask), width), -1)
+    for token in range(len(mask)):
+        experts = np.nonzero(mask[token])[0]
+        ids[token, : len(experts)] = experts
+    return ids
+
+
+def values(rng, shape, dtype=np.float32, awkward=False):
+    """Normal values over many magnitudes; ``awkward`` adds 0, -0, NaN, infinities and subnormals."""
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-8, 9, shape))
+    if awkward and x.size:
+        special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-40, -1e-40, 3e38, 1e-30])
+        where = rng.random(shape) < 0.02
+        x = np.where(where, rng.choice(special, shape), x)
+        if x.ndim == 2:  # whole rows of zeros, and rows with nothing but a tiny value
+            x[rng.random(len(x)) < 0.1] = 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(dtype)
+
+
+def poisoned(shape, dtype):
+    """An output buffer whose old content would be noticed: 0xA5 everywhere."""
+    out = np.empty(shape, dtype)
+    out.reshape(-1).view(np.uint8)[:] = 0xA5
+    return out
+
+
+def same_bits(a, b):
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def to_float8(y, fmt):
+    """float64 -> codes by ml_dtypes, straight from float64: an encoder the library does not use."""
+    codes = np.clip(y, -MAX[fmt], MAX[fmt]).astype(FLOAT8[fmt]).view(np.uint8)
+    return np.where(np.isnan(y), np.uint8(0x7F), codes)
+
+
+def from_float8(codes, fmt):
+    return codes.view(FLOAT8[fmt]).astype(np.float64)

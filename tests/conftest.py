@@ -1,0 +1,30 @@
+"""Hypothesis settings, and the markers that need a GPU."""
+
+import importlib.util
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "fp8moe", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fp8moe")
+
+
+def _devices() -> int:
+    if importlib.util.find_spec("cupy") is None:
+        return 0
+    import cupy
+
+    try:
+        return cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def pytest_collection_modifyitems(items):
+    devices = _devices()
+    for item in items:
+        needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+        if devices < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))

@@ -1,0 +1,94 @@
+"""Grouped GEMM against float64 products of the dequantised operands, and torch in bfloat16."""
+
+import numpy as np
+import pytest
+import torch
+from cases import BF16, values
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp8moe
+
+COUNTS = st.lists(st.sampled_from((0, 1, 2, 127, 128, 129, 256)), min_size=1, max_size=6)
+
+
+def offsets_of(counts):
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+def relative(got, wanted):
+    norm = np.linalg.norm(wanted)
+    return np.linalg.norm(got.astype(np.float64) - wanted) / norm if norm else np.abs(got).max(initial=0)
+
+
+@given(COUNTS, st.sampled_from((1, 128, 200)), st.sampled_from((0, 128, 300)), st.integers(0, 2**32 - 1))
+def test_fp8_forward(counts, width, depth, seed):
+    rng = np.random.default_rng(seed)
+    offsets = offsets_of(counts)
+    rows = int(offsets[-1]) + 7
+    x = fp8moe.quantize(values(rng, (rows, depth)))
+    w = fp8moe.quantize(values(rng, (len(counts), width, depth)), block=(128, 128))
+    x.data[offsets[-1] :] = 0x7F  # NaN past the last expert
+    got = fp8moe.grouped_gemm(x, w, offsets)
+    wide_x, wide_w = (fp8moe.dequantize(q).astype(np.float64) for q in (x, w))
+    wanted = np.zeros((rows, width))
+    for e, (lo, hi) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        wanted[lo:hi] = wide_x[lo:hi] @ wide_w[e].T
+    # bfloat16 (8 significant bits) rounds each value by at most 2^-8 of it; float32 sums add some 1e-6
+    assert relative(got, wanted) < 2.0**-8 + 1e-5
+    assert got.dtype == BF16
+    ready = fp8moe.grouped_gemm(fp8moe.to_layout(x, "gemm_ready"), w, offsets)
+    np.testing.assert_array_equal(ready.astype(np.float32), got.astype(np.float32))
+
+
+@given(COUNTS, st.booleans(), st.integers(0, 2**32 - 1))
+def test_fp8_wgrad(counts, accumulate, seed):
+    rng = np.random.default_rng(seed)
+    offsets = offsets_of(counts)
+    rows = int(offsets[-1])
+    dy, x = (fp8moe.quantize(values(rng, (rows, n))) for n in (65, 40))
+    dy, x = (fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x))
+    out = rng.standard_normal((len(counts), 65, 40)).astype(np.float32) if accumulate else None
+    before = 0 if out is None else out.astype(np.float64)
+    got = fp8moe.grouped_gemm_wgrad(dy, x, offsets, out)
+    assert out is None or got is out
+    wide = [fp8moe.dequantize(q, expert_offsets=offsets).astype(np.float64) for q in (dy, x)]
+    ranges = zip(offsets[:-1], offsets[1:], strict=True)
+    products = np.stack([wide[0][lo:hi].T @ wide[1][lo:hi] for lo, hi in ranges])
+    # float32 sums of up to 256 products, whose partial sums may cancel
+    np.testing.assert_allclose(got, products + before, rtol=1e-4, atol=1e-4 * 2.0**16)
+    assert relative(got, products + before) < 1e-5
+    for e, count in enumerate(counts):
+        if count == 0 and not accumulate:
+            assert not got[e].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_plain_arrays_match_torch(dtype):
+    rng = np.random.default_rng(0)
+    counts, width, depth = [3, 0, 130], 20, 30
+    offsets = offsets_of(counts)
+    np_dtype = BF16 if dtype == "bfloat16" else np.dtype(dtype)
+    x = rng.standard_normal((140, depth)).astype(np_dtype)
+    w = rng.standard_normal((3, width, depth)).astype(np_dtype)
+    dy = rng.standard_normal((140, width)).astype(np_dtype)
+    out = fp8moe.grouped_gemm(x, w, offsets)
+    dx = fp8moe.grouped_gemm(dy, w, offsets, transpose_w=True)
+    dw = fp8moe.grouped_gemm_wgrad(dy, x, offsets, dtype="float64" if dtype == "float64" else "float32")
+    tx, tw, tdy = (torch.from_numpy(v.astype(np.float64)) for v in (x, w, dy))
+    cast = {"bfloat16": 2.0**-8, "float32": 2.0**-20, "float64": 1e-13}[dtype]
+    for e, (lo, hi) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        bound = cast * np.maximum(np.sqrt(depth) * 3, 1)
+        np.testing.assert_allclose(out[lo:hi].astype(float), tx[lo:hi] @ tw[e].T, rtol=cast, atol=bound)
+        np.testing.assert_allclose(dx[lo:hi].astype(float), tdy[lo:hi] @ tw[e], rtol=cast, atol=bound)
+        wide = 1e-13 if dtype == "float64" else 2.0**-20
+        np.testing.assert_allclose(dw[e], tdy[lo:hi].T @ tx[lo:hi], rtol=wide, atol=wide * 130)
+    assert not out[133:].astype(np.float32).any()
+
+
+def test_offsets_past_the_rows_are_cut():
+    x = np.ones((5, 4), np.float32)
+    w = np.ones((2, 3, 4), np.float32)
+    got = fp8moe.grouped_gemm(x, w, np.array([0, 3, 9], np.int32))
+    assert got.shape == (5, 3)
+    assert (got == 4).all()

@@ -1,0 +1,169 @@
+"""The layer against a dense float64 torch layer and its autograd; what each recipe casts and keeps."""
+
+import numpy as np
+import pytest
+import torch
+from cases import BF16, same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fp8moe
+
+GPT_OSS = {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}
+
+
+def layer_inputs(seed, tokens=96, hidden=128, ffn=128, experts=4, k=2, dtype=BF16, dropped=0.0):
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    ids = np.where(rng.random(ids.shape) < dropped, -1, ids).astype(np.int32)
+    return {
+        "x": rng.standard_normal((tokens, hidden)).astype(dtype),
+        "w13": (rng.standard_normal((experts, 2 * ffn, hidden)) / hidden**0.5).astype(dtype),
+        "w2": (rng.standard_normal((experts, hidden, ffn)) / ffn**0.5).astype(dtype),
+        "topk_ids": ids,
+        "topk_probs": rng.random(ids.shape).astype(np.float32 if dtype == BF16 else dtype),
+    }, rng.standard_normal((tokens, hidden)).astype(dtype)
+
+
+def torch_layer(inputs, dy, clamp=None, alpha=1.0, linear_offset=0.0):
+    """Every expert on every token, then the sum of those chosen: float64, no routing tricks."""
+    x, w13, w2, probs = (
+        torch.tensor(inputs[n].astype(np.float64), requires_grad=True)
+        for n in ("x", "w13", "w2", "topk_probs")
+    )
+    a, b = torch.einsum("th,enh->ten", x, w13).chunk(2, dim=-1)
+    if clamp is not None:
+        a, b = a.clamp(max=clamp), b.clamp(-clamp, clamp)
+    every = torch.einsum("tef,ehf->teh", a * torch.sigmoid(alpha * a) * (b + linear_offset), w2)
+    ids = torch.tensor(inputs["topk_ids"].astype(np.int64))
+    chosen = torch.take_along_dim(every, ids.clamp(min=0)[:, :, None], 1)
+    y = (chosen * (probs * (ids >= 0))[:, :, None]).sum(1)
+    y.backward(torch.tensor(dy.astype(np.float64)))
+    return [v.detach().numpy() for v in (y, x.grad, probs.grad, w13.grad, w2.grad)]
+
+
+def run(inputs, dy, recipe, recompute=None, **activation):
+    y, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute, **activation)
+    g = fp8moe.moe_backward(saved, dy)
+    return [y, g.dx, g.dprobs, g.dw13, g.dw2], saved
+
+
+def relative(a, b):
+    norm = np.linalg.norm(b)
+    return np.linalg.norm(a.astype(np.float64) - b) / norm if norm else np.abs(a).max(initial=0)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.3, 1.0)), st.sampled_from(({}, GPT_OSS)))
+@settings(max_examples=15)
+def test_float64_layer_equals_torch_autograd(seed, dropped, activation):
+    inputs, dy = layer_inputs(seed, 33, 12, 7, 3, dtype=np.float64, dropped=dropped)
+    for recompute in (None, "moe_expert"):
+        got, _ = run(inputs, dy, "bf16", recompute, **activation)
+        for a, b in zip(got, torch_layer(inputs, dy, **activation), strict=True):
+            assert a.shape == b.shape
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+@pytest.mark.parametrize("activation", [{}, GPT_OSS])
+def test_recipes_stay_within_their_precision(recipe, activation):
+    inputs, dy = layer_inputs(1, dropped=0.1)
+    exact = torch_layer(inputs, dy, **activation)
+    got, _ = run(inputs, dy, recipe, **activation)
+    # A rounding to p significant bits is off by 2^-p / sqrt(3) in the mean square or less: e4m3 2^-4, bfloat16
+    # 2^-8. The longest chain of factors, dw13, holds six roundings of operands (x, w13, a, dy, w2, dh), and
+    # sigmoid's slope at most doubles those of h; errors add in squares: sqrt(6 + 3 * 2) * 2^-4 / sqrt(3).
+    bits = 8 if recipe == "bf16" else 4
+    bound = 12**0.5 * 2.0**-bits / 3**0.5
+    for a, b in zip(got, exact, strict=True):
+        assert relative(a, b) < bound
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_recompute_changes_no_bit_and_keeps_less(recipe):
+    inputs, dy = layer_inputs(2)
+    plain, saved = run(inputs, dy, recipe)
+    again, small = run(inputs, dy, recipe, "moe_expert")
+    for a, b in zip(plain, again, strict=True):
+        assert same_bits(a, b)
+    assert small.h is None
+    assert small.a is None
+    assert small.nbytes < saved.nbytes
+
+
+def test_casts_launches_and_bytes():
+    inputs, dy = layer_inputs(3, tokens=512, k=2)
+    casts, kept = {}, {}
+    for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
+        for recompute in (None, "moe_expert"):
+            with fp8moe.trace() as outer, fp8moe.trace() as t:
+                _, saved = run(inputs, dy, recipe, recompute)
+            casts[recipe, recompute] = t.casts
+            kept[recipe, recompute] = t.saved_bytes
+            assert t.saved_bytes == saved.nbytes
+            assert t.num_launches == sum(t.launches.values()) == outer.num_launches
+            assert t.weight_casts == (0 if recipe == "bf16" else 2)
+    assert casts["fp8_flow", None] == casts["fp8_flow", "moe_expert"] == 2
+    assert casts["fp8_blockwise", None] == 12
+    assert casts["bf16", None] == 0
+    assert kept["fp8_flow", None] < kept["fp8_blockwise", None] < kept["bf16", None] * 1.3
+    assert kept["fp8_flow", "moe_expert"] < kept["bf16", "moe_expert"]
+    with fp8moe.trace() as t:
+        run(inputs, dy, "fp8_flow", "moe_expert")
+    assert t.launches["permute"] == 2  # one forward, one of the gradient: recompute repeats none
+
+
+def test_weights_quantised_once_serve_many_micro_batches():
+    inputs, dy = layer_inputs(4)
+    plain, _ = run(inputs, dy, "fp8_flow")
+    for name in ("w13", "w2"):
+        inputs[name] = fp8moe.quantize_weights(inputs[name])
+    with fp8moe.trace() as t:
+        again, _ = run(inputs, dy, "fp8_flow")
+    assert t.weight_casts == 0
+    for a, b in zip(plain, again, strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+@pytest.mark.parametrize("kind", ["no tokens", "no expert chosen", "one expert", "k=1", "every expert"])
+def test_extreme_routings(recipe, kind):
+    inputs, dy = layer_inputs(5, tokens=0 if kind == "no tokens" else 64)
+    if kind == "no expert chosen":
+        inputs["topk_ids"][:] = -1
+    elif kind == "one expert":
+        inputs["topk_ids"][:] = 3
+    elif kind == "k=1":
+        inputs["topk_ids"] = inputs["topk_ids"][:, :1].copy()
+        inputs["topk_probs"] = inputs["topk_probs"][:, :1].copy()
+    elif kind == "every expert":
+        inputs["topk_ids"] = np.tile(np.arange(4, dtype=np.int32), (64, 1))
+        inputs["topk_probs"] = np.ones((64, 4), np.float32)
+    got, _ = run(inputs, dy, recipe)
+    bound = 12**0.5 * 2.0 ** -(8 if recipe == "bf16" else 4) / 3**0.5
+    for a, b in zip(got, torch_layer(inputs, dy), strict=True):
+        assert relative(a, b) < bound
+
+
+def test_refusals_name_the_argument():
+    inputs, dy = layer_inputs(6)
+    bad = [
+        ({"x": inputs["x"].astype(np.float32)}, TypeError, "x: got dtype float32; wanted bfloat16"),
+        ({"w13": inputs["w13"][:, :130].copy()}, ValueError, "w13: got 2F = 130"),
+        ({"w2": inputs["w13"]}, ValueError, "w2: got shape"),
+        ({"topk_ids": inputs["topk_probs"]}, TypeError, "topk_ids: got dtype float32"),
+        ({"topk_probs": inputs["topk_probs"][:5].copy()}, ValueError, "topk_probs: got shape"),
+        ({"recipe": "fp4"}, ValueError, "recipe: got 'fp4'"),
+        ({"recompute": "all"}, ValueError, "recompute: got 'all'"),
+    ]
+    for change, error, words in bad:
+        with pytest.raises(error, match=words):
+            fp8moe.moe_forward(**{**inputs, "recipe": "fp8_flow", **change})
+    _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
+    with pytest.raises(ValueError, match="dy: got shape"):
+        fp8moe.moe_backward(saved, dy[:3].copy())
+    with pytest.raises(TypeError, match="saved: got int"):
+        fp8moe.moe_backward(3, dy)
+    quantised = fp8moe.quantize_weights(inputs["w13"])
+    with pytest.raises(TypeError, match="w13: got quantised weights"):
+        fp8moe.moe_forward(**{**inputs, "w13": quantised}, recipe="bf16")

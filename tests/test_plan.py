@@ -1,0 +1,104 @@
+"""Plans against nested Python loops."""
+
+import numpy as np
+import pytest
+from cases import layout, mask_of, routings, rows_by_expert, same_bits, unmask
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp8moe
+
+
+def check_against_loops(plan, ids, num_experts, align, width, capacity=None, has_slots=True):
+    lists = rows_by_expert(ids, num_experts)
+    counts = [len(m) for m in lists]
+    padded = [-(-c // align) * align for c in counts]
+    entries, starts = layout(ids, num_experts, align)
+    assert plan.tokens_per_expert.tolist() == counts
+    assert plan.padded_tokens_per_expert.tolist() == padded
+    assert plan.expert_offsets.tolist() == starts
+    assert plan.pad_offsets.tolist() == [starts[e] - sum(counts[:e]) for e in range(num_experts)]
+    capacity = plan.num_out_tokens if capacity is None else capacity
+    kept = [e for e in entries if e[0] < capacity]
+    assert plan.overflow.tolist() == [len(entries) - len(kept)]
+    per_token = [[] for _ in range(len(ids))]
+    for row, token, slot, expert in kept:
+        per_token[token].append((row - plan.pad_offsets[expert], expert, slot))
+    for token, mine in enumerate(per_token):
+        mine.sort(reverse=True)
+        got = plan.row_id_map[token].tolist()
+        blank = [-1] * (width - len(mine))
+        assert got[:width] == [m[0] for m in mine] + blank
+        assert got[width : 2 * width] == [m[1] for m in mine] + blank
+        assert got[-1] == len(mine)
+        if has_slots:
+            assert plan.slots[token].tolist() == [m[2] for m in mine] + blank
+
+
+@given(routings())
+def test_topk_matches_loops(case):
+    ids, experts, align = case
+    plan = fp8moe.plan_topk(ids, experts, align_size=align)
+    check_against_loops(plan, ids, experts, align, ids.shape[1])
+    entries = ids.size
+    bound = (entries + min(experts, entries) * (align - 1)) // align * align
+    assert plan.num_out_tokens == bound >= plan.expert_offsets[-1]
+    exact = fp8moe.plan_topk(ids, experts, align_size=align, num_out_tokens="exact")
+    assert exact.num_out_tokens == plan.expert_offsets[-1]
+    assert same_bits(exact.row_id_map, plan.row_id_map)
+
+
+@given(routings(), st.floats(0, 1.2))
+def test_capacity_drops_and_counts(case, share):
+    ids, experts, align = case
+    needed = layout(ids, experts, align)[1][-1]
+    capacity = int(needed * share)
+    plan = fp8moe.plan_topk(ids, experts, align_size=align, num_out_tokens=capacity)
+    assert plan.num_out_tokens == capacity
+    check_against_loops(plan, ids, experts, align, ids.shape[1])
+
+
+@given(routings(), st.sampled_from((bool, np.int32, np.int64, np.uint8)))
+def test_mask_matches_loops(case, dtype):
+    ids, experts, align = case
+    mask = mask_of(ids, experts)
+    plan = fp8moe.plan_routing_map(mask.astype(dtype), align_size=align)
+    assert plan.slots is None
+    assert plan.row_id_map.shape == (len(ids), 2 * experts + 1)
+    assert plan.num_out_tokens == plan.expert_offsets[-1]  # exact, when nothing else is known
+    check_against_loops(plan, unmask(mask), experts, align, experts, has_slots=False)
+
+
+def test_mask_with_topk_narrows_and_counts_the_excess():
+    mask = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
+    plan = fp8moe.plan_routing_map(mask, topk=2)
+    assert plan.row_id_map.tolist() == [[1, 0, 1, 0, 2], [2, -1, 2, -1, 1], [-1, -1, -1, -1, 0]]
+    assert plan.overflow.tolist() == [1]
+    assert plan.num_out_tokens == 6
+
+
+def test_the_worked_example():
+    ids = np.array([[0, 1], [1, 2], [0, 2], [1, 0], [1, -1]], np.int32)
+    plan = fp8moe.plan_topk(ids, 3, align_size=4)
+    assert plan.expert_offsets.tolist() == [0, 4, 8, 12]
+    assert plan.pad_offsets.tolist() == [0, 1, 1]
+    assert plan.row_id_map.tolist() == [
+        [3, 0, 1, 0, 2],
+        [7, 4, 2, 1, 2],
+        [8, 1, 2, 0, 2],
+        [5, 2, 1, 0, 2],
+        [6, -1, 1, -1, 1],
+    ]
+
+
+def test_4096_tokens_257_experts():
+    rng = np.random.default_rng(5)
+    ids = rng.integers(-1, 257, (4096, 8)).astype(np.int32)
+    check_against_loops(fp8moe.plan_topk(ids, 257, align_size=16), ids, 257, 16, 8)
+
+
+def test_too_many_rows_for_an_int32_map_are_refused():
+    from fp8moe.plan import plan_spec
+
+    with pytest.raises(ValueError, match="int32 row map"):
+        plan_spec(2**20, 256, 2**12, 1, None, has_slots=True)

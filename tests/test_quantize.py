@@ -1,0 +1,252 @@
+"""Quantise against float64 arithmetic and ml_dtypes' casts, block by block."""
+
+import importlib
+import math
+import time
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import BF16, FLOAT8, MAX, SIZES, from_float8, poisoned, same_bits, to_float8, values
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp8moe
+
+reference = importlib.import_module("fp8moe.reference.quantize")
+
+
+def oracle_scale(amax, fmt, pow2, mx):
+    """The scale of one block from exact fractions; None means 1."""
+    if amax == 0 or not math.isfinite(amax):
+        return 1.0
+    if mx:
+        emax = {"e4m3": 8, "e5m2": 15}[fmt]
+        return 2.0 ** max(math.frexp(amax)[1] - 1 - emax, -127)
+    if pow2:  # the smallest power of two that is at least amax / max: no division, no float
+        ratio, exponent = Fraction(float(amax)) / Fraction(MAX[fmt]), -126
+        while Fraction(2) ** exponent < ratio:
+            exponent += 1
+        return 2.0**exponent
+    with np.errstate(over="ignore"):
+        inv = min(np.float32(MAX[fmt]) / np.float32(amax), np.float32(2.0**126))
+    return float(np.float32(1) / inv)
+
+
+def oracle(x, fmt, block, pow2=True, eps=0.0):
+    """(codes, scales), both in the order of x, by loops over blocks."""
+    x32 = x.astype(np.float32)
+    rows, cols = x.shape
+    bm, bk = block
+    scales = np.zeros((-(-rows // bm), -(-cols // bk)))
+    codes = np.zeros(x.shape, np.uint8)
+    mx = 32 in block
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(i * bm, (i + 1) * bm), slice(j * bk, (j + 1) * bk))
+            amax = np.abs(x32[part]).max()
+            amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
+            scale = scales[i, j] = oracle_scale(float(amax), fmt, pow2, mx)
+            if mx or pow2:
+                y = x32[part].astype(np.float64) / scale  # a power of two: exact
+            else:
+                inv = min(np.float32(MAX[fmt]) / amax, np.float32(2.0**126)) if scale != 1 else np.float32(1)
+                y = x32[part] * inv  # rounded to float32, as SPEC has it
+            codes[part] = to_float8(y, fmt)
+    return codes, scales
+
+
+def stored(scales, mx):
+    return (np.log2(scales) + 127).astype(np.uint8) if mx else scales.astype(np.float32)
+
+
+SIZES_K = (0, 1, 31, 32, 33, 127, 128, 129, 300)
+
+
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from(SIZES_K),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from(((1, 128), (128, 1), (128, 128), (1, 32), (32, 1))),
+    st.sampled_from((BF16, np.dtype(np.float16), np.dtype(np.float32))),
+    st.booleans(),
+    st.sampled_from((0.0, 1e-4, 2.0)),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_quantize_matches_float64(rows, cols, fmt, block, dtype, pow2, eps, awkward, seed):
+    x = values(np.random.default_rng(seed), (rows, cols), dtype, awkward)
+    q = fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps)
+    assert q.shape == (rows, cols)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        codes, scales = oracle(x, fmt, block, pow2, eps)
+    assert same_bits(q.scales, stored(scales, 32 in block))
+    assert same_bits(q.data, codes.T if q.columnwise else codes)
+    assert not (q.scales == 0).any() or 32 in block
+
+
+@given(
+    st.sampled_from((1, 2, 127, 129)),
+    st.sampled_from((1, 127, 128, 300)),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from(((1, 128), (128, 1), (128, 128), (1, 32), (32, 1))),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_compiled_form_equals_the_plain_one(rows, cols, fmt, block, pow2, seed):
+    x = values(np.random.default_rng(seed), (rows, cols), np.float32, awkward=True)
+    kind = fp8moe.QuantTensor(None, None, fmt, block)
+    strips = reference.strips_of(x.shape, block)
+    dtype = np.uint8 if 32 in block else np.float32
+    results = []
+    for form in (reference.quantize_strips, reference.quantize_strips_plain):
+        codes = poisoned(x.shape, np.uint8)
+        scales = poisoned((len(strips), -(-cols // block[1])), dtype)
+        form(x, strips, block[1], kind, pow2, 0.0, codes, scales)
+        results.append((codes, scales))
+    assert same_bits(results[0][0], results[1][0])
+    assert same_bits(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_every_bfloat16_value_is_encoded_as_ml_dtypes_does(fmt):
+    """All 65,536 patterns at scale 1: each beside the value that makes the block's scale 1."""
+    every = np.arange(65536, dtype=np.uint16).view(BF16)
+    x = every.astype(np.float32)
+    inside = np.abs(x) <= MAX[fmt]
+    x = np.where(inside, x, np.float32(0))
+    block = np.zeros((65536, 128), np.float32)
+    block[:, 0], block[:, 1] = x, MAX[fmt]
+    q = fp8moe.quantize(block.astype(BF16), fmt=fmt)
+    assert (q.scales == 1).all()
+    wanted = block.astype(FLOAT8[fmt]).view(np.uint8)
+    assert same_bits(q.data, wanted)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_pow2_scales_are_the_ceiling_for_every_normal_amax(fmt):
+    """448/amax truncated and ceil-to-power-of-two of amax/448: both ways, every bfloat16 amax."""
+    amax = np.arange(0x0080, 0x7F80, dtype=np.uint16).view(BF16)
+    q = fp8moe.quantize(amax[:, None], fmt=fmt)
+    for value, scale in zip(amax.astype(np.float64)[::17], q.scales[::17, 0], strict=True):
+        assert scale == oracle_scale(value, fmt, True, False)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_special_values(fmt):
+    x = np.zeros((6, 128), np.float32)
+    x[0, 0] = np.nan
+    x[0, 1] = 3.0
+    x[1, 0], x[1, 1] = np.inf, -np.inf
+    x[2, 0] = -0.0
+    x[3, 0] = 1e-45  # a subnormal amax: the scale stays normal
+    x[4, 0] = 3e38
+    x[5, 0] = -MAX[fmt] * 1.01
+    q = fp8moe.quantize(x, fmt=fmt)
+    assert q.scales[0] == 1
+    assert q.data[0, 0] == 0x7F
+    assert from_float8(q.data[0:1, 1:2], fmt) == 3.0
+    assert from_float8(q.data[1, :2], fmt).tolist() == [MAX[fmt], -MAX[fmt]]
+    assert q.data[2, 0] == 0x80
+    assert q.scales[3] == 2.0**-126
+    assert q.scales[4] > 2.0**100
+    assert q.scales[5] == 2
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 127, 130])
+def test_layouts_convert_for_any_number_of_rows(rows):
+    x = values(np.random.default_rng(rows), (rows, 300), BF16)
+    compact = fp8moe.quantize(x)
+    ready = fp8moe.quantize(x, layout="gemm_ready")
+    assert ready.scales.shape == (3, (rows + 3) // 4 * 4)
+    assert same_bits(ready.scales[:, :rows], compact.scales.T)
+    assert not ready.scales[:, rows:].any()
+    assert same_bits(fp8moe.to_layout(compact, "gemm_ready").scales, ready.scales)
+    back = fp8moe.to_layout(ready, "compact")
+    assert same_bits(back.scales, compact.scales)
+    assert back.data is ready.data
+    assert same_bits(fp8moe.dequantize(ready), fp8moe.dequantize(compact))
+
+
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
+def test_columnwise_comes_beside_rowwise(block):
+    x = values(np.random.default_rng(1), (200, 136), BF16)
+    both = fp8moe.quantize(x, block=block, columnwise=True)
+    assert same_bits(both.rowwise.data, fp8moe.quantize(x, block=block).data)
+    codes, scales = oracle(x, "e4m3", block[::-1])
+    assert same_bits(both.columnwise.data, codes.T)
+    assert same_bits(both.columnwise.scales, stored(scales, 32 in block))
+
+
+def test_weights_of_several_experts_and_their_transpose():
+    w = values(np.random.default_rng(2), (3, 200, 136), BF16)
+    both = fp8moe.quantize(w, block=(128, 128), columnwise=True)
+    for e in range(3):
+        codes, scales = oracle(w[e], "e4m3", (128, 128))
+        assert same_bits(both.rowwise.data[e], codes)
+        assert same_bits(both.rowwise.scales[e], scales.astype(np.float32))
+    assert both.columnwise.shape == (3, 136, 200)
+    assert same_bits(
+        fp8moe.dequantize(both.columnwise), fp8moe.dequantize(both.rowwise).transpose(0, 2, 1).copy()
+    )
+
+
+def test_one_scale_for_the_tensor():
+    x = values(np.random.default_rng(3), (33, 65))
+    q = fp8moe.quantize(x, block=None)
+    scale = oracle_scale(float(np.abs(x).max()), "e4m3", True, False)
+    assert q.scales.tolist() == [scale]
+    assert same_bits(q.data, to_float8(x.astype(np.float64) / scale, "e4m3"))
+
+
+@given(
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from(((1, 128), (128, 1), (128, 128), (1, 32), (32, 1))),
+    st.integers(0, 2**32 - 1),
+)
+def test_dequantize_is_code_times_scale(fmt, block, seed):
+    rng = np.random.default_rng(seed)
+    x = values(rng, (150, 140))
+    q = fp8moe.quantize(x, fmt=fmt, block=block)
+    codes = from_float8(q.data, fmt)
+    codes = codes.T if q.columnwise else codes
+    scales = 2.0 ** (q.scales.astype(np.float64) - 127) if q.scales.dtype == np.uint8 else q.scales
+    factors = np.kron(scales, np.ones(block))[:150, :140]
+    got = fp8moe.dequantize(q)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, codes * factors)
+    # half an ulp of the code (relative 2^-4 or 2^-3), or of the smallest subnormal step, at its scale
+    half = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}[fmt]
+    bound = np.maximum(np.abs(x) * half[0], factors * half[1])
+    if 32 in block:  # floor rounding of the exponent: up to 1/8 of a value saturates
+        bound = np.maximum(bound, np.abs(x) * 0.125)
+    assert (np.abs(got - x) <= bound).all()
+    assert same_bits(fp8moe.dequantize(q, dtype="bfloat16"), got.astype(BF16))
+
+
+def test_nvfp4_rows_decode():
+    codes = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], np.uint8)
+    scale = np.array([[0x40]], np.uint8)  # e4m3 for 2.0
+    q = fp8moe.QuantTensor(codes, scale, "e2m1", (1, 16))
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    wanted = [2 * m for m in magnitudes] + [-2 * m for m in magnitudes]
+    assert fp8moe.dequantize(q)[0].tolist() == wanted
+
+
+def test_float8_dtypes_are_taken_as_codes():
+    q = fp8moe.quantize(values(np.random.default_rng(4), (3, 128)))
+    as_float8 = fp8moe.QuantTensor(q.data.view(ml_dtypes.float8_e4m3fn), q.scales)
+    assert same_bits(fp8moe.dequantize(as_float8), fp8moe.dequantize(q))
+
+
+def test_quantize_is_quick():
+    """4096 x 2048 in under 10 ms on two cores (a plain NumPy form takes 220)."""
+    x = np.random.default_rng(5).standard_normal((4096, 2048)).astype(BF16)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        fp8moe.quantize(x)
+        times.append(time.perf_counter() - start)
+    print(f"{min(times) * 1e3:.2f} ms")
+    assert min(times) < 10e-3

@@ -1,0 +1,138 @@
+"""SwiGLU against torch in float64, its backward against torch autograd, quantise against quantise."""
+
+import numpy as np
+import pytest
+import torch
+from cases import BF16, from_float8, same_bits, to_float8, values
+from hypothesis import given
+from hypothesis import strategies as st
+from test_quantize import oracle, stored
+
+import fp8moe
+
+ACTIVATIONS = (
+    {},
+    {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0},  # gpt-oss
+    {"clamp": 0.5},
+)
+
+
+def torch_swiglu(h, probs, clamp=None, alpha=1.0, linear_offset=0.0):
+    a, b = h.chunk(2, dim=-1)
+    if clamp is not None:
+        a, b = a.clamp(max=clamp), b.clamp(-clamp, clamp)
+    y = a * torch.sigmoid(alpha * a) * (b + linear_offset)
+    return y if probs is None else y * probs[:, None]
+
+
+@given(
+    st.sampled_from((0, 1, 2, 127, 129)),
+    st.sampled_from((0, 1, 64, 130)),
+    st.sampled_from(ACTIVATIONS),
+    st.sampled_from((BF16, np.dtype(np.float32), np.dtype(np.float16))),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed):
+    rng = np.random.default_rng(seed)
+    h = values(rng, (rows, 2 * width)).clip(-60, 60).astype(dtype)
+    probs = rng.random(rows).astype(np.float32) if with_probs else None
+    exact = torch_swiglu(
+        torch.from_numpy(h.astype(np.float64)),
+        None if probs is None else torch.from_numpy(probs.astype(np.float64)),
+        **activation,
+    ).numpy()
+    got = fp8moe.swiglu(h, probs, **activation)
+    assert got.dtype == dtype
+    # Five float32 roundings (sigmoid, two or three products, b + offset), each 2^-24 of the value; where b
+    # + 1 cancels, 2^-24 of the operands. sigmoid's argument is rounded too: 2^-24 * |alpha a| (1 - s).
+    a = np.abs(h[:, :width].astype(np.float64))
+    operand = 1 + np.abs(h[:, width:].astype(np.float64))
+    float32 = np.abs(exact) * 2.0**-24 * (6 + 2 * a) + a * operand * 2.0**-23 * bool(activation)
+    cast = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11}.get(dtype, 0) * np.abs(exact) * 1.01
+    assert (np.abs(got.astype(np.float64) - exact) <= float32 + cast + 1e-7).all()
+
+
+@given(
+    st.sampled_from((1, 2, 65)),
+    st.sampled_from((1, 64)),
+    st.sampled_from(ACTIVATIONS),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_backward_matches_torch_autograd(rows, width, activation, with_probs, seed):
+    rng = np.random.default_rng(seed)
+    h = torch.tensor(rng.standard_normal((rows, 2 * width)) * 3, requires_grad=True)
+    probs = torch.tensor(rng.random(rows), requires_grad=True) if with_probs else None
+    grad = rng.standard_normal((rows, width))
+    torch_swiglu(h, probs, **activation).backward(torch.tensor(grad))
+    arguments = (grad, h.detach().numpy(), probs.detach().numpy() if with_probs else None)
+    got = fp8moe.swiglu_backward(*arguments, **activation)
+    # float64 throughout: about ten roundings of values up to 10^3, sums of 64
+    np.testing.assert_allclose(got.dh, h.grad, rtol=1e-12, atol=1e-12)
+    if with_probs:
+        np.testing.assert_allclose(got.dprobs, probs.grad, rtol=1e-12, atol=1e-11)
+    else:
+        assert got.dprobs is None
+    single = fp8moe.swiglu_backward(
+        *(None if v is None else v.astype(np.float32) for v in arguments), **activation
+    )
+    edge = np.abs(np.abs(h.detach().numpy()) - activation.get("clamp", 1e9)) < 1e-5  # the clamp's step
+    close = np.isclose(single.dh, h.grad, rtol=1e-4, atol=1e-5) | edge
+    assert close.all()
+
+
+@given(
+    st.sampled_from((0, 1, 127, 128, 300)),
+    st.sampled_from((128, 256)),
+    st.sampled_from(((1, 128), (1, 32))),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from(ACTIVATIONS),
+    st.integers(0, 2**32 - 1),
+)
+def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block, fmt, activation, seed):
+    rng = np.random.default_rng(seed)
+    h = values(rng, (rows, 2 * width)).clip(-30, 30).astype(BF16)
+    probs, grad = rng.random(rows).astype(np.float32), values(rng, (rows, width), BF16)
+    both = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, columnwise=True, **activation)
+    y = fp8moe.swiglu(h.astype(np.float32), probs, **activation)
+    for q, b in ((both.rowwise, block), (both.columnwise, block[::-1])):
+        codes, scales = oracle(y, fmt, b)
+        assert same_bits(q.scales, stored(scales, 32 in b))
+        assert same_bits(q.data, codes.T if q.columnwise else codes)
+    single = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, **activation)
+    assert same_bits(single.data, both.rowwise.data)
+    got = fp8moe.swiglu_quantize_backward(
+        grad, h, probs, fmt=fmt, block=block, columnwise=True, **activation
+    )
+    plain = fp8moe.swiglu_backward(
+        grad.astype(np.float32), h.astype(np.float32), probs, **activation
+    )
+    for half in (slice(0, width), slice(width, 2 * width)):  # each half on its own
+        codes, _ = oracle(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
+        assert same_bits(got.dh.rowwise.data[:, half], codes)
+    assert same_bits(got.dprobs, plain.dprobs)
+    codes, _ = oracle(plain.dh, fmt, block[::-1])
+    assert same_bits(got.dh.columnwise.data, codes.T)
+
+
+def test_experts_have_their_own_column_blocks_and_the_tail_reaches_nobody():
+    rng = np.random.default_rng(1)
+    h = rng.standard_normal((300, 256)).astype(BF16)
+    offsets = np.array([0, 100, 100, 230], np.int32)
+    h[230:] = np.nan
+    both = fp8moe.swiglu_quantize(h, columnwise=True, expert_offsets=offsets)
+    y = fp8moe.swiglu(h[:230].astype(np.float32))
+    block = 0
+    for lo, hi in ((0, 100), (100, 230)):
+        codes, scales = oracle(y[lo:hi], "e4m3", (128, 1))
+        assert same_bits(both.columnwise.data[:, lo:hi], codes.T)
+        assert same_bits(both.columnwise.scales[block : block + len(scales)], scales.astype(np.float32))
+        block += len(scales)
+    assert not np.isnan(from_float8(both.columnwise.data, "e4m3")).any()
+    assert same_bits(both.rowwise.data[:230], to_float8(y / both.rowwise.scales[:230].astype(float), "e4m3"))
+
+
+def test_half_blocks_are_refused():
+    with pytest.raises(ValueError, match="no block spans both halves"):
+        fp8moe.swiglu_quantize_backward(np.ones((2, 64), np.float32), np.ones((2, 128), np.float32))

@@ -1,0 +1,206 @@
+"""The scaling-aware transpose against exact dequantise-then-quantise in float64."""
+
+import numpy as np
+import pytest
+from cases import BF16, MAX, from_float8, routings, same_bits, to_float8, values
+from hypothesis import given
+from hypothesis import strategies as st
+from test_quantize import oracle_scale
+
+import fp8moe
+from fp8moe import QuantTensor
+
+
+def random_rowwise(rng, rows, cols, fmt, width, spread):
+    """Any codes at all, NaN and infinities among them, under any power-of-two scales."""
+    codes = rng.integers(0, 256, (rows, cols), np.uint8)
+    if rng.random() < 0.7:  # mostly without NaN, which would set every block's scale to 1
+        codes[~np.isfinite(from_float8(codes, fmt))] = 0x80
+    codes[rng.random(rows) < 0.15] = 0
+    shape = (rows, -(-cols // width))
+    exponents = rng.integers(-spread, spread + 1, shape)
+    if width == 32:
+        return QuantTensor(codes, (exponents + 127).astype(np.uint8), fmt, (1, 32))
+    scales = np.exp2(exponents).astype(np.float32)
+    scales[rng.random(shape) < 0.05] = 0
+    return QuantTensor(codes, scales, fmt)
+
+
+def exact(q):
+    width = q.block[1]
+    scales = np.exp2(q.scales.astype(np.float64) - 127) if width == 32 else q.scales.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return from_float8(q.data, q.fmt) * np.repeat(scales, width, axis=1)[:, : q.data.shape[1]]
+
+
+def oracle(q, ranges, target="column"):
+    """(codes [K, M], scales [blocks, K]) in float64."""
+    x, height = exact(q), q.block[1]
+    codes, scales = np.zeros(x.shape[::-1], np.uint8), []
+    for lo, hi in ranges:
+        for r in range(lo, hi, height):
+            block = x[r : min(r + height, hi)]
+            if target == "column":
+                row = [
+                    oracle_scale(float(a), q.fmt, True, height == 32) for a in np.abs(block).max(axis=0)
+                ]
+            else:
+                row = tile_scales(q, r, min(r + height, hi))
+            scales.append(row)
+            codes[:, r : r + len(block)] = to_float8(block / row, q.fmt).T
+    return codes, np.array(scales).reshape(len(scales), x.shape[1])
+
+
+def tile_scales(q, lo, hi):
+    row = []
+    for c in range(0, q.data.shape[1], q.block[1]):
+        part = q.data[lo:hi, c : c + q.block[1]]
+        occupied = ((part & 0x7F) != 0).any(axis=1)
+        scales = q.scales[lo:hi, c // q.block[1]]
+        scales = np.exp2(scales.astype(float) - 127) if q.block[1] == 32 else scales
+        scales = scales[occupied & (scales != 0)]
+        row += [float(scales.max()) if len(scales) else 1.0] * part.shape[1]
+    return row
+
+
+def check(q, got, ranges, target="column"):
+    codes, scales = oracle(q, ranges, target)
+    height = q.block[1]
+    wanted = np.log2(scales) + 127 if height == 32 else scales
+    assert same_bits(got.scales[: len(scales)], wanted.astype(got.scales.dtype))
+    for lo, hi in ranges:
+        assert same_bits(got.data[:, lo:hi], codes[:, lo:hi])
+    assert got.block == (height, 1)
+
+
+@given(
+    st.sampled_from((0, 1, 2, 127, 128, 129, 300)),
+    st.sampled_from((0, 1, 31, 128, 200)),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from((128, 32)),
+    st.sampled_from((0, 3, 20, 60)),
+    st.sampled_from(("column", "tile")),
+    st.integers(0, 2**32 - 1),
+)
+def test_matches_exact_requantisation(rows, cols, fmt, width, spread, target, seed):
+    q = random_rowwise(np.random.default_rng(seed), rows, cols, fmt, width, spread)
+    got = fp8moe.scaling_aware_transpose(q, target=target)
+    assert got.data.shape == (cols, rows)
+    assert got.scales.shape == (-(-rows // width), cols)
+    check(q, got, [(0, rows)], target)
+
+
+@given(
+    st.lists(st.sampled_from((0, 1, 5, 127, 128, 130)), min_size=1, max_size=6),
+    st.sampled_from((128, 32)),
+    st.sampled_from(("column", "tile")),
+    st.integers(0, 200),
+    st.integers(0, 2**32 - 1),
+)
+def test_every_expert_has_its_own_blocks(counts, width, target, tail, seed):
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = int(offsets[-1]) + tail
+    q = random_rowwise(np.random.default_rng(seed), rows, 40, "e4m3", width, 4)
+    got = fp8moe.scaling_aware_transpose(q, offsets, target=target)
+    ranges = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+    check(q, got, ranges, target)
+    blocks = sum(-(-c // width) for c in counts)
+    assert len(got.scales) >= blocks
+    back = fp8moe.dequantize(got, expert_offsets=offsets)
+    assert not back[offsets[-1] :].any()
+
+
+def test_aligned_experts_need_no_more_scales_than_one():
+    q = fp8moe.quantize(values(np.random.default_rng(0), (512, 128)))
+    offsets = np.array([0, 128, 128, 384], np.int32)
+    got = fp8moe.scaling_aware_transpose(q, offsets, align_size=128)
+    assert got.scales.shape == (4, 128)
+    check(q, got, [(0, 128), (128, 128), (128, 384)])
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("width", [128, 32])
+def test_every_code_under_every_scale_difference(fmt, width):
+    """All 256 codes beside a row that fixes the target 0 to 40 powers of two above theirs."""
+    every = np.arange(256, dtype=np.uint8)
+    finite = np.isfinite(from_float8(every, fmt))
+    largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
+    for difference in range(41):
+        for up in (False, True):
+            codes = np.stack([every, np.full(256, largest, np.uint8)])
+            # "up": the other row is the smaller one, so that codes move to a smaller target
+            exponents = np.array([0, -difference if up else difference])
+            scales = exponents[:, None] + np.zeros((2, 256 // width), int)
+            stored = (scales + 127).astype(np.uint8) if width == 32 else np.exp2(scales).astype(np.float32)
+            q = QuantTensor(codes, stored, fmt, (1, width))
+            check(q, fp8moe.scaling_aware_transpose(q), [(0, 2)])
+            check(q, fp8moe.scaling_aware_transpose(q, target="tile"), [(0, 2)], "tile")
+
+
+def test_zeros_nan_and_rows_of_scale_zero():
+    codes = np.array([[0x38, 0x80, 0x38], [0x00, 0x00, 0x7F], [0x38, 0x38, 0x38]], np.uint8)
+    q = QuantTensor(codes, np.array([[1.0], [2.0**30], [0.0]], np.float32))
+    got = fp8moe.scaling_aware_transpose(q)
+    assert got.scales[0].tolist() == [2.0**-8, 1.0, 1.0]  # 1.0 of 256 * 2^-8; nothing; NaN
+    assert got.data[1].tolist() == [0x80, 0x00, 0x00]  # -0 survives, scale 0 gives 0
+    assert got.data[2, 1] == 0x7F
+    tile = fp8moe.scaling_aware_transpose(QuantTensor(codes[:, :2].copy(), q.scales), target="tile")
+    assert tile.scales.tolist() == [[1.0, 1.0]]  # not 2^30: that row is all zero
+
+
+@pytest.mark.parametrize("bad", [3.0, 1.5, -1.0, np.inf, np.nan])
+def test_other_scales_are_refused(bad):
+    scales = np.ones((2, 1), np.float32)
+    scales[1] = bad
+    q = QuantTensor(np.ones((2, 8), np.uint8), scales)
+    with pytest.raises(ValueError, match=r"q\.scales.*row 1.*powers of two.*pow2=True"):
+        fp8moe.scaling_aware_transpose(q)
+
+
+@given(routings(experts=(1, 3, 8)), st.sampled_from(((1, 128), (1, 32))), st.integers(0, 2**32 - 1))
+def test_permute_transpose_is_both_steps(case, block, seed):
+    ids, experts, align = case
+    rng = np.random.default_rng(seed)
+    q = fp8moe.quantize(values(rng, (len(ids), 72), BF16), block=block)
+    plan = fp8moe.plan_topk(ids, experts, align_size=align)
+    got = fp8moe.permute_transpose(q, plan)
+    rows = fp8moe.permute(q, plan).data
+    wanted = fp8moe.scaling_aware_transpose(rows, plan.expert_offsets, align_size=align)
+    assert same_bits(got.data, wanted.data)
+    assert same_bits(got.scales, wanted.scales)
+
+
+def error_against_rowwise(x, target, fmt="e4m3", block=(1, 128)):
+    q = fp8moe.quantize(x.astype(np.float32), fmt=fmt, block=block)
+    rowwise = exact(q)
+    back = fp8moe.dequantize(fp8moe.scaling_aware_transpose(q, target=target)).astype(np.float64)
+    return np.linalg.norm(back - rowwise) / np.linalg.norm(rowwise)
+
+
+def error_inputs(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((256, 512))
+    zero_row = x.copy()
+    zero_row[17] = 0
+    return {
+        "rows * 2^U[-6,6]": x * np.exp2(rng.uniform(-6, 6, (256, 1))),
+        "lognormal rows": x * np.exp(2 * rng.standard_normal((256, 1))),
+        "one zero row": zero_row,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("rows * 2^U[-6,6]", 2.6e-6), ("lognormal rows", 4.0e-6), ("one zero row", 0.0)],
+)
+def test_the_error_table(kind, limit):
+    """Relative L2 error against the row-wise tensor, 256 x 512: the median of 9 draws at or under what the
+    library's specification sets (the published kernel: 4.7e-5, 1.25e-4 and 4.9), a column's own target
+    never worse than a tile's."""
+    column, tile = (
+        [error_against_rowwise(error_inputs(seed)[kind], target) for seed in range(9)]
+        for target in ("column", "tile")
+    )
+    print(f"{kind}: column {np.median(column):.2e}, tile {np.median(tile):.2e}")
+    assert np.median(column) <= limit
+    assert (np.array(column) <= np.array(tile)).all()
