@@ -41,7 +41,7 @@ class Call:
     """One call through the border: ``args`` are raw, `empty` allocates, `run` computes, `leave` returns."""
 
     def __init__(self, values: dict[str, Any]):
-        self.device: Device | None = None
+        self.device: Device = "cpu"
         self.family: Family = NUMPY
         self._first = ""
         self.args = SimpleNamespace(**{k: self._take(k, v) for k, v in values.items()})
@@ -56,7 +56,7 @@ class Call:
         family = family_of(array, name)
         raw = family.view(array, name)
         device: Device = "cpu" if isinstance(raw, np.ndarray) else raw.device
-        if self.device is None:
+        if not self._first:
             self.device, self.family, self._first = device, family, name
         elif device != self.device:
             raise TypeError(
@@ -68,15 +68,13 @@ class Call:
     def empty(self, spec: Any) -> Any:
         """Allocate every `ArraySpec` in a record of them, by the caller's framework on CUDA."""
         return map_arrays(
-            lambda _, s: (
-                self.family.empty(s, self.device or "cpu") if isinstance(s, ArraySpec) else s
-            ),
+            lambda _, s: self.family.empty(s, self.device) if isinstance(s, ArraySpec) else s,
             spec,
         )
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
-        backend = load_backend(self.device or "cpu", room)
+        backend = load_backend(self.device, room)
         if all(a.size == 0 for a in arrays_in(out)):
             return
         tracing.record_launch(verb)
@@ -88,12 +86,12 @@ class Call:
 
     def upload(self, host: np.ndarray) -> RawArray:
         """Bring a small host array to the device of this call. On CUDA it is ordered on the stream."""
-        if self.device in (None, "cpu"):
+        if self.device == "cpu":
             return host
-        cupy = _cupy(f"an array on {describe(self.device or 0)}")
+        cupy = _cupy(f"an array on {describe(self.device)}")
         with cupy.cuda.Device(self.device):
             owner = cupy.asarray(host)
-        return DeviceArray(owner.data.ptr, host.shape, host.dtype, int(self.device or 0), owner)
+        return DeviceArray(owner.data.ptr, host.shape, host.dtype, int(self.device), owner)
 
     def to_host(self, raw: RawArray) -> np.ndarray:
         """Bring a small array to the host. On CUDA this synchronises."""
@@ -303,7 +301,7 @@ _FAMILIES: dict[str, Family] = {
 
 
 @lru_cache(maxsize=256)
-def _family_of_type(kind: type) -> Family | None:
+def _family_of_type(kind: Any) -> Family | None:
     for base in kind.__mro__:
         family = _FAMILIES.get(base.__module__.partition(".")[0])
         if family is not None:
@@ -315,7 +313,7 @@ def _family_of_type(kind: type) -> Family | None:
 
 def family_of(x: Any, name: str) -> Family:
     """The family of an array, by its type's home; no framework is imported to find out."""
-    family = _family_of_type(type(x))
+    family = _family_of_type(type(x))  # type: ignore[arg-type]
     if family is None:
         raise TypeError(
             f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted an array (NumPy, torch, "

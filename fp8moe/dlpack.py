@@ -119,7 +119,7 @@ def as_numpy(x: Exchanged) -> np.ndarray:
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
     memory = (ctypes.c_char * (extent * x.dtype.itemsize)).from_address(x.ptr)
     memory._owner = x.capsule  # type: ignore[attr-defined]
-    return np.ndarray(x.shape, x.dtype, memory, strides=[s * x.dtype.itemsize for s in strides])
+    return np.ndarray(x.shape, x.dtype, memory, strides=[s * x.dtype.itemsize for s in strides])  # type: ignore[arg-type]
 
 
 def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

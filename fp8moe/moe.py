@@ -54,10 +54,10 @@ class Saved:
         return nbytes(self.plan, self.probs, self.x, self.h, self.a)
 
 
-def quantize_weights(w: Any, *, fmt: str = "e4m3") -> Quantized:
-    """Weights [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad. Once a step, however
+def quantize_weights(x: Any, *, fmt: str = "e4m3") -> Quantized:
+    """Weights x [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad. Once a step, however
     many micro-batches use it."""
-    return quantize(w, fmt=fmt, block=(128, 128), columnwise=True)
+    return quantize(x, fmt=fmt, block=(128, 128), columnwise=True)
 
 
 def moe_forward(
@@ -192,7 +192,7 @@ def _activate(h, probs, plan, activation):  # type: ignore[no-untyped-def]
     )
 
 
-def _transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
+def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
     return scaling_aware_transpose(q, plan.expert_offsets, align_size=plan.align_size)
 
 
@@ -223,7 +223,7 @@ def _backward_fp8_blockwise(saved, dy):  # type: ignore[no-untyped-def]
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 
-def _requantize(q: QuantTensor) -> QuantTensor:
+def _requantize(q: Any) -> QuantTensor:
     """Row-wise to column-wise the long way. Experts start at multiples of 128, as the blocks do."""
     return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
 

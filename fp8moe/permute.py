@@ -16,9 +16,7 @@ from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, So
 ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 
-def permute(
-    x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True
-) -> Permuted:
+def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
     x: array [T, H] of any dtype, or a row-wise compact `QuantTensor` (one scale a tensor, 1x128, MXFP8,
@@ -75,13 +73,9 @@ def permute_and_pad(
     probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
     """
     if num_experts is None:
-        plan = plan_routing_map(
-            routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
-        )
+        plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
     else:
-        plan = plan_topk(
-            routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens
-        )
+        plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
     return permute(x, plan, probs, fill_padding=fill_padding)
 
 
@@ -259,9 +253,7 @@ def sort_chunks_backward(
     return call.leave(out)
 
 
-def pad(
-    x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None
-) -> Any:
+def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
     """Pad each expert's rows with zero rows to a multiple of ``align_size``; `unpad` is its backward.
 
     x: array [N, H] or row-wise compact `QuantTensor`, expert by expert. tokens_per_expert: int32 or int64
@@ -272,9 +264,7 @@ def pad(
     return _pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
 
 
-def unpad(
-    x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None
-) -> Any:
+def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
     """Take each expert's padding out again; `pad` is its backward.
 
     Arguments are those of `pad`, with x [P, H]. Without an exact size the result has as many rows as x,
@@ -283,9 +273,7 @@ def unpad(
     return _pad_or_unpad("unpad", x, tokens_per_expert, align_size, num_out_tokens)
 
 
-def _pad_or_unpad(
-    verb: str, x: Any, counts: Any, align_size: int, num_out_tokens: NumOutTokens
-) -> Any:
+def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_tokens: NumOutTokens) -> Any:
     align_size = checks.integer("align_size", align_size, 1)
     if isinstance(counts, (list, tuple)):
         host = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)

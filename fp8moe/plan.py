@@ -38,9 +38,7 @@ def plan_topk(
     checks.dtype("topk_ids", ids, checks.INTEGERS)
     checks.shape("topk_ids", ids, ("T", "k"))
     num_experts = checks.integer("num_experts", num_experts, 0)
-    spec = plan_spec(
-        ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True
-    )
+    spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
     return _finish(call, "plan_topk", ids, spec, num_out_tokens)
 
 
@@ -73,9 +71,7 @@ def plan_routing_map(
         num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
     else:
         width = min(checks.integer("topk", topk, 0), mask.shape[1])
-    spec = plan_spec(
-        mask.shape[0], mask.shape[1], width, align_size, num_out_tokens, has_slots=False
-    )
+    spec = plan_spec(mask.shape[0], mask.shape[1], width, align_size, num_out_tokens, has_slots=False)
     return _finish(call, "plan_routing_map", mask, spec, num_out_tokens)
 
 

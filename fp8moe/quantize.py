@@ -71,9 +71,7 @@ def quantize_spec(x: Any, fmt: str, block: Block, layout: str, columnwise: bool)
     if not columnwise:
         return rowwise
     if block not in _TRANSPOSED:
-        raise ValueError(
-            f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)"
-        )
+        raise ValueError(f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)")
     shape = x.shape
     if block == (128, 128):
         shape = (*shape[:-2], shape[-1], shape[-2])

@@ -48,9 +48,7 @@ def swiglu_backward(
 
     The sum over F in dprobs has a fixed order: the result is the same from run to run.
     """
-    call, a, activation = _enter(
-        clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs, grad=grad
-    )
+    call, a, activation = _enter(clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs, grad=grad)
     spec = SwigluGrad(ArraySpec(tuple(a.h.shape), a.h.dtype), _dprobs_spec(a.h, a.probs))
     out = call.empty(spec)
     call.run("swiglu", "swiglu_backward", a.grad, a.h, a.probs, activation=activation, out=out)

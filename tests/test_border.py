@@ -166,5 +166,3 @@ def test_a_torch_caller_imports_only_torch():
         "assert not {'jax', 'cupy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-

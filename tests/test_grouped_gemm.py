@@ -1,5 +1,7 @@
 """Grouped GEMM against float64 products of the dequantised operands, and torch in bfloat16."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +34,7 @@ def test_fp8_forward(counts, width, depth, seed):
     got = fp8moe.grouped_gemm(x, w, offsets)
     wide_x, wide_w = (fp8moe.dequantize(q).astype(np.float64) for q in (x, w))
     wanted = np.zeros((rows, width))
-    for e, (lo, hi) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
         wanted[lo:hi] = wide_x[lo:hi] @ wide_w[e].T
     # bfloat16 (8 significant bits) rounds each value by at most 2^-8 of it; float32 sums add some 1e-6
     assert relative(got, wanted) < 2.0**-8 + 1e-5
@@ -53,7 +55,7 @@ def test_fp8_wgrad(counts, accumulate, seed):
     got = fp8moe.grouped_gemm_wgrad(dy, x, offsets, out)
     assert out is None or got is out
     wide = [fp8moe.dequantize(q, expert_offsets=offsets).astype(np.float64) for q in (dy, x)]
-    ranges = zip(offsets[:-1], offsets[1:], strict=True)
+    ranges = itertools.pairwise(offsets)
     products = np.stack([wide[0][lo:hi].T @ wide[1][lo:hi] for lo, hi in ranges])
     # float32 sums of up to 256 products, whose partial sums may cancel
     np.testing.assert_allclose(got, products + before, rtol=1e-4, atol=1e-4 * 2.0**16)
@@ -77,7 +79,7 @@ def test_plain_arrays_match_torch(dtype):
     dw = fp8moe.grouped_gemm_wgrad(dy, x, offsets, dtype="float64" if dtype == "float64" else "float32")
     tx, tw, tdy = (torch.from_numpy(v.astype(np.float64)) for v in (x, w, dy))
     cast = {"bfloat16": 2.0**-8, "float32": 2.0**-20, "float64": 1e-13}[dtype]
-    for e, (lo, hi) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
         bound = cast * np.maximum(np.sqrt(depth) * 3, 1)
         np.testing.assert_allclose(out[lo:hi].astype(float), tx[lo:hi] @ tw[e].T, rtol=cast, atol=bound)
         np.testing.assert_allclose(dx[lo:hi].astype(float), tdy[lo:hi] @ tw[e], rtol=cast, atol=bound)

@@ -101,7 +101,10 @@ def test_scales_travel_with_their_rows(kind):
         "1x128": QuantTensor(codes, rng.random((tokens, 2)).astype(np.float32)),
         "mxfp8": QuantTensor(codes, rng.integers(110, 140, (tokens, 7), np.uint8), block=(1, 32)),
         "nvfp4": QuantTensor(
-            np.ascontiguousarray(codes[:, :104]), rng.integers(0, 127, (tokens, 13), np.uint8), "e2m1", (1, 16)
+            np.ascontiguousarray(codes[:, :104]),
+            rng.integers(0, 127, (tokens, 13), np.uint8),
+            "e2m1",
+            (1, 16),
         ),
     }[kind]
     got = fp8moe.permute(q, plan).data
@@ -224,9 +227,7 @@ def test_a_zero_probability_keeps_its_gradient():
     ids = np.array([[0, 1]], np.int32)
     plan = fp8moe.plan_topk(ids, 2)
     x = np.array([[3.0, 4.0], [5.0, 6.0]], np.float32)
-    _, grad = fp8moe.unpermute_backward(
-        np.ones((1, 2), np.float32), plan, x, np.zeros((1, 2), np.float32)
-    )
+    _, grad = fp8moe.unpermute_backward(np.ones((1, 2), np.float32), plan, x, np.zeros((1, 2), np.float32))
     assert grad.tolist() == [[7.0, 11.0]]
 
 
@@ -310,10 +311,7 @@ def test_pad_and_unpad_are_each_others_inverse(counts, align):
     rng = np.random.default_rng(9)
     x = values(rng, (sum(counts), 4))
     wanted = torch.cat(
-        [
-            torch.cat([part, torch.zeros(-len(part) % align, 4)])
-            for part in torch.from_numpy(x).split(counts)
-        ]
+        [torch.cat([part, torch.zeros(-len(part) % align, 4)]) for part in torch.from_numpy(x).split(counts)]
         or [torch.zeros(0, 4)]
     ).numpy()
     assert same_bits(fp8moe.pad(x, counts, align), wanted)

@@ -102,12 +102,8 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
         assert same_bits(q.data, codes.T if q.columnwise else codes)
     single = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, **activation)
     assert same_bits(single.data, both.rowwise.data)
-    got = fp8moe.swiglu_quantize_backward(
-        grad, h, probs, fmt=fmt, block=block, columnwise=True, **activation
-    )
-    plain = fp8moe.swiglu_backward(
-        grad.astype(np.float32), h.astype(np.float32), probs, **activation
-    )
+    got = fp8moe.swiglu_quantize_backward(grad, h, probs, fmt=fmt, block=block, columnwise=True, **activation)
+    plain = fp8moe.swiglu_backward(grad.astype(np.float32), h.astype(np.float32), probs, **activation)
     for half in (slice(0, width), slice(width, 2 * width)):  # each half on its own
         codes, _ = oracle(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
         assert same_bits(got.dh.rowwise.data[:, half], codes)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import BF16, MAX, from_float8, routings, same_bits, to_float8, values
+from cases import BF16, from_float8, routings, same_bits, to_float8, values
 from hypothesis import given
 from hypothesis import strategies as st
 from test_quantize import oracle_scale
@@ -41,9 +41,7 @@ def oracle(q, ranges, target="column"):
         for r in range(lo, hi, height):
             block = x[r : min(r + height, hi)]
             if target == "column":
-                row = [
-                    oracle_scale(float(a), q.fmt, True, height == 32) for a in np.abs(block).max(axis=0)
-                ]
+                row = [oracle_scale(float(a), q.fmt, True, height == 32) for a in np.abs(block).max(axis=0)]
             else:
                 row = tile_scales(q, r, min(r + height, hi))
             scales.append(row)

@@ -17,9 +17,7 @@ from fp8moe.reference.numerics import DECODE, expert_ranges, to_f32
 _BLOCK = 128
 
 
-def grouped_gemm(
-    x: Any, w: Any, expert_offsets: np.ndarray, *, transpose_w: bool, out: np.ndarray
-) -> None:
+def grouped_gemm(x: Any, w: Any, expert_offsets: np.ndarray, *, transpose_w: bool, out: np.ndarray) -> None:
     out[:] = np.zeros((), out.dtype)
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, len(out))):
         if lo == hi:

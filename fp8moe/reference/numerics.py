@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,10 +64,7 @@ def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> N
         loop(0, rows, *args)
         return
     bounds = [rows * i // threads for i in range(threads + 1)]
-    parts = [
-        _pool(threads).submit(loop, lo, hi, *args)
-        for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    parts = [_pool(threads).submit(loop, lo, hi, *args) for lo, hi in itertools.pairwise(bounds)]
     for part in parts:
         part.result()
 
@@ -74,4 +72,4 @@ def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> N
 def expert_ranges(expert_offsets: np.ndarray, rows: int) -> list[tuple[int, int]]:
     """(first, last) row of each expert, cut at the rows there are."""
     bounds = np.clip(expert_offsets.astype(np.int64), 0, rows)
-    return [(int(lo), int(hi)) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [(int(lo), int(hi)) for lo, hi in itertools.pairwise(bounds)]

@@ -12,15 +12,13 @@ import numba
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import PermutationPlan, Permuted, QuantTensor, SortedChunks
+from fp8moe.records import PermutationPlan, QuantTensor, SortedChunks
 from fp8moe.reference.numerics import DECODE, decode_scales, split_rows, to_f32
 
 # ---------------------------------------------------------------- gathers
 
 
-def permute(
-    x: Any, plan: PermutationPlan, probs: np.ndarray | None, *, fill_padding: bool, out: Permuted
-) -> None:
+def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
     entries = Entries(plan)
     source = _inverse(entries.row, entries.token, plan.num_out_tokens)
     gather_rows(x, source, fill_padding, out.data)
@@ -33,10 +31,10 @@ def permute(
 def unpermute_backward(
     grad: Any,
     plan: PermutationPlan,
-    x: np.ndarray | None,
+    x: Any,
     merging_probs: np.ndarray | None,
     *,
-    out: tuple[Any, np.ndarray | None],
+    out: tuple[Any, Any],
 ) -> None:
     grad_x, grad_probs = out
     entries = Entries(plan)
@@ -82,12 +80,10 @@ def sort_chunks_backward(
     *,
     align_size: int,
     chunks_per_group: int,
-    out: tuple[Any, np.ndarray | None],
+    out: tuple[Any, Any],
 ) -> None:
     rows_in, rows_out = len(_data(out[0])), len(_data(grad))
-    source, _ = _chunk_sources(
-        split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, rows_out
-    )
+    source, _ = _chunk_sources(split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, rows_out)
     moved = np.nonzero(source >= 0)[0]
     inverse = _inverse(source[moved], moved, rows_in)
     gather_rows(grad, inverse, True, out[0])
@@ -196,9 +192,7 @@ def _chunk_sources(
 # ---------------------------------------------------------------- merges
 
 
-def unpermute(
-    x: Any, plan: PermutationPlan, merging_probs: np.ndarray | None, *, out: np.ndarray
-) -> None:
+def unpermute(x: Any, plan: PermutationPlan, merging_probs: np.ndarray | None, *, out: np.ndarray) -> None:
     width = plan.max_experts_per_token
     experts = plan.row_id_map[:, width : 2 * width]
     rows = plan.row_id_map[:, :width].astype(np.int64)
@@ -214,7 +208,15 @@ def unpermute(
         has_weights = weights is not None
         w = weights if weights is not None else np.ones((1, 1), np.float32)
         split_rows(
-            _merge_loop, len(out), x.view(bits), shift, rows, w, has_weights, out.view(bits), work=out.size * width
+            _merge_loop,
+            len(out),
+            x.view(bits),
+            shift,
+            rows,
+            w,
+            has_weights,
+            out.view(bits),
+            work=out.size * width,
         )
     else:
         merge_plain(x, rows, weights, out)

@@ -279,9 +279,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
                 codes[r, i] = nan_code if (u & absolute) > infinity else code
 
 
-def dequantize(
-    q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | None = None
-) -> None:
+def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | None = None) -> None:
     """value = code * scale, in float32, then rounded to ``out``'s dtype."""
     if q.columnwise:
         strips = strips_of(q.shape, q.block, expert_offsets)  # type: ignore[arg-type]

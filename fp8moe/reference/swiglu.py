@@ -17,9 +17,7 @@ from fp8moe.reference.numerics import to_f32
 from fp8moe.reference.quantize import quantize
 
 
-def swiglu(
-    h: np.ndarray, probs: np.ndarray | None, *, activation: Activation, out: np.ndarray
-) -> None:
+def swiglu(h: np.ndarray, probs: np.ndarray | None, *, activation: Activation, out: np.ndarray) -> None:
     out[:] = _forward(h, probs, activation).astype(out.dtype)
 
 

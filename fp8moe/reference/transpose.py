@@ -159,5 +159,3 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
                         index[i] = min(max(e - target[i], -_REACH), _REACH) + _REACH
             for i in range(columns):
                 out[i, r] = table[index[i], codes[r, i]]
-
-

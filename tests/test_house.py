@@ -1,0 +1,102 @@
+"""The house: who may import whom, the two backends' equal signatures, no file without a room."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import fp8moe
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
+ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm")
+
+
+def imports_of(path):
+    """Top-level names and dotted modules a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files(folder):
+    return sorted((ROOT / folder).glob("*.py"))
+
+
+def below(name, *prefixes):
+    return any(name == p or name.startswith(p + ".") for p in prefixes)
+
+
+@pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/reference"), ids=lambda p: p.stem)
+def test_the_library_names_no_framework(path):
+    roots = {name.partition(".")[0] for name in imports_of(path)}
+    assert not roots & FRAMEWORKS
+
+
+@pytest.mark.parametrize("path", files("fp8moe/reference"), ids=lambda p: p.stem)
+def test_the_reference_sees_only_the_records(path):
+    ours = {n for n in imports_of(path) if below(n, "fp8moe")}
+    allowed = ("fp8moe.reference", "fp8moe.records", "fp8moe.formats")
+    assert all(below(n, *allowed) for n in ours), ours
+
+
+@pytest.mark.parametrize("path", files("kernels_cuda"), ids=lambda p: p.stem)
+def test_the_kernels_see_only_the_records(path):
+    ours = {n for n in imports_of(path) if below(n, "fp8moe")}
+    allowed = ("fp8moe.kernels_cuda", "fp8moe.records", "fp8moe.formats")
+    assert all(below(n, *allowed) for n in ours), ours
+
+
+@pytest.mark.parametrize("path", files("fp8moe"), ids=lambda p: p.stem)
+def test_nothing_looks_up_to_the_adapters(path):
+    if path.stem in ("__main__", "info"):
+        pytest.skip("the command line reports on the adapters")
+    assert not any(below(n, "fp8moe.adapters") for n in imports_of(path))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_backends_agree(room):
+    """Every function of the kernels has the reference's name and signature, as far as it exists."""
+    if not (ROOT / "kernels_cuda" / f"{room}.py").exists():
+        pytest.skip(f"no CUDA kernels for {room} yet")
+    reference = importlib.import_module(f"fp8moe.reference.{room}")
+    kernels = importlib.import_module(f"fp8moe.kernels_cuda.{room}")
+    for name, function in vars(reference).items():
+        if not inspect.isfunction(function) or function.__module__ != reference.__name__:
+            continue
+        if name.startswith("_") or not hasattr(fp8moe, name):
+            continue
+        theirs = getattr(kernels, name, None)
+        assert theirs is not None, f"kernels_cuda/{room}.py has no {name}"
+        assert list(inspect.signature(theirs).parameters) == list(inspect.signature(function).parameters)
+
+
+def test_every_public_name_says_what_it_does():
+    for name in fp8moe.__all__:
+        value = getattr(fp8moe, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert (value.__doc__ or "").strip(), name
+            assert "Array" not in name
+
+
+def test_every_row_has_its_rooms():
+    for room in ROOMS:
+        assert (ROOT / "fp8moe" / f"{room}.py").exists()
+        assert (ROOT / "fp8moe/reference" / f"{room}.py").exists()
+        assert (ROOT / "tests" / f"test_{room}.py").exists()
+
+
+@pytest.mark.parametrize("link", ["kernels_cuda", "adapters", "benchmarks"])
+def test_the_links_are_relative(link):
+    path = ROOT / "fp8moe" / link
+    assert path.is_symlink()
+    assert path.readlink() == Path("..") / link
+    module = importlib.import_module(f"fp8moe.{link}")
+    assert Path(module.__file__).resolve().parent == ROOT / link

@@ -1,0 +1,247 @@
+"""Every public function refuses what it cannot use, naming the argument, what came and what was wanted."""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cases import BF16
+
+import fp8moe
+from fp8moe.records import is_metadata
+
+T, H, E, K, P = 6, 128, 3, 2, 64
+IDS = np.random.default_rng(0).integers(0, E, (T, K)).astype(np.int32)
+PLAN = fp8moe.plan_topk(IDS, E, align_size=16, num_out_tokens=P)
+X = np.ones((T, H), np.float32)
+ROWS = np.ones((P, H), np.float32)
+PROBS = np.ones((T, K), np.float32)
+Q = fp8moe.quantize(X)
+OFFSETS = PLAN.expert_offsets
+W = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128))
+QP = fp8moe.quantize(ROWS)
+COLUMN = fp8moe.scaling_aware_transpose(QP, OFFSETS)
+SIZES, ORDER = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
+H2 = np.ones((P, 2 * H), np.float32)
+PP = np.ones(P, np.float32)
+LAYER = {
+    "x": X.astype(BF16),
+    "w13": np.ones((E, 256, H), BF16),
+    "w2": np.ones((E, H, 128), BF16),
+    "topk_ids": IDS,
+    "topk_probs": PROBS,
+    "recipe": "fp8_flow",
+}
+
+#: a call of every public function that works
+CALLS = {
+    "plan_topk": {"topk_ids": IDS, "num_experts": E, "align_size": 16},
+    "plan_routing_map": {"routing_map": np.ones((T, E), bool), "align_size": 16},
+    "permute": {"x": X, "plan": PLAN, "probs": PROBS},
+    "permute_and_pad": {"x": X, "routing_map": np.ones((T, E), bool), "align_size": 16},
+    "unpermute": {"x": ROWS, "plan": PLAN, "merging_probs": PROBS},
+    "permute_backward": {"grad": ROWS, "plan": PLAN, "grad_probs": PP},
+    "unpermute_backward": {"grad": X, "plan": PLAN, "x": ROWS, "merging_probs": PROBS},
+    "sort_chunks": {"x": X, "split_sizes": SIZES, "sorted_indices": ORDER, "align_size": 4},
+    "sort_chunks_backward": {"grad": X, "split_sizes": SIZES, "sorted_indices": ORDER},
+    "pad": {"x": X, "tokens_per_expert": SIZES, "align_size": 16},
+    "unpad": {"x": X, "tokens_per_expert": SIZES, "align_size": 16},
+    "quantize": {"x": X},
+    "dequantize": {"q": Q},
+    "to_layout": {"q": Q, "layout": "gemm_ready"},
+    "scaling_aware_transpose": {"q": QP, "expert_offsets": OFFSETS, "align_size": 16},
+    "permute_transpose": {"q": Q, "plan": PLAN},
+    "swiglu": {"h": H2, "probs": PP},
+    "swiglu_backward": {"grad": ROWS, "h": H2, "probs": PP},
+    "swiglu_quantize": {"h": H2, "probs": PP, "expert_offsets": OFFSETS, "align_size": 16},
+    "swiglu_quantize_backward": {"grad": ROWS, "h": H2, "probs": PP, "align_size": 16},
+    "grouped_gemm": {"x": QP, "w": W, "expert_offsets": OFFSETS},
+    "grouped_gemm_wgrad": {"dy": COLUMN, "x": COLUMN, "expert_offsets": OFFSETS},
+    "quantize_weights": {"x": np.ones((E, 8, H), np.float32)},
+    "moe_forward": LAYER,
+    "moe_backward": {"saved": fp8moe.moe_forward(**LAYER)[1], "dy": X.astype(BF16)},
+}
+
+
+class OnCuda:
+    """An array that says it lies on CUDA device 0."""
+
+    def __init__(self, like):
+        self.like = like
+
+    @property
+    def __cuda_array_interface__(self):
+        typestr = np.dtype(np.float32).str if self.like.dtype == BF16 else self.like.dtype.str
+        shape = self.like.shape
+        return {"shape": shape, "typestr": typestr, "data": (0, False), "version": 3, "strides": None}
+
+
+def spread_out(x):
+    wide = np.ones((*x.shape, 2), x.dtype)
+    return wide[..., 0]
+
+
+BREAKS = {
+    "a list": lambda x: x.tolist(),
+    "complex": lambda x: np.ones(x.shape, np.complex64),
+    "strided": spread_out,
+    "one dimension more": lambda x: x[None].copy(),
+    "on no device": lambda x: torch.ones(tuple(x.shape), device="meta"),
+    "on another device": OnCuda,
+}
+
+
+def broken_calls():
+    """Every array of every argument, records' fields too, broken in every way."""
+    for function, call in CALLS.items():
+        for name, value in call.items():
+            if name == "saved" or is_metadata(value):
+                continue
+            fields = [None] if isinstance(value, np.ndarray) else list(value.__dataclass_fields__)
+            for field in fields:
+                array = value if field is None else getattr(value, field)
+                if not isinstance(array, np.ndarray):
+                    continue
+                for kind in BREAKS:
+                    if kind == "strided" and array.size == 1:
+                        continue  # one element has no gaps
+                    if kind == "a list" and name == "tokens_per_expert":
+                        continue  # which is welcome
+                    yield pytest.param(function, name, field, kind, id=f"{function}-{name}-{field}-{kind}")
+
+
+def test_the_table_has_every_public_function():
+    verbs = {n for n in fp8moe.__all__ if n.islower() and n not in ("__version__", "fsdp", "trace")}
+    assert verbs == set(CALLS)
+
+
+@pytest.mark.parametrize("function", CALLS)
+def test_the_unbroken_call_works(function):
+    getattr(fp8moe, function)(**CALLS[function])
+
+
+@pytest.mark.parametrize(("function", "name", "field", "kind"), list(broken_calls()))
+def test_a_broken_array_is_refused_by_name(function, name, field, kind):
+    call = dict(CALLS[function])
+    value = call[name]
+    broken = BREAKS[kind](value if field is None else getattr(value, field))
+    wanted_name = name if field is None else rf"{name}(\.{field})?"
+    if kind == "on another device" and field is None:
+        wanted_name = "CUDA device 0|" + wanted_name  # the first array decides where the others should lie
+    call[name] = broken if field is None else replace(value, **{field: broken})
+    refusals = (TypeError, ValueError, fp8moe.BackendUnavailable)
+    with pytest.raises(refusals, match=rf"({wanted_name})") as caught:
+        getattr(fp8moe, function)(**call)
+    assert any(word in str(caught.value) for word in ("wanted", "install", "view it as"))
+
+
+MISFITS = [
+    ("plan_topk", {"align_size": 0}, ValueError, "align_size: got 0; wanted an integer from 1"),
+    ("plan_topk", {"align_size": -16}, ValueError, "align_size: got -16"),
+    ("plan_topk", {"align_size": 1.5}, TypeError, "align_size: got float; wanted an integer"),
+    ("plan_topk", {"num_experts": -1}, ValueError, "num_experts: got -1"),
+    ("plan_topk", {"num_experts": 2}, ValueError, "topk_ids: got an expert id of 2; wanted ids below"),
+    ("plan_topk", {"num_out_tokens": -5}, ValueError, "num_out_tokens: got -5"),
+    ("plan_topk", {"num_out_tokens": "all"}, TypeError, "num_out_tokens: got str"),
+    (
+        "plan_topk",
+        {"topk_ids": IDS.astype(np.float32)},
+        TypeError,
+        "topk_ids: got dtype float32; wanted int32",
+    ),
+    ("plan_routing_map", {"routing_map": X}, TypeError, "routing_map: got dtype float32; wanted bool"),
+    ("plan_routing_map", {"topk": -1}, ValueError, "topk: got -1"),
+    ("permute", {"x": X[:5].copy()}, ValueError, r"x: got shape \[5, 128\]; wanted \[6, H\]"),
+    ("permute", {"probs": PROBS[:, :1].copy()}, ValueError, r"probs: got shape \[6, 1\]; wanted \[6, 2\]"),
+    ("permute", {"probs": IDS}, TypeError, "probs: got dtype int32; wanted bfloat16"),
+    ("permute", {"plan": 3}, TypeError, "plan: got"),
+    ("permute", {"x": fp8moe.to_layout(Q, "gemm_ready")}, TypeError, "x.layout: got 'gemm_ready'.*to_layout"),
+    ("permute", {"x": COLUMN}, TypeError, r"x.block: got \(128, 1\)"),
+    ("unpermute", {"x": ROWS[:9].copy()}, ValueError, r"x: got shape \[9, 128\]; wanted \[64, H\]"),
+    ("unpermute", {"x": ROWS.astype(np.int32)}, TypeError, "x: got dtype int32"),
+    ("unpermute", {"merging_probs": np.ones((T, E), np.float32)}, ValueError, "merging_probs: got shape"),
+    ("permute_backward", {"grad_probs": PP[:3].copy()}, ValueError, "grad_probs: got shape"),
+    ("unpermute_backward", {"x": None}, ValueError, "x: got None with merging_probs; wanted both"),
+    ("unpermute_backward", {"merging_probs": None}, ValueError, "merging_probs: got None with x"),
+    ("unpermute_backward", {"grad": Q}, TypeError, "grad: got a QuantTensor with merging_probs.*dequantize"),
+    (
+        "sort_chunks",
+        {"sorted_indices": np.array([0, 0], np.int32)},
+        ValueError,
+        "sorted_indices: wanted every",
+    ),
+    (
+        "sort_chunks",
+        {"split_sizes": np.array([2, 9], np.int32)},
+        ValueError,
+        "split_sizes: got sizes that sum",
+    ),
+    ("sort_chunks", {"split_sizes": np.array([-2, 4], np.int32)}, ValueError, "the smallest -2"),
+    ("sort_chunks", {"chunks_per_group": 3}, ValueError, "chunks_per_group: got 3 for 2 chunks"),
+    ("sort_chunks", {"align_size": -1}, ValueError, "align_size: got -1"),
+    ("pad", {"align_size": 0}, ValueError, "align_size: got 0"),
+    ("pad", {"tokens_per_expert": [3, -1]}, ValueError, "tokens_per_expert: got -1"),
+    ("quantize", {"x": X.astype(np.float64)}, TypeError, "x: got dtype float64; wanted bfloat16"),
+    ("quantize", {"fmt": "e3m4"}, ValueError, "fmt: got 'e3m4'; wanted one of 'e4m3', 'e5m2'"),
+    ("quantize", {"block": (1, 64)}, ValueError, r"block: got \(1, 64\); wanted one of"),
+    ("quantize", {"layout": "packed"}, ValueError, "layout: got 'packed'"),
+    ("quantize", {"layout": "gemm_ready", "block": (1, 32)}, ValueError, "layout: got 'gemm_ready'"),
+    ("quantize", {"columnwise": True, "block": (128, 1)}, ValueError, "columnwise: got True"),
+    ("quantize", {"eps": -1.0}, ValueError, "eps: got -1.0"),
+    ("quantize", {"eps": float("nan")}, ValueError, "eps: got nan"),
+    ("dequantize", {"q": X}, TypeError, "q: got an array of float32; wanted a QuantTensor"),
+    ("dequantize", {"q": replace(Q, fmt="e2m1")}, TypeError, "q.fmt: got 'e2m1'"),
+    ("dequantize", {"q": replace(Q, scales=Q.scales[:3].copy())}, ValueError, "q.scales: got shape"),
+    ("dequantize", {"dtype": "int8"}, ValueError, "dtype: got 'int8'"),
+    ("scaling_aware_transpose", {"target": "row"}, ValueError, "target: got 'row'"),
+    ("scaling_aware_transpose", {"q": W}, TypeError, r"q.block: got \(128, 128\)"),
+    (
+        "scaling_aware_transpose",
+        {"q": replace(QP, scales=np.full((P, 1), 0.3, np.float32))},
+        ValueError,
+        "q.scales: got .*0.3.*wanted powers of two",
+    ),
+    (
+        "permute_transpose",
+        {"q": replace(Q, scales=np.full((T, 1), 0.3, np.float32))},
+        ValueError,
+        "wanted powers of two",
+    ),
+    ("permute_transpose", {"q": QP}, ValueError, r"q.data: got shape \[64, 128\]; wanted \[6, K\]"),
+    ("swiglu", {"h": H2[:, :3].copy()}, ValueError, "h: got 3 columns"),
+    ("swiglu", {"clamp": -1.0}, ValueError, "clamp: got -1.0"),
+    ("swiglu", {"alpha": "1"}, TypeError, "alpha: got str"),
+    ("swiglu", {"probs": PP[:2].copy()}, ValueError, "probs: got shape"),
+    ("swiglu_backward", {"grad": X}, ValueError, "grad: got shape"),
+    ("swiglu_quantize", {"block": (128, 128)}, ValueError, "block: got"),
+    ("grouped_gemm", {"w": np.ones((E, 8, H), np.float32)}, TypeError, "w: got an array of float32"),
+    ("grouped_gemm", {"expert_offsets": OFFSETS[:2].copy()}, ValueError, "expert_offsets: got shape"),
+    ("grouped_gemm", {"transpose_w": True}, ValueError, "transpose_w: got True"),
+    ("grouped_gemm_wgrad", {"dy": QP}, TypeError, r"dy.block: got \(1, 128\)"),
+    ("grouped_gemm_wgrad", {"out": np.ones((E, 3, 3), np.float32)}, ValueError, "out: got shape"),
+    ("grouped_gemm_wgrad", {"dtype": "int8"}, ValueError, "dtype: got 'int8'"),
+]
+
+
+@pytest.mark.parametrize(("function", "change", "error", "words"), MISFITS)
+def test_a_misfit_is_refused(function, change, error, words):
+    with pytest.raises(error, match=words):
+        getattr(fp8moe, function)(**{**CALLS[function], **change})
+
+
+def test_a_plan_of_other_routing_is_refused():
+    other = fp8moe.plan_topk(IDS[:4].copy(), E)
+    for function in ("permute", "unpermute", "permute_backward", "unpermute_backward", "permute_transpose"):
+        with pytest.raises(ValueError, match="got shape"):
+            getattr(fp8moe, function)(**{**CALLS[function], "plan": other})
+    torn = replace(PLAN, pad_offsets=PLAN.pad_offsets[:2].copy())
+    with pytest.raises(ValueError, match=r"plan\.pad_offsets: got shape \[2\]; wanted \[3\]"):
+        fp8moe.permute(X, torn)
+
+
+def test_cuda_asked_for_and_absent_names_the_extra():
+    if importlib.util.find_spec("cupy") is not None:
+        pytest.skip("CuPy is installed")
+    with pytest.raises(fp8moe.BackendUnavailable, match=r"pip install 'fp8moe\[cuda13\]'"):
+        fp8moe.plan_topk(OnCuda(IDS), E)
