@@ -71,8 +71,9 @@ def test_recipes_stay_within_their_precision(recipe, activation):
     exact = torch_layer(inputs, dy, **activation)
     got, _ = run(inputs, dy, recipe, **activation)
     # A rounding to p significant bits is off by 2^-p / sqrt(3) in the mean square or less: e4m3 2^-4,
-    # bfloat16 2^-8. The longest chain of factors, dw13, holds six roundings of operands (x, w13, a, dy, w2, dh), and
-    # sigmoid's slope at most doubles those of h; errors add in squares: sqrt(6 + 3 * 2) * 2^-4 / sqrt(3).
+    # bfloat16 2^-8. The longest chain of factors, dw13, holds six roundings of operands (x, w13, a, dy,
+    # w2, dh), and sigmoid's slope at most doubles those of h; errors add in squares:
+    # sqrt(6 + 3 * 2) * 2^-4 / sqrt(3).
     bits = 8 if recipe == "bf16" else 4
     bound = 12**0.5 * 2.0**-bits / 3**0.5
     for a, b in zip(got, exact, strict=True):

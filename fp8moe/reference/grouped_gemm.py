@@ -1,7 +1,8 @@
 """Grouped GEMM: one matrix product an expert, over the rows that ``expert_offsets`` gives it.
 
-FP8: the products of 128 values of the contraction are summed in float32, multiplied by both scales, and
-added to a float32 sum (the two-level accumulation of DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+FP8: the operands are decoded exactly (code * scale; a power of two rounds nothing), the products of 128
+values of the contraction are summed in float32, and those sums are added up in float32: the two-level
+accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import QuantTensor
-from fp8moe.reference.numerics import DECODE, expert_ranges, to_f32
+from fp8moe.reference.numerics import decode_blocks, expert_ranges, to_f32
 
 _BLOCK = 128
 
@@ -31,12 +32,17 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: np.ndarray, *, transpose_w: boo
 
 def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) -> np.ndarray:
     scales_x = x.scales[:, lo:hi].T if x.layout == "gemm_ready" else x.scales[lo:hi]
-    scales_w = np.repeat(w.scales[e], _BLOCK, axis=0)[: w.data.shape[1]]  # [N, K/128]
-    total = np.zeros((hi - lo, w.data.shape[1]), np.float32)
-    for block in range(scales_x.shape[1]):
-        k = slice(block * _BLOCK, (block + 1) * _BLOCK)
-        part = DECODE[x.fmt][x.data[lo:hi, k]] @ DECODE[w.fmt][w.data[e, :, k]].T
-        total += part * scales_x[:, block, None] * scales_w[None, :, block]
+    return _promoted(
+        decode_blocks(x.data[lo:hi], scales_x, (1, _BLOCK), x.fmt),
+        decode_blocks(w.data[e], w.scales[e], (_BLOCK, _BLOCK), w.fmt),
+    )
+
+
+def _promoted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [M, K] @ b [N, K].T, one float32 sum every 128 of K."""
+    total = np.zeros((len(a), len(b)), np.float32)
+    for k in range(0, a.shape[1], _BLOCK):
+        total += a[:, k : k + _BLOCK] @ b[:, k : k + _BLOCK].T
     return total
 
 
@@ -47,12 +53,12 @@ def grouped_gemm_wgrad(
     first_block = 0
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, rows)):
         if isinstance(dy, QuantTensor):
-            total = np.zeros(out.shape[1:], np.float32)
-            for block, r in enumerate(range(lo, hi, _BLOCK), start=first_block):
-                m = slice(r, min(r + _BLOCK, hi))
-                part = DECODE[dy.fmt][dy.data[:, m]] @ DECODE[x.fmt][x.data[:, m]].T
-                total += part * dy.scales[block][:, None] * x.scales[block][None, :]
-            first_block += -(-(hi - lo) // _BLOCK)
+            blocks = slice(first_block, first_block + -(-(hi - lo) // _BLOCK))
+            total = _promoted(
+                decode_blocks(dy.data[:, lo:hi], dy.scales[blocks].T, (1, _BLOCK), dy.fmt),
+                decode_blocks(x.data[:, lo:hi], x.scales[blocks].T, (1, _BLOCK), x.fmt),
+            )
+            first_block = blocks.stop
         else:
             total = _wide(dy[lo:hi]).T @ _wide(x[lo:hi])
         if accumulate:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import ml_dtypes
+import numba
 import numpy as np
 
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES, FORMATS, Block
@@ -37,6 +38,23 @@ def encode(y: np.ndarray, fmt: str) -> np.ndarray:
     # Clamped before the cast: libraries disagree about what lies beyond the largest code.
     codes = np.clip(y, -limit, limit).astype(FLOAT8_DTYPES[fmt]).view(np.uint8)
     return np.where(np.isnan(y), np.uint8(FORMATS[fmt].nan), codes)
+
+
+def decode_blocks(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], fmt: str) -> np.ndarray:
+    """code * scale as float32 [M, K], for scales [ceil(M/bm), ceil(K/bk)] already decoded to float32."""
+    out = np.empty(codes.shape, np.float32)
+    split_rows(_decode_loop, len(codes), codes, scales, *block, DECODE[fmt], out, work=codes.size)
+    return out
+
+
+@numba.njit(nogil=True, cache=True)
+def _decode_loop(first, last, codes, scales, block_rows, block_columns, table, out):  # type: ignore[no-untyped-def]
+    columns = codes.shape[1]
+    for r in range(first, last):
+        for c in range(scales.shape[1]):
+            scale = scales[r // block_rows, c]
+            for i in range(c * block_columns, min((c + 1) * block_columns, columns)):
+                out[r, i] = table[codes[r, i]] * scale
 
 
 def decode_scales(scales: np.ndarray, block: Block) -> np.ndarray:

@@ -23,7 +23,7 @@ from fp8moe.formats import (
 )
 from fp8moe.records import Quantized, QuantTensor
 from fp8moe.reference.numerics import (
-    DECODE,
+    decode_blocks,
     decode_scales,
     encode,
     expert_ranges,
@@ -281,29 +281,33 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
 
 def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | None = None) -> None:
     """value = code * scale, in float32, then rounded to ``out``'s dtype."""
+    scales = decode_scales(q.scales, q.block)
     if q.columnwise:
-        strips = strips_of(q.shape, q.block, expert_offsets)  # type: ignore[arg-type]
-        scales = decode_scales(q.scales, q.block)
+        height = q.block[0]  # type: ignore[index]
+        ranges = [(0, len(out))] if expert_offsets is None else expert_ranges(expert_offsets, len(out))
         out[:] = np.zeros((), out.dtype)
-        for s, (lo, hi) in enumerate(strips):
-            out[lo:hi] = (DECODE[q.fmt][q.data[:, lo:hi]] * scales[s][:, None]).T.astype(out.dtype)
+        block = 0
+        for lo, hi in ranges:
+            blocks = slice(block, block + ceil_div(hi - lo, height))
+            values = decode_blocks(q.data[:, lo:hi], scales[blocks].T, (1, height), q.fmt)
+            out[lo:hi] = values.astype(out.dtype, copy=False).T
+            block = blocks.stop
         return
     codes = q.data
     if q.fmt == "e2m1":
         codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:-1], -1)
-    values = DECODE[q.fmt][codes]
-    out[:] = (values * expand_scales(q, values.shape)).astype(out.dtype)
-
-
-def expand_scales(q: QuantTensor, shape: tuple[int, ...]) -> np.ndarray:
-    """Row-wise or weight scales as float32, repeated to one factor a value (or a broadcast one)."""
-    scales = decode_scales(q.scales, q.block)
     if q.block is None:
-        return scales[0]
-    if q.layout == "gemm_ready" and q.block[0] == 1:
-        scales = scales[:, : shape[0]].T
-    factors = np.repeat(np.repeat(scales, q.block[0], axis=-2), q.block[1], axis=-1)
-    return factors[..., : shape[-2], : shape[-1]]
+        block_shape, scales = codes.shape[-2:], scales.reshape(1, 1)
+    else:
+        block_shape = q.block
+    if q.layout == "gemm_ready" and block_shape[0] == 1:
+        scales = scales[:, : len(codes)].T
+    for part, factors, target in zip(_matrices(codes), _matrices(scales), _matrices(out), strict=True):
+        target[:] = decode_blocks(part, factors, block_shape, q.fmt).astype(out.dtype, copy=False)
+
+
+def _matrices(x: np.ndarray) -> np.ndarray:
+    return x if x.ndim == 3 else x[None]
 
 
 def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
