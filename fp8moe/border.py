@@ -88,7 +88,7 @@ class Call:
         """Bring a small host array to the device of this call. On CUDA it is ordered on the stream."""
         if self.device == "cpu":
             return host
-        cupy = _cupy(f"an array on {describe(self.device)}")
+        cupy = require_cupy(f"an array on {describe(self.device)}")
         with cupy.cuda.Device(self.device):
             owner = cupy.asarray(host)
         return DeviceArray(owner.data.ptr, host.shape, host.dtype, int(self.device), owner)
@@ -97,7 +97,7 @@ class Call:
         """Bring a small array to the host. On CUDA this synchronises."""
         if isinstance(raw, np.ndarray):
             return raw
-        cupy = _cupy(f"reading back from {describe(raw.device)}")
+        cupy = require_cupy(f"reading back from {describe(raw.device)}")
         return cupy.asnumpy(_cupy_view(cupy, raw)).view(raw.dtype)
 
 
@@ -128,7 +128,7 @@ def load_backend(device: Device, room: str) -> ModuleType:
     """The module of one topic: ``fp8moe.reference`` on the CPU, ``fp8moe.kernels_cuda`` on CUDA."""
     if device == "cpu":
         return importlib.import_module(f"fp8moe.reference.{room}")
-    _cupy(f"{room} on {describe(device)}")
+    require_cupy(f"{room} on {describe(device)}")
     name = f"fp8moe.kernels_cuda.{room}"
     try:
         return importlib.import_module(name)
@@ -141,7 +141,7 @@ def load_backend(device: Device, room: str) -> ModuleType:
         ) from None
 
 
-def _cupy(purpose: str) -> ModuleType:
+def require_cupy(purpose: str) -> ModuleType:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -165,13 +165,13 @@ class Family:
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
-        cupy = _cupy(f"an array on {describe(device)}")
+        cupy = require_cupy(f"an array on {describe(device)}")
         with cupy.cuda.Device(device):
             owner = cupy.empty(spec.shape, _plain(spec.dtype))
         return DeviceArray(owner.data.ptr, tuple(spec.shape), spec.dtype, int(device), owner)
 
     def wrap(self, raw: RawArray) -> Any:
-        return raw if isinstance(raw, np.ndarray) else _cupy_view(_cupy("a result"), raw)
+        return raw if isinstance(raw, np.ndarray) else _cupy_view(require_cupy("a result"), raw)
 
 
 class _Torch(Family):
@@ -186,7 +186,7 @@ class _Torch(Family):
             )
         if not x.is_contiguous():
             raise _not_contiguous(name, tuple(x.shape), x.stride(), "x.contiguous()")
-        dtype = _dtype_named(str(x.dtype).removeprefix("torch."), name)
+        dtype = dtype_named(str(x.dtype).removeprefix("torch."), name)
         if x.device.type == "cuda":
             return DeviceArray(x.data_ptr(), tuple(x.shape), dtype, x.device.index, x)
         if x.device.type != "cpu":
@@ -234,7 +234,7 @@ class _Jax(Family):
         jax = sys.modules["jax"]
         if isinstance(raw, np.ndarray):
             return jax.numpy.asarray(raw)
-        return jax.dlpack.from_dlpack(_cupy_view(_cupy("a result"), raw))
+        return jax.dlpack.from_dlpack(_cupy_view(require_cupy("a result"), raw))
 
 
 class _Numba(Family):
@@ -246,7 +246,7 @@ class _Numba(Family):
     def wrap(self, raw: RawArray) -> Any:
         if isinstance(raw, np.ndarray):
             return raw
-        return sys.modules["numba.cuda"].as_cuda_array(_cupy_view(_cupy("a result"), raw))
+        return sys.modules["numba.cuda"].as_cuda_array(_cupy_view(require_cupy("a result"), raw))
 
 
 class _Exchanged(Family):
@@ -282,7 +282,7 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
     ptr = interface["data"][0]
     device = 0
     if ptr:
-        attributes = _cupy(f"{name} on CUDA").cuda.runtime.pointerGetAttributes(ptr)
+        attributes = require_cupy(f"{name} on CUDA").cuda.runtime.pointerGetAttributes(ptr)
         device = attributes.device
     return DeviceArray(ptr, shape, dtype, device, x)
 
@@ -350,7 +350,7 @@ _DTYPES = {
 }
 
 
-def _dtype_named(name: str, argument: str) -> np.dtype:
+def dtype_named(name: str, argument: str) -> np.dtype:
     if name not in _DTYPES:
         raise TypeError(f"{argument}: dtype {name} is not supported; wanted one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -373,7 +373,7 @@ def _cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:
 def _require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
     if not x.flags.c_contiguous:
         raise _not_contiguous(name, x.shape, x.strides, f"{fix}(x)")
-    _dtype_named(x.dtype.name, name)
+    dtype_named(x.dtype.name, name)
     return x
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from fp8moe.formats import Block, is_columnwise
 
 Array = Any  # an array of the caller's kind; no framework is named here
+Rows = Any  # an array or a QuantTensor
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class PermutationPlan:
     """
 
     row_id_map: Array
-    slots: Array | None
+    slots: Array
     tokens_per_expert: Array
     padded_tokens_per_expert: Array
     pad_offsets: Array
@@ -157,8 +158,8 @@ class PermutationPlan:
 class Permuted:
     """Rows in expert order, with their probabilities and the plan that put them there."""
 
-    data: Array | QuantTensor
-    probs: Array | None
+    data: Rows
+    probs: Array
     plan: PermutationPlan
 
     @property
@@ -178,8 +179,8 @@ class Permuted:
 class SortedChunks:
     """Chunks in their new order. ``group_offsets`` int32 [G+1]: padded starts of the chunk groups."""
 
-    data: Array | QuantTensor
-    probs: Array | None
+    data: Rows
+    probs: Array
     group_offsets: Array
 
 
@@ -197,8 +198,8 @@ class SwigluGrad:
     """dh: quantised gradient [P, 2F] (`Quantized` when both orientations were asked for), or a plain
     array from `swiglu_backward`; dprobs: float32 [P], None without probs."""
 
-    dh: QuantTensor | Quantized | Array
-    dprobs: Array | None
+    dh: Any
+    dprobs: Array
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,605 @@
+"""The public operations as torch operators: autograd, fake tensors, `torch.compile`.
+
+Names and arguments are those of `fp8moe`; tensors in, tensors out. Every operator is a
+`torch.library.custom_op` in the namespace ``fp8moe``; its shapes come from the same ``*_spec`` functions
+that allocate in the library. A `QuantTensor` has no gradient: it passes straight to the library.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8moe
+from fp8moe import PermutationPlan, Permuted, QuantTensor, SortedChunks
+from fp8moe.border import dtype_named
+from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
+from fp8moe.plan import plan_spec, static_bound
+from fp8moe.quantize import quantize_spec
+from fp8moe.records import ArraySpec
+from fp8moe.transpose import transpose_spec
+
+# ---------------------------------------------------------------- the public functions
+
+
+def plan_topk(
+    topk_ids: Tensor, num_experts: int, *, align_size: int = 1, num_out_tokens: Any = None
+) -> PermutationPlan:
+    """`fp8moe.plan_topk`. "exact" reads the row count back, so it cannot be compiled."""
+    if num_out_tokens == "exact":
+        return fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
+    tensors = _plan_topk(topk_ids, num_experts, align_size, num_out_tokens)
+    rows = num_out_tokens
+    if rows is None:
+        rows = static_bound(topk_ids.shape[0] * topk_ids.shape[1], num_experts, align_size)
+    return _plan_of(tensors, rows, align_size)
+
+
+def plan_routing_map(
+    routing_map: Tensor, *, align_size: int = 1, topk: int | None = None, num_out_tokens: Any = None
+) -> PermutationPlan:
+    """`fp8moe.plan_routing_map`. Compiled, it needs ``topk`` or an int ``num_out_tokens``."""
+    if num_out_tokens == "exact" or (topk is None and num_out_tokens is None):
+        return fp8moe.plan_routing_map(
+            routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
+        )
+    tensors = _plan_routing_map(routing_map, align_size, topk, num_out_tokens)
+    tokens, experts = routing_map.shape
+    rows = num_out_tokens
+    if rows is None:
+        rows = static_bound(tokens * min(topk or experts, experts), experts, align_size)
+    return _plan_of(tensors, rows, align_size)
+
+
+def permute(
+    x: Tensor | QuantTensor,
+    plan: PermutationPlan,
+    probs: Tensor | None = None,
+    *,
+    fill_padding: bool = True,
+) -> Permuted:
+    """`fp8moe.permute`, with gradients for x and probs."""
+    if isinstance(x, QuantTensor):
+        return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
+    data, moved = _permute(x, *_flat(plan), probs, fill_padding)
+    return Permuted(data, None if probs is None else moved, plan)
+
+
+def unpermute(x: Tensor | QuantTensor, plan: PermutationPlan, merging_probs: Tensor | None = None) -> Tensor:
+    """`fp8moe.unpermute`, with gradients for x and merging_probs."""
+    if isinstance(x, QuantTensor):
+        return fp8moe.unpermute(x, plan, merging_probs)
+    return _unpermute(x, *_flat(plan), merging_probs)
+
+
+def sort_chunks(
+    x: Tensor | QuantTensor,
+    split_sizes: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    *,
+    align_size: int = 1,
+    chunks_per_group: int = 1,
+    num_out_tokens: int | None = None,
+) -> SortedChunks:
+    """`fp8moe.sort_chunks`, with gradients for x and probs."""
+    if isinstance(x, QuantTensor):
+        return fp8moe.sort_chunks(
+            x,
+            split_sizes,
+            sorted_indices,
+            probs,
+            align_size=align_size,
+            chunks_per_group=chunks_per_group,
+            num_out_tokens=num_out_tokens,
+        )
+    data, moved, offsets = _sort_chunks(
+        x, split_sizes, sorted_indices, probs, align_size, chunks_per_group, num_out_tokens
+    )
+    return SortedChunks(data, None if probs is None else moved, offsets)
+
+
+def pad(
+    x: Tensor, tokens_per_expert: Tensor, align_size: int, *, num_out_tokens: int | None = None
+) -> Tensor:
+    """`fp8moe.pad`, with a gradient for x. num_out_tokens: an int, or None for the static bound."""
+    if num_out_tokens is None:
+        num_out_tokens = static_bound(x.shape[0], tokens_per_expert.shape[0], align_size)
+    return _pad(x, tokens_per_expert, align_size, num_out_tokens)
+
+
+def unpad(
+    x: Tensor, tokens_per_expert: Tensor, align_size: int, *, num_out_tokens: int | None = None
+) -> Tensor:
+    """`fp8moe.unpad`, with a gradient for x. num_out_tokens: an int, or None for as many as x has."""
+    return _unpad(x, tokens_per_expert, align_size, x.shape[0] if num_out_tokens is None else num_out_tokens)
+
+
+def swiglu(
+    h: Tensor,
+    probs: Tensor | None = None,
+    *,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> Tensor:
+    """`fp8moe.swiglu`, with gradients for h and probs."""
+    return _swiglu(h, probs, clamp, alpha, linear_offset)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    fmt: str = "e4m3",
+    block: tuple[int, int] = (1, 128),
+    pow2: bool = True,
+    eps: float = 0.0,
+    layout: str = "compact",
+) -> QuantTensor:
+    """`fp8moe.quantize` in one orientation. Codes have no gradient."""
+    data, scales = _quantize(x.detach(), fmt, list(block), pow2, eps, layout)
+    return QuantTensor(data, scales, fmt, block, layout)
+
+
+def dequantize(q: QuantTensor, *, dtype: str = "float32") -> Tensor:
+    """`fp8moe.dequantize`."""
+    return _dequantize(q.data, q.scales, q.fmt, list(q.block or ()), q.layout, dtype)
+
+
+def scaling_aware_transpose(
+    q: QuantTensor, expert_offsets: Tensor | None = None, *, target: str = "column", align_size: int = 1
+) -> QuantTensor:
+    """`fp8moe.scaling_aware_transpose`."""
+    assert q.block is not None
+    data, scales = _transpose(q.data, q.scales, q.fmt, list(q.block), expert_offsets, target, align_size)
+    return QuantTensor(data, scales, q.fmt, (q.block[1], 1))
+
+
+def as_float8(q: QuantTensor) -> QuantTensor:
+    """The same tensor with its codes viewed as torch's float8 dtype instead of uint8."""
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[q.fmt]
+    return replace(q, data=q.data.view(dtype))
+
+
+def moe_layer(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_probs: Tensor,
+    *,
+    recipe: str,
+    recompute: str | None = None,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> Tensor:
+    """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, w13, w2 and topk_probs.
+
+    Weights' gradients come in the weights' dtype.
+    """
+    activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+    return _MoELayer.apply(x, w13, w2, topk_ids, topk_probs, recipe, recompute, activation)
+
+
+class _MoELayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w13, w2, topk_ids, topk_probs, recipe, recompute, activation):  # type: ignore[no-untyped-def]
+        y, saved = fp8moe.moe_forward(
+            x, w13, w2, topk_ids, topk_probs, recipe=recipe, recompute=recompute, **activation
+        )
+        ctx.saved = saved
+        ctx.dtypes = (w13.dtype, w2.dtype, topk_probs.dtype)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        g = fp8moe.moe_backward(ctx.saved, dy.contiguous())
+        w13, w2, probs = ctx.dtypes
+        return g.dx, g.dw13.to(w13), g.dw2.to(w2), None, g.dprobs.to(probs), None, None, None
+
+
+# ---------------------------------------------------------------- the operators
+
+_NONE = 0  # operators return tensors only: an empty one stands for None
+
+
+def _operator(name: str, fake):  # type: ignore[no-untyped-def]
+    """Register a function as ``fp8moe::name`` with its fake, run below autograd."""
+
+    def register(function):  # type: ignore[no-untyped-def]
+        def below_autograd(*args):  # type: ignore[no-untyped-def]
+            with torch.no_grad():
+                return function(*args)
+
+        schema = torch.library.infer_schema(function, mutates_args=())
+        operator = torch.library.custom_op(f"fp8moe::{name}", below_autograd, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+        return operator
+
+    return register
+
+
+def _flat(plan: PermutationPlan) -> tuple[list[Tensor], int, int]:
+    """A plan as operators take it: its tensors, rows and alignment."""
+    tensors = [
+        plan.row_id_map,
+        plan.tokens_per_expert,
+        plan.padded_tokens_per_expert,
+        plan.pad_offsets,
+        plan.expert_offsets,
+        plan.overflow,
+    ]
+    return tensors + ([] if plan.slots is None else [plan.slots]), plan.num_out_tokens, plan.align_size
+
+
+def _plan_of(tensors: list[Tensor], num_out_tokens: int, align_size: int) -> PermutationPlan:
+    row_id_map, counts, padded, pad_offsets, offsets, overflow, *slots = tensors
+    return PermutationPlan(
+        row_id_map=row_id_map,
+        slots=slots[0] if slots else None,
+        tokens_per_expert=counts,
+        padded_tokens_per_expert=padded,
+        pad_offsets=pad_offsets,
+        expert_offsets=offsets,
+        overflow=overflow,
+        num_out_tokens=num_out_tokens,
+        align_size=align_size,
+    )
+
+
+def _spec(x: Tensor) -> ArraySpec:
+    return ArraySpec(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch."), "x"))
+
+
+def _quant_spec(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str) -> QuantTensor:
+    return QuantTensor(_spec(data), _spec(scales), fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
+
+
+def _like(spec: ArraySpec | None, device: torch.device) -> Tensor:
+    """An empty tensor of a spec: what a fake returns."""
+    if spec is None:
+        return torch.empty(_NONE, device=device)
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)
+
+
+def _or_empty(x: Tensor | None, device: torch.device) -> Tensor:
+    return torch.empty(_NONE, device=device) if x is None else x
+
+
+def _fake_plan(spec: PermutationPlan, device: torch.device) -> list[Tensor]:
+    return [_like(t, device) for t in _flat(spec)[0]]  # type: ignore[arg-type]
+
+
+def _plan_topk_fake(topk_ids, num_experts, align_size, num_out_tokens):  # type: ignore[no-untyped-def]
+    tokens, k = topk_ids.shape
+    spec = plan_spec(tokens, num_experts, k, align_size, num_out_tokens, has_slots=True)
+    return _fake_plan(spec, topk_ids.device)
+
+
+@_operator("plan_topk", _plan_topk_fake)
+def _plan_topk(
+    topk_ids: Tensor, num_experts: int, align_size: int, num_out_tokens: int | None
+) -> list[Tensor]:
+    plan = fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
+    return _flat(plan)[0]
+
+
+def _plan_routing_map_fake(routing_map, align_size, topk, num_out_tokens):  # type: ignore[no-untyped-def]
+    tokens, experts = routing_map.shape
+    width = experts if topk is None else min(topk, experts)
+    spec = plan_spec(tokens, experts, width, align_size, num_out_tokens, has_slots=False)
+    return _fake_plan(spec, routing_map.device)
+
+
+@_operator("plan_routing_map", _plan_routing_map_fake)
+def _plan_routing_map(
+    routing_map: Tensor, align_size: int, topk: int | None, num_out_tokens: int | None
+) -> list[Tensor]:
+    plan = fp8moe.plan_routing_map(
+        routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
+    )
+    return _flat(plan)[0]
+
+
+def _permute_fake(x, plan, rows, align, probs, fill_padding):  # type: ignore[no-untyped-def]
+    spec = permute_spec(_spec(x), _plan_of(plan, rows, align), None if probs is None else _spec(probs))
+    return _like(spec.data, x.device), _like(spec.probs, x.device)
+
+
+@_operator("permute", _permute_fake)
+def _permute(
+    x: Tensor, plan: list[Tensor], rows: int, align: int, probs: Tensor | None, fill_padding: bool
+) -> tuple[Tensor, Tensor]:
+    moved = fp8moe.permute(x, _plan_of(plan, rows, align), probs, fill_padding=fill_padding)
+    return moved.data, _or_empty(moved.probs, x.device)
+
+
+def _permute_backward_fake(grad, plan, rows, align, grad_probs):  # type: ignore[no-untyped-def]
+    p = _plan_of(plan, rows, align)
+    shape = None if grad_probs is None else (p.num_tokens, p.prob_columns)
+    probs = torch.empty(_NONE, device=grad.device) if shape is None else grad_probs.new_empty(shape)
+    return grad.new_empty(unpermute_spec(_spec(grad), p).shape), probs
+
+
+@_operator("permute_backward", _permute_backward_fake)
+def _permute_backward(
+    grad: Tensor, plan: list[Tensor], rows: int, align: int, grad_probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    grad_x, probs = fp8moe.permute_backward(grad, _plan_of(plan, rows, align), grad_probs)
+    return grad_x, _or_empty(probs, grad.device)
+
+
+def _unpermute_fake(x, plan, rows, align, merging_probs):  # type: ignore[no-untyped-def]
+    return x.new_empty((plan[0].shape[0], x.shape[1]))
+
+
+@_operator("unpermute", _unpermute_fake)
+def _unpermute(x: Tensor, plan: list[Tensor], rows: int, align: int, merging_probs: Tensor | None) -> Tensor:
+    return fp8moe.unpermute(x, _plan_of(plan, rows, align), merging_probs)
+
+
+def _unpermute_backward_fake(grad, plan, rows, align, x, merging_probs):  # type: ignore[no-untyped-def]
+    probs = torch.empty(_NONE, device=grad.device) if merging_probs is None else merging_probs
+    return grad.new_empty((rows, grad.shape[1])), torch.empty_like(probs)
+
+
+@_operator("unpermute_backward", _unpermute_backward_fake)
+def _unpermute_backward(
+    grad: Tensor,
+    plan: list[Tensor],
+    rows: int,
+    align: int,
+    x: Tensor | None,
+    merging_probs: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    grad_x, probs = fp8moe.unpermute_backward(grad, _plan_of(plan, rows, align), x, merging_probs)
+    return grad_x, _or_empty(probs, grad.device)
+
+
+def _sort_chunks_fake(x, sizes, indices, probs, align_size, chunks_per_group, rows):  # type: ignore[no-untyped-def]
+    groups = sizes.shape[0] // chunks_per_group
+    if rows is None:
+        rows = x.shape[0] if align_size == 1 else static_bound(x.shape[0], groups, align_size)
+    spec = sort_chunks_spec(_spec(x), None if probs is None else _spec(probs), groups, rows)
+    return tuple(_like(s, x.device) for s in (spec.data, spec.probs, spec.group_offsets))
+
+
+@_operator("sort_chunks", _sort_chunks_fake)
+def _sort_chunks(
+    x: Tensor,
+    sizes: Tensor,
+    indices: Tensor,
+    probs: Tensor | None,
+    align_size: int,
+    chunks_per_group: int,
+    num_out_tokens: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    got = fp8moe.sort_chunks(
+        x,
+        sizes,
+        indices,
+        probs,
+        align_size=align_size,
+        chunks_per_group=chunks_per_group,
+        num_out_tokens=num_out_tokens,
+    )
+    return got.data, _or_empty(got.probs, x.device), got.group_offsets
+
+
+def _sort_chunks_backward_fake(grad, sizes, indices, grad_probs, align, group, tokens):  # type: ignore[no-untyped-def]
+    probs = torch.empty(_NONE, device=grad.device)
+    return grad.new_empty((tokens, grad.shape[1])), (
+        probs if grad_probs is None else grad_probs.new_empty(tokens)
+    )
+
+
+@_operator("sort_chunks_backward", _sort_chunks_backward_fake)
+def _sort_chunks_backward(
+    grad: Tensor,
+    sizes: Tensor,
+    indices: Tensor,
+    grad_probs: Tensor | None,
+    align_size: int,
+    chunks_per_group: int,
+    num_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    grad_x, probs = fp8moe.sort_chunks_backward(
+        grad,
+        sizes,
+        indices,
+        grad_probs,
+        align_size=align_size,
+        chunks_per_group=chunks_per_group,
+        num_tokens=num_tokens,
+    )
+    return grad_x, _or_empty(probs, grad.device)
+
+
+def _pad_fake(x, tokens_per_expert, align_size, num_out_tokens):  # type: ignore[no-untyped-def]
+    return x.new_empty((num_out_tokens, x.shape[1]))
+
+
+@_operator("pad", _pad_fake)
+def _pad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens: int) -> Tensor:
+    return fp8moe.pad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
+
+
+@_operator("unpad", _pad_fake)
+def _unpad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens: int) -> Tensor:
+    return fp8moe.unpad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
+
+
+def _swiglu_fake(h, probs, clamp, alpha, linear_offset):  # type: ignore[no-untyped-def]
+    return h.new_empty((h.shape[0], h.shape[1] // 2))
+
+
+@_operator("swiglu", _swiglu_fake)
+def _swiglu(
+    h: Tensor, probs: Tensor | None, clamp: float | None, alpha: float, linear_offset: float
+) -> Tensor:
+    return fp8moe.swiglu(h, probs, clamp=clamp, alpha=alpha, linear_offset=linear_offset)
+
+
+def _swiglu_backward_fake(grad, h, probs, clamp, alpha, linear_offset):  # type: ignore[no-untyped-def]
+    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    shape = _NONE if probs is None else h.shape[0]
+    dtype = torch.float32 if probs is None else wide
+    return torch.empty_like(h), torch.empty(shape, dtype=dtype, device=h.device)
+
+
+@_operator("swiglu_backward", _swiglu_backward_fake)
+def _swiglu_backward(
+    grad: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+) -> tuple[Tensor, Tensor]:
+    activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+    g = fp8moe.swiglu_backward(grad, h, probs, **activation)  # type: ignore[arg-type]
+    return g.dh, _or_empty(g.dprobs, h.device)
+
+
+def _quantize_fake(x, fmt, block, pow2, eps, layout):  # type: ignore[no-untyped-def]
+    spec = quantize_spec(_spec(x), fmt, tuple(block), layout, False)
+    return _like(spec.data, x.device), _like(spec.scales, x.device)
+
+
+@_operator("quantize", _quantize_fake)
+def _quantize(
+    x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str
+) -> tuple[Tensor, Tensor]:
+    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block), pow2=pow2, eps=eps, layout=layout)  # type: ignore[arg-type]
+    return q.data, q.scales
+
+
+def _dequantize_fake(data, scales, fmt, block, layout, dtype):  # type: ignore[no-untyped-def]
+    shape = _quant_spec(data, scales, fmt, block, layout).shape
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=data.device)
+
+
+@_operator("dequantize", _dequantize_fake)
+def _dequantize(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, dtype: str) -> Tensor:
+    q = QuantTensor(data, scales, fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
+    return fp8moe.dequantize(q, dtype=dtype)
+
+
+def _transpose_fake(data, scales, fmt, block, expert_offsets, target, align_size):  # type: ignore[no-untyped-def]
+    q = _quant_spec(data, scales, fmt, block, "compact")
+    experts = None if expert_offsets is None else expert_offsets.shape[0] - 1
+    spec = transpose_spec(q, data.shape[0], experts, align_size)
+    return _like(spec.data, data.device), _like(spec.scales, data.device)
+
+
+@_operator("scaling_aware_transpose", _transpose_fake)
+def _transpose(
+    data: Tensor,
+    scales: Tensor,
+    fmt: str,
+    block: list[int],
+    expert_offsets: Tensor | None,
+    target: str,
+    align_size: int,
+) -> tuple[Tensor, Tensor]:
+    q = QuantTensor(data, scales, fmt, tuple(block))  # type: ignore[arg-type]
+    got = fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
+    return got.data, got.scales
+
+
+# ---------------------------------------------------------------- gradients
+#
+# Each setup keeps the plan (or sizes) and what the gradient needs; each gradient is an operator above.
+
+
+def _gradient(operator, setup, backward) -> None:  # type: ignore[no-untyped-def]
+    operator.register_autograd(backward, setup_context=setup)
+
+
+def _given(grad: Tensor | None, present: bool) -> Tensor | None:
+    return grad.contiguous() if present and grad is not None else None
+
+
+def _permute_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, plan, ctx.rows, ctx.align, probs, _ = inputs
+    ctx.has_probs = probs is not None
+    ctx.save_for_backward(*plan)
+
+
+def _permute_grad(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
+    plan = list(ctx.saved_tensors)
+    probs = _given(grad_probs, ctx.has_probs)
+    grad_x, grad_probs = _permute_backward(grad.contiguous(), plan, ctx.rows, ctx.align, probs)
+    none = [None] * len(plan)
+    return grad_x, none, None, None, grad_probs if ctx.has_probs else None, None
+
+
+def _unpermute_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, plan, ctx.rows, ctx.align, probs = inputs
+    ctx.has_probs = probs is not None
+    # the rows themselves are needed for the probabilities' gradient only
+    ctx.save_for_backward(*((x, probs) if ctx.has_probs else ()), *plan)
+
+
+def _unpermute_grad(ctx, grad):  # type: ignore[no-untyped-def]
+    saved = list(ctx.saved_tensors)
+    x, probs = (saved.pop(0), saved.pop(0)) if ctx.has_probs else (None, None)
+    grad_x, grad_probs = _unpermute_backward(grad.contiguous(), saved, ctx.rows, ctx.align, x, probs)
+    none = [None] * len(saved)
+    return grad_x, none, None, None, grad_probs if ctx.has_probs else None
+
+
+def _sort_chunks_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, sizes, indices, probs, ctx.align_size, ctx.chunks_per_group, _ = inputs
+    ctx.tokens, ctx.has_probs = x.shape[0], probs is not None
+    ctx.save_for_backward(sizes, indices)
+
+
+def _sort_chunks_grad(ctx, grad, grad_probs, _):  # type: ignore[no-untyped-def]
+    grad_x, grad_probs = _sort_chunks_backward(
+        grad.contiguous(),
+        *ctx.saved_tensors,
+        _given(grad_probs, ctx.has_probs),
+        ctx.align_size,
+        ctx.chunks_per_group,
+        ctx.tokens,
+    )
+    return grad_x, None, None, grad_probs if ctx.has_probs else None, None, None, None
+
+
+def _pad_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, counts, ctx.align_size, _ = inputs
+    ctx.tokens = x.shape[0]
+    ctx.save_for_backward(counts)
+
+
+def _pad_grad(ctx, grad):  # type: ignore[no-untyped-def]
+    return _unpad(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.tokens), None, None, None
+
+
+def _unpad_grad(ctx, grad):  # type: ignore[no-untyped-def]
+    return _pad(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.tokens), None, None, None
+
+
+def _swiglu_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    h, probs, *ctx.activation = inputs
+    ctx.has_probs = probs is not None
+    ctx.save_for_backward(h, *((probs,) if ctx.has_probs else ()))
+
+
+def _swiglu_grad(ctx, grad):  # type: ignore[no-untyped-def]
+    h, *rest = ctx.saved_tensors
+    probs = rest[0] if rest else None
+    dh, dprobs = _swiglu_backward(grad.contiguous(), h, probs, *ctx.activation)
+    return dh, None if probs is None else dprobs.to(probs.dtype), None, None, None
+
+
+_gradient(_permute, _permute_setup, _permute_grad)
+_gradient(_unpermute, _unpermute_setup, _unpermute_grad)
+_gradient(_sort_chunks, _sort_chunks_setup, _sort_chunks_grad)
+_gradient(_pad, _pad_setup, _pad_grad)
+_gradient(_unpad, _pad_setup, _unpad_grad)
+_gradient(_swiglu, _swiglu_setup, _swiglu_grad)

@@ -1,0 +1,247 @@
+"""Drop-in for the permutation names of ``transformer_engine.pytorch`` (checked against version 2.20).
+
+Same arguments, order and results: the row map's layout, ``pad_offsets=None`` when every expert is aligned,
+and zero rows for a probability of exactly 0.0 (`moe_permute_with_probs` and its padded twin only), which
+their callers use to drop tokens from a routing of fixed width. FP8 goes through
+`fp8moe.QuantTensor` in place of Transformer Engine's own tensor classes.
+
+    import fp8moe.adapters.transformer_engine as te   # in place of: import transformer_engine.pytorch as te
+"""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8moe
+from fp8moe import PermutationPlan, QuantTensor
+from fp8moe.adapters import torch_ops
+
+Rows = Any  # a tensor or a QuantTensor
+
+
+def moe_permute(
+    inp: Rows,
+    routing_map: Tensor,
+    num_out_tokens: int = -1,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+) -> tuple[Rows, Tensor]:
+    """Rows in expert order, and the map that `moe_unpermute` takes.
+
+    inp: [T, H]. map_type "mask": routing_map [T, E] of 0 and 1; num_out_tokens: rows of the result, which
+    here may also be -1: counted, which synchronises once. The map is int32 [T, 2E+1].
+    map_type "index": routing_map int32 [T, k] of expert ids; num_out_tokens <= 0 means T * k; rows
+    past it are dropped. The map is int32 [k * T]: the row of entry (t, j) at j * T + t, -1 if dropped.
+    max_token_num is a hint for a workspace that is not needed here.
+    """
+    if map_type == "index":
+        return _permute_by_index(inp, routing_map, num_out_tokens)
+    _check_map_type(map_type)
+    plan = _mask_plan(routing_map, num_out_tokens)
+    return torch_ops.permute(inp, plan).data, plan.row_id_map
+
+
+def moe_permute_with_probs(
+    inp: Rows, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
+) -> tuple[Rows, Tensor, Tensor]:
+    """(rows, probs [rows], row map) by a mask; probs [T, E]. A row whose probability is 0.0 is zeros."""
+    plan = _mask_plan(routing_map, num_out_tokens)
+    rows, moved = _permute_with_probs(inp, probs, plan)
+    return rows, moved, plan.row_id_map
+
+
+def moe_permute_and_pad_with_probs(
+    inp: Rows, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+) -> tuple[Rows, Tensor, Tensor, Tensor | None, Tensor]:
+    """(rows, probs, row map, pad_offsets or None, padded tokens_per_expert int64) by a mask.
+
+    pad_offsets is None when every expert is aligned already. Like the original it synchronises once, for
+    the sizes. Padding rows and their probabilities are zeros.
+    """
+    if tokens_per_expert is None:
+        raise ValueError("tokens_per_expert: got None; wanted the counts [E] of the mask")
+    if align_size <= 0:
+        raise ValueError(f"align_size: got {align_size}; wanted 1 or more")
+    plan = fp8moe.plan_routing_map(routing_map, align_size=align_size, num_out_tokens="exact")
+    rows, moved = _permute_with_probs(inp, probs, plan)
+    padded = plan.padded_tokens_per_expert.long()
+    aligned = plan.num_out_tokens == int(plan.tokens_per_expert.sum())
+    return rows, moved, plan.row_id_map, None if aligned else plan.pad_offsets, padded
+
+
+def moe_unpermute(
+    inp: Rows,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
+    restore_shape: torch.Size | None = None,
+    map_type: str = "mask",
+    probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
+) -> Tensor:
+    """Sum each token's rows, each times its merging probability where given.
+
+    map_type "mask": merging_probs [T, E], restore_shape (T, H), by default inp's own.
+    map_type "index": merging_probs float [T, k]; without them k is 1, as in the original.
+    probs: the old name of merging_probs. pad_offsets: from `moe_permute_and_pad_with_probs`.
+    """
+    if probs is not None:
+        if merging_probs is not None:
+            raise ValueError("probs: got it beside merging_probs; wanted one of them; probs is deprecated")
+        warnings.warn("probs is deprecated; use merging_probs", DeprecationWarning, stacklevel=2)
+        merging_probs = probs
+    if map_type == "index":
+        return _unpermute_by_index(inp, row_id_map, merging_probs)
+    _check_map_type(map_type)
+    num_rows = inp.data.shape[0] if isinstance(inp, QuantTensor) else inp.shape[0]
+    tokens = num_rows if restore_shape is None else restore_shape[0]
+    if row_id_map.shape[0] != tokens:
+        raise ValueError(
+            f"restore_shape: got {tokens} tokens for a row map of {row_id_map.shape[0]}; wanted the same; "
+            "pass restore_shape=(T, H)"
+        )
+    experts = (row_id_map.shape[1] - 1) // 2
+    plan = _plan_from_map(row_id_map, pad_offsets, experts, num_rows)
+    return torch_ops.unpermute(inp, plan, merging_probs)
+
+
+def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tensor) -> Rows:
+    """Chunks of rows in another order: chunk j of the result is chunk ``sorted_index[j]`` of inp."""
+    return torch_ops.sort_chunks(inp, split_sizes, sorted_index).data
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Rows, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
+) -> tuple[Rows, Tensor]:
+    """`moe_sort_chunks_by_index` that moves probs [N] along."""
+    got = torch_ops.sort_chunks(inp, split_sizes, sorted_index, probs)
+    return got.data, got.probs
+
+
+class Fp8Padding(torch.nn.Module):
+    """Pad each of ``num_gemms`` successive groups of rows to a multiple of ``align_size``.
+
+    align_size: 16 for per-tensor and blockwise FP8, 32 for MXFP8; by default 16.
+    """
+
+    def __init__(self, num_gemms: int, align_size: int | None = None):
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size or 16
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
+        """(padded rows, padded splits); inp itself when nothing is to do."""
+        padded = _padded_splits(self, m_splits)
+        if padded == m_splits:
+            return inp, m_splits
+        return _resize(torch_ops.pad, inp, m_splits, self.align_size, sum(padded)), padded
+
+
+class Fp8Unpadding(torch.nn.Module):
+    """Take the padding of `Fp8Padding` out again."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None):
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size or 16
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
+        """Rows without padding; inp itself when there is none. m_splits: the real sizes."""
+        if _padded_splits(self, m_splits) == m_splits:
+            return inp
+        return _resize(torch_ops.unpad, inp, m_splits, self.align_size, sum(m_splits))
+
+
+def _padded_splits(module: Fp8Padding | Fp8Unpadding, m_splits: list[int]) -> list[int]:
+    if len(m_splits) != module.num_gemms:
+        raise ValueError(f"m_splits: got {len(m_splits)} sizes; wanted num_gemms = {module.num_gemms}")
+    align = module.align_size
+    return [-(-m // align) * align for m in m_splits]
+
+
+def _resize(verb, inp: Tensor, m_splits: list[int], align_size: int, rows: int) -> Tensor:  # type: ignore[no-untyped-def]
+    flat = inp.reshape(-1, inp.shape[-1])
+    counts = torch.tensor(m_splits, dtype=torch.int32).to(inp.device)
+    return verb(flat, counts, align_size, num_out_tokens=rows)
+
+
+def _check_map_type(map_type: str) -> None:
+    if map_type != "mask":
+        raise ValueError(f"map_type: got {map_type!r}; wanted 'mask' or 'index'")
+
+
+def _mask_plan(routing_map: Tensor, num_out_tokens: int) -> PermutationPlan:
+    rows = "exact" if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
+    return torch_ops.plan_routing_map(routing_map, num_out_tokens=rows)
+
+
+def _permute_with_probs(inp: Rows, probs: Tensor, plan: PermutationPlan) -> tuple[Rows, Tensor]:
+    moved = torch_ops.permute(inp, plan, probs)
+    dropped = (moved.probs == 0).unsqueeze(1)
+    if isinstance(moved.data, QuantTensor):
+        return replace(moved.data, data=moved.data.data.masked_fill(dropped, 0)), moved.probs
+    # Only the values: as in the original, the gradient of a dropped row still reaches its token.
+    return _ZeroRows.apply(moved.data, dropped), moved.probs
+
+
+class _ZeroRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, dropped):  # type: ignore[no-untyped-def]
+        return rows.masked_fill(dropped, 0)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, None
+
+
+def _plan_from_map(
+    row_id_map: Tensor, pad_offsets: Tensor | None, experts: int, rows: int, slots: Tensor | None = None
+) -> PermutationPlan:
+    """As much of a plan as the row map and the padding offsets tell: enough to move rows both ways."""
+    zeros = row_id_map.new_zeros(experts + 1)
+    return PermutationPlan(
+        row_id_map=row_id_map,
+        slots=slots,
+        tokens_per_expert=zeros[:-1],
+        padded_tokens_per_expert=zeros[:-1],
+        pad_offsets=zeros[:-1] if pad_offsets is None else pad_offsets.to(torch.int32),
+        expert_offsets=zeros,
+        overflow=zeros.new_zeros(1),
+        num_out_tokens=rows,
+        align_size=1,
+    )
+
+
+# Index maps: the same movement, with the row map in another layout.
+
+
+def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[Rows, Tensor]:
+    tokens, k = indices.shape
+    if tokens == 0:
+        return inp, torch.empty(0, dtype=torch.int32, device=indices.device)
+    rows = num_out_tokens if num_out_tokens > 0 else tokens * k
+    experts = int(indices.max()) + 1  # the map does not say how many there are
+    plan = torch_ops.plan_topk(indices, max(experts, 1), num_out_tokens=rows)
+    flat = indices.new_full((tokens, k + 1), -1, dtype=torch.int32)
+    slots = plan.slots.long()
+    slots = torch.where(slots < 0, k, slots)  # blanks go to a column that is cut off
+    flat.scatter_(1, slots, plan.row_id_map[:, :k])
+    return torch_ops.permute(inp, plan).data, flat[:, :k].t().reshape(-1).contiguous()
+
+
+def _unpermute_by_index(inp: Rows, row_id_map: Tensor, probs: Tensor | None) -> Tensor:
+    if probs is not None and probs.dtype != torch.float32:
+        warnings.warn(f"probs of {probs.dtype} are converted to float32", stacklevel=3)
+        probs = probs.to(torch.float32)
+    tokens, k = (row_id_map.shape[0], 1) if probs is None else probs.shape
+    if row_id_map.shape[0] == 0:
+        return inp
+    by_token = row_id_map.view(k, tokens).t()
+    rows, order = by_token.sort(dim=1, descending=True, stable=True)
+    count = (rows >= 0).sum(dim=1, keepdim=True)
+    expert = torch.where(rows >= 0, 0, -1)  # without padding the expert does not matter
+    full = torch.cat([rows, expert, count], dim=1).to(torch.int32).contiguous()
+    slots = torch.where(rows >= 0, order, -1).to(torch.int32).contiguous()
+    num_rows = inp.data.shape[0] if isinstance(inp, QuantTensor) else inp.shape[0]
+    plan = _plan_from_map(full, None, 1, num_rows, slots)
+    return torch_ops.unpermute(inp, plan, probs)

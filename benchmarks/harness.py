@@ -1,0 +1,216 @@
+"""Time operations against the copy rate of the same machine, measured in the same run.
+
+A topic is a module beside this one with ``cases(quick) -> list[Case]``. A case names the fewest bytes the
+operation must move; its limit is that over the copy rate. A case whose result is wrong is not reported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fp8moe
+
+TOPICS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "moe")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time.
+
+    name, shape: what it is, in words. arrays: its inputs, NumPy; they are moved to the device.
+    run: called with the arrays. check: called with run's result and the arrays, true when it is right.
+    nbytes: the fewest bytes to move (each input read once, each output written once), 0 if the limit is
+    another; flops: multiply-adds counted twice.
+    """
+
+    name: str
+    shape: str
+    arrays: tuple[np.ndarray, ...]
+    run: Callable[..., Any]
+    check: Callable[..., bool]
+    nbytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of a results file. ``limit_percent`` is against the copy rate measured in the same run."""
+
+    topic: str
+    name: str
+    shape: str
+    device: str
+    us: float
+    limit_us: float | None
+    limit_percent: float | None
+    tflops: float | None
+    copy_gb_s: float
+    versions: dict[str, str]
+    commit: str
+    command: str
+
+
+class Cpu:
+    """Wall time of the calls themselves."""
+
+    name = f"cpu ({platform.machine()})"
+
+    def upload(self, x: np.ndarray) -> Any:
+        return x
+
+    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
+        call()
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return float(np.median(times))
+
+    def copy_rate(self) -> float:
+        """Bytes a second, read and written, of a copy far larger than the caches."""
+        source = np.ones(2**26, np.float32)
+        target = np.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: np.copyto(target, source), 5)
+
+
+class Cuda:
+    """Device time between events, in bursts long enough to hide the launches."""
+
+    def __init__(self) -> None:
+        from fp8moe.border import require_cupy
+
+        self.cupy = require_cupy("bench --device cuda")
+        properties = self.cupy.cuda.runtime.getDeviceProperties(0)
+        self.name = properties["name"].decode()
+
+    def upload(self, x: np.ndarray) -> Any:
+        return self.cupy.asarray(x)
+
+    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
+        call()
+        events = [self.cupy.cuda.Event() for _ in range(repeats + 1)]
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        events[-1].synchronize()
+        elapsed = self.cupy.cuda.get_elapsed_time
+        pairs = itertools.pairwise(events)
+        return float(np.median([elapsed(a, b) for a, b in pairs])) / 1e3
+
+    def copy_rate(self) -> float:
+        source = self.cupy.ones(2**29, np.uint8)
+        target = self.cupy.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: self.cupy.copyto(target, source), 20)
+
+
+def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_list: bool = False) -> int:
+    """Time every case of the topics; 1 if a result was wrong."""
+    if only_list:
+        print("\n".join(TOPICS))
+        return 0
+    unknown = [t for t in topics if t not in TOPICS]
+    if unknown:
+        raise ValueError(f"topics: got {', '.join(unknown)}; wanted any of {', '.join(TOPICS)}")
+    from fp8moe.info import cuda_is_ready
+
+    if device == "auto":
+        device = "cuda" if cuda_is_ready() else "cpu"
+    machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
+    rate = machine.copy_rate()
+    print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
+    print(f"{'case':32} {'shape':34} {'us':>10} {'limit us':>9} {'%':>5} {'TFLOP/s':>8}")
+    wrong = 0
+    for topic in topics or TOPICS:
+        for case in importlib.import_module(f"fp8moe.benchmarks.{topic}").cases(quick):
+            result = measure(topic, case, machine, rate, 5 if quick else 15)
+            if result is None:
+                wrong += 1
+                print(f"{case.name:32} {case.shape:34} WRONG RESULT, not timed")
+                continue
+            print(line(result))
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                with out.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+    return 1 if wrong else 0
+
+
+def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: int) -> Result | None:
+    """Check the case, then time it; None when its result is wrong."""
+    arrays = [machine.upload(a) for a in case.arrays]
+    if not case.check(case.run(*arrays), *case.arrays):
+        return None
+    seconds = machine.seconds(lambda: case.run(*arrays), repeats)
+    limit = case.nbytes / rate if case.nbytes else None
+    return Result(
+        topic=topic,
+        name=case.name,
+        shape=case.shape,
+        device=machine.name,
+        us=seconds * 1e6,
+        limit_us=None if limit is None else limit * 1e6,
+        limit_percent=None if limit is None else 100 * limit / seconds,
+        tflops=case.flops / seconds / 1e12 if case.flops else None,
+        copy_gb_s=rate / 1e9,
+        versions=versions(),
+        commit=commit(),
+        command="python -m fp8moe " + " ".join(sys.argv[1:]),
+    )
+
+
+def line(r: Result) -> str:
+    def number(x: float | None, digits: int) -> str:
+        return "" if x is None else f"{x:.{digits}f}"
+
+    return (
+        f"{r.name:32} {r.shape:34} {r.us:10.1f} {number(r.limit_us, 1):>9} "
+        f"{number(r.limit_percent, 0):>5} {number(r.tflops, 2):>8}"
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "fp8moe": fp8moe.__version__}
+    for package in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the tree this package runs from, "+" behind it when there are changes."""
+    folder = Path(__file__).resolve().parent
+    try:
+        call = {"cwd": folder, "capture_output": True, "text": True, "check": True}
+        name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
+        changed = subprocess.run(["git", "status", "--porcelain"], **call).stdout.strip()  # type: ignore[call-overload]
+    except (OSError, subprocess.CalledProcessError):
+        return "not a checkout"
+    return name + ("+" if changed else "")
+
+
+def routing(tokens: int, experts: int, topk: int, seed: int = 0) -> np.ndarray:
+    """Exact top-k ids [T, k], uniform over the experts, none twice in a token."""
+    scores = np.random.default_rng(seed).random((tokens, experts), dtype=np.float32)
+    return np.ascontiguousarray(np.argpartition(scores, topk, axis=1)[:, :topk].astype(np.int32))
+
+
+def host(x: Any) -> np.ndarray:
+    """A result on the host, wherever it was computed."""
+    return x.get() if hasattr(x, "get") else np.asarray(x)

@@ -1,0 +1,78 @@
+"""Permute + pad and back: one read and one write of every row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fp8moe
+from fp8moe.benchmarks.harness import Case, host, routing
+
+
+def cases(quick: bool) -> list[Case]:
+    shapes = [(512, 32, 512, 4)] if quick else [(4096, 64, 2048, 6), (4096, 256, 7168, 8)]
+    return [case for shape in shapes for case in one_shape(*shape)]
+
+
+def one_shape(tokens: int, experts: int, hidden: int, topk: int) -> list[Case]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((tokens, hidden), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    q = fp8moe.quantize(x)
+    ids = routing(tokens, experts, topk)
+    rows = int(fp8moe.plan_topk(ids, experts, align_size=16).expert_offsets[-1])
+    shape = f"{tokens} x {hidden}, {experts} experts top-{topk}"
+    row = 2 * hidden
+    fp8_row = hidden + 4 * q.scales.shape[1]
+    plan = partial(_plan, experts=experts)
+    return [
+        Case(
+            "permute+pad bf16",
+            shape,
+            (x, ids),
+            lambda x, ids: fp8moe.permute(x, plan(ids)),
+            partial(_moved, tokens=x),
+            nbytes=(tokens + rows) * row,
+        ),
+        Case(
+            "permute+pad fp8+scales",
+            shape,
+            (q.data, q.scales, ids),
+            lambda data, scales, ids: fp8moe.permute(fp8moe.QuantTensor(data, scales), plan(ids)),
+            partial(_moved, tokens=q.data),
+            nbytes=(tokens + rows) * fp8_row,
+        ),
+        Case(
+            "unpermute+unpad bf16",
+            shape,
+            (fp8moe.permute(x, plan(ids)).data, ids),
+            lambda rows, ids: fp8moe.unpermute(rows, plan(ids)),
+            lambda y, *_: bool(
+                np.allclose(host(y).astype(np.float32), topk * x.astype(np.float32), rtol=2.0**-8)
+            ),
+            nbytes=(tokens * topk + tokens) * row,
+        ),
+    ]
+
+
+_plans: dict[int, fp8moe.PermutationPlan] = {}
+
+
+def _plan(ids: Any, *, experts: int) -> fp8moe.PermutationPlan:
+    """Planned once for each routing: the cases here time the movement."""
+    key = id(ids)
+    if key not in _plans:
+        _plans[key] = fp8moe.plan_topk(ids, experts, align_size=16, num_out_tokens="exact")
+    return _plans[key]
+
+
+def _moved(result: fp8moe.Permuted, *_: np.ndarray, tokens: np.ndarray) -> bool:
+    data = result.data.data if isinstance(result.data, fp8moe.QuantTensor) else result.data
+    plan = result.plan
+    ids, row_map = host(plan.row_id_map), host(plan.pad_offsets)
+    width = plan.max_experts_per_token
+    first = ids[:, 0] + row_map[ids[:, width]]
+    kind = np.uint8 if tokens.dtype.itemsize == 1 else np.uint16
+    return bool((host(data).view(kind)[first] == tokens.view(kind)).all())

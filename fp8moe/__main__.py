@@ -1,0 +1,138 @@
+"""The command line: ``python -m fp8moe {demo,info,selftest,compile,bench}``.
+
+Exit codes: 0 done and right, 1 a check failed, 2 the command line or the machine is not as needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import fp8moe
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="python -m fp8moe",
+        description="FP8 mixture-of-experts kernels, framework-neutral.",
+        epilog="exit codes: 0 done and right; 1 a check failed; 2 wrong usage, or something is missing here",
+    )
+    top.add_argument("--version", action="version", version=f"fp8moe {fp8moe.__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    demo = verbs.add_parser(
+        "demo", help="train a small MoE language model in bf16, fp8_blockwise and fp8_flow, side by side"
+    )
+    demo.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)"
+    )
+    demo.add_argument("--steps", type=_positive, default=None, help="training steps of each recipe")
+    demo.add_argument("--tokens", type=_positive, default=None, help="bytes predicted a step")
+    demo.add_argument("--layers", type=_positive, default=None, help="MoE layers")
+    demo.add_argument("--experts", type=_positive, default=None, help="experts a layer, 2 or more")
+    demo.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
+    demo.add_argument("--text", type=Path, help="a file to learn (default: the standard library's source)")
+    demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results")
+    demo.add_argument("--no-check", action="store_true", help="report only: exit 0 whatever the losses")
+
+    verbs.add_parser("info", help="versions, devices, which backends and adapters work, what to install")
+
+    selftest = verbs.add_parser("selftest", help="every operation of every backend here against the oracle")
+    selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
+    selftest.add_argument("--seed", type=int, default=None, help="seed of the inputs (default: a fresh one)")
+
+    compile_ = verbs.add_parser("compile", help="compile every kernel, with or without a GPU")
+    compile_.add_argument(
+        "--arch",
+        action="append",
+        metavar="SM",
+        help="an architecture such as sm_90a; repeat for several (default: sm_80 sm_90a sm_100a sm_120a)",
+    )
+
+    bench = verbs.add_parser("bench", help="time operations against the copy rate of the same machine")
+    bench.add_argument("topics", nargs="*", help="topics (default: all; --list names them)")
+    bench.add_argument("--list", action="store_true", help="name the topics and leave")
+    bench.add_argument("--device", choices=DEVICES, default="auto")
+    bench.add_argument("--quick", action="store_true", help="small shapes, few repeats")
+    bench.add_argument("--out", type=Path, help="append JSON lines to this file")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    verb = {
+        "demo": _demo,
+        "info": _info,
+        "selftest": _selftest,
+        "compile": _compile,
+        "bench": _bench,
+    }[arguments.verb]
+    try:
+        return verb(arguments)
+    except (fp8moe.BackendUnavailable, OSError, ValueError) as error:
+        print(f"fp8moe {arguments.verb}: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        fix = "" if "pip install" in str(error) else "; pip install 'fp8moe[bench]'"
+        print(f"fp8moe {arguments.verb}: {error}{fix}", file=sys.stderr)
+        return 2
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from fp8moe.demo import train
+    from fp8moe.demo.model import Config
+    from fp8moe.info import cuda_is_ready
+
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if cuda_is_ready() else "cpu"
+    chosen = {
+        name: getattr(arguments, name)
+        for name in ("steps", "tokens", "layers", "experts", "seed")
+        if getattr(arguments, name) is not None
+    }
+    config = Config(**chosen)
+    if config.experts < config.topk:
+        raise ValueError(f"--experts: got {config.experts}; wanted at least top-{config.topk}")
+    return train.main(config, device, arguments.text, arguments.out, check=not arguments.no_check)
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from fp8moe import info
+
+    print(info.report())
+    return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from fp8moe import selftest
+
+    return selftest.main(arguments.device, arguments.seed)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    from fp8moe.kernels_cuda import compiler
+
+    return compiler.main(arguments.arch)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from fp8moe.benchmarks import harness
+
+    return harness.main(
+        arguments.topics, arguments.device, arguments.quick, arguments.out, only_list=arguments.list
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}; wanted 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

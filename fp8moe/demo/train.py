@@ -1,0 +1,183 @@
+"""Training in every recipe side by side, and the report: table, picture, sample of text."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+import fp8moe
+from fp8moe.demo.model import Config, Model, batches, learning_rate
+from fp8moe.moe import RECIPES
+
+MAX_TEXT = 4_000_000
+#: how far fp8_flow may be from bf16, averaged over the last tenth of the run
+ALLOWED_DEVIATION = 0.0025
+
+
+@dataclass
+class Run:
+    """What one recipe did."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    casts: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def first(self) -> float:
+        return float(np.mean(self.losses[:3]))
+
+    @property
+    def final(self) -> float:
+        """Mean loss of the last tenth."""
+        return float(np.mean(self.losses[-max(1, len(self.losses) // 10) :]))
+
+
+def standard_library_text() -> np.ndarray:
+    """The source of the Python standard library on this machine, as bytes, at most 4 MB."""
+    parts, size = [], 0
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size > MAX_TEXT:
+            break
+    if not parts:
+        raise FileNotFoundError(f"no Python source beside {os.__file__}; pass --text FILE")
+    return np.frombuffer(b"\n".join(parts)[:MAX_TEXT], np.uint8)
+
+
+def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[str, Run], dict[str, Model]]:
+    """Train one model a recipe on the same batches; step by step, so that none has a machine to itself."""
+    tqdm = importlib.import_module("tqdm").tqdm
+    models = {recipe: Model(config, recipe, xp) for recipe in RECIPES}
+    runs = {recipe: Run() for recipe in RECIPES}
+    bar = tqdm(batches(text, config), total=config.steps, unit="step", dynamic_ncols=True)
+    for step, (contexts, targets) in enumerate(bar):
+        contexts, targets = xp.asarray(contexts), xp.asarray(targets)
+        for recipe, model in models.items():
+            start = time.perf_counter()
+            with fp8moe.trace() as traced:
+                loss, grads = model.loss(contexts, targets)
+            model.adam(grads, learning_rate(config, step))
+            run = runs[recipe]
+            run.losses.append(loss)  # a float: the device has finished
+            run.seconds.append(time.perf_counter() - start)
+            run.casts, run.saved_bytes = traced.casts, traced.saved_bytes
+        bar.set_postfix({recipe: f"{run.losses[-1]:.3f}" for recipe, run in runs.items()})
+    return runs, models
+
+
+def deviation(runs: dict[str, Run], recipe: str) -> float:
+    """Relative difference of the last tenth's mean loss from bf16's."""
+    return runs[recipe].final / runs["bf16"].final - 1
+
+
+def table(runs: dict[str, Run]) -> str:
+    head = (
+        f"{'recipe':14} {'first loss':>10} {'last loss':>10} {'vs bf16':>9} {'casts':>6} {'kept':>9} "
+        f"{'ms/step':>8}"
+    )
+    lines = [head, "-" * len(head)]
+    for recipe, run in runs.items():
+        lines.append(
+            f"{recipe:14} {run.first:10.4f} {run.final:10.4f} {deviation(runs, recipe):+9.3%} "
+            f"{run.casts:6} {run.saved_bytes / 2**20:5.2f} MiB {np.median(run.seconds) * 1e3:8.1f}"
+        )
+    lines.append("last loss: mean of the last tenth; casts: explicit ones a step; kept: for the backward")
+    return "\n".join(lines)
+
+
+def picture(runs: dict[str, Run], path: Path) -> None:
+    """Loss curves, and the difference from bf16, smoothed over a tenth of the run."""
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    plt = importlib.import_module("matplotlib.pyplot")
+    figure, (top, below) = plt.subplots(
+        2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(2, 1), layout="constrained"
+    )
+    base = np.array(runs["bf16"].losses)
+    width = max(1, len(base) // 10)
+    for recipe, run in runs.items():
+        top.plot(run.losses, label=f"{recipe} ({run.final:.4f})", linewidth=1)
+        if recipe != "bf16" and len(base) >= width:
+            window = np.ones(width) / width
+            smooth = np.convolve(run.losses, window, "valid") / np.convolve(base, window, "valid") - 1
+            below.plot(np.arange(width - 1, len(base)), smooth * 100, label=recipe, linewidth=1)
+    below.axhspan(-100 * ALLOWED_DEVIATION, 100 * ALLOWED_DEVIATION, color="0.9")
+    top.set_ylabel("loss, nats a byte")
+    top.legend(title="recipe (mean of the last tenth)")
+    below.set_xlabel("step")
+    below.set_ylabel("% from bf16")
+    below.legend()
+    top.set_title("The same byte-level mixture-of-experts model in three recipes")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def sample(model: Model, prompt: bytes, length: int, temperature: float = 0.6) -> str:
+    """Let the model write on from a prompt."""
+    rng = np.random.default_rng(0)
+    text = list(prompt.rjust(model.config.window, b"\n"))
+    for _ in range(length):
+        context = model.xp.asarray(np.array([text[-model.config.window :]], np.uint8))
+        probs = model.next_byte_probs(context)[0]
+        probs = np.asarray(probs.get() if hasattr(probs, "get") else probs, np.float64) ** (1 / temperature)
+        text.append(int(rng.choice(256, p=probs / probs.sum())))
+    return bytes(text[-length - len(prompt) :]).decode("utf-8", "replace")
+
+
+def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
+    """What the demo promises, and whether this run kept it."""
+    off = deviation(runs, "fp8_flow")
+    fell = all(run.final < 0.6 * run.first for run in runs.values())
+    return [
+        (fell, "every recipe's loss fell by more than 40 %"),
+        (abs(off) <= ALLOWED_DEVIATION, f"fp8_flow is within 0.25 % of bf16 ({off:+.3%})"),
+        (
+            runs["fp8_flow"].casts < runs["fp8_blockwise"].casts,
+            f"{runs['fp8_blockwise'].casts} casts a step became {runs['fp8_flow'].casts}",
+        ),
+    ]
+
+
+def main(config: Config, device: str, text_file: Path | None, folder: Path, check: bool) -> int:
+    """Train, report, and return an exit code: 1 when ``check`` and a promise was not kept."""
+    start = time.perf_counter()
+    xp: Any = np
+    if device == "cuda":
+        from fp8moe.border import require_cupy
+
+        xp = require_cupy("--device cuda")
+    text = standard_library_text() if text_file is None else np.fromfile(text_file, np.uint8)
+    if len(text) <= config.window:
+        raise ValueError(f"text: got {len(text)} bytes; wanted more than the window of {config.window}")
+    print(
+        f"{config.layers} MoE layer(s), {config.experts} experts, top-{config.topk}, hidden {config.hidden}; "
+        f"{len(text):,} bytes of text; {config.steps} steps of {config.tokens} on {device}"
+    )
+    runs, models = train(config, text, xp)
+    folder.mkdir(parents=True, exist_ok=True)
+    picture(runs, folder / "loss.png")
+    report = {
+        "config": asdict(config),
+        "device": device,
+        "runs": {r: asdict(run) | {"final": run.final} for r, run in runs.items()},
+    }
+    (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    print("\n" + table(runs))
+    print("\nfp8_flow writes:\n" + sample(models["fp8_flow"], b"def ", 240))
+    print()
+    results = verdicts(runs)
+    for kept, words in results:
+        print(("ok      " if kept else "NOT OK  ") + words)
+    print(f"curves: {folder / 'loss.png'}   numbers: {folder / 'results.json'}")
+    print(f"{time.perf_counter() - start:.0f} s")
+    return 0 if all(kept for kept, _ in results) or not check else 1

@@ -1,0 +1,109 @@
+"""What this machine has: versions, devices, which backends and adapters work, and what to install."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+
+import fp8moe
+
+ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm")
+ADAPTERS = {"torch_ops": "torch", "transformer_engine": "torch"}
+
+
+def report() -> str:
+    lines = [
+        f"fp8moe {fp8moe.__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"CPU      {os.cpu_count()} cores",
+    ]
+    for package in ("numpy", "ml_dtypes", "numba", "torch", "jax", "numba-cuda"):
+        lines.append(f"{package:12} {_version(package) or 'not installed'}")
+    cupy = next((p for p in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if _version(p)), None)
+    lines.append(f"{'cupy':12} {f'{_version(cupy)} ({cupy})' if cupy else 'not installed'}")
+    lines += ["", "devices", *_devices(), "", "backends"]
+    lines.append(f"  reference     {_try(_load_reference)}")
+    missing = missing_kernels()
+    if cupy is None:
+        lines.append("  kernels_cuda  not working: CuPy is missing; pip install 'fp8moe[cuda13]'")
+    else:
+        lines.append(f"  kernels_cuda  {_try(_require_device)}")
+    lines.append(f"  kernels       {', '.join(r for r in ROOMS if r not in missing) or 'none yet'}")
+    if missing:
+        lines.append(f"  not yet       {', '.join(missing)}: the reference computes these, on the CPU")
+    lines += ["", "adapters"]
+    for adapter, package in ADAPTERS.items():
+        if importlib.util.find_spec(package) is None:
+            lines.append(f"  {adapter:20} not working: {package} is missing; pip install 'fp8moe[{package}]'")
+        else:
+            works = _try(partial(importlib.import_module, f"fp8moe.adapters.{adapter}"))
+            lines.append(f"  {adapter:20} {works}")
+    return "\n".join(lines)
+
+
+def missing_kernels() -> list[str]:
+    """Topics without CUDA kernels in this version."""
+    return [r for r in ROOMS if importlib.util.find_spec(f"fp8moe.kernels_cuda.{r}") is None]
+
+
+def cuda_is_ready() -> bool:
+    """Whether every operation can run on a CUDA device here."""
+    if missing_kernels() or importlib.util.find_spec("cupy") is None:
+        return False
+    try:
+        _require_device()
+    except Exception:
+        return False
+    return True
+
+
+def _require_device() -> None:
+    runtime = importlib.import_module("cupy").cuda.runtime
+    if runtime.getDeviceCount() == 0:
+        raise RuntimeError("no CUDA device")
+
+
+def _devices() -> list[str]:
+    if importlib.util.find_spec("cupy") is None:
+        return ["  CPU only as far as can be seen: CuPy is not installed"]
+    try:
+        runtime = importlib.import_module("cupy").cuda.runtime
+        found = []
+        for i in range(runtime.getDeviceCount()):
+            p = runtime.getDeviceProperties(i)
+            found.append(
+                f"  cuda:{i}  {p['name'].decode()}, sm_{p['major']}{p['minor']}, "
+                f"{p['multiProcessorCount']} SMs, {p['totalGlobalMem'] / 2**30:.0f} GiB"
+            )
+        driver, toolkit = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+        return [*found, f"  driver for CUDA {_cuda(driver)}, runtime {_cuda(toolkit)}"]
+    except Exception as error:
+        return [f"  CuPy finds no usable CUDA device: {error}"]
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _version(package: str | None) -> str | None:
+    try:
+        return importlib.metadata.version(package) if package else None
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _load_reference() -> None:
+    for room in ROOMS:
+        importlib.import_module(f"fp8moe.reference.{room}")
+
+
+def _try(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"not working: {type(error).__name__}: {error}"
+    return "works"

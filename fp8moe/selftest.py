@@ -1,0 +1,237 @@
+"""Every operation of every backend on this machine against independent arithmetic.
+
+The CPU is held to float64 and loops written here; CUDA is held to the CPU, bit for bit where only bytes and
+powers of two move. What could go wrong on a user's machine alone (another compiler, a broken driver, a
+cache, a BLAS) shows here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fp8moe
+from fp8moe.formats import FLOAT8_DTYPES
+from fp8moe.info import missing_kernels
+from fp8moe.records import map_arrays
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 300, 256, 128, 5, 3
+
+
+class Inputs:
+    """Fresh random inputs of one run."""
+
+    def __init__(self, seed: int):
+        rng = np.random.default_rng(seed)
+        self.rng = rng
+        bf16 = ml_dtypes.bfloat16
+        self.x = rng.standard_normal((TOKENS, HIDDEN)).astype(bf16)
+        self.ids = rng.integers(-1, EXPERTS, (TOKENS, TOPK)).astype(np.int32)
+        self.probs = rng.random((TOKENS, TOPK)).astype(np.float32)
+        self.w13 = (rng.standard_normal((EXPERTS, 2 * FFN, HIDDEN)) / HIDDEN**0.5).astype(bf16)
+        self.w2 = (rng.standard_normal((EXPERTS, HIDDEN, FFN)) / FFN**0.5).astype(bf16)
+        self.dy = rng.standard_normal((TOKENS, HIDDEN)).astype(bf16)
+
+
+def check_plan_and_permute(i: Inputs) -> None:
+    plan = fp8moe.plan_topk(i.ids, EXPERTS, align_size=16)
+    moved = fp8moe.permute(i.x, plan, i.probs)
+    row = 0
+    for expert in range(EXPERTS):
+        for token, slot in np.argwhere(i.ids == expert):
+            _equal(moved.data[row], i.x[token], f"row {row}")
+            _equal(moved.probs[row], i.probs[token, slot], f"probability {row}")
+            row += 1
+        while row % 16:
+            _equal(moved.data[row].view(np.uint16), 0, f"padding row {row}")
+            row += 1
+    _equal(plan.expert_offsets[-1], row, "rows in all")
+
+
+def check_unpermute(i: Inputs) -> None:
+    plan = fp8moe.plan_topk(i.ids, EXPERTS, align_size=16)
+    rows = fp8moe.permute(i.x, plan).data
+    got = fp8moe.unpermute(rows, plan, i.probs).astype(np.float64)
+    weight = (i.probs * (i.ids >= 0)).astype(np.float64).sum(axis=1)
+    wanted = i.x.astype(np.float64) * weight[:, None]
+    _near(got, wanted, 2.0**-8, "sums")
+
+
+def check_quantize(i: Inputs) -> None:
+    for fmt, dtype in FLOAT8_DTYPES.items():
+        q = fp8moe.quantize(i.x, fmt=fmt)
+        blocks = i.x.astype(np.float64).reshape(TOKENS, -1, 128)
+        limit = float(ml_dtypes.finfo(dtype).max)
+        scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max(axis=2) / limit)))
+        _equal(q.scales, scales, f"{fmt} scales")
+        codes = (blocks / scales[:, :, None]).reshape(i.x.shape).astype(dtype).view(np.uint8)
+        _equal(q.data, codes, f"{fmt} codes")
+        back = (q.data.view(dtype).astype(np.float64).reshape(blocks.shape) * scales[:, :, None]).reshape(
+            i.x.shape
+        )
+        _equal(fp8moe.dequantize(q), back, f"{fmt} values")
+
+
+def check_transpose(i: Inputs) -> None:
+    spread = i.x.astype(np.float32) * np.exp2(i.rng.integers(-6, 7, (TOKENS, 1))).astype(np.float32)
+    q = fp8moe.quantize(spread)
+    column = fp8moe.scaling_aware_transpose(q)
+    oracle = fp8moe.quantize(fp8moe.dequantize(q), block=(128, 1))
+    _equal(column.scales, oracle.scales, "scales")
+    _equal(column.data, oracle.data, "codes")
+
+
+def check_swiglu(i: Inputs) -> None:
+    h = np.concatenate([i.x, i.dy], axis=1)
+    a, b = i.x.astype(np.float64), i.dy.astype(np.float64)
+    y = fp8moe.swiglu(h.astype(np.float32)).astype(np.float64)
+    _near(y, a / (1 + np.exp(-a)) * b, 1e-6, "values")
+    _equal(fp8moe.swiglu_quantize(h).data, fp8moe.quantize(y.astype(np.float32)).data, "codes")
+
+
+def check_grouped_gemm(i: Inputs) -> None:
+    x = fp8moe.quantize(i.x)
+    w = fp8moe.quantize_weights(i.w13).rowwise
+    offsets = np.array([0, 100, 100, 228, 290, 300], np.int32)
+    got = fp8moe.grouped_gemm(x, w, offsets).astype(np.float64)
+    wide_x, wide_w = (fp8moe.dequantize(q).astype(np.float64) for q in (x, w))
+    for e in range(EXPERTS):
+        rows = slice(offsets[e], offsets[e + 1])
+        _near(got[rows], wide_x[rows] @ wide_w[e].T, 2.0**-8, f"expert {e}")
+
+
+def check_layer(i: Inputs) -> None:
+    results = {}
+    for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
+        with fp8moe.trace() as traced:
+            y, saved = fp8moe.moe_forward(i.x, i.w13, i.w2, i.ids, i.probs, recipe=recipe)
+            grads = fp8moe.moe_backward(saved, i.dy)
+        results[recipe] = [y, grads.dx, grads.dprobs, grads.dw13, grads.dw2]
+        casts = {"bf16": 0, "fp8_blockwise": 12, "fp8_flow": 2}[recipe]
+        _equal(traced.casts, casts, f"casts of {recipe}")
+    # twelve E4M3 roundings at most in a chain: sqrt(12) * 2^-4 / sqrt(3), see tests/test_moe.py
+    for recipe in ("fp8_blockwise", "fp8_flow"):
+        for got, wanted in zip(results[recipe], results["bf16"], strict=True):
+            _near(got.astype(np.float64), wanted.astype(np.float64), 0.125, recipe)
+
+
+CHECKS: dict[str, Callable[[Inputs], None]] = {
+    "plan, permute": check_plan_and_permute,
+    "unpermute": check_unpermute,
+    "quantize": check_quantize,
+    "transpose": check_transpose,
+    "swiglu": check_swiglu,
+    "grouped GEMM": check_grouped_gemm,
+    "layer": check_layer,
+}
+
+
+def main(device: str, seed: int | None) -> int:
+    """Run every check that this machine allows; 1 if one fails, 2 if CUDA was asked for and is not there."""
+    seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed  # type: ignore[operator]
+    print(f"seed {seed}")
+    failures = 0
+    if device in ("all", "cpu"):
+        for name, check in CHECKS.items():
+            failures += _report("cpu", name, partial(check, Inputs(seed)))
+    if device in ("all", "cuda"):
+        try:
+            cuda = CudaCheck(seed)
+        except fp8moe.BackendUnavailable as error:
+            print(f"cuda  not checked: {error}")
+            if device == "cuda":
+                return 2
+        else:
+            for name, compare in cuda.checks().items():
+                failures += _report("cuda", name, compare)
+    print("all right" if not failures else f"{failures} FAILED")
+    return 1 if failures else 0
+
+
+class CudaCheck:
+    """The same public calls on CuPy arrays and on NumPy arrays, compared."""
+
+    def __init__(self, seed: int):
+        from fp8moe.border import BackendUnavailable, require_cupy
+
+        self.cupy = require_cupy("the CUDA selftest")
+        try:
+            count = self.cupy.cuda.runtime.getDeviceCount()
+        except Exception as error:
+            raise BackendUnavailable(f"no CUDA device: {error}") from error
+        if count == 0:
+            raise BackendUnavailable("no CUDA device")
+        if missing := missing_kernels():
+            raise BackendUnavailable(f"this version has no CUDA kernels yet for: {', '.join(missing)}")
+        self.inputs = Inputs(seed)
+
+    def checks(self) -> dict[str, Callable[[], None]]:
+        i = self.inputs
+
+        def layer(recipe: str) -> Callable[[], None]:
+            def run(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, dy: Any) -> Any:
+                y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+                g = fp8moe.moe_backward(saved, dy)
+                return y, g.dx, g.dprobs, g.dw13, g.dw2
+
+            # sums in another order, then codes that fall to the other side: a few last bits
+            return lambda: self._compare(run, 2e-2, i.x, i.w13, i.w2, i.ids, i.probs, i.dy)
+
+        def permute(x: Any, ids: Any, probs: Any) -> Any:
+            moved = fp8moe.permute(fp8moe.quantize(x), fp8moe.plan_topk(ids, EXPERTS, align_size=16), probs)
+            return moved.data, moved.probs, moved.plan
+
+        def transpose(x: Any, ids: Any) -> Any:
+            plan = fp8moe.plan_topk(ids, EXPERTS, align_size=128)
+            q = fp8moe.quantize(x)
+            moved = fp8moe.permute(q, plan).data
+            return fp8moe.permute_transpose(q, plan), fp8moe.scaling_aware_transpose(moved)
+
+        return {
+            "plan, permute": lambda: self._compare(permute, 0.0, i.x, i.ids, i.probs),
+            "transpose": lambda: self._compare(transpose, 0.0, i.x, i.ids),
+            **{f"layer {r}": layer(r) for r in ("bf16", "fp8_blockwise", "fp8_flow")},
+        }
+
+    def _compare(self, function: Callable[..., Any], bound: float, *arrays: np.ndarray) -> None:
+        wanted = function(*arrays)
+        got = function(*(self.cupy.asarray(a) for a in arrays))
+        self._compare_values(got, wanted, bound)
+
+    def _compare_values(self, got: Any, wanted: Any, bound: float) -> None:
+        ours: list[np.ndarray] = []
+        map_arrays(lambda _, a: ours.append(a), wanted)
+        theirs: list[np.ndarray] = []
+        map_arrays(lambda _, a: theirs.append(self.cupy.asnumpy(a)), got)
+        for n, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            if bound == 0:
+                _equal(a, b, f"array {n}")
+            else:
+                _near(a.astype(np.float64), b.astype(np.float64), bound, f"array {n}")
+
+
+def _report(device: str, name: str, check: Callable[[], None]) -> int:
+    start = time.perf_counter()
+    try:
+        check()
+    except Exception as error:
+        print(f"{device:5} {name:22} FAILED  {type(error).__name__}: {error}")
+        return 1
+    print(f"{device:5} {name:22} right   {time.perf_counter() - start:.2f} s")
+    return 0
+
+
+def _equal(got: Any, wanted: Any, what: str) -> None:
+    if wrong := int(np.sum(np.asarray(got) != np.asarray(wanted))):
+        raise ValueError(f"{what}: {wrong} values differ")
+
+
+def _near(got: np.ndarray, wanted: np.ndarray, bound: float, what: str) -> None:
+    error = np.linalg.norm(got - wanted) / max(float(np.linalg.norm(wanted)), 1e-300)
+    if not error <= bound:
+        raise ValueError(f"{what}: relative error {error:.2e}; wanted at most {bound:.2e}")

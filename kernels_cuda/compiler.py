@@ -1,0 +1,154 @@
+"""From a `.cu` file to machine code, with NVRTC: no nvcc, no build, and for `compile` no GPU either.
+
+`cubin` compiles one source for one architecture and keeps the result on disk; `main` is
+``python -m fp8moe compile``: every source for several architectures, with registers and spills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+SOURCES = Path(__file__).resolve().parent
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+# -fmad=false: a * b + c must round twice, as the reference does; CuPy would add -ftz=true by itself.
+OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "--ptxas-options=-v")
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile; the message is the compiler's, with file and line."""
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCES.glob("*.cu"))
+
+
+def cubin(path: Path, architecture: str) -> tuple[bytes, str]:
+    """(machine code, compiler's log) of one source, from the cache on disk when it is there.
+
+    The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. An entry carries a digest of itself:
+    one that is cut short or damaged is compiled again.
+    """
+    nvrtc = _nvrtc()
+    key = _key(path, architecture, nvrtc.getVersion())
+    entry = _cache_folder() / f"{path.stem}-{architecture}-{key}"
+    if (found := _read(entry)) is not None:
+        return found, ""
+    code, log = _compile(nvrtc, path, architecture)
+    _write(entry, code)
+    return code, log
+
+
+def main(architectures: list[str] | None) -> int:
+    """Compile everything, print registers and spills; 1 if something failed."""
+    nvrtc = _nvrtc()
+    version = ".".join(map(str, nvrtc.getVersion()))
+    if not sources():
+        print("no .cu files in this version")
+        return 0
+    print(f"NVRTC {version}")
+    print(f"{'kernel':44} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
+    failed = 0
+    for architecture in architectures or ARCHITECTURES:
+        for path in sources():
+            start = time.perf_counter()
+            try:
+                _, log = _compile(nvrtc, path, architecture)
+            except CompileError as error:
+                print(f"{path.name:44} {architecture:9} FAILED\n{error}")
+                failed += 1
+                continue
+            took = (time.perf_counter() - start) * 1e3
+            for name, registers, spills, shared in usage(log):
+                label = f"{path.stem}.{name}"
+                print(f"{label:44} {architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")
+    return 1 if failed else 0
+
+
+def usage(log: str) -> list[tuple[str, int, int, int]]:
+    """(kernel, registers, spilled bytes, static shared bytes) from ptxas' report."""
+    rows = []
+    for part in re.split(r"Compiling entry function '", log)[1:]:
+        name = part.partition("'")[0]
+        registers = int(_number(r"Used (\d+) registers", part))
+        spills = int(_number(r"(\d+) bytes spill stores", part))
+        shared = int(_number(r"(\d+) bytes smem", part))
+        rows.append((name, registers, spills, shared))
+    return sorted(rows)
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found.group(1) if found else "0"
+
+
+def _compile(nvrtc: ModuleType, path: Path, architecture: str) -> tuple[bytes, str]:
+    # #line keeps the file's own name and numbers in messages and in profilers
+    text = f'#line 1 "kernels_cuda/{path.name}"\n{path.read_text()}'
+    headers = sorted(SOURCES.glob("*.cuh"))
+    names = [h.name for h in headers]
+    program = nvrtc.createProgram(text, path.name, [h.read_text() for h in headers], names)
+    options = (*OPTIONS, f"-arch={architecture}")
+    try:
+        nvrtc.compileProgram(program, list(options))
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        raise CompileError(f"{error}\n{nvrtc.getProgramLog(program)}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@cache
+def _digest() -> str:
+    """Of every source and header: a changed header must not find an old cubin."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _key(path: Path, architecture: str, version: tuple[int, int]) -> str:
+    text = repr((_digest(), path.name, architecture, OPTIONS, version))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("FP8MOE_CACHE_DIR") or Path.home() / ".cache" / "fp8moe")
+
+
+def _read(entry: Path) -> bytes | None:
+    try:
+        content = entry.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(entry: Path, code: bytes) -> None:
+    """Atomically: processes that compile at once never see half a file. A cache that cannot be written
+    costs time only."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=entry.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        Path(name).replace(entry)
+    except OSError:
+        return
+
+
+def _nvrtc() -> ModuleType:
+    try:
+        return importlib.import_module("cupy_backends.cuda.libs.nvrtc")
+    except ImportError as error:
+        raise ImportError(
+            f"compiling needs CuPy and NVRTC ({error}); pip install 'fp8moe[cuda13]' (or fp8moe[cuda12])"
+        ) from error

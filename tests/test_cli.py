@@ -1,0 +1,135 @@
+"""The command line as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fp8moe
+from fp8moe import selftest
+from fp8moe.__main__ import main
+from fp8moe.demo.train import standard_library_text
+
+
+def call(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "fp8moe", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_names_every_verb():
+    got = call("--help")
+    assert got.returncode == 0
+    for verb in ("demo", "info", "selftest", "compile", "bench", "exit codes"):
+        assert verb in got.stdout
+    assert call().returncode == 2
+    assert call("dance").returncode == 2
+    assert fp8moe.__version__ in call("--version").stdout
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for word in ("numpy", "reference     works", "torch_ops            works", "devices"):
+        assert word in text
+
+
+def test_selftest_passes_on_fresh_inputs(capsys):
+    assert main(["selftest", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert text.count(" right ") == len(selftest.CHECKS)
+    assert "all right" in text
+
+
+@pytest.mark.parametrize("verb", ["permute", "quantize", "scaling_aware_transpose", "grouped_gemm", "swiglu"])
+def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
+    """A backend that leaves its output as it was allocated must be found by every check that uses it."""
+    run = fp8moe.border.Call.run
+
+    def broken(self, room, name, *args, out, **options):
+        if name == verb:
+            for array in fp8moe.records.arrays_in(out):
+                array.reshape(-1).view("uint8")[:] = 0x11
+        else:
+            run(self, room, name, *args, out=out, **options)
+
+    monkeypatch.setattr(fp8moe.border.Call, "run", broken)
+    assert main(["selftest", "--device", "cpu", "--seed", "1"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_cuda_selftest_without_cuda_says_what_to_install():
+    got = call("selftest", "--device", "cuda")
+    if got.returncode != 0:
+        assert got.returncode == 2
+        assert "pip install" in got.stdout or "no CUDA" in got.stdout
+
+
+def test_bench_writes_json_lines(tmp_path, capsys):
+    out = tmp_path / "results" / "cpu.jsonl"
+    assert main(["bench", "quantize", "permute", "--device", "cpu", "--quick", "--out", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 6
+    for line in lines:
+        assert line["us"] > 0
+        assert line["versions"]["numpy"]
+        assert line["command"]
+    assert main(["bench", "--list"]) == 0
+    assert "grouped_gemm" in capsys.readouterr().out
+    assert main(["bench", "knitting"]) == 2
+    assert "knitting" in capsys.readouterr().err
+
+
+def test_bench_refuses_to_time_a_wrong_result(monkeypatch, capsys):
+    from dataclasses import replace
+
+    from fp8moe.benchmarks import quantize
+
+    cases = [replace(c, check=lambda *_: False) for c in quantize.cases(True)]
+    monkeypatch.setattr(quantize, "cases", lambda quick: cases)
+    assert main(["bench", "quantize", "--device", "cpu", "--quick"]) == 1
+    assert "WRONG RESULT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("topic", ["plan", "transpose", "swiglu", "grouped_gemm", "moe"])
+def test_every_benchmark_is_right(topic):
+    assert main(["bench", topic, "--device", "cpu", "--quick"]) == 0
+
+
+def test_a_short_demo(tmp_path, capsys):
+    arguments = ["demo", "--device", "cpu", "--steps", "15", "--tokens", "256", "--out", str(tmp_path)]
+    assert main([*arguments, "--no-check"]) == 0
+    report = json.loads((tmp_path / "results.json").read_text())
+    for recipe, casts in (("bf16", 0), ("fp8_blockwise", 12), ("fp8_flow", 2)):
+        run = report["runs"][recipe]
+        assert len(run["losses"]) == 15
+        assert run["losses"][-1] < 0.8 * run["losses"][0]  # it learns from the first steps on
+        assert run["casts"] == casts
+    flow, bf16 = (report["runs"][r] for r in ("fp8_flow", "bf16"))
+    assert abs(flow["final"] / bf16["final"] - 1) < 0.01
+    assert flow["saved_bytes"] < report["runs"]["fp8_blockwise"]["saved_bytes"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert "fp8_flow writes" in text
+    assert "vs bf16" in text
+    assert main(arguments) == 1  # 15 steps cannot keep what the demo promises, and it says so
+    assert "NOT OK" in capsys.readouterr().out
+
+
+def test_demo_refusals(tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("tiny")
+    assert main(["demo", "--device", "cpu", "--text", str(short), "--steps", "1"]) == 2
+    assert "wanted more than the window" in capsys.readouterr().err
+    assert main(["demo", "--device", "cpu", "--text", str(tmp_path / "none")]) == 2
+    assert main(["demo", "--device", "cpu", "--experts", "1"]) == 2
+    assert "--experts: got 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["demo", "--steps", "0"])
+
+
+def test_the_text_is_real_source():
+    text = bytes(standard_library_text())
+    assert len(text) > 1_000_000
+    assert b"def __init__(self" in text

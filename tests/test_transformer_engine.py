@@ -1,0 +1,234 @@
+"""The drop-in names against what Transformer Engine's callers rely on, written out in plain torch."""
+
+import pytest
+import torch
+
+import fp8moe
+from fp8moe.adapters import transformer_engine as te
+
+T, E, H = 37, 5, 16
+
+
+def mask_case(seed=0, density=0.4):
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(T, E, generator=g) < density
+    probs = torch.rand(T, E, generator=g) * mask
+    x = torch.randn(T, H, generator=g)
+    return x.requires_grad_(), probs.requires_grad_(), mask.int()
+
+
+def entries(mask):
+    """(token, expert) of every row, expert by expert: the order the callers rely on."""
+    expert, token = mask.t().nonzero(as_tuple=True)
+    return token, expert
+
+
+def test_mask_permute_and_unpermute_with_gradients():
+    x, _, mask = mask_case()
+    token, _ = entries(mask)
+    rows, row_map = te.moe_permute(x, mask, num_out_tokens=len(token))
+    assert torch.equal(rows, x[token])
+    assert row_map.shape == (T, 2 * E + 1)
+    assert row_map.dtype == torch.int32
+    back = te.moe_unpermute(rows, row_map, restore_shape=x.shape)
+    torch.testing.assert_close(back, x * mask.sum(1, keepdim=True))
+    (grad,) = torch.autograd.grad(rows.sum(), x)
+    assert torch.equal(grad, mask.sum(1, keepdim=True).expand(T, H).float())
+    counted, _ = te.moe_permute(x, mask)
+    assert torch.equal(counted, rows)
+
+
+def test_the_row_maps_layout():
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 0]])
+    _, row_map = te.moe_permute(torch.randn(5, 4), mask, num_out_tokens=9)
+    assert row_map.tolist() == [
+        [3, 0, -1, 1, 0, -1, 2],
+        [7, 4, -1, 2, 1, -1, 2],
+        [8, 1, -1, 2, 0, -1, 2],
+        [5, 2, -1, 1, 0, -1, 2],
+        [6, -1, -1, 1, -1, -1, 1],
+    ]
+
+
+def test_merging_probs_and_their_gradient():
+    x, _, mask = mask_case(1)
+    token, expert = entries(mask)
+    rows, row_map = te.moe_permute(x.detach(), mask, num_out_tokens=len(token))
+    rows = rows.double().requires_grad_()
+    merging = torch.rand(T, E, dtype=torch.float64).requires_grad_()
+    got = te.moe_unpermute(rows, row_map, merging_probs=merging, restore_shape=(T, H))
+    wanted = torch.zeros(T, H, dtype=torch.float64).index_add(
+        0, token, rows * merging[token, expert].unsqueeze(1)
+    )
+    torch.testing.assert_close(got, wanted)
+    dy = torch.randn(T, H, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad(got, (rows, merging), dy),
+        torch.autograd.grad(wanted, (rows, merging), dy),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    with pytest.warns(DeprecationWarning, match="probs is deprecated"):
+        old = te.moe_unpermute(rows, row_map, probs=merging, restore_shape=(T, H))
+    assert torch.equal(old, got)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_permute_with_probs_and_zero_rows(zeros):
+    x, probs, mask = mask_case(2)
+    if zeros:
+        with torch.no_grad():
+            probs[torch.rand(T, E) < 0.3] = 0
+    token, expert = entries(mask)
+    rows, moved, _ = te.moe_permute_with_probs(x, probs, mask, num_out_tokens=len(token))
+    wanted = x[token] * (probs[token, expert] != 0).unsqueeze(1)
+    assert torch.equal(rows, wanted)
+    assert torch.equal(moved, probs[token, expert])
+    assert zeros == bool((rows == 0).all(1).any())
+    weight = torch.randn(len(token))
+    grad_x, grad_p = torch.autograd.grad(rows.sum() + (moved * weight).sum(), (x, probs))
+    assert torch.equal(grad_x, mask.sum(1, keepdim=True).expand(T, H).float())
+    full = torch.zeros(T, E)
+    full[token, expert] = weight
+    assert torch.equal(grad_p, full)
+    # and only there: without probabilities nothing is zeroed
+    assert torch.equal(te.moe_permute(x, mask, len(token))[0], x[token])
+
+
+@pytest.mark.parametrize("align", [1, 4, 16])
+def test_permute_and_pad(align):
+    x, probs, mask = mask_case(3)
+    counts = mask.sum(0)
+    rows, moved, row_map, pad_offsets, padded = te.moe_permute_and_pad_with_probs(
+        x, probs, mask, counts, align
+    )
+    token, expert = entries(mask)
+    target = (counts + align - 1) // align * align
+    assert torch.equal(padded, target)
+    assert padded.dtype == torch.int64
+    if align == 1:
+        assert pad_offsets is None
+    else:
+        assert torch.equal(
+            pad_offsets, (target - counts).cumsum(0).roll(1).index_fill(0, torch.tensor(0), 0).int()
+        )
+    at = torch.arange(len(token))
+    if pad_offsets is not None:
+        at = at + pad_offsets[expert]
+    wanted = torch.zeros(int(target.sum()), H).index_put((at,), x[token])
+    assert torch.equal(rows, wanted)
+    assert torch.equal(moved, torch.zeros(int(target.sum())).index_put((at,), probs[token, expert]))
+    back = te.moe_unpermute(rows, row_map, restore_shape=(T, H), pad_offsets=pad_offsets)
+    torch.testing.assert_close(back, x * mask.sum(1, keepdim=True))
+    grads = torch.autograd.grad(back.sum() + moved.sum(), (x, probs))
+    assert torch.equal(grads[0], mask.sum(1, keepdim=True).expand(T, H).float())
+    assert torch.equal(grads[1], mask.float())
+
+
+def test_pad_offsets_is_none_when_everything_is_aligned():
+    mask = torch.zeros(8, 2, dtype=torch.int32)
+    mask[:4, 0] = mask[4:, 1] = 1
+    got = te.moe_permute_and_pad_with_probs(torch.randn(8, H), mask.float(), mask, mask.sum(0), 4)
+    assert got[3] is None
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_index_map(dropped):
+    g = torch.Generator().manual_seed(4)
+    k = 3
+    indices = torch.rand(T, E, generator=g).argsort(1)[:, :k].int()
+    x = torch.randn(T, H, generator=g, dtype=torch.float64).requires_grad_()
+    order = indices.reshape(-1).sort(stable=True).indices  # (t * k + j), expert by expert
+    keep = T * k - 20 if dropped else T * k
+    rows, row_map = te.moe_permute(x, indices, keep if dropped else 0, map_type="index")
+    assert torch.equal(rows, x[order[:keep] // k])
+    wanted = torch.full((k * T,), -1, dtype=torch.int32)
+    wanted[order[:keep] % k * T + order[:keep] // k] = torch.arange(keep, dtype=torch.int32)
+    assert torch.equal(row_map, wanted)
+    probs = torch.rand(T, k).requires_grad_()
+    got = te.moe_unpermute(rows, row_map, merging_probs=probs, map_type="index")
+    weight = torch.zeros(T * k, dtype=torch.bool).index_fill(0, order[:keep], True).view(T, k)
+    expected = x * (probs.double() * weight).sum(1, keepdim=True)
+    torch.testing.assert_close(got, expected)
+    dy = torch.randn(T, H, dtype=torch.float64)
+    for a, b in zip(
+        torch.autograd.grad(got, (x, probs), dy),
+        torch.autograd.grad(expected, (x, probs), dy),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_index_map_of_one_expert_a_token_without_probs():
+    indices = torch.randint(0, E, (T, 1), dtype=torch.int32)
+    x = torch.randn(T, H)
+    rows, row_map = te.moe_permute(x, indices, map_type="index")
+    assert torch.equal(te.moe_unpermute(rows, row_map, map_type="index"), x)
+
+
+def test_quantised_rows():
+    _, probs, mask = mask_case(5)
+    q = fp8moe.quantize(torch.randn(T, 256))
+    token, expert = entries(mask)
+    rows, _ = te.moe_permute(q, mask, len(token))
+    assert torch.equal(rows.data, q.data[token])
+    assert torch.equal(rows.scales, q.scales[token])
+    with torch.no_grad():
+        probs[token[0], expert[0]] = 0
+        rows, moved, _ = te.moe_permute_with_probs(q, probs.detach(), mask, len(token))
+    assert not rows.data[0].any()
+    assert moved[0] == 0
+
+
+def test_sort_chunks():
+    sizes, order = torch.tensor([3, 0, 5, 2]), torch.tensor([2, 0, 3, 1])
+    x, probs = torch.randn(10, H).requires_grad_(), torch.rand(10).requires_grad_()
+    chunks, parts = x.split(sizes.tolist()), probs.split(sizes.tolist())
+    wanted, wanted_probs = torch.cat([chunks[i] for i in order]), torch.cat([parts[i] for i in order])
+    assert torch.equal(te.moe_sort_chunks_by_index(x, sizes, order), wanted)
+    got, moved = te.moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+    assert torch.equal(got, wanted)
+    assert torch.equal(moved, wanted_probs)
+    weights = torch.randn(10, H), torch.randn(10)
+    ours = torch.autograd.grad((got * weights[0]).sum() + (moved * weights[1]).sum(), (x, probs))
+    theirs = torch.autograd.grad((wanted * weights[0]).sum() + (wanted_probs * weights[1]).sum(), (x, probs))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_padding_modules():
+    splits = [3, 0, 16, 5]
+    x = torch.randn(24, H).requires_grad_()
+    padded, sizes = te.Fp8Padding(4)(x, splits)
+    assert sizes == [16, 0, 16, 16]
+    wanted = torch.cat(
+        [
+            torch.nn.functional.pad(p, (0, 0, 0, s - len(p)))
+            for p, s in zip(x.split(splits), sizes, strict=True)
+        ]
+    )
+    assert torch.equal(padded, wanted)
+    back = te.Fp8Unpadding(4)(padded, splits)
+    assert torch.equal(back, x)
+    (grad,) = torch.autograd.grad(back.sum() + padded.sum(), x)
+    assert torch.equal(grad, torch.full_like(x, 2))
+    same, sizes = te.Fp8Padding(2, align_size=4)(x, [8, 16])
+    assert same is x
+    assert sizes == [8, 16]
+    assert te.Fp8Unpadding(2, align_size=4)(x, [8, 16]) is x
+
+
+def test_refusals():
+    x, probs, mask = mask_case(6)
+    with pytest.raises(ValueError, match="map_type: got 'sparse'"):
+        te.moe_permute(x, mask, map_type="sparse")
+    with pytest.raises(ValueError, match="align_size: got 0"):
+        te.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 0)
+    with pytest.raises(ValueError, match="tokens_per_expert: got None"):
+        te.moe_permute_and_pad_with_probs(x, probs, mask, None, 16)
+    rows, row_map = te.moe_permute(x, mask)
+    with pytest.raises(ValueError, match="restore_shape"):
+        te.moe_unpermute(rows, row_map)
+    with pytest.raises(ValueError, match="wanted one of them"):
+        te.moe_unpermute(rows, row_map, probs, (T, H), probs=probs)
+    with pytest.raises(ValueError, match="m_splits: got 1 sizes"):
+        te.Fp8Padding(2)(x, [T])
