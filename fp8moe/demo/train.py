@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import fp8moe
+from fp8moe.benchmarks.harness import commit
 from fp8moe.demo.model import Config, Model, batches, learning_rate
 from fp8moe.moe import RECIPES
 
@@ -169,9 +171,11 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
     report = {
         "config": asdict(config),
         "device": device,
+        "commit": commit(),
+        "command": "python -m fp8moe " + " ".join(sys.argv[1:]),
         "runs": {r: asdict(run) | {"final": run.final} for r, run in runs.items()},
     }
-    (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "results.json").write_text(json.dumps(report) + "\n")
     print("\n" + table(runs))
     print("\nfp8_flow writes:\n" + sample(models["fp8_flow"], b"def ", 240))
     print()

@@ -1,0 +1,76 @@
+"""Write the README's tables from the results files: ``python -m fp8moe.benchmarks.table``.
+
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``, made from ``results/NAME.jsonl`` (times)
+or ``results/NAME.json`` (a demo's report).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+README = Path(__file__).resolve().parents[1] / "README.md"
+_TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    README.write_text(render(README.read_text()))
+
+
+def render(text: str) -> str:
+    """The text with every table made anew."""
+    return _TABLE.sub(lambda m: m.group(1) + table(m.group(2)) + m.group(3), text)
+
+
+def table(name: str) -> str:
+    times = RESULTS / f"{name}.jsonl"
+    if times.exists():
+        return _times([json.loads(line) for line in times.read_text().splitlines()])
+    return _demo(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def _times(rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    packages = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
+    lines = [
+        f"{first['device']}, copy rate {first['copy_gb_s']:.1f} GB/s; {packages}; commit {first['commit']}; "
+        f"`{first['command']}`",
+        "",
+        "| operation | shape | time | of the copy rate's limit |",
+        "|---|---|---:|---:|",
+    ]
+    for r in rows:
+        percent = "" if r["limit_percent"] is None else f"{r['limit_percent']:.0f} %"
+        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} |")
+    return "\n".join(lines) + "\n"
+
+
+def _demo(report: dict[str, Any]) -> str:
+    config, runs = report["config"], report["runs"]
+    base = runs["bf16"]["final"]
+    lines = [
+        f"{config['steps']} steps of {config['tokens']} bytes, {config['experts']} experts, "
+        f"top-{config['topk']}, seed {config['seed']}, on {report['device']}; commit {report['commit']}; "
+        f"`{report['command']}`",
+        "",
+        "| recipe | loss, last tenth | against bf16 | explicit casts a step | kept for backward | time a step |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, run in runs.items():
+        milliseconds = sorted(run["seconds"])[len(run["seconds"]) // 2] * 1e3
+        lines.append(
+            f"| {name} | {run['final']:.4f} | {run['final'] / base - 1:+.3%} | {run['casts']} | "
+            f"{run['saved_bytes'] / 2**20:.2f} MiB | {milliseconds:.0f} ms |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The README's programs run, and its tables are those of the results files."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8moe.benchmarks import table
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("which", range(len(PROGRAMS)))
+def test_the_programs_run(which):
+    assert len(PROGRAMS[which].strip().splitlines()) <= 16
+    subprocess.run([sys.executable, "-c", PROGRAMS[which]], check=True)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_the_examples_run(path):
+    subprocess.run([sys.executable, str(path)], check=True)
+
+
+def test_the_tables_are_those_of_the_results():
+    text = (ROOT / "README.md").read_text()
+    assert table.render(text) == text
+    assert text.count("<!-- table") == 2
