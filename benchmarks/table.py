@@ -56,7 +56,7 @@ def _demo(report: dict[str, Any]) -> str:
         f"top-{config['topk']}, seed {config['seed']}, on {report['device']}; commit {report['commit']}; "
         f"`{report['command']}`",
         "",
-        "| recipe | loss, last tenth | against bf16 | explicit casts a step | kept for backward | time a step |",
+        "| recipe | loss, last tenth | against bf16 | casts a step | kept for backward | time a step |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, run in runs.items():

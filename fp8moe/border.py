@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -78,7 +79,8 @@ class Call:
         if all(a.size == 0 for a in arrays_in(out)):
             return
         tracing.record_launch(verb)
-        getattr(backend, verb)(*args, out=out, **options)
+        with self.family.stream(self.device):
+            getattr(backend, verb)(*args, out=out, **options)
 
     def leave(self, out: Any) -> Any:
         """Raw buffers back to the caller's kind of array."""
@@ -167,11 +169,17 @@ class Family:
             return np.empty(spec.shape, spec.dtype)
         cupy = require_cupy(f"an array on {describe(device)}")
         with cupy.cuda.Device(device):
-            owner = cupy.empty(spec.shape, _plain(spec.dtype))
+            owner = cupy.empty(spec.shape, _cupy_dtype(spec.dtype))
         return DeviceArray(owner.data.ptr, tuple(spec.shape), spec.dtype, int(device), owner)
 
     def wrap(self, raw: RawArray) -> Any:
         return raw if isinstance(raw, np.ndarray) else _cupy_view(require_cupy("a result"), raw)
+
+    def stream(self, device: Device) -> AbstractContextManager[Any]:
+        """Make the stream that this family's arrays are ordered on CuPy's current one, and the device."""
+        if device == "cpu":
+            return nullcontext()
+        return _on_stream(device, lambda cupy: cupy.cuda.Stream.null)
 
 
 class _Torch(Family):
@@ -209,6 +217,12 @@ class _Torch(Family):
         tensor = torch.from_numpy(raw.view(_plain(raw.dtype)))
         return tensor.view(getattr(torch, raw.dtype.name))
 
+    def stream(self, device: Device) -> AbstractContextManager[Any]:
+        if device == "cpu":
+            return nullcontext()
+        current = sys.modules["torch"].cuda.current_stream(device)
+        return _on_stream(device, lambda cupy: cupy.cuda.Stream.from_external(current))
+
 
 class _Cupy(Family):
     name = "cupy"
@@ -216,7 +230,10 @@ class _Cupy(Family):
     def view(self, x: Any, name: str) -> RawArray:
         if not x.flags.c_contiguous:
             raise _not_contiguous(name, x.shape, x.strides, "cupy.ascontiguousarray(x)")
-        return DeviceArray(x.data.ptr, x.shape, np.dtype(x.dtype), x.device.id, x)
+        return DeviceArray(x.data.ptr, x.shape, dtype_named(x.dtype.name, name), x.device.id, x)
+
+    def stream(self, device: Device) -> AbstractContextManager[Any]:
+        return _on_stream(device, lambda cupy: cupy.cuda.get_current_stream())
 
 
 class _Jax(Family):
@@ -258,9 +275,9 @@ class _Exchanged(Family):
         interface = getattr(x, "__cuda_array_interface__", None) if not _has_host_dlpack(x) else None
         if interface is not None:
             return _from_cuda_array_interface(interface, x, name)
-        # stream=-1: the producer does not synchronise; the call runs in the order of its stream.
+        # stream=1: the legacy default stream, which this family runs on; the producer orders itself before it
         on_cuda = x.__dlpack_device__()[0] in (2, 13)
-        exchanged = dlpack.read_capsule(x.__dlpack__(stream=-1) if on_cuda else x.__dlpack__())
+        exchanged = dlpack.read_capsule(x.__dlpack__(stream=1) if on_cuda else x.__dlpack__())
         if not dlpack.is_c_contiguous(exchanged.shape, exchanged.strides):
             raise _not_contiguous(name, exchanged.shape, exchanged.strides, "a contiguous copy")
         if exchanged.device_type == dlpack.CPU:
@@ -363,11 +380,23 @@ def _plain(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int16 if dtype == BFLOAT16 else np.uint8)
 
 
+@contextmanager
+def _on_stream(device: Device, choose: Callable[[ModuleType], Any]) -> Iterator[None]:
+    cupy = require_cupy(f"work on {describe(device)}")
+    with cupy.cuda.Device(device), choose(cupy):
+        yield
+
+
 def _cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:
     if type(raw.owner).__module__.partition(".")[0] == "cupy":
         return raw.owner
     memory = cupy.cuda.UnownedMemory(raw.ptr, max(raw.nbytes, 1), raw.owner, raw.device)
-    return cupy.ndarray(raw.shape, _plain(raw.dtype), cupy.cuda.MemoryPointer(memory, 0))
+    return cupy.ndarray(raw.shape, _cupy_dtype(raw.dtype), cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _cupy_dtype(dtype: np.dtype) -> np.dtype:
+    """CuPy knows bfloat16 but no float8."""
+    return np.dtype(np.uint8) if dtype.name.startswith("float8") else dtype
 
 
 def _require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:

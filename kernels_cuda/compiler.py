@@ -93,8 +93,8 @@ def _compile(nvrtc: ModuleType, path: Path, architecture: str) -> tuple[bytes, s
     # #line keeps the file's own name and numbers in messages and in profilers
     text = f'#line 1 "kernels_cuda/{path.name}"\n{path.read_text()}'
     headers = sorted(SOURCES.glob("*.cuh"))
-    names = [h.name for h in headers]
-    program = nvrtc.createProgram(text, path.name, [h.read_text() for h in headers], names)
+    names = [h.name.encode() for h in headers]
+    program = nvrtc.createProgram(text, path.name, [h.read_bytes() for h in headers], names)
     options = (*OPTIONS, f"-arch={architecture}")
     try:
         nvrtc.compileProgram(program, list(options))

@@ -1,5 +1,10 @@
 """Plans against nested Python loops."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cases import layout, mask_of, routings, rows_by_expert, same_bits, unmask
@@ -102,3 +107,14 @@ def test_too_many_rows_for_an_int32_map_are_refused():
 
     with pytest.raises(ValueError, match="int32 row map"):
         plan_spec(2**20, 256, 2**12, 1, None, has_slots=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_cuda_kernels_in_numbas_simulator():
+    script = Path(__file__).with_name("plan_in_simulator.py")
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    got = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert got.returncode == 0, got.stderr
+    assert "equal" in got.stdout

@@ -1,0 +1,56 @@
+"""The one place that imports Numba's CUDA target (numba-cuda is in maintenance; it may have to be replaced).
+
+With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays, without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from fp8moe.records import DeviceArray
+
+cuda: Any = importlib.import_module("numba.cuda")
+SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
+jit = cuda.jit
+
+
+class _Exported:
+    """A buffer as Numba takes it."""
+
+    def __init__(self, raw: DeviceArray):
+        self.__cuda_array_interface__ = {
+            "shape": raw.shape,
+            "typestr": raw.dtype.str,
+            "data": (raw.ptr, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def run(kernel: Any, threads: int, *arguments: Any, block: int = 128) -> None:
+    """Launch over ``threads`` threads on the current CuPy stream."""
+    if threads == 0:
+        return
+    if SIMULATED:
+        kernel[-(-threads // block), block](*arguments)
+        return
+    import cupy
+
+    stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr)
+    views = [
+        cuda.as_cuda_array(_Exported(a), sync=False) if isinstance(a, DeviceArray) else a for a in arguments
+    ]
+    kernel[-(-threads // block), block, stream](*views)
+
+
+def scratch(shape: tuple[int, ...]) -> Any:
+    """Uninitialised int32."""
+    if SIMULATED:
+        return np.empty(shape, np.int32)
+    import cupy
+
+    memory = cupy.empty(shape, np.int32)
+    return DeviceArray(memory.data.ptr, shape, np.dtype(np.int32), memory.device.id, memory)

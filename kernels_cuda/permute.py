@@ -1,0 +1,236 @@
+"""Launchers of permute.cu: the same names and signatures as `fp8moe.reference.permute`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
+from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, SortedChunks
+
+
+def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
+    source, column = sources(plan)
+    gather(x, source, fill_padding, out.data)
+    if probs is not None:
+        rows = plan.num_out_tokens
+        size = probs.dtype.itemsize
+        launch(
+            "permute",
+            "gather_probs",
+            threads(rows),
+            256,
+            probs,
+            source,
+            column,
+            probs.shape[1],
+            rows,
+            size,
+            fill_padding,
+            out.probs,
+        )
+
+
+def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any, *, out: Any) -> None:
+    tokens, width = out.shape
+    launch(
+        "permute",
+        "merge_rows",
+        tokens,
+        256,
+        *rows_of(x),
+        plan.row_id_map,
+        plan.slots,
+        plan.pad_offsets,
+        merging_probs,
+        0 if merging_probs is None else KINDS[merging_probs.dtype],
+        plan.prob_columns,
+        plan.max_experts_per_token,
+        plan.num_out_tokens,
+        width,
+        KINDS[out.dtype],
+        out,
+    )
+
+
+def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any, *, out: Any) -> None:
+    unpermute(grad, plan, None, out=out[0])
+    if grad_probs is None:
+        return
+    source, column = sources(plan)
+    fill_bytes(out[1], 0)
+    rows, size = plan.num_out_tokens, grad_probs.dtype.itemsize
+    launch(
+        "permute",
+        "scatter_probs",
+        threads(rows),
+        256,
+        grad_probs,
+        source,
+        column,
+        plan.prob_columns,
+        rows,
+        size,
+        out[1],
+    )
+
+
+def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: Any, *, out: Any) -> None:
+    grad_x, grad_probs = out
+    source, column = sources(plan)
+    if merging_probs is None:
+        gather(grad, source, True, grad_x)
+        return
+    fill_bytes(grad_x, 0)
+    fill_bytes(grad_probs, 0)
+    launch(
+        "permute",
+        "merge_rows_backward",
+        plan.num_out_tokens,
+        256,
+        grad,
+        x,
+        KINDS[grad.dtype],
+        source,
+        column,
+        merging_probs,
+        KINDS[merging_probs.dtype],
+        plan.prob_columns,
+        grad.shape[1],
+        grad_x,
+        grad_probs,
+    )
+
+
+def sort_chunks(
+    x: Any,
+    split_sizes: DeviceArray,
+    sorted_indices: DeviceArray,
+    probs: Any,
+    *,
+    align_size: int,
+    chunks_per_group: int,
+    out: SortedChunks,
+) -> None:
+    rows_in, rows_out = _data(x).shape[0], _data(out.data).shape[0]
+    segments = _segments(
+        split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, out.group_offsets
+    )
+    source = _segment_sources(segments, False, rows_in, rows_out)
+    gather(x, source, True, out.data)
+    if probs is not None:
+        gather(probs, source, True, out.probs)
+
+
+def sort_chunks_backward(
+    grad: Any,
+    split_sizes: DeviceArray,
+    sorted_indices: DeviceArray,
+    grad_probs: Any,
+    *,
+    align_size: int,
+    chunks_per_group: int,
+    out: Any,
+) -> None:
+    rows_in, rows_out = _data(out[0]).shape[0], _data(grad).shape[0]
+    segments = _segments(split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, None)
+    source = _segment_sources(segments, True, rows_out, rows_in)
+    gather(grad, source, True, out[0])
+    if grad_probs is not None:
+        gather(grad_probs, source, True, out[1])
+
+
+def pad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) -> None:
+    rows_in, rows_out = _data(x).shape[0], _data(out).shape[0]
+    segments = _segments(tokens_per_expert, None, align_size, 1, rows_in, None)
+    gather(x, _segment_sources(segments, False, rows_in, rows_out), True, out)
+
+
+def unpad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) -> None:
+    rows_in, rows_out = _data(x).shape[0], _data(out).shape[0]
+    segments = _segments(tokens_per_expert, None, align_size, 1, rows_out, None)
+    gather(x, _segment_sources(segments, True, rows_in, rows_out), True, out)
+
+
+def sources(plan: PermutationPlan) -> tuple[Any, Any]:
+    """int32 [num_out_tokens] each: the token of every row, and its probability's column; -1 for none."""
+    source = scratch((plan.num_out_tokens,), np.int32)
+    column = scratch((plan.num_out_tokens,), np.int32)
+    fill_bytes(source, 0xFF)
+    width = plan.max_experts_per_token
+    launch(
+        "permute",
+        "row_sources",
+        threads(plan.num_tokens * width),
+        256,
+        plan.row_id_map,
+        plan.slots,
+        plan.pad_offsets,
+        plan.num_tokens,
+        width,
+        plan.num_out_tokens,
+        source,
+        column,
+    )
+    return source, column
+
+
+def gather(x: Any, source: Any, fill: bool, out: Any) -> None:
+    """out[i] = x[source[i]], codes and scales alike."""
+    if isinstance(x, QuantTensor):
+        gather(x.data, source, fill, out.data)
+        if x.block is not None:
+            gather(x.scales, source, fill, out.scales)
+        return
+    rows = out.shape[0]
+    width = out.nbytes // rows if rows else 0
+    if width:
+        launch("permute", "gather_rows", rows, 128, x, source, width, fill, out)
+
+
+def _segments(
+    sizes: DeviceArray, order: DeviceArray | None, align: int, per_group: int, rows_in: int, offsets: Any
+) -> Any:
+    chunks = sizes.shape[0]
+    starts, segments = scratch((chunks + 1,), np.int64), scratch((3, chunks), np.int64)
+    launch(
+        "permute",
+        "chunk_segments",
+        1,
+        1,
+        sizes,
+        order,
+        sizes.dtype.itemsize == 8,
+        order is not None and order.dtype.itemsize == 8,
+        chunks,
+        align,
+        per_group,
+        rows_in,
+        starts,
+        segments,
+        offsets,
+    )
+    return segments
+
+
+def _segment_sources(segments: Any, backward: bool, rows_in: int, rows_out: int) -> Any:
+    source = scratch((rows_out,), np.int32)
+    chunks = segments.shape[1]
+    launch(
+        "permute",
+        "segment_sources",
+        threads(rows_out),
+        256,
+        segments,
+        chunks,
+        backward,
+        rows_in,
+        rows_out,
+        source,
+    )
+    return source
+
+
+def _data(x: Any) -> Any:
+    return x.data if isinstance(x, QuantTensor) else x

@@ -1,0 +1,153 @@
+// Quantise and dequantise by blocks; the rule is in fp8moe/reference/quantize.py, step for step.
+//
+// First form: right and plain. Two reads of the input (one for amax, one to encode), one write.
+#include "common.cuh"
+
+// First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses
+// a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
+extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead, i64 rows, i64 height,
+                                       i64 capacity, int* strips) {
+  i64 s = 0;
+  const i64 ranges = offsets ? experts : lead;
+  for (i64 e = 0; e < ranges; ++e) {
+    const i64 lo = offsets ? clamped(offsets[e], rows) : e * rows;
+    const i64 hi = offsets ? clamped(offsets[e + 1], rows) : (e + 1) * rows;
+    for (i64 r = lo; r < hi && s < capacity; r += height, ++s) {
+      strips[2 * s] = (int)r;
+      strips[2 * s + 1] = (int)(r + height < hi ? r + height : hi);
+    }
+  }
+  for (; s < capacity; ++s) strips[2 * s] = strips[2 * s + 1] = 0;
+}
+
+struct Rule {
+  int fmt, pow2, mx;
+  float eps;
+};
+
+// Factor to multiply by; *scale is the float32 scale or the E8M0 code. `amax` as its bits.
+__device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, u8* exponent_code) {
+  if (amax <= 0x7f800000u) amax = max(amax, __float_as_uint(rule.eps));
+  const bool degenerate = amax == 0u || amax >= 0x7f800000u;
+  if (rule.mx) {
+    int exponent = 0;
+    if (!degenerate) exponent = max((int)(amax >> 23) - 127 - (rule.fmt == 0 ? 8 : 15), -127);
+    *exponent_code = (u8)(exponent + 127);
+    return __uint_as_float((u32)(127 - exponent) << 23);
+  }
+  float factor = 1.f;
+  if (!degenerate) {
+    u32 inv = __float_as_uint(__fdiv_rn(rule.fmt == 0 ? 448.f : 57344.f, __uint_as_float(amax)));
+    if (rule.pow2) inv &= 0x7f800000u;
+    factor = __uint_as_float(min(inv, 253u << 23));  // scales stay normal: 2^-126
+  }
+  *scale = __fdiv_rn(1.f, factor);
+  return factor;
+}
+
+// Blocks of `width` columns, 32 or more: one thread block (128 threads) each, grid (strips, column blocks).
+// scales[strip * row_stride + block * column_stride].
+extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* strips, i64 columns, i64 width,
+                                           i64 fmt, i64 pow2, i64 mx, float eps, i64 row_stride,
+                                           i64 column_stride, u8* codes, void* scales) {
+  __shared__ u32 largest[128];
+  const i64 strip = blockIdx.x, block = blockIdx.y;
+  const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
+  const i64 begin = block * width, end = begin + width < columns ? begin + width : columns;
+  u32 top = 0;
+  for (i64 r = lo; r < hi; ++r)
+    for (i64 c = begin + threadIdx.x; c < end; c += blockDim.x)
+      top = max(top, __float_as_uint(load(x, r * columns + c, (int)kind)) & 0x7fffffffu);
+  top = block_reduce(top, largest, [](u32 a, u32 b) { return a > b ? a : b; });
+  float scale;
+  u8 exponent;
+  const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
+  const float factor = block_scale(top, rule, &scale, &exponent);
+  for (i64 r = lo; r < hi; ++r)
+    for (i64 c = begin + threadIdx.x; c < end; c += blockDim.x)
+      codes[r * columns + c] = encode(load(x, r * columns + c, (int)kind) * factor, (int)fmt);
+  if (threadIdx.x == 0 && hi > lo) {
+    const i64 at = strip * row_stride + block * column_stride;
+    if (mx)
+      ((u8*)scales)[at] = exponent;
+    else
+      ((float*)scales)[at] = scale;
+  }
+}
+
+// Blocks one column wide, stored transposed: one thread a column, grid (strips, columns / 128).
+// codes [columns, rows], scales [strip, columns]; scales of empty strips are zeros.
+extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* strips, i64 rows, i64 columns,
+                                            i64 fmt, i64 pow2, i64 mx, float eps, u8* codes, void* scales) {
+  const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
+  if (c >= columns) return;
+  const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
+  u32 top = 0;
+  for (i64 r = lo; r < hi; ++r)
+    top = max(top, __float_as_uint(load(x, r * columns + c, (int)kind)) & 0x7fffffffu);
+  float scale = 0.f;
+  u8 exponent = 0;
+  if (hi > lo) {
+    const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
+    const float factor = block_scale(top, rule, &scale, &exponent);
+    for (i64 r = lo; r < hi; ++r)
+      codes[c * rows + r] = encode(load(x, r * columns + c, (int)kind) * factor, (int)fmt);
+  }
+  if (mx)
+    ((u8*)scales)[strip * columns + c] = exponent;
+  else
+    ((float*)scales)[strip * columns + c] = scale;
+}
+
+// out[c, r] = in[r, c] for each of gridDim.z matrices, elements of `size` bytes. One thread an element.
+extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 columns, i64 size, u8* out) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= rows * columns) return;
+  const i64 base = (i64)blockIdx.y * rows * columns, r = i / columns, c = i % columns;
+  for (i64 b = 0; b < size; ++b) out[(base + c * rows + r) * size + b] = in[(base + i) * size + b];
+}
+
+// Row-wise (compact or gemm_ready) and weight tensors. One thread a value.
+extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales, i64 count, i64 rows,
+                                             i64 columns, i64 block_rows, i64 block_columns, i64 row_stride,
+                                             i64 column_stride, i64 matrix_stride, i64 fmt, i64 scale_kind,
+                                             i64 out_kind, void* out) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const i64 matrix = i / (rows * columns), r = i / columns % rows, c = i % columns;
+  const i64 at = matrix * matrix_stride + r / block_rows * row_stride + c / block_columns * column_stride;
+  float scale, value;
+  if (scale_kind == 0) scale = ((const float*)scales)[at];
+  if (scale_kind == 1) scale = e8m0_to_float(((const u8*)scales)[at]);
+  if (scale_kind == 2) scale = decode(((const u8*)scales)[at], 0);
+  if (fmt == 2)
+    value = decode((i & 1) ? codes[i / 2] >> 4 : codes[i / 2] & 15, 2);
+  else
+    value = decode(codes[i], (int)fmt);
+  store(out, i, (int)out_kind, value * scale);
+}
+
+// Column-wise tensors, back to [rows, columns]; out starts as zeros. Grid (strips, columns / 128).
+extern "C" __global__ void dequantize_columns(const u8* codes, const void* scales, const int* strips,
+                                              i64 rows, i64 columns, i64 fmt, i64 mx, i64 out_kind,
+                                              void* out) {
+  const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
+  if (c >= columns) return;
+  const i64 at = strip * columns + c;
+  const float scale = mx ? e8m0_to_float(((const u8*)scales)[at]) : ((const float*)scales)[at];
+  for (i64 r = strips[2 * strip]; r < strips[2 * strip + 1]; ++r)
+    store(out, r * columns + c, (int)out_kind, decode(codes[c * rows + r], (int)fmt) * scale);
+}
+
+// Scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
+extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks, i64 padded, i64 to_ready,
+                                          float* out) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (to_ready ? padded : rows) * blocks) return;
+  if (to_ready) {
+    const i64 r = i % padded, b = i / padded;
+    out[i] = r < rows ? in[r * blocks + b] : 0.f;
+  } else {
+    out[i] = in[i % blocks * padded + i / blocks];
+  }
+}

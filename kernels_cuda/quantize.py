@@ -1,0 +1,155 @@
+"""Launchers of quantize.cu: the same names and signatures as `fp8moe.reference.quantize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe.formats import ceil_div, is_columnwise, is_mx
+from fp8moe.kernels_cuda.launch import FORMATS, KINDS, fill_bytes, launch, scratch, threads
+from fp8moe.records import Quantized, QuantTensor
+
+
+def quantize(
+    x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
+) -> None:
+    if isinstance(out, Quantized):
+        quantize(x, pow2=pow2, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
+        if out.columnwise.block == (128, 128):
+            for source, target in (
+                (out.rowwise.data, out.columnwise.data),
+                (out.rowwise.scales, out.columnwise.scales),
+            ):
+                _transpose(source, target)
+        else:
+            quantize(x, pow2=pow2, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
+        return
+    *lead, rows, columns = x.shape
+    rule = (FORMATS[out.fmt], pow2, is_mx(out.block), float(eps))
+    if is_columnwise(out.block):
+        assert out.block is not None
+        count = out.scales.shape[0]
+        strips = make_strips(expert_offsets, 1, rows, out.block[0], count)
+        fill_bytes(out.data, 0)
+        grid = (count, threads(columns, 128))
+        launch(
+            "quantize",
+            "quantize_columns",
+            grid,
+            128,
+            x,
+            KINDS[x.dtype],
+            strips,
+            rows,
+            columns,
+            *rule,
+            out.data,
+            out.scales,
+        )
+        return
+    height, width = out.block or (max(rows, 1), max(columns, 1))
+    matrices = int(np.prod(lead, dtype=np.int64))
+    count = matrices * ceil_div(rows, height)
+    blocks = ceil_div(columns, width)
+    row_stride, column_stride = blocks, 1
+    if out.layout == "gemm_ready" and height == 1:
+        fill_bytes(out.scales, 0)
+        row_stride, column_stride = 1, out.scales.shape[1]
+    strips = make_strips(None, matrices, rows, height, count)
+    launch(
+        "quantize",
+        "quantize_blocks",
+        (count, blocks),
+        128,
+        x,
+        KINDS[x.dtype],
+        strips,
+        columns,
+        width,
+        *rule,
+        row_stride,
+        column_stride,
+        out.data,
+        out.scales,
+    )
+
+
+def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
+    *_, rows, columns = q.shape
+    kind, fmt = KINDS[out.dtype], FORMATS[q.fmt]
+    if q.columnwise:
+        assert q.block is not None
+        count = q.scales.shape[0]
+        strips = make_strips(expert_offsets, 1, rows, q.block[0], count)
+        fill_bytes(out, 0)
+        grid = (count, threads(columns, 128))
+        arguments = (q.data, q.scales, strips, rows, columns, fmt, is_mx(q.block), kind, out)
+        launch("quantize", "dequantize_columns", grid, 128, *arguments)
+        return
+    height, width = q.block or (max(rows, 1), max(columns, 1))
+    blocks = ceil_div(columns, width)
+    ready = q.layout == "gemm_ready" and height == 1
+    strides = (1, q.scales.shape[1], 0) if ready else (blocks, 1, blocks * ceil_div(rows, height))
+    scale_kind = 0 if q.scales.dtype == np.float32 else 1 if is_mx(q.block) else 2
+    launch(
+        "quantize",
+        "dequantize_blocks",
+        threads(out.size),
+        256,
+        q.data,
+        q.scales,
+        out.size,
+        rows,
+        columns,
+        height,
+        width,
+        *strides,
+        fmt,
+        scale_kind,
+        kind,
+        out,
+    )
+
+
+def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
+    ready = out.layout == "gemm_ready"
+    rows = q.shape[0]
+    blocks, padded = (out if ready else q).scales.shape
+    size = (padded if ready else rows) * blocks
+    launch(
+        "quantize",
+        "convert_scales",
+        threads(size),
+        256,
+        q.scales,
+        rows,
+        blocks,
+        padded,
+        ready,
+        out.scales,
+    )
+
+
+def make_strips(offsets: Any, matrices: int, rows: int, height: int, capacity: int) -> Any:
+    """int32 [capacity, 2] first and last row of every row of blocks, on the device."""
+    strips = scratch((capacity, 2), np.int32)
+    experts = 0 if offsets is None else offsets.shape[0] - 1
+    launch("quantize", "make_strips", 1, 1, offsets, experts, matrices, rows, height, capacity, strips)
+    return strips
+
+
+def _transpose(source: Any, target: Any) -> None:
+    *lead, rows, columns = source.shape
+    matrices = int(np.prod(lead, dtype=np.int64))
+    launch(
+        "quantize",
+        "transpose_matrices",
+        (threads(rows * columns), matrices),
+        256,
+        source,
+        rows,
+        columns,
+        source.dtype.itemsize,
+        target,
+    )

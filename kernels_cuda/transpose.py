@@ -1,0 +1,63 @@
+"""Launchers of transpose.cu: the same names and signatures as `fp8moe.reference.transpose`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from fp8moe.formats import is_mx
+from fp8moe.kernels_cuda.launch import FORMATS, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.permute import sources
+from fp8moe.kernels_cuda.quantize import make_strips
+from fp8moe.records import PermutationPlan, QuantTensor
+
+
+def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
+    _transpose(q, q.data.shape[0], None, expert_offsets, target, out)
+
+
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor) -> None:
+    source, _ = sources(plan)
+    _transpose(q, plan.num_out_tokens, source, plan.expert_offsets, "column", out)
+
+
+def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str, out: QuantTensor) -> None:
+    assert q.block is not None
+    assert out.block is not None
+    if os.environ.get("FP8MOE_CHECK") == "1" and not is_mx(q.block):
+        _refuse_other_scales(q.scales)
+    columns, count = q.data.shape[1], out.scales.shape[0]
+    strips = make_strips(offsets, 1, rows, out.block[0], count)
+    if offsets is not None:
+        fill_bytes(out.data, 0)  # the tail behind the last expert
+    launch(
+        "transpose",
+        "scaling_aware_transpose",
+        (count, threads(columns, 128)),
+        128,
+        q.data,
+        q.scales,
+        source,
+        strips,
+        rows,
+        columns,
+        q.block[1],
+        FORMATS[q.fmt],
+        is_mx(q.block),
+        target == "tile",
+        out.data,
+        out.scales,
+    )
+
+
+def _refuse_other_scales(scales: Any) -> None:
+    """Look at every scale; this synchronises, which is why it is asked for."""
+    flag = scratch((1,), np.int32)
+    fill_bytes(flag, 0)
+    launch("transpose", "check_pow2", threads(scales.size), 256, scales, scales.size, flag)
+    if int(flag.get()[0]):
+        raise ValueError(
+            "q.scales: got one that is no power of two; wanted powers of two; pow2=True gives them"
+        )

@@ -1,0 +1,37 @@
+"""Run by test_plan.py in its own process: the CUDA plan kernels in Numba's simulator against the oracle."""
+
+import importlib
+
+import numpy as np
+from cases import mask_of, poisoned
+
+from fp8moe.plan import plan_spec
+from fp8moe.records import ArraySpec, arrays_in, map_arrays
+
+assert importlib.import_module("fp8moe.kernels_cuda.numba_cuda").SIMULATED
+kernels = importlib.import_module("fp8moe.kernels_cuda.plan")
+reference = importlib.import_module("fp8moe.reference.plan")
+
+
+def compare(verb, routing, spec):
+    def poison(_, s):
+        return poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s
+
+    ours, theirs = map_arrays(poison, spec), map_arrays(poison, spec)
+    getattr(reference, verb)(routing, out=ours)
+    getattr(kernels, verb)(routing, out=theirs)
+    for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+rng = np.random.default_rng()
+for tokens, experts, k in ((0, 3, 2), (1, 1, 1), (9, 4, 3), (33, 8, 2), (20, 5, 5)):
+    for align in (1, 4):
+        ids = rng.integers(-1, experts, (tokens, k)).astype(np.int32)
+        for capacity in (None, 0, tokens):
+            compare("plan_topk", ids, plan_spec(tokens, experts, k, align, capacity, has_slots=True))
+            mask = mask_of(ids, experts)
+            for width in (1, experts):
+                spec = plan_spec(tokens, experts, width, align, capacity, has_slots=False)
+                compare("plan_routing_map", mask, spec)
+print("equal")
