@@ -6,6 +6,7 @@ With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy a
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,9 @@ def run(kernel: Any, threads: int, *arguments: Any, block: int = 128) -> None:
     views = [
         cuda.as_cuda_array(_Exported(a), sync=False) if isinstance(a, DeviceArray) else a for a in arguments
     ]
-    kernel[-(-threads // block), block, stream](*views)
+    with warnings.catch_warnings():  # a plan is small: Numba warns of every launch of a few blocks
+        warnings.simplefilter("ignore")
+        kernel[-(-threads // block), block, stream](*views)
 
 
 def scratch(shape: tuple[int, ...]) -> Any:

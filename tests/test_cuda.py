@@ -5,6 +5,8 @@ import pytest
 from cases import BF16, routings, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_moe import layer_inputs
+from test_transpose import random_rowwise
 
 import fp8moe
 from fp8moe.records import DeviceArray, QuantTensor, arrays_in, map_arrays
@@ -169,8 +171,6 @@ def test_layouts_and_weights():
 )
 @settings(max_examples=40)
 def test_transpose(counts, width, fmt, target, seed):
-    from test_transpose import random_rowwise
-
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     q = random_rowwise(np.random.default_rng(seed), int(offsets[-1]), 200, fmt, width, 20)
     assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
@@ -239,8 +239,6 @@ def test_grouped_gemm(counts):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_layer(recipe, recompute):
-    from test_moe import layer_inputs
-
     inputs, dy = layer_inputs(7, tokens=300, dropped=0.1)
 
     def run(x, w13, w2, ids, probs, dy):
@@ -295,8 +293,6 @@ def test_other_frameworks_arrays():
 
 
 def test_a_hundred_repeats_are_bit_equal():
-    from test_moe import layer_inputs
-
     inputs, dy = layer_inputs(9)
     inputs, dy = {k: upload(v) for k, v in inputs.items()}, upload(dy)
 

@@ -13,13 +13,22 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("which", range(len(PROGRAMS)))
-def test_the_programs_run(which):
-    assert len(PROGRAMS[which].strip().splitlines()) <= 16
-    subprocess.run([sys.executable, "-c", PROGRAMS[which]], check=True)
+def needs_gpu(text):
+    return [pytest.mark.gpu] if "import cupy" in text else []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("program", [pytest.param(p, marks=needs_gpu(p)) for p in PROGRAMS])
+def test_the_programs_run(program):
+    assert len(program.strip().splitlines()) <= 16
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=needs_gpu(p.read_text())) for p in EXAMPLES], ids=lambda p: p.stem
+)
 def test_the_examples_run(path):
     subprocess.run([sys.executable, str(path)], check=True)
 
