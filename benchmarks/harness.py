@@ -31,7 +31,8 @@ class Case:
     """One thing to time.
 
     name, shape: what it is, in words. arrays: its inputs, NumPy; they are moved to the device.
-    run: called with the arrays. check: called with run's result and the arrays, true when it is right.
+    run: called with the arrays, or with what ``prepare`` made of them outside the time.
+    check: called with run's result and the NumPy arrays, true when it is right.
     nbytes: the fewest bytes to move (each input read once, each output written once), 0 if the limit is
     another; flops: multiply-adds counted twice.
     """
@@ -43,6 +44,7 @@ class Case:
     check: Callable[..., bool]
     nbytes: int = 0
     flops: int = 0
+    prepare: Callable[..., tuple[Any, ...]] = lambda *arrays: arrays
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_
 
 def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: int) -> Result | None:
     """Check the case, then time it; None when its result is wrong."""
-    arrays = [machine.upload(a) for a in case.arrays]
+    arrays = case.prepare(*(machine.upload(a) for a in case.arrays))
     if not case.check(case.run(*arrays), *case.arrays):
         return None
     seconds = machine.seconds(lambda: case.run(*arrays), repeats)

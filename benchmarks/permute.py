@@ -26,53 +26,48 @@ def one_shape(tokens: int, experts: int, hidden: int, topk: int) -> list[Case]:
     shape = f"{tokens} x {hidden}, {experts} experts top-{topk}"
     row = 2 * hidden
     fp8_row = hidden + 4 * q.scales.shape[1]
-    plan = partial(_plan, experts=experts)
+
+    def plan(ids: Any) -> fp8moe.PermutationPlan:
+        return fp8moe.plan_topk(ids, experts, align_size=16, num_out_tokens="exact")
+
     return [
         Case(
             "permute+pad bf16",
             shape,
             (x, ids),
-            lambda x, ids: fp8moe.permute(x, plan(ids)),
+            fp8moe.permute,
             partial(_moved, tokens=x),
             nbytes=(tokens + rows) * row,
+            prepare=lambda x, ids: (x, plan(ids)),
         ),
         Case(
             "permute+pad fp8+scales",
             shape,
             (q.data, q.scales, ids),
-            lambda data, scales, ids: fp8moe.permute(fp8moe.QuantTensor(data, scales), plan(ids)),
+            fp8moe.permute,
             partial(_moved, tokens=q.data),
             nbytes=(tokens + rows) * fp8_row,
+            prepare=lambda data, scales, ids: (fp8moe.QuantTensor(data, scales), plan(ids)),
         ),
         Case(
             "unpermute+unpad bf16",
             shape,
-            (fp8moe.permute(x, plan(ids)).data, ids),
-            lambda rows, ids: fp8moe.unpermute(rows, plan(ids)),
+            (x, ids),
+            fp8moe.unpermute,
             lambda y, *_: bool(
                 np.allclose(host(y).astype(np.float32), topk * x.astype(np.float32), rtol=2.0**-8)
             ),
             nbytes=(tokens * topk + tokens) * row,
+            prepare=lambda x, ids: (fp8moe.permute(x, plan(ids)).data, plan(ids)),
         ),
     ]
 
 
-_plans: dict[int, fp8moe.PermutationPlan] = {}
-
-
-def _plan(ids: Any, *, experts: int) -> fp8moe.PermutationPlan:
-    """Planned once for each routing: the cases here time the movement."""
-    key = id(ids)
-    if key not in _plans:
-        _plans[key] = fp8moe.plan_topk(ids, experts, align_size=16, num_out_tokens="exact")
-    return _plans[key]
-
-
 def _moved(result: fp8moe.Permuted, *_: np.ndarray, tokens: np.ndarray) -> bool:
+    """The first row of every token's map holds that token, byte for byte."""
     data = result.data.data if isinstance(result.data, fp8moe.QuantTensor) else result.data
     plan = result.plan
-    ids, row_map = host(plan.row_id_map), host(plan.pad_offsets)
-    width = plan.max_experts_per_token
-    first = ids[:, 0] + row_map[ids[:, width]]
+    row_map, pad_offsets = host(plan.row_id_map), host(plan.pad_offsets)
+    first = row_map[:, 0] + pad_offsets[row_map[:, plan.max_experts_per_token]]
     kind = np.uint8 if tokens.dtype.itemsize == 1 else np.uint16
     return bool((host(data).view(kind)[first] == tokens.view(kind)).all())
