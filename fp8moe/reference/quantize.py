@@ -29,6 +29,7 @@ from fp8moe.reference.numerics import (
     expert_ranges,
     split_rows,
     to_f32,
+    transpose_into,
 )
 
 
@@ -63,7 +64,7 @@ def quantize(
         codes = np.zeros(rows.shape, np.uint8)
         quantize_strips(rows, strips, width, out, pow2, eps, codes, out.scales)
         out.scales[len(strips) :] = 0
-        out.data[:] = codes.T
+        transpose_into(codes, out.data)
     elif out.layout == "gemm_ready":
         scales = np.empty((len(rows), ceil_div(x.shape[-1], width)), np.float32)
         quantize_strips(rows, strips, width, out, pow2, eps, out.data, scales)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8moe.formats import FORMATS, MIN_SCALE_EXPONENT, is_mx
 from fp8moe.records import PermutationPlan, QuantTensor
-from fp8moe.reference.numerics import DECODE, encode, split_rows
+from fp8moe.reference.numerics import DECODE, encode, split_rows, transpose_into
 from fp8moe.reference.permute import Entries, gather_rows
 from fp8moe.reference.quantize import strips_of
 
@@ -118,6 +118,7 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
 ):
     columns = codes.shape[1]
     index = np.empty(columns, np.int32)
+    moved = np.empty((128, columns), np.uint8)
     for s in range(first, last):
         lo, hi = strips[s, 0], strips[s, 1]
         target = targets[s]
@@ -158,4 +159,5 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
                     else:
                         index[i] = min(max(e - target[i], -_REACH), _REACH) + _REACH
             for i in range(columns):
-                out[i, r] = table[index[i], codes[r, i]]
+                moved[r - lo, i] = table[index[i], codes[r, i]]
+        transpose_into(moved[: hi - lo], out[:, lo:hi])
