@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-SIZES = (0, 1, 2, 127, 128, 129)
+SIZES = (0, 1, 2, 127, 128, 129, 4096)
 EXPERTS = (1, 3, 8, 64, 257)
 FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
