@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -196,14 +197,19 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the tree this package runs from, "+" behind it when there are changes."""
-    folder = Path(__file__).resolve().parent
+    """The commit of the tree this package runs from, "+" behind it when its code has changed since.
+
+    Away from a checkout it is what FP8MOE_COMMIT says.
+    """
+    root = Path(__file__).resolve().parents[1]
+    results = ":!benchmarks/results", ":!README.md"
     try:
-        call = {"cwd": folder, "capture_output": True, "text": True, "check": True}
+        call = {"cwd": root, "capture_output": True, "text": True, "check": True}
         name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
-        changed = subprocess.run(["git", "status", "--porcelain"], **call).stdout.strip()  # type: ignore[call-overload]
+        status = ["git", "status", "--porcelain", "--", ".", *results]
+        changed = subprocess.run(status, **call).stdout.strip()  # type: ignore[call-overload]
     except (OSError, subprocess.CalledProcessError):
-        return "not a checkout"
+        return os.environ.get("FP8MOE_COMMIT", "unknown")
     return name + ("+" if changed else "")
 
 

@@ -240,9 +240,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
                 amax[i] = max(amax[i], np.uint32(np.uint32(bits[r, i]) << shift) & absolute)
         for c in range(scales.shape[1]):
             begin, end = c * width, min((c + 1) * width, columns)
-            top = _largest(amax[begin:end])
-            if top <= infinity:
-                top = max(top, eps_bits)
+            top = max(_largest(amax[begin:end]), eps_bits)  # a NaN's bits are above any eps
             degenerate = top == np.uint32(0) or top >= infinity
             factor = np.float32(1)
             if rule == 2:
