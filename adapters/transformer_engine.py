@@ -197,16 +197,25 @@ class _ZeroRows(torch.autograd.Function):
 def _plan_from_map(
     row_id_map: Tensor, pad_offsets: Tensor | None, experts: int, rows: int, slots: Tensor | None = None
 ) -> PermutationPlan:
-    """As much of a plan as the row map and the padding offsets tell: enough to move rows both ways."""
-    zeros = row_id_map.new_zeros(experts + 1)
+    """The plan that a row map and padding offsets belong to, counted again from the map.
+
+    The last expert's padding cannot be told from the tail behind it, and need not be.
+    """
+    width = (row_id_map.shape[1] - 1) // 2
+    expert_of = row_id_map[:, width : 2 * width].reshape(-1).long()
+    bins = row_id_map.new_zeros(experts + 1)  # the last one takes the blanks
+    expert_of = torch.where(expert_of < 0, experts, expert_of)
+    counts = bins.scatter_add(0, expert_of, torch.ones_like(expert_of, dtype=torch.int32))[:-1]
+    pads = torch.zeros_like(counts) if pad_offsets is None else pad_offsets.to(torch.int32)
+    ends = (counts.cumsum(0) + pads).to(torch.int32)
     return PermutationPlan(
         row_id_map=row_id_map,
         slots=slots,
-        tokens_per_expert=zeros[:-1],
-        padded_tokens_per_expert=zeros[:-1],
-        pad_offsets=zeros[:-1] if pad_offsets is None else pad_offsets.to(torch.int32),
-        expert_offsets=zeros,
-        overflow=zeros.new_zeros(1),
+        tokens_per_expert=counts,
+        padded_tokens_per_expert=counts,
+        pad_offsets=pads,
+        expert_offsets=torch.cat([ends - counts, ends[-1:] if experts else bins]),
+        overflow=bins.new_zeros(1),
         num_out_tokens=rows,
         align_size=1,
     )

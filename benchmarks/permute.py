@@ -13,22 +13,27 @@ from fp8moe.benchmarks.harness import Case, host, routing
 
 
 def cases(quick: bool) -> list[Case]:
-    shapes = [(512, 32, 512, 4)] if quick else [(4096, 64, 2048, 6), (4096, 256, 7168, 8)]
+    shapes = [(512, 32, 512, 4, 16)] if quick else SHAPES
     return [case for shape in shapes for case in one_shape(*shape)]
 
 
-def one_shape(tokens: int, experts: int, hidden: int, topk: int) -> list[Case]:
+# those of the FP8-Flow-MoE paper's own benchmark: tokens, experts, hidden, top-k, alignment
+SHAPES = [(4096, 64, 2048, 6, 16), (4096, 256, 7168, 8, 16), (4096, 256, 7168, 8, 128)]
+
+
+def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int) -> list[Case]:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((tokens, hidden), dtype=np.float32).astype(ml_dtypes.bfloat16)
     q = fp8moe.quantize(x)
     ids = routing(tokens, experts, topk)
-    rows = int(fp8moe.plan_topk(ids, experts, align_size=16).expert_offsets[-1])
-    shape = f"{tokens} x {hidden}, {experts} experts top-{topk}"
+    probs = rng.random((tokens, topk), dtype=np.float32)
+    rows = int(fp8moe.plan_topk(ids, experts, align_size=align).expert_offsets[-1])
+    shape = f"{tokens},{experts},{hidden},{topk} A={align}"
     row = 2 * hidden
     fp8_row = hidden + 4 * q.scales.shape[1]
 
     def plan(ids: Any) -> fp8moe.PermutationPlan:
-        return fp8moe.plan_topk(ids, experts, align_size=16, num_out_tokens="exact")
+        return fp8moe.plan_topk(ids, experts, align_size=align, num_out_tokens="exact")
 
     return [
         Case(
@@ -59,6 +64,17 @@ def one_shape(tokens: int, experts: int, hidden: int, topk: int) -> list[Case]:
             ),
             nbytes=(tokens * topk + tokens) * row,
             prepare=lambda x, ids: (fp8moe.permute(x, plan(ids)).data, plan(ids)),
+        ),
+        Case(
+            "unpermute backward, merging probs",
+            shape,
+            (x, ids, probs),
+            fp8moe.unpermute_backward,
+            lambda grads, *_: bool(
+                np.allclose(host(grads[1]), (x.astype(np.float32) ** 2).sum(1, keepdims=True), rtol=1e-4)
+            ),
+            nbytes=(tokens + tokens * topk + rows) * row,
+            prepare=lambda x, ids, probs: (x, plan(ids), fp8moe.permute(x, plan(ids)).data, probs),
         ),
     ]
 

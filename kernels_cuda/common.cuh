@@ -5,6 +5,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 // ---- plain number formats, named by `kind`; the launchers hold the same table
 enum Kind { BF16 = 0, F16 = 1, F32 = 2, F64 = 3 };

@@ -19,13 +19,15 @@ LAYOUTS: dict[Block, int] = {(1, 128): 1, (1, 32): 2, (1, 16): 3, None: 4}
 PLAIN = 0
 
 
-def launch(source: str, kernel: str, grid: int | tuple[int, ...], block: int, *arguments: Any) -> None:
+def launch(
+    source: str, kernel: str, grid: int | tuple[int, ...], block: int, *arguments: Any, shared: int = 0
+) -> None:
     """Launch ``kernel`` of ``source``.cu on the current stream. Integers are int64 in the kernel."""
     grid = (grid,) if isinstance(grid, int) else grid
     if 0 in grid:
         return
     function = _function(source, kernel, cupy.cuda.Device().id)
-    function(grid, (block,), tuple(_argument(a) for a in arguments))
+    function(grid, (block,), tuple(_argument(a) for a in arguments), shared_mem=shared)
 
 
 def threads(count: int, block: int = 256) -> int:

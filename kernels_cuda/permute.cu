@@ -1,8 +1,281 @@
-// Moving rows: a source index for every output row, then one copy; or the sum of each token's rows.
+// Moving rows, and summing each token's rows.
 //
-// First form: right and plain, several small launches, an int32 source index of 4 bytes a row in between.
-// Bytes moved: each output row written once, its source read once (through L2 for a token's k copies).
-#include "common.cuh"
+// permute_rows is the fast path: one launch for rows, scales, probabilities and padding. merge_bf16 and
+// merge_bf16_backward are the fast sums. The kernels behind them serve every other dtype, width and map, by
+// way of an int32 source index for every output row.
+#include "bulk.cuh"
+
+// Number of rows that no token goes to: the experts' padding and the tail.
+__device__ __forceinline__ i64 unmapped_rows(const int* tokens_per_expert, const int* pad_offsets,
+                                             const int* expert_offsets, i64 experts, i64 rows, i64* padding) {
+  const i64 end = experts ? expert_offsets[experts] : 0;
+  // real rows = compact start of the last expert + its rows
+  const i64 last = experts - 1;
+  const i64 real = experts ? expert_offsets[last] - pad_offsets[last] + tokens_per_expert[last] : 0;
+  *padding = end - real;
+  return *padding + (rows > end ? rows - end : 0);
+}
+
+// The i-th of them: pad_offsets are the running sums of padding, so a binary search finds the expert.
+__device__ __forceinline__ i64 unmapped_row(i64 i, i64 padding, const int* tokens_per_expert,
+                                            const int* pad_offsets, const int* expert_offsets, i64 experts) {
+  if (i >= padding) return (experts ? expert_offsets[experts] : 0) + i - padding;
+  i64 lo = 0, hi = experts;  // the last expert whose pad_offset is at most i
+  while (hi - lo > 1) {
+    const i64 middle = (lo + hi) / 2;
+    if (pad_offsets[middle] <= i)
+      lo = middle;
+    else
+      hi = middle;
+  }
+  return (i64)expert_offsets[lo] + tokens_per_expert[lo] + i - pad_offsets[lo];
+}
+
+// What: out[destination] = x[token] for each of a token's destinations, its scale row and probability with
+// it;
+//   zeros in every row no token goes to, if `fill`.
+// Shapes: x [tokens, row_bytes], scales [tokens, scale_bytes], probs [tokens, prob_columns]; all multiples of
+// 16
+//   bytes (probs apart). A row travels in `pieces` of `piece_bytes`.
+// Bytes: every token read once, every output row written once.
+// Launch: one warp a block, piece_bytes + scale_bytes + 16 of shared memory; `fillers` blocks for the rows of
+//   zeros come first, so that their writes run beside the reads; then tokens * pieces blocks.
+// Why: one bulk load and one bulk store a destination keep the most bytes in flight for the fewest
+// instructions.
+extern "C" __global__ void __launch_bounds__(32)
+    permute_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, const u8* scales, i64 scale_bytes,
+                 const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
+                 const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets, i64 width,
+                 i64 experts, i64 rows, i64 fillers, u8* out, u8* out_scales, u8* out_probs) {
+  extern __shared__ __align__(128) u8 shared[];
+  const i64 lane = threadIdx.x;
+  if (blockIdx.x < fillers) {
+    const i64 bytes = piece_bytes > scale_bytes ? piece_bytes : scale_bytes;
+    for (i64 i = lane; i < bytes / 16; i += 32) ((uint4*)shared)[i] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+#if __CUDA_ARCH__ >= 900
+    fence_async();
+#endif
+    i64 padding;
+    const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
+    for (i64 i = blockIdx.x * 32 + lane; i < count; i += fillers * 32) {
+      const i64 row = unmapped_row(i, padding, tokens_per_expert, pad_offsets, expert_offsets, experts);
+      if (row < 0 || row >= rows) continue;
+#if __CUDA_ARCH__ >= 900
+      for (i64 at = 0; at < row_bytes; at += piece_bytes)
+        bulk_store(out + row * row_bytes + at, shared,
+                   (u32)(row_bytes - at < piece_bytes ? row_bytes - at : piece_bytes));
+      if (scales) bulk_store(out_scales + row * scale_bytes, shared, (u32)scale_bytes);
+#else
+      const uint4 zero = make_uint4(0, 0, 0, 0);
+      for (i64 at = 0; at < row_bytes; at += 16) *(uint4*)(out + row * row_bytes + at) = zero;
+      for (i64 at = 0; scales && at < scale_bytes; at += 16)
+        *(uint4*)(out_scales + row * scale_bytes + at) = zero;
+#endif
+      for (i64 b = 0; probs && b < prob_size; ++b) out_probs[row * prob_size + b] = 0;
+    }
+#if __CUDA_ARCH__ >= 900
+    bulk_finish();
+#endif
+    return;
+  }
+  const i64 unit = blockIdx.x - fillers, token = unit / pieces, piece = unit % pieces;
+  const int* mine = row_id_map + token * (2 * width + 1);
+  const int count = mine[2 * width];
+  if (count == 0) return;
+  const i64 begin = piece * piece_bytes;
+  const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
+  const bool leads = piece == 0;
+#if __CUDA_ARCH__ >= 900
+  u64* barrier = (u64*)(shared + piece_bytes + scale_bytes);
+  if (lane == 0) {
+    barrier_init(barrier);
+    barrier_expect(barrier, bytes + (leads ? (u32)scale_bytes : 0u));
+    bulk_load(shared, x + token * row_bytes + begin, bytes, barrier);
+    if (leads && scales)
+      bulk_load(shared + piece_bytes, scales + token * scale_bytes, (u32)scale_bytes, barrier);
+  }
+  __syncwarp();
+#endif
+  for (i64 j0 = 0; j0 < count; j0 += 32) {
+    const i64 j = j0 + lane;
+    i64 row = rows;
+    if (j < count) {
+      const int expert = mine[width + j];
+      row = (i64)mine[j] + pad_offsets[expert];
+      if (leads && probs && row < rows) {
+        const i64 from = token * prob_columns + (slots ? slots[token * width + j] : expert);
+        for (i64 b = 0; b < prob_size; ++b) out_probs[row * prob_size + b] = probs[from * prob_size + b];
+      }
+    }
+#if __CUDA_ARCH__ >= 900
+    if (j0 == 0) barrier_wait(barrier);
+    if (row >= 0 && row < rows) {
+      bulk_store(out + row * row_bytes + begin, shared, bytes);
+      if (leads && scales) bulk_store(out_scales + row * scale_bytes, shared + piece_bytes, (u32)scale_bytes);
+    }
+#else
+    for (i64 k = 0; k < 32 && j0 + k < count; ++k) {
+      const i64 to = __shfl_sync(0xffffffffu, row, (int)k);
+      if (to < 0 || to >= rows) continue;
+      for (i64 at = lane * 16; at < bytes; at += 512)
+        *(uint4*)(out + to * row_bytes + begin + at) = *(const uint4*)(x + token * row_bytes + begin + at);
+      for (i64 at = lane * 16; leads && scales && at < scale_bytes; at += 512)
+        *(uint4*)(out_scales + to * scale_bytes + at) = *(const uint4*)(scales + token * scale_bytes + at);
+    }
+#endif
+  }
+#if __CUDA_ARCH__ >= 900
+  bulk_finish();
+#endif
+}
+
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ __forceinline__ u32 packed(float a, float b) {
+  return (u32)float_to_bf16(a) | ((u32)float_to_bf16(b) << 16);
+}
+
+__device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighted) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    total[2 * i] += weighted ? low(words[i]) * w : low(words[i]);
+    total[2 * i + 1] += weighted ? high(words[i]) * w : high(words[i]);
+  }
+}
+
+#define MERGE_PLACES 64  // destinations a token kept in shared memory at a time
+
+// What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32.
+// Shapes: x [rows, width] bfloat16, width a multiple of 8; out [tokens, width].
+// Bytes: every mapped row read once, every token written once.
+// Launch: one block (128 threads) a token; a thread has eight 16-byte loads in flight.
+extern "C" __global__ void __launch_bounds__(128)
+    merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
+               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors,
+               uint4* out) {
+  __shared__ i64 from[MERGE_PLACES];
+  __shared__ float weight[MERGE_PLACES];
+  const i64 token = blockIdx.x;
+  const int* mine = row_id_map + token * (2 * places + 1);
+  const int count = mine[2 * places];
+  for (i64 first = 0; first < vectors; first += blockDim.x) {
+    const i64 at = first + threadIdx.x;
+    float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    for (int j0 = 0; j0 < count; j0 += MERGE_PLACES) {
+      const int here = count - j0 < MERGE_PLACES ? count - j0 : MERGE_PLACES;
+      if (first == 0 || count > MERGE_PLACES) {
+        __syncthreads();
+        for (int j = threadIdx.x; j < here; j += blockDim.x) {
+          const int expert = mine[places + j0 + j];
+          const i64 row = (i64)mine[j0 + j] + pad_offsets[expert];
+          from[j] = row >= 0 && row < rows ? row : -1;
+          if (probs)
+            weight[j] = load(probs, token * columns + (slots ? slots[token * places + j0 + j] : expert),
+                             (int)probs_kind);
+        }
+        __syncthreads();
+      }
+      if (at >= vectors) continue;
+      for (int j = 0; j < here; j += 8) {
+        uint4 v[8];
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+          if (j + u < here && from[j + u] >= 0) v[u] = load_streaming(x + from[j + u] * vectors + at);
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+          if (j + u < here && from[j + u] >= 0) add(total, v[u], probs ? weight[j + u] : 1.f, probs != 0);
+      }
+    }
+    if (at < vectors)
+      __stcs(out + token * vectors + at, make_uint4(packed(total[0], total[1]), packed(total[2], total[3]),
+                                                    packed(total[4], total[5]), packed(total[6], total[7])));
+  }
+}
+
+#define BACKWARD_THREADS 256
+#define BACKWARD_VECTORS 4  // 16-byte vectors a thread keeps: rows up to 8192 bfloat16
+
+// What: grad_x[row] = grad[t] * prob and grad_probs[t, column] = grad[t] . x[row], for each of t's rows;
+// zeros in the
+//   rows no token goes to. The dot product: float32 over a thread's values, float64 over threads, in a fixed
+//   order.
+// Bytes: grad read once, x read once, grad_x written once.
+// Launch: `fillers` blocks for the rows of zeros, then one block (256 threads) a token. grad_probs starts as
+// zeros.
+extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS)
+    merge_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
+                        const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
+                        const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
+                        i64 vectors, i64 fillers, uint4* grad_x, void* grad_probs) {
+  __shared__ double partial[BACKWARD_THREADS / 32];
+  if (blockIdx.x < fillers) {
+    i64 padding;
+    const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
+    for (i64 i = blockIdx.x; i < count; i += fillers) {
+      const i64 row = unmapped_row(i, padding, tokens_per_expert, pad_offsets, expert_offsets, experts);
+      if (row < 0 || row >= rows) continue;
+      for (i64 at = threadIdx.x; at < vectors; at += blockDim.x)
+        __stcs(grad_x + row * vectors + at, make_uint4(0, 0, 0, 0));
+    }
+    return;
+  }
+  const i64 token = blockIdx.x - fillers;
+  const int* mine = row_id_map + token * (2 * places + 1);
+  const int count = mine[2 * places];
+  uint4 g[BACKWARD_VECTORS];
+#pragma unroll
+  for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+    const i64 at = threadIdx.x + u * BACKWARD_THREADS;
+    g[u] = at < vectors ? load_streaming(grad + token * vectors + at) : make_uint4(0, 0, 0, 0);
+  }
+  for (int j = 0; j < count; ++j) {
+    const int expert = mine[places + j];
+    const i64 row = (i64)mine[j] + pad_offsets[expert];
+    if (row < 0 || row >= rows) continue;
+    const i64 entry = token * columns + (slots ? slots[token * places + j] : expert);
+    const float w = load(probs, entry, (int)probs_kind);
+    uint4 v[BACKWARD_VECTORS];
+#pragma unroll
+    for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+      const i64 at = threadIdx.x + u * BACKWARD_THREADS;
+      v[u] = at < vectors ? load_streaming(x + row * vectors + at) : make_uint4(0, 0, 0, 0);
+    }
+    float dot = 0.f;
+#pragma unroll
+    for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+      const i64 at = threadIdx.x + u * BACKWARD_THREADS;
+      const u32 gw[4] = {g[u].x, g[u].y, g[u].z, g[u].w}, xw[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
+      u32 product[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        product[i] = packed(low(gw[i]) * w, high(gw[i]) * w);
+        dot += low(gw[i]) * low(xw[i]);
+        dot += high(gw[i]) * high(xw[i]);
+      }
+      if (at < vectors)
+        __stcs(grad_x + row * vectors + at, make_uint4(product[0], product[1], product[2], product[3]));
+    }
+    double sum = dot;
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 1; i < BACKWARD_THREADS / 32; ++i) sum += partial[i];
+      store(grad_probs, entry, (int)probs_kind, sum);
+    }
+    __syncthreads();
+  }
+}
 
 // Row map to sources: for every destination row its token and the column of its probability.
 // One thread an entry. `source` and `column` are -1 where no token goes.

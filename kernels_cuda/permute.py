@@ -6,52 +6,98 @@ from typing import Any
 
 import numpy as np
 
+from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
-from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, SortedChunks
+from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
+
+FILLERS = 528  # blocks that write rows of zeros: four for each of an H200's 132 multiprocessors
+PIECE = 16_384  # bytes of a row that one warp moves at a time
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
+    data, scales = (x.data, x.scales) if isinstance(x, QuantTensor) else (x, None)
+    moved, moved_scales = (out.data.data, out.data.scales) if isinstance(x, QuantTensor) else (out.data, None)
+    if isinstance(x, QuantTensor) and x.block is None:
+        scales = moved_scales = None
+    if data.size and _whole_vectors(data, scales, moved, moved_scales):
+        _permute_rows(data, scales, probs, plan, fill_padding, moved, moved_scales, out.probs)
+        return
     source, column = sources(plan)
     gather(x, source, fill_padding, out.data)
     if probs is not None:
-        rows = plan.num_out_tokens
-        size = probs.dtype.itemsize
-        launch(
-            "permute",
-            "gather_probs",
-            threads(rows),
-            256,
-            probs,
-            source,
-            column,
-            probs.shape[1],
-            rows,
-            size,
-            fill_padding,
-            out.probs,
-        )
+        rows, size = plan.num_out_tokens, probs.dtype.itemsize
+        arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
+        launch("permute", "gather_probs", threads(rows), 256, *arguments)
+
+
+def _permute_rows(
+    data: Any,
+    scales: Any,
+    probs: Any,
+    plan: PermutationPlan,
+    fill: bool,
+    out: Any,
+    out_scales: Any,
+    out_probs: Any,
+) -> None:
+    tokens = data.shape[0]
+    row_bytes = data.nbytes // tokens
+    scale_bytes = 0 if scales is None else scales.nbytes // tokens
+    pieces = -(-row_bytes // PIECE)
+    piece_bytes = -(-row_bytes // pieces // 16) * 16
+    fillers = FILLERS if fill else 0
+    launch(
+        "permute",
+        "permute_rows",
+        fillers + tokens * pieces,
+        32,
+        data,
+        row_bytes,
+        piece_bytes,
+        pieces,
+        scales,
+        scale_bytes,
+        probs,
+        0 if probs is None else probs.dtype.itemsize,
+        plan.prob_columns,
+        plan.row_id_map,
+        plan.slots,
+        plan.pad_offsets,
+        plan.tokens_per_expert,
+        plan.expert_offsets,
+        plan.max_experts_per_token,
+        plan.num_experts,
+        plan.num_out_tokens,
+        fillers,
+        out,
+        out_scales,
+        out_probs,
+        shared=piece_bytes + scale_bytes + 16,
+    )
+
+
+def _whole_vectors(*arrays: Any) -> bool:
+    """Whether every row of every array is a multiple of 16 bytes, and starts at one."""
+    return all(
+        a is None or (a.shape[0] and a.nbytes // a.shape[0] % 16 == 0 and a.nbytes and a.ptr % 16 == 0)
+        for a in arrays
+    )
 
 
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any, *, out: Any) -> None:
     tokens, width = out.shape
-    launch(
-        "permute",
-        "merge_rows",
-        tokens,
-        256,
-        *rows_of(x),
-        plan.row_id_map,
-        plan.slots,
-        plan.pad_offsets,
+    probs = (
         merging_probs,
         0 if merging_probs is None else KINDS[merging_probs.dtype],
         plan.prob_columns,
         plan.max_experts_per_token,
         plan.num_out_tokens,
-        width,
-        KINDS[out.dtype],
-        out,
     )
+    maps = (plan.row_id_map, plan.slots, plan.pad_offsets)
+    if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
+        launch("permute", "merge_bf16", tokens, 128, x, *maps, *probs, width // 8, out)
+        return
+    launch("permute", "merge_rows", tokens, 256, *rows_of(x), *maps, *probs, width, KINDS[out.dtype], out)
 
 
 def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any, *, out: Any) -> None:
@@ -78,12 +124,37 @@ def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any, *, out: 
 
 def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: Any, *, out: Any) -> None:
     grad_x, grad_probs = out
-    source, column = sources(plan)
     if merging_probs is None:
-        gather(grad, source, True, grad_x)
+        permute(grad, plan, None, fill_padding=True, out=Permuted(grad_x, None, plan))
         return
-    fill_bytes(grad_x, 0)
     fill_bytes(grad_probs, 0)
+    if grad.dtype == BFLOAT16 and grad.size and grad.shape[1] <= 8192 and _whole_vectors(grad, x, grad_x):
+        launch(
+            "permute",
+            "merge_bf16_backward",
+            FILLERS + plan.num_tokens,
+            256,
+            grad,
+            x,
+            plan.row_id_map,
+            plan.slots,
+            plan.pad_offsets,
+            plan.tokens_per_expert,
+            plan.expert_offsets,
+            merging_probs,
+            KINDS[merging_probs.dtype],
+            plan.prob_columns,
+            plan.max_experts_per_token,
+            plan.num_experts,
+            plan.num_out_tokens,
+            grad.shape[1] // 8,
+            FILLERS,
+            grad_x,
+            grad_probs,
+        )
+        return
+    source, column = sources(plan)
+    fill_bytes(grad_x, 0)
     launch(
         "permute",
         "merge_rows_backward",
