@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import numpy as np
 
 import fp8moe
 
+CACHE_BYTES = 50_000_000
+MAX_SETS = 8
 TOPICS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "moe")
 
 
@@ -74,10 +77,12 @@ class Cpu:
     def upload(self, x: np.ndarray) -> Any:
         return x
 
-    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-        call()
+    def seconds(self, calls: list[Callable[[], Any]], repeats: int) -> float:
+        """Median time of a call, in turn."""
+        for call in calls:
+            call()
         times = []
-        for _ in range(repeats):
+        for _, call in zip(range(repeats), itertools.cycle(calls), strict=False):
             start = time.perf_counter()
             call()
             times.append(time.perf_counter() - start)
@@ -87,7 +92,7 @@ class Cpu:
         """Bytes a second, read and written, of a copy far larger than the caches."""
         source = np.ones(2**26, np.float32)
         target = np.empty_like(source)
-        return 2 * source.nbytes / self.seconds(lambda: np.copyto(target, source), 5)
+        return 2 * source.nbytes / self.seconds([lambda: np.copyto(target, source)], 5)
 
 
 class Cuda:
@@ -103,27 +108,35 @@ class Cuda:
     def upload(self, x: np.ndarray) -> Any:
         return self.cupy.asarray(x)
 
-    def seconds(self, call: Callable[[], Any], repeats: int) -> float:
-        """Median over replays of a CUDA graph of the call: device time, launch gaps and host left out."""
+    def seconds(self, calls: list[Callable[[], Any]], repeats: int) -> float:
+        """Median over replays of a CUDA graph of the calls, a call: device time, without launch gaps."""
         with self.cupy.cuda.Stream(non_blocking=True) as stream:
-            call()  # compiles, and fills the memory pool that the capture draws on
+            for call in calls:  # compiles, and fills the memory pool that the capture draws on
+                call()
             stream.begin_capture()
-            call()
+            for call in calls:
+                call()
             graph = stream.end_capture()
-            events = [self.cupy.cuda.Event() for _ in range(repeats + 1)]
             graph.launch(stream)
-            events[0].record(stream)
-            for event in events[1:]:
-                graph.launch(stream)
-                event.record(stream)
-            stream.synchronize()
-        elapsed = self.cupy.cuda.get_elapsed_time
-        return float(np.median([elapsed(a, b) for a, b in itertools.pairwise(events)])) / 1e3
+            return self._between_events(lambda: graph.launch(stream), repeats, stream) / len(calls)
 
     def copy_rate(self) -> float:
-        source = self.cupy.ones(2**29, np.uint8)
+        source = self.cupy.ones(2**30, np.uint8)
         target = self.cupy.empty_like(source)
-        return 2 * source.nbytes / self.seconds(lambda: self.cupy.copyto(target, source), 20)
+        stream = self.cupy.cuda.get_current_stream()
+        copy = partial(self.cupy.copyto, target, source)
+        copy()
+        return 2 * source.nbytes / self._between_events(copy, 20, stream)
+
+    def _between_events(self, action: Callable[[], Any], repeats: int, stream: Any) -> float:
+        events = [self.cupy.cuda.Event() for _ in range(repeats + 1)]
+        events[0].record(stream)
+        for event in events[1:]:
+            action()
+            event.record(stream)
+        stream.synchronize()
+        elapsed = self.cupy.cuda.get_elapsed_time
+        return float(np.median([elapsed(a, b) for a, b in itertools.pairwise(events)])) / 1e3
 
 
 def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_list: bool = False) -> int:
@@ -163,7 +176,12 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
     arrays = case.prepare(*(machine.upload(a) for a in case.arrays))
     if not case.check(case.run(*arrays), *case.arrays):
         return None
-    seconds = machine.seconds(lambda: case.run(*arrays), repeats)
+    # Inputs take turns until they are larger together than any cache: 50 MB of L2 on an H200.
+    sets = [arrays]
+    size = sum(a.nbytes for a in case.arrays)
+    while len(sets) < MAX_SETS and size * len(sets) < 2 * CACHE_BYTES:
+        sets.append(case.prepare(*(machine.upload(a.copy()) for a in case.arrays)))
+    seconds = machine.seconds([partial(case.run, *each) for each in sets], repeats)
     limit = case.nbytes / rate if case.nbytes else None
     return Result(
         topic=topic,

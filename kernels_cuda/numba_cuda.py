@@ -15,7 +15,9 @@ from fp8moe.records import DeviceArray
 
 cuda: Any = importlib.import_module("numba.cuda")
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
+BLOCK = 4 if SIMULATED else 256  # threads of a block; the simulator makes a Python thread of each
 jit = cuda.jit
+int32: Any = importlib.import_module("numba").int32
 
 
 class _Exported:
@@ -31,12 +33,12 @@ class _Exported:
         }
 
 
-def run(kernel: Any, threads: int, *arguments: Any, block: int = 128) -> None:
-    """Launch over ``threads`` threads on the current CuPy stream."""
-    if threads == 0:
+def run(kernel: Any, blocks: int, shared_bytes: int, *arguments: Any) -> None:
+    """Launch ``blocks`` blocks of `BLOCK` threads on the current CuPy stream."""
+    if blocks == 0:
         return
     if SIMULATED:
-        kernel[-(-threads // block), block](*arguments)
+        kernel[blocks, BLOCK, 0, shared_bytes](*arguments)
         return
     import cupy
 
@@ -46,7 +48,7 @@ def run(kernel: Any, threads: int, *arguments: Any, block: int = 128) -> None:
     ]
     with warnings.catch_warnings():  # a plan is small: Numba warns of every launch of a few blocks
         warnings.simplefilter("ignore")
-        kernel[-(-threads // block), block, stream](*views)
+        kernel[blocks, BLOCK, stream, shared_bytes](*views)
 
 
 def scratch(shape: tuple[int, ...]) -> Any:

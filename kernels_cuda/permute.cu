@@ -202,22 +202,20 @@ extern "C" __global__ void __launch_bounds__(128)
   }
 }
 
-#define BACKWARD_THREADS 256
-#define BACKWARD_VECTORS 4  // 16-byte vectors a thread keeps: rows up to 8192 bfloat16
+#define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, that a lane has in flight
 
 // What: grad_x[row] = grad[t] * prob and grad_probs[t, column] = grad[t] . x[row], for each of t's rows;
 // zeros in the
-//   rows no token goes to. The dot product: float32 over a thread's values, float64 over threads, in a fixed
-//   order.
-// Bytes: grad read once, x read once, grad_x written once.
-// Launch: `fillers` blocks for the rows of zeros, then one block (256 threads) a token. grad_probs starts as
-// zeros.
-extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS)
+//   rows no token goes to. The dot product: float32 over 32 values, float64 beyond, in a fixed order.
+// Bytes: grad read once (and again from L1), x read once, grad_x written once.
+// Launch: `fillers` blocks for the rows of zeros, then one block (128 threads) a token, one warp a row of it,
+// so that
+//   no row waits for another's sum. grad_probs starts as zeros.
+extern "C" __global__ void __launch_bounds__(128)
     merge_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
                         const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                         i64 vectors, i64 fillers, uint4* grad_x, void* grad_probs) {
-  __shared__ double partial[BACKWARD_THREADS / 32];
   if (blockIdx.x < fillers) {
     i64 padding;
     const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
@@ -229,51 +227,44 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS)
     }
     return;
   }
-  const i64 token = blockIdx.x - fillers;
+  const i64 token = blockIdx.x - fillers, lane = threadIdx.x % 32;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
-  uint4 g[BACKWARD_VECTORS];
-#pragma unroll
-  for (int u = 0; u < BACKWARD_VECTORS; ++u) {
-    const i64 at = threadIdx.x + u * BACKWARD_THREADS;
-    g[u] = at < vectors ? load_streaming(grad + token * vectors + at) : make_uint4(0, 0, 0, 0);
-  }
-  for (int j = 0; j < count; ++j) {
+  const uint4* g = grad + token * vectors;
+  for (int j = threadIdx.x / 32; j < count; j += 4) {
     const int expert = mine[places + j];
     const i64 row = (i64)mine[j] + pad_offsets[expert];
     if (row < 0 || row >= rows) continue;
     const i64 entry = token * columns + (slots ? slots[token * places + j] : expert);
     const float w = load(probs, entry, (int)probs_kind);
-    uint4 v[BACKWARD_VECTORS];
+    double sum = 0.0;
+    for (i64 first = lane; first < vectors; first += 32 * BACKWARD_VECTORS) {
+      uint4 a[BACKWARD_VECTORS], b[BACKWARD_VECTORS];
 #pragma unroll
-    for (int u = 0; u < BACKWARD_VECTORS; ++u) {
-      const i64 at = threadIdx.x + u * BACKWARD_THREADS;
-      v[u] = at < vectors ? load_streaming(x + row * vectors + at) : make_uint4(0, 0, 0, 0);
-    }
-    float dot = 0.f;
-#pragma unroll
-    for (int u = 0; u < BACKWARD_VECTORS; ++u) {
-      const i64 at = threadIdx.x + u * BACKWARD_THREADS;
-      const u32 gw[4] = {g[u].x, g[u].y, g[u].z, g[u].w}, xw[4] = {v[u].x, v[u].y, v[u].z, v[u].w};
-      u32 product[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        product[i] = packed(low(gw[i]) * w, high(gw[i]) * w);
-        dot += low(gw[i]) * low(xw[i]);
-        dot += high(gw[i]) * high(xw[i]);
+      for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+        const i64 at = first + 32 * u;
+        b[u] = at < vectors ? load_streaming(x + row * vectors + at) : make_uint4(0, 0, 0, 0);
+        a[u] = at < vectors ? __ldg(g + at) : make_uint4(0, 0, 0, 0);
       }
-      if (at < vectors)
-        __stcs(grad_x + row * vectors + at, make_uint4(product[0], product[1], product[2], product[3]));
+      float dot = 0.f;
+#pragma unroll
+      for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+        const i64 at = first + 32 * u;
+        const u32 gw[4] = {a[u].x, a[u].y, a[u].z, a[u].w}, xw[4] = {b[u].x, b[u].y, b[u].z, b[u].w};
+        u32 product[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          product[i] = packed(low(gw[i]) * w, high(gw[i]) * w);
+          dot += low(gw[i]) * low(xw[i]);
+          dot += high(gw[i]) * high(xw[i]);
+        }
+        if (at < vectors)
+          __stcs(grad_x + row * vectors + at, make_uint4(product[0], product[1], product[2], product[3]));
+      }
+      sum += (double)dot;
     }
-    double sum = dot;
     for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
-    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int i = 1; i < BACKWARD_THREADS / 32; ++i) sum += partial[i];
-      store(grad_probs, entry, (int)probs_kind, sum);
-    }
-    __syncthreads();
+    if (lane == 0) store(grad_probs, entry, (int)probs_kind, sum);
   }
 }
 

@@ -128,12 +128,12 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
         permute(grad, plan, None, fill_padding=True, out=Permuted(grad_x, None, plan))
         return
     fill_bytes(grad_probs, 0)
-    if grad.dtype == BFLOAT16 and grad.size and grad.shape[1] <= 8192 and _whole_vectors(grad, x, grad_x):
+    if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
         launch(
             "permute",
             "merge_bf16_backward",
             FILLERS + plan.num_tokens,
-            256,
+            128,
             grad,
             x,
             plan.row_id_map,

@@ -1,125 +1,241 @@
-"""Planning as Numba kernels; a worked example is in `fp8moe.reference.plan`.
+"""Planning as Numba kernels: two launches for ids, three for a mask; a worked example is in
+`fp8moe.reference.plan`.
 
-First form: right and plain. One thread an expert walks over all entries, so that rows inside an expert keep
-the order of their tokens without atomics; then one thread a token sorts its few entries.
+What: a stable counting sort of the T * k entries by expert, in chunks of tokens, without atomic claims.
+`_count_chunks` ranks each entry among those of its expert in its chunk, one thread an expert;
+`_place_chunks` adds what earlier chunks and experts hold, and writes the map, one thread an entry.
+Bytes: the ids twice, a count for every chunk and expert, the map once; so little that latency is all.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.kernels_cuda.numba_cuda import cuda, jit, run, scratch
+from fp8moe.kernels_cuda.numba_cuda import BLOCK, cuda, int32, jit, run, scratch
 from fp8moe.records import PermutationPlan
+
+CHUNK = 512  # entries a block ranks: 64 blocks at 4096 tokens, top-8
 
 
 def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
-    run(_clear, 1, out.overflow)
-    _place(topk_ids, out.slots, out)
+    _place(topk_ids, out.slots, scratch((0,)), out)
 
 
 def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     tokens, width = out.num_tokens, out.max_experts_per_token
-    ids = scratch((tokens, width))
-    run(_clear, 1, out.overflow)
-    run(_mask_to_ids, tokens, routing_map, ids, out.overflow)
-    _place(ids, scratch((tokens, width)), out)
+    ids, excess = scratch((tokens, width)), scratch((tokens,))
+    run(_mask_to_ids, tokens, 4 * BLOCK, routing_map, ids, excess)
+    _place(ids, scratch((0, 0)), excess, out)
 
 
-def _place(ids: Any, slots: Any, out: PermutationPlan) -> None:
-    rank = scratch(tuple(ids.shape))
-    run(_rank_in_expert, out.num_experts, ids, rank, out.tokens_per_expert)
-    counts, padded = out.tokens_per_expert, out.padded_tokens_per_expert
-    run(_offsets, 1, counts, out.align_size, padded, out.pad_offsets, out.expert_offsets)
-    arguments = (ids, rank, out.expert_offsets, out.pad_offsets, out.num_out_tokens)
-    run(_map_token, out.num_tokens, *arguments, out.row_id_map, slots, out.overflow)
+def _place(ids: Any, slots: Any, excess: Any, out: PermutationPlan) -> None:
+    tokens, width = ids.shape
+    experts = out.num_experts
+    per_chunk = max(1, CHUNK // max(width, 1))
+    chunks = max(1, -(-tokens // per_chunk))
+    rank, counts = scratch((tokens, width)), scratch((chunks, experts))
+    entries = per_chunk * max(width, 1)
+    run(_count_chunks, chunks, 4 * entries, ids, per_chunk, rank, counts, out.overflow)
+    run(
+        _place_chunks,
+        chunks,
+        4 * (entries + 2 * experts + 2 * BLOCK + 1),
+        ids,
+        per_chunk,
+        rank,
+        counts,
+        excess,
+        out.align_size,
+        out.num_out_tokens,
+        out.row_id_map,
+        slots,
+        out.tokens_per_expert,
+        out.padded_tokens_per_expert,
+        out.pad_offsets,
+        out.expert_offsets,
+        out.overflow,
+    )
 
 
 @jit
-def _clear(overflow):  # type: ignore[no-untyped-def]
-    if cuda.grid(1) == 0:
+def _mask_to_ids(mask, ids, excess):  # type: ignore[no-untyped-def]
+    """One block a token: its experts in ascending order, then -1; excess: how many had no place."""
+    found = cuda.shared.array(0, int32)
+    token, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    experts, width = mask.shape[1], ids.shape[1]
+    share = (experts + threads - 1) // threads
+    begin = min(thread * share, experts)
+    end = min(begin + share, experts)
+    mine = 0
+    for expert in range(begin, end):
+        if mask[token, expert] != 0:
+            mine += 1
+    found[thread] = mine
+    cuda.syncthreads()
+    step = 1
+    while step < threads:  # inclusive sums
+        before = found[thread - step] if thread >= step else 0
+        cuda.syncthreads()
+        found[thread] += before
+        cuda.syncthreads()
+        step *= 2
+    place = found[thread] - mine
+    for expert in range(begin, end):
+        if mask[token, expert] != 0:
+            if place < width:
+                ids[token, place] = expert
+            place += 1
+    total = found[threads - 1]
+    for place in range(total + thread, width, threads):
+        ids[token, place] = -1
+    if thread == 0:
+        excess[token] = max(total - width, 0)
+
+
+@jit
+def _count_chunks(ids, per_chunk, rank, counts, overflow):  # type: ignore[no-untyped-def]
+    """One block a chunk of tokens: each entry's rank in its expert there, and the counts."""
+    entries = cuda.shared.array(0, int32)
+    chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    width = ids.shape[1]
+    first = chunk * per_chunk
+    here = min(per_chunk, ids.shape[0] - first) * width
+    for i in range(thread, here, threads):
+        entries[i] = ids[first + i // width, i % width]
+    cuda.syncthreads()
+    for expert in range(thread, counts.shape[1], threads):
+        count = 0
+        for i in range(here):
+            if entries[i] == expert:
+                rank[first + i // width, i % width] = count
+                count += 1
+        counts[chunk, expert] = count
+    if chunk == 0 and thread == 0:
         overflow[0] = 0
 
 
 @jit
-def _mask_to_ids(mask, ids, overflow):  # type: ignore[no-untyped-def]
-    """A token's experts in ascending order, -1 behind them; those past the width are counted."""
-    token = cuda.grid(1)
-    if token >= mask.shape[0]:
-        return
-    found = 0
-    for expert in range(mask.shape[1]):
-        if mask[token, expert] != 0:
-            if found < ids.shape[1]:
-                ids[token, found] = expert
+def _place_chunks(  # type: ignore[no-untyped-def]
+    ids,
+    per_chunk,
+    rank,
+    counts,
+    excess,
+    align,
+    num_out_tokens,
+    row_id_map,
+    slots,
+    tokens_per_expert,
+    padded_tokens_per_expert,
+    pad_offsets,
+    expert_offsets,
+    overflow,
+):
+    """One block a chunk: where each expert's rows of this chunk start, then one thread an entry."""
+    memory = cuda.shared.array(0, int32)
+    chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    tokens, width = ids.shape
+    chunks, experts = counts.shape
+    # in shared memory: rows of this chunk's entries | padded start | padding before | sums (two) | dropped
+    starts = per_chunk * max(width, 1)
+    pads = starts + experts
+    sums = pads + experts
+    dropped = sums + 2 * threads
+
+    share = (experts + threads - 1) // threads
+    begin = min(thread * share, experts)
+    end = min(begin + share, experts)
+    real = 0
+    padded = 0
+    for expert in range(begin, end):
+        total = 0
+        before = 0
+        for c in range(chunks):
+            count = counts[c, expert]
+            total += count
+            if c < chunk:
+                before += count
+        rows = (total + align - 1) // align * align
+        memory[starts + expert] = padded + before  # of this thread's experts; the others are added below
+        memory[pads + expert] = padded - real
+        if chunk == 0:
+            tokens_per_expert[expert] = total
+            padded_tokens_per_expert[expert] = rows
+            expert_offsets[expert + 1] = rows
+        real += total
+        padded += rows
+    memory[sums + thread] = real
+    memory[sums + threads + thread] = padded
+    if thread == 0:
+        memory[dropped] = 0
+    cuda.syncthreads()
+    step = 1
+    while step < threads:  # inclusive sums over threads
+        real_before = 0
+        padded_before = 0
+        if thread >= step:
+            real_before = memory[sums + thread - step]
+            padded_before = memory[sums + threads + thread - step]
+        cuda.syncthreads()
+        memory[sums + thread] += real_before
+        memory[sums + threads + thread] += padded_before
+        cuda.syncthreads()
+        step *= 2
+    real_before = memory[sums + thread] - real
+    padded_before = memory[sums + threads + thread] - padded
+    running = padded_before
+    for expert in range(begin, end):
+        memory[starts + expert] += padded_before
+        memory[pads + expert] += padded_before - real_before
+        if chunk == 0:
+            pad_offsets[expert] = memory[pads + expert]
+            running += expert_offsets[expert + 1]
+            expert_offsets[expert + 1] = running
+    if chunk == 0 and thread == 0:
+        expert_offsets[0] = 0
+    cuda.syncthreads()
+
+    first = chunk * per_chunk
+    here = min(per_chunk, tokens - first) * width
+    for i in range(thread, here, threads):
+        token = first + i // width
+        expert = ids[token, i % width]
+        row = -1
+        if expert >= 0:
+            if expert < experts:
+                padded_row = memory[starts + expert] + rank[token, i % width]
+                if padded_row < num_out_tokens:
+                    row = padded_row - memory[pads + expert]
+            if row < 0:  # no room, or no such expert
+                cuda.atomic.add(memory, dropped, 1)
+        memory[i] = row
+    cuda.syncthreads()
+
+    for i in range(thread, here, threads):
+        slot = i % width
+        token = first + i // width
+        row = memory[i]
+        place = 0  # descending rows, then the blanks
+        kept = 0
+        for other in range(i - slot, i - slot + width):
+            kept += 1 if memory[other] >= 0 else 0
+            if row >= 0:
+                place += 1 if memory[other] > row else 0
             else:
-                cuda.atomic.add(overflow, 0, 1)
-            found += 1
-    for place in range(found, ids.shape[1]):
-        ids[token, place] = -1
-
-
-@jit
-def _rank_in_expert(ids, rank, counts):  # type: ignore[no-untyped-def]
-    expert = cuda.grid(1)
-    if expert >= counts.shape[0]:
-        return
-    count = 0
-    for token in range(ids.shape[0]):
-        for slot in range(ids.shape[1]):
-            if ids[token, slot] == expert:
-                rank[token, slot] = count
-                count += 1
-    counts[expert] = count
-
-
-@jit
-def _offsets(counts, align, padded, pad_offsets, expert_offsets):  # type: ignore[no-untyped-def]
-    if cuda.grid(1) != 0:
-        return
-    start = 0
-    compact = 0
-    expert_offsets[0] = 0
-    for expert in range(counts.shape[0]):
-        rows = (counts[expert] + align - 1) // align * align
-        padded[expert] = rows
-        pad_offsets[expert] = start - compact
-        start += rows
-        compact += counts[expert]
-        expert_offsets[expert + 1] = start
-
-
-@jit
-def _map_token(ids, rank, expert_offsets, pad_offsets, num_out_tokens, row_id_map, slots, overflow):  # type: ignore[no-untyped-def]
-    """One row of the map: insertion sort of the token's entries by descending row."""
-    token = cuda.grid(1)
-    if token >= ids.shape[0]:
-        return
-    width = ids.shape[1]
-    count = 0
-    for place in range(2 * width):
-        row_id_map[token, place] = -1
-    for place in range(width):
-        slots[token, place] = -1
-    for slot in range(width):
-        expert = ids[token, slot]
-        if expert < 0:
-            continue
-        if expert >= pad_offsets.shape[0]:  # no such expert: dropped, as a row without room
-            cuda.atomic.add(overflow, 0, 1)
-            continue
-        padded_row = expert_offsets[expert] + rank[token, slot]
-        if padded_row >= num_out_tokens:
-            cuda.atomic.add(overflow, 0, 1)
-            continue
-        row = padded_row - pad_offsets[expert]
-        place = count
-        while place > 0 and row_id_map[token, place - 1] < row:
-            row_id_map[token, place] = row_id_map[token, place - 1]
-            row_id_map[token, width + place] = row_id_map[token, width + place - 1]
-            slots[token, place] = slots[token, place - 1]
-            place -= 1
+                place += 1 if memory[other] >= 0 or other < i else 0
         row_id_map[token, place] = row
-        row_id_map[token, width + place] = expert
-        slots[token, place] = slot
-        count += 1
-    row_id_map[token, 2 * width] = count
+        row_id_map[token, width + place] = ids[token, slot] if row >= 0 else -1
+        if slots.shape[0] > 0:
+            slots[token, place] = slot if row >= 0 else -1
+        if slot == 0:
+            row_id_map[token, 2 * width] = kept
+    if width == 0:
+        for token in range(thread, tokens, threads):
+            row_id_map[token, 0] = 0
+    lost = 0
+    for i in range(thread, min(per_chunk, excess.shape[0] - first), threads):
+        lost += excess[first + i]
+    if thread == 0:
+        lost += memory[dropped]
+    if lost > 0:
+        cuda.atomic.add(overflow, 0, lost)
