@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,3 +60,8 @@ def scratch(shape: tuple[int, ...]) -> Any:
 
     memory = cupy.empty(shape, np.int32)
     return DeviceArray(memory.data.ptr, shape, np.dtype(np.int32), memory.device.id, memory)
+
+
+def flat(x: Any) -> Any:
+    """The same buffer with one dimension."""
+    return x.reshape(-1) if SIMULATED else replace(x, shape=(x.size,))

@@ -31,79 +31,82 @@ __device__ __forceinline__ i64 unmapped_row(i64 i, i64 padding, const int* token
   return (i64)expert_offsets[lo] + tokens_per_expert[lo] + i - pad_offsets[lo];
 }
 
+#define ZEROS 2048  // bytes of zeros in shared memory, which padding rows are written from
+
 // What: out[destination] = x[token] for each of a token's destinations, its scale row and probability with
 // it;
 //   zeros in every row no token goes to, if `fill`.
-// Shapes: x [tokens, row_bytes], scales [tokens, scale_bytes], probs [tokens, prob_columns]; all multiples of
-// 16
-//   bytes (probs apart). A row travels in `pieces` of `piece_bytes`.
+// Shapes: x [tokens, row_bytes], scales [tokens, scale_bytes], probs [tokens, prob_columns]; rows are
+// multiples of
+//   16 bytes (probs apart). A row travels in `pieces` of `piece_bytes`.
 // Bytes: every token read once, every output row written once.
-// Launch: one warp a block, piece_bytes + scale_bytes + 16 of shared memory; `fillers` blocks for the rows of
-//   zeros come first, so that their writes run beside the reads; then tokens * pieces blocks.
+// Launch: one warp a piece of a token; ZEROS + piece_bytes + scale_bytes + 16 bytes of shared memory. Each
+// warp also
+//   writes its share of the rows of zeros, while its load is under way: the writes are spread evenly over the
+//   run.
 // Why: one bulk load and one bulk store a destination keep the most bytes in flight for the fewest
 // instructions.
 extern "C" __global__ void __launch_bounds__(32)
     permute_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, const u8* scales, i64 scale_bytes,
                  const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
                  const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets, i64 width,
-                 i64 experts, i64 rows, i64 fillers, u8* out, u8* out_scales, u8* out_probs) {
+                 i64 experts, i64 rows, i64 fill, i64 hinted, u8* out, u8* out_scales, u8* out_probs) {
   extern __shared__ __align__(128) u8 shared[];
-  const i64 lane = threadIdx.x;
-  if (blockIdx.x < fillers) {
-    const i64 bytes = piece_bytes > scale_bytes ? piece_bytes : scale_bytes;
-    for (i64 i = lane; i < bytes / 16; i += 32) ((uint4*)shared)[i] = make_uint4(0, 0, 0, 0);
-    __syncwarp();
-#if __CUDA_ARCH__ >= 900
-    fence_async();
-#endif
-    i64 padding;
-    const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
-    for (i64 i = blockIdx.x * 32 + lane; i < count; i += fillers * 32) {
-      const i64 row = unmapped_row(i, padding, tokens_per_expert, pad_offsets, expert_offsets, experts);
-      if (row < 0 || row >= rows) continue;
-#if __CUDA_ARCH__ >= 900
-      for (i64 at = 0; at < row_bytes; at += piece_bytes)
-        bulk_store(out + row * row_bytes + at, shared,
-                   (u32)(row_bytes - at < piece_bytes ? row_bytes - at : piece_bytes));
-      if (scales) bulk_store(out_scales + row * scale_bytes, shared, (u32)scale_bytes);
-#else
-      const uint4 zero = make_uint4(0, 0, 0, 0);
-      for (i64 at = 0; at < row_bytes; at += 16) *(uint4*)(out + row * row_bytes + at) = zero;
-      for (i64 at = 0; scales && at < scale_bytes; at += 16)
-        *(uint4*)(out_scales + row * scale_bytes + at) = zero;
-#endif
-      for (i64 b = 0; probs && b < prob_size; ++b) out_probs[row * prob_size + b] = 0;
-    }
-#if __CUDA_ARCH__ >= 900
-    bulk_finish();
-#endif
-    return;
-  }
-  const i64 unit = blockIdx.x - fillers, token = unit / pieces, piece = unit % pieces;
-  const int* mine = row_id_map + token * (2 * width + 1);
-  const int count = mine[2 * width];
-  if (count == 0) return;
+  u8* data = shared + ZEROS;
+  const i64 lane = threadIdx.x, unit = blockIdx.x, token = unit / pieces, piece = unit % pieces;
   const i64 begin = piece * piece_bytes;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
   const bool leads = piece == 0;
+  const int* mine = row_id_map + token * (2 * width + 1);
+  const int count = mine[2 * width];
 #if __CUDA_ARCH__ >= 900
-  u64* barrier = (u64*)(shared + piece_bytes + scale_bytes);
-  if (lane == 0) {
+  const u64 policy = evict_first();
+  u64* barrier = (u64*)(data + piece_bytes + scale_bytes);
+  if (lane == 0 && count > 0) {
     barrier_init(barrier);
     barrier_expect(barrier, bytes + (leads ? (u32)scale_bytes : 0u));
-    bulk_load(shared, x + token * row_bytes + begin, bytes, barrier);
+    bulk_load(data, x + token * row_bytes + begin, bytes, barrier);
     if (leads && scales)
-      bulk_load(shared + piece_bytes, scales + token * scale_bytes, (u32)scale_bytes, barrier);
+      bulk_load(data + piece_bytes, scales + token * scale_bytes, (u32)scale_bytes, barrier);
+  }
+#endif
+  if (fill) {
+    i64 padding;
+    const i64 blank = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
+    if (unit < blank) {
+      for (i64 i = lane; i < ZEROS / 16; i += 32) ((uint4*)shared)[i] = make_uint4(0, 0, 0, 0);
+      __syncwarp();
+#if __CUDA_ARCH__ >= 900
+      fence_async();
+#endif
+    }
+    for (i64 i = unit; i < blank; i += gridDim.x) {
+      const i64 row = unmapped_row(i, padding, tokens_per_expert, pad_offsets, expert_offsets, experts);
+      if (row < 0 || row >= rows) continue;
+#if __CUDA_ARCH__ >= 900
+      for (i64 at = lane * ZEROS; at < row_bytes; at += 32 * ZEROS)
+        bulk_store(out + row * row_bytes + at, shared,
+                   (u32)(row_bytes - at < ZEROS ? row_bytes - at : ZEROS));
+      for (i64 at = lane * ZEROS; scales && at < scale_bytes; at += 32 * ZEROS)
+        bulk_store(out_scales + row * scale_bytes + at, shared,
+                   (u32)(scale_bytes - at < ZEROS ? scale_bytes - at : ZEROS));
+#else
+      const uint4 zero = make_uint4(0, 0, 0, 0);
+      for (i64 at = lane * 16; at < row_bytes; at += 512) *(uint4*)(out + row * row_bytes + at) = zero;
+      for (i64 at = lane * 16; scales && at < scale_bytes; at += 512)
+        *(uint4*)(out_scales + row * scale_bytes + at) = zero;
+#endif
+      for (i64 b = lane; probs && b < prob_size; b += 32) out_probs[row * prob_size + b] = 0;
+    }
   }
   __syncwarp();
-#endif
   for (i64 j0 = 0; j0 < count; j0 += 32) {
     const i64 j = j0 + lane;
     i64 row = rows;
     if (j < count) {
       const int expert = mine[width + j];
       row = (i64)mine[j] + pad_offsets[expert];
-      if (leads && probs && row < rows) {
+      if (leads && probs && row >= 0 && row < rows) {
         const i64 from = token * prob_columns + (slots ? slots[token * width + j] : expert);
         for (i64 b = 0; b < prob_size; ++b) out_probs[row * prob_size + b] = probs[from * prob_size + b];
       }
@@ -111,8 +114,11 @@ extern "C" __global__ void __launch_bounds__(32)
 #if __CUDA_ARCH__ >= 900
     if (j0 == 0) barrier_wait(barrier);
     if (row >= 0 && row < rows) {
-      bulk_store(out + row * row_bytes + begin, shared, bytes);
-      if (leads && scales) bulk_store(out_scales + row * scale_bytes, shared + piece_bytes, (u32)scale_bytes);
+      if (hinted)
+        bulk_store_hinted(out + row * row_bytes + begin, data, bytes, policy);
+      else
+        bulk_store(out + row * row_bytes + begin, data, bytes);
+      if (leads && scales) bulk_store(out_scales + row * scale_bytes, data + piece_bytes, (u32)scale_bytes);
     }
 #else
     for (i64 k = 0; k < 32 && j0 + k < count; ++k) {
@@ -158,22 +164,24 @@ __device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighte
 // What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32.
 // Shapes: x [rows, width] bfloat16, width a multiple of 8; out [tokens, width].
 // Bytes: every mapped row read once, every token written once.
-// Launch: one block (128 threads) a token; a thread has eight 16-byte loads in flight.
+// Launch: blocks of 128 threads, one a token and `share` of its vectors; a thread has eight 16-byte loads in
+// flight.
 extern "C" __global__ void __launch_bounds__(128)
     merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
-               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors,
+               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
                uint4* out) {
   __shared__ i64 from[MERGE_PLACES];
   __shared__ float weight[MERGE_PLACES];
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
-  for (i64 first = 0; first < vectors; first += blockDim.x) {
+  const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
+  for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
     float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     for (int j0 = 0; j0 < count; j0 += MERGE_PLACES) {
       const int here = count - j0 < MERGE_PLACES ? count - j0 : MERGE_PLACES;
-      if (first == 0 || count > MERGE_PLACES) {
+      if (first == begin || count > MERGE_PLACES) {
         __syncthreads();
         for (int j = threadIdx.x; j < here; j += blockDim.x) {
           const int expert = mine[places + j0 + j];
@@ -185,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(128)
         }
         __syncthreads();
       }
-      if (at >= vectors) continue;
+      if (at >= end) continue;
       for (int j = 0; j < here; j += 8) {
         uint4 v[8];
 #pragma unroll
@@ -196,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(128)
           if (j + u < here && from[j + u] >= 0) add(total, v[u], probs ? weight[j + u] : 1.f, probs != 0);
       }
     }
-    if (at < vectors)
+    if (at < end)
       __stcs(out + token * vectors + at, make_uint4(packed(total[0], total[1]), packed(total[2], total[3]),
                                                     packed(total[4], total[5]), packed(total[6], total[7])));
   }
@@ -211,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // Launch: `fillers` blocks for the rows of zeros, then one block (128 threads) a token, one warp a row of it,
 // so that
 //   no row waits for another's sum. grad_probs starts as zeros.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(256)
     merge_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
                         const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
@@ -231,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
   const uint4* g = grad + token * vectors;
-  for (int j = threadIdx.x / 32; j < count; j += 4) {
+  for (int j = threadIdx.x / 32; j < count; j += blockDim.x / 32) {
     const int expert = mine[places + j];
     const i64 row = (i64)mine[j] + pad_offsets[expert];
     if (row < 0 || row >= rows) continue;

@@ -12,6 +12,10 @@ from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, 
 
 FILLERS = 528  # blocks that write rows of zeros: four for each of an H200's 132 multiprocessors
 PIECE = 16_384  # bytes of a row that one warp moves at a time
+ZEROS = 2048  # as in permute.cu
+HINTED = False
+SHARE = 256
+BACKWARD = 256
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -45,11 +49,10 @@ def _permute_rows(
     scale_bytes = 0 if scales is None else scales.nbytes // tokens
     pieces = -(-row_bytes // PIECE)
     piece_bytes = -(-row_bytes // pieces // 16) * 16
-    fillers = FILLERS if fill else 0
     launch(
         "permute",
         "permute_rows",
-        fillers + tokens * pieces,
+        tokens * pieces,
         32,
         data,
         row_bytes,
@@ -68,11 +71,12 @@ def _permute_rows(
         plan.max_experts_per_token,
         plan.num_experts,
         plan.num_out_tokens,
-        fillers,
+        fill,
+        HINTED,
         out,
         out_scales,
         out_probs,
-        shared=piece_bytes + scale_bytes + 16,
+        shared=ZEROS + piece_bytes + scale_bytes + 16,
     )
 
 
@@ -95,7 +99,9 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any, *, out: Any) ->
     )
     maps = (plan.row_id_map, plan.slots, plan.pad_offsets)
     if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
-        launch("permute", "merge_bf16", tokens, 128, x, *maps, *probs, width // 8, out)
+        vectors = width // 8
+        grid = (tokens, -(-vectors // SHARE))
+        launch("permute", "merge_bf16", grid, 128, x, *maps, *probs, vectors, SHARE, out)
         return
     launch("permute", "merge_rows", tokens, 256, *rows_of(x), *maps, *probs, width, KINDS[out.dtype], out)
 
@@ -133,7 +139,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
             "permute",
             "merge_bf16_backward",
             FILLERS + plan.num_tokens,
-            128,
+            BACKWARD,
             grad,
             x,
             plan.row_id_map,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.kernels_cuda.numba_cuda import BLOCK, cuda, int32, jit, run, scratch
+from fp8moe.kernels_cuda.numba_cuda import BLOCK, cuda, flat, int32, jit, run, scratch
 from fp8moe.records import PermutationPlan
 
 CHUNK = 512  # entries a block ranks: 64 blocks at 4096 tokens, top-8
@@ -33,9 +33,10 @@ def _place(ids: Any, slots: Any, excess: Any, out: PermutationPlan) -> None:
     experts = out.num_experts
     per_chunk = max(1, CHUNK // max(width, 1))
     chunks = max(1, -(-tokens // per_chunk))
-    rank, counts = scratch((tokens, width)), scratch((chunks, experts))
+    rank, counts = scratch((tokens * width,)), scratch((chunks, experts))
     entries = per_chunk * max(width, 1)
-    run(_count_chunks, chunks, 4 * entries, ids, per_chunk, rank, counts, out.overflow)
+    ids = flat(ids)
+    run(_count_chunks, chunks, 4 * entries, ids, entries, rank, counts, out.overflow)
     run(
         _place_chunks,
         chunks,
@@ -94,20 +95,19 @@ def _mask_to_ids(mask, ids, excess):  # type: ignore[no-untyped-def]
 
 @jit
 def _count_chunks(ids, per_chunk, rank, counts, overflow):  # type: ignore[no-untyped-def]
-    """One block a chunk of tokens: each entry's rank in its expert there, and the counts."""
+    """One block a chunk of entries: each entry's rank in its expert there, and the counts."""
     entries = cuda.shared.array(0, int32)
     chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    width = ids.shape[1]
     first = chunk * per_chunk
-    here = min(per_chunk, ids.shape[0] - first) * width
+    here = min(per_chunk, ids.shape[0] - first)
     for i in range(thread, here, threads):
-        entries[i] = ids[first + i // width, i % width]
+        entries[i] = ids[first + i]
     cuda.syncthreads()
     for expert in range(thread, counts.shape[1], threads):
         count = 0
         for i in range(here):
             if entries[i] == expert:
-                rank[first + i // width, i % width] = count
+                rank[first + i] = count
                 count += 1
         counts[chunk, expert] = count
     if chunk == 0 and thread == 0:
@@ -134,7 +134,7 @@ def _place_chunks(  # type: ignore[no-untyped-def]
     """One block a chunk: where each expert's rows of this chunk start, then one thread an entry."""
     memory = cuda.shared.array(0, int32)
     chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    tokens, width = ids.shape
+    tokens, width = row_id_map.shape[0], (row_id_map.shape[1] - 1) // 2
     chunks, experts = counts.shape
     # in shared memory: rows of this chunk's entries | padded start | padding before | sums (two) | dropped
     starts = per_chunk * max(width, 1)
@@ -150,11 +150,35 @@ def _place_chunks(  # type: ignore[no-untyped-def]
     for expert in range(begin, end):
         total = 0
         before = 0
-        for c in range(chunks):
+        c = 0
+        while c + 8 <= chunks:  # eight loads in flight
+            c0, c1, c2, c3 = (
+                counts[c, expert],
+                counts[c + 1, expert],
+                counts[c + 2, expert],
+                counts[c + 3, expert],
+            )
+            c4, c5, c6, c7 = (
+                counts[c + 4, expert],
+                counts[c + 5, expert],
+                counts[c + 6, expert],
+                counts[c + 7, expert],
+            )
+            eight = c0 + c1 + c2 + c3 + c4 + c5 + c6 + c7
+            total += eight
+            if c + 8 <= chunk:
+                before += eight
+            else:
+                before += (c0 if c < chunk else 0) + (c1 if c + 1 < chunk else 0)
+                before += (c2 if c + 2 < chunk else 0) + (c3 if c + 3 < chunk else 0)
+                before += (c4 if c + 4 < chunk else 0) + (c5 if c + 5 < chunk else 0)
+                before += c6 if c + 6 < chunk else 0
+            c += 8
+        while c < chunks:
             count = counts[c, expert]
             total += count
-            if c < chunk:
-                before += count
+            before += count if c < chunk else 0
+            c += 1
         rows = (total + align - 1) // align * align
         memory[starts + expert] = padded + before  # of this thread's experts; the others are added below
         memory[pads + expert] = padded - real
@@ -198,12 +222,11 @@ def _place_chunks(  # type: ignore[no-untyped-def]
     first = chunk * per_chunk
     here = min(per_chunk, tokens - first) * width
     for i in range(thread, here, threads):
-        token = first + i // width
-        expert = ids[token, i % width]
+        expert = ids[first * width + i]
         row = -1
         if expert >= 0:
             if expert < experts:
-                padded_row = memory[starts + expert] + rank[token, i % width]
+                padded_row = memory[starts + expert] + rank[first * width + i]
                 if padded_row < num_out_tokens:
                     row = padded_row - memory[pads + expert]
             if row < 0:  # no room, or no such expert
@@ -224,7 +247,7 @@ def _place_chunks(  # type: ignore[no-untyped-def]
             else:
                 place += 1 if memory[other] >= 0 or other < i else 0
         row_id_map[token, place] = row
-        row_id_map[token, width + place] = ids[token, slot] if row >= 0 else -1
+        row_id_map[token, width + place] = ids[first * width + i] if row >= 0 else -1
         if slots.shape[0] > 0:
             slots[token, place] = slot if row >= 0 else -1
         if slot == 0:
