@@ -16,7 +16,8 @@ from fp8moe.records import DeviceArray
 
 cuda: Any = importlib.import_module("numba.cuda")
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
-BLOCK = 4 if SIMULATED else 256  # threads of a block; the simulator makes a Python thread of each
+# Threads of a block, and of one that scans a single token; the simulator makes a Python thread of each.
+BLOCK, WARP = (4, 2) if SIMULATED else (256, 32)
 jit = cuda.jit
 int32: Any = importlib.import_module("numba").int32
 
@@ -34,12 +35,12 @@ class _Exported:
         }
 
 
-def run(kernel: Any, blocks: int, shared_bytes: int, *arguments: Any) -> None:
-    """Launch ``blocks`` blocks of `BLOCK` threads on the current CuPy stream."""
+def run(kernel: Any, blocks: int, threads: int, shared_bytes: int, *arguments: Any) -> None:
+    """Launch on the current CuPy stream."""
     if blocks == 0:
         return
     if SIMULATED:
-        kernel[blocks, BLOCK, 0, shared_bytes](*arguments)
+        kernel[blocks, threads, 0, shared_bytes](*arguments)
         return
     import cupy
 
@@ -49,7 +50,7 @@ def run(kernel: Any, blocks: int, shared_bytes: int, *arguments: Any) -> None:
     ]
     with warnings.catch_warnings():  # a plan is small: Numba warns of every launch of a few blocks
         warnings.simplefilter("ignore")
-        kernel[blocks, BLOCK, stream, shared_bytes](*views)
+        kernel[blocks, threads, stream, shared_bytes](*views)
 
 
 def scratch(shape: tuple[int, ...]) -> Any:

@@ -10,12 +10,13 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
-FILLERS = 528  # blocks that write rows of zeros: four for each of an H200's 132 multiprocessors
+# Tuned on an H200; kernels_cuda/README.md has the figures.
 PIECE = 16_384  # bytes of a row that one warp moves at a time
 ZEROS = 2048  # as in permute.cu
-HINTED = False
-SHARE = 256
-BACKWARD = 256
+LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 make a bad second wave
+LONG_ROW_SHARED = 14_000
+SHARE = 256  # vectors of a row that a block of merge_bf16 sums
+FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -72,11 +73,11 @@ def _permute_rows(
         plan.num_experts,
         plan.num_out_tokens,
         fill,
-        HINTED,
+        row_bytes < LONG_ROW,  # short rows leave L2 first: 17.4 us against 18.1
         out,
         out_scales,
         out_probs,
-        shared=ZEROS + piece_bytes + scale_bytes + 16,
+        shared=max(ZEROS + piece_bytes + scale_bytes + 16, LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0),
     )
 
 
@@ -139,7 +140,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
             "permute",
             "merge_bf16_backward",
             FILLERS + plan.num_tokens,
-            BACKWARD,
+            256 if grad.shape[1] > 2048 else 64,
             grad,
             x,
             plan.row_id_map,

@@ -2,7 +2,7 @@
 `fp8moe.reference.plan`.
 
 What: a stable counting sort of the T * k entries by expert, in chunks of tokens, without atomic claims.
-`_count_chunks` ranks each entry among those of its expert in its chunk, one thread an expert;
+`_count_chunks` ranks each entry among those of its expert in its chunk;
 `_place_chunks` adds what earlier chunks and experts hold, and writes the map, one thread an entry.
 Bytes: the ids twice, a count for every chunk and expert, the map once; so little that latency is all.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.kernels_cuda.numba_cuda import BLOCK, cuda, flat, int32, jit, run, scratch
+from fp8moe.kernels_cuda.numba_cuda import BLOCK, WARP, cuda, flat, int32, jit, run, scratch
 from fp8moe.records import PermutationPlan
 
 CHUNK = 512  # entries a block ranks: 64 blocks at 4096 tokens, top-8
@@ -24,7 +24,7 @@ def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
 def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     tokens, width = out.num_tokens, out.max_experts_per_token
     ids, excess = scratch((tokens, width)), scratch((tokens,))
-    run(_mask_to_ids, tokens, 4 * BLOCK, routing_map, ids, excess)
+    run(_mask_to_ids, tokens, WARP, 4 * WARP, routing_map, ids, excess)
     _place(ids, scratch((0, 0)), excess, out)
 
 
@@ -36,10 +36,12 @@ def _place(ids: Any, slots: Any, excess: Any, out: PermutationPlan) -> None:
     rank, counts = scratch((tokens * width,)), scratch((chunks, experts))
     entries = per_chunk * max(width, 1)
     ids = flat(ids)
-    run(_count_chunks, chunks, 4 * entries, ids, entries, rank, counts, out.overflow)
+    shared = 4 * (entries + experts)
+    run(_count_chunks, chunks, BLOCK, shared, ids, entries, rank, counts, out.overflow)
     run(
         _place_chunks,
         chunks,
+        BLOCK,
         4 * (entries + 2 * experts + 2 * BLOCK + 1),
         ids,
         per_chunk,
@@ -96,20 +98,37 @@ def _mask_to_ids(mask, ids, excess):  # type: ignore[no-untyped-def]
 @jit
 def _count_chunks(ids, per_chunk, rank, counts, overflow):  # type: ignore[no-untyped-def]
     """One block a chunk of entries: each entry's rank in its expert there, and the counts."""
-    entries = cuda.shared.array(0, int32)
+    memory = cuda.shared.array(0, int32)  # the entries | how many each expert has
     chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    experts = counts.shape[1]
     first = chunk * per_chunk
     here = min(per_chunk, ids.shape[0] - first)
     for i in range(thread, here, threads):
-        entries[i] = ids[first + i]
+        memory[i] = ids[first + i]
+    for expert in range(thread, experts, threads):
+        memory[per_chunk + expert] = 0
     cuda.syncthreads()
-    for expert in range(thread, counts.shape[1], threads):
-        count = 0
-        for i in range(here):
-            if entries[i] == expert:
-                rank[first + i] = count
-                count += 1
-        counts[chunk, expert] = count
+    for i in range(thread, here, threads):
+        expert = memory[i]
+        count = 0  # of the same expert before this one
+        j = 0
+        while j + 8 <= i:  # eight loads in flight
+            a, b, c, d = memory[j], memory[j + 1], memory[j + 2], memory[j + 3]
+            e, f, g, h = memory[j + 4], memory[j + 5], memory[j + 6], memory[j + 7]
+            count += (1 if a == expert else 0) + (1 if b == expert else 0)
+            count += (1 if c == expert else 0) + (1 if d == expert else 0)
+            count += (1 if e == expert else 0) + (1 if f == expert else 0)
+            count += (1 if g == expert else 0) + (1 if h == expert else 0)
+            j += 8
+        while j < i:
+            count += 1 if memory[j] == expert else 0
+            j += 1
+        rank[first + i] = count
+        if 0 <= expert < experts:
+            cuda.atomic.add(memory, per_chunk + expert, 1)  # a count: the order does not matter
+    cuda.syncthreads()
+    for expert in range(thread, experts, threads):
+        counts[chunk, expert] = memory[per_chunk + expert]
     if chunk == 0 and thread == 0:
         overflow[0] = 0
 
