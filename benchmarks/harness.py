@@ -195,7 +195,7 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
         copy_gb_s=rate / 1e9,
         versions=versions(),
         commit=commit(),
-        command="python -m fp8moe " + " ".join(sys.argv[1:]),
+        command=command(),
     )
 
 
@@ -234,6 +234,15 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("FP8MOE_COMMIT", "unknown")
     return name + ("+" if changed else "")
+
+
+def command() -> str:
+    """The command line of this run, without where its results go."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["python -m fp8moe", *words])
 
 
 def routing(tokens: int, experts: int, topk: int, seed: int = 0) -> np.ndarray:

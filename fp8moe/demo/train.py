@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import commit
+from fp8moe.benchmarks.harness import command, commit
 from fp8moe.demo.model import Config, Model, batches, learning_rate
 from fp8moe.moe import RECIPES
 
@@ -107,12 +106,13 @@ def picture(runs: dict[str, Run], path: Path) -> None:
     )
     base = np.array(runs["bf16"].losses)
     width = max(1, len(base) // 10)
-    for recipe, run in runs.items():
-        top.plot(run.losses, label=f"{recipe} ({run.final:.4f})", linewidth=1)
+    for color, (recipe, run) in enumerate(runs.items()):
+        top.plot(run.losses, f"C{color}", label=f"{recipe} ({run.final:.4f})", linewidth=1)
         if recipe != "bf16" and len(base) >= width:
             window = np.ones(width) / width
             smooth = np.convolve(run.losses, window, "valid") / np.convolve(base, window, "valid") - 1
-            below.plot(np.arange(width - 1, len(base)), smooth * 100, label=recipe, linewidth=1)
+            steps = np.arange(width - 1, len(base))
+            below.plot(steps, smooth * 100, f"C{color}", label=recipe, linewidth=1)
     below.axhspan(-100 * ALLOWED_DEVIATION, 100 * ALLOWED_DEVIATION, color="0.9")
     top.set_ylabel("loss, nats a byte")
     top.legend(title="recipe (mean of the last tenth)")
@@ -172,7 +172,7 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
         "config": asdict(config),
         "device": device,
         "commit": commit(),
-        "command": "python -m fp8moe " + " ".join(sys.argv[1:]),
+        "command": command(),
         "runs": {r: asdict(run) | {"final": run.final} for r, run in runs.items()},
     }
     (folder / "results.json").write_text(json.dumps(report) + "\n")
