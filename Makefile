@@ -1,6 +1,9 @@
 # Two commands: `make test` and `make demo`. Each makes its own environment on a fresh machine.
 PYTHON ?= python3
 
+# A machine with an NVIDIA driver gets the CUDA backend too, for the driver's CUDA version.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,cuda\1/p')
+
 .PHONY: test lint demo clean
 
 test: .venv/ready lint
@@ -26,7 +29,7 @@ demo: .venv-demo/ready
 .venv-demo/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install --quiet --upgrade pip
-	.venv-demo/bin/python -m pip install --quiet -e '.[bench]'
+	.venv-demo/bin/python -m pip install --quiet -e '.[bench$(CUDA)]'
 	touch $@
 
 clean:

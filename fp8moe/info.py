@@ -65,6 +65,8 @@ def _require_device() -> None:
     runtime = importlib.import_module("cupy").cuda.runtime
     if runtime.getDeviceCount() == 0:
         raise RuntimeError("no CUDA device")
+    for room in ROOMS:
+        importlib.import_module(f"fp8moe.kernels_cuda.{room}")
 
 
 def _devices() -> list[str]:

@@ -14,7 +14,13 @@ import numpy as np
 
 from fp8moe.records import DeviceArray
 
-cuda: Any = importlib.import_module("numba.cuda")
+try:
+    cuda: Any = importlib.import_module("numba.cuda")
+except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep inside
+    raise ImportError(
+        f"Numba's CUDA target cannot be imported ({type(error).__name__}: {error}); "
+        "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
+    ) from error
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
 # Threads of a block, and of one that scans a single token; the simulator makes a Python thread of each.
 BLOCK, WARP = (4, 2) if SIMULATED else (256, 32)
