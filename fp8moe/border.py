@@ -296,10 +296,13 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
     strides = interface.get("strides")
     if strides and not dlpack.is_c_contiguous(shape, tuple(s // dtype.itemsize for s in strides)):
         raise _not_contiguous(name, shape, strides, "a contiguous copy")
-    ptr = interface["data"][0]
-    device = 0
-    if ptr:
+    ptr, device = interface["data"][0], 0
+    if 0 not in shape:
         attributes = require_cupy(f"{name} on CUDA").cuda.runtime.pointerGetAttributes(ptr)
+        if attributes.type not in (2, 3):  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
+            raise TypeError(
+                f"{name}: got an array at {ptr:#x}, no CUDA device's memory; wanted a device array"
+            )
         device = attributes.device
     return DeviceArray(ptr, shape, dtype, device, x)
 

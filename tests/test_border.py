@@ -46,7 +46,7 @@ def test_torch_float8_is_viewed(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8"])
 def test_jax_in_and_out(dtype):
     jax = pytest.importorskip("jax")
-    x = jax.numpy.arange(12).reshape(3, 4).astype(dtype)
+    x = jax.device_put(np.arange(12).reshape(3, 4), jax.devices("cpu")[0]).astype(dtype)
     view = raw(x)
     assert view.ctypes.data == x.unsafe_buffer_pointer()
     assert view.dtype.name == dtype
@@ -166,3 +166,29 @@ def test_a_torch_caller_imports_only_torch():
         "assert not {'jax', 'cupy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arrays_on_two_devices_are_refused(monkeypatch):
+    """Device 0 is a device like any other, not the absence of one."""
+
+    class Elsewhere(border.Family):
+        def view(self, x, name):
+            return fp8moe.records.DeviceArray(16, x.shape, x.dtype, x.device, x)
+
+    class Array:
+        def __init__(self, device):
+            self.shape, self.dtype, self.device = (2, 128), np.dtype(np.float32), device
+
+    family_of = border.family_of
+    monkeypatch.setattr(
+        border, "family_of", lambda x, name: Elsewhere() if isinstance(x, Array) else family_of(x, name)
+    )
+    on_cpu = np.ones((2, 128), np.float32)
+    for first, second, words in (
+        (Array(0), on_cpu, "b: got an array on the CPU; wanted CUDA device 0, where a lies"),
+        (on_cpu, Array(0), "b: got an array on CUDA device 0; wanted the CPU, where a lies"),
+        (Array(1), Array(0), "b: got an array on CUDA device 0; wanted CUDA device 1"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            border.enter(a=first, b=second)
+    assert border.enter(a=Array(0), b=Array(0)).device == 0

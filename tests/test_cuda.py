@@ -402,3 +402,12 @@ def test_past_two_to_the_31_elements():
     # eight equal rows: times eight, exact in bfloat16
     wanted = x[entries].astype(cupy.float32) * 8
     assert bool((merged[entries].astype(cupy.float32) == wanted).all())
+
+
+def test_arrays_on_both_devices_are_refused():
+    x, ids = np.ones((4, 128), np.float32), np.zeros((4, 1), np.int32)
+    plan = fp8moe.plan_topk(ids, 2)
+    with pytest.raises(TypeError, match="got an array on the CPU; wanted CUDA device 0"):
+        fp8moe.permute(upload(x), plan)
+    with pytest.raises(TypeError, match="got an array on CUDA device 0; wanted the CPU"):
+        fp8moe.permute(x, upload(plan))
