@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ class Call:
         if value is not None and is_metadata(value):
             family_of(value, name)  # a number or a tuple where an array belongs: refused there
         value = map_arrays(self._take_array, value, name)
-        return map_quant_tensors(_as_codes, value)
+        return _as_codes(value) if isinstance(value, QuantTensor) else value
 
     def _take_array(self, name: str, array: Any) -> RawArray:
         family = family_of(array, name)
@@ -103,20 +104,11 @@ class Call:
         return cupy.asnumpy(_cupy_view(cupy, raw)).view(raw.dtype)
 
 
-def map_quant_tensors(fn: Callable[[QuantTensor], QuantTensor], value: Any) -> Any:
-    """Apply ``fn`` to a QuantTensor, also inside a record's direct fields or a tuple."""
-    if isinstance(value, QuantTensor):
-        return fn(value)
-    if isinstance(value, tuple):
-        return tuple(map_quant_tensors(fn, v) for v in value)
-    return value
-
-
 def _as_codes(q: QuantTensor) -> QuantTensor:
     """Codes are bytes inside the library, whatever float8 dtype they came as."""
-    if isinstance(q.data, (np.ndarray, DeviceArray)) and q.data.dtype == FLOAT8_DTYPES.get(q.fmt):
-        return QuantTensor(q.data.view(np.dtype(np.uint8)), q.scales, q.fmt, q.block, q.layout)
-    return q
+    if q.data.dtype != FLOAT8_DTYPES.get(q.fmt):
+        return q
+    return replace(q, data=q.data.view(np.dtype(np.uint8)))
 
 
 def describe(device: Device) -> str:

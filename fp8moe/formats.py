@@ -49,6 +49,10 @@ BLOCKS: dict[Block, tuple[tuple[str, ...], np.dtype]] = {
 }
 
 
+#: row-wise block -> the block of the transposed tensor
+COLUMN_BLOCK: dict[Block, tuple[int, int]] = {(1, 128): (128, 1), (1, 32): (32, 1)}
+
+
 def is_mx(block: Block) -> bool:
     """Whether the block is an OCP MX one: 32 values and one E8M0 exponent."""
     return block in ((1, 32), (32, 1))

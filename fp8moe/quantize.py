@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from fp8moe import border, checks, tracing
-from fp8moe.formats import BFLOAT16, BLOCKS, FORMATS, Block, data_shape, scale_shape
+from fp8moe.formats import BFLOAT16, BLOCKS, COLUMN_BLOCK, FORMATS, Block, data_shape, scale_shape
 from fp8moe.records import ArraySpec, Quantized, QuantTensor
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
 QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
-_TRANSPOSED = {(1, 128): (128, 1), (1, 32): (32, 1), (128, 128): (128, 128)}
+_TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
 def quantize(

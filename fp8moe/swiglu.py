@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from fp8moe import border, checks
-from fp8moe.formats import Block
+from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.quantize import quant_spec
 from fp8moe.records import Activation, ArraySpec, Quantized, SwigluGrad
 from fp8moe.transpose import column_scale_rows
-
-_COLUMN_BLOCK = {(1, 128): (128, 1), (1, 32): (32, 1)}
 
 
 def swiglu(
@@ -132,7 +130,7 @@ def swiglu_quantize_backward(
         grad=grad,
         expert_offsets=expert_offsets,
     )
-    width = checks.choice("block", block, _COLUMN_BLOCK)[1]
+    width = checks.choice("block", block, COLUMN_BLOCK)[1]
     if a.grad.shape[1] % width:
         raise ValueError(
             f"grad: got F = {a.grad.shape[1]}; wanted a multiple of {width}, so that no block spans both "
@@ -157,13 +155,13 @@ def activation_spec(
     shape: tuple[int, int], fmt: str, block: Block, columnwise: bool, offsets: Any, align_size: int
 ) -> Any:
     """Shapes of a quantised activation [P, F], row-wise or in both orientations."""
-    checks.choice("block", block, _COLUMN_BLOCK)
+    checks.choice("block", block, COLUMN_BLOCK)
     checks.choice("fmt", fmt, ("e4m3", "e5m2"))
     align_size = checks.integer("align_size", align_size, 1)
     rowwise = quant_spec(shape, fmt, block, "compact")
     if not columnwise:
         return rowwise
-    column = _COLUMN_BLOCK[block]  # type: ignore[index]
+    column = COLUMN_BLOCK[block]  # type: ignore[index]
     rows = None
     if offsets is not None:
         rows = column_scale_rows(shape[0], offsets.shape[0] - 1, column[0], align_size)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fp8moe import border, checks
-from fp8moe.formats import ceil_div
+from fp8moe.formats import COLUMN_BLOCK, ceil_div
 from fp8moe.quantize import quant_spec
 from fp8moe.records import PermutationPlan, QuantTensor
-
-_COLUMN_BLOCK = {(1, 128): (128, 1), (1, 32): (32, 1)}
 
 
 def scaling_aware_transpose(
@@ -35,7 +33,7 @@ def scaling_aware_transpose(
     """
     call = border.enter(q=q, expert_offsets=expert_offsets)
     a = call.args
-    checks.quant_tensor("q", a.q, _COLUMN_BLOCK)
+    checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.choice("target", target, ("column", "tile"))
     align_size = checks.integer("align_size", align_size, 1)
     experts = None
@@ -56,7 +54,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
     call = border.enter(q=q, plan=plan)
     a = call.args
     checks.plan(a.plan)
-    checks.quant_tensor("q", a.q, _COLUMN_BLOCK)
+    checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
     spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size)
     out = call.empty(spec)
@@ -65,7 +63,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
 
 
 def transpose_spec(q: Any, rows: int, experts: int | None, align_size: int) -> QuantTensor:
-    block = _COLUMN_BLOCK[q.block]
+    block = COLUMN_BLOCK[q.block]
     scale_rows = None if experts is None else column_scale_rows(rows, experts, block[0], align_size)
     return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", scale_rows)
 

@@ -20,7 +20,7 @@ from fp8moe.reference.numerics import DECODE, decode_scales, split_rows, to_f32
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
     entries = Entries(plan)
-    source = _inverse(entries.row, entries.token, plan.num_out_tokens)
+    source = inverse(entries.row, entries.token, plan.num_out_tokens)
     gather_rows(x, source, fill_padding, out.data)
     if probs is not None:
         if fill_padding:
@@ -39,7 +39,7 @@ def unpermute_backward(
     grad_x, grad_probs = out
     entries = Entries(plan)
     if merging_probs is None:
-        gather_rows(grad, _inverse(entries.row, entries.token, plan.num_out_tokens), True, grad_x)
+        gather_rows(grad, inverse(entries.row, entries.token, plan.num_out_tokens), True, grad_x)
         return
     wide = _wide(grad.dtype)
     grad_wide = _widen(grad, wide)
@@ -85,10 +85,10 @@ def sort_chunks_backward(
     rows_in, rows_out = len(_data(out[0])), len(_data(grad))
     source, _ = _chunk_sources(split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, rows_out)
     moved = np.nonzero(source >= 0)[0]
-    inverse = _inverse(source[moved], moved, rows_in)
-    gather_rows(grad, inverse, True, out[0])
+    back = inverse(source[moved], moved, rows_in)
+    gather_rows(grad, back, True, out[0])
     if grad_probs is not None:
-        gather_rows(grad_probs, inverse, True, out[1])
+        gather_rows(grad_probs, back, True, out[1])
 
 
 def pad(x: Any, tokens_per_expert: np.ndarray, *, align_size: int, out: Any) -> None:
@@ -136,16 +136,17 @@ class Entries:
         self.column = self.expert if plan.slots is None else plan.slots[self.token, self.place]
 
 
-def _inverse(row: np.ndarray, value: np.ndarray, size: int) -> np.ndarray:
+def inverse(row: np.ndarray, value: np.ndarray, size: int) -> np.ndarray:
+    """Source of each of ``size`` rows: source[row] = value, -1 elsewhere."""
     source = np.full(size, -1, np.int64)
     source[row] = value
     return source
 
 
 def _inverse_within(row: np.ndarray, value: np.ndarray, rows: int, values: int) -> np.ndarray:
-    """`_inverse` that leaves out what lies past either buffer."""
+    """`inverse` that leaves out what lies past either buffer."""
     inside = (row < rows) & (value < values)
-    return _inverse(row[inside], value[inside], rows)
+    return inverse(row[inside], value[inside], rows)
 
 
 def _padded_rows(tokens_per_expert: np.ndarray, align: int) -> tuple[np.ndarray, np.ndarray]:

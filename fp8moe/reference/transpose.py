@@ -18,7 +18,7 @@ import numpy as np
 from fp8moe.formats import FORMATS, MIN_SCALE_EXPONENT, is_mx
 from fp8moe.records import PermutationPlan, QuantTensor
 from fp8moe.reference.numerics import DECODE, encode, split_rows, transpose_into
-from fp8moe.reference.permute import Entries, gather_rows
+from fp8moe.reference.permute import Entries, gather_rows, inverse
 from fp8moe.reference.quantize import strips_of
 
 _REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 leaves nothing, or saturates
@@ -59,8 +59,7 @@ def scaling_aware_transpose(
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor) -> None:
     """Gather the rows, then transpose. Padding rows are zeros, which no target sees."""
     entries = Entries(plan)
-    source = np.full(plan.num_out_tokens, -1, np.int64)
-    source[entries.row] = entries.token
+    source = inverse(entries.row, entries.token, plan.num_out_tokens)
     rows = QuantTensor(
         np.empty((plan.num_out_tokens, q.data.shape[1]), np.uint8),
         np.empty((plan.num_out_tokens, q.scales.shape[1]), q.scales.dtype),
