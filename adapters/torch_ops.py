@@ -2,7 +2,8 @@
 
 Names and arguments are those of `fp8moe`; tensors in, tensors out. Every operator is a
 `torch.library.custom_op` in the namespace ``fp8moe``; its shapes come from the same ``*_spec`` functions
-that allocate in the library. A `QuantTensor` has no gradient: it passes straight to the library.
+that allocate in the library. A `QuantTensor` has no gradient: it passes straight to the library. So do plain
+tensors in eager mode, where an operator with its gradient would cost the host some 25 us a call.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ def plan_topk(
     topk_ids: Tensor, num_experts: int, *, align_size: int = 1, num_out_tokens: Any = None
 ) -> PermutationPlan:
     """`fp8moe.plan_topk`. "exact" reads the row count back, so it cannot be compiled."""
-    if num_out_tokens == "exact":
+    if num_out_tokens == "exact" or _eager(topk_ids):
         return fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
     tensors = _plan_topk(topk_ids, num_experts, align_size, num_out_tokens)
     rows = num_out_tokens
@@ -40,7 +41,8 @@ def plan_routing_map(
     routing_map: Tensor, *, align_size: int = 1, topk: int | None = None, num_out_tokens: Any = None
 ) -> PermutationPlan:
     """`fp8moe.plan_routing_map`. Compiled, it needs ``topk`` or an int ``num_out_tokens``."""
-    if num_out_tokens == "exact" or (topk is None and num_out_tokens is None):
+    counts = num_out_tokens == "exact" or (topk is None and num_out_tokens is None)
+    if counts or _eager(routing_map):
         return fp8moe.plan_routing_map(
             routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
         )
@@ -62,6 +64,11 @@ def permute(
     """`fp8moe.permute`, with gradients for x and probs."""
     if isinstance(x, QuantTensor):
         return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
+    if _eager(x, probs):
+        if not _needs_grad(x, probs):
+            return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
+        data, moved = _EagerPermute.apply(x, probs, plan, fill_padding)
+        return Permuted(data, moved, plan)
     data, moved = _permute(x, *_flat(plan), probs, fill_padding)
     return Permuted(data, None if probs is None else moved, plan)
 
@@ -70,6 +77,10 @@ def unpermute(x: Tensor | QuantTensor, plan: PermutationPlan, merging_probs: Ten
     """`fp8moe.unpermute`, with gradients for x and merging_probs."""
     if isinstance(x, QuantTensor):
         return fp8moe.unpermute(x, plan, merging_probs)
+    if _eager(x, merging_probs):
+        if not _needs_grad(x, merging_probs):
+            return fp8moe.unpermute(x, plan, merging_probs)
+        return _EagerUnpermute.apply(x, merging_probs, plan)
     return _unpermute(x, *_flat(plan), merging_probs)
 
 
@@ -138,12 +149,16 @@ def quantize(
     layout: str = "compact",
 ) -> QuantTensor:
     """`fp8moe.quantize` in one orientation. Codes have no gradient."""
+    if _eager(x):
+        return fp8moe.quantize(x.detach(), fmt=fmt, block=block, pow2=pow2, eps=eps, layout=layout)
     data, scales = _quantize(x.detach(), fmt, list(block), pow2, eps, layout)
     return QuantTensor(data, scales, fmt, block, layout)
 
 
 def dequantize(q: QuantTensor, *, dtype: str = "float32") -> Tensor:
     """`fp8moe.dequantize`."""
+    if _eager(q.data):
+        return fp8moe.dequantize(q, dtype=dtype)
     return _dequantize(q.data, q.scales, q.fmt, list(q.block or ()), q.layout, dtype)
 
 
@@ -151,6 +166,8 @@ def scaling_aware_transpose(
     q: QuantTensor, expert_offsets: Tensor | None = None, *, target: str = "column", align_size: int = 1
 ) -> QuantTensor:
     """`fp8moe.scaling_aware_transpose`."""
+    if _eager(q.data):
+        return fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     assert q.block is not None
     data, scales = _transpose(q.data, q.scales, q.fmt, list(q.block), expert_offsets, target, align_size)
     return QuantTensor(data, scales, q.fmt, (q.block[1], 1))
@@ -199,6 +216,47 @@ class _MoELayer(torch.autograd.Function):
         g = fp8moe.moe_backward(ctx.saved, dy.contiguous())
         w13, w2, probs = ctx.dtypes
         return g.dx, g.dw13.to(w13), g.dw2.to(w2), None, g.dprobs.to(probs), None, None, None
+
+
+# ---------------------------------------------------------------- eager mode
+
+
+def _eager(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors of an eager call: not compiled, not fake, under no transform."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _EagerPermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
+        ctx.plan, ctx.has_probs = plan, probs is not None
+        moved = fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
+        return moved.data, moved.probs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
+        grads = fp8moe.permute_backward(grad.contiguous(), ctx.plan, _given(grad_probs, ctx.has_probs))
+        return *grads, None, None
+
+
+class _EagerUnpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, plan):  # type: ignore[no-untyped-def]
+        ctx.plan = plan
+        ctx.save_for_backward(*(() if probs is None else (x, probs)))
+        return fp8moe.unpermute(x, plan, probs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return *fp8moe.unpermute_backward(grad.contiguous(), ctx.plan, *ctx.saved_tensors), None
 
 
 # ---------------------------------------------------------------- the operators

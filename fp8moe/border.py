@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,15 @@ import numpy as np
 
 from fp8moe import dlpack, tracing
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
-from fp8moe.records import ArraySpec, DeviceArray, QuantTensor, arrays_in, is_metadata, map_arrays
+from fp8moe.records import (
+    ArraySpec,
+    DeviceArray,
+    QuantTensor,
+    arrays_in,
+    field_names,
+    is_metadata,
+    map_arrays,
+)
 
 RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
@@ -49,7 +55,15 @@ class Call:
         self.args = SimpleNamespace(**{k: self._take(k, v) for k, v in values.items()})
 
     def _take(self, name: str, value: Any) -> Any:
-        if value is not None and is_metadata(value):
+        if value is None:
+            return None
+        if field_names(type(value)) is not None:
+            remembered = value.__dict__.get("_raw")
+            if remembered is not None:
+                raw, device, family = remembered
+                self._locate(name, device, family)
+                return raw
+        elif is_metadata(value):
             family_of(value, name)  # a number or a tuple where an array belongs: refused there
         value = map_arrays(self._take_array, value, name)
         return _as_codes(value) if isinstance(value, QuantTensor) else value
@@ -57,7 +71,11 @@ class Call:
     def _take_array(self, name: str, array: Any) -> RawArray:
         family = family_of(array, name)
         raw = family.view(array, name)
-        device: Device = "cpu" if isinstance(raw, np.ndarray) else raw.device
+        self._locate(name, "cpu" if isinstance(raw, np.ndarray) else raw.device, family)
+        return raw
+
+    def _locate(self, name: str, device: Device, family: Family) -> None:
+        """The first array says where all lie."""
         if not self._first:
             self.device, self.family, self._first = device, family, name
         elif device != self.device:
@@ -65,10 +83,11 @@ class Call:
                 f"{name}: got an array on {describe(device)}; wanted {describe(self.device)}, where "
                 f"{self._first} lies; move one of them first"
             )
-        return raw
 
     def empty(self, spec: Any) -> Any:
         """Allocate every `ArraySpec` in a record of them, by the caller's framework on CUDA."""
+        if type(spec) is ArraySpec:
+            return self.family.empty(spec, self.device)
         return map_arrays(
             lambda _, s: self.family.empty(s, self.device) if isinstance(s, ArraySpec) else s,
             spec,
@@ -80,28 +99,48 @@ class Call:
         if all(a.size == 0 for a in arrays_in(out)):
             return
         tracing.record_launch(verb)
-        with self.family.stream(self.device):
+        if self.device == "cpu":
+            getattr(backend, verb)(*args, out=out, **options)
+            return
+        with self._on_device():
             getattr(backend, verb)(*args, out=out, **options)
 
+    def _on_device(self) -> Any:
+        """What is launched in this context runs on the stream that the caller's arrays are ordered on."""
+        launch = _module("fp8moe.kernels_cuda.launch")
+        return launch.On(int(self.device), self.family.stream(self.device), self.family.scratch)
+
     def leave(self, out: Any) -> Any:
-        """Raw buffers back to the caller's kind of array."""
-        return map_arrays(lambda _, raw: self.family.wrap(raw), out)
+        """Raw buffers back to the caller's kind of array; records remember their raw form."""
+        if is_metadata(out):
+            return out
+        if isinstance(out, tuple):
+            return tuple(self.leave(v) for v in out)
+        names = field_names(type(out))
+        if names is None:
+            return self.family.wrap(out)
+        new = object.__new__(type(out))
+        for name in names:
+            new.__dict__[name] = self.leave(out.__dict__[name])
+        out.__dict__["_fits"] = True  # its arrays came from one spec: see checks.fits
+        new.__dict__["_raw"] = (out, self.device, self.family)
+        return new
 
     def upload(self, host: np.ndarray) -> RawArray:
-        """Bring a small host array to the device of this call. On CUDA it is ordered on the stream."""
+        """Bring a small host array to the device of this call, on its stream."""
         if self.device == "cpu":
             return host
-        cupy = require_cupy(f"an array on {describe(self.device)}")
-        with cupy.cuda.Device(self.device):
-            owner = cupy.asarray(host)
-        return DeviceArray(owner.data.ptr, host.shape, host.dtype, int(self.device), owner)
+        raw = self.family.empty(ArraySpec(host.shape, host.dtype), self.device)
+        with self._on_device() as launching:
+            launching.copy_to_device(host, raw)
+        return raw
 
     def to_host(self, raw: RawArray) -> np.ndarray:
-        """Bring a small array to the host. On CUDA this synchronises."""
+        """Bring a small array to the host. On CUDA this synchronises with the call's stream."""
         if isinstance(raw, np.ndarray):
             return raw
-        cupy = require_cupy(f"reading back from {describe(raw.device)}")
-        return cupy.asnumpy(_cupy_view(cupy, raw)).view(raw.dtype)
+        with self._on_device() as launching:
+            return launching.copy_to_host(raw)
 
 
 def _as_codes(q: QuantTensor) -> QuantTensor:
@@ -118,26 +157,20 @@ def describe(device: Device) -> str:
 # ---------------------------------------------------------------- backends, by device
 
 
+_module = cache(importlib.import_module)
+
+
 def load_backend(device: Device, room: str) -> ModuleType:
     """The module of one topic: ``fp8moe.reference`` on the CPU, ``fp8moe.kernels_cuda`` on CUDA."""
     if device == "cpu":
-        return importlib.import_module(f"fp8moe.reference.{room}")
+        return _module(f"fp8moe.reference.{room}")
     require_cupy(f"{room} on {describe(device)}")
-    name = f"fp8moe.kernels_cuda.{room}"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise BackendUnavailable(
-            f"{room}: this version has no CUDA kernels for it yet; move the arrays to the CPU, where the "
-            "reference computes it"
-        ) from None
+    return _module(f"fp8moe.kernels_cuda.{room}")
 
 
 def require_cupy(purpose: str) -> ModuleType:
     try:
-        return importlib.import_module("cupy")
+        return _module("cupy")
     except ImportError as error:
         raise BackendUnavailable(
             f"{purpose} needs the CUDA backend, and CuPy cannot be imported ({error}); "
@@ -160,18 +193,19 @@ class Family:
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
         cupy = require_cupy(f"an array on {describe(device)}")
-        with cupy.cuda.Device(device):
-            owner = cupy.empty(spec.shape, _cupy_dtype(spec.dtype))
-        return DeviceArray(owner.data.ptr, tuple(spec.shape), spec.dtype, int(device), owner)
+        with cupy.cuda.Device(device), cupy.cuda.Stream.null:  # its pool goes by stream: see `stream`
+            return _cupy_empty(cupy, spec)
+
+    def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
+        """Memory for the length of one call."""
+        return self.empty(spec, device)
 
     def wrap(self, raw: RawArray) -> Any:
         return raw if isinstance(raw, np.ndarray) else _cupy_view(require_cupy("a result"), raw)
 
-    def stream(self, device: Device) -> AbstractContextManager[Any]:
-        """Make the stream that this family's arrays are ordered on CuPy's current one, and the device."""
-        if device == "cpu":
-            return nullcontext()
-        return _on_stream(device, lambda cupy: cupy.cuda.Stream.null)
+    def stream(self, device: Device) -> int:
+        """Address of the CUDA stream that this family's arrays are ordered on; 0: the default stream."""
+        return 0
 
 
 class _Torch(Family):
@@ -186,9 +220,9 @@ class _Torch(Family):
             )
         if not x.is_contiguous():
             raise _not_contiguous(name, tuple(x.shape), x.stride(), "x.contiguous()")
-        dtype = dtype_named(str(x.dtype).removeprefix("torch."), name)
-        if x.device.type == "cuda":
-            return DeviceArray(x.data_ptr(), tuple(x.shape), dtype, x.device.index, x)
+        dtype = _DTYPES.get(str(x.dtype)[6:]) or dtype_named(str(x.dtype)[6:], name)
+        if x.is_cuda:
+            return DeviceArray(x.data_ptr(), x.shape, dtype, x.get_device(), x)
         if x.device.type != "cpu":
             raise TypeError(f"{name}: got a tensor on {x.device}; wanted cpu or cuda")
         if _plain(dtype) == dtype:
@@ -198,9 +232,9 @@ class _Torch(Family):
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
-        torch = sys.modules["torch"]
-        owner = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=f"cuda:{device}")
-        return DeviceArray(owner.data_ptr(), tuple(spec.shape), spec.dtype, int(device), owner)
+        torch, ordinal = sys.modules["torch"], int(device)
+        owner = torch.empty(spec.shape, dtype=_torch_dtype(spec.dtype.name), device=_torch_device(ordinal))
+        return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, ordinal, owner)
 
     def wrap(self, raw: RawArray) -> Any:
         torch = sys.modules["torch"]
@@ -209,11 +243,8 @@ class _Torch(Family):
         tensor = torch.from_numpy(raw.view(_plain(raw.dtype)))
         return tensor.view(getattr(torch, raw.dtype.name))
 
-    def stream(self, device: Device) -> AbstractContextManager[Any]:
-        if device == "cpu":
-            return nullcontext()
-        current = sys.modules["torch"].cuda.current_stream(device)
-        return _on_stream(device, lambda cupy: cupy.cuda.Stream.from_external(current))
+    def stream(self, device: Device) -> int:
+        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
 
 
 class _Cupy(Family):
@@ -222,10 +253,24 @@ class _Cupy(Family):
     def view(self, x: Any, name: str) -> RawArray:
         if not x.flags.c_contiguous:
             raise _not_contiguous(name, x.shape, x.strides, "cupy.ascontiguousarray(x)")
-        return DeviceArray(x.data.ptr, x.shape, dtype_named(x.dtype.name, name), x.device.id, x)
+        dtype = _DTYPES.get(x.dtype.name) or dtype_named(x.dtype.name, name)
+        return DeviceArray(x.data.ptr, x.shape, dtype, x.device.id, x)
 
-    def stream(self, device: Device) -> AbstractContextManager[Any]:
-        return _on_stream(device, lambda cupy: cupy.cuda.get_current_stream())
+    def empty(self, spec: ArraySpec, device: Device) -> RawArray:
+        cupy = sys.modules["cupy"]
+        if cupy.cuda.runtime.getDevice() == device:
+            return _cupy_empty(cupy, spec)
+        with cupy.cuda.Device(device):
+            return _cupy_empty(cupy, spec)
+
+    def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
+        raw = self.empty(spec, device)
+        if sys.modules["cupy"].cuda.get_current_stream().is_capturing():
+            _CAPTURED.append(raw)
+        return raw
+
+    def stream(self, device: Device) -> int:
+        return sys.modules["cupy"].cuda.get_current_stream().ptr
 
 
 class _Jax(Family):
@@ -375,11 +420,24 @@ def _plain(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int16 if dtype == BFLOAT16 else np.uint8)
 
 
-@contextmanager
-def _on_stream(device: Device, choose: Callable[[ModuleType], Any]) -> Iterator[None]:
-    cupy = require_cupy(f"work on {describe(device)}")
-    with cupy.cuda.Device(device), choose(cupy):
-        yield
+@cache
+def _torch_dtype(name: str) -> Any:
+    return getattr(sys.modules["torch"], name)
+
+
+@cache
+def _torch_device(ordinal: int) -> Any:
+    return sys.modules["torch"].device("cuda", ordinal)
+
+
+#: scratch memory of calls captured in CUDA graphs: a replay writes to it again, and CuPy's pool, which does
+#: not know of graphs, would have given it to somebody else (torch's allocator does know)
+_CAPTURED: list[RawArray] = []
+
+
+def _cupy_empty(cupy: ModuleType, spec: ArraySpec) -> DeviceArray:
+    owner = cupy.empty(spec.shape, _cupy_dtype(spec.dtype))
+    return DeviceArray(owner.data.ptr, spec.shape, spec.dtype, owner.device.id, owner)
 
 
 def _cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:

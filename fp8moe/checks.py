@@ -69,12 +69,19 @@ def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:
     return value
 
 
+def fits(record: Any) -> bool:
+    """Whether a call of this library made the record, so that its arrays fit each other."""
+    return "_fits" in record.__dict__
+
+
 def plan(value: Any) -> PermutationPlan:
     """A plan whose arrays fit each other."""
     if not isinstance(value, PermutationPlan):
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
+    if fits(value):
+        return value
     experts = value.num_experts
     shape("plan.row_id_map", value.row_id_map, ("T", 2 * value.max_experts_per_token + 1))
     if value.slots is not None:
@@ -111,6 +118,8 @@ def quant_tensor(
         raise TypeError(
             f"{name}.layout: got {q.layout!r}; wanted {' or '.join(layouts)}; fp8moe.to_layout converts"
         )
+    if fits(q):
+        return q
     dtype(f"{name}.data", q.data, (np.dtype(np.uint8),))
     dtype(f"{name}.scales", q.scales, (scale_dtype,))
     if q.data.ndim not in ((2, 3) if q.block == (128, 128) else (2,)):

@@ -38,7 +38,7 @@ def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: b
         checks.shape("probs", a.probs, (a.plan.num_tokens, a.plan.prob_columns))
     out = call.empty(permute_spec(a.x, a.plan, a.probs))
     call.run("permute", "permute", a.x, a.plan, a.probs, fill_padding=bool(fill_padding), out=out)
-    return replace(call.leave(replace(out, plan=None)), plan=plan)
+    return Permuted(call.leave(out.data), call.leave(out.probs), plan)
 
 
 def permute_spec(x: Any, plan: PermutationPlan, probs: Any) -> Permuted:

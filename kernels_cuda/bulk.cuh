@@ -26,13 +26,13 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes,
       : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(u64* barrier) {  // the first phase
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity = 0) {  // 0: the first phase
   u32 done = 0;
   while (!done)
     asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
-        : "r"(shared_address(barrier))
+        : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
 }
 
@@ -53,6 +53,12 @@ __device__ __forceinline__ void bulk_store_hinted(void* to, const void* from, u3
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes), "l"(policy)
                : "memory");
+}
+
+// Closes the stores issued so far into a group, and waits until those of earlier groups have been read.
+__device__ __forceinline__ void bulk_commit_and_wait_for_earlier() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
 }
 
 // Before the block ends its shared memory must have been read.

@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -30,20 +31,26 @@ def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cu"))
 
 
-def cubin(path: Path, architecture: str) -> tuple[bytes, str]:
-    """(machine code, compiler's log) of one source, from the cache on disk when it is there.
+def cubin(path: Path, architecture: str) -> bytes:
+    """Machine code of one source, from the cache on disk when it is there.
 
     The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. An entry carries a digest of itself:
     one that is cut short or damaged is compiled again.
     """
     nvrtc = _nvrtc()
-    key = _key(path, architecture, nvrtc.getVersion())
-    entry = _cache_folder() / f"{path.stem}-{architecture}-{key}"
+    key = repr((_digest(), path.name, architecture, OPTIONS, nvrtc.getVersion()))
+    return cached(path.stem, architecture, key, lambda: _compile(nvrtc, path, architecture)[0])
+
+
+def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:
+    """What ``compile`` returns, kept on disk under everything that decides it (``key``)."""
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    entry = _cache_folder() / f"{name}-{architecture}-{digest}"
     if (found := _read(entry)) is not None:
-        return found, ""
-    code, log = _compile(nvrtc, path, architecture)
+        return found
+    code = compile()
     _write(entry, code)
-    return code, log
+    return code
 
 
 def main(architectures: list[str] | None) -> int:
@@ -112,11 +119,6 @@ def _digest() -> str:
     for path in sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _key(path: Path, architecture: str, version: tuple[int, int]) -> str:
-    text = repr((_digest(), path.name, architecture, OPTIONS, version))
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _cache_folder() -> Path:

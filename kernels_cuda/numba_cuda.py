@@ -1,13 +1,21 @@
 """The one place that imports Numba's CUDA target (numba-cuda is in maintenance; it may have to be replaced).
 
-With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays, without a GPU.
+Numba compiles a kernel to PTX, once for each architecture and set of types; it is launched as the kernels of
+the `.cu` files are, since Numba's own launcher costs the host 15 to 20 us a launch (1340 us for a plan, with
+its views of arrays). With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays,
+without a GPU.
+
+Kernels take flat pointers and integers only.
 """
 
 from __future__ import annotations
 
 import importlib
-import warnings
-from dataclasses import replace
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,53 +30,80 @@ except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep i
         "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
     ) from error
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
-# Threads of a block, and of one that scans a single token; the simulator makes a Python thread of each.
-BLOCK, WARP = (4, 2) if SIMULATED else (256, 32)
-jit = cuda.jit
-int32: Any = importlib.import_module("numba").int32
+BLOCK = 4 if SIMULATED else 1024  # threads; the simulator makes a Python thread of each
+types: Any = importlib.import_module("numba.core.types")
+uint32, int32 = types.uint32, types.int32
+
+Kernel = Callable[..., None]
 
 
-class _Exported:
-    """A buffer as Numba takes it."""
-
-    def __init__(self, raw: DeviceArray):
-        self.__cuda_array_interface__ = {
-            "shape": raw.shape,
-            "typestr": raw.dtype.str,
-            "data": (raw.ptr, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
-def run(kernel: Any, blocks: int, threads: int, shared_bytes: int, *arguments: Any) -> None:
-    """Launch on the current CuPy stream."""
+def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None:
+    """Launch blocks of BLOCK threads on the current stream. None is a null pointer."""
     if blocks == 0:
         return
     if SIMULATED:
-        kernel[blocks, threads, 0, shared_bytes](*arguments)
+        views = [_flat(a) for a in arguments]
+        cuda.jit(kernel)[blocks, BLOCK, 0, shared_bytes](*views)
         return
-    import cupy
+    from fp8moe.kernels_cuda import launch
 
-    stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr)
-    views = [
-        cuda.as_cuda_array(_Exported(a), sync=False) if isinstance(a, DeviceArray) else a for a in arguments
-    ]
-    with warnings.catch_warnings():  # a plan is small: Numba warns of every launch of a few blocks
-        warnings.simplefilter("ignore")
-        kernel[blocks, threads, stream, shared_bytes](*views)
+    kinds = tuple([_kind(a) for a in arguments])
+    launch.start(_function(kernel, kinds, launch.current_device()), blocks, BLOCK, shared_bytes, arguments)
 
 
-def scratch(shape: tuple[int, ...]) -> Any:
+def scratch(size: int) -> Any:
     """Uninitialised int32."""
     if SIMULATED:
-        return np.empty(shape, np.int32)
-    import cupy
+        return np.empty(size, np.int32)
+    from fp8moe.kernels_cuda import launch
 
-    memory = cupy.empty(shape, np.int32)
-    return DeviceArray(memory.data.ptr, shape, np.dtype(np.int32), memory.device.id, memory)
+    return launch.scratch((size,), np.int32)
 
 
-def flat(x: Any) -> Any:
-    """The same buffer with one dimension."""
-    return x.reshape(-1) if SIMULATED else replace(x, shape=(x.size,))
+def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
+    """Machine code of a kernel under its own name; ``kinds`` as `_kind` names them. Needs no GPU."""
+    from fp8moe.kernels_cuda import compiler
+
+    version = importlib.import_module("numba_cuda").__version__
+    key = repr((Path(inspect.getfile(kernel)).read_bytes(), kernel.__name__, kinds, architecture, version))
+    return compiler.cached(kernel.__name__, architecture, key, lambda: _compile(kernel, kinds, architecture))
+
+
+def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
+    signature = types.void(*(_type(k) for k in kinds))
+    number = re.sub(r"\D", "", architecture)
+    capability = int(number[:-1]), int(number[-1])
+    ptx, _ = cuda.compile(
+        kernel, signature, device=False, abi="numba", cc=capability, launch_bounds=BLOCK, output="ptx"
+    )
+    mangled = re.search(r"\.entry (\w+)\(", ptx).group(1)  # type: ignore[union-attr]
+    core = importlib.import_module("cuda.core")
+    options = core.ProgramOptions(arch=architecture)
+    program = core.Program(ptx.replace(mangled, kernel.__name__), "ptx", options)
+    return bytes(program.compile("cubin").code)
+
+
+@cache
+def _function(kernel: Kernel, kinds: tuple[str, ...], device: int) -> Any:
+    from fp8moe.kernels_cuda import launch
+
+    return launch.load(cubin(kernel, kinds, launch.architecture(device)), kernel.__name__)
+
+
+def _kind(argument: Any) -> str:
+    """A pointer by its dtype's name, or "i" for an integer."""
+    if type(argument) is DeviceArray:
+        return argument.dtype.name
+    return "int32" if argument is None else "i"
+
+
+def _type(kind: str) -> Any:
+    if kind == "i":
+        return types.int64
+    return types.CPointer(types.uint8 if kind == "bool" else getattr(types, kind))
+
+
+def _flat(argument: Any) -> Any:
+    if isinstance(argument, np.ndarray):
+        return argument.reshape(-1).view(np.uint8) if argument.dtype == bool else argument.reshape(-1)
+    return np.empty(0, np.int32) if argument is None else argument

@@ -159,9 +159,36 @@ __device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighte
   }
 }
 
+// Column of a [tokens, columns] array that belongs to place j of a token's map.
+__device__ __forceinline__ i64 column_of(const int* mine, const int* slots, i64 token, i64 places, i64 j) {
+  return slots ? slots[token * places + j] : mine[places + j];
+}
+
+// Destination row of place j, or -1 when it lies outside.
+__device__ __forceinline__ i64 row_of(const int* mine, const int* pad_offsets, i64 places, i64 j, i64 rows) {
+  const i64 row = (i64)mine[j] + pad_offsets[mine[places + j]];
+  return row >= 0 && row < rows ? row : -1;
+}
+
+// out[token, column] = grad[row] for each of a token's rows, zero in its other columns: a token's share of
+// the gradient of probabilities that travelled with the rows. `grad` null: only the zeros.
+__device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mine, const int* slots,
+                                         const int* pad_offsets, i64 token, i64 places, i64 columns, i64 rows,
+                                         u8* out) {
+  const int count = mine[2 * places];
+  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {
+    i64 row = -1;
+    for (int j = 0; j < count; ++j)
+      if (column_of(mine, slots, token, places, j) == c) row = row_of(mine, pad_offsets, places, j, rows);
+    if (row >= 0 && !grad) continue;
+    for (i64 b = 0; b < size; ++b) out[(token * columns + c) * size + b] = row < 0 ? 0 : grad[row * size + b];
+  }
+}
+
 #define MERGE_PLACES 64  // destinations a token kept in shared memory at a time
 
-// What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32.
+// What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32;
+//   with grad_probs (permute's backward) also each row's to its token's column of out_probs.
 // Shapes: x [rows, width] bfloat16, width a multiple of 8; out [tokens, width].
 // Bytes: every mapped row read once, every token written once.
 // Launch: blocks of 128 threads, one a token and `share` of its vectors; a thread has eight 16-byte loads in
@@ -169,13 +196,15 @@ __device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighte
 extern "C" __global__ void __launch_bounds__(128)
     merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
-               uint4* out) {
+               uint4* out, const u8* grad_probs, i64 grad_size, u8* out_probs) {
   __shared__ i64 from[MERGE_PLACES];
   __shared__ float weight[MERGE_PLACES];
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
   const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
+  if (grad_probs && blockIdx.y == 0)
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
   for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
     float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
@@ -218,7 +247,8 @@ extern "C" __global__ void __launch_bounds__(128)
 // Bytes: grad read once (and again from L1), x read once, grad_x written once.
 // Launch: `fillers` blocks for the rows of zeros, then one block (128 threads) a token, one warp a row of it,
 // so that
-//   no row waits for another's sum. grad_probs starts as zeros.
+//   no row waits for another's sum. A warp looks up all its rows before it reads the first: three dependent
+//   loads once, not once a row.
 extern "C" __global__ void __launch_bounds__(256)
     merge_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
                         const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
@@ -235,16 +265,30 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     return;
   }
-  const i64 token = blockIdx.x - fillers, lane = threadIdx.x % 32;
+  const i64 token = blockIdx.x - fillers, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
   const uint4* g = grad + token * vectors;
-  for (int j = threadIdx.x / 32; j < count; j += blockDim.x / 32) {
-    const int expert = mine[places + j];
-    const i64 row = (i64)mine[j] + pad_offsets[expert];
-    if (row < 0 || row >= rows) continue;
-    const i64 entry = token * columns + (slots ? slots[token * places + j] : expert);
-    const float w = load(probs, entry, (int)probs_kind);
+  token_probs(0,
+              probs_kind == F64   ? 8
+              : probs_kind == F32 ? 4
+                                  : 2,
+              mine, slots, pad_offsets, token, places, columns, rows, (u8*)grad_probs);
+  int my_row = -1, my_column = 0;
+  float my_weight = 0.f;
+  for (int j = threadIdx.x / 32, turn = 0; j < count; j += warps, ++turn) {
+    if (turn % 32 == 0) {
+      const i64 place = j + lane * warps;
+      if (place < count) {
+        my_row = (int)row_of(mine, pad_offsets, places, place, rows);
+        my_column = (int)column_of(mine, slots, token, places, place);
+        my_weight = load(probs, token * columns + my_column, (int)probs_kind);
+      }
+    }
+    const i64 row = __shfl_sync(0xffffffffu, my_row, turn % 32);
+    const i64 entry = token * columns + __shfl_sync(0xffffffffu, my_column, turn % 32);
+    const float w = __shfl_sync(0xffffffffu, my_weight, turn % 32);
+    if (row < 0) continue;
     double sum = 0.0;
     for (i64 first = lane; first < vectors; first += 32 * BACKWARD_VECTORS) {
       uint4 a[BACKWARD_VECTORS], b[BACKWARD_VECTORS];
@@ -317,23 +361,18 @@ extern "C" __global__ void gather_probs(const u8* probs, const int* source, cons
     out[row * size + b] = source[row] < 0 ? 0 : probs[(source[row] * columns + column[row]) * size + b];
 }
 
-// The way back: out[source[row], column[row]] = grad[row]; out starts as zeros. One thread a row.
-extern "C" __global__ void scatter_probs(const u8* grad, const int* source, const int* column, i64 columns,
-                                         i64 rows, i64 size, u8* out) {
-  const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows || source[row] < 0) return;
-  for (i64 b = 0; b < size; ++b) out[(source[row] * columns + column[row]) * size + b] = grad[row * size + b];
-}
-
 // out[t] = sum over t's rows of row * prob, in the map's order, in float32 (float64 for float64).
 // One block a token.
 extern "C" __global__ void merge_rows(const void* x, const void* scales, i64 kind, i64 fmt, i64 layout,
                                       const int* row_id_map, const int* slots, const int* pad_offsets,
                                       const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows,
-                                      i64 width, i64 out_kind, void* out) {
+                                      i64 width, i64 out_kind, void* out, const u8* grad_probs, i64 grad_size,
+                                      u8* out_probs) {
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
+  if (grad_probs)
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
     float total = 0.f;
     double wide = 0.0;
@@ -377,47 +416,236 @@ extern "C" __global__ void merge_rows_backward(const void* grad, const void* x, 
   if (threadIdx.x == 0) store(grad_probs, entry, (int)probs_kind, sum);
 }
 
-// Where each chunk starts before and after sorting; groups of chunks are padded. One thread: C is small.
-// segments: int64 [3, C]: start before, start after, rows, in the order of the result.
-extern "C" __global__ void chunk_segments(const void* sizes, const void* order, i64 wide_sizes,
-                                          i64 wide_order, i64 chunks, i64 align, i64 per_group, i64 rows_in,
-                                          i64* starts, i64* segments, int* group_offsets) {
-  i64 total = 0;
-  for (i64 c = 0; c < chunks; ++c) {
-    starts[c] = total;
-    const i64 size = wide_sizes ? ((const i64*)sizes)[c] : ((const int*)sizes)[c];
-    total = clamped(total + (size > 0 ? size : 0), rows_in);
-  }
-  starts[chunks] = total;
-  i64 target = 0, group_start = 0;
-  if (group_offsets) group_offsets[0] = 0;
-  for (i64 j = 0; j < chunks; ++j) {
-    const i64 c = !order ? j : (wide_order ? ((const i64*)order)[j] : ((const int*)order)[j]);
-    const bool known = c >= 0 && c < chunks;
-    const i64 rows = known ? starts[c + 1] - starts[c] : 0;
-    segments[j] = known ? starts[c] : 0;
-    segments[chunks + j] = target;
-    segments[2 * chunks + j] = rows;
-    target += rows;
-    if ((j + 1) % per_group == 0) {
-      target = group_start + (target - group_start + align - 1) / align * align;
-      group_start = target;
-      if (group_offsets) group_offsets[(j + 1) / per_group] = (int)target;
-    }
-  }
+// ---- chunks of rows in another order
+
+#define CHUNK_THREADS 128
+#define STAGES 3
+
+// Where the rows of the result come from: chunk i of it (ascending `key`) is rows [from, from + rows) of the
+// input, or zeros where from is -1. All in shared memory, [chunks].
+struct Chunks {
+  int *key, *rows, *from;
+};
+
+__device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
+  return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
 }
 
-// Source of every output row from the segments; `backward` swaps before and after. One thread a row.
-extern "C" __global__ void segment_sources(const i64* segments, i64 chunks, i64 backward, i64 rows_in,
-                                           i64 rows_out, int* source) {
-  const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (row >= rows_out) return;
-  const i64* from = segments + (backward ? chunks : 0);
-  const i64* to = segments + (backward ? 0 : chunks);
-  i64 found = -1;
-  for (i64 j = 0; j < chunks && found < 0; ++j) {
-    const i64 inside = row - to[j];
-    if (inside >= 0 && inside < segments[2 * chunks + j]) found = from[j] + inside;
+// Inclusive sum over the block's threads.
+__device__ __forceinline__ i64 block_sum(i64 value, i64* sums) {
+  sums[threadIdx.x] = value;
+  __syncthreads();
+  for (int step = 1; step < blockDim.x; step *= 2) {
+    const i64 before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += before;
+    __syncthreads();
   }
-  source[row] = found < rows_in ? (int)found : -1;
+  const i64 total = sums[threadIdx.x];
+  __syncthreads();
+  return total;
+}
+
+// Fill `c`, a thread a run of chunks. The forward's result has its chunks in `order`, each group of them
+// padded; the backward's has them as `sizes` names them, `rows_before` rows in all, and nothing starts past
+// those. Every block does this for itself: C is small, and a launch to prepare it would cost 3 us.
+// `start` [chunks + 1] and `sums` [blockDim] are scratch.
+__device__ __noinline__ void find_chunks(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
+                                         i64 chunks, i64 align, i64 per_group, i64 rows_before, bool backward,
+                                         Chunks c, int* start, i64* sums, int* group_offsets) {
+  const i64 each = (chunks + blockDim.x - 1) / blockDim.x;
+  i64 begin = threadIdx.x * each, end = begin + each < chunks ? begin + each : chunks, total = 0;
+  for (i64 i = begin; i < end; ++i) {
+    const i64 size = int_at(sizes, i, wide_sizes);
+    total += size > 0 ? size : 0;
+  }
+  total = block_sum(total, sums) - total;
+  if (threadIdx.x == 0) start[0] = 0;
+  for (i64 i = begin; i < end; ++i) {
+    const i64 size = int_at(sizes, i, wide_sizes);
+    total += size > 0 ? size : 0;
+    start[i + 1] = (int)clamped(total, rows_before);
+    if (backward) c.from[i] = -1;
+  }
+  __syncthreads();
+  const i64 groups = chunks / per_group, share = (groups + blockDim.x - 1) / blockDim.x;
+  begin = threadIdx.x * share;
+  end = begin + share < groups ? begin + share : groups;
+  total = 0;
+  for (i64 g = begin; g < end; ++g) {
+    i64 rows = 0;
+    for (i64 j = g * per_group; j < (g + 1) * per_group; ++j) {
+      const i64 i = order ? int_at(order, j, wide_order) : j;
+      if (i >= 0 && i < chunks) rows += start[i + 1] - start[i];
+    }
+    total += (rows + align - 1) / align * align;
+  }
+  total = block_sum(total, sums) - total;
+  if (group_offsets && threadIdx.x == 0) group_offsets[0] = 0;
+  for (i64 g = begin; g < end; ++g) {
+    i64 at = total;
+    for (i64 j = g * per_group; j < (g + 1) * per_group; ++j) {
+      const i64 i = order ? int_at(order, j, wide_order) : j;
+      const bool known = i >= 0 && i < chunks;
+      const int rows = known ? start[i + 1] - start[i] : 0;
+      if (!backward) {
+        c.key[j] = (int)at;
+        c.rows[j] = rows;
+        c.from[j] = known ? start[i] : 0;
+      } else if (known) {
+        atomicMax(c.from + i, (int)at);  // an order that names a chunk twice: its last place
+      }
+      at += rows;
+    }
+    total += (at - total + align - 1) / align * align;
+    if (group_offsets) group_offsets[g + 1] = (int)total;
+  }
+  for (i64 i = threadIdx.x; backward && i < chunks; i += blockDim.x) {
+    c.key[i] = start[i];
+    c.rows[i] = start[i + 1] - start[i];
+  }
+  __syncthreads();
+}
+
+// Row of the input that becomes `row`, or -1. Only the last chunk that starts at or before it can hold it:
+// empty ones hold nothing, and end where they start.
+__device__ __noinline__ i64 source_of(i64 row, Chunks c, i64 chunks, i64 rows_in) {
+  i64 lo = 0, hi = chunks;
+  while (hi - lo > 1) {
+    const i64 middle = (lo + hi) / 2;
+    if (c.key[middle] <= row)
+      lo = middle;
+    else
+      hi = middle;
+  }
+  if (!chunks || c.from[lo] < 0) return -1;
+  const i64 inside = row - c.key[lo], from = c.from[lo] + inside;
+  return inside >= 0 && inside < c.rows[lo] && from < rows_in ? from : -1;
+}
+
+// Bytes of shared memory: align 16 | sums i64 [CHUNK_THREADS] | start [chunks + 1], key, rows, from [chunks].
+__device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, int** start) {
+  *sums = (i64*)shared;
+  *start = (int*)(shared + 8 * CHUNK_THREADS);
+  Chunks c;
+  c.key = *start + chunks + 1;
+  c.rows = c.key + chunks;
+  c.from = c.rows + chunks;
+  return c;
+}
+
+// What: out[row] = x[source], scales and probabilities with it, zeros in the rows that have no source.
+// Shapes: x [rows_in, row_bytes], scales [rows_in, scale_bytes], probs [rows_in] of prob_size bytes;
+// row_bytes
+//   and scale_bytes are multiples of 16. A row travels in `pieces` of `piece_bytes`.
+// Bytes: every row read once and written once.
+// Launch: as many blocks as fit at once; their warps take pieces in turn, each with STAGES buffers, so that
+// two
+//   loads and a store are under way. Shared memory: `tables` bytes, then the warps' buffers.
+extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
+    move_chunks(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, const u8* scales, i64 scale_bytes,
+                const u8* probs, i64 prob_size, const void* sizes, const void* order, i64 wide_sizes,
+                i64 wide_order, i64 chunks, i64 align, i64 per_group, i64 backward, i64 rows_in, i64 rows,
+                i64 tables, u8* out, u8* out_scales, u8* out_probs, int* group_offsets) {
+  extern __shared__ __align__(128) u8 shared[];
+  __shared__ u64 barriers[CHUNK_THREADS / 32 * STAGES];
+  i64* sums;
+  int* start;
+  const Chunks c = chunks_in(shared, chunks, &sums, &start);
+  find_chunks(sizes, order, wide_sizes, wide_order, chunks, align, per_group, backward ? rows : rows_in,
+              backward != 0, c, start, sums, blockIdx.x == 0 ? group_offsets : 0);
+  const i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
+  for (i64 row = thread; probs && row < rows; row += step) {
+    const i64 from = source_of(row, c, chunks, rows_in);
+    for (i64 b = 0; b < prob_size; ++b)
+      out_probs[row * prob_size + b] = from < 0 ? 0 : probs[from * prob_size + b];
+  }
+  const i64 lane = threadIdx.x % 32, warp = thread / 32, warps = step / 32, units = rows * pieces;
+#if __CUDA_ARCH__ >= 900
+  const i64 stage_bytes = piece_bytes + scale_bytes;
+  u8* buffers = shared + tables + (threadIdx.x / 32) * STAGES * stage_bytes;
+  u64* barrier = barriers + threadIdx.x / 32 * STAGES;
+  if (lane == 0)
+    for (int s = 0; s < STAGES; ++s) barrier_init(barrier + s);
+  __syncwarp();
+  i64 from_of[STAGES];  // -1: zeros
+  auto fetch = [&](i64 unit, int s) {
+    const i64 row = unit / pieces, begin = unit % pieces * piece_bytes;
+    const i64 from = source_of(row, c, chunks, rows_in);
+    if (lane == 0 && from >= 0) {
+      const bool leads = begin == 0 && scales;
+      const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
+      barrier_expect(barrier + s, bytes + (leads ? (u32)scale_bytes : 0u));
+      bulk_load(buffers + s * stage_bytes, x + from * row_bytes + begin, bytes, barrier + s);
+      if (leads)
+        bulk_load(buffers + s * stage_bytes + piece_bytes, scales + from * scale_bytes, (u32)scale_bytes,
+                  barrier + s);
+    }
+    return from;
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s)
+    from_of[s] = warp + s * warps < units ? fetch(warp + s * warps, s) : -1;
+  u32 phases = 0;
+  for (i64 first = warp; first < units; first += STAGES * warps) {
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+      const i64 unit = first + s * warps;
+      if (unit >= units) break;
+      const i64 row = unit / pieces, begin = unit % pieces * piece_bytes;
+      const i64 bytes = row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes;
+      u8* to = out + row * row_bytes + begin;
+      const bool leads = begin == 0 && scales;
+      if (from_of[s] >= 0) {
+        barrier_wait(barrier + s, phases >> s & 1u);
+        phases ^= 1u << s;
+        if (lane == 0) {
+          bulk_store(to, buffers + s * stage_bytes, (u32)bytes);
+          if (leads)
+            bulk_store(out_scales + row * scale_bytes, buffers + s * stage_bytes + piece_bytes,
+                       (u32)scale_bytes);
+        }
+      } else {
+        const uint4 zero = make_uint4(0, 0, 0, 0);
+        for (i64 at = lane * 16; at < bytes; at += 512) *(uint4*)(to + at) = zero;
+        for (i64 at = lane * 16; leads && at < scale_bytes; at += 512)
+          *(uint4*)(out_scales + row * scale_bytes + at) = zero;
+      }
+      // the buffer of the unit before this one is free once its store has read it
+      const int next = (s + STAGES - 1) % STAGES;
+      if (lane == 0) bulk_commit_and_wait_for_earlier();
+      __syncwarp();
+      const i64 ahead = unit + (STAGES - 1) * warps;
+      from_of[next] = ahead < units ? fetch(ahead, next) : -1;
+    }
+  }
+  if (lane == 0) bulk_finish();
+#else
+  for (i64 unit = warp; unit < units; unit += warps) {
+    const i64 row = unit / pieces, begin = unit % pieces * piece_bytes;
+    const i64 bytes = row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes;
+    const i64 from = source_of(row, c, chunks, rows_in);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    for (i64 at = lane * 16; at < bytes; at += 512)
+      *(uint4*)(out + row * row_bytes + begin + at) =
+          from < 0 ? zero : *(const uint4*)(x + from * row_bytes + begin + at);
+    for (i64 at = lane * 16; begin == 0 && scales && at < scale_bytes; at += 512)
+      *(uint4*)(out_scales + row * scale_bytes + at) =
+          from < 0 ? zero : *(const uint4*)(scales + from * scale_bytes + at);
+  }
+#endif
+}
+
+// Source of every output row, for rows that are no multiple of 16 bytes. One thread a row.
+extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
+                                         i64 chunks, i64 align, i64 per_group, i64 backward, i64 rows_in,
+                                         i64 rows, int* source, int* group_offsets) {
+  extern __shared__ __align__(128) u8 shared[];
+  i64* sums;
+  int* start;
+  const Chunks c = chunks_in(shared, chunks, &sums, &start);
+  find_chunks(sizes, order, wide_sizes, wide_order, chunks, align, per_group, backward ? rows : rows_in,
+              backward != 0, c, start, sums, blockIdx.x == 0 ? group_offsets : 0);
+  const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (row < rows) source[row] = (int)source_of(row, c, chunks, rows_in);
 }

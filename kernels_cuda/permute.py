@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
+from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, multiprocessors, rows_of, scratch, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.
@@ -17,6 +17,9 @@ LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 mak
 LONG_ROW_SHARED = 14_000
 SHARE = 256  # vectors of a row that a block of merge_bf16 sums
 FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
+CHUNK_THREADS, CHUNK_STAGES = 128, 3  # as in permute.cu
+CHUNK_PIECE = 8192  # bytes of a row in one buffer of move_chunks
+SHARED_OF_ALL = 227 * 1024  # shared memory of a multiprocessor that blocks can have (sm_90)
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -90,7 +93,19 @@ def _whole_vectors(*arrays: Any) -> bool:
 
 
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any, *, out: Any) -> None:
+    _merge(x, plan, merging_probs, out, None, None)
+
+
+def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any, *, out: Any) -> None:
+    _merge(grad, plan, None, out[0], grad_probs, out[1])
+
+
+def _merge(
+    x: Any, plan: PermutationPlan, merging_probs: Any, out: Any, grad_probs: Any, out_probs: Any
+) -> None:
+    """Sum rows into ``out``, and bring grad_probs [rows] back to out_probs [T, columns]."""
     tokens, width = out.shape
+    maps = (plan.row_id_map, plan.slots, plan.pad_offsets)
     probs = (
         merging_probs,
         0 if merging_probs is None else KINDS[merging_probs.dtype],
@@ -98,34 +113,14 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any, *, out: Any) ->
         plan.max_experts_per_token,
         plan.num_out_tokens,
     )
-    maps = (plan.row_id_map, plan.slots, plan.pad_offsets)
+    back = (grad_probs, 0 if grad_probs is None else grad_probs.dtype.itemsize, out_probs)
     if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
         vectors = width // 8
         grid = (tokens, -(-vectors // SHARE))
-        launch("permute", "merge_bf16", grid, 128, x, *maps, *probs, vectors, SHARE, out)
+        launch("permute", "merge_bf16", grid, 128, x, *maps, *probs, vectors, SHARE, out, *back)
         return
-    launch("permute", "merge_rows", tokens, 256, *rows_of(x), *maps, *probs, width, KINDS[out.dtype], out)
-
-
-def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any, *, out: Any) -> None:
-    unpermute(grad, plan, None, out=out[0])
-    if grad_probs is None:
-        return
-    source, column = sources(plan)
-    fill_bytes(out[1], 0)
-    rows, size = plan.num_out_tokens, grad_probs.dtype.itemsize
     launch(
-        "permute",
-        "scatter_probs",
-        threads(rows),
-        256,
-        grad_probs,
-        source,
-        column,
-        plan.prob_columns,
-        rows,
-        size,
-        out[1],
+        "permute", "merge_rows", tokens, 256, *rows_of(x), *maps, *probs, width, KINDS[out.dtype], out, *back
     )
 
 
@@ -134,7 +129,6 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
     if merging_probs is None:
         permute(grad, plan, None, fill_padding=True, out=Permuted(grad_x, None, plan))
         return
-    fill_bytes(grad_probs, 0)
     if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
         launch(
             "permute",
@@ -162,6 +156,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
         return
     source, column = sources(plan)
     fill_bytes(grad_x, 0)
+    fill_bytes(grad_probs, 0)
     launch(
         "permute",
         "merge_rows_backward",
@@ -191,14 +186,8 @@ def sort_chunks(
     chunks_per_group: int,
     out: SortedChunks,
 ) -> None:
-    rows_in, rows_out = _data(x).shape[0], _data(out.data).shape[0]
-    segments = _segments(
-        split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, out.group_offsets
-    )
-    source = _segment_sources(segments, False, rows_in, rows_out)
-    gather(x, source, True, out.data)
-    if probs is not None:
-        gather(probs, source, True, out.probs)
+    chunks = (split_sizes, sorted_indices, align_size, chunks_per_group)
+    _move(x, probs, chunks, False, out.data, out.probs, out.group_offsets)
 
 
 def sort_chunks_backward(
@@ -211,24 +200,65 @@ def sort_chunks_backward(
     chunks_per_group: int,
     out: Any,
 ) -> None:
-    rows_in, rows_out = _data(out[0]).shape[0], _data(grad).shape[0]
-    segments = _segments(split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, None)
-    source = _segment_sources(segments, True, rows_out, rows_in)
-    gather(grad, source, True, out[0])
-    if grad_probs is not None:
-        gather(grad_probs, source, True, out[1])
+    chunks = (split_sizes, sorted_indices, align_size, chunks_per_group)
+    _move(grad, grad_probs, chunks, True, out[0], out[1], None)
 
 
 def pad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) -> None:
-    rows_in, rows_out = _data(x).shape[0], _data(out).shape[0]
-    segments = _segments(tokens_per_expert, None, align_size, 1, rows_in, None)
-    gather(x, _segment_sources(segments, False, rows_in, rows_out), True, out)
+    _move(x, None, (tokens_per_expert, None, align_size, 1), False, out, None, None)
 
 
 def unpad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) -> None:
-    rows_in, rows_out = _data(x).shape[0], _data(out).shape[0]
-    segments = _segments(tokens_per_expert, None, align_size, 1, rows_out, None)
-    gather(x, _segment_sources(segments, True, rows_in, rows_out), True, out)
+    _move(x, None, (tokens_per_expert, None, align_size, 1), True, out, None, None)
+
+
+def _move(
+    x: Any, probs: Any, chunks: tuple[Any, ...], backward: bool, out: Any, out_probs: Any, offsets: Any
+) -> None:
+    """Rows of chunks, (sizes, order, align, chunks per group), to their places, or back."""
+    sizes, order, align, per_group = chunks
+    data, scales = (x.data, x.scales) if isinstance(x, QuantTensor) else (x, None)
+    moved, moved_scales = (out.data, out.scales) if isinstance(x, QuantTensor) else (out, None)
+    if isinstance(x, QuantTensor) and x.block is None:
+        scales = moved_scales = None
+    count, rows_in, rows = sizes.shape[0], data.shape[0], moved.shape[0]
+    wide = (sizes.dtype.itemsize == 8, order is not None and order.dtype.itemsize == 8)
+    where = (sizes, order, *wide, count, align, per_group, backward, rows_in, rows)
+    tables = -(-(8 * CHUNK_THREADS + 4 * (4 * count + 1)) // 128) * 128
+    if not _whole_vectors(data, scales, moved, moved_scales):
+        source = scratch((rows,), np.int32)
+        grid = max(1, threads(rows, CHUNK_THREADS))  # the offsets are wanted of no rows, too
+        launch("permute", "chunk_sources", grid, CHUNK_THREADS, *where, source, offsets, shared=tables)
+        gather(x, source, True, out)
+        if probs is not None:
+            gather(probs, source, True, out_probs)
+        return
+    row_bytes, scale_bytes = data.nbytes // rows_in, 0 if scales is None else scales.nbytes // rows_in
+    pieces = -(-row_bytes // CHUNK_PIECE)
+    piece_bytes = -(-row_bytes // pieces // 16) * 16
+    shared = tables + CHUNK_THREADS // 32 * CHUNK_STAGES * (piece_bytes + scale_bytes)
+    grid = min(multiprocessors() * max(1, min(8, SHARED_OF_ALL // (shared + 2048))), rows * pieces)
+    launch(
+        "permute",
+        "move_chunks",
+        grid,
+        CHUNK_THREADS,
+        data,
+        row_bytes,
+        piece_bytes,
+        pieces,
+        scales,
+        scale_bytes,
+        probs,
+        0 if probs is None else probs.dtype.itemsize,
+        *where,
+        tables,
+        moved,
+        moved_scales,
+        out_probs,
+        offsets,
+        shared=shared,
+    )
 
 
 def sources(plan: PermutationPlan) -> tuple[Any, Any]:
@@ -265,50 +295,3 @@ def gather(x: Any, source: Any, fill: bool, out: Any) -> None:
     width = out.nbytes // rows if rows else 0
     if width:
         launch("permute", "gather_rows", rows, 128, x, source, width, fill, out)
-
-
-def _segments(
-    sizes: DeviceArray, order: DeviceArray | None, align: int, per_group: int, rows_in: int, offsets: Any
-) -> Any:
-    chunks = sizes.shape[0]
-    starts, segments = scratch((chunks + 1,), np.int64), scratch((3, chunks), np.int64)
-    launch(
-        "permute",
-        "chunk_segments",
-        1,
-        1,
-        sizes,
-        order,
-        sizes.dtype.itemsize == 8,
-        order is not None and order.dtype.itemsize == 8,
-        chunks,
-        align,
-        per_group,
-        rows_in,
-        starts,
-        segments,
-        offsets,
-    )
-    return segments
-
-
-def _segment_sources(segments: Any, backward: bool, rows_in: int, rows_out: int) -> Any:
-    source = scratch((rows_out,), np.int32)
-    chunks = segments.shape[1]
-    launch(
-        "permute",
-        "segment_sources",
-        threads(rows_out),
-        256,
-        segments,
-        chunks,
-        backward,
-        rows_in,
-        rows_out,
-        source,
-    )
-    return source
-
-
-def _data(x: Any) -> Any:
-    return x.data if isinstance(x, QuantTensor) else x

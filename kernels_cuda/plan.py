@@ -1,57 +1,81 @@
-"""Planning as Numba kernels: two launches for ids, three for a mask; a worked example is in
-`fp8moe.reference.plan`.
+"""Planning as Numba kernels, in two launches; a worked example is in `fp8moe.reference.plan`.
 
 What: a stable counting sort of the T * k entries by expert, in chunks of tokens, without atomic claims.
-`_count_chunks` ranks each entry among those of its expert in its chunk;
-`_place_chunks` adds what earlier chunks and experts hold, and writes the map, one thread an entry.
-Bytes: the ids twice, a count for every chunk and expert, the map once; so little that latency is all.
+`_rank_entries` (`_rank_mask` for a mask) ranks each entry among those of its expert in its chunk;
+`_place_entries` adds what earlier chunks and experts hold, and writes the map.
+How a rank is found: each entry sets its bit in its expert's row of bits in shared memory; its rank is the
+number of set bits before it. So no thread waits for another, and the order is that of the entries.
+Bytes: the ids (or the mask) once, a rank an entry and a count a chunk and expert in between, the map once;
+so little that latency is all.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.kernels_cuda.numba_cuda import BLOCK, WARP, cuda, flat, int32, jit, run, scratch
+from fp8moe.kernels_cuda.numba_cuda import BLOCK, cuda, int32, run, scratch, uint32
 from fp8moe.records import PermutationPlan
 
-CHUNK = 512  # entries a block ranks: 64 blocks at 4096 tokens, top-8
+CHUNK = 512  # entries a block ranks at least: 64 blocks at 4096 tokens, top-8
+MASK_CHUNK = 64  # tokens of a mask a block ranks at least
+MAX_CHUNKS = 128  # every block of the second launch reads the counts of all chunks
+BITS = 8192  # words of bits in shared memory
 
 
 def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
-    _place(topk_ids, out.slots, scratch((0,)), out)
+    tokens, width = topk_ids.shape
+    experts = out.num_experts
+    per_chunk = _per_chunk(tokens, max(1, CHUNK // max(width, 1)))
+    chunks = max(1, -(-tokens // per_chunk))
+    rank, counts = scratch(tokens * width), scratch(chunks * (experts + 1))
+    words = max(1, min(-(-per_chunk * width // 32), CHUNK // 32, BITS // max(experts, 1)))
+    shared = 4 * ((words + 1) * experts + 1)
+    arguments = (topk_ids, tokens * width, per_chunk * width, words, experts, rank, counts)
+    run(_rank_entries, chunks, shared, *arguments)
+    _place(topk_ids, rank, counts, tokens, per_chunk, chunks, out)
 
 
 def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     tokens, width = out.num_tokens, out.max_experts_per_token
-    ids, excess = scratch((tokens, width)), scratch((tokens,))
-    run(_mask_to_ids, tokens, WARP, 4 * WARP, routing_map, ids, excess)
-    _place(ids, scratch((0, 0)), excess, out)
-
-
-def _place(ids: Any, slots: Any, excess: Any, out: PermutationPlan) -> None:
-    tokens, width = ids.shape
     experts = out.num_experts
-    per_chunk = max(1, CHUNK // max(width, 1))
+    per_chunk = _per_chunk(tokens, MASK_CHUNK)
     chunks = max(1, -(-tokens // per_chunk))
-    rank, counts = scratch((tokens * width,)), scratch((chunks, experts))
-    entries = per_chunk * max(width, 1)
-    ids = flat(ids)
-    shared = 4 * (entries + experts)
-    run(_count_chunks, chunks, BLOCK, shared, ids, entries, rank, counts, out.overflow)
+    ids, rank = scratch(tokens * width), scratch(tokens * width)
+    counts = scratch(chunks * (experts + 1))
+    step = min(per_chunk, MASK_CHUNK)
+    shared = 4 * (step * -(-experts // 32) + (-(-step // 32) + 1) * experts + 1)
+    arguments = (routing_map, tokens, experts, width, per_chunk, step, ids, rank, counts)
+    run(_rank_mask, chunks, shared, *arguments)
+    _place(ids, rank, counts, tokens, per_chunk, chunks, out)
+
+
+def _per_chunk(tokens: int, least: int) -> int:
+    """Tokens of a chunk: a multiple of ``least``, so that there are at most MAX_CHUNKS."""
+    return least * max(1, -(-tokens // (least * MAX_CHUNKS)))
+
+
+def _place(ids: Any, rank: Any, counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> None:
+    width, experts = out.max_experts_per_token, out.num_experts
+    piece = max(1, BLOCK // max(width, 1))  # tokens that a block places at a time
+    groups = -(-experts // GROUP)
     run(
-        _place_chunks,
+        _place_entries,
         chunks,
-        BLOCK,
-        4 * (entries + 2 * experts + 2 * BLOCK + 1),
+        4 * (4 * experts + 2 * groups + piece * (width + 1) + 1),
         ids,
-        per_chunk,
         rank,
         counts,
-        excess,
+        tokens,
+        width,
+        experts,
+        chunks,
+        per_chunk,
+        piece,
         out.align_size,
         out.num_out_tokens,
+        int(out.slots is not None),
         out.row_id_map,
-        slots,
+        out.slots,
         out.tokens_per_expert,
         out.padded_tokens_per_expert,
         out.pad_offsets,
@@ -60,88 +84,174 @@ def _place(ids: Any, slots: Any, excess: Any, out: PermutationPlan) -> None:
     )
 
 
-@jit
-def _mask_to_ids(mask, ids, excess):  # type: ignore[no-untyped-def]
-    """One block a token: its experts in ascending order, then -1; excess: how many had no place."""
-    found = cuda.shared.array(0, int32)
-    token, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    experts, width = mask.shape[1], ids.shape[1]
-    share = (experts + threads - 1) // threads
-    begin = min(thread * share, experts)
-    end = min(begin + share, experts)
-    mine = 0
-    for expert in range(begin, end):
-        if mask[token, expert] != 0:
-            mine += 1
-    found[thread] = mine
-    cuda.syncthreads()
-    step = 1
-    while step < threads:  # inclusive sums
-        before = found[thread - step] if thread >= step else 0
-        cuda.syncthreads()
-        found[thread] += before
-        cuda.syncthreads()
-        step *= 2
-    place = found[thread] - mine
-    for expert in range(begin, end):
-        if mask[token, expert] != 0:
-            if place < width:
-                ids[token, place] = expert
-            place += 1
-    total = found[threads - 1]
-    for place in range(total + thread, width, threads):
-        ids[token, place] = -1
-    if thread == 0:
-        excess[token] = max(total - width, 0)
-
-
-@jit
-def _count_chunks(ids, per_chunk, rank, counts, overflow):  # type: ignore[no-untyped-def]
-    """One block a chunk of entries: each entry's rank in its expert there, and the counts."""
-    memory = cuda.shared.array(0, int32)  # the entries | how many each expert has
+def _rank_entries(ids, entries, per_chunk, words, experts, rank, counts):  # type: ignore[no-untyped-def]
+    """One block a chunk of entries, ``32 * words`` at a time. counts [chunk, experts + 1]: entries of each
+    expert, and those of no expert that exists."""
+    bits = cuda.shared.array(0, uint32)  # words x experts | how many each expert had so far | and nobody
     chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    experts = counts.shape[1]
-    first = chunk * per_chunk
-    here = min(per_chunk, ids.shape[0] - first)
-    for i in range(thread, here, threads):
-        memory[i] = ids[first + i]
-    for expert in range(thread, experts, threads):
-        memory[per_chunk + expert] = 0
-    cuda.syncthreads()
-    for i in range(thread, here, threads):
-        expert = memory[i]
-        count = 0  # of the same expert before this one
-        j = 0
-        while j + 8 <= i:  # eight loads in flight
-            a, b, c, d = memory[j], memory[j + 1], memory[j + 2], memory[j + 3]
-            e, f, g, h = memory[j + 4], memory[j + 5], memory[j + 6], memory[j + 7]
-            count += (1 if a == expert else 0) + (1 if b == expert else 0)
-            count += (1 if c == expert else 0) + (1 if d == expert else 0)
-            count += (1 if e == expert else 0) + (1 if f == expert else 0)
-            count += (1 if g == expert else 0) + (1 if h == expert else 0)
-            j += 8
-        while j < i:
-            count += 1 if memory[j] == expert else 0
-            j += 1
-        rank[first + i] = count
-        if 0 <= expert < experts:
-            cuda.atomic.add(memory, per_chunk + expert, 1)  # a count: the order does not matter
-    cuda.syncthreads()
-    for expert in range(thread, experts, threads):
-        counts[chunk, expert] = memory[per_chunk + expert]
-    if chunk == 0 and thread == 0:
-        overflow[0] = 0
+    begin = chunk * per_chunk
+    end = min(begin + per_chunk, entries)
+    so_far = words * experts
+    for expert in range(thread, experts + 1, threads):
+        bits[so_far + expert] = 0
+    start = begin
+    while start < end:
+        here = min(32 * words, end - start)
+        for i in range(thread, words * experts, threads):
+            bits[i] = 0
+        cuda.syncthreads()
+        for i in range(thread, here, threads):
+            expert = ids[start + i]
+            if expert >= experts:
+                cuda.atomic.add(bits, so_far + experts, uint32(1))
+            elif expert >= 0:
+                cuda.atomic.or_(bits, (i >> 5) * experts + expert, uint32(1) << uint32(i & 31))
+        cuda.syncthreads()
+        for i in range(thread, here, threads):
+            expert = ids[start + i]
+            count = 0
+            if expert >= 0 and expert < experts:
+                word = i >> 5
+                before = (uint32(1) << uint32(i & 31)) - uint32(1)
+                count = int32(bits[so_far + expert]) + cuda.popc(bits[word * experts + expert] & before)
+                for w in range(word):
+                    count += cuda.popc(bits[w * experts + expert])
+            rank[start + i] = count
+        cuda.syncthreads()
+        for expert in range(thread, experts, threads):
+            count = int32(bits[so_far + expert])
+            for w in range(words):
+                count += cuda.popc(bits[w * experts + expert])
+            bits[so_far + expert] = count
+        cuda.syncthreads()
+        start += 32 * words
+    for expert in range(thread, experts + 1, threads):
+        counts[chunk * (experts + 1) + expert] = int32(bits[so_far + expert])
 
 
-@jit
-def _place_chunks(  # type: ignore[no-untyped-def]
+def _rank_mask(  # type: ignore[no-untyped-def]
+    mask, tokens, experts, width, per_chunk, step, ids, rank, counts
+):
+    """One block a chunk of tokens, ``step`` at a time. ids: the experts of each token in ascending order,
+    then -1. counts [chunk, experts + 1]: entries of each expert, and those past a token's first ``width``."""
+    bits = cuda.shared.array(0, uint32)  # a token's experts | an expert's tokens | counts so far
+    chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+    words = (experts + 31) >> 5  # of a token
+    rows = step * words
+    so_far = rows + ((step + 31) >> 5) * experts
+    # a thread looks at one expert (or every lanes-th) of every stride-th token
+    lanes = max(min(experts, threads), 1)
+    stride = threads // lanes
+    lane, token_of_thread = thread % lanes, thread // lanes
+    for expert in range(thread, experts + 1, threads):
+        bits[so_far + expert] = 0
+    start = chunk * per_chunk
+    end = min(start + per_chunk, tokens)
+    while start < end:
+        here = min(step, end - start)
+        for i in range(thread, so_far, threads):
+            bits[i] = 0
+        cuda.syncthreads()
+        if token_of_thread < stride:
+            for expert in range(lane, experts, lanes):
+                word, bit = expert >> 5, uint32(1) << uint32(expert & 31)
+                t = token_of_thread
+                at = (start + t) * experts + expert
+                jump = stride * experts
+                while t + 7 * stride < here:  # eight loads in flight
+                    a, b, c, d = mask[at], mask[at + jump], mask[at + 2 * jump], mask[at + 3 * jump]
+                    at += 4 * jump
+                    e, f, g, h = mask[at], mask[at + jump], mask[at + 2 * jump], mask[at + 3 * jump]
+                    at += 4 * jump
+                    if a != 0:
+                        cuda.atomic.or_(bits, t * words + word, bit)
+                    if b != 0:
+                        cuda.atomic.or_(bits, (t + stride) * words + word, bit)
+                    if c != 0:
+                        cuda.atomic.or_(bits, (t + 2 * stride) * words + word, bit)
+                    if d != 0:
+                        cuda.atomic.or_(bits, (t + 3 * stride) * words + word, bit)
+                    if e != 0:
+                        cuda.atomic.or_(bits, (t + 4 * stride) * words + word, bit)
+                    if f != 0:
+                        cuda.atomic.or_(bits, (t + 5 * stride) * words + word, bit)
+                    if g != 0:
+                        cuda.atomic.or_(bits, (t + 6 * stride) * words + word, bit)
+                    if h != 0:
+                        cuda.atomic.or_(bits, (t + 7 * stride) * words + word, bit)
+                    t += 8 * stride
+                while t < here:
+                    if mask[at] != 0:
+                        cuda.atomic.or_(bits, t * words + word, bit)
+                    at += jump
+                    t += stride
+        cuda.syncthreads()
+        for i in range(thread, here * words, threads):  # a word of a token: which experts have a place
+            t, word = i // words, i % words
+            place = 0
+            for w in range(word):
+                place += cuda.popc(bits[t * words + w])
+            left = bits[i]
+            while left != uint32(0) and place < width:
+                expert = 32 * word + cuda.ffs(left) - 1
+                left = left & (left - uint32(1))
+                cuda.atomic.or_(bits, rows + (t >> 5) * experts + expert, uint32(1) << uint32(t & 31))
+                place += 1
+        cuda.syncthreads()
+        for i in range(thread, here * words, threads):
+            t, word = i // words, i % words
+            place = 0
+            for w in range(word):
+                place += cuda.popc(bits[t * words + w])
+            left = bits[i]
+            entry = (start + t) * width
+            while left != uint32(0):
+                expert = 32 * word + cuda.ffs(left) - 1
+                left = left & (left - uint32(1))
+                if place < width:
+                    before = (uint32(1) << uint32(t & 31)) - uint32(1)
+                    count = int32(bits[so_far + expert])
+                    count += cuda.popc(bits[rows + (t >> 5) * experts + expert] & before)
+                    for w in range(t >> 5):
+                        count += cuda.popc(bits[rows + w * experts + expert])
+                    ids[entry + place] = expert
+                    rank[entry + place] = count
+                place += 1
+            if word == words - 1:
+                if place > width:
+                    cuda.atomic.add(bits, so_far + experts, uint32(place - width))
+                while place < width:
+                    ids[entry + place] = -1
+                    rank[entry + place] = 0
+                    place += 1
+        cuda.syncthreads()
+        for expert in range(thread, experts, threads):
+            count = int32(bits[so_far + expert])
+            for w in range((step + 31) >> 5):
+                count += cuda.popc(bits[rows + w * experts + expert])
+            bits[so_far + expert] = count
+        cuda.syncthreads()
+        start += step
+    for expert in range(thread, experts + 1, threads):
+        counts[chunk * (experts + 1) + expert] = int32(bits[so_far + expert])
+
+
+GROUP = 16  # experts whose sums a thread adds one by one
+
+
+def _place_entries(  # type: ignore[no-untyped-def]
     ids,
-    per_chunk,
     rank,
     counts,
-    excess,
+    tokens,
+    width,
+    experts,
+    chunks,
+    per_chunk,
+    piece,
     align,
     num_out_tokens,
+    has_slots,
     row_id_map,
     slots,
     tokens_per_expert,
@@ -151,133 +261,133 @@ def _place_chunks(  # type: ignore[no-untyped-def]
     overflow,
 ):
     """One block a chunk: where each expert's rows of this chunk start, then one thread an entry."""
+    # shared: rows, later where this chunk's rows start | rows of earlier chunks, later padding before
+    #   | padded rows | rows | sums of GROUP experts: rows, padded | rows of the entries | entries kept | lost
     memory = cuda.shared.array(0, int32)
     chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
-    tokens, width = row_id_map.shape[0], (row_id_map.shape[1] - 1) // 2
-    chunks, experts = counts.shape
-    # in shared memory: rows of this chunk's entries | padded start | padding before | sums (two) | dropped
-    starts = per_chunk * max(width, 1)
-    pads = starts + experts
-    sums = pads + experts
-    dropped = sums + 2 * threads
-
-    share = (experts + threads - 1) // threads
-    begin = min(thread * share, experts)
-    end = min(begin + share, experts)
-    real = 0
-    padded = 0
-    for expert in range(begin, end):
-        total = 0
-        before = 0
-        c = 0
-        while c + 8 <= chunks:  # eight loads in flight
-            c0, c1, c2, c3 = (
-                counts[c, expert],
-                counts[c + 1, expert],
-                counts[c + 2, expert],
-                counts[c + 3, expert],
-            )
-            c4, c5, c6, c7 = (
-                counts[c + 4, expert],
-                counts[c + 5, expert],
-                counts[c + 6, expert],
-                counts[c + 7, expert],
-            )
-            eight = c0 + c1 + c2 + c3 + c4 + c5 + c6 + c7
-            total += eight
-            if c + 8 <= chunk:
-                before += eight
-            else:
-                before += (c0 if c < chunk else 0) + (c1 if c + 1 < chunk else 0)
-                before += (c2 if c + 2 < chunk else 0) + (c3 if c + 3 < chunk else 0)
-                before += (c4 if c + 4 < chunk else 0) + (c5 if c + 5 < chunk else 0)
-                before += c6 if c + 6 < chunk else 0
-            c += 8
-        while c < chunks:
-            count = counts[c, expert]
-            total += count
-            before += count if c < chunk else 0
-            c += 1
-        rows = (total + align - 1) // align * align
-        memory[starts + expert] = padded + before  # of this thread's experts; the others are added below
-        memory[pads + expert] = padded - real
-        if chunk == 0:
-            tokens_per_expert[expert] = total
-            padded_tokens_per_expert[expert] = rows
-            expert_offsets[expert + 1] = rows
-        real += total
-        padded += rows
-    memory[sums + thread] = real
-    memory[sums + threads + thread] = padded
-    if thread == 0:
-        memory[dropped] = 0
-    cuda.syncthreads()
-    step = 1
-    while step < threads:  # inclusive sums over threads
-        real_before = 0
-        padded_before = 0
-        if thread >= step:
-            real_before = memory[sums + thread - step]
-            padded_before = memory[sums + threads + thread - step]
-        cuda.syncthreads()
-        memory[sums + thread] += real_before
-        memory[sums + threads + thread] += padded_before
-        cuda.syncthreads()
-        step *= 2
-    real_before = memory[sums + thread] - real
-    padded_before = memory[sums + threads + thread] - padded
-    running = padded_before
-    for expert in range(begin, end):
-        memory[starts + expert] += padded_before
-        memory[pads + expert] += padded_before - real_before
-        if chunk == 0:
-            pad_offsets[expert] = memory[pads + expert]
-            running += expert_offsets[expert + 1]
-            expert_offsets[expert + 1] = running
-    if chunk == 0 and thread == 0:
-        expert_offsets[0] = 0
-    cuda.syncthreads()
-
+    starts, pads, padded, real = 0, experts, 2 * experts, 3 * experts
+    groups = (experts + GROUP - 1) // GROUP
+    sums = 4 * experts
+    rows = sums + 2 * groups
+    kept = rows + piece * width
+    lost = kept + piece
     first = chunk * per_chunk
-    here = min(per_chunk, tokens - first) * width
-    for i in range(thread, here, threads):
-        expert = ids[first * width + i]
-        row = -1
-        if expert >= 0:
-            if expert < experts:
-                padded_row = memory[starts + expert] + rank[first * width + i]
-                if padded_row < num_out_tokens:
-                    row = padded_row - memory[pads + expert]
-            if row < 0:  # no room, or no such expert
-                cuda.atomic.add(memory, dropped, 1)
-        memory[i] = row
-    cuda.syncthreads()
+    last = min(first + per_chunk, tokens)
+    # the first entry's loads travel while the counts are added up
+    my_id, my_rank = -1, 0
+    if thread < (last - first) * width:
+        my_id, my_rank = ids[first * width + thread], rank[first * width + thread]
 
-    for i in range(thread, here, threads):
-        slot = i % width
-        token = first + i // width
-        row = memory[i]
-        place = 0  # descending rows, then the blanks
-        kept = 0
-        for other in range(i - slot, i - slot + width):
-            kept += 1 if memory[other] >= 0 else 0
-            if row >= 0:
-                place += 1 if memory[other] > row else 0
-            else:
-                place += 1 if memory[other] >= 0 or other < i else 0
-        row_id_map[token, place] = row
-        row_id_map[token, width + place] = ids[first * width + i] if row >= 0 else -1
-        if slots.shape[0] > 0:
-            slots[token, place] = slot if row >= 0 else -1
-        if slot == 0:
-            row_id_map[token, 2 * width] = kept
-    if width == 0:
-        for token in range(thread, tokens, threads):
-            row_id_map[token, 0] = 0
-    lost = 0
-    for i in range(thread, min(per_chunk, excess.shape[0] - first), threads):
-        lost += excess[first + i]
+    for expert in range(thread, experts, threads):
+        memory[real + expert] = 0
+        memory[pads + expert] = 0
     if thread == 0:
-        lost += memory[dropped]
-    if lost > 0:
-        cuda.atomic.add(overflow, 0, lost)
+        memory[lost] = 0
+    cuda.syncthreads()
+    lanes = max(min(experts, threads), 1)
+    stride = threads // lanes  # threads that share an expert
+    lane, part = thread % lanes, thread // lanes
+    if part < stride:
+        for expert in range(lane, experts, lanes):
+            total, before = 0, 0
+            c = part
+            while c + 7 * stride < chunks:  # eight loads in flight
+                at = c * (experts + 1) + expert
+                jump = stride * (experts + 1)
+                c0, c1, c2, c3 = counts[at], counts[at + jump], counts[at + 2 * jump], counts[at + 3 * jump]
+                at += 4 * jump
+                c4, c5, c6, c7 = counts[at], counts[at + jump], counts[at + 2 * jump], counts[at + 3 * jump]
+                total += c0 + c1 + c2 + c3 + c4 + c5 + c6 + c7
+                before += (c0 if c < chunk else 0) + (c1 if c + stride < chunk else 0)
+                before += (c2 if c + 2 * stride < chunk else 0) + (c3 if c + 3 * stride < chunk else 0)
+                before += (c4 if c + 4 * stride < chunk else 0) + (c5 if c + 5 * stride < chunk else 0)
+                before += (c6 if c + 6 * stride < chunk else 0) + (c7 if c + 7 * stride < chunk else 0)
+                c += 8 * stride
+            while c < chunks:
+                count = counts[c * (experts + 1) + expert]
+                total += count
+                before += count if c < chunk else 0
+                c += stride
+            cuda.atomic.add(memory, real + expert, total)  # integers: the order does not matter
+            cuda.atomic.add(memory, pads + expert, before)
+    cuda.syncthreads()
+    for expert in range(thread, experts, threads):
+        memory[padded + expert] = (memory[real + expert] + align - 1) // align * align
+    cuda.syncthreads()
+    for group in range(thread, groups, threads):
+        total, total_padded = 0, 0
+        for expert in range(group * GROUP, min(group * GROUP + GROUP, experts)):
+            total += memory[real + expert]
+            total_padded += memory[padded + expert]
+        memory[sums + group] = total
+        memory[sums + groups + group] = total_padded
+    cuda.syncthreads()
+    for expert in range(thread, experts, threads):
+        start, start_padded = 0, 0
+        for group in range(expert // GROUP):
+            start += memory[sums + group]
+            start_padded += memory[sums + groups + group]
+        for other in range(expert // GROUP * GROUP, expert):
+            start += memory[real + other]
+            start_padded += memory[padded + other]
+        memory[starts + expert] = start_padded + memory[pads + expert]
+        memory[pads + expert] = start_padded - start
+        if chunk == 0:
+            tokens_per_expert[expert] = memory[real + expert]
+            padded_tokens_per_expert[expert] = memory[padded + expert]
+            pad_offsets[expert] = start_padded - start
+            expert_offsets[expert + 1] = start_padded + memory[padded + expert]
+            room = max(num_out_tokens - start_padded, 0)
+            cuda.atomic.add(memory, lost, max(memory[real + expert] - room, 0))
+    if chunk == 0:
+        for c in range(thread, chunks, threads):
+            cuda.atomic.add(memory, lost, counts[c * (experts + 1) + experts])
+        cuda.syncthreads()
+        if thread == 0:
+            expert_offsets[0] = 0
+            overflow[0] = memory[lost]
+
+    token = first
+    while token < last:
+        here = min(piece, last - token)
+        for t in range(thread, here, threads):
+            memory[kept + t] = 0
+        cuda.syncthreads()
+        for i in range(thread, here * width, threads):
+            if token == first and i == thread:
+                expert, place = my_id, my_rank
+            else:
+                expert, place = ids[token * width + i], rank[token * width + i]
+            row = -1
+            if expert >= 0:
+                if expert < experts:
+                    padded_row = memory[starts + expert] + place
+                    if padded_row < num_out_tokens:
+                        row = padded_row - memory[pads + expert]
+                if row >= 0:
+                    cuda.atomic.add(memory, kept + i // width, 1)
+            memory[rows + i] = row
+        cuda.syncthreads()
+        for i in range(thread, here * width, threads):
+            t, slot = i // width, i % width
+            row = memory[rows + i]
+            place = 0  # descending rows, then the blanks
+            if has_slots != 0:
+                for other in range(i - slot, i - slot + width):
+                    if row >= 0:
+                        place += 1 if memory[rows + other] > row else 0
+                    else:
+                        place += 1 if memory[rows + other] >= 0 or other < i else 0
+                slots[(token + t) * width + place] = slot if row >= 0 else -1
+            else:  # a mask's experts ascend, and with them the rows
+                place = memory[kept + t] - 1 - slot if row >= 0 else slot
+            at = (token + t) * (2 * width + 1)
+            expert = -1
+            if row >= 0:
+                expert = ids[(token + t) * width + slot]
+            row_id_map[at + place] = row
+            row_id_map[at + width + place] = expert
+        for t in range(thread, here, threads):
+            row_id_map[(token + t) * (2 * width + 1) + 2 * width] = memory[kept + t]
+        cuda.syncthreads()
+        token += piece

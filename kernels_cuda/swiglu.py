@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8moe.kernels_cuda.launch import KINDS, launch, scratch
 from fp8moe.kernels_cuda.quantize import quantize
-from fp8moe.records import Activation, DeviceArray, Quantized, QuantTensor, SwigluGrad
+from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
 
 
 def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
@@ -19,7 +19,7 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
 def swiglu_quantize(
     h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: QuantTensor | Quantized
 ) -> None:
-    y = _float32(h.shape[0], h.shape[1] // 2)
+    y = scratch((h.shape[0], h.shape[1] // 2), np.float32)
     _forward(h, probs, activation, expert_offsets, y)
     quantize(y, pow2=True, eps=0.0, out=out, expert_offsets=expert_offsets)
 
@@ -31,7 +31,7 @@ def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, ou
 def swiglu_quantize_backward(
     grad: Any, h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: SwigluGrad
 ) -> None:
-    dh = _float32(*h.shape)
+    dh = scratch(h.shape, np.float32)
     _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh))
     quantize(dh, pow2=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)
 
@@ -85,8 +85,3 @@ def _constants(activation: Activation) -> tuple[float, float, float]:
 def _last(offsets: Any) -> int:
     """Address of the last offset: rows behind it are nobody's."""
     return 0 if offsets is None else offsets.ptr + 4 * (offsets.shape[0] - 1)
-
-
-def _float32(rows: int, columns: int) -> DeviceArray:
-    memory = scratch((rows, columns), np.float32)
-    return DeviceArray(memory.data.ptr, (rows, columns), np.dtype(np.float32), memory.device.id, memory)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, launch, scratch, threads
 from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import make_strips
 from fp8moe.records import PermutationPlan, QuantTensor
@@ -57,7 +57,7 @@ def _refuse_other_scales(scales: Any) -> None:
     flag = scratch((1,), np.int32)
     fill_bytes(flag, 0)
     launch("transpose", "check_pow2", threads(scales.size), 256, scales, scales.size, flag)
-    if int(flag.get()[0]):
+    if int(copy_to_host(flag)[0]):
         raise ValueError(
             "q.scales: got one that is no power of two; wanted powers of two; pow2=True gives them"
         )

@@ -24,13 +24,15 @@ def compare(verb, routing, spec):
         np.testing.assert_array_equal(a, b)
 
 
-kernels.CHUNK = 8  # several chunks also at the sizes that a simulator can bear
+# Sizes at which a simulator shows several chunks, several steps in a chunk, and several words of bits.
 rng = np.random.default_rng()
-for tokens, experts, k in ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2)):
-    ids = rng.integers(-1, experts, (tokens, k)).astype(np.int32)
-    for align, capacity in ((1, None), (4, None), (4, tokens)):
-        compare("plan_topk", ids, plan_spec(tokens, experts, k, align, capacity, has_slots=True))
-    mask = mask_of(ids, experts)
-    for width in (1, experts):
-        compare("plan_routing_map", mask, plan_spec(tokens, experts, width, 4, None, has_slots=False))
+for chunk, mask_chunk, most, words in ((8, 3, 128, 8192), (40, 34, 2, 9)):
+    kernels.CHUNK, kernels.MASK_CHUNK, kernels.MAX_CHUNKS, kernels.BITS = chunk, mask_chunk, most, words
+    for tokens, experts, k in ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2), (75, 5, 2)):
+        ids = rng.integers(-1, experts, (tokens, k)).astype(np.int32)
+        for align, capacity in ((1, None), (4, tokens)):
+            compare("plan_topk", ids, plan_spec(tokens, experts, k, align, capacity, has_slots=True))
+        mask = mask_of(ids, experts)
+        for width in (1, experts):
+            compare("plan_routing_map", mask, plan_spec(tokens, experts, width, 4, None, has_slots=False))
 print("equal")

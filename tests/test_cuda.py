@@ -127,6 +127,33 @@ def test_chunks_and_padding(sizes, align, group, seed):
     assert_same(*both(fp8moe.unpad, padded, sizes, align))
 
 
+@pytest.mark.parametrize("kind", ["bf16", "wide", "1x128", "mxfp8"])
+@pytest.mark.parametrize("chunks", [1, 7, 300])
+def test_chunks_of_whole_vectors(kind, chunks):
+    """Rows of multiples of 16 bytes travel by bulk copies; empty chunks, padding, a tail, unknown chunks."""
+    rng = np.random.default_rng(chunks)
+    sizes = rng.integers(0, 6, chunks) * (rng.random(chunks) < 0.7)
+    order = rng.permutation(chunks).astype(np.int32)
+    rows = int(sizes.sum()) + 3
+    x = {
+        "bf16": lambda: values(rng, (rows, 520), BF16),
+        "wide": lambda: values(rng, (rows, 5000), np.float32),
+        "1x128": lambda: fp8moe.quantize(values(rng, (rows, 512), BF16)),
+        "mxfp8": lambda: fp8moe.quantize(values(rng, (rows, 512), BF16), block=(1, 32)),
+    }[kind]()
+    probs = rng.random(rows).astype(np.float32)
+    for align, tokens in ((1, None), (16, None), (1, rows // 2), (4, rows + 50)):
+        options = {"align_size": align, "num_out_tokens": tokens}
+        ours, theirs = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
+        assert_same(ours, theirs)
+        options = {"align_size": align, "num_tokens": rows}
+        assert_same(*both(fp8moe.sort_chunks_backward, ours.data, sizes, order, ours.probs, **options))
+        assert_same(*both(fp8moe.pad, x, sizes, align, num_out_tokens=tokens))
+        assert_same(*both(fp8moe.unpad, ours.data, sizes, align, num_out_tokens=rows))
+    order[0] = -1
+    assert_same(*both(fp8moe.sort_chunks, x, sizes, order, probs))
+
+
 @given(
     st.sampled_from((1, 2, 127, 130)),
     st.sampled_from((1, 33, 128, 300)),
@@ -411,3 +438,123 @@ def test_arrays_on_both_devices_are_refused():
         fp8moe.permute(upload(x), plan)
     with pytest.raises(TypeError, match="got an array on CUDA device 0; wanted the CPU"):
         fp8moe.permute(x, upload(plan))
+
+
+def test_an_exact_plan_waits_for_the_callers_stream():
+    torch = pytest.importorskip("torch")
+    ids = torch.zeros(64, 2, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)  # the ids below come late
+        ids.copy_(torch.arange(128, device="cuda").reshape(64, 2) % 8)
+        plan = fp8moe.plan_topk(ids, 8, align_size=16, num_out_tokens="exact")
+    assert plan.num_out_tokens == 128
+    assert plan.tokens_per_expert.tolist() == [16] * 8
+
+
+def test_nan_in_padding_and_tail_reaches_nobody():
+    rng = np.random.default_rng(13)
+    ids = rng.integers(-1, 6, (50, 3)).astype(np.int32)
+    plan = fp8moe.plan_topk(ids, 6, align_size=16)
+    rows = rng.standard_normal((plan.num_out_tokens, 256)).astype(BF16)
+    mapped = np.zeros(plan.num_out_tokens, bool)
+    for entry in plan.row_id_map:
+        mapped[entry[: entry[-1]] + plan.pad_offsets[entry[3 : 3 + entry[-1]]]] = True
+    wanted = fp8moe.unpermute(rows, plan)
+    rows[~mapped] = np.nan
+    q = fp8moe.quantize(rows)
+    for x, y in ((rows, wanted), (q, fp8moe.unpermute(fp8moe.quantize(np.nan_to_num(rows)), plan))):
+        assert np.isfinite(y.astype(np.float32)).all()
+        assert_same(y, download(fp8moe.unpermute(upload(x), upload(plan))))
+
+
+def test_a_cupy_graph_keeps_its_scratch():
+    import cupy
+
+    rng = np.random.default_rng(14)
+    ids = upload(rng.integers(0, 8, (400, 2)).astype(np.int32))
+    x = upload(rng.standard_normal((400, 256)).astype(BF16))
+
+    def run():
+        plan = fp8moe.plan_topk(ids, 8, align_size=16)
+        return fp8moe.permute(x, plan)
+
+    run()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        captured = run()
+        graph = stream.end_capture()
+        others = [cupy.full(1600, 7, cupy.int32) for _ in range(50)]  # takes what the pool holds
+        ids[...] = upload(rng.integers(0, 8, (400, 2)).astype(np.int32))
+        graph.launch(stream)
+        stream.synchronize()
+    wanted = fp8moe.permute(download(x), fp8moe.plan_topk(download(ids), 8, align_size=16))
+    assert_same(wanted.plan, download(captured.plan))
+    assert_same(wanted.data, download(captured.data))
+    assert all(bool((o == 7).all()) for o in others)
+
+
+def torch_case(requires_grad=True):
+    torch = pytest.importorskip("torch")
+    g = torch.Generator().manual_seed(0)
+    ids = torch.rand(96, 8, generator=g).argsort(1)[:, :3].int().cuda()
+    x = torch.randn(96, 256, generator=g).bfloat16().cuda().requires_grad_(requires_grad)
+    probs = torch.rand(96, 3, generator=g).cuda().requires_grad_(requires_grad)
+    return torch, ids, x, probs
+
+
+def there_and_back(ids, x, probs):
+    from fp8moe.adapters import torch_ops
+
+    plan = torch_ops.plan_topk(ids, 8, align_size=16)
+    moved = torch_ops.permute(x, plan, probs)
+    y = torch_ops.unpermute(moved.data * moved.probs[:, None].to(x.dtype), plan, probs)
+    return y.float().square().sum()
+
+
+def test_torch_compile_on_cuda_gives_the_same_gradients():
+    torch, ids, x, probs = torch_case()
+    there_and_back(ids, x, probs).backward()
+    eager = x.grad.clone(), probs.grad.clone()
+    x.grad = probs.grad = None
+    torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(ids, x, probs).backward()
+    assert torch.equal(x.grad, eager[0])
+    assert torch.equal(probs.grad, eager[1])
+
+
+def test_torch_cuda_graph_of_forward_and_backward():
+    torch, ids, x, probs = torch_case()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            x.grad = probs.grad = None
+            there_and_back(ids, x, probs).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    x.grad = probs.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        there_and_back(ids, x, probs).backward()
+    for seed in range(3):
+        with torch.no_grad():
+            ids.copy_(torch.rand(96, 8, device="cuda").argsort(1)[:, :3].int())
+            x.normal_()
+            probs.uniform_()
+        filler = [torch.full((1 << 16,), seed, device="cuda") for _ in range(20)]
+        graph.replay()
+        grads = x.grad.clone(), probs.grad.clone()
+        a, b = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
+        there_and_back(ids, a, b).backward()
+        assert torch.equal(a.grad, grads[0])
+        assert torch.equal(b.grad, grads[1])
+        assert all(bool((f == seed).all()) for f in filler)
+
+
+@pytest.mark.multigpu
+def test_the_second_device():
+    torch = pytest.importorskip("torch")
+    _, ids, x, probs = torch_case(False)
+    there = [t.to("cuda:1") for t in (ids, x, probs)]
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
+    assert torch.cuda.current_device() == 0
