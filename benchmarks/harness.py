@@ -27,7 +27,17 @@ import fp8moe
 
 CACHE_BYTES = 50_000_000
 MAX_SETS = 8
-TOPICS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "moe")
+TOPICS = (
+    "plan",
+    "permute",
+    "unpermute",
+    "sort_chunks",
+    "quantize",
+    "transpose",
+    "swiglu",
+    "grouped_gemm",
+    "moe",
+)
 
 
 @dataclass(frozen=True)
@@ -245,10 +255,14 @@ def command() -> str:
     return " ".join(["python -m fp8moe", *words])
 
 
-def routing(tokens: int, experts: int, topk: int, seed: int = 0) -> np.ndarray:
-    """Exact top-k ids [T, k], uniform over the experts, none twice in a token."""
-    scores = np.random.default_rng(seed).random((tokens, experts), dtype=np.float32)
-    return np.ascontiguousarray(np.argpartition(scores, topk, axis=1)[:, :topk].astype(np.int32))
+def routing(tokens: int, experts: int, topk: int, seed: int = 0, skew: float = 0.0) -> np.ndarray:
+    """Exact top-k ids [T, k], none twice in a token; expert e is chosen with weight (e + 1) ** -skew.
+
+    Drawn without replacement by the largest of Gumbel-perturbed log weights (Yellott 1977).
+    """
+    uniform = np.random.default_rng(seed).random((tokens, experts))
+    scores = -np.log(-np.log(uniform)) - skew * np.log(np.arange(1, experts + 1))
+    return np.ascontiguousarray(np.argpartition(-scores, topk, axis=1)[:, :topk].astype(np.int32))
 
 
 def host(x: Any) -> np.ndarray:
