@@ -15,13 +15,14 @@ from fp8moe.formats import BFLOAT16, Block
 from fp8moe.kernels_cuda import compiler
 from fp8moe.records import ArraySpec, DeviceArray, QuantTensor
 
-runtime = cupy.cuda.runtime
+runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
 
 # The tables of common.cuh.
 KINDS = {BFLOAT16: 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2, np.dtype(np.float64): 3}
 FORMATS = {"e4m3": 0, "e5m2": 1, "e2m1": 2}
 LAYOUTS: dict[Block, int] = {(1, 128): 1, (1, 32): 2, (1, 16): 3, None: 4}
 PLAIN = 0
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
 
 Allocate = Callable[[ArraySpec, int], DeviceArray]
@@ -73,8 +74,8 @@ def start(
     grid = (grid,) if isinstance(grid, int) else grid
     if 0 in grid:
         return
-    if shared > SHARED and function.max_dynamic_shared_size_bytes < shared:
-        function.max_dynamic_shared_size_bytes = shared
+    if shared > SHARED:
+        driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED, shared)
     function(grid, (block,), tuple(map(_argument, arguments)), shared, _current)
 
 

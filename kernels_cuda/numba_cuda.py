@@ -30,7 +30,7 @@ except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep i
         "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
     ) from error
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
-BLOCK = 4 if SIMULATED else 1024  # threads; the simulator makes a Python thread of each
+BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread of each
 types: Any = importlib.import_module("numba.core.types")
 uint32, int32 = types.uint32, types.int32
 

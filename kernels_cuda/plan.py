@@ -92,22 +92,29 @@ def _rank_entries(ids, entries, per_chunk, words, experts, rank, counts):  # typ
     begin = chunk * per_chunk
     end = min(begin + per_chunk, entries)
     so_far = words * experts
-    for expert in range(thread, experts + 1, threads):
+    expert = thread
+    while expert < experts + 1:
         bits[so_far + expert] = 0
+        expert += threads
     start = begin
     while start < end:
         here = min(32 * words, end - start)
-        for i in range(thread, words * experts, threads):
+        i = thread
+        while i < words * experts:
             bits[i] = 0
+            i += threads
         cuda.syncthreads()
-        for i in range(thread, here, threads):
+        i = thread
+        while i < here:
             expert = ids[start + i]
             if expert >= experts:
                 cuda.atomic.add(bits, so_far + experts, uint32(1))
             elif expert >= 0:
                 cuda.atomic.or_(bits, (i >> 5) * experts + expert, uint32(1) << uint32(i & 31))
+            i += threads
         cuda.syncthreads()
-        for i in range(thread, here, threads):
+        i = thread
+        while i < here:
             expert = ids[start + i]
             count = 0
             if expert >= 0 and expert < experts:
@@ -117,16 +124,21 @@ def _rank_entries(ids, entries, per_chunk, words, experts, rank, counts):  # typ
                 for w in range(word):
                     count += cuda.popc(bits[w * experts + expert])
             rank[start + i] = count
+            i += threads
         cuda.syncthreads()
-        for expert in range(thread, experts, threads):
+        expert = thread
+        while expert < experts:
             count = int32(bits[so_far + expert])
             for w in range(words):
                 count += cuda.popc(bits[w * experts + expert])
             bits[so_far + expert] = count
+            expert += threads
         cuda.syncthreads()
         start += 32 * words
-    for expert in range(thread, experts + 1, threads):
+    expert = thread
+    while expert < experts + 1:
         counts[chunk * (experts + 1) + expert] = int32(bits[so_far + expert])
+        expert += threads
 
 
 def _rank_mask(  # type: ignore[no-untyped-def]
@@ -143,17 +155,22 @@ def _rank_mask(  # type: ignore[no-untyped-def]
     lanes = max(min(experts, threads), 1)
     stride = threads // lanes
     lane, token_of_thread = thread % lanes, thread // lanes
-    for expert in range(thread, experts + 1, threads):
+    expert = thread
+    while expert < experts + 1:
         bits[so_far + expert] = 0
+        expert += threads
     start = chunk * per_chunk
     end = min(start + per_chunk, tokens)
     while start < end:
         here = min(step, end - start)
-        for i in range(thread, so_far, threads):
+        i = thread
+        while i < so_far:
             bits[i] = 0
+            i += threads
         cuda.syncthreads()
         if token_of_thread < stride:
-            for expert in range(lane, experts, lanes):
+            expert = lane
+            while expert < experts:
                 word, bit = expert >> 5, uint32(1) << uint32(expert & 31)
                 t = token_of_thread
                 at = (start + t) * experts + expert
@@ -185,8 +202,10 @@ def _rank_mask(  # type: ignore[no-untyped-def]
                         cuda.atomic.or_(bits, t * words + word, bit)
                     at += jump
                     t += stride
+                expert += lanes
         cuda.syncthreads()
-        for i in range(thread, here * words, threads):  # a word of a token: which experts have a place
+        i = thread
+        while i < here * words:  # a word of a token: which experts have a place
             t, word = i // words, i % words
             place = 0
             for w in range(word):
@@ -197,8 +216,10 @@ def _rank_mask(  # type: ignore[no-untyped-def]
                 left = left & (left - uint32(1))
                 cuda.atomic.or_(bits, rows + (t >> 5) * experts + expert, uint32(1) << uint32(t & 31))
                 place += 1
+            i += threads
         cuda.syncthreads()
-        for i in range(thread, here * words, threads):
+        i = thread
+        while i < here * words:
             t, word = i // words, i % words
             place = 0
             for w in range(word):
@@ -224,16 +245,21 @@ def _rank_mask(  # type: ignore[no-untyped-def]
                     ids[entry + place] = -1
                     rank[entry + place] = 0
                     place += 1
+            i += threads
         cuda.syncthreads()
-        for expert in range(thread, experts, threads):
+        expert = thread
+        while expert < experts:
             count = int32(bits[so_far + expert])
             for w in range((step + 31) >> 5):
                 count += cuda.popc(bits[rows + w * experts + expert])
             bits[so_far + expert] = count
+            expert += threads
         cuda.syncthreads()
         start += step
-    for expert in range(thread, experts + 1, threads):
+    expert = thread
+    while expert < experts + 1:
         counts[chunk * (experts + 1) + expert] = int32(bits[so_far + expert])
+        expert += threads
 
 
 GROUP = 16  # experts whose sums a thread adds one by one
@@ -278,9 +304,11 @@ def _place_entries(  # type: ignore[no-untyped-def]
     if thread < (last - first) * width:
         my_id, my_rank = ids[first * width + thread], rank[first * width + thread]
 
-    for expert in range(thread, experts, threads):
+    expert = thread
+    while expert < experts:
         memory[real + expert] = 0
         memory[pads + expert] = 0
+        expert += threads
     if thread == 0:
         memory[lost] = 0
     cuda.syncthreads()
@@ -288,41 +316,49 @@ def _place_entries(  # type: ignore[no-untyped-def]
     stride = threads // lanes  # threads that share an expert
     lane, part = thread % lanes, thread // lanes
     if part < stride:
-        for expert in range(lane, experts, lanes):
-            total, before = 0, 0
+        expert = lane
+        while expert < experts:
+            before, after = 0, 0
             c = part
-            while c + 7 * stride < chunks:  # eight loads in flight
-                at = c * (experts + 1) + expert
-                jump = stride * (experts + 1)
-                c0, c1, c2, c3 = counts[at], counts[at + jump], counts[at + 2 * jump], counts[at + 3 * jump]
+            jump = stride * (experts + 1)
+            at = c * (experts + 1) + expert
+            while c + 3 * stride < chunk:  # four loads in flight
+                before += counts[at] + counts[at + jump] + counts[at + 2 * jump] + counts[at + 3 * jump]
                 at += 4 * jump
-                c4, c5, c6, c7 = counts[at], counts[at + jump], counts[at + 2 * jump], counts[at + 3 * jump]
-                total += c0 + c1 + c2 + c3 + c4 + c5 + c6 + c7
-                before += (c0 if c < chunk else 0) + (c1 if c + stride < chunk else 0)
-                before += (c2 if c + 2 * stride < chunk else 0) + (c3 if c + 3 * stride < chunk else 0)
-                before += (c4 if c + 4 * stride < chunk else 0) + (c5 if c + 5 * stride < chunk else 0)
-                before += (c6 if c + 6 * stride < chunk else 0) + (c7 if c + 7 * stride < chunk else 0)
-                c += 8 * stride
-            while c < chunks:
-                count = counts[c * (experts + 1) + expert]
-                total += count
-                before += count if c < chunk else 0
+                c += 4 * stride
+            while c < chunk:
+                before += counts[at]
+                at += jump
                 c += stride
-            cuda.atomic.add(memory, real + expert, total)  # integers: the order does not matter
+            while c + 3 * stride < chunks:
+                after += counts[at] + counts[at + jump] + counts[at + 2 * jump] + counts[at + 3 * jump]
+                at += 4 * jump
+                c += 4 * stride
+            while c < chunks:
+                after += counts[at]
+                at += jump
+                c += stride
+            cuda.atomic.add(memory, real + expert, before + after)  # integers: the order does not matter
             cuda.atomic.add(memory, pads + expert, before)
+            expert += lanes
     cuda.syncthreads()
-    for expert in range(thread, experts, threads):
+    expert = thread
+    while expert < experts:
         memory[padded + expert] = (memory[real + expert] + align - 1) // align * align
+        expert += threads
     cuda.syncthreads()
-    for group in range(thread, groups, threads):
+    group = thread
+    while group < groups:
         total, total_padded = 0, 0
         for expert in range(group * GROUP, min(group * GROUP + GROUP, experts)):
             total += memory[real + expert]
             total_padded += memory[padded + expert]
         memory[sums + group] = total
         memory[sums + groups + group] = total_padded
+        group += threads
     cuda.syncthreads()
-    for expert in range(thread, experts, threads):
+    expert = thread
+    while expert < experts:
         start, start_padded = 0, 0
         for group in range(expert // GROUP):
             start += memory[sums + group]
@@ -339,9 +375,12 @@ def _place_entries(  # type: ignore[no-untyped-def]
             expert_offsets[expert + 1] = start_padded + memory[padded + expert]
             room = max(num_out_tokens - start_padded, 0)
             cuda.atomic.add(memory, lost, max(memory[real + expert] - room, 0))
+        expert += threads
     if chunk == 0:
-        for c in range(thread, chunks, threads):
+        c = thread
+        while c < chunks:
             cuda.atomic.add(memory, lost, counts[c * (experts + 1) + experts])
+            c += threads
         cuda.syncthreads()
         if thread == 0:
             expert_offsets[0] = 0
@@ -350,10 +389,13 @@ def _place_entries(  # type: ignore[no-untyped-def]
     token = first
     while token < last:
         here = min(piece, last - token)
-        for t in range(thread, here, threads):
+        t = thread
+        while t < here:
             memory[kept + t] = 0
+            t += threads
         cuda.syncthreads()
-        for i in range(thread, here * width, threads):
+        i = thread
+        while i < here * width:
             if token == first and i == thread:
                 expert, place = my_id, my_rank
             else:
@@ -367,17 +409,21 @@ def _place_entries(  # type: ignore[no-untyped-def]
                 if row >= 0:
                     cuda.atomic.add(memory, kept + i // width, 1)
             memory[rows + i] = row
+            i += threads
         cuda.syncthreads()
-        for i in range(thread, here * width, threads):
+        i = thread
+        while i < here * width:
             t, slot = i // width, i % width
             row = memory[rows + i]
             place = 0  # descending rows, then the blanks
             if has_slots != 0:
-                for other in range(i - slot, i - slot + width):
-                    if row >= 0:
-                        place += 1 if memory[rows + other] > row else 0
-                    else:
-                        place += 1 if memory[rows + other] >= 0 or other < i else 0
+                at = rows + i - slot
+                if row >= 0:
+                    for other in range(width):
+                        place += 1 if memory[at + other] > row else 0
+                else:
+                    for other in range(width):
+                        place += 1 if memory[at + other] >= 0 or other < slot else 0
                 slots[(token + t) * width + place] = slot if row >= 0 else -1
             else:  # a mask's experts ascend, and with them the rows
                 place = memory[kept + t] - 1 - slot if row >= 0 else slot
@@ -387,7 +433,10 @@ def _place_entries(  # type: ignore[no-untyped-def]
                 expert = ids[(token + t) * width + slot]
             row_id_map[at + place] = row
             row_id_map[at + width + place] = expert
-        for t in range(thread, here, threads):
+            i += threads
+        t = thread
+        while t < here:
             row_id_map[(token + t) * (2 * width + 1) + 2 * width] = memory[kept + t]
+            t += threads
         cuda.syncthreads()
         token += piece
