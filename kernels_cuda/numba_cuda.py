@@ -32,7 +32,7 @@ except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep i
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
 BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread of each
 types: Any = importlib.import_module("numba.core.types")
-uint32, int32 = types.uint32, types.int32
+uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
 Kernel = Callable[..., None]
 
@@ -58,6 +58,13 @@ def scratch(size: int) -> Any:
     from fp8moe.kernels_cuda import launch
 
     return launch.scratch((size,), np.int32)
+
+
+def as_octets(x: Any) -> Any:
+    """An array of bytes as words of eight."""
+    if SIMULATED:
+        return x.reshape(-1).view(np.uint64)
+    return DeviceArray(x.ptr, (x.size // 8,), np.dtype(np.uint64), x.device, x.owner)
 
 
 def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:

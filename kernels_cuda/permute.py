@@ -12,12 +12,12 @@ from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, 
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.
 PIECE = 16_384  # bytes of a row that one warp moves at a time
-ZEROS = 2048  # as in permute.cu
 LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 make a bad second wave
 LONG_ROW_SHARED = 14_000
 SHARE = 256  # vectors of a row that a block of merge_bf16 sums
 FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
 CHUNK_THREADS, CHUNK_STAGES = 128, 3  # as in permute.cu
+AT_ONCE = 8  # blocks of move_chunks on a multiprocessor at most
 CHUNK_PIECE = 8192  # bytes of a row in one buffer of move_chunks
 SHARED_OF_ALL = 227 * 1024  # shared memory of a multiprocessor that blocks can have (sm_90)
 
@@ -76,11 +76,10 @@ def _permute_rows(
         plan.num_experts,
         plan.num_out_tokens,
         fill,
-        row_bytes < LONG_ROW,  # short rows leave L2 first: 17.4 us against 18.1
         out,
         out_scales,
         out_probs,
-        shared=max(ZEROS + piece_bytes + scale_bytes + 16, LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0),
+        shared=max(piece_bytes + scale_bytes + 16, LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0),
     )
 
 
@@ -236,8 +235,11 @@ def _move(
     row_bytes, scale_bytes = data.nbytes // rows_in, 0 if scales is None else scales.nbytes // rows_in
     pieces = -(-row_bytes // CHUNK_PIECE)
     piece_bytes = -(-row_bytes // pieces // 16) * 16
-    shared = tables + CHUNK_THREADS // 32 * CHUNK_STAGES * (piece_bytes + scale_bytes)
-    grid = min(multiprocessors() * max(1, min(8, SHARED_OF_ALL // (shared + 2048))), rows * pieces)
+    together = max(1, min(32, CHUNK_PIECE // (row_bytes + scale_bytes)))
+    warps = CHUNK_THREADS // 32
+    shared = tables + warps * CHUNK_STAGES * together * (piece_bytes + scale_bytes)
+    at_once = multiprocessors() * max(1, min(AT_ONCE, SHARED_OF_ALL // (shared + 1024)))
+    grid = min(at_once, -(-rows * pieces // (together * warps)))
     launch(
         "permute",
         "move_chunks",
@@ -247,6 +249,7 @@ def _move(
         row_bytes,
         piece_bytes,
         pieces,
+        together,
         scales,
         scale_bytes,
         probs,

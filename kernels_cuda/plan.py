@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.kernels_cuda.numba_cuda import BLOCK, cuda, int32, run, scratch, uint32
+from fp8moe.kernels_cuda.numba_cuda import BLOCK, as_octets, cuda, int32, run, scratch, uint32, uint64
 from fp8moe.records import PermutationPlan
 
 CHUNK = 512  # entries a block ranks at least: 64 blocks at 4096 tokens, top-8
 MASK_CHUNK = 64  # tokens of a mask a block ranks at least
 MAX_CHUNKS = 128  # every block of the second launch reads the counts of all chunks
 BITS = 8192  # words of bits in shared memory
+LOW_BITS, LOWEST_BITS = uint64(0x7F7F7F7F7F7F7F7F), uint64(0x0101010101010101)  # of every byte
 
 
 def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
@@ -44,7 +45,9 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     counts = scratch(chunks * (experts + 1))
     step = min(per_chunk, MASK_CHUNK)
     shared = 4 * (step * -(-experts // 32) + (-(-step // 32) + 1) * experts + 1)
-    arguments = (routing_map, tokens, experts, width, per_chunk, step, ids, rank, counts)
+    octets = routing_map.dtype.itemsize == 1 and experts % 8 == 0
+    mask = as_octets(routing_map) if octets else routing_map
+    arguments = (mask, int(octets), tokens, experts, width, per_chunk, step, ids, rank, counts)
     run(_rank_mask, chunks, shared, *arguments)
     _place(ids, rank, counts, tokens, per_chunk, chunks, out)
 
@@ -142,19 +145,16 @@ def _rank_entries(ids, entries, per_chunk, words, experts, rank, counts):  # typ
 
 
 def _rank_mask(  # type: ignore[no-untyped-def]
-    mask, tokens, experts, width, per_chunk, step, ids, rank, counts
+    mask, octets, tokens, experts, width, per_chunk, step, ids, rank, counts
 ):
     """One block a chunk of tokens, ``step`` at a time. ids: the experts of each token in ascending order,
-    then -1. counts [chunk, experts + 1]: entries of each expert, and those past a token's first ``width``."""
+    then -1. counts [chunk, experts + 1]: entries of each expert, and those past a token's first ``width``.
+    octets: the mask's bytes come eight to a word."""
     bits = cuda.shared.array(0, uint32)  # a token's experts | an expert's tokens | counts so far
     chunk, thread, threads = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
     words = (experts + 31) >> 5  # of a token
     rows = step * words
     so_far = rows + ((step + 31) >> 5) * experts
-    # a thread looks at one expert (or every lanes-th) of every stride-th token
-    lanes = max(min(experts, threads), 1)
-    stride = threads // lanes
-    lane, token_of_thread = thread % lanes, thread // lanes
     expert = thread
     while expert < experts + 1:
         bits[so_far + expert] = 0
@@ -168,41 +168,27 @@ def _rank_mask(  # type: ignore[no-untyped-def]
             bits[i] = 0
             i += threads
         cuda.syncthreads()
-        if token_of_thread < stride:
-            expert = lane
-            while expert < experts:
-                word, bit = expert >> 5, uint32(1) << uint32(expert & 31)
-                t = token_of_thread
-                at = (start + t) * experts + expert
-                jump = stride * experts
-                while t + 7 * stride < here:  # eight loads in flight
-                    a, b, c, d = mask[at], mask[at + jump], mask[at + 2 * jump], mask[at + 3 * jump]
-                    at += 4 * jump
-                    e, f, g, h = mask[at], mask[at + jump], mask[at + 2 * jump], mask[at + 3 * jump]
-                    at += 4 * jump
-                    if a != 0:
-                        cuda.atomic.or_(bits, t * words + word, bit)
-                    if b != 0:
-                        cuda.atomic.or_(bits, (t + stride) * words + word, bit)
-                    if c != 0:
-                        cuda.atomic.or_(bits, (t + 2 * stride) * words + word, bit)
-                    if d != 0:
-                        cuda.atomic.or_(bits, (t + 3 * stride) * words + word, bit)
-                    if e != 0:
-                        cuda.atomic.or_(bits, (t + 4 * stride) * words + word, bit)
-                    if f != 0:
-                        cuda.atomic.or_(bits, (t + 5 * stride) * words + word, bit)
-                    if g != 0:
-                        cuda.atomic.or_(bits, (t + 6 * stride) * words + word, bit)
-                    if h != 0:
-                        cuda.atomic.or_(bits, (t + 7 * stride) * words + word, bit)
-                    t += 8 * stride
-                while t < here:
-                    if mask[at] != 0:
-                        cuda.atomic.or_(bits, t * words + word, bit)
-                    at += jump
-                    t += stride
-                expert += lanes
+        if octets != 0:
+            eighth = experts >> 3
+            i = thread
+            while i < here * eighth:
+                v = uint64(mask[start * eighth + i])
+                # the eight bytes' "not zero" as eight bits: into bit 7 of each byte, then side by side
+                v = ((((v & LOW_BITS) + LOW_BITS) | v) >> uint64(7)) & LOWEST_BITS
+                v = v | (v >> uint64(7))
+                v = v | (v >> uint64(14))
+                v = (v | (v >> uint64(28))) & uint64(255)
+                if v != uint64(0):
+                    t, octet = i // eighth, i % eighth
+                    cuda.atomic.or_(bits, t * words + (octet >> 2), uint32(v << uint64(8 * (octet & 3))))
+                i += threads
+        else:
+            i = thread
+            while i < here * experts:
+                if mask[start * experts + i] != 0:
+                    t, expert = i // experts, i % experts
+                    cuda.atomic.or_(bits, t * words + (expert >> 5), uint32(1) << uint32(expert & 31))
+                i += threads
         cuda.syncthreads()
         i = thread
         while i < here * words:  # a word of a token: which experts have a place
@@ -262,6 +248,7 @@ def _rank_mask(  # type: ignore[no-untyped-def]
         expert += threads
 
 
+IN_FLIGHT = 16  # loads of a thread
 GROUP = 16  # experts whose sums a thread adds one by one
 
 
@@ -318,27 +305,20 @@ def _place_entries(  # type: ignore[no-untyped-def]
     if part < stride:
         expert = lane
         while expert < experts:
-            before, after = 0, 0
-            c = part
+            total, before = 0, 0
             jump = stride * (experts + 1)
-            at = c * (experts + 1) + expert
-            while c + 3 * stride < chunk:  # four loads in flight
-                before += counts[at] + counts[at + jump] + counts[at + 2 * jump] + counts[at + 3 * jump]
-                at += 4 * jump
-                c += 4 * stride
-            while c < chunk:
-                before += counts[at]
-                at += jump
-                c += stride
-            while c + 3 * stride < chunks:
-                after += counts[at] + counts[at + jump] + counts[at + 2 * jump] + counts[at + 3 * jump]
-                at += 4 * jump
-                c += 4 * stride
-            while c < chunks:
-                after += counts[at]
-                at += jump
-                c += stride
-            cuda.atomic.add(memory, real + expert, before + after)  # integers: the order does not matter
+            at = part * (experts + 1) + expert
+            left = (chunks - part + stride - 1) // stride  # counts that this thread adds up
+            early = (chunk - part + stride - 1) // stride  # of them, those of earlier chunks
+            turn = 0
+            while turn < left:
+                for u in range(IN_FLIGHT):
+                    count = counts[at + u * jump] if turn + u < left else 0
+                    total += count
+                    before += count if turn + u < early else 0
+                at += IN_FLIGHT * jump
+                turn += IN_FLIGHT
+            cuda.atomic.add(memory, real + expert, total)  # integers: the order does not matter
             cuda.atomic.add(memory, pads + expert, before)
             expert += lanes
     cuda.syncthreads()
