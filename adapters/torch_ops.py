@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fp8moe
 from fp8moe import PermutationPlan, Permuted, QuantTensor, SortedChunks
-from fp8moe.border import dtype_named
+from fp8moe.border import dtype_named, separate_arrays
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
@@ -71,6 +71,36 @@ def permute(
         return Permuted(data, moved, plan)
     data, moved = _permute(x, *_flat(plan), probs, fill_padding)
     return Permuted(data, None if probs is None else moved, plan)
+
+
+def permute_and_pad(
+    x: Tensor | QuantTensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    *,
+    align_size: int,
+    topk: int | None = None,
+    num_out_tokens: Any = None,
+    num_experts: int | None = None,
+    fill_padding: bool = True,
+) -> Permuted:
+    """`fp8moe.permute_and_pad`, with gradients for x and probs."""
+    if isinstance(x, QuantTensor) or (_eager(x, routing_map, probs) and not _needs_grad(x, probs)):
+        return fp8moe.permute_and_pad(
+            x,
+            routing_map,
+            probs,
+            align_size=align_size,
+            topk=topk,
+            num_out_tokens=num_out_tokens,
+            num_experts=num_experts,
+            fill_padding=fill_padding,
+        )
+    if num_experts is None:
+        plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
+    else:
+        plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
+    return permute(x, plan, probs, fill_padding=fill_padding)
 
 
 def unpermute(x: Tensor | QuantTensor, plan: PermutationPlan, merging_probs: Tensor | None = None) -> Tensor:
@@ -269,7 +299,7 @@ def _operator(name: str, fake):  # type: ignore[no-untyped-def]
 
     def register(function):  # type: ignore[no-untyped-def]
         def below_autograd(*args):  # type: ignore[no-untyped-def]
-            with torch.no_grad():
+            with torch.no_grad(), separate_arrays():
                 return function(*args)
 
         schema = torch.library.infer_schema(function, mutates_args=())

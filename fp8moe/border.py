@@ -7,7 +7,11 @@ A framework is never imported here: when one of its arrays arrives, it is in `sy
 from __future__ import annotations
 
 import importlib
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType, SimpleNamespace
@@ -21,6 +25,7 @@ from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
 from fp8moe.records import (
     ArraySpec,
     DeviceArray,
+    PermutationPlan,
     QuantTensor,
     arrays_in,
     field_names,
@@ -88,10 +93,27 @@ class Call:
         """Allocate every `ArraySpec` in a record of them, by the caller's framework on CUDA."""
         if type(spec) is ArraySpec:
             return self.family.empty(spec, self.device)
+        if type(spec) is PermutationPlan and self.device != "cpu" and not _separate.get():
+            return self._packed(spec)
         return map_arrays(
             lambda _, s: self.family.empty(s, self.device) if isinstance(s, ArraySpec) else s,
             spec,
         )
+
+    def _packed(self, plan: PermutationPlan) -> PermutationPlan:
+        """All arrays of a plan in one allocation: torch takes 3 us for each."""
+        layout, size = _plan_layout(
+            plan.num_tokens, plan.max_experts_per_token, plan.num_experts, plan.slots is not None
+        )
+        memory = self.family.empty(ArraySpec((size,), np.dtype(np.int32)), self.device)
+        assert isinstance(memory, DeviceArray)
+        new = object.__new__(PermutationPlan)
+        new.__dict__.update(plan.__dict__)
+        for name, shape, start in layout:
+            new.__dict__[name] = DeviceArray(
+                memory.ptr + 4 * start, shape, memory.dtype, memory.device, memory.owner
+            )
+        return new
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
@@ -121,7 +143,9 @@ class Call:
             return self.family.wrap(out)
         new = object.__new__(type(out))
         for name in names:
-            new.__dict__[name] = self.leave(out.__dict__[name])
+            value = getattr(out, name)
+            if type(value) is not DeviceArray:  # those are made when they are asked for: Record.__getattr__
+                new.__dict__[name] = self.leave(value)
         out.__dict__["_fits"] = True  # its arrays came from one spec: see checks.fits
         new.__dict__["_raw"] = (out, self.device, self.family)
         return new
@@ -141,6 +165,41 @@ class Call:
             return raw
         with self._on_device() as launching:
             return launching.copy_to_host(raw)
+
+
+_separate: ContextVar[bool] = ContextVar("fp8moe_separate", default=False)
+
+
+@contextmanager
+def separate_arrays() -> Iterator[None]:
+    """Every array that is allocated inside gets memory of its own, as torch wants of an operator."""
+    token = _separate.set(True)
+    try:
+        yield
+    finally:
+        _separate.reset(token)
+
+
+@lru_cache(maxsize=1024)
+def _plan_layout(
+    tokens: int, width: int, experts: int, has_slots: bool
+) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
+    """(name, shape, first element) of a plan's arrays in one int32 buffer, each at 16 bytes, and its size."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "row_id_map": (tokens, 2 * width + 1),
+        "slots": (tokens, width),
+        "tokens_per_expert": (experts,),
+        "padded_tokens_per_expert": (experts,),
+        "pad_offsets": (experts,),
+        "expert_offsets": (experts + 1,),
+        "overflow": (1,),
+    }
+    layout, start = [], 0
+    for name, shape in shapes.items():
+        if name != "slots" or has_slots:
+            layout.append((name, shape, start))
+            start += -(-math.prod(shape) // 4) * 4
+    return layout, start
 
 
 def _as_codes(q: QuantTensor) -> QuantTensor:
@@ -220,7 +279,9 @@ class _Torch(Family):
             )
         if not x.is_contiguous():
             raise _not_contiguous(name, tuple(x.shape), x.stride(), "x.contiguous()")
-        dtype = _DTYPES.get(str(x.dtype)[6:]) or dtype_named(str(x.dtype)[6:], name)
+        dtype = _NUMPY_DTYPES.get(x.dtype)
+        if dtype is None:
+            dtype = _NUMPY_DTYPES[x.dtype] = dtype_named(str(x.dtype).removeprefix("torch."), name)
         if x.is_cuda:
             return DeviceArray(x.data_ptr(), x.shape, dtype, x.get_device(), x)
         if x.device.type != "cpu":
@@ -233,18 +294,18 @@ class _Torch(Family):
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
         torch, ordinal = sys.modules["torch"], int(device)
-        owner = torch.empty(spec.shape, dtype=_torch_dtype(spec.dtype.name), device=_torch_device(ordinal))
+        owner = torch.empty(spec.shape, dtype=_torch_dtype(spec.dtype), device=_torch_device(ordinal))
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, ordinal, owner)
 
     def wrap(self, raw: RawArray) -> Any:
         torch = sys.modules["torch"]
         if isinstance(raw, DeviceArray):
-            return raw.owner
+            return _whole_or_part(torch, raw)
         tensor = torch.from_numpy(raw.view(_plain(raw.dtype)))
         return tensor.view(getattr(torch, raw.dtype.name))
 
     def stream(self, device: Device) -> int:
-        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        return _torch_stream()(device)
 
 
 class _Cupy(Family):
@@ -420,9 +481,29 @@ def _plain(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int16 if dtype == BFLOAT16 else np.uint8)
 
 
+_NUMPY_DTYPES: dict[Any, np.dtype] = {}  # by torch's
+
+
 @cache
-def _torch_dtype(name: str) -> Any:
-    return getattr(sys.modules["torch"], name)
+def _torch_dtype(dtype: np.dtype) -> Any:
+    return getattr(sys.modules["torch"], dtype.name)
+
+
+@cache
+def _torch_stream() -> Any:
+    """Address of a device's current stream; torch's public way makes an object first, 1.7 us."""
+    torch = sys.modules["torch"]
+    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return quick or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+
+
+def _whole_or_part(torch: ModuleType, raw: DeviceArray) -> Any:
+    """The owner itself, or the part of it that a packed array is."""
+    owner = raw.owner
+    if tuple(owner.shape) == raw.shape:
+        return owner
+    start = (raw.ptr - owner.data_ptr()) // raw.dtype.itemsize
+    return owner[start : start + raw.size].view(raw.shape)
 
 
 @cache
@@ -441,8 +522,9 @@ def _cupy_empty(cupy: ModuleType, spec: ArraySpec) -> DeviceArray:
 
 
 def _cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:
-    if type(raw.owner).__module__.partition(".")[0] == "cupy":
-        return raw.owner
+    owner = raw.owner
+    if isinstance(owner, cupy.ndarray) and owner.data.ptr == raw.ptr and owner.shape == tuple(raw.shape):
+        return owner
     memory = cupy.cuda.UnownedMemory(raw.ptr, max(raw.nbytes, 1), raw.owner, raw.device)
     return cupy.ndarray(raw.shape, _cupy_dtype(raw.dtype), cupy.cuda.MemoryPointer(memory, 0))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8moe import border, checks
 from fp8moe.formats import BFLOAT16
-from fp8moe.plan import NumOutTokens, plan_routing_map, plan_topk, static_bound
+from fp8moe.plan import NumOutTokens, raw_plan_routing_map, raw_plan_topk, static_bound
 from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 #: blocks whose scales travel with their rows
@@ -31,14 +31,18 @@ def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: b
     """
     call = border.enter(x=x, plan=plan, probs=probs)
     a = call.args
-    checks.plan(a.plan)
-    _check_rows("x", a.x, a.plan.num_tokens)
-    if a.probs is not None:
-        checks.dtype("probs", a.probs, checks.FLOATS)
-        checks.shape("probs", a.probs, (a.plan.num_tokens, a.plan.prob_columns))
-    out = call.empty(permute_spec(a.x, a.plan, a.probs))
-    call.run("permute", "permute", a.x, a.plan, a.probs, fill_padding=bool(fill_padding), out=out)
-    return Permuted(call.leave(out.data), call.leave(out.probs), plan)
+    data, probs = _permute(call, a.x, checks.plan(a.plan), a.probs, fill_padding)
+    return Permuted(data, probs, plan)
+
+
+def _permute(call: border.Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) -> tuple[Any, Any]:
+    _check_rows("x", x, plan.num_tokens)
+    if probs is not None:
+        checks.dtype("probs", probs, checks.FLOATS)
+        checks.shape("probs", probs, (plan.num_tokens, plan.prob_columns))
+    out = call.empty(permute_spec(x, plan, probs))
+    call.run("permute", "permute", x, plan, probs, fill_padding=bool(fill), out=out)
+    return call.leave(out.data), call.leave(out.probs)
 
 
 def permute_spec(x: Any, plan: PermutationPlan, probs: Any) -> Permuted:
@@ -72,11 +76,14 @@ def permute_and_pad(
     Everything else is as for `permute`, `plan_routing_map` and `plan_topk`. The result carries ``data,
     probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
     """
+    call = border.enter(x=x, routing_map=routing_map, probs=probs)
+    a = call.args
     if num_experts is None:
-        plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
+        plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
     else:
-        plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
-    return permute(x, plan, probs, fill_padding=fill_padding)
+        plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens)
+    data, probs = _permute(call, a.x, plan, a.probs, fill_padding)
+    return Permuted(data, probs, call.leave(plan))
 
 
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:

@@ -4,6 +4,7 @@ worked five-token example)."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -34,12 +35,7 @@ def plan_topk(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
     """
     call = border.enter(topk_ids=topk_ids)
-    ids = call.args.topk_ids
-    checks.dtype("topk_ids", ids, checks.INTEGERS)
-    checks.shape("topk_ids", ids, ("T", "k"))
-    num_experts = checks.integer("num_experts", num_experts, 0)
-    spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
-    return _finish(call, "plan_topk", ids, spec, num_out_tokens)
+    return call.leave(raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens))
 
 
 def plan_routing_map(
@@ -62,7 +58,24 @@ def plan_routing_map(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
     """
     call = border.enter(routing_map=routing_map)
-    mask = call.args.routing_map
+    return call.leave(raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens))
+
+
+def raw_plan_topk(
+    call: border.Call, ids: Any, num_experts: int, align_size: int, num_out_tokens: NumOutTokens
+) -> PermutationPlan:
+    """`plan_topk` inside a call: raw arrays in and out."""
+    checks.dtype("topk_ids", ids, checks.INTEGERS)
+    checks.shape("topk_ids", ids, ("T", "k"))
+    num_experts = checks.integer("num_experts", num_experts, 0)
+    spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
+    return _run(call, "plan_topk", ids, spec, num_out_tokens)
+
+
+def raw_plan_routing_map(
+    call: border.Call, mask: Any, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
+) -> PermutationPlan:
+    """`plan_routing_map` inside a call: raw arrays in and out."""
     if mask.dtype.kind not in "biu":
         raise TypeError(f"routing_map: got dtype {mask.dtype.name}; wanted bool or an integer type")
     checks.shape("routing_map", mask, ("T", "E"))
@@ -72,7 +85,7 @@ def plan_routing_map(
     else:
         width = min(checks.integer("topk", topk, 0), mask.shape[1])
     spec = plan_spec(mask.shape[0], mask.shape[1], width, align_size, num_out_tokens, has_slots=False)
-    return _finish(call, "plan_routing_map", mask, spec, num_out_tokens)
+    return _run(call, "plan_routing_map", mask, spec, num_out_tokens)
 
 
 def plan_spec(
@@ -96,7 +109,13 @@ def plan_spec(
             f"{rows} rows; wanted at most {checks.MAX_INT32}, what an int32 row map can name; pass topk= "
             "or num_out_tokens="
         )
+    return _spec(num_tokens, num_experts, width, align_size, rows, has_slots)
 
+
+@lru_cache(maxsize=1024)  # a training run has a handful
+def _spec(
+    num_tokens: int, num_experts: int, width: int, align_size: int, rows: int, has_slots: bool
+) -> PermutationPlan:
     def ints(*shape: int) -> ArraySpec:
         return ArraySpec(shape, np.dtype(np.int32))
 
@@ -119,7 +138,7 @@ def static_bound(entries: int, num_experts: int, align_size: int) -> int:
     return (entries + padding) // align_size * align_size
 
 
-def _finish(
+def _run(
     call: border.Call, verb: str, routing: Any, spec: PermutationPlan, num_out_tokens: NumOutTokens
 ) -> PermutationPlan:
     out = call.empty(spec)
@@ -128,4 +147,4 @@ def _finish(
         # The static bound drops nothing, so the maps are those of an exact plan already.
         rows = int(call.to_host(out.expert_offsets)[-1])
         out = replace(out, num_out_tokens=rows)
-    return call.leave(out)
+    return out

@@ -66,12 +66,22 @@ class DeviceArray:
 
 
 class Record:
-    """A record of arrays. One that a call returned remembers its raw form (`border.Call.leave`), so that
-    the next call need not look at every array again."""
+    """A record of arrays. One that a call returned remembers its raw form (`border.Call.leave`): the next
+    call need not look at every array again, and on CUDA the caller's arrays are made when they are asked for.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        # only reached for what is not in __dict__
+        remembered = self.__dict__.get("_raw")
+        if remembered is None or name not in (field_names(type(self)) or ()):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raw, _, family = remembered
+        self.__dict__[name] = array = family.wrap(getattr(raw, name))
+        return array
 
     def __getstate__(self) -> dict[str, Any]:
         # what is remembered are addresses of these very arrays: no copy and no pickle may carry it
-        return {name: self.__dict__[name] for name in field_names(type(self)) or ()}
+        return {name: getattr(self, name) for name in field_names(type(self)) or ()}
 
 
 @dataclass(frozen=True)
@@ -254,7 +264,7 @@ def map_arrays(fn: Callable[[str, Any], Any], value: Any, name: str = "") -> Any
     prefix = f"{name}." if name else ""
     new = object.__new__(type(value))
     for field in names:
-        new.__dict__[field] = map_arrays(fn, value.__dict__[field], prefix + field)
+        new.__dict__[field] = map_arrays(fn, getattr(value, field), prefix + field)
     return new
 
 

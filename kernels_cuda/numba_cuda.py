@@ -34,6 +34,7 @@ BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread 
 types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
+INT32 = np.dtype(np.int32)
 Kernel = Callable[..., None]
 
 
@@ -47,8 +48,9 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         return
     from fp8moe.kernels_cuda import launch
 
-    kinds = tuple([_kind(a) for a in arguments])
-    launch.start(_function(kernel, kinds, launch.current_device()), blocks, BLOCK, shared_bytes, arguments)
+    # a pointer by its dtype, None for an integer
+    kinds = tuple([a.dtype if type(a) is DeviceArray else INT32 if a is None else None for a in arguments])
+    launch.start(_loaded(kernel, kinds, launch.current_device()), blocks, BLOCK, shared_bytes, arguments)
 
 
 def scratch(size: int) -> Any:
@@ -68,7 +70,8 @@ def as_octets(x: Any) -> Any:
 
 
 def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
-    """Machine code of a kernel under its own name; ``kinds`` as `_kind` names them. Needs no GPU."""
+    """Machine code of a kernel under its own name. ``kinds``: a pointer by its dtype's name, "i" for an
+    integer. Needs no GPU."""
     from fp8moe.kernels_cuda import compiler
 
     version = importlib.import_module("numba_cuda").__version__
@@ -91,17 +94,11 @@ def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes
 
 
 @cache
-def _function(kernel: Kernel, kinds: tuple[str, ...], device: int) -> Any:
+def _loaded(kernel: Kernel, kinds: tuple[Any, ...], device: int) -> Any:
     from fp8moe.kernels_cuda import launch
 
-    return launch.load(cubin(kernel, kinds, launch.architecture(device)), kernel.__name__)
-
-
-def _kind(argument: Any) -> str:
-    """A pointer by its dtype's name, or "i" for an integer."""
-    if type(argument) is DeviceArray:
-        return argument.dtype.name
-    return "int32" if argument is None else "i"
+    names = tuple("i" if k is None else k.name for k in kinds)
+    return launch.Kernel(cubin(kernel, names, launch.architecture(device)), kernel.__name__)
 
 
 def _type(kind: str) -> Any:

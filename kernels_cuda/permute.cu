@@ -38,18 +38,19 @@ __device__ __forceinline__ i64 unmapped_row(i64 i, i64 padding, const int* token
 // multiples of
 //   16 bytes (probs apart). A row travels in `pieces` of `piece_bytes`.
 // Bytes: every token read once, every output row written once.
-// Launch: one warp a piece of a token; piece_bytes + scale_bytes + 16 bytes of shared memory. Each warp also
-//   writes its share of the rows of zeros, while its load is under way, so that these writes are spread
-//   evenly over the run. They are ordinary stores: a block of zeros in shared memory to copy from cost an
-//   occupancy of one block in fourteen.
+// Launch: one warp a piece of a token; zeros + piece_bytes + scale_bytes + 16 bytes of shared memory. Each
+// warp
+//   also writes its share of the rows of zeros, while its load is under way, so that these writes are spread
+//   evenly over the run; from `zeros` bytes of shared memory, or with ordinary stores where there are none.
 // Why: one bulk load and one bulk store a destination keep the most bytes in flight for the fewest
 //   instructions. What is written leaves L2 first: 135.3 us against 136.7 (68.8 and 70.4 for FP8).
 extern "C" __global__ void __launch_bounds__(32, 16)
     permute_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, const u8* scales, i64 scale_bytes,
                  const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
                  const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets, i64 width,
-                 i64 experts, i64 rows, i64 fill, u8* out, u8* out_scales, u8* out_probs) {
-  extern __shared__ __align__(128) u8 data[];
+                 i64 experts, i64 rows, i64 fill, i64 zeros, u8* out, u8* out_scales, u8* out_probs) {
+  extern __shared__ __align__(128) u8 shared[];
+  u8* data = shared + zeros;
   const i64 lane = threadIdx.x, unit = blockIdx.x, token = unit / pieces, piece = unit % pieces;
   const i64 begin = piece * piece_bytes;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
@@ -70,11 +71,24 @@ extern "C" __global__ void __launch_bounds__(32, 16)
   if (fill) {
     i64 padding;
     const i64 blank = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
+#if __CUDA_ARCH__ >= 900
+    if (unit < blank && zeros) {
+      for (i64 i = lane; i < zeros / 16; i += 32) ((uint4*)shared)[i] = make_uint4(0, 0, 0, 0);
+      __syncwarp();
+      fence_async();
+    }
+#endif
     for (i64 i = unit; i < blank; i += gridDim.x) {
       const i64 row = unmapped_row(i, padding, tokens_per_expert, pad_offsets, expert_offsets, experts);
       if (row < 0 || row >= rows) continue;
+#if __CUDA_ARCH__ >= 900
+      for (i64 at = lane * zeros; zeros && at < row_bytes; at += 32 * zeros)
+        bulk_store_hinted(out + row * row_bytes + at, shared,
+                          (u32)(row_bytes - at < zeros ? row_bytes - at : zeros), policy);
+#endif
       const uint4 zero = make_uint4(0, 0, 0, 0);
-      for (i64 at = lane * 16; at < row_bytes; at += 512) __stcs((uint4*)(out + row * row_bytes + at), zero);
+      for (i64 at = lane * 16; !zeros && at < row_bytes; at += 512)
+        __stcs((uint4*)(out + row * row_bytes + at), zero);
       for (i64 at = lane * 16; scales && at < scale_bytes; at += 512)
         __stcs((uint4*)(out_scales + row * scale_bytes + at), zero);
       for (i64 b = lane; probs && b < prob_size; b += 32) out_probs[row * prob_size + b] = 0;
@@ -177,13 +191,12 @@ extern "C" __global__ void __launch_bounds__(128)
                const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
                uint4* out, const u8* grad_probs, i64 grad_size, u8* out_probs) {
   __shared__ i64 from[MERGE_PLACES];
+  __shared__ int column[MERGE_PLACES];
   __shared__ float weight[MERGE_PLACES];
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
   const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
-  if (grad_probs && blockIdx.y == 0)
-    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
   for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
     float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
@@ -192,12 +205,10 @@ extern "C" __global__ void __launch_bounds__(128)
       if (first == begin || count > MERGE_PLACES) {
         __syncthreads();
         for (int j = threadIdx.x; j < here; j += blockDim.x) {
-          const int expert = mine[places + j0 + j];
-          const i64 row = (i64)mine[j0 + j] + pad_offsets[expert];
-          from[j] = row >= 0 && row < rows ? row : -1;
-          if (probs)
-            weight[j] = load(probs, token * columns + (slots ? slots[token * places + j0 + j] : expert),
-                             (int)probs_kind);
+          from[j] = row_of(mine, pad_offsets, places, j0 + j, rows);
+          if (!probs && !grad_probs) continue;
+          column[j] = (int)column_of(mine, slots, token, places, j0 + j);
+          if (probs) weight[j] = load(probs, token * columns + column[j], (int)probs_kind);
         }
         __syncthreads();
       }
@@ -216,6 +227,18 @@ extern "C" __global__ void __launch_bounds__(128)
       __stcs(out + token * vectors + at, make_uint4(packed(total[0], total[1]), packed(total[2], total[3]),
                                                     packed(total[4], total[5]), packed(total[6], total[7])));
   }
+  if (!grad_probs || blockIdx.y > 0) return;
+  if (count > MERGE_PLACES) {
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
+    return;
+  }
+  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // the rows are known by now
+    i64 row = -1;
+    for (int j = 0; j < count; ++j)
+      if (column[j] == c) row = from[j];
+    for (i64 b = 0; b < grad_size; ++b)
+      out_probs[(token * columns + c) * grad_size + b] = row < 0 ? 0 : grad_probs[row * grad_size + b];
+  }
 }
 
 #define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, that a lane has in flight
@@ -228,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // so that
 //   no row waits for another's sum. A warp looks up all its rows before it reads the first: three dependent
 //   loads once, not once a row.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     merge_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
                         const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
@@ -248,11 +271,12 @@ extern "C" __global__ void __launch_bounds__(256)
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
   const uint4* g = grad + token * vectors;
-  token_probs(0,
-              probs_kind == F64   ? 8
-              : probs_kind == F32 ? 4
-                                  : 2,
-              mine, slots, pad_offsets, token, places, columns, rows, (u8*)grad_probs);
+  if (count < columns)  // zeros in the columns that are not this token's
+    token_probs(0,
+                probs_kind == F64   ? 8
+                : probs_kind == F32 ? 4
+                                    : 2,
+                mine, slots, pad_offsets, token, places, columns, rows, (u8*)grad_probs);
   int my_row = -1, my_column = 0;
   float my_weight = 0.f;
   for (int j = threadIdx.x / 32, turn = 0; j < count; j += warps, ++turn) {
@@ -267,7 +291,10 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 row = __shfl_sync(0xffffffffu, my_row, turn % 32);
     const i64 entry = token * columns + __shfl_sync(0xffffffffu, my_column, turn % 32);
     const float w = __shfl_sync(0xffffffffu, my_weight, turn % 32);
-    if (row < 0) continue;
+    if (row < 0) {
+      if (lane == 0) store(grad_probs, entry, (int)probs_kind, 0.0);
+      continue;
+    }
     double sum = 0.0;
     for (i64 first = lane; first < vectors; first += 32 * BACKWARD_VECTORS) {
       uint4 a[BACKWARD_VECTORS], b[BACKWARD_VECTORS];
@@ -410,76 +437,74 @@ __device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
   return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
 }
 
-// Inclusive sum over the block's threads.
-__device__ __forceinline__ i64 block_sum(i64 value, i64* sums) {
-  sums[threadIdx.x] = value;
-  __syncthreads();
-  for (int step = 1; step < blockDim.x; step *= 2) {
-    const i64 before = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-    __syncthreads();
-    sums[threadIdx.x] += before;
-    __syncthreads();
+// Sum over the threads before this one.
+__device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  i64 total = value;
+  for (int step = 1; step < 32; step *= 2) {
+    const i64 other = __shfl_up_sync(0xffffffffu, total, step);
+    if (lane >= step) total += other;
   }
-  const i64 total = sums[threadIdx.x];
+  if (lane == 31) sums[warp] = total;
   __syncthreads();
-  return total;
+  for (int w = 0; w < warp; ++w) total += sums[w];
+  __syncthreads();
+  return total - value;
 }
 
 // Fill `c`, a thread a run of chunks. The forward's result has its chunks in `order`, each group of them
 // padded; the backward's has them as `sizes` names them, `rows_before` rows in all, and nothing starts past
 // those. Every block does this for itself: C is small, and a launch to prepare it would cost 3 us.
-// `start` [chunks + 1] and `sums` [blockDim] are scratch.
+// Scratch: start [chunks + 1], which [chunks], sums [warps].
 __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
-                                         i64 chunks, i64 align, i64 per_group, i64 rows_before, bool backward,
-                                         Chunks c, int* start, i64* sums, int* group_offsets) {
-  const i64 each = (chunks + blockDim.x - 1) / blockDim.x;
-  i64 begin = threadIdx.x * each, end = begin + each < chunks ? begin + each : chunks, total = 0;
-  for (i64 i = begin; i < end; ++i) {
-    const i64 size = int_at(sizes, i, wide_sizes);
-    total += size > 0 ? size : 0;
-  }
-  total = block_sum(total, sums) - total;
-  if (threadIdx.x == 0) start[0] = 0;
-  for (i64 i = begin; i < end; ++i) {
-    const i64 size = int_at(sizes, i, wide_sizes);
-    total += size > 0 ? size : 0;
-    start[i + 1] = (int)clamped(total, rows_before);
+                                         int chunks, i64 align, int per_group, i64 rows_before, bool backward,
+                                         Chunks c, int* start, int* which, i64* sums, int* group_offsets) {
+  for (int i = threadIdx.x; i < chunks; i += blockDim.x) {
+    const i64 size = int_at(sizes, i, wide_sizes), named = order ? int_at(order, i, wide_order) : i;
+    start[i + 1] = (int)clamped(size, rows_before);
+    which[i] = named >= 0 && named < chunks ? (int)named : -1;
     if (backward) c.from[i] = -1;
   }
+  if (threadIdx.x == 0) start[0] = 0;
   __syncthreads();
-  const i64 groups = chunks / per_group, share = (groups + blockDim.x - 1) / blockDim.x;
-  begin = threadIdx.x * share;
-  end = begin + share < groups ? begin + share : groups;
-  total = 0;
-  for (i64 g = begin; g < end; ++g) {
-    i64 rows = 0;
-    for (i64 j = g * per_group; j < (g + 1) * per_group; ++j) {
-      const i64 i = order ? int_at(order, j, wide_order) : j;
-      if (i >= 0 && i < chunks) rows += start[i + 1] - start[i];
-    }
-    total += (rows + align - 1) / align * align;
+  const int each = (chunks + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * each;
+  const int end = begin + each < chunks ? begin + each : chunks;
+  i64 total = 0;
+  for (int i = begin; i < end; ++i) total += start[i + 1];
+  total = sum_before(total, sums);
+  for (int i = begin; i < end; ++i) {
+    total += start[i + 1];
+    start[i + 1] = (int)clamped(total, rows_before);
   }
-  total = block_sum(total, sums) - total;
+  __syncthreads();
+  const int groups = chunks / per_group, share = (groups + blockDim.x - 1) / blockDim.x;
+  const int first = threadIdx.x * share, last = first + share < groups ? first + share : groups;
+  i64 target = 0;
+  for (int g = first; g < last; ++g) {
+    i64 rows = 0;
+    for (int j = g * per_group; j < (g + 1) * per_group; ++j)
+      if (which[j] >= 0) rows += start[which[j] + 1] - start[which[j]];
+    target += align == 1 ? rows : (rows + align - 1) / align * align;
+  }
+  target = sum_before(target, sums);
   if (group_offsets && threadIdx.x == 0) group_offsets[0] = 0;
-  for (i64 g = begin; g < end; ++g) {
-    i64 at = total;
-    for (i64 j = g * per_group; j < (g + 1) * per_group; ++j) {
-      const i64 i = order ? int_at(order, j, wide_order) : j;
-      const bool known = i >= 0 && i < chunks;
-      const int rows = known ? start[i + 1] - start[i] : 0;
+  for (int g = first; g < last; ++g) {
+    i64 at = target;
+    for (int j = g * per_group; j < (g + 1) * per_group; ++j) {
+      const int i = which[j], rows = i >= 0 ? start[i + 1] - start[i] : 0;
       if (!backward) {
         c.key[j] = (int)at;
         c.rows[j] = rows;
-        c.from[j] = known ? start[i] : 0;
-      } else if (known) {
+        c.from[j] = i >= 0 ? start[i] : 0;
+      } else if (i >= 0) {
         atomicMax(c.from + i, (int)at);  // an order that names a chunk twice: its last place
       }
       at += rows;
     }
-    total += (at - total + align - 1) / align * align;
-    if (group_offsets) group_offsets[g + 1] = (int)total;
+    target += align == 1 ? at - target : (at - target + align - 1) / align * align;
+    if (group_offsets) group_offsets[g + 1] = (int)target;
   }
-  for (i64 i = threadIdx.x; backward && i < chunks; i += blockDim.x) {
+  for (int i = threadIdx.x; backward && i < chunks; i += blockDim.x) {
     c.key[i] = start[i];
     c.rows[i] = start[i + 1] - start[i];
   }
@@ -488,10 +513,10 @@ __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i
 
 // Row of the input that becomes `row`, or -1. Only the last chunk that starts at or before it can hold it:
 // empty ones hold nothing, and end where they start.
-__device__ __forceinline__ i64 source_of(i64 row, Chunks c, i64 chunks, i64 rows_in) {
-  i64 lo = 0, hi = chunks;
+__device__ __forceinline__ i64 source_of(i64 row, Chunks c, int chunks, i64 rows_in) {
+  int lo = 0, hi = chunks;
   while (hi - lo > 1) {
-    const i64 middle = (lo + hi) / 2;
+    const int middle = (lo + hi) / 2;
     if (c.key[middle] <= row)
       lo = middle;
     else
@@ -502,10 +527,10 @@ __device__ __forceinline__ i64 source_of(i64 row, Chunks c, i64 chunks, i64 rows
   return inside >= 0 && inside < c.rows[lo] && from < rows_in ? from : -1;
 }
 
-// Bytes of shared memory: align 16 | sums i64 [CHUNK_THREADS] | start [chunks + 1], key, rows, from [chunks].
+// Shared memory: sums i64 [CHUNK_THREADS / 32] | start [chunks + 1], then key, rows, from, which [chunks].
 __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, int** start) {
   *sums = (i64*)shared;
-  *start = (int*)(shared + 8 * CHUNK_THREADS);
+  *start = (int*)(shared + CHUNK_THREADS / 4);
   Chunks c;
   c.key = *start + chunks + 1;
   c.rows = c.key + chunks;
@@ -534,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
   int* start;
   const Chunks c = chunks_in(shared, chunks, &sums, &start);
   find_chunks(sizes, order, wide_sizes, wide_order, chunks, align, per_group, backward ? rows : rows_in,
-              backward != 0, c, start, sums, blockIdx.x == 0 ? group_offsets : 0);
+              backward != 0, c, start, c.from + chunks, sums, blockIdx.x == 0 ? group_offsets : 0);
   const i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
   for (i64 row = thread; probs && row < rows; row += step) {
     const i64 from = source_of(row, c, chunks, rows_in);
@@ -636,7 +661,7 @@ extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i
   int* start;
   const Chunks c = chunks_in(shared, chunks, &sums, &start);
   find_chunks(sizes, order, wide_sizes, wide_order, chunks, align, per_group, backward ? rows : rows_in,
-              backward != 0, c, start, sums, blockIdx.x == 0 ? group_offsets : 0);
+              backward != 0, c, start, c.from + chunks, sums, blockIdx.x == 0 ? group_offsets : 0);
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row < rows) source[row] = (int)source_of(row, c, chunks, rows_in);
 }

@@ -556,3 +556,35 @@ def test_the_second_device():
     assert torch.cuda.current_device() == 0
     assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
     assert torch.cuda.current_device() == 0
+
+
+def test_an_eager_plan_in_a_compiled_function():
+    from fp8moe.adapters import torch_ops
+
+    torch, ids, x, probs = torch_case()
+    plan = torch_ops.plan_topk(ids, 8, align_size=16)
+
+    def there(x, probs):
+        moved = torch_ops.permute(x, plan, probs)
+        return torch_ops.unpermute(moved.data, plan, probs) + moved.probs.sum()
+
+    got = torch.compile(there, fullgraph=True, backend="aot_eager")(x, probs)
+    assert torch.equal(got, there(x, probs))
+
+
+def test_a_plan_survives_copies_and_pickles():
+    import copy
+    import pickle
+
+    torch, ids, x, _ = torch_case(False)
+    plan = fp8moe.plan_topk(ids, 8, align_size=16)
+    wanted = fp8moe.permute(x, plan).data
+    twins = [copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), copy.copy(plan)]
+    assert all("_raw" not in twin.__dict__ for twin in twins)
+    del plan
+    garbage = [torch.full((20_000,), -1, dtype=torch.int32, device="cuda") for _ in range(10)]
+    for twin in twins:
+        assert torch.equal(fp8moe.permute(x, twin).data, wanted)
+    del garbage
+    q = fp8moe.quantize(x)
+    assert torch.equal(fp8moe.dequantize(copy.deepcopy(q)), fp8moe.dequantize(q))
