@@ -7,7 +7,6 @@ A framework is never imported here: when one of its arrays arrives, it is in `sy
 from __future__ import annotations
 
 import importlib
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from fp8moe.records import (
     DeviceArray,
     PermutationPlan,
     QuantTensor,
-    arrays_in,
     field_names,
     is_metadata,
     map_arrays,
@@ -62,14 +60,15 @@ class Call:
     def _take(self, name: str, value: Any) -> Any:
         if value is None:
             return None
-        if field_names(type(value)) is not None:
-            remembered = value.__dict__.get("_raw")
-            if remembered is not None:
-                raw, device, family = remembered
-                self._locate(name, device, family)
-                return raw
-        elif is_metadata(value):
-            family_of(value, name)  # a number or a tuple where an array belongs: refused there
+        if field_names(type(value)) is None:
+            if isinstance(value, tuple):
+                return map_arrays(self._take_array, value, name)
+            return self._take_array(name, value)
+        remembered = value.__dict__.get("_raw")
+        if remembered is not None:
+            raw, device, family = remembered
+            self._locate(name, device, family)
+            return raw
         value = map_arrays(self._take_array, value, name)
         return _as_codes(value) if isinstance(value, QuantTensor) else value
 
@@ -95,30 +94,31 @@ class Call:
             return self.family.empty(spec, self.device)
         if type(spec) is PermutationPlan and self.device != "cpu" and not _separate.get():
             return self._packed(spec)
-        return map_arrays(
-            lambda _, s: self.family.empty(s, self.device) if isinstance(s, ArraySpec) else s,
-            spec,
-        )
+        names = field_names(type(spec))
+        if names is None:
+            return tuple(self.empty(s) for s in spec) if isinstance(spec, tuple) else spec
+        new = object.__new__(type(spec))
+        for name in names:
+            value = getattr(spec, name)
+            new.__dict__[name] = value if is_metadata(value) else self.empty(value)
+        return new
 
     def _packed(self, plan: PermutationPlan) -> PermutationPlan:
         """All arrays of a plan in one allocation: torch takes 3 us for each."""
-        layout, size = _plan_layout(
-            plan.num_tokens, plan.max_experts_per_token, plan.num_experts, plan.slots is not None
-        )
-        memory = self.family.empty(ArraySpec((size,), np.dtype(np.int32)), self.device)
+        layout, size = plan.__dict__.get("_layout") or _plan_layout(plan)
+        memory = self.family.empty(ArraySpec((size,), INT32), self.device)
         assert isinstance(memory, DeviceArray)
         new = object.__new__(PermutationPlan)
-        new.__dict__.update(plan.__dict__)
+        new.__dict__.update(slots=None, num_out_tokens=plan.num_out_tokens, align_size=plan.align_size)
+        ptr, device, owner = memory.ptr, memory.device, memory.owner
         for name, shape, start in layout:
-            new.__dict__[name] = DeviceArray(
-                memory.ptr + 4 * start, shape, memory.dtype, memory.device, memory.owner
-            )
+            new.__dict__[name] = DeviceArray(ptr + start, shape, INT32, device, owner)
         return new
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
         backend = load_backend(self.device, room)
-        if all(a.size == 0 for a in arrays_in(out)):
+        if _is_empty(out):
             return
         tracing.record_launch(verb)
         if self.device == "cpu":
@@ -167,6 +167,16 @@ class Call:
             return launching.copy_to_host(raw)
 
 
+def _is_empty(out: Any) -> bool:
+    """Whether no array of a record has an element."""
+    names = field_names(type(out))
+    if names is not None:
+        return all(_is_empty(getattr(out, name)) for name in names)
+    if isinstance(out, (DeviceArray, np.ndarray)):
+        return out.size == 0
+    return all(map(_is_empty, out)) if isinstance(out, tuple) else True
+
+
 _separate: ContextVar[bool] = ContextVar("fp8moe_separate", default=False)
 
 
@@ -180,26 +190,21 @@ def separate_arrays() -> Iterator[None]:
         _separate.reset(token)
 
 
-@lru_cache(maxsize=1024)
-def _plan_layout(
-    tokens: int, width: int, experts: int, has_slots: bool
-) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
-    """(name, shape, first element) of a plan's arrays in one int32 buffer, each at 16 bytes, and its size."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "row_id_map": (tokens, 2 * width + 1),
-        "slots": (tokens, width),
-        "tokens_per_expert": (experts,),
-        "padded_tokens_per_expert": (experts,),
-        "pad_offsets": (experts,),
-        "expert_offsets": (experts + 1,),
-        "overflow": (1,),
-    }
-    layout, start = [], 0
-    for name, shape in shapes.items():
-        if name != "slots" or has_slots:
-            layout.append((name, shape, start))
-            start += -(-math.prod(shape) // 4) * 4
-    return layout, start
+INT32 = np.dtype(np.int32)
+
+
+def _plan_layout(plan: PermutationPlan) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
+    """(name, shape, first byte) of a plan's arrays in one int32 buffer, each at 16 bytes, and its size.
+
+    A spec keeps its own: the same few come again at every step of a training run."""
+    layout, size = [], 0
+    for name in field_names(PermutationPlan) or ():
+        spec = getattr(plan, name)
+        if isinstance(spec, ArraySpec):
+            layout.append((name, spec.shape, 4 * size))
+            size += -(-spec.size // 4) * 4
+    plan.__dict__["_layout"] = layout, size
+    return layout, size
 
 
 def _as_codes(q: QuantTensor) -> QuantTensor:
@@ -219,6 +224,7 @@ def describe(device: Device) -> str:
 _module = cache(importlib.import_module)
 
 
+@cache
 def load_backend(device: Device, room: str) -> ModuleType:
     """The module of one topic: ``fp8moe.reference`` on the CPU, ``fp8moe.kernels_cuda`` on CUDA."""
     if device == "cpu":

@@ -23,8 +23,7 @@ QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
 
 
-def dtype(name: str, x: Any, wanted: Iterable[np.dtype], fix: str = "") -> None:
-    wanted = tuple(wanted)
+def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
     if isinstance(x, QuantTensor):
         raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
     if x.dtype not in wanted:
@@ -34,12 +33,15 @@ def dtype(name: str, x: Any, wanted: Iterable[np.dtype], fix: str = "") -> None:
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """``wanted``: an int must match, a str names a free size."""
-    got = tuple(x.shape)
-    if len(got) != len(wanted) or any(
-        isinstance(w, int) and g != w for g, w in zip(got, wanted, strict=True)
-    ):
-        text = "[" + ", ".join(str(w) for w in wanted) + "]"
-        raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
+    got = x.shape
+    if len(got) == len(wanted):
+        for g, w in zip(got, wanted, strict=True):
+            if g != w and not isinstance(w, str):
+                break
+        else:
+            return
+    text = "[" + ", ".join(str(w) for w in wanted) + "]"
+    raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
 
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:

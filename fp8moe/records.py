@@ -160,16 +160,16 @@ class PermutationPlan(Record):
 
     @property
     def num_tokens(self) -> int:
-        return int(self.row_id_map.shape[0])
+        return self.row_id_map.shape[0]
 
     @property
     def num_experts(self) -> int:
-        return int(self.tokens_per_expert.shape[0])
+        return self.tokens_per_expert.shape[0]
 
     @property
     def max_experts_per_token(self) -> int:
         """R of the row map."""
-        return (int(self.row_id_map.shape[1]) - 1) // 2
+        return (self.row_id_map.shape[1] - 1) // 2
 
     @property
     def prob_columns(self) -> int:
@@ -247,9 +247,11 @@ _field_names: dict[type, tuple[str, ...] | None] = {ArraySpec: None, DeviceArray
 
 def field_names(kind: type) -> tuple[str, ...] | None:
     """Fields of a type of record; None for any other type."""
-    if kind not in _field_names:
-        _field_names[kind] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else None
-    return _field_names[kind]
+    try:
+        return _field_names[kind]
+    except KeyError:
+        names = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else None
+        return _field_names.setdefault(kind, names)
 
 
 def map_arrays(fn: Callable[[str, Any], Any], value: Any, name: str = "") -> Any:

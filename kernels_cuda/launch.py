@@ -30,13 +30,15 @@ SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
 Allocate = Callable[[ArraySpec, int], DeviceArray]
 
 
+def _outside(spec: ArraySpec, device: int) -> DeviceArray:
+    raise RuntimeError("scratch memory is asked for outside of a call")
+
+
 class _Current(threading.local):
     """Where this thread launches; autograd runs backwards in threads of its own."""
 
     def __init__(self) -> None:
-        self.device = 0
-        self.ptr = 0  # of the stream
-        self.allocate: Allocate | None = None
+        self.place: tuple[int, int, Allocate] = (0, 0, _outside)  # device, address of the stream, allocator
         # cuLaunchKernel's `extra`: a buffer of parameters and its size
         buffer, size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
         self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
@@ -53,17 +55,17 @@ class On:
         self._new = (device, stream, allocate)
 
     def __enter__(self) -> Any:
-        self._before = (_current.device, _current.ptr, _current.allocate)
+        self._before = _current.place
+        _current.place = self._new
         self._device = runtime.getDevice()
-        _current.device, _current.ptr, _current.allocate = self._new
-        if self._device != _current.device:
-            runtime.setDevice(_current.device)
+        if self._device != self._new[0]:
+            runtime.setDevice(self._new[0])
         return sys.modules[__name__]
 
     def __exit__(self, *_: object) -> None:
-        if self._device != _current.device:
+        if self._device != self._new[0]:
             runtime.setDevice(self._device)
-        _current.device, _current.ptr, _current.allocate = self._before
+        _current.place = self._before
 
 
 class Kernel:
@@ -82,7 +84,7 @@ def launch(
     source: str, kernel: str, grid: int | tuple[int, ...], block: int, *arguments: Any, shared: int = 0
 ) -> None:
     """Launch ``kernel`` of ``source``.cu. Integers are int64 in the kernel, floats float32."""
-    start(_kernel(source, kernel, _current.device), grid, block, shared, arguments)
+    start(_kernel(source, kernel, _current.place[0]), grid, block, shared, arguments)
 
 
 def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, arguments: Any) -> None:
@@ -103,7 +105,7 @@ def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, 
     buffer, size, extra = _current.parameters
     kernel.parameters.pack_into(buffer, 0, *values)
     size.value = kernel.parameters.size
-    driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.ptr, 0, extra)
+    driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
 
 
 def threads(count: int, block: int = 256) -> int:
@@ -113,29 +115,31 @@ def threads(count: int, block: int = 256) -> int:
 
 def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
     """Uninitialised memory that lives as long as the caller holds it."""
-    assert _current.allocate is not None
-    return _current.allocate(ArraySpec(shape, np.dtype(dtype)), _current.device)
+    device, _, allocate = _current.place
+    return allocate(ArraySpec(shape, np.dtype(dtype)), device)
 
 
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
     if x.nbytes:
-        runtime.memsetAsync(x.ptr, value, x.nbytes, _current.ptr)
+        runtime.memsetAsync(x.ptr, value, x.nbytes, _current.place[1])
 
 
 def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:
     """The host array may be changed or freed as soon as this returns."""
     host = np.ascontiguousarray(host)
     if host.nbytes:
-        runtime.memcpyAsync(out.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, _current.ptr)
+        runtime.memcpyAsync(
+            out.ptr, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, _current.place[1]
+        )
 
 
 def copy_to_host(x: DeviceArray) -> np.ndarray:
     """Read a small buffer back; this waits for the stream."""
     host = np.empty(x.shape, x.dtype)
     if x.nbytes:
-        runtime.memcpyAsync(host.ctypes.data, x.ptr, x.nbytes, runtime.memcpyDeviceToHost, _current.ptr)
-        runtime.streamSynchronize(_current.ptr)
+        runtime.memcpyAsync(host.ctypes.data, x.ptr, x.nbytes, runtime.memcpyDeviceToHost, _current.place[1])
+        runtime.streamSynchronize(_current.place[1])
     return host
 
 
@@ -163,8 +167,8 @@ def _multiprocessors(device: int) -> int:
 
 
 def multiprocessors() -> int:
-    return _multiprocessors(_current.device)
+    return _multiprocessors(_current.place[0])
 
 
 def current_device() -> int:
-    return _current.device
+    return _current.place[0]

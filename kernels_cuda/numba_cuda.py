@@ -14,7 +14,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread 
 types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
-INT32 = np.dtype(np.int32)
 Kernel = Callable[..., None]
 
 
@@ -48,18 +46,35 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         return
     from fp8moe.kernels_cuda import launch
 
-    # a pointer by its dtype, None for an integer
-    kinds = tuple([a.dtype if type(a) is DeviceArray else INT32 if a is None else None for a in arguments])
-    launch.start(_loaded(kernel, kinds, launch.current_device()), blocks, BLOCK, shared_bytes, arguments)
+    device = launch.current_device()
+    loaded = _loaded.get((kernel, arguments[0].dtype, device))
+    if loaded is None:
+        kinds = tuple(a.dtype.name if isinstance(a, DeviceArray) else _kind(a) for a in arguments)
+        code = cubin(kernel, kinds, launch.architecture(device))
+        loaded = _loaded[kernel, arguments[0].dtype, device] = launch.Kernel(code, kernel.__name__)
+    launch.start(loaded, blocks, BLOCK, shared_bytes, arguments)
 
 
-def scratch(size: int) -> Any:
-    """Uninitialised int32."""
+# By kernel, dtype of the first argument, and device: all other pointers are int32.
+_loaded: dict[Any, Any] = {}
+
+
+def _kind(argument: int | None) -> str:
+    return "int32" if argument is None else "i"
+
+
+def scratch(*sizes: int) -> list[Any]:
+    """Uninitialised int32 arrays, in one allocation."""
     if SIMULATED:
-        return np.empty(size, np.int32)
+        return [np.empty(size, np.int32) for size in sizes]
     from fp8moe.kernels_cuda import launch
 
-    return launch.scratch((size,), np.int32)
+    memory = launch.scratch((sum(sizes),), np.int32)
+    parts, start = [], memory.ptr
+    for size in sizes:
+        parts.append(DeviceArray(start, (size,), memory.dtype, memory.device, memory.owner))
+        start += 4 * size
+    return parts
 
 
 def as_octets(x: Any) -> Any:
@@ -91,14 +106,6 @@ def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes
     options = core.ProgramOptions(arch=architecture)
     program = core.Program(ptx.replace(mangled, kernel.__name__), "ptx", options)
     return bytes(program.compile("cubin").code)
-
-
-@cache
-def _loaded(kernel: Kernel, kinds: tuple[Any, ...], device: int) -> Any:
-    from fp8moe.kernels_cuda import launch
-
-    names = tuple("i" if k is None else k.name for k in kinds)
-    return launch.Kernel(cubin(kernel, names, launch.architecture(device)), kernel.__name__)
 
 
 def _type(kind: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, multiprocessors, rows_of, scratch, threads
+from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.
@@ -18,11 +18,11 @@ LONG_ROW_SHARED = 14_000
 # place on the multiprocessor (152.3 us against 146.3), and ordinary stores are better.
 ZEROS, LONG_PIECE = 2048, 12_000
 SHARE = 256  # vectors of a row that a block of merge_bf16 sums
+BACKWARD_THREADS = 0
 FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
 CHUNK_THREADS, CHUNK_STAGES = 128, 3  # as in permute.cu
-AT_ONCE = 8  # blocks of move_chunks on a multiprocessor at most
+UNITS = 32  # pieces of about CHUNK_PIECE bytes that a block of move_chunks moves
 CHUNK_PIECE = 8192  # bytes of a row in one buffer of move_chunks
-SHARED_OF_ALL = 227 * 1024  # shared memory of a multiprocessor that blocks can have (sm_90)
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -139,7 +139,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
             "permute",
             "merge_bf16_backward",
             FILLERS + plan.num_tokens,
-            256 if grad.shape[1] > 2048 else 64,
+            BACKWARD_THREADS or (256 if grad.shape[1] > 2048 else 64),
             grad,
             x,
             plan.row_id_map,
@@ -244,8 +244,8 @@ def _move(
     together = max(1, min(32, CHUNK_PIECE // (row_bytes + scale_bytes)))
     warps = CHUNK_THREADS // 32
     shared = tables + warps * CHUNK_STAGES * together * (piece_bytes + scale_bytes)
-    at_once = multiprocessors() * max(1, min(AT_ONCE, SHARED_OF_ALL // (shared + 1024)))
-    grid = min(at_once, -(-rows * pieces // (together * warps)))
+    units = -(-rows // together) * pieces
+    grid = -(-units // UNITS)
     launch(
         "permute",
         "move_chunks",
@@ -256,6 +256,7 @@ def _move(
         piece_bytes,
         pieces,
         together,
+        UNITS,
         scales,
         scale_bytes,
         probs,

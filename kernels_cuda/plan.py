@@ -28,7 +28,7 @@ def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
     experts = out.num_experts
     per_chunk = _per_chunk(tokens, max(1, CHUNK // max(width, 1)))
     chunks = max(1, -(-tokens // per_chunk))
-    rank, counts = scratch(tokens * width), scratch(chunks * (experts + 1))
+    rank, counts = scratch(tokens * width, chunks * (experts + 1))
     words = max(1, min(-(-per_chunk * width // 32), CHUNK // 32, BITS // max(experts, 1)))
     shared = 4 * ((words + 1) * experts + 1)
     arguments = (topk_ids, tokens * width, per_chunk * width, words, experts, rank, counts)
@@ -41,8 +41,7 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     experts = out.num_experts
     per_chunk = _per_chunk(tokens, MASK_CHUNK)
     chunks = max(1, -(-tokens // per_chunk))
-    ids, rank = scratch(tokens * width), scratch(tokens * width)
-    counts = scratch(chunks * (experts + 1))
+    ids, rank, counts = scratch(tokens * width, tokens * width, chunks * (experts + 1))
     step = min(per_chunk, MASK_CHUNK)
     shared = 4 * (step * -(-experts // 32) + (-(-step // 32) + 1) * experts + 1)
     octets = routing_map.dtype.itemsize == 1 and experts % 8 == 0
