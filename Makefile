@@ -4,7 +4,7 @@ PYTHON ?= python3
 # A machine with an NVIDIA driver gets the CUDA backend too, for the driver's CUDA version.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,cuda\1/p')
 
-.PHONY: test lint demo clean
+.PHONY: test lint demo sanitize clean
 
 test: .venv/ready lint
 	.venv/bin/python -m pytest
@@ -14,6 +14,16 @@ lint: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	find kernels_cuda -name '*.cu' -o -name '*.cuh' | xargs -r .venv/bin/clang-format --dry-run --Werror
+
+# On a machine with a GPU, in an environment that has the CUDA extra. Left out are tests that time out under the
+# tools or run other programs; Numba's probing of the driver is no error of ours.
+SANITIZER := compute-sanitizer --report-api-errors no --error-exitcode 9
+sanitize:
+	for tool in memcheck racecheck initcheck; do \
+	  $(SANITIZER) --tool $$tool $(PYTHON) -m pytest -q -x -m "gpu and not multigpu" tests/test_cuda.py \
+	    -k "not hundred and not past_two and not torch and not frameworks and not engines and not compiled \
+	        and not survives and not waits" || exit 1; \
+	done
 
 demo: .venv-demo/ready
 	.venv-demo/bin/python -m fp8moe demo $(DEMO)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import fp8moe
+from fp8moe.records import arrays_in
 
 CACHE_BYTES = 50_000_000
 MAX_SETS = 8
@@ -63,7 +65,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of a results file. ``limit_percent`` is against the copy rate measured in the same run."""
+    """One line of a results file. ``limit_percent`` is against the copy rate measured in the same run.
+
+    host_us: what a call takes before it returns, the device aside; extra_bytes: device memory that a call
+    takes at its peak beyond its results, extra_percent of their size. All three on CUDA only.
+    """
 
     topic: str
     name: str
@@ -74,6 +80,10 @@ class Result:
     limit_percent: float | None
     tflops: float | None
     copy_gb_s: float
+    nbytes: int
+    host_us: float | None
+    extra_bytes: int | None
+    extra_percent: float | None
     versions: dict[str, str]
     commit: str
     command: str
@@ -97,6 +107,12 @@ class Cpu:
             call()
             times.append(time.perf_counter() - start)
         return float(np.median(times))
+
+    def host_seconds(self, call: Callable[[], Any]) -> float | None:
+        return None
+
+    def extra_bytes(self, call: Callable[[], Any]) -> tuple[int, int] | None:
+        return None
 
     def copy_rate(self) -> float:
         """Bytes a second, read and written, of a copy far larger than the caches."""
@@ -129,6 +145,32 @@ class Cuda:
             graph = stream.end_capture()
             graph.launch(stream)
             return self._between_events(lambda: graph.launch(stream), repeats, stream) / len(calls)
+
+    def host_seconds(self, call: Callable[[], Any]) -> float | None:
+        """Median time until a call returns, with an empty queue before it."""
+        times = []
+        for _ in range(50):
+            self.cupy.cuda.Device().synchronize()
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return float(np.median(times))
+
+    def extra_bytes(self, call: Callable[[], Any]) -> tuple[int, int] | None:
+        """(peak bytes of a call beyond its results, bytes of its results), as the memory pool counts."""
+
+        class Peak(self.cupy.cuda.MemoryHook):  # type: ignore[name-defined]
+            live = peak = 0
+
+            def malloc_postprocess(self, **allocation: Any) -> None:
+                Peak.live += allocation["size"]
+                Peak.peak = max(Peak.peak, Peak.live)
+
+        call()
+        with Peak():
+            result = call()
+        kept = sum(a.nbytes for a in arrays_in(result))
+        return max(Peak.peak - kept, 0), kept
 
     def copy_rate(self) -> float:
         source = self.cupy.ones(2**30, np.uint8)
@@ -164,16 +206,24 @@ def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_
     machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
     rate = machine.copy_rate()
     print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
-    print(f"{'case':32} {'shape':34} {'us':>10} {'limit us':>9} {'%':>5} {'TFLOP/s':>8}")
+    columns = ("us", 10), ("limit us", 9), ("%", 5), ("TFLOP/s", 8), ("host us", 8), ("extra", 7)
+    print(f"{'case':34} {'shape':34} " + " ".join(f"{name:>{width}}" for name, width in columns))
     wrong = 0
-    for topic in topics or TOPICS:
-        for case in importlib.import_module(f"fp8moe.benchmarks.{topic}").cases(quick):
+    cases = [
+        (topic, case)
+        for topic in topics or TOPICS
+        for case in importlib.import_module(f"fp8moe.benchmarks.{topic}").cases(quick)
+    ]
+    with progress(len(cases)) as bar:
+        for topic, case in cases:
+            bar.set_description(case.name)
             result = measure(topic, case, machine, rate, 5 if quick else 15)
+            bar.update()
             if result is None:
                 wrong += 1
-                print(f"{case.name:32} {case.shape:34} WRONG RESULT, not timed")
+                bar.write(f"{case.name:34} {case.shape:34} WRONG RESULT, not timed")
                 continue
-            print(line(result))
+            bar.write(line(result))
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
                 with out.open("a") as file:
@@ -191,6 +241,8 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
     size = sum(a.nbytes for a in case.arrays)
     while len(sets) < MAX_SETS and size * len(sets) < 2 * CACHE_BYTES:
         sets.append(case.prepare(*(machine.upload(a.copy()) for a in case.arrays)))
+    single = partial(case.run, *arrays)
+    host, memory = machine.host_seconds(single), machine.extra_bytes(single)
     seconds = machine.seconds([partial(case.run, *each) for each in sets], repeats)
     limit = case.nbytes / rate if case.nbytes else None
     return Result(
@@ -203,6 +255,10 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
         limit_percent=None if limit is None else 100 * limit / seconds,
         tflops=case.flops / seconds / 1e12 if case.flops else None,
         copy_gb_s=rate / 1e9,
+        nbytes=case.nbytes,
+        host_us=None if host is None else host * 1e6,
+        extra_bytes=None if memory is None else memory[0],
+        extra_percent=None if memory is None else 100 * memory[0] / max(memory[1], 1),
         versions=versions(),
         commit=commit(),
         command=command(),
@@ -213,10 +269,29 @@ def line(r: Result) -> str:
     def number(x: float | None, digits: int) -> str:
         return "" if x is None else f"{x:.{digits}f}"
 
+    extra = "" if r.extra_percent is None else f"{r.extra_percent:.2f} %"
     return (
-        f"{r.name:32} {r.shape:34} {r.us:10.1f} {number(r.limit_us, 1):>9} "
-        f"{number(r.limit_percent, 0):>5} {number(r.tflops, 2):>8}"
+        f"{r.name:34} {r.shape:34} {r.us:10.1f} {number(r.limit_us, 1):>9} "
+        f"{number(r.limit_percent, 0):>5} {number(r.tflops, 2):>8} {number(r.host_us, 0):>8} {extra:>7}"
     )
+
+
+def progress(total: int) -> Any:
+    """A progress bar on a terminal (tqdm), lines written past it; elsewhere the lines alone."""
+    if sys.stderr.isatty():
+        return importlib.import_module("tqdm").tqdm(total=total, leave=False)
+    return Silent()
+
+
+class Silent(AbstractContextManager[Any]):
+    def __exit__(self, *_: object) -> None: ...
+
+    def set_description(self, text: str) -> None: ...
+
+    def update(self) -> None: ...
+
+    def write(self, text: str) -> None:
+        print(text, flush=True)
 
 
 def versions() -> dict[str, str]:

@@ -29,6 +29,7 @@ except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep i
         "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
     ) from error
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
+launch: Any = None if SIMULATED else importlib.import_module("fp8moe.kernels_cuda.launch")
 BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread of each
 types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
@@ -44,8 +45,6 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         views = [_flat(a) for a in arguments]
         cuda.jit(kernel)[blocks, BLOCK, 0, shared_bytes](*views)
         return
-    from fp8moe.kernels_cuda import launch
-
     device = launch.current_device()
     loaded = _loaded.get((kernel, arguments[0].dtype, device))
     if loaded is None:
@@ -67,8 +66,6 @@ def scratch(*sizes: int) -> list[Any]:
     """Uninitialised int32 arrays, in one allocation."""
     if SIMULATED:
         return [np.empty(size, np.int32) for size in sizes]
-    from fp8moe.kernels_cuda import launch
-
     memory = launch.scratch((sum(sizes),), np.int32)
     parts, start = [], memory.ptr
     for size in sizes:

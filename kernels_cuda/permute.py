@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,12 @@ def _permute_rows(
 
 def _whole_vectors(*arrays: Any) -> bool:
     """Whether every row of every array is a multiple of 16 bytes, and starts at one."""
-    return all(
-        a is None or (a.shape[0] and a.nbytes // a.shape[0] % 16 == 0 and a.nbytes and a.ptr % 16 == 0)
-        for a in arrays
-    )
+    for a in arrays:
+        if a is not None:
+            row_bytes = math.prod(a.shape[1:]) * a.dtype.itemsize
+            if not row_bytes or row_bytes % 16 or a.ptr % 16 or not a.shape[0]:
+                return False
+    return True
 
 
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any, *, out: Any) -> None:

@@ -133,3 +133,10 @@ def test_the_text_is_real_source():
     text = bytes(standard_library_text())
     assert len(text) > 1_000_000
     assert b"def __init__(self" in text
+
+
+def test_the_roofline_is_drawn(tmp_path):
+    from fp8moe.benchmarks import roofline
+
+    roofline.draw("h200", tmp_path / "picture.svg")
+    assert "copy" in (tmp_path / "picture.svg").read_text()

@@ -1,0 +1,53 @@
+"""Draw the results against the copy rate: ``python -m fp8moe.benchmarks.roofline [NAME]``.
+
+From ``results/NAME.jsonl`` (h200 by default) to ``docs/roofline-NAME.svg``: a point a case, the bytes it must
+move against the rate it moves them at. The copy rate is the roof; on the slope below it a call of so few
+bytes ends within the time that any kernel takes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from fp8moe.benchmarks.table import RESULTS
+
+PICTURES = RESULTS.parents[1] / "docs"
+MARKS = "os^vD<>Pp*"
+FIXED_US = 3.0  # of an empty kernel between others in a graph
+
+
+def draw(name: str, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fp8moe"  # the same picture from the same results
+    from matplotlib import pyplot
+
+    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    rows = [r for r in rows if r.get("nbytes") and not r["tflops"]]
+    roof = max(r["copy_gb_s"] for r in rows) / 1e3
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    sizes = [10 ** (6 + i / 20) for i in range(61)]
+    axes.plot([s / 1e6 for s in sizes], [roof] * len(sizes), "k-", lw=1, label=f"copy, {roof:.2f} TB/s")
+    slope = [s / (s / roof / 1e12 + FIXED_US * 1e-6) / 1e12 for s in sizes]
+    axes.plot([s / 1e6 for s in sizes], slope, "k:", lw=1, label=f"copy + {FIXED_US:.0f} us")
+    for i, topic in enumerate(sorted({r["topic"] for r in rows})):
+        mine = [r for r in rows if r["topic"] == topic]
+        x = [r["nbytes"] / 1e6 for r in mine]
+        y = [r["nbytes"] / r["us"] / 1e6 for r in mine]
+        axes.plot(x, y, MARKS[i % len(MARKS)], label=topic)
+    axes.set(xscale="log", ylim=(0, roof * 1.08), xlabel="least bytes to move, MB", ylabel="TB/s")
+    axes.set_title(f"{rows[0]['device']}, commit {rows[0]['commit']}")
+    axes.legend(fontsize=8, loc="lower right")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    which = sys.argv[1] if len(sys.argv) > 1 else "h200"
+    draw(which, PICTURES / f"roofline-{which}.svg")

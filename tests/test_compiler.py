@@ -1,0 +1,116 @@
+"""The cache of compiled kernels, and every kernel for every architecture, without a GPU."""
+
+import hashlib
+import multiprocessing
+import os
+
+import pytest
+
+from fp8moe.kernels_cuda import compiler
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def cached(code, key="key", name="kernel", architecture="sm_90a"):
+    calls = []
+
+    def compile():
+        calls.append(1)
+        return code
+
+    return compiler.cached(name, architecture, key, compile), len(calls)
+
+
+def entry(tmp_path):
+    (found,) = (tmp_path / "cache").iterdir()
+    return found
+
+
+def test_what_decides_the_code_decides_the_entry():
+    assert cached(b"one") == (b"one", 1)
+    assert cached(b"two") == (b"one", 0)
+    assert cached(b"two", key="another key") == (b"two", 1)
+    assert cached(b"three", architecture="sm_80") == (b"three", 1)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 31, 32, 40, -1])
+def test_an_entry_cut_short_is_compiled_again(tmp_path, keep):
+    cached(b"code" * 100)
+    content = entry(tmp_path).read_bytes()
+    entry(tmp_path).write_bytes(content[:keep])
+    assert cached(b"again") == (b"again", 1)
+    assert cached(b"never") == (b"again", 0)
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 200, -1])
+def test_an_entry_with_a_wrong_byte_is_compiled_again(tmp_path, at):
+    cached(b"code" * 100)
+    content = bytearray(entry(tmp_path).read_bytes())
+    content[at] ^= 1
+    entry(tmp_path).write_bytes(content)
+    assert cached(b"again") == (b"again", 1)
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "file"))
+    assert cached(b"code") == (b"code", 1)
+    assert cached(b"code") == (b"code", 1)
+
+
+def _one_process(folder, seed):
+    os.environ["FP8MOE_CACHE_DIR"] = folder
+    for turn in range(40):
+        code = hashlib.sha256(bytes([turn])).digest() * 2000
+        assert compiler.cached("kernel", "sm_90a", str(turn), lambda code=code: code) == code
+        if turn % 3 == seed % 3:  # somebody clears the cache meanwhile
+            for found in list(os.scandir(folder)):
+                if found.name.startswith("kernel"):
+                    try:
+                        os.unlink(found.path)
+                    except FileNotFoundError:
+                        continue
+
+
+def test_many_processes_at_once(tmp_path):
+    folder = str(tmp_path / "cache")
+    with multiprocessing.get_context("spawn").Pool(6) as pool:
+        pool.starmap(_one_process, [(folder, seed) for seed in range(6)])
+    assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no halves are left
+
+
+@pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("path", compiler.sources(), ids=lambda p: p.stem)
+def test_every_kernel_compiles_without_spills(path, architecture):
+    pytest.importorskip("cupy")
+    _, log = compiler._compile(compiler._nvrtc(), path, architecture)
+    kernels = compiler.usage(log)
+    assert kernels
+    assert [k for k in kernels if k[2]] == []
+
+
+def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
+    pytest.importorskip("cupy")
+    bad = tmp_path / "bad.cu"
+    bad.write_text('extern "C" __global__ void f() {\n  int x = nonsense;\n}\n')
+    with pytest.raises(compiler.CompileError, match=r"kernels_cuda/bad\.cu\(2\).*nonsense"):
+        compiler._compile(compiler._nvrtc(), bad, "sm_90a")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_the_plans_kernels_compile(architecture):
+    pytest.importorskip("cupy")
+    numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
+    from fp8moe.kernels_cuda import plan
+
+    kinds = {
+        plan._rank_entries: ("int64", *["i"] * 4, *["int32"] * 2),
+        plan._rank_mask: ("uint64", *["i"] * 6, *["int32"] * 3),
+        plan._place_entries: (*["int32"] * 3, *["i"] * 9, *["int32"] * 7),
+    }
+    for kernel, types in kinds.items():
+        assert len(numba_cuda.cubin(kernel, types, architecture)) > 1000
+        assert numba_cuda.cubin(kernel, types, architecture) == numba_cuda.cubin(kernel, types, architecture)
