@@ -402,7 +402,13 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
         raise _not_contiguous(name, shape, strides, "a contiguous copy")
     ptr, device = interface["data"][0], 0
     if 0 not in shape:
-        attributes = require_cupy(f"{name} on CUDA").cuda.runtime.pointerGetAttributes(ptr)
+        runtime = require_cupy(f"{name} on CUDA").cuda.runtime
+        try:
+            attributes = runtime.pointerGetAttributes(ptr)
+        except runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(
+                f"{name}: got an array on CUDA, and CUDA does not work here ({error}); install a driver for it"
+            ) from error
         if attributes.type not in (2, 3):  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
             raise TypeError(
                 f"{name}: got an array at {ptr:#x}, no CUDA device's memory; wanted a device array"

@@ -109,7 +109,8 @@ def plan_spec(
             f"{rows} rows; wanted at most {checks.MAX_INT32}, what an int32 row map can name; pass topk= "
             "or num_out_tokens="
         )
-    return _spec(num_tokens, num_experts, width, align_size, rows, has_slots)
+    build = _spec if type(num_tokens) is int else _spec.__wrapped__  # torch's symbolic sizes have no hash
+    return build(num_tokens, num_experts, width, align_size, rows, has_slots)
 
 
 @lru_cache(maxsize=1024)  # a training run has a handful

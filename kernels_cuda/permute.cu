@@ -545,8 +545,8 @@ __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, 
 // Bytes: every row read once and written once.
 // Launch: a block takes `per_block` successive units, its warps in turn, each with STAGES buffers, so that
 // two
-//   loads and a store are under way; a lane looks up, loads and stores a row of the unit. Shared memory:
-//   `tables` bytes, then the warps' buffers.
+//   loads and a store are under way; a lane looks up a row of the unit, and rows that lie together are
+//   copied at once. Shared memory: `tables` bytes, then the warps' buffers.
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
     move_chunks(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, i64 per_block,
                 const u8* scales, i64 scale_bytes, const u8* probs, i64 prob_size, const void* sizes,
@@ -583,6 +583,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
   auto row_in = [&](i64 unit) { return pieces > 1 ? unit / pieces : unit * together + lane; };
   auto begin_of = [&](i64 unit) { return pieces > 1 ? unit % pieces * piece_bytes : 0; };
   auto takes_part = [&](i64 unit) { return lane < together && row_in(unit) < rows; };
+  // rows in a row from this lane's on, if it is the first of them: they are copied at once
+  auto run_of = [&](int from) {
+    const int before = __shfl_up_sync(0xffffffffu, from, 1);
+    const bool starts = from >= 0 && (lane == 0 || before < 0 || from != before + 1);
+    const u32 ends = __ballot_sync(0xffffffffu, starts || from < 0);
+    const u32 later = lane < 31 ? ends >> (lane + 1) : 0u;
+    return starts ? (u32)(later ? __ffs(later) : 32 - lane) : 0u;
+  };
   int from_of[STAGES];  // row of the input, -1: zeros
   auto fetch = [&](i64 unit, int s) {
     const i64 begin = begin_of(unit);
@@ -590,12 +598,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
 #if __CUDA_ARCH__ >= 900
     const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
     const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
-    const u32 found = __popc(__ballot_sync(0xffffffffu, from >= 0));
+    const u32 found = __popc(__ballot_sync(0xffffffffu, from >= 0)), run = run_of(from);
     if (lane == 0 && found) barrier_expect(barrier + s, found * (bytes + beside));
-    if (from >= 0) {
-      u8* to = buffers + s * stage_bytes + lane * (piece_bytes + scale_bytes);
-      bulk_load(to, x + from * row_bytes + begin, bytes, barrier + s);
-      if (beside) bulk_load(to + piece_bytes, scales + from * scale_bytes, beside, barrier + s);
+    if (run) {
+      u8* stage = buffers + s * stage_bytes;
+      bulk_load(stage + lane * piece_bytes, x + from * row_bytes + begin, run * bytes, barrier + s);
+      if (beside)
+        bulk_load(stage + together * piece_bytes + lane * scale_bytes, scales + from * scale_bytes,
+                  run * beside, barrier + s);
     }
 #endif
     return from;
@@ -618,10 +628,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
         barrier_wait(barrier + s, phases >> s & 1u);
         phases ^= 1u << s;
       }
-      if (from >= 0) {
-        const u8* in = buffers + s * stage_bytes + lane * (piece_bytes + scale_bytes);
-        bulk_store_hinted(out + row * row_bytes + begin, in, (u32)bytes, policy);
-        if (beside) bulk_store_hinted(out_scales + row * scale_bytes, in + piece_bytes, (u32)beside, policy);
+      const u32 run = run_of(from);
+      if (run) {
+        const u8* stage = buffers + s * stage_bytes;
+        bulk_store_hinted(out + row * row_bytes + begin, stage + lane * piece_bytes, run * (u32)bytes,
+                          policy);
+        if (beside)
+          bulk_store_hinted(out_scales + row * scale_bytes,
+                            stage + together * piece_bytes + lane * scale_bytes, run * (u32)beside, policy);
       }
       u32 left = __ballot_sync(0xffffffffu, takes_part(unit) && from < 0);
 #else

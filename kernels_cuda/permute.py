@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
+from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, multiprocessors, rows_of, scratch, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.
@@ -19,10 +19,10 @@ LONG_ROW_SHARED = 14_000
 # place on the multiprocessor (152.3 us against 146.3), and ordinary stores are better.
 ZEROS, LONG_PIECE = 2048, 12_000
 SHARE = 256  # vectors of a row that a block of merge_bf16 sums
-BACKWARD_THREADS = 0
 FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
 CHUNK_THREADS, CHUNK_STAGES = 128, 3  # as in permute.cu
-UNITS = 32  # pieces of about CHUNK_PIECE bytes that a block of move_chunks moves
+BLOCKS = 2
+UNITS = 0  # pieces of about CHUNK_PIECE bytes that a block of move_chunks moves
 CHUNK_PIECE = 8192  # bytes of a row in one buffer of move_chunks
 
 
@@ -142,7 +142,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
             "permute",
             "merge_bf16_backward",
             FILLERS + plan.num_tokens,
-            BACKWARD_THREADS or (256 if grad.shape[1] > 2048 else 64),
+            256 if grad.shape[1] > 2048 else 192,
             grad,
             x,
             plan.row_id_map,
@@ -248,7 +248,8 @@ def _move(
     warps = CHUNK_THREADS // 32
     shared = tables + warps * CHUNK_STAGES * together * (piece_bytes + scale_bytes)
     units = -(-rows // together) * pieces
-    grid = -(-units // UNITS)
+    per_block = UNITS or -(-units // (multiprocessors() * BLOCKS))
+    grid = -(-units // per_block)
     launch(
         "permute",
         "move_chunks",
@@ -259,7 +260,7 @@ def _move(
         piece_bytes,
         pieces,
         together,
-        UNITS,
+        per_block,
         scales,
         scale_bytes,
         probs,
