@@ -343,3 +343,15 @@ def routing(tokens: int, experts: int, topk: int, seed: int = 0, skew: float = 0
 def host(x: Any) -> np.ndarray:
     """A result on the host, wherever it was computed."""
     return x.get() if hasattr(x, "get") else np.asarray(x)
+
+
+def tall(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 values [rows, columns]; past 4096 rows they come again, which no kernel can use."""
+    top = np.random.default_rng(seed).standard_normal((min(rows, 4096), columns), dtype=np.float32)
+    return top if len(top) == rows else np.resize(top, (rows, columns))
+
+
+def close(got: np.ndarray, wanted: np.ndarray) -> bool:
+    """Within what quantising to FP8 may lose."""
+    wide = wanted.astype(np.float32)
+    return float(np.linalg.norm(got - wide)) < 2.0**-4 * float(np.linalg.norm(wide))

@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host
+from fp8moe.benchmarks.harness import Case, close, host, tall
+
+SHAPES = [(32_768, 2048), (24_576, 1408)]
 
 
 def cases(quick: bool) -> list[Case]:
-    rows, width = (512, 256) if quick else (8192, 2048)
-    rng = np.random.default_rng(0)
-    h = rng.standard_normal((rows, 2 * width), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    grad = rng.standard_normal((rows, width), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    probs = rng.random(rows, dtype=np.float32)
-    a, b = h[:, :width].astype(np.float32), h[:, width:].astype(np.float32)
-    y = a / (1 + np.exp(-a)) * b * probs[:, None]
+    return [case for shape in ([(512, 256)] if quick else SHAPES) for case in one_shape(*shape)]
+
+
+def one_shape(rows: int, width: int) -> list[Case]:
+    h = tall(rows, 2 * width).astype(ml_dtypes.bfloat16)
+    grad = tall(rows, width, seed=1).astype(ml_dtypes.bfloat16)
+    probs = np.random.default_rng(2).random(rows, dtype=np.float32)
+    top = slice(0, min(rows, 512))
+    a, b = h[top, :width].astype(np.float32), h[top, width:].astype(np.float32)
+    gate = a / (1 + np.exp(-a)) * probs[top, None]
     shape = f"{rows} x {width}"
     scales = 4 / 128
+
+    def right(q: Any, *_: np.ndarray, wanted: np.ndarray, columns: slice = slice(None)) -> bool:
+        part = fp8moe.QuantTensor(host(q.data[top]), host(q.scales[top]), q.fmt, q.block)
+        return close(fp8moe.dequantize(part)[:, columns], wanted)
+
     return [
         Case(
             "swiglu*prob+quantize",
             shape,
             (h, probs),
             fp8moe.swiglu_quantize,
-            lambda q, *_: _close(host(fp8moe.dequantize(q)), y),
+            partial(right, wanted=gate * b),
             nbytes=int(rows * width * (5 + scales)) + probs.nbytes,
+        ),
+        Case(
+            "swiglu*prob+quantize+transpose",
+            shape,
+            (h, probs),
+            lambda h, probs: fp8moe.swiglu_quantize(h, probs, columnwise=True),
+            lambda q, *_: right(q.rowwise, wanted=gate * b),
+            nbytes=int(rows * width * (6 + 2 * scales)) + probs.nbytes,
         ),
         Case(
             "swiglu backward+quantize",
             shape,
             (grad, h, probs),
             fp8moe.swiglu_quantize_backward,
-            lambda g, *_: _close(
-                host(fp8moe.dequantize(g.dh))[:, width:],
-                grad.astype(np.float32) * a / (1 + np.exp(-a)) * probs[:, None],
-            ),
+            lambda g, *_: right(g.dh, wanted=gate * grad[top].astype(np.float32), columns=slice(width, None)),
             nbytes=int(rows * width * (8 + 2 * scales)) + 2 * probs.nbytes,
         ),
     ]
-
-
-def _close(got: np.ndarray, wanted: np.ndarray) -> bool:
-    return float(np.linalg.norm(got - wanted)) < 2.0**-4 * float(np.linalg.norm(wanted))

@@ -407,7 +407,7 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
             attributes = runtime.pointerGetAttributes(ptr)
         except runtime.CUDARuntimeError as error:
             raise BackendUnavailable(
-                f"{name}: got an array on CUDA, and CUDA does not work here ({error}); install a driver for it"
+                f"{name}: got an array on CUDA, which does not work here ({error}); install a driver for it"
             ) from error
         if attributes.type not in (2, 3):  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
             raise TypeError(

@@ -1,7 +1,47 @@
 // Quantise and dequantise by blocks; the rule is in fp8moe/reference/quantize.py, step for step.
 //
-// First form: right and plain. Two reads of the input (one for amax, one to encode), one write.
-#include "common.cuh"
+// quantize_rows_* is the fast path: row-wise blocks of 128 or 32, one read. The kernels behind it serve every
+// other block and width: two reads of the input (one for amax, one to encode), one write.
+#include "fp8.cuh"
+
+#define EIGHTS 4  // 16-byte vectors (two for float32) that a thread has in flight
+
+// What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
+// Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
+//   gemm_ready: block b of row r at b * ready + r.
+// Bytes: every value read once, every code and scale written once.
+// Launch: blocks of 256 threads; a thread has EIGHTS times eight values, 16 lanes (mx: 4) a block of the
+// tensor. Why: every load and store is whole lines, no shared memory, no barrier.
+template <int KIND>
+__device__ __forceinline__ void quantize_rows(const void* x, i64 eighths, i64 blocks, Rule rule, i64 ready,
+                                              u8* codes, void* scales) {
+  const i64 first = (i64)blockIdx.x * (EIGHTS * blockDim.x) + threadIdx.x;
+  Eight<KIND> v[EIGHTS];
+#pragma unroll
+  for (int u = 0; u < EIGHTS; ++u)
+    if (first + u * blockDim.x < eighths) v[u] = load_eight<KIND>(x, first + u * blockDim.x);
+#pragma unroll
+  for (int u = 0; u < EIGHTS; ++u) {
+    const i64 eighth = first + u * blockDim.x;
+    const bool inside = eighth < eighths;  // whole blocks are, or are not
+    float values[8];
+    floats<KIND>(v[u], values);
+    i64 at = eighth / (rule.mx ? 4 : 16);
+    if (ready) at = at % blocks * ready + at / blocks;
+    write_block(values, rule, eighth, at, inside, codes, scales);
+  }
+}
+
+#define QUANTIZE_ROWS(NAME, KIND)                                                                   \
+  extern "C" __global__ void __launch_bounds__(256)                                                 \
+      NAME(const void* x, i64 eighths, i64 blocks, i64 fmt, i64 pow2, i64 mx, float eps, i64 ready, \
+           u8* codes, void* scales) {                                                               \
+    const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};                                          \
+    quantize_rows<KIND>(x, eighths, blocks, rule, ready, codes, scales);                            \
+  }
+QUANTIZE_ROWS(quantize_rows_bfloat16, BF16)
+QUANTIZE_ROWS(quantize_rows_float16, F16)
+QUANTIZE_ROWS(quantize_rows_float32, F32)
 
 // First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses
 // a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
@@ -18,31 +58,6 @@ extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead
     }
   }
   for (; s < capacity; ++s) strips[2 * s] = strips[2 * s + 1] = 0;
-}
-
-struct Rule {
-  int fmt, pow2, mx;
-  float eps;
-};
-
-// Factor to multiply by; *scale is the float32 scale or the E8M0 code. `amax` as its bits.
-__device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, u8* exponent_code) {
-  if (amax <= 0x7f800000u) amax = max(amax, __float_as_uint(rule.eps));
-  const bool degenerate = amax == 0u || amax >= 0x7f800000u;
-  if (rule.mx) {
-    int exponent = 0;
-    if (!degenerate) exponent = max((int)(amax >> 23) - 127 - (rule.fmt == 0 ? 8 : 15), -127);
-    *exponent_code = (u8)(exponent + 127);
-    return __uint_as_float((u32)(127 - exponent) << 23);
-  }
-  float factor = 1.f;
-  if (!degenerate) {
-    u32 inv = __float_as_uint(__fdiv_rn(rule.fmt == 0 ? 448.f : 57344.f, __uint_as_float(amax)));
-    if (rule.pow2) inv &= 0x7f800000u;
-    factor = __uint_as_float(min(inv, 253u << 23));  // scales stay normal: 2^-126
-  }
-  *scale = __fdiv_rn(1.f, factor);
-  return factor;
 }
 
 // Blocks of `width` columns, 32 or more: one thread block (128 threads) each, grid (strips, column blocks).

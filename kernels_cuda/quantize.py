@@ -48,6 +48,17 @@ def quantize(
             out.scales,
         )
         return
+    if not lead and rows_are_whole(x, out):
+        eighths = x.size // 8
+        blocks = columns // (32 if is_mx(out.block) else 128)
+        ready = 0
+        if out.layout == "gemm_ready":
+            ready = out.scales.shape[1]
+            fill_bytes(out.scales, 0)
+        name = f"quantize_rows_{x.dtype.name}"
+        arguments = (x, eighths, blocks, *rule, ready, out.data, out.scales)
+        launch("quantize", name, threads(eighths, 4 * 256), 256, *arguments)
+        return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
     count = matrices * ceil_div(rows, height)
@@ -72,6 +83,16 @@ def quantize(
         column_stride,
         out.data,
         out.scales,
+    )
+
+
+def rows_are_whole(x: Any, out: QuantTensor) -> bool:
+    """Whether x [rows, columns] is made of whole row-wise blocks, at addresses for 16-byte loads."""
+    return (
+        out.block in ((1, 128), (1, 32))
+        and x.shape[1] % out.block[1] == 0
+        and x.ptr % 16 == 0
+        and out.data.ptr % 8 == 0
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.kernels_cuda.launch import KINDS, launch, scratch
+from fp8moe.formats import is_mx
+from fp8moe.kernels_cuda.launch import FORMATS, KINDS, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import quantize
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
 
@@ -19,6 +20,25 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
 def swiglu_quantize(
     h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: QuantTensor | Quantized
 ) -> None:
+    if isinstance(out, QuantTensor) and _whole(h, out, h.shape[1] // 2):
+        eighths = h.shape[1] // 16
+        launch(
+            "swiglu",
+            f"swiglu_quantize_rows_{h.dtype.name}",
+            threads(h.shape[0] * eighths, 2 * 256),
+            256,
+            h,
+            *_probs(probs),
+            _last(expert_offsets),
+            *_constants(activation),
+            h.shape[0],
+            eighths,
+            FORMATS[out.fmt],
+            is_mx(out.block),
+            out.data,
+            out.scales,
+        )
+        return
     y = scratch((h.shape[0], h.shape[1] // 2), np.float32)
     _forward(h, probs, activation, expert_offsets, y)
     quantize(y, pow2=True, eps=0.0, out=out, expert_offsets=expert_offsets)
@@ -31,6 +51,26 @@ def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, ou
 def swiglu_quantize_backward(
     grad: Any, h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: SwigluGrad
 ) -> None:
+    if isinstance(out.dh, QuantTensor) and _whole(h, out.dh, grad.shape[1]) and grad.ptr % 16 == 0:
+        launch(
+            "swiglu",
+            f"swiglu_quantize_backward_rows_{h.dtype.name}",
+            threads(h.shape[0], 4),
+            128,
+            grad,
+            h,
+            *_probs(probs),
+            _last(expert_offsets),
+            *_constants(activation),
+            h.shape[0],
+            grad.shape[1] // 8,
+            FORMATS[out.dh.fmt],
+            is_mx(out.dh.block),
+            out.dh.data,
+            out.dh.scales,
+            out.dprobs,
+        )
+        return
     dh = scratch(h.shape, np.float32)
     _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh))
     quantize(dh, pow2=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)
@@ -45,8 +85,7 @@ def _forward(h: Any, probs: Any, activation: Activation, offsets: Any, y: Any) -
         256,
         h,
         KINDS[h.dtype],
-        probs,
-        0 if probs is None else KINDS[probs.dtype],
+        *_probs(probs),
         _last(offsets),
         *_constants(activation),
         width,
@@ -65,8 +104,7 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
         grad,
         h,
         KINDS[h.dtype],
-        probs,
-        0 if probs is None else KINDS[probs.dtype],
+        *_probs(probs),
         _last(offsets),
         *_constants(activation),
         width,
@@ -75,6 +113,15 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
         0 if out.dprobs is None else KINDS[out.dprobs.dtype],
         out.dprobs,
     )
+
+
+def _whole(h: Any, out: QuantTensor, width: int) -> bool:
+    """Whether each half of a row is made of whole blocks, at addresses for 16-byte loads."""
+    return out.block in ((1, 128), (1, 32)) and width % out.block[1] == 0 and h.ptr % 16 == 0
+
+
+def _probs(probs: Any) -> tuple[Any, int]:
+    return probs, 0 if probs is None else KINDS[probs.dtype]
 
 
 def _constants(activation: Activation) -> tuple[float, float, float]:

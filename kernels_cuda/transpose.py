@@ -13,6 +13,8 @@ from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import make_strips
 from fp8moe.records import PermutationPlan, QuantTensor
 
+ACROSS = 4  # as in transpose.cu
+
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
     _transpose(q, q.data.shape[0], None, expert_offsets, target, out)
@@ -26,30 +28,36 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor
 def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str, out: QuantTensor) -> None:
     assert q.block is not None
     assert out.block is not None
-    if os.environ.get("FP8MOE_CHECK") == "1" and not is_mx(q.block):
+    mx = is_mx(q.block)
+    if os.environ.get("FP8MOE_CHECK") == "1" and not mx:
         _refuse_other_scales(q.scales)
     columns, count = q.data.shape[1], out.scales.shape[0]
+    rule = (FORMATS[q.fmt], mx, target == "tile")
+    if columns % 16 == 0 and q.data.ptr % 4 == 0 and out.scales.ptr % 16 == 0:
+        experts = 0 if offsets is None else offsets.shape[0] - 1
+        grid = (threads(count, 4) if mx else count, threads(columns, ACROSS * 128))
+        launch(
+            "transpose",
+            "scaling_aware_transpose",
+            grid,
+            256,
+            q.data,
+            q.scales,
+            source,
+            offsets,
+            experts,
+            rows,
+            columns,
+            count,
+            *rule,
+            out.data,
+            out.scales,
+        )
+        return
     strips = make_strips(offsets, 1, rows, out.block[0], count)
-    if offsets is not None:
-        fill_bytes(out.data, 0)  # the tail behind the last expert
-    launch(
-        "transpose",
-        "scaling_aware_transpose",
-        (count, threads(columns, 128)),
-        128,
-        q.data,
-        q.scales,
-        source,
-        strips,
-        rows,
-        columns,
-        q.block[1],
-        FORMATS[q.fmt],
-        is_mx(q.block),
-        target == "tile",
-        out.data,
-        out.scales,
-    )
+    grid = (count, threads(columns, 128))
+    arguments = (q.data, q.scales, source, strips, rows, columns, q.block[1], *rule, out.data, out.scales)
+    launch("transpose", "scaling_aware_transpose_plain", grid, 128, *arguments)
 
 
 def _refuse_other_scales(scales: Any) -> None:

@@ -1,0 +1,147 @@
+// FP8 conversions by hardware where there are such (sm_89 and later), by common.cuh's integer steps
+// elsewhere; both saturate, round to nearest even and write every NaN as 0x7f.
+#pragma once
+#include "common.cuh"
+
+// Two codes, `a` in the low byte.
+__device__ __forceinline__ u32 encode2(float a, float b, int fmt) {
+#if __CUDA_ARCH__ >= 890
+  u16 pair;
+  if (fmt == 0)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  return pair;
+#else
+  return encode(a, fmt) | (u32)encode(b, fmt) << 8;
+#endif
+}
+
+__device__ __forceinline__ u32 encode4(float a, float b, float c, float d, int fmt) {
+  return encode2(a, b, fmt) | encode2(c, d, fmt) << 16;
+}
+
+// The values of four codes; every FP8 value is a half.
+__device__ __forceinline__ void decode4(u32 codes, int fmt, float* values) {
+#if __CUDA_ARCH__ >= 890
+  u32 low, high;
+  if (fmt == 0) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"((u16)codes));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"((u16)(codes >> 16)));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(low) : "h"((u16)codes));
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(high) : "h"((u16)(codes >> 16)));
+  }
+  values[0] = f16_to_float((u16)low);
+  values[1] = f16_to_float((u16)(low >> 16));
+  values[2] = f16_to_float((u16)high);
+  values[3] = f16_to_float((u16)(high >> 16));
+#else
+  for (int i = 0; i < 4; ++i) values[i] = decode(codes >> (8 * i) & 0xffu, fmt);
+#endif
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) {  // of a normal float
+  return __uint_as_float((u32)(exponent + 127) << 23);
+}
+
+// ---- the scale of a block
+
+struct Rule {
+  int fmt, pow2, mx;
+  float eps;
+};
+
+// Factor to multiply by; *scale is the float32 scale, *exponent_code the E8M0 one. `amax` as its bits. The
+// rule is in fp8moe/reference/quantize.py, step for step.
+__device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, u8* exponent_code) {
+  if (amax <= 0x7f800000u) amax = max(amax, __float_as_uint(rule.eps));
+  const bool degenerate = amax == 0u || amax >= 0x7f800000u;
+  const int emax = rule.fmt == 0 ? 8 : 15, exponent = (int)(amax >> 23) - 127;
+  if (rule.mx) {
+    const int shared = degenerate ? 0 : max(exponent - emax, -127);
+    *exponent_code = (u8)(shared + 127);
+    return __uint_as_float((u32)(127 - shared) << 23);
+  }
+  if (rule.pow2) {
+    // the exponent of 448 / amax (57344 / amax), rounded down: both are 1.75 times a power of two
+    int up = emax - exponent - ((amax & 0x7fffffu) > 0x600000u);
+    up = degenerate ? 0 : min(up, 126);  // scales stay normal: 2^-126
+    *scale = power_of_two(-up);
+    return power_of_two(up);
+  }
+  float factor = 1.f;
+  if (!degenerate) {
+    const u32 inv = __float_as_uint(__fdiv_rn(rule.fmt == 0 ? 448.f : 57344.f, __uint_as_float(amax)));
+    factor = __uint_as_float(min(inv, 253u << 23));
+  }
+  *scale = __fdiv_rn(1.f, factor);
+  return factor;
+}
+
+// ---- eight numbers at a time
+
+template <int KIND>
+struct Eight {  // as they lie in memory
+  uint4 words[KIND == F32 ? 2 : 1];
+};
+
+template <int KIND>
+__device__ __forceinline__ Eight<KIND> load_eight(const void* p, i64 eighth) {
+  Eight<KIND> v;
+  const uint4* in = (const uint4*)p + eighth * (KIND == F32 ? 2 : 1);
+  v.words[0] = __ldcs(in);
+  if (KIND == F32) v.words[KIND == F32] = __ldcs(in + 1);
+  return v;
+}
+
+template <int KIND>
+__device__ __forceinline__ void floats(const Eight<KIND>& v, float* x) {
+  const u32* w = (const u32*)&v;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (KIND == F32)
+      x[i] = __uint_as_float(w[i]);
+    else if (KIND == BF16)
+      x[i] = __uint_as_float(i & 1 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
+    else
+      x[i] = f16_to_float((u16)(w[i / 2] >> (16 * (i & 1))));
+  }
+}
+
+__device__ __forceinline__ u32 largest_of(const float* x) {
+  u32 top = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(x[i]) & 0x7fffffffu);
+  return top;
+}
+
+// Largest over the lanes that share a block: 16 of them hold 128 values, 4 hold 32.
+__device__ __forceinline__ u32 largest_in_block(u32 top, int mx) {
+  if (!mx) {
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, 8));
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, 4));
+  }
+  top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
+  return max(top, __shfl_xor_sync(0xffffffffu, top, 1));
+}
+
+__device__ __forceinline__ uint2 encode_eight(const float* x, float factor, int fmt) {
+  return make_uint2(encode4(x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor, fmt),
+                    encode4(x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor, fmt));
+}
+
+// Quantise eight values a lane, all lanes of a block together, and write codes and, one lane, the scale.
+__device__ __forceinline__ void write_block(const float* x, Rule rule, i64 eighth, i64 scale_at, bool inside,
+                                            u8* codes, void* scales) {
+  float scale;
+  u8 exponent;
+  const float factor = block_scale(largest_in_block(largest_of(x), rule.mx), rule, &scale, &exponent);
+  if (!inside) return;
+  __stcs((uint2*)codes + eighth, encode_eight(x, factor, rule.fmt));
+  if (threadIdx.x % (rule.mx ? 4 : 16)) return;
+  if (rule.mx)
+    ((u8*)scales)[scale_at] = exponent;
+  else
+    ((float*)scales)[scale_at] = scale;
+}
