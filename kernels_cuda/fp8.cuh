@@ -110,20 +110,10 @@ __device__ __forceinline__ void floats(const Eight<KIND>& v, float* x) {
 }
 
 __device__ __forceinline__ u32 largest_of(const float* x) {
-  u32 top = 0;
+  float top = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(x[i]) & 0x7fffffffu);
-  return top;
-}
-
-// Largest over the lanes that share a block: 16 of them hold 128 values, 4 hold 32.
-__device__ __forceinline__ u32 largest_in_block(u32 top, int mx) {
-  if (!mx) {
-    top = max(top, __shfl_xor_sync(0xffffffffu, top, 8));
-    top = max(top, __shfl_xor_sync(0xffffffffu, top, 4));
-  }
-  top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
-  return max(top, __shfl_xor_sync(0xffffffffu, top, 1));
+  for (int i = 0; i < 8; ++i) asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(fabsf(x[i])));
+  return __float_as_uint(top);  // a NaN is above infinity, as bits
 }
 
 __device__ __forceinline__ uint2 encode_eight(const float* x, float factor, int fmt) {
@@ -131,15 +121,36 @@ __device__ __forceinline__ uint2 encode_eight(const float* x, float factor, int 
                     encode4(x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor, fmt));
 }
 
-// Quantise eight values a lane, all lanes of a block together, and write codes and, one lane, the scale.
-__device__ __forceinline__ void write_block(const float* x, Rule rule, i64 eighth, i64 scale_at, bool inside,
-                                            u8* codes, void* scales) {
+// ---- row-wise blocks by warps
+//
+// Sixteen values a lane: vectors `at` and `at + lanes` of eight each, so that the lanes of a block (8 of 128
+// values, 2 of 32) read and write whole lines, and its largest is three (one) shuffles away.
+
+__device__ __forceinline__ int lanes_of(int mx) { return mx ? 2 : 8; }
+
+// The lane's first vector, when the warp's first is `first`; the second is lanes_of(mx) behind.
+__device__ __forceinline__ i64 vector_of(i64 first, int lane, int mx) {
+  return mx ? first + lane / 2 * 4 + lane % 2 : first + lane / 8 * 16 + lane % 8;
+}
+
+// Quantise them, all lanes of a block together, and write codes and, one lane, the scale. `whole`: the block
+// is.
+__device__ __forceinline__ void write_block(const float* x, const float* y, Rule rule, i64 vector,
+                                            i64 scale_at, bool whole, u8* codes, void* scales) {
+  u32 top = max(largest_of(x), largest_of(y));
+  if (!rule.mx) {
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, 4));
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
+  }
+  top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
   float scale;
   u8 exponent;
-  const float factor = block_scale(largest_in_block(largest_of(x), rule.mx), rule, &scale, &exponent);
-  if (!inside) return;
-  __stcs((uint2*)codes + eighth, encode_eight(x, factor, rule.fmt));
-  if (threadIdx.x % (rule.mx ? 4 : 16)) return;
+  const float factor = block_scale(top, rule, &scale, &exponent);
+  if (!whole) return;
+  const int lanes = lanes_of(rule.mx);
+  __stcs((uint2*)codes + vector, encode_eight(x, factor, rule.fmt));
+  __stcs((uint2*)codes + vector + lanes, encode_eight(y, factor, rule.fmt));
+  if (threadIdx.x % lanes) return;
   if (rule.mx)
     ((u8*)scales)[scale_at] = exponent;
   else

@@ -25,7 +25,7 @@ FORMATS = {"e4m3": 0, "e5m2": 1, "e2m1": 2}
 LAYOUTS: dict[Block, int] = {(1, 128): 1, (1, 32): 2, (1, 16): 3, None: 4}
 PLAIN = 0
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-SHARED = 48 * 1024  # bytes of shared memory that a block gets without asking
+SHARED = 32 * 1024  # bytes of shared memory beside what it declares that a block gets without asking
 
 Allocate = Callable[[ArraySpec, int], DeviceArray]
 

@@ -4,40 +4,46 @@
 // other block and width: two reads of the input (one for amax, one to encode), one write.
 #include "fp8.cuh"
 
-#define EIGHTS 4  // 16-byte vectors (two for float32) that a thread has in flight
+#define PAIRS 2  // of 16-byte vectors (32 for float32) that a thread has in flight
 
 // What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
 //   gemm_ready: block b of row r at b * ready + r.
 // Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 256 threads; a thread has EIGHTS times eight values, 16 lanes (mx: 4) a block of the
-// tensor. Why: every load and store is whole lines, no shared memory, no barrier.
+// Launch: blocks of 256 threads; a thread has PAIRS times sixteen values.
+// Why: every load and store is whole lines, no shared memory, no barrier.
 template <int KIND>
-__device__ __forceinline__ void quantize_rows(const void* x, i64 eighths, i64 blocks, Rule rule, i64 ready,
+__device__ __forceinline__ void quantize_rows(const void* x, i64 vectors, i64 blocks, Rule rule, i64 ready,
                                               u8* codes, void* scales) {
-  const i64 first = (i64)blockIdx.x * (EIGHTS * blockDim.x) + threadIdx.x;
-  Eight<KIND> v[EIGHTS];
+  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
+  const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
+  Eight<KIND> a[PAIRS], b[PAIRS];
 #pragma unroll
-  for (int u = 0; u < EIGHTS; ++u)
-    if (first + u * blockDim.x < eighths) v[u] = load_eight<KIND>(x, first + u * blockDim.x);
+  for (int u = 0; u < PAIRS; ++u) {
+    const i64 at = vector_of(first + 64 * u, lane, rule.mx);
+    if (at + lanes < vectors) {
+      a[u] = load_eight<KIND>(x, at);
+      b[u] = load_eight<KIND>(x, at + lanes);
+    }
+  }
 #pragma unroll
-  for (int u = 0; u < EIGHTS; ++u) {
-    const i64 eighth = first + u * blockDim.x;
-    const bool inside = eighth < eighths;  // whole blocks are, or are not
-    float values[8];
-    floats<KIND>(v[u], values);
-    i64 at = eighth / (rule.mx ? 4 : 16);
-    if (ready) at = at % blocks * ready + at / blocks;
-    write_block(values, rule, eighth, at, inside, codes, scales);
+  for (int u = 0; u < PAIRS; ++u) {
+    const i64 at = vector_of(first + 64 * u, lane, rule.mx);
+    float v[8], w[8];
+    floats<KIND>(a[u], v);
+    floats<KIND>(b[u], w);
+    i64 block = at / (rule.mx ? 4 : 16);
+    if (ready) block = block % blocks * ready + block / blocks;
+    write_block(v, w, rule, at, block, at + lanes < vectors, codes, scales);
   }
 }
 
 #define QUANTIZE_ROWS(NAME, KIND)                                                                   \
   extern "C" __global__ void __launch_bounds__(256)                                                 \
-      NAME(const void* x, i64 eighths, i64 blocks, i64 fmt, i64 pow2, i64 mx, float eps, i64 ready, \
+      NAME(const void* x, i64 vectors, i64 blocks, i64 fmt, i64 pow2, i64 mx, float eps, i64 ready, \
            u8* codes, void* scales) {                                                               \
     const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};                                          \
-    quantize_rows<KIND>(x, eighths, blocks, rule, ready, codes, scales);                            \
+    quantize_rows<KIND>(x, vectors, blocks, rule, ready, codes, scales);                            \
   }
 QUANTIZE_ROWS(quantize_rows_bfloat16, BF16)
 QUANTIZE_ROWS(quantize_rows_float16, F16)

@@ -49,15 +49,15 @@ def quantize(
         )
         return
     if not lead and rows_are_whole(x, out):
-        eighths = x.size // 8
+        vectors = x.size // 8
         blocks = columns // (32 if is_mx(out.block) else 128)
         ready = 0
         if out.layout == "gemm_ready":
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
         name = f"quantize_rows_{x.dtype.name}"
-        arguments = (x, eighths, blocks, *rule, ready, out.data, out.scales)
-        launch("quantize", name, threads(eighths, 4 * 256), 256, *arguments)
+        arguments = (x, vectors, blocks, *rule, ready, out.data, out.scales)
+        launch("quantize", name, threads(vectors, 4 * 256), 256, *arguments)
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))

@@ -95,151 +95,185 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
   if (dprobs && threadIdx.x == 0) store(dprobs, row, (int)dprobs_kind, sum);
 }
 
-// 1 / (1 + exp(-x)), within 2^-21.5 of itself: the exponential's argument -x log2(e) is held in two floats
-// (their sum errs by 2^-40), ex2.approx errs by 2 ulp = 2^-22, the rest of the argument enters by 1 + r ln 2
-// (an ulp), and the reciprocal, one Newton step behind rcp.approx, by an ulp. Below -80 floats run out:
-// float64, once in a blue moon, NaN as well.
+// 1 / (1 + exp(-x)) for |x| < FAR, within 2^-21 of itself: the exponential's argument -x log2(e) is held in
+// two floats (their sum errs by 2^-40), ex2.approx errs by 2 ulp = 2^-22, the rest of the argument enters by
+// 1 + r ln 2 and the sum (an ulp of 2^-24 each), rcp.approx by an ulp.
 __device__ __forceinline__ float quick_sigmoid(float x) {
-  if (!(x > -80.f)) return (float)(1.0 / (1.0 + exp(-(double)x)));
   const float log2e = 1.44269502f, rest = 1.92596299e-8f;  // their sum is log2(e)
   const float whole = x * -log2e;
   const float left = __fmaf_rn(x, -rest, __fmaf_rn(x, -log2e, -whole));
-  float power, reciprocal;
+  float power, result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(whole));
-  const float d = 1.f + __fmaf_rn(power, left * 0.693147182f, power);
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(d));
-  return __fmaf_rn(reciprocal, __fmaf_rn(-d, reciprocal, 1.f), reciprocal);
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.f + __fmaf_rn(power, left * 0.693147182f, power)));
+  return result;
 }
+
+#define FAR 80.f  // from here on floats run out, and float64 takes over; NaN as well
 
 struct Activation {
   float clamp, alpha, offset;
 };
 
-__device__ __forceinline__ Element quick_element(float a, float b, Activation act) {
-  Element e;
-  e.a_free = !(a > act.clamp);
-  e.b_free = !(fabsf(b) > act.clamp);
-  if (a > act.clamp) a = act.clamp;
-  if (b > act.clamp) b = act.clamp;
-  if (b < -act.clamp) b = -act.clamp;
-  if (act.offset != 0.f) b += act.offset;
-  e.a = a;
-  e.b = b;
-  e.s = quick_sigmoid(act.alpha * a);
-  return e;
+// Eight elements: a and b as the formula takes them, s = sigmoid(alpha a), and which of them the clamp let
+// be.
+template <bool CLAMPED>
+struct Gates {
+  float a[8], b[8], s[8];
+  u32 free;  // bit i for a, 8 + i for b
+};
+
+__device__ __noinline__ void far_sigmoids(const float* a, float alpha, float* s) {
+  for (int i = 0; i < 8; ++i) s[i] = (float)(1.0 / (1.0 + exp(-(double)(alpha * a[i]))));
 }
 
-#define FORWARD_EIGHTS 2
+template <bool CLAMPED>
+__device__ __forceinline__ void gates(Gates<CLAMPED>& g, Activation act) {
+  g.free = 0xffffu;
+  if (CLAMPED) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (g.a[i] > act.clamp) g.free &= ~(1u << i), g.a[i] = act.clamp;
+      if (fabsf(g.b[i]) > act.clamp) g.free &= ~(256u << i);
+      if (g.b[i] > act.clamp) g.b[i] = act.clamp;
+      if (g.b[i] < -act.clamp) g.b[i] = -act.clamp;
+      if (act.offset != 0.f) g.b[i] += act.offset;
+    }
+  }
+  bool near = true;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float x = act.alpha * g.a[i];
+    near = near && fabsf(x) < FAR;
+    g.s[i] = quick_sigmoid(x);
+  }
+  if (!near) {  // once in a blue moon
+    float a[8], s[8];
+    for (int i = 0; i < 8; ++i) a[i] = g.a[i];
+    far_sigmoids(a, act.alpha, s);
+    for (int i = 0; i < 8; ++i) g.s[i] = s[i];
+  }
+}
 
 // What: y = a * sigmoid(alpha a) * b * prob, quantised by blocks of 128 (mx: 32) of a row; zeros behind
 // *last. Shapes: h [rows, 2 width] = (a | b), width a multiple of the block; codes [rows, width], scales
 // [rows, width /
-//   block].
+//   block]. `vectors`: width / 8.
 // Bytes: h read once, codes and scales written once.
-// Launch: blocks of 256 threads, a thread FORWARD_EIGHTS times eight values of a and of b.
-template <int KIND>
+// Launch: blocks of 256 threads, a thread sixteen values of a and of b.
+template <int KIND, bool CLAMPED>
 __device__ __forceinline__ void swiglu_quantize_rows(const void* h, const void* probs, int probs_kind,
-                                                     const int* last, Activation act, u32 rows, u32 eighths,
+                                                     const int* last, Activation act, i64 rows, u32 vectors,
                                                      Rule rule, u8* codes, void* scales) {
-  const i64 all = (i64)rows * eighths, first = (i64)blockIdx.x * (FORWARD_EIGHTS * blockDim.x) + threadIdx.x;
-  const i64 real = last ? *last : rows;
-  Eight<KIND> a[FORWARD_EIGHTS], b[FORWARD_EIGHTS];
-  i64 row[FORWARD_EIGHTS];
+  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
+  const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * 2;
+  const i64 at = vector_of(first, lane, rule.mx);
+  const bool whole = at + lanes < rows * vectors;
+  const i64 row = at <= 0xffffffffll ? (u32)at / vectors : at / vectors;
+  float y[2][8];
 #pragma unroll
-  for (int u = 0; u < FORWARD_EIGHTS; ++u) {
-    const i64 eighth = first + u * blockDim.x;
-    row[u] = all <= 0xffffffffll ? (u32)eighth / eighths : eighth / eighths;
-    if (eighth < all && row[u] < real) {
-      const i64 at = row[u] * 2 * eighths + (eighth - row[u] * eighths);
-      a[u] = load_eight<KIND>(h, at);
-      b[u] = load_eight<KIND>(h, at + eighths);
+  for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
+  if (whole && (!last || row < *last)) {
+    const i64 from = at + row * vectors;
+    Eight<KIND> a[2], b[2];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      a[u] = load_eight<KIND>(h, from + u * lanes);
+      b[u] = load_eight<KIND>(h, from + u * lanes + vectors);
+    }
+    const float prob = probs ? load(probs, row, probs_kind) : 1.f;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      Gates<CLAMPED> g;
+      floats<KIND>(a[u], g.a);
+      floats<KIND>(b[u], g.b);
+      gates(g, act);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
     }
   }
-#pragma unroll
-  for (int u = 0; u < FORWARD_EIGHTS; ++u) {
-    const i64 eighth = first + u * blockDim.x;
-    float y[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    if (eighth < all && row[u] < real) {
-      float av[8], bv[8];
-      floats<KIND>(a[u], av);
-      floats<KIND>(b[u], bv);
-      const float prob = probs ? load(probs, row[u], probs_kind) : 1.f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const Element e = quick_element(av[i], bv[i], act);
-        y[i] = e.a * e.s * e.b;
-        if (probs) y[i] *= prob;
-      }
-    }
-    write_block(y, rule, eighth, eighth / (rule.mx ? 4 : 16), eighth < all, codes, scales);
-  }
+  write_block(y[0], y[1], rule, at, at / (rule.mx ? 4 : 16), whole, codes, scales);
 }
 
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
-// Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null.
+// Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
 // Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
-template <int KIND>
+template <int KIND, bool CLAMPED>
 __device__ __forceinline__ void swiglu_quantize_backward_rows(const void* grad, const void* h,
                                                               const void* probs, int probs_kind,
                                                               const int* last, Activation act, i64 rows,
-                                                              i64 eighths, Rule rule, u8* codes, void* scales,
+                                                              i64 vectors, Rule rule, u8* codes, void* scales,
                                                               float* dprobs) {
-  const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
   if (row >= rows) return;
   const bool real = !last || row < *last;
   const float prob = probs && real ? load(probs, row, probs_kind) : 1.f;
   double sum = 0.0;
-  for (i64 first = 0; first < eighths; first += 32) {
-    const i64 i8 = first + lane;
-    const bool inside = i8 < eighths;
-    float da[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, db[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    if (inside && real) {
-      const Eight<KIND> av = load_eight<KIND>(h, row * 2 * eighths + i8);
-      const Eight<KIND> bv = load_eight<KIND>(h, row * 2 * eighths + eighths + i8);
-      const Eight<KIND> gv = load_eight<KIND>(grad, row * eighths + i8);
-      float a[8], b[8], g[8], part = 0.f;
-      floats<KIND>(av, a);
-      floats<KIND>(bv, b);
-      floats<KIND>(gv, g);
+  for (i64 first = 0; first < vectors; first += 64) {
+    const i64 at = vector_of(first, lane, rule.mx), half = row * 2 * vectors + at;
+    const bool whole = at + lanes < vectors;
+    float da[2][8], db[2][8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const Element e = quick_element(a[i], b[i], act);
-        const float gate = e.a * e.s;
-        part += g[i] * gate * e.b;
-        const float scaled = probs ? g[i] * prob : g[i];
-        da[i] = e.a_free ? scaled * e.b * (e.s + act.alpha * gate * (1.f - e.s)) : 0.f;
-        db[i] = e.b_free ? scaled * gate : 0.f;
+    for (int i = 0; i < 8; ++i) da[0][i] = da[1][i] = db[0][i] = db[1][i] = 0.f;
+    if (whole && real) {
+      Eight<KIND> a[2], b[2], up[2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        a[u] = load_eight<KIND>(h, half + u * lanes);
+        b[u] = load_eight<KIND>(h, half + u * lanes + vectors);
+        up[u] = load_eight<KIND>(grad, row * vectors + at + u * lanes);
       }
-      sum += (double)part;
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        Gates<CLAMPED> g;
+        float grads[8], part = 0.f;
+        floats<KIND>(a[u], g.a);
+        floats<KIND>(b[u], g.b);
+        floats<KIND>(up[u], grads);
+        gates(g, act);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float gate = g.a[i] * g.s[i], scaled = grads[i] * prob;
+          part += grads[i] * gate * g.b[i];
+          da[u][i] = scaled * g.b[i] * (g.s[i] + act.alpha * gate * (1.f - g.s[i]));
+          db[u][i] = scaled * gate;
+          if (CLAMPED && !(g.free >> i & 1u)) da[u][i] = 0.f;
+          if (CLAMPED && !(g.free >> (8 + i) & 1u)) db[u][i] = 0.f;
+        }
+        sum += (double)part;
+      }
     }
-    const i64 at = row * 2 * eighths + i8;
-    write_block(da, rule, at, at / (rule.mx ? 4 : 16), inside, codes, scales);
-    write_block(db, rule, at + eighths, (at + eighths) / (rule.mx ? 4 : 16), inside, codes, scales);
+    const int per_block = rule.mx ? 4 : 16;
+    write_block(da[0], da[1], rule, half, half / per_block, whole, codes, scales);
+    write_block(db[0], db[1], rule, half + vectors, (half + vectors) / per_block, whole, codes, scales);
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
   if (lane == 0) dprobs[row] = (float)sum;
 }
 
-#define SWIGLU_ROWS(SUFFIX, KIND)                                                                          \
-  extern "C" __global__ void __launch_bounds__(256) swiglu_quantize_rows_##SUFFIX(                         \
-      const void* h, const void* probs, i64 probs_kind, const int* last, float clamp, float alpha,         \
-      float offset, i64 rows, i64 eighths, i64 fmt, i64 mx, u8* codes, void* scales) {                     \
-    const Activation act = {clamp, alpha, offset};                                                         \
-    const Rule rule = {(int)fmt, 1, (int)mx, 0.f};                                                         \
-    swiglu_quantize_rows<KIND>(h, probs, (int)probs_kind, last, act, (u32)rows, (u32)eighths, rule, codes, \
-                               scales);                                                                    \
-  }                                                                                                        \
-  extern "C" __global__ void __launch_bounds__(128) swiglu_quantize_backward_rows_##SUFFIX(                \
-      const void* grad, const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,    \
-      float alpha, float offset, i64 rows, i64 eighths, i64 fmt, i64 mx, u8* codes, void* scales,          \
-      float* dprobs) {                                                                                     \
-    const Activation act = {clamp, alpha, offset};                                                         \
-    const Rule rule = {(int)fmt, 1, (int)mx, 0.f};                                                         \
-    swiglu_quantize_backward_rows<KIND>(grad, h, probs, (int)probs_kind, last, act, rows, eighths, rule,   \
-                                        codes, scales, dprobs);                                            \
+#define SWIGLU_ROWS(SUFFIX, KIND, CLAMPED)                                                                  \
+  extern "C" __global__ void __launch_bounds__(256) swiglu_quantize_rows_##SUFFIX(                          \
+      const void* h, const void* probs, i64 probs_kind, const int* last, float clamp, float alpha,          \
+      float offset, i64 rows, i64 vectors, i64 fmt, i64 mx, u8* codes, void* scales) {                      \
+    const Activation act = {clamp, alpha, offset};                                                          \
+    const Rule rule = {(int)fmt, 1, (int)mx, 0.f};                                                          \
+    swiglu_quantize_rows<KIND, CLAMPED>(h, probs, (int)probs_kind, last, act, rows, (u32)vectors, rule,     \
+                                        codes, scales);                                                     \
+  }                                                                                                         \
+  extern "C" __global__ void __launch_bounds__(128, 4) swiglu_quantize_backward_rows_##SUFFIX(              \
+      const void* grad, const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,     \
+      float alpha, float offset, i64 rows, i64 vectors, i64 fmt, i64 mx, u8* codes, void* scales,           \
+      float* dprobs) {                                                                                      \
+    const Activation act = {clamp, alpha, offset};                                                          \
+    const Rule rule = {(int)fmt, 1, (int)mx, 0.f};                                                          \
+    swiglu_quantize_backward_rows<KIND, CLAMPED>(grad, h, probs, (int)probs_kind, last, act, rows, vectors, \
+                                                 rule, codes, scales, dprobs);                              \
   }
-SWIGLU_ROWS(bfloat16, BF16)
-SWIGLU_ROWS(float16, F16)
-SWIGLU_ROWS(float32, F32)
+SWIGLU_ROWS(bfloat16, BF16, false)
+SWIGLU_ROWS(float16, F16, false)
+SWIGLU_ROWS(float32, F32, false)
+SWIGLU_ROWS(bfloat16_clamped, BF16, true)
+SWIGLU_ROWS(float16_clamped, F16, true)
+SWIGLU_ROWS(float32_clamped, F32, true)

@@ -21,18 +21,18 @@ def swiglu_quantize(
     h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: QuantTensor | Quantized
 ) -> None:
     if isinstance(out, QuantTensor) and _whole(h, out, h.shape[1] // 2):
-        eighths = h.shape[1] // 16
+        vectors = h.shape[1] // 16
         launch(
             "swiglu",
-            f"swiglu_quantize_rows_{h.dtype.name}",
-            threads(h.shape[0] * eighths, 2 * 256),
+            f"swiglu_quantize_rows_{_variant(h, activation)}",
+            threads(h.shape[0] * vectors, 2 * 256),
             256,
             h,
             *_probs(probs),
             _last(expert_offsets),
             *_constants(activation),
             h.shape[0],
-            eighths,
+            vectors,
             FORMATS[out.fmt],
             is_mx(out.block),
             out.data,
@@ -54,7 +54,7 @@ def swiglu_quantize_backward(
     if isinstance(out.dh, QuantTensor) and _whole(h, out.dh, grad.shape[1]) and grad.ptr % 16 == 0:
         launch(
             "swiglu",
-            f"swiglu_quantize_backward_rows_{h.dtype.name}",
+            f"swiglu_quantize_backward_rows_{_variant(h, activation)}",
             threads(h.shape[0], 4),
             128,
             grad,
@@ -118,6 +118,11 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
 def _whole(h: Any, out: QuantTensor, width: int) -> bool:
     """Whether each half of a row is made of whole blocks, at addresses for 16-byte loads."""
     return out.block in ((1, 128), (1, 32)) and width % out.block[1] == 0 and h.ptr % 16 == 0
+
+
+def _variant(h: Any, activation: Activation) -> str:
+    plain = activation.clamp is None and activation.linear_offset == 0
+    return h.dtype.name if plain else f"{h.dtype.name}_clamped"
 
 
 def _probs(probs: Any) -> tuple[Any, int]:

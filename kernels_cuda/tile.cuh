@@ -9,12 +9,6 @@
 #define CHUNK_ROWS 16
 #define CHUNKS 8
 
-// First row and number of rows of each chunk of 16; a strip is `height` rows of one expert (128, or 32 for
-// mx: four strips a tile), and nothing where there is no such strip.
-struct Geometry {
-  int base[CHUNKS], count[CHUNKS];
-};
-
 // Strip `s` of all experts' strips laid end to end: its first row and how many it has. Every thread of the
 // block takes part; E offsets are read by E threads at once, which hides behind other blocks' work (a table
 // of strips made beforehand would be a launch of 3 us).
@@ -74,10 +68,10 @@ __device__ __forceinline__ void stage_column(u8* stage, int column, int chunk, u
 }
 
 // out [columns, rows]: each column's segment of the tile, eight lanes a segment, so that whole lines go out.
-__device__ __forceinline__ void write_columns(const u8* stage, const Geometry& g, i64 first_column,
+// A lane has chunk lane % 8 of each: `count` rows from `base` on.
+__device__ __forceinline__ void write_columns(const u8* stage, int base, int count, i64 first_column,
                                               i64 columns, i64 rows, u8* out) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunk = lane % 8;
-  const int base = g.base[chunk], count = g.count[chunk];
   for (int c = warp * 16 + lane / 8; c < warp * 16 + 16; c += 4) {
     const i64 column = first_column + c;
     if (column >= columns || count <= 0) continue;

@@ -9,7 +9,7 @@
 #define NO_TARGET -20000
 #define NAN_TARGET 20000
 #define SPREAD 60  // powers of two between the row scales of a tile that floats hold with room to spare
-#define ACROSS 4   // tiles of a strip that a block makes, one after the other
+#define ACROSS 8   // tiles of a strip that a block makes, one after the other
 
 __device__ __forceinline__ int row_exponent(const void* scales, i64 at, int mx) {
   if (mx) {
@@ -50,97 +50,134 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return c;
 }
 
+// 16 (or 4) bytes to shared memory without passing through registers; zeros when `there` is false.
+__device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(there ? 4 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Exponent of a row's scale; `word` is a float32, or (mx) four E8M0 codes of which `part` is meant. A row
+// that is not there has the word 0: scale 0 (mx: 2^-127, and codes of zero).
+__device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
+  if (mx) {
+    const int code = word >> (8 * part) & 0xffu;
+    return code == 255 ? NAN_SCALE : code - 127;
+  }
+  if (word == 0u) return ZERO_SCALE;
+  return word < 0x800000u ? ilogbf(__uint_as_float(word)) : (int)(word >> 23 & 0xffu) - 127;
+}
+
 // What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
 // [columns,
 //   rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros (-1).
-// Shapes: columns a multiple of 16; blocks of 128, or 32 (mx).
+// Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
 // Launch: blocks of 256 threads, grid (tiles of rows, tiles of columns / ACROSS): neighbours write
 // neighbouring
-//   segments of the same result rows. tile.cuh says who has what.
-// How: first pass, each value times 2^(e - E), E the tile's largest row exponent, exact in float32 as long as
+//   segments of the same result rows; 3 * TILE * TILE bytes of shared memory. The next tile's codes and
+//   scales travel to shared memory while this one is made. tile.cuh says who has what.
+// How: first pass, each value times scale * 2^-E, E the tile's largest row exponent, exact in float32 as long
+// as
 //   the exponents lie within SPREAD; the largest of a column gives its target. Second pass, the same times
 //   2^(E - target), rounded once by the conversion. Tiles with a larger spread take the exponents one by one.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, 4)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 fmt_, i64 mx_, i64 tile,
                             u8* out, void* out_scales) {
-  __shared__ __align__(16) u8 stage[TILE * TILE];
-  __shared__ __align__(16) int largest[CHUNKS][TILE];
-  __shared__ float
-      exponents[4 * TILE];  // of each row (and each quarter of the tile's columns): as int, then 2^
-  __shared__ int first_row[4], row_count[4], sums[8], range[2][8], from[TILE];
+  extern __shared__ __align__(128) u8 shared[];  // the tile that goes out | the one at hand | the next
+  u8* stage = shared;
+  u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
+  __shared__ u32 in_scales[2][TILE];
+  __shared__ __align__(16) short largest[CHUNKS][TILE];
+  __shared__ int first_row[4], row_count[4], sums[8], from[TILE];
   const int fmt = (int)fmt_, mx = (int)mx_, t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int height = mx ? 32 : TILE, per_tile = mx ? 4 : 1, parts = mx ? 4 : 1;
-  const i64 blocks = (columns + (mx ? 31 : TILE - 1)) / (mx ? 32 : TILE);
+  const int height = mx ? 32 : TILE, per_tile = mx ? 4 : 1, part = mx ? lane / 8 : 0;
+  const i64 row_bytes = (columns + TILE - 1) / TILE * 4;  // of the scales: a word a tile
   find_strips(offsets, (int)experts, rows, height, blockIdx.x * per_tile, per_tile, first_row, row_count,
               sums);
-  Geometry g;
-#pragma unroll
-  for (int j = 0; j < CHUNKS; ++j) {
-    const int q = mx ? j / 2 : 0, inside = mx ? j % 2 * CHUNK_ROWS : j * CHUNK_ROWS;
-    g.base[j] = first_row[q] + inside;
-    g.count[j] = (int)clamped(row_count[q] - inside, CHUNK_ROWS);
-  }
   if (t < TILE) {
-    const int j = t / CHUNK_ROWS, i = t % CHUNK_ROWS;
-    from[t] = i < g.count[j] ? (source ? source[g.base[j] + i] : g.base[j] + i) : -1;
+    const int q = t / height, i = t % height;
+    from[t] = i < row_count[q] ? (source ? source[first_row[q] + i] : first_row[q] + i) : -1;
   }
   __syncthreads();
-
-  for (int across = 0; across < ACROSS; ++across) {
-    const i64 first_column = ((i64)blockIdx.y * ACROSS + across) * TILE;
-    if (first_column >= columns) break;
-    const i64 column = first_column + 4 * lane;
-    u32 word[CHUNK_ROWS];
+  const int first_tile = blockIdx.y * ACROSS;
+  const int tiles = (int)((columns + TILE - 1) / TILE) - first_tile;
+  const int end = tiles < ACROSS ? tiles : ACROSS;
+  auto fetch = [&](int across) {
+    const i64 column = (i64)(first_tile + across) * TILE + t % 8 * 16;
 #pragma unroll
-    for (int i = 0; i < CHUNK_ROWS; ++i) {
-      const int row = from[warp * CHUNK_ROWS + i];
-      word[i] = row >= 0 && column < columns ? __ldg((const u32*)(codes + (i64)row * columns + column)) : 0u;
+    for (int k = 0; k < 4; ++k) {
+      const int r = t / 8 + 32 * k, row = from[r];
+      const bool there = row >= 0 && column < columns;
+      copy_async16(in[across & 1] + r * TILE + t % 8 * 16, codes + (there ? row * columns + column : 0),
+                   there);
     }
-    // exponents of the rows: thread t has row t / 2 (mx: and two of its four parts)
-    int low = NAN_SCALE, high = ZERO_SCALE;
-    for (int k = t; k < TILE * parts; k += 256) {
-      const int row = from[k / parts];
-      const i64 block = mx ? first_column / 32 + k % 4 : first_column / TILE;
-      const int e =
-          row >= 0 && block < blocks ? row_exponent(scales, (i64)row * blocks + block, mx) : ZERO_SCALE;
-      ((int*)exponents)[k] = e;
-      if (e != ZERO_SCALE && e != NAN_SCALE) {
+    if (t < TILE) {
+      const bool there = from[t] >= 0;
+      copy_async4(in_scales[across & 1] + t,
+                  (const u8*)scales + (there ? from[t] * row_bytes + (first_tile + across) * 4ll : 0), there);
+    }
+    copy_async_commit();
+  };
+  fetch(0);
+#pragma unroll 1
+  for (int across = 0; across < end; ++across) {
+    if (across + 1 < end) {
+      fetch(across + 1);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    __syncthreads();  // this tile is here, and the one before it has been written
+    const u32* words = (const u32*)in[across & 1] + warp * CHUNK_ROWS * (TILE / 4) + lane;
+    const u32* row_words = in_scales[across & 1];
+    const i64 first_column = (i64)(first_tile + across) * TILE, column = first_column + 4 * lane;
+    int low = NAN_SCALE, high = ZERO_SCALE;  // every warp looks at all rows' exponents: no barrier
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const u32 word = row_words[lane + 32 * k];
+      for (int p = 0; p < (mx ? 4 : 1); ++p) {
+        const int e = exponent_of(word, p, mx);
+        if (e == ZERO_SCALE || e == NAN_SCALE || (mx && from[lane + 32 * k] < 0)) continue;
         low = min(low, e);
         high = max(high, e);
       }
     }
     low = __reduce_min_sync(0xffffffffu, low);
     high = __reduce_max_sync(0xffffffffu, high);
-    if (lane == 0) {
-      range[0][warp] = low;
-      range[1][warp] = high;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < 8; ++w) {
-      low = min(low, range[0][w]);
-      high = max(high, range[1][w]);
-    }
-    if (high == ZERO_SCALE) high = 0;
+    if (high == ZERO_SCALE) low = high = 0;
     const bool quick = high - low <= SPREAD && !tile;
-    const int part = mx ? lane / 8 : 0;
+    // a factor in two steps: 2^-high may be no normal float
+    const int half = -high / 2;
+    const float down = power_of_two(half), again = power_of_two(-high - half);
+    auto factor_of = [&](int i) {
+      const u32 word = row_words[warp * CHUNK_ROWS + i];
+      if (!mx) return __uint_as_float(word) * down * again;
+      const int e = exponent_of(word, part, 1);
+      return e == NAN_SCALE ? __uint_as_float(0x7fc00000u) : power_of_two(max(e - high, -126));
+    };
     int target[4];
     if (quick) {
-      for (int k = t; k < TILE * parts; k += 256) {
-        const int e = ((int*)exponents)[k];
-        exponents[k] = e == ZERO_SCALE  ? 0.f
-                       : e == NAN_SCALE ? __uint_as_float(0x7fc00000u)
-                                        : power_of_two(e - high);
-      }
-      __syncthreads();
       float top[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
+#pragma unroll 4
       for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const float factor = exponents[(warp * CHUNK_ROWS + i) * parts + part];
+        const float factor = factor_of(i);
         float v[4];
-        decode4(word[i], fmt, v);
+        decode4(words[i * (TILE / 4)], fmt, v);
 #pragma unroll
         for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[c] * factor));
       }
@@ -150,27 +187,23 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         target[c] = needed == NO_TARGET || needed == NAN_TARGET ? needed : high + needed;
       }
     } else {
-#pragma unroll
       for (int c = 0; c < 4; ++c) target[c] = NO_TARGET;
 #pragma unroll 1
       for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const int e = ((int*)exponents)[(warp * CHUNK_ROWS + i) * parts + part];
-        u32 codes_of_row = 0;
-#pragma unroll
-        for (int k = 0; k < CHUNK_ROWS; ++k)
-          if (k == i) codes_of_row = word[k];
+        const int e = exponent_of(row_words[warp * CHUNK_ROWS + i], part, mx);
+        const u32 word = words[i * (TILE / 4)];
         if (tile) {
           // a row counts when any of its codes in this tile is not zero
-          const u32 filled = __ballot_sync(0xffffffffu, (codes_of_row & 0x7f7f7f7fu) != 0u);
+          const u32 filled = __ballot_sync(0xffffffffu, (word & 0x7f7f7f7fu) != 0u);
           const bool occupied = mx ? (filled >> (8 * part) & 0xffu) != 0u : filled != 0u;
           if (occupied && e != ZERO_SCALE)
             for (int c = 0; c < 4; ++c) target[c] = max(target[c], e == NAN_SCALE ? NAN_TARGET : e);
         } else {
           float v[4];
-          decode4(codes_of_row, fmt, v);
+          decode4(word, fmt, v);
           for (int c = 0; c < 4; ++c) {
             const int needed = needed_exponent(v[c], fmt, mx);
-            if (e == NAN_SCALE || needed == NAN_TARGET)
+            if ((e == NAN_SCALE && from[warp * CHUNK_ROWS + i] >= 0) || needed == NAN_TARGET)
               target[c] = NAN_TARGET;
             else if (needed != NO_TARGET && e != ZERO_SCALE)
               target[c] = max(target[c], e + needed);
@@ -178,20 +211,21 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         }
       }
     }
-    *(int4*)&largest[warp][4 * lane] = make_int4(target[0], target[1], target[2], target[3]);
+    *(short4*)&largest[warp][4 * lane] =
+        make_short4((short)target[0], (short)target[1], (short)target[2], (short)target[3]);
     __syncthreads();
     const int first_chunk = mx ? warp / 2 * 2 : 0, chunks = mx ? 2 : CHUNKS;
     for (int j = first_chunk; j < first_chunk + chunks; ++j) {
-      const int4 other = *(const int4*)&largest[j][4 * lane];
-      target[0] = max(target[0], other.x);
-      target[1] = max(target[1], other.y);
-      target[2] = max(target[2], other.z);
-      target[3] = max(target[3], other.w);
+      const short4 other = *(const short4*)&largest[j][4 * lane];
+      target[0] = max(target[0], (int)other.x);
+      target[1] = max(target[1], (int)other.y);
+      target[2] = max(target[2], (int)other.z);
+      target[3] = max(target[3], (int)other.w);
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) target[c] = final_target(target[c], mx);
-    const i64 strip = (i64)blockIdx.x * per_tile + warp / 2;  // of the warp that writes its scales
-    if (warp % (mx ? 2 : 8) == 0 && column < columns && (mx ? strip : (i64)blockIdx.x) < strips) {
+    const i64 strip = (i64)blockIdx.x * per_tile + (mx ? warp / 2 : 0);
+    if (warp % (mx ? 2 : 8) == 0 && column < columns && strip < strips) {
       const bool there = row_count[mx ? warp / 2 : 0] > 0;
       if (mx) {
         u32 four = 0;
@@ -202,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
         if (there)
           four = make_float4(power_of_two(target[0]), power_of_two(target[1]), power_of_two(target[2]),
                              power_of_two(target[3]));
-        *(float4*)((float*)out_scales + (i64)blockIdx.x * columns + column) = four;
+        *(float4*)((float*)out_scales + strip * columns + column) = four;
       }
     }
     float lift[4];
@@ -214,14 +248,13 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       float v[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = (warp * CHUNK_ROWS + 4 * k + i) * parts + part;
-        decode4(word[4 * k + i], fmt, v[i]);
+        decode4(words[(4 * k + i) * (TILE / 4)], fmt, v[i]);
         if (quick) {
-          const float factor = exponents[at];
+          const float factor = factor_of(4 * k + i);
 #pragma unroll
           for (int c = 0; c < 4; ++c) v[i][c] = v[i][c] * factor * lift[c];
         } else {
-          const int e = ((int*)exponents)[at];
+          const int e = exponent_of(row_words[warp * CHUNK_ROWS + 4 * k + i], part, mx);
 #pragma unroll
           for (int c = 0; c < 4; ++c) v[i][c] = moved_value(v[i][c], e, target[c]);
         }
@@ -234,8 +267,9 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       stage_column(stage, 4 * lane + c, warp,
                    make_uint4(packed_rows[c][0], packed_rows[c][1], packed_rows[c][2], packed_rows[c][3]));
     __syncthreads();
-    write_columns(stage, g, first_column, columns, rows, out);
-    __syncthreads();
+    const int q = mx ? lane % 8 / 2 : 0, inside = (mx ? lane % 2 : lane % 8) * CHUNK_ROWS;
+    write_columns(stage, first_row[q] + inside, (int)clamped(row_count[q] - inside, CHUNK_ROWS), first_column,
+                  columns, rows, out);
   }
 }
 

@@ -13,7 +13,7 @@ from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import make_strips
 from fp8moe.records import PermutationPlan, QuantTensor
 
-ACROSS = 4  # as in transpose.cu
+ACROSS = 8  # as in transpose.cu
 
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
@@ -33,7 +33,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
         _refuse_other_scales(q.scales)
     columns, count = q.data.shape[1], out.scales.shape[0]
     rule = (FORMATS[q.fmt], mx, target == "tile")
-    if columns % 16 == 0 and q.data.ptr % 4 == 0 and out.scales.ptr % 16 == 0:
+    if columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0:
         experts = 0 if offsets is None else offsets.shape[0] - 1
         grid = (threads(count, 4) if mx else count, threads(columns, ACROSS * 128))
         launch(
@@ -52,6 +52,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             *rule,
             out.data,
             out.scales,
+            shared=3 * 128 * 128,
         )
         return
     strips = make_strips(offsets, 1, rows, out.block[0], count)

@@ -299,7 +299,7 @@ def test_swiglu(rows, block, activation, dtype, seed):
 
 
 def swiglu_in_float64(h, probs, clamp=None, alpha=1.0, linear_offset=0.0, grad=None):
-    """(value, how far float32 with a sigmoid within 2^-21.5 may be from it), of y, or of dh.
+    """(value, how far float32 with a sigmoid within 2^-21 may be from it), of y, or of dh.
 
     A product of n float32 factors errs by n - 1 roundings of 2^-24 and what its factors err by: at most
     2^-20 for these; the sum in da by that of the magnitudes of its two terms.
