@@ -23,6 +23,15 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "--ptxas-options=-v")
 
 
+# Sources that are compiled once for each of these sets of definitions, as they are asked for.
+_KINDS = ("KIND=BF16", "KIND=F16", "KIND=F32")
+VARIANTS: dict[str, list[tuple[str, ...]]] = {
+    "quantize": [(kind,) for kind in _KINDS],
+    "swiglu": [(kind, clamped) for kind in _KINDS for clamped in ("CLAMPED=0", "CLAMPED=1")],
+    "transpose": [(f"FMT={fmt}", f"MX={mx}") for fmt in (0, 1) for mx in (0, 1)],
+}
+
+
 class CompileError(RuntimeError):
     """A kernel does not compile; the message is the compiler's, with file and line."""
 
@@ -31,15 +40,20 @@ def sources() -> list[Path]:
     return sorted(SOURCES.glob("*.cu"))
 
 
-def cubin(path: Path, architecture: str) -> bytes:
+def variants(path: Path) -> list[tuple[str, ...]]:
+    """The sets of definitions that a source is compiled with."""
+    return VARIANTS.get(path.stem, [()])
+
+
+def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """Machine code of one source, from the cache on disk when it is there.
 
     The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. An entry carries a digest of itself:
     one that is cut short or damaged is compiled again.
     """
     nvrtc = _nvrtc()
-    key = repr((_digest(), path.name, architecture, OPTIONS, nvrtc.getVersion()))
-    return cached(path.stem, architecture, key, lambda: _compile(nvrtc, path, architecture)[0])
+    key = repr((_digest(), path.name, architecture, OPTIONS, defines, nvrtc.getVersion()))
+    return cached(path.stem, architecture, key, lambda: compile_source(path, architecture, defines)[0])
 
 
 def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:
@@ -61,21 +75,21 @@ def main(architectures: list[str] | None) -> int:
         print("no .cu files in this version")
         return 0
     print(f"NVRTC {version}")
-    print(f"{'kernel':44} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
+    print(f"{'kernel':58} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
     failed = 0
     for architecture in architectures or ARCHITECTURES:
-        for path in sources():
+        for path, defines in ((p, d) for p in sources() for d in variants(p)):
             start = time.perf_counter()
             try:
-                _, log = _compile(nvrtc, path, architecture)
+                _, log = compile_source(path, architecture, defines)
             except CompileError as error:
-                print(f"{path.name:44} {architecture:9} FAILED\n{error}")
+                print(f"{path.name:58} {architecture:9} FAILED {' '.join(defines)}\n{error}")
                 failed += 1
                 continue
             took = (time.perf_counter() - start) * 1e3
             for name, registers, spills, shared in usage(log):
-                label = f"{path.stem}.{name}"
-                print(f"{label:44} {architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")
+                label = f"{path.stem}.{name} {' '.join(defines)}"
+                print(f"{label:58} {architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")
     return 1 if failed else 0
 
 
@@ -96,13 +110,15 @@ def _number(pattern: str, text: str) -> str:
     return found.group(1) if found else "0"
 
 
-def _compile(nvrtc: ModuleType, path: Path, architecture: str) -> tuple[bytes, str]:
+def compile_source(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """(machine code, compiler's log) of one source; needs no GPU."""
+    nvrtc = _nvrtc()
     # #line keeps the file's own name and numbers in messages and in profilers
     text = f'#line 1 "kernels_cuda/{path.name}"\n{path.read_text()}'
     headers = sorted(SOURCES.glob("*.cuh"))
     names = [h.name.encode() for h in headers]
     program = nvrtc.createProgram(text, path.name, [h.read_bytes() for h in headers], names)
-    options = (*OPTIONS, f"-arch={architecture}")
+    options = (*OPTIONS, *(f"-D{d}" for d in defines), f"-arch={architecture}")
     try:
         nvrtc.compileProgram(program, list(options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)

@@ -21,6 +21,7 @@ runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
 
 # The tables of common.cuh.
 KINDS = {BFLOAT16: 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2, np.dtype(np.float64): 3}
+KIND_NAMES = {BFLOAT16: "KIND=BF16", np.dtype(np.float16): "KIND=F16", np.dtype(np.float32): "KIND=F32"}
 FORMATS = {"e4m3": 0, "e5m2": 1, "e2m1": 2}
 LAYOUTS: dict[Block, int] = {(1, 128): 1, (1, 32): 2, (1, 16): 3, None: 4}
 PLAIN = 0
@@ -81,10 +82,17 @@ class Kernel:
 
 
 def launch(
-    source: str, kernel: str, grid: int | tuple[int, ...], block: int, *arguments: Any, shared: int = 0
+    source: str,
+    kernel: str,
+    grid: int | tuple[int, ...],
+    block: int,
+    *arguments: Any,
+    shared: int = 0,
+    defines: tuple[str, ...] = (),
 ) -> None:
-    """Launch ``kernel`` of ``source``.cu. Integers are int64 in the kernel, floats float32."""
-    start(_kernel(source, kernel, _current.place[0]), grid, block, shared, arguments)
+    """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
+    float32."""
+    start(_kernel(source, kernel, defines, _current.place[0]), grid, block, shared, arguments)
 
 
 def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, arguments: Any) -> None:
@@ -151,8 +159,9 @@ def rows_of(x: Any) -> tuple[Any, ...]:
 
 
 @cache
-def _kernel(source: str, kernel: str, device: int) -> Kernel:
-    return Kernel(compiler.cubin(compiler.SOURCES / f"{source}.cu", architecture(device)), kernel)
+def _kernel(source: str, kernel: str, defines: tuple[str, ...], device: int) -> Kernel:
+    path = compiler.SOURCES / f"{source}.cu"
+    return Kernel(compiler.cubin(path, architecture(device), defines or compiler.variants(path)[0]), kernel)
 
 
 def architecture(device: int) -> str:

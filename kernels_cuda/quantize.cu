@@ -1,8 +1,12 @@
 // Quantise and dequantise by blocks; the rule is in fp8moe/reference/quantize.py, step for step.
 //
-// quantize_rows_* is the fast path: row-wise blocks of 128 or 32, one read. The kernels behind it serve every
+// quantize_rows is the fast path: row-wise blocks of 128 or 32, one read. The kernels behind it serve every
 // other block and width: two reads of the input (one for amax, one to encode), one write.
 #include "fp8.cuh"
+
+#ifndef KIND
+#define KIND BF16  // what quantize_rows reads
+#endif
 
 #define PAIRS 2  // of 16-byte vectors (32 for float32) that a thread has in flight
 
@@ -12,9 +16,10 @@
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 256 threads; a thread has PAIRS times sixteen values.
 // Why: every load and store is whole lines, no shared memory, no barrier.
-template <int KIND>
-__device__ __forceinline__ void quantize_rows(const void* x, i64 vectors, i64 blocks, Rule rule, i64 ready,
-                                              u8* codes, void* scales) {
+extern "C" __global__ void __launch_bounds__(256)
+    quantize_rows(const void* x, i64 vectors, i64 blocks, i64 fmt, i64 pow2, i64 mx, float eps, i64 ready,
+                  u8* codes, void* scales) {
+  const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
   const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
   const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
   Eight<KIND> a[PAIRS], b[PAIRS];
@@ -36,34 +41,6 @@ __device__ __forceinline__ void quantize_rows(const void* x, i64 vectors, i64 bl
     if (ready) block = block % blocks * ready + block / blocks;
     write_block(v, w, rule, at, block, at + lanes < vectors, codes, scales);
   }
-}
-
-#define QUANTIZE_ROWS(NAME, KIND)                                                                   \
-  extern "C" __global__ void __launch_bounds__(256)                                                 \
-      NAME(const void* x, i64 vectors, i64 blocks, i64 fmt, i64 pow2, i64 mx, float eps, i64 ready, \
-           u8* codes, void* scales) {                                                               \
-    const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};                                          \
-    quantize_rows<KIND>(x, vectors, blocks, rule, ready, codes, scales);                            \
-  }
-QUANTIZE_ROWS(quantize_rows_bfloat16, BF16)
-QUANTIZE_ROWS(quantize_rows_float16, F16)
-QUANTIZE_ROWS(quantize_rows_float32, F32)
-
-// First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses
-// a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
-extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead, i64 rows, i64 height,
-                                       i64 capacity, int* strips) {
-  i64 s = 0;
-  const i64 ranges = offsets ? experts : lead;
-  for (i64 e = 0; e < ranges; ++e) {
-    const i64 lo = offsets ? clamped(offsets[e], rows) : e * rows;
-    const i64 hi = offsets ? clamped(offsets[e + 1], rows) : (e + 1) * rows;
-    for (i64 r = lo; r < hi && s < capacity; r += height, ++s) {
-      strips[2 * s] = (int)r;
-      strips[2 * s + 1] = (int)(r + height < hi ? r + height : hi);
-    }
-  }
-  for (; s < capacity; ++s) strips[2 * s] = strips[2 * s + 1] = 0;
 }
 
 // Blocks of `width` columns, 32 or more: one thread block (128 threads) each, grid (strips, column blocks).

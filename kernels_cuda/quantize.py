@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import ceil_div, is_columnwise, is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, KINDS, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, fill_bytes, launch, scratch, threads
 from fp8moe.records import Quantized, QuantTensor
 
 
@@ -55,9 +55,9 @@ def quantize(
         if out.layout == "gemm_ready":
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
-        name = f"quantize_rows_{x.dtype.name}"
         arguments = (x, vectors, blocks, *rule, ready, out.data, out.scales)
-        launch("quantize", name, threads(vectors, 4 * 256), 256, *arguments)
+        blocks_of_threads, kind = threads(vectors, 4 * 256), (KIND_NAMES[x.dtype],)
+        launch("quantize", "quantize_rows", blocks_of_threads, 256, *arguments, defines=kind)
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))

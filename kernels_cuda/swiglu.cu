@@ -1,10 +1,15 @@
 // SwiGLU and its backward in float32 (float64 for float64), step for step as fp8moe/reference/swiglu.py.
 //
-// swiglu_quantize_rows_* and swiglu_quantize_backward_rows_* are the fast path: activation and row-wise
+// swiglu_quantize_rows and swiglu_quantize_backward_rows are the fast path: activation and row-wise
 // quantise in one read and one write. Their sigmoid is float32, by the hardware's exponential; the
 // reference's is float64 rounded once. quick_sigmoid says how far apart they can be. The kernels behind them
 // take float64's way and, for quantised results, go through a float32 buffer and quantize.cu.
 #include "fp8.cuh"
+
+#ifndef KIND
+#define KIND BF16  // what the fast path reads
+#define CLAMPED 0  // whether it clamps or adds an offset
+#endif
 
 struct Element {
   float a, b, s;
@@ -116,7 +121,6 @@ struct Activation {
 
 // Eight elements: a and b as the formula takes them, s = sigmoid(alpha a), and which of them the clamp let
 // be.
-template <bool CLAMPED>
 struct Gates {
   float a[8], b[8], s[8];
   u32 free;  // bit i for a, 8 + i for b
@@ -126,8 +130,7 @@ __device__ __noinline__ void far_sigmoids(const float* a, float alpha, float* s)
   for (int i = 0; i < 8; ++i) s[i] = (float)(1.0 / (1.0 + exp(-(double)(alpha * a[i]))));
 }
 
-template <bool CLAMPED>
-__device__ __forceinline__ void gates(Gates<CLAMPED>& g, Activation act) {
+__device__ __forceinline__ void gates(Gates& g, Activation act) {
   g.free = 0xffffu;
   if (CLAMPED) {
 #pragma unroll
@@ -160,10 +163,13 @@ __device__ __forceinline__ void gates(Gates<CLAMPED>& g, Activation act) {
 //   block]. `vectors`: width / 8.
 // Bytes: h read once, codes and scales written once.
 // Launch: blocks of 256 threads, a thread sixteen values of a and of b.
-template <int KIND, bool CLAMPED>
-__device__ __forceinline__ void swiglu_quantize_rows(const void* h, const void* probs, int probs_kind,
-                                                     const int* last, Activation act, i64 rows, u32 vectors,
-                                                     Rule rule, u8* codes, void* scales) {
+extern "C" __global__ void __launch_bounds__(256)
+    swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
+                         float alpha, float offset, i64 rows, i64 vectors_, i64 fmt, i64 mx, u8* codes,
+                         void* scales) {
+  const Activation act = {clamp, alpha, offset};
+  const Rule rule = {(int)fmt, 1, (int)mx, 0.f};
+  const u32 vectors = (u32)vectors_;
   const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
   const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * 2;
   const i64 at = vector_of(first, lane, rule.mx);
@@ -180,10 +186,10 @@ __device__ __forceinline__ void swiglu_quantize_rows(const void* h, const void* 
       a[u] = load_eight<KIND>(h, from + u * lanes);
       b[u] = load_eight<KIND>(h, from + u * lanes + vectors);
     }
-    const float prob = probs ? load(probs, row, probs_kind) : 1.f;
+    const float prob = probs ? load(probs, row, (int)probs_kind) : 1.f;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      Gates<CLAMPED> g;
+      Gates g;
       floats<KIND>(a[u], g.a);
       floats<KIND>(b[u], g.b);
       gates(g, act);
@@ -198,17 +204,17 @@ __device__ __forceinline__ void swiglu_quantize_rows(const void* h, const void* 
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
 // Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
-template <int KIND, bool CLAMPED>
-__device__ __forceinline__ void swiglu_quantize_backward_rows(const void* grad, const void* h,
-                                                              const void* probs, int probs_kind,
-                                                              const int* last, Activation act, i64 rows,
-                                                              i64 vectors, Rule rule, u8* codes, void* scales,
-                                                              float* dprobs) {
+extern "C" __global__ void __launch_bounds__(128, 4)
+    swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
+                                  const int* last, float clamp, float alpha, float offset, i64 rows,
+                                  i64 vectors, i64 fmt, i64 mx, u8* codes, void* scales, float* dprobs) {
+  const Activation act = {clamp, alpha, offset};
+  const Rule rule = {(int)fmt, 1, (int)mx, 0.f};
   const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
   if (row >= rows) return;
   const bool real = !last || row < *last;
-  const float prob = probs && real ? load(probs, row, probs_kind) : 1.f;
+  const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
   double sum = 0.0;
   for (i64 first = 0; first < vectors; first += 64) {
     const i64 at = vector_of(first, lane, rule.mx), half = row * 2 * vectors + at;
@@ -226,7 +232,7 @@ __device__ __forceinline__ void swiglu_quantize_backward_rows(const void* grad, 
       }
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        Gates<CLAMPED> g;
+        Gates g;
         float grads[8], part = 0.f;
         floats<KIND>(a[u], g.a);
         floats<KIND>(b[u], g.b);
@@ -252,28 +258,3 @@ __device__ __forceinline__ void swiglu_quantize_backward_rows(const void* grad, 
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
   if (lane == 0) dprobs[row] = (float)sum;
 }
-
-#define SWIGLU_ROWS(SUFFIX, KIND, CLAMPED)                                                                  \
-  extern "C" __global__ void __launch_bounds__(256) swiglu_quantize_rows_##SUFFIX(                          \
-      const void* h, const void* probs, i64 probs_kind, const int* last, float clamp, float alpha,          \
-      float offset, i64 rows, i64 vectors, i64 fmt, i64 mx, u8* codes, void* scales) {                      \
-    const Activation act = {clamp, alpha, offset};                                                          \
-    const Rule rule = {(int)fmt, 1, (int)mx, 0.f};                                                          \
-    swiglu_quantize_rows<KIND, CLAMPED>(h, probs, (int)probs_kind, last, act, rows, (u32)vectors, rule,     \
-                                        codes, scales);                                                     \
-  }                                                                                                         \
-  extern "C" __global__ void __launch_bounds__(128, 4) swiglu_quantize_backward_rows_##SUFFIX(              \
-      const void* grad, const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,     \
-      float alpha, float offset, i64 rows, i64 vectors, i64 fmt, i64 mx, u8* codes, void* scales,           \
-      float* dprobs) {                                                                                      \
-    const Activation act = {clamp, alpha, offset};                                                          \
-    const Rule rule = {(int)fmt, 1, (int)mx, 0.f};                                                          \
-    swiglu_quantize_backward_rows<KIND, CLAMPED>(grad, h, probs, (int)probs_kind, last, act, rows, vectors, \
-                                                 rule, codes, scales, dprobs);                              \
-  }
-SWIGLU_ROWS(bfloat16, BF16, false)
-SWIGLU_ROWS(float16, F16, false)
-SWIGLU_ROWS(float32, F32, false)
-SWIGLU_ROWS(bfloat16_clamped, BF16, true)
-SWIGLU_ROWS(float16_clamped, F16, true)
-SWIGLU_ROWS(float32_clamped, F32, true)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, KINDS, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import quantize
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
 
@@ -24,7 +24,7 @@ def swiglu_quantize(
         vectors = h.shape[1] // 16
         launch(
             "swiglu",
-            f"swiglu_quantize_rows_{_variant(h, activation)}",
+            "swiglu_quantize_rows",
             threads(h.shape[0] * vectors, 2 * 256),
             256,
             h,
@@ -37,6 +37,7 @@ def swiglu_quantize(
             is_mx(out.block),
             out.data,
             out.scales,
+            defines=_variant(h, activation),
         )
         return
     y = scratch((h.shape[0], h.shape[1] // 2), np.float32)
@@ -54,7 +55,7 @@ def swiglu_quantize_backward(
     if isinstance(out.dh, QuantTensor) and _whole(h, out.dh, grad.shape[1]) and grad.ptr % 16 == 0:
         launch(
             "swiglu",
-            f"swiglu_quantize_backward_rows_{_variant(h, activation)}",
+            "swiglu_quantize_backward_rows",
             threads(h.shape[0], 4),
             128,
             grad,
@@ -69,6 +70,7 @@ def swiglu_quantize_backward(
             out.dh.data,
             out.dh.scales,
             out.dprobs,
+            defines=_variant(h, activation),
         )
         return
     dh = scratch(h.shape, np.float32)
@@ -120,9 +122,9 @@ def _whole(h: Any, out: QuantTensor, width: int) -> bool:
     return out.block in ((1, 128), (1, 32)) and width % out.block[1] == 0 and h.ptr % 16 == 0
 
 
-def _variant(h: Any, activation: Activation) -> str:
-    plain = activation.clamp is None and activation.linear_offset == 0
-    return h.dtype.name if plain else f"{h.dtype.name}_clamped"
+def _variant(h: Any, activation: Activation) -> tuple[str, str]:
+    clamped = activation.clamp is not None or activation.linear_offset != 0
+    return KIND_NAMES[h.dtype], f"CLAMPED={int(clamped)}"
 
 
 def _probs(probs: Any) -> tuple[Any, int]:

@@ -4,12 +4,18 @@
 // serves the rest, one thread a column.
 #include "tile.cuh"
 
+#ifndef FMT
+#define FMT 0  // what scaling_aware_transpose is compiled for: e4m3
+#define MX 0   // blocks of 128
+#endif
+
 #define ZERO_SCALE -10000
 #define NAN_SCALE 10000
 #define NO_TARGET -20000
 #define NAN_TARGET 20000
 #define SPREAD 60  // powers of two between the row scales of a tile that floats hold with room to spare
-#define ACROSS 8   // tiles of a strip that a block makes, one after the other
+#define ACROSS 4   // tiles of a strip that a block makes, one after the other
+#define GROUP 16   // tiles of rows that are worked on at a time
 
 __device__ __forceinline__ int row_exponent(const void* scales, i64 at, int mx) {
   if (mx) {
@@ -86,35 +92,42 @@ __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
 //   rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
-// Launch: blocks of 256 threads, grid (tiles of rows, tiles of columns / ACROSS): neighbours write
-// neighbouring
-//   segments of the same result rows; 3 * TILE * TILE bytes of shared memory. The next tile's codes and
+// Launch: blocks of 256 threads, one for ACROSS tiles of a strip, in an order that keeps what is read and
+// what is
+//   written at a time together; 3 * TILE * TILE bytes of shared memory. The next tile's codes and
 //   scales travel to shared memory while this one is made. tile.cuh says who has what.
 // How: first pass, each value times scale * 2^-E, E the tile's largest row exponent, exact in float32 as long
 // as
 //   the exponents lie within SPREAD; the largest of a column gives its target. Second pass, the same times
 //   2^(E - target), rounded once by the conversion. Tiles with a larger spread take the exponents one by one.
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 ? 3 : 4)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
-                            i64 experts, i64 rows, i64 columns, i64 strips, i64 fmt_, i64 mx_, i64 tile,
-                            u8* out, void* out_scales) {
+                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
+                            void* out_scales) {
   extern __shared__ __align__(128) u8 shared[];  // the tile that goes out | the one at hand | the next
   u8* stage = shared;
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
   __shared__ u32 in_scales[2][TILE];
   __shared__ __align__(16) short largest[CHUNKS][TILE];
+  __shared__ __align__(16) float factors[CHUNKS][MX ? 4 : 1][CHUNK_ROWS];
   __shared__ int first_row[4], row_count[4], sums[8], from[TILE];
-  const int fmt = (int)fmt_, mx = (int)mx_, t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const int fmt = FMT, mx = MX, t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int height = mx ? 32 : TILE, per_tile = mx ? 4 : 1, part = mx ? lane / 8 : 0;
+  // GROUP tiles of rows, then the next tiles of columns: what is read and what is written at a time lies
+  // together
+  const int across_all = (int)((columns + ACROSS * TILE - 1) / (ACROSS * TILE));
+  const int down_all = gridDim.x / across_all, group = blockIdx.x / (GROUP * across_all);
+  const int in_group = down_all - group * GROUP < GROUP ? down_all - group * GROUP : GROUP;
+  const int rest = blockIdx.x - group * GROUP * across_all;
+  const int tile_row = group * GROUP + rest % in_group, tile_column = rest / in_group;
   const i64 row_bytes = (columns + TILE - 1) / TILE * 4;  // of the scales: a word a tile
-  find_strips(offsets, (int)experts, rows, height, blockIdx.x * per_tile, per_tile, first_row, row_count,
-              sums);
+  find_strips(offsets, (int)experts, rows, height, tile_row * per_tile, per_tile, first_row, row_count, sums);
   if (t < TILE) {
     const int q = t / height, i = t % height;
     from[t] = i < row_count[q] ? (source ? source[first_row[q] + i] : first_row[q] + i) : -1;
   }
   __syncthreads();
-  const int first_tile = blockIdx.y * ACROSS;
+  const int first_tile = tile_column * ACROSS;
   const int tiles = (int)((columns + TILE - 1) / TILE) - first_tile;
   const int end = tiles < ACROSS ? tiles : ACROSS;
   auto fetch = [&](int across) {
@@ -161,25 +174,34 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     high = __reduce_max_sync(0xffffffffu, high);
     if (high == ZERO_SCALE) low = high = 0;
     const bool quick = high - low <= SPREAD && !tile;
-    // a factor in two steps: 2^-high may be no normal float
-    const int half = -high / 2;
-    const float down = power_of_two(half), again = power_of_two(-high - half);
-    auto factor_of = [&](int i) {
-      const u32 word = row_words[warp * CHUNK_ROWS + i];
-      if (!mx) return __uint_as_float(word) * down * again;
-      const int e = exponent_of(word, part, 1);
-      return e == NAN_SCALE ? __uint_as_float(0x7fc00000u) : power_of_two(max(e - high, -126));
-    };
+    if (quick) {
+      // a factor in two steps: 2^-high may be no normal float
+      const int half = -high / 2;
+      const float down = power_of_two(half), again = power_of_two(-high - half);
+      for (int k = lane; k < (MX ? 4 : 1) * CHUNK_ROWS; k += 32) {
+        const int row = k % CHUNK_ROWS, p = k / CHUNK_ROWS;
+        const u32 word = row_words[warp * CHUNK_ROWS + row];
+        const int e = exponent_of(word, p, mx);
+        const float moved = e == NAN_SCALE ? __uint_as_float(0x7fc00000u) : power_of_two(max(e - high, -126));
+        factors[warp][p][row] = mx ? moved : __uint_as_float(word) * down * again;
+      }
+      __syncwarp();
+    }
+    const float4* my_factors = (const float4*)factors[warp][part];
     int target[4];
     if (quick) {
       float top[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-      for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const float factor = factor_of(i);
-        float v[4];
-        decode4(words[i * (TILE / 4)], fmt, v);
 #pragma unroll
-        for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[c] * factor));
+      for (int k = 0; k < 4; ++k) {
+        const float4 four = my_factors[k];
+        const float factor[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float v[4];
+          decode4(words[(4 * k + i) * (TILE / 4)], fmt, v);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[c] * factor[i]));
+        }
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
@@ -224,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) target[c] = final_target(target[c], mx);
-    const i64 strip = (i64)blockIdx.x * per_tile + (mx ? warp / 2 : 0);
+    const i64 strip = (i64)tile_row * per_tile + (mx ? warp / 2 : 0);
     if (warp % (mx ? 2 : 8) == 0 && column < columns && strip < strips) {
       const bool there = row_count[mx ? warp / 2 : 0] > 0;
       if (mx) {
@@ -247,13 +269,17 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     for (int k = 0; k < 4; ++k) {
       float v[4][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        decode4(words[(4 * k + i) * (TILE / 4)], fmt, v[i]);
-        if (quick) {
-          const float factor = factor_of(4 * k + i);
+      for (int i = 0; i < 4; ++i) decode4(words[(4 * k + i) * (TILE / 4)], fmt, v[i]);
+      if (quick) {
+        const float4 four = my_factors[k];
+        const float factor[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-          for (int c = 0; c < 4; ++c) v[i][c] = v[i][c] * factor * lift[c];
-        } else {
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) v[i][c] = v[i][c] * factor[i] * lift[c];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
           const int e = exponent_of(row_words[warp * CHUNK_ROWS + 4 * k + i], part, mx);
 #pragma unroll
           for (int c = 0; c < 4; ++c) v[i][c] = moved_value(v[i][c], e, target[c]);

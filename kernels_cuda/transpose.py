@@ -13,7 +13,7 @@ from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import make_strips
 from fp8moe.records import PermutationPlan, QuantTensor
 
-ACROSS = 8  # as in transpose.cu
+ACROSS = 4  # as in transpose.cu
 
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
@@ -32,10 +32,9 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     if os.environ.get("FP8MOE_CHECK") == "1" and not mx:
         _refuse_other_scales(q.scales)
     columns, count = q.data.shape[1], out.scales.shape[0]
-    rule = (FORMATS[q.fmt], mx, target == "tile")
     if columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0:
         experts = 0 if offsets is None else offsets.shape[0] - 1
-        grid = (threads(count, 4) if mx else count, threads(columns, ACROSS * 128))
+        grid = (threads(count, 4) if mx else count) * threads(columns, ACROSS * 128)
         launch(
             "transpose",
             "scaling_aware_transpose",
@@ -49,15 +48,17 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             rows,
             columns,
             count,
-            *rule,
+            target == "tile",
             out.data,
             out.scales,
             shared=3 * 128 * 128,
+            defines=(f"FMT={FORMATS[q.fmt]}", f"MX={int(mx)}"),
         )
         return
     strips = make_strips(offsets, 1, rows, out.block[0], count)
     grid = (count, threads(columns, 128))
-    arguments = (q.data, q.scales, source, strips, rows, columns, q.block[1], *rule, out.data, out.scales)
+    rule = (q.block[1], FORMATS[q.fmt], mx, target == "tile")
+    arguments = (q.data, q.scales, source, strips, rows, columns, *rule, out.data, out.scales)
     launch("transpose", "scaling_aware_transpose_plain", grid, 128, *arguments)
 
 

@@ -86,10 +86,10 @@ def test_many_processes_at_once(tmp_path):
 @pytest.mark.parametrize("path", compiler.sources(), ids=lambda p: p.stem)
 def test_every_kernel_compiles_without_spills(path, architecture):
     pytest.importorskip("cupy")
-    _, log = compiler._compile(compiler._nvrtc(), path, architecture)
-    kernels = compiler.usage(log)
-    assert kernels
-    assert [k for k in kernels if k[2]] == []
+    for defines in compiler.variants(path):
+        kernels = compiler.usage(compiler.compile_source(path, architecture, defines)[1])
+        assert kernels
+        assert [(k, defines) for k in kernels if k[2]] == []
 
 
 def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
     bad = tmp_path / "bad.cu"
     bad.write_text('extern "C" __global__ void f() {\n  int x = nonsense;\n}\n')
     with pytest.raises(compiler.CompileError, match=r"kernels_cuda/bad\.cu\(2\).*nonsense"):
-        compiler._compile(compiler._nvrtc(), bad, "sm_90a")
+        compiler.compile_source(bad, "sm_90a")
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
