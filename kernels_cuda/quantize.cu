@@ -1,8 +1,9 @@
 // Quantise and dequantise by blocks; the rule is in fp8moe/reference/quantize.py, step for step.
 //
-// quantize_rows is the fast path: row-wise blocks of 128 or 32, one read. The kernels behind it serve every
-// other block and width: two reads of the input (one for amax, one to encode), one write.
-#include "fp8.cuh"
+// quantize_rows is the fast path of row-wise blocks of 128 or 32, quantize_tiles of column-wise ones and of
+// both: one read. The kernels behind it serve every other block and width: two reads of the input (one for
+// amax, one to encode), one write.
+#include "tile.cuh"
 
 #ifndef KIND
 #define KIND BF16  // what quantize_rows reads
@@ -41,6 +42,51 @@ extern "C" __global__ void __launch_bounds__(256)
     if (ready) block = block % blocks * ready + block / blocks;
     write_block(v, w, rule, at, block, at + lanes < vectors, codes, scales);
   }
+}
+
+// What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
+// Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
+// Bytes: every value read once, every code and scale written once.
+// Launch: blocks of 256 threads, grid (tiles of rows, tiles of columns).
+extern "C" __global__ void __launch_bounds__(256, 2)
+    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips, i64 fmt,
+                   i64 pow2, i64 mx, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+  __shared__ __align__(16) u8 stage[TILE * TILE];
+  __shared__ __align__(16) u32 largest[CHUNKS][TILE];
+  __shared__ int first_row[4], row_count[4], sums[8], used;
+  const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, per_tile = mx ? 4 : 1;
+  const int first_strip = blockIdx.x * per_tile;
+  find_strips(offsets, (int)experts, rows, mx ? 32 : TILE, first_strip, per_tile, first_row, row_count, sums,
+              &used);
+  const int q = mx ? warp / 2 : 0, inside = (mx ? warp % 2 : warp) * CHUNK_ROWS;
+  const i64 first_column = (i64)blockIdx.y * TILE;
+  float v[CHUNK_ROWS][4];
+#pragma unroll
+  for (int i = 0; i < CHUNK_ROWS; ++i) {
+    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.f;
+    if (inside + i < row_count[q])
+      load_four<KIND>(x, (first_row[q] + inside + i) * columns + first_column + 4 * lane, v[i]);
+  }
+  quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, first_column, columns, rows,
+                row_codes, row_scales, codes, scales, stage, largest);
+}
+
+// First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses
+// a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
+extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead, i64 rows, i64 height,
+                                       i64 capacity, int* strips) {
+  i64 s = 0;
+  const i64 ranges = offsets ? experts : lead;
+  for (i64 e = 0; e < ranges; ++e) {
+    const i64 lo = offsets ? clamped(offsets[e], rows) : e * rows;
+    const i64 hi = offsets ? clamped(offsets[e + 1], rows) : (e + 1) * rows;
+    for (i64 r = lo; r < hi && s < capacity; r += height, ++s) {
+      strips[2 * s] = (int)r;
+      strips[2 * s + 1] = (int)(r + height < hi ? r + height : hi);
+    }
+  }
+  for (; s < capacity; ++s) strips[2 * s] = strips[2 * s + 1] = 0;
 }
 
 // Blocks of `width` columns, 32 or more: one thread block (128 threads) each, grid (strips, column blocks).

@@ -14,6 +14,9 @@ from fp8moe.records import Quantized, QuantTensor
 def quantize(
     x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
 ) -> None:
+    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise):
+        _quantize_tiles(x, pow2, eps, out.rowwise, out.columnwise, expert_offsets)
+        return
     if isinstance(out, Quantized):
         quantize(x, pow2=pow2, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
         if out.columnwise.block == (128, 128):
@@ -28,6 +31,9 @@ def quantize(
     *lead, rows, columns = x.shape
     rule = (FORMATS[out.fmt], pow2, is_mx(out.block), float(eps))
     if is_columnwise(out.block):
+        if tiles_are_whole(x, columns, None):
+            _quantize_tiles(x, pow2, eps, None, out, expert_offsets)
+            return
         assert out.block is not None
         count = out.scales.shape[0]
         strips = make_strips(expert_offsets, 1, rows, out.block[0], count)
@@ -84,6 +90,40 @@ def quantize(
         out.data,
         out.scales,
     )
+
+
+def _quantize_tiles(
+    x: Any, pow2: bool, eps: float, rowwise: QuantTensor | None, columnwise: QuantTensor, offsets: Any
+) -> None:
+    rows, columns = x.shape
+    mx = is_mx(columnwise.block)
+    rule = (FORMATS[columnwise.fmt], pow2, mx, float(eps))
+    results = tile_results(rowwise, columnwise)
+    kind = (KIND_NAMES[x.dtype],)
+    grid = tile_grid(columnwise, columns, offsets)
+    arguments = (x, rows, columns, *tile_offsets(offsets), columnwise.scales.shape[0], *rule, *results)
+    launch("quantize", "quantize_tiles", grid, 256, *arguments, defines=kind)
+
+
+def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None) -> bool:
+    """Whether columns come in tiles of 128, at addresses for 16-byte loads."""
+    blocks = rowwise is None or (rowwise.block in ((1, 128), (1, 32)) and rowwise.layout == "compact")
+    return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
+
+
+def tile_grid(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[int, int]:
+    """Tiles of rows, and of columns; two strips more than are kept, for rows that no expert has."""
+    strips = columnwise.scales.shape[0] + (0 if offsets is None else 2)
+    return threads(strips, 4) if is_mx(columnwise.block) else strips, columns // 128
+
+
+def tile_offsets(offsets: Any) -> tuple[Any, int]:
+    return offsets, 0 if offsets is None else offsets.shape[0] - 1
+
+
+def tile_results(rowwise: QuantTensor | None, columnwise: QuantTensor) -> tuple[Any, ...]:
+    rows = (None, None) if rowwise is None else (rowwise.data, rowwise.scales)
+    return *rows, columnwise.data, columnwise.scales
 
 
 def rows_are_whole(x: Any, out: QuantTensor) -> bool:

@@ -4,7 +4,7 @@
 // quantise in one read and one write. Their sigmoid is float32, by the hardware's exponential; the
 // reference's is float64 rounded once. quick_sigmoid says how far apart they can be. The kernels behind them
 // take float64's way and, for quantised results, go through a float32 buffer and quantize.cu.
-#include "fp8.cuh"
+#include "tile.cuh"
 
 #ifndef KIND
 #define KIND BF16  // what the fast path reads
@@ -257,4 +257,53 @@ extern "C" __global__ void __launch_bounds__(128, 4)
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
   if (lane == 0) dprobs[row] = (float)sum;
+}
+
+// The forward with column-wise blocks beside the row-wise ones, from one read.
+// Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
+// Launch: blocks of 256 threads, grid (tiles of rows, tiles of columns).
+extern "C" __global__ void __launch_bounds__(256, 2)
+    swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
+                          float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
+                          i64 fmt, i64 mx, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+  __shared__ __align__(16) u8 stage[TILE * TILE];
+  __shared__ __align__(16) u32 largest[CHUNKS][TILE];
+  __shared__ int first_row[4], row_count[4], sums[8], used;
+  const Activation act = {clamp, alpha, offset};
+  const Rule rule = {(int)fmt, 1, (int)mx, 0.f};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, per_tile = mx ? 4 : 1;
+  const int first_strip = blockIdx.x * per_tile;
+  find_strips(offsets, (int)experts, rows, mx ? 32 : TILE, first_strip, per_tile, first_row, row_count, sums,
+              &used);
+  const int q = mx ? warp / 2 : 0, inside = (mx ? warp % 2 : warp) * CHUNK_ROWS;
+  const i64 first_column = (i64)blockIdx.y * TILE, column = first_column + 4 * lane;
+  const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
+  const int count = first_row[q] < last ? row_count[q] : 0;
+  float v[CHUNK_ROWS][4];
+#pragma unroll
+  for (int i = 0; i < CHUNK_ROWS; i += 2) {
+    Gates g;
+    float prob[2] = {1.f, 1.f};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) g.a[4 * k + c] = g.b[4 * k + c] = 0.f;
+      if (inside + i + k < count) {
+        const i64 row = first_row[q] + inside + i + k;
+        load_four<KIND>(h, row * 2 * width + column, g.a + 4 * k);
+        load_four<KIND>(h, row * 2 * width + width + column, g.b + 4 * k);
+        if (probs) prob[k] = load(probs, row, (int)probs_kind);
+      }
+    }
+    gates(g, act);
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[k];
+        v[i + k][c] = inside + i + k < count ? y : 0.f;
+      }
+  }
+  quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, first_column, width, rows,
+                row_codes, row_scales, codes, scales, stage, largest);
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8moe.formats import is_mx
 from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, launch, scratch, threads
-from fp8moe.kernels_cuda.quantize import quantize
+from fp8moe.kernels_cuda.quantize import quantize, tile_grid, tile_offsets, tile_results, tiles_are_whole
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
 
 
@@ -40,7 +40,27 @@ def swiglu_quantize(
             defines=_variant(h, activation),
         )
         return
-    y = scratch((h.shape[0], h.shape[1] // 2), np.float32)
+    rows, width = h.shape[0], h.shape[1] // 2
+    if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise):
+        launch(
+            "swiglu",
+            "swiglu_quantize_tiles",
+            tile_grid(out.columnwise, width, expert_offsets),
+            256,
+            h,
+            *_probs(probs),
+            *_constants(activation),
+            rows,
+            width,
+            *tile_offsets(expert_offsets),
+            out.columnwise.scales.shape[0],
+            FORMATS[out.columnwise.fmt],
+            is_mx(out.columnwise.block),
+            *tile_results(out.rowwise, out.columnwise),
+            defines=_variant(h, activation),
+        )
+        return
+    y = scratch((rows, width), np.float32)
     _forward(h, probs, activation, expert_offsets, y)
     quantize(y, pow2=True, eps=0.0, out=out, expert_offsets=expert_offsets)
 

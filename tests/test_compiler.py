@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import os
+import re
 
 import pytest
 
@@ -114,3 +115,13 @@ def test_the_plans_kernels_compile(architecture):
     for kernel, types in kinds.items():
         assert len(numba_cuda.cubin(kernel, types, architecture)) > 1000
         assert numba_cuda.cubin(kernel, types, architecture) == numba_cuda.cubin(kernel, types, architecture)
+
+
+def test_every_kernel_that_is_launched_exists():
+    launched = set()
+    for path in compiler.SOURCES.glob("*.py"):
+        launched |= set(re.findall(r'launch\(\s*"(\w+)",\s*"(\w+)"', path.read_text()))
+    assert len(launched) > 15
+    for source, kernel in launched:
+        text = (compiler.SOURCES / f"{source}.cu").read_text()
+        assert re.search(rf'extern "C" __global__ void[^;{{]*?\b{kernel}\(', text), (source, kernel)

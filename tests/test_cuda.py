@@ -154,7 +154,7 @@ def test_chunks_of_whole_vectors(kind, chunks):
 
 @given(
     st.sampled_from((1, 2, 127, 130)),
-    st.sampled_from((1, 33, 128, 300)),
+    st.sampled_from((1, 33, 128, 300, 384)),
     st.sampled_from(("e4m3", "e5m2")),
     st.sampled_from(((1, 128), (128, 1), (128, 128), (1, 32), (32, 1), None)),
     st.sampled_from(KINDS),
@@ -166,6 +166,8 @@ def test_quantize(rows, columns, fmt, block, dtype, pow2, seed):
     x = values(np.random.default_rng(seed), (rows, columns), dtype, awkward=True)
     ours, theirs = both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2)
     assert_same(ours, theirs)
+    if block in ((1, 128), (1, 32)):
+        assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2, columnwise=True))
     a, b = both(fp8moe.dequantize, ours)
     np.testing.assert_array_equal(a, b)
 
@@ -375,10 +377,26 @@ def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype
     # eight products at a time in float32
     bound = np.abs(terms).sum(axis=1) * 2.0**-19
     assert (np.abs(got.dprobs - terms.sum(axis=1)) <= bound).all()
+    whole = download(fp8moe.swiglu_quantize(upload(h), upload(probs), columnwise=True, **options))
+    assert_same(whole.rowwise, q)
+    y, error = swiglu_in_float64(h, probs, **activation)
+    for lo in range(0, rows, block[1]):
+        # a strip of the columns, as rows of one block each
+        strip, slack = (np.zeros((width, block[1])) for _ in range(2))
+        here = slice(lo, min(lo + block[1], rows))
+        strip[:, : here.stop - lo], slack[:, : here.stop - lo] = y[here].T, error[here].T
+        codes = np.zeros((width, block[1]), np.uint8)
+        codes[:, : here.stop - lo] = whole.columnwise.data[:, here]
+        scales = np.ascontiguousarray(whole.columnwise.scales[lo // block[1]][:, None])
+        assert_rounded(QuantTensor(codes, scales, fmt, block), strip, slack)
     # rows behind the last offset are zeros
-    offsets = np.array([0, rows // 2], np.int32)
+    offsets = np.array([rows // 5, rows // 2], np.int32)
     q = download(fp8moe.swiglu_quantize(upload(h), upload(probs), expert_offsets=upload(offsets), **options))
     assert not q.data[rows // 2 :].any()
+    both_ways = fp8moe.swiglu_quantize(
+        upload(h), upload(probs), columnwise=True, expert_offsets=upload(offsets), **options
+    )
+    assert_same(download(both_ways).rowwise, q)
 
 
 def test_swiglu_of_nan_and_far_values():
