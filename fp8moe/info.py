@@ -27,14 +27,10 @@ def report() -> str:
     lines.append(f"{'cupy':12} {f'{_version(cupy)} ({cupy})' if cupy else 'not installed'}")
     lines += ["", "devices", *_devices(), "", "backends"]
     lines.append(f"  reference     {_try(_load_reference)}")
-    missing = missing_kernels()
     if cupy is None:
         lines.append("  kernels_cuda  not working: CuPy is missing; pip install 'fp8moe[cuda13]'")
     else:
         lines.append(f"  kernels_cuda  {_try(_require_device)}")
-    lines.append(f"  kernels       {', '.join(r for r in ROOMS if r not in missing) or 'none yet'}")
-    if missing:
-        lines.append(f"  not yet       {', '.join(missing)}: the reference computes these, on the CPU")
     lines += ["", "adapters"]
     for adapter, package in ADAPTERS.items():
         if importlib.util.find_spec(package) is None:
@@ -45,14 +41,9 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def missing_kernels() -> list[str]:
-    """Topics without CUDA kernels in this version."""
-    return [r for r in ROOMS if importlib.util.find_spec(f"fp8moe.kernels_cuda.{r}") is None]
-
-
 def cuda_is_ready() -> bool:
     """Whether every operation can run on a CUDA device here."""
-    if missing_kernels() or importlib.util.find_spec("cupy") is None:
+    if importlib.util.find_spec("cupy") is None:
         return False
     try:
         _require_device()

@@ -95,9 +95,14 @@ def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes
     signature = types.void(*(_type(k) for k in kinds))
     number = re.sub(r"\D", "", architecture)
     capability = int(number[:-1]), int(number[-1])
-    ptx, _ = cuda.compile(
-        kernel, signature, device=False, abi="numba", cc=capability, launch_bounds=BLOCK, output="ptx"
-    )
+    options = {"device": False, "abi": "numba", "launch_bounds": BLOCK, "output": "ptx"}
+    try:
+        ptx, _ = cuda.compile(kernel, signature, cc=capability, **options)
+    except AttributeError as error:  # NumPy 2.5 has no row_stack, which numba-cuda 0.30 looks for
+        raise ImportError(
+            f"Numba's CUDA target does not work with NumPy {np.__version__} ({error}); "
+            "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
+        ) from error
     mangled = re.search(r"\.entry (\w+)\(", ptx).group(1)  # type: ignore[union-attr]
     core = importlib.import_module("cuda.core")
     options = core.ProgramOptions(arch=architecture)

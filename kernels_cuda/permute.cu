@@ -543,15 +543,15 @@ __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, 
 // row_bytes
 //   and scale_bytes are multiples of 16. A unit is `together` rows, or one of the `pieces` of a long row.
 // Bytes: every row read once and written once.
-// Launch: a block takes `per_block` successive units, its warps in turn, each with STAGES buffers, so that
+// Launch: as many blocks as fit at once; their warps take units in turn, each with STAGES buffers, so that
 // two
-//   loads and a store are under way; a lane looks up a row of the unit, and rows that lie together are
-//   copied at once. Shared memory: `tables` bytes, then the warps' buffers.
+//   loads and a store are under way; a lane looks up a row of the unit, and rows that lie together are copied
+//   at once. Shared memory: `tables` bytes, then the warps' buffers.
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
-    move_chunks(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, i64 per_block,
-                const u8* scales, i64 scale_bytes, const u8* probs, i64 prob_size, const void* sizes,
-                const void* order, i64 wide_sizes, i64 wide_order, i64 chunks, i64 align, i64 per_group,
-                i64 backward, i64 rows_in, i64 rows, i64 tables, u8* out, u8* out_scales, u8* out_probs,
+    move_chunks(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, const u8* scales,
+                i64 scale_bytes, const u8* probs, i64 prob_size, const void* sizes, const void* order,
+                i64 wide_sizes, i64 wide_order, i64 chunks, i64 align, i64 per_group, i64 backward,
+                i64 rows_in, i64 rows, i64 tables, u8* out, u8* out_scales, u8* out_probs,
                 int* group_offsets) {
   extern __shared__ __align__(128) u8 shared[];
   __shared__ u64 barriers[CHUNK_THREADS / 32 * STAGES];
@@ -567,9 +567,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
       out_probs[row * prob_size + b] = from < 0 ? 0 : probs[from * prob_size + b];
   }
   const int lane = threadIdx.x % 32;
-  const i64 warps = blockDim.x / 32, all = (rows + together - 1) / together * pieces;
-  const i64 mine = blockIdx.x * per_block + threadIdx.x / 32;
-  const i64 units = (blockIdx.x + 1) * per_block < all ? (blockIdx.x + 1) * per_block : all;
+  const i64 warps = step / 32, mine = thread / 32, units = (rows + together - 1) / together * pieces;
   const i64 stage_bytes = together * (piece_bytes + scale_bytes);
   u8* buffers = shared + tables + (threadIdx.x / 32) * STAGES * stage_bytes;
   u64* barrier = barriers + threadIdx.x / 32 * STAGES;

@@ -21,8 +21,7 @@ ZEROS, LONG_PIECE = 2048, 12_000
 SHARE = 256  # vectors of a row that a block of merge_bf16 sums
 FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
 CHUNK_THREADS, CHUNK_STAGES = 128, 3  # as in permute.cu
-BLOCKS = 2
-UNITS = 0  # pieces of about CHUNK_PIECE bytes that a block of move_chunks moves
+BLOCKS = 2  # of move_chunks on a multiprocessor
 CHUNK_PIECE = 8192  # bytes of a row in one buffer of move_chunks
 
 
@@ -248,8 +247,7 @@ def _move(
     warps = CHUNK_THREADS // 32
     shared = tables + warps * CHUNK_STAGES * together * (piece_bytes + scale_bytes)
     units = -(-rows // together) * pieces
-    per_block = UNITS or -(-units // (multiprocessors() * BLOCKS))
-    grid = -(-units // per_block)
+    grid = min(multiprocessors() * BLOCKS, threads(units, CHUNK_THREADS // 32))
     launch(
         "permute",
         "move_chunks",
@@ -260,7 +258,6 @@ def _move(
         piece_bytes,
         pieces,
         together,
-        per_block,
         scales,
         scale_bytes,
         probs,
