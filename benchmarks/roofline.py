@@ -39,7 +39,8 @@ def draw(name: str, out: Path) -> None:
         y = [r["nbytes"] / r["us"] / 1e6 for r in mine]
         axes.plot(x, y, MARKS[i % len(MARKS)], label=topic)
     axes.set(xscale="log", ylim=(0, roof * 1.08), xlabel="least bytes to move, MB", ylabel="TB/s")
-    axes.set_title(f"{rows[0]['device']}, commit {rows[0]['commit']}")
+    commits = ", ".join(dict.fromkeys(r["commit"] for r in rows))
+    axes.set_title(f"{rows[0]['device']}, commit {commits}", fontsize=9)
     axes.legend(fontsize=8, loc="lower right")
     axes.grid(alpha=0.3)
     figure.tight_layout()

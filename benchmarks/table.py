@@ -35,16 +35,22 @@ def table(name: str) -> str:
 def _times(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     packages = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
+    rates = sorted({r["copy_gb_s"] for r in rows})
+    rate = f"{rates[0]:.1f}" if len(rates) == 1 else f"{rates[0]:.0f} to {rates[-1]:.0f}"
+    runs = dict.fromkeys((r["commit"], r["command"]) for r in rows)
     lines = [
-        f"{first['device']}, copy rate {first['copy_gb_s']:.1f} GB/s; {packages}; commit {first['commit']}; "
-        f"`{first['command']}`",
+        f"{first['device']}, copy rate {rate} GB/s; {packages}; "
+        + "; ".join(f"commit {commit}: `{command}`" for commit, command in runs),
         "",
-        "| operation | shape | time | of the copy rate's limit |",
-        "|---|---|---:|---:|",
+        "| operation | shape | time | of the copy rate's limit | host time |"
+        + (" commit |" if len(runs) > 1 else ""),
+        "|---|---|---:|---:|---:|" + ("---|" if len(runs) > 1 else ""),
     ]
     for r in rows:
         percent = "" if r["limit_percent"] is None else f"{r['limit_percent']:.0f} %"
-        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} |")
+        host = "" if r.get("host_us") is None else _time(r["host_us"])
+        commit = f" {r['commit']} |" if len(runs) > 1 else ""
+        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} | {host} |{commit}")
     return "\n".join(lines) + "\n"
 
 

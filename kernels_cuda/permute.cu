@@ -186,12 +186,14 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mi
 // Bytes: every mapped row read once, every token written once.
 // Launch: blocks of 128 threads, one a token and `share` of its vectors; a thread has eight 16-byte loads in
 // flight.
-extern "C" __global__ void __launch_bounds__(128)
-    merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
-               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
-               uint4* out, const u8* grad_probs, i64 grad_size, u8* out_probs) {
+// merge_bf16_and_probs is the one with grad_probs, apart so that unpermute keeps the registers of its own loop.
+template <bool PROBS>
+__device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, const int* slots,
+                                      const int* pad_offsets, const void* probs, i64 probs_kind, i64 columns,
+                                      i64 places, i64 rows, i64 vectors, i64 share, uint4* out,
+                                      const u8* grad_probs, i64 grad_size, u8* out_probs) {
   __shared__ i64 from[MERGE_PLACES];
-  __shared__ int column[MERGE_PLACES];
+  __shared__ int column[PROBS ? MERGE_PLACES : 1];
   __shared__ float weight[MERGE_PLACES];
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
@@ -206,9 +208,10 @@ extern "C" __global__ void __launch_bounds__(128)
         __syncthreads();
         for (int j = threadIdx.x; j < here; j += blockDim.x) {
           from[j] = row_of(mine, pad_offsets, places, j0 + j, rows);
-          if (!probs && !grad_probs) continue;
-          column[j] = (int)column_of(mine, slots, token, places, j0 + j);
-          if (probs) weight[j] = load(probs, token * columns + column[j], (int)probs_kind);
+          if (PROBS) column[j] = (int)column_of(mine, slots, token, places, j0 + j);
+          if (probs)
+            weight[j] =
+                load(probs, token * columns + column_of(mine, slots, token, places, j0 + j), (int)probs_kind);
         }
         __syncthreads();
       }
@@ -227,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(128)
       __stcs(out + token * vectors + at, make_uint4(packed(total[0], total[1]), packed(total[2], total[3]),
                                                     packed(total[4], total[5]), packed(total[6], total[7])));
   }
-  if (!grad_probs || blockIdx.y > 0) return;
+  if (!PROBS || blockIdx.y > 0) return;
   if (count > MERGE_PLACES) {
     token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
     return;
@@ -239,6 +242,22 @@ extern "C" __global__ void __launch_bounds__(128)
     for (i64 b = 0; b < grad_size; ++b)
       out_probs[(token * columns + c) * grad_size + b] = row < 0 ? 0 : grad_probs[row * grad_size + b];
   }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
+               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
+               uint4* out) {
+  merge<false>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, rows, vectors, share,
+               out, 0, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    merge_bf16_and_probs(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
+                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors,
+                         i64 share, uint4* out, const u8* grad_probs, i64 grad_size, u8* out_probs) {
+  merge<true>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, rows, vectors, share,
+              out, grad_probs, grad_size, out_probs);
 }
 
 #define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, that a lane has in flight

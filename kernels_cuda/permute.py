@@ -124,7 +124,11 @@ def _merge(
     if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
         vectors = width // 8
         grid = (tokens, -(-vectors // SHARE))
-        launch("permute", "merge_bf16", grid, 128, x, *maps, *probs, vectors, SHARE, out, *back)
+        arguments = (x, *maps, *probs, vectors, SHARE, out)
+        if grad_probs is None:
+            launch("permute", "merge_bf16", grid, 128, *arguments)
+        else:
+            launch("permute", "merge_bf16_and_probs", grid, 128, *arguments, *back)
         return
     launch(
         "permute", "merge_rows", tokens, 256, *rows_of(x), *maps, *probs, width, KINDS[out.dtype], out, *back
