@@ -7,6 +7,8 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+#include "ptx.cuh"
+
 // ---- plain number formats, named by `kind`; the launchers hold the same table
 enum Kind { BF16 = 0, F16 = 1, F32 = 2, F64 = 3 };
 
@@ -16,18 +18,6 @@ __device__ __forceinline__ u16 float_to_bf16(float x) {  // nearest even; NaN ke
   u32 u = __float_as_uint(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return (u16)((u >> 16) | 0x40u);
   return (u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-
-__device__ __forceinline__ float f16_to_float(u16 bits) {
-  float x;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-  return x;
-}
-
-__device__ __forceinline__ u16 float_to_f16(float x) {
-  u16 bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
 }
 
 __device__ __forceinline__ float load(const void* p, i64 i, int kind) {

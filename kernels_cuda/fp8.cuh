@@ -6,12 +6,7 @@
 // Two codes, `a` in the low byte.
 __device__ __forceinline__ u32 encode2(float a, float b, int fmt) {
 #if __CUDA_ARCH__ >= 890
-  u16 pair;
-  if (fmt == 0)
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-  else
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-  return pair;
+  return fmt == 0 ? to_e4m3x2(a, b) : to_e5m2x2(a, b);
 #else
   return encode(a, fmt) | (u32)encode(b, fmt) << 8;
 #endif
@@ -24,14 +19,8 @@ __device__ __forceinline__ u32 encode4(float a, float b, float c, float d, int f
 // The values of four codes; every FP8 value is a half.
 __device__ __forceinline__ void decode4(u32 codes, int fmt, float* values) {
 #if __CUDA_ARCH__ >= 890
-  u32 low, high;
-  if (fmt == 0) {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(low) : "h"((u16)codes));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(high) : "h"((u16)(codes >> 16)));
-  } else {
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(low) : "h"((u16)codes));
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(high) : "h"((u16)(codes >> 16)));
-  }
+  const u32 low = fmt == 0 ? halves_of_e4m3x2((u16)codes) : halves_of_e5m2x2((u16)codes);
+  const u32 high = fmt == 0 ? halves_of_e4m3x2((u16)(codes >> 16)) : halves_of_e5m2x2((u16)(codes >> 16));
   values[0] = f16_to_float((u16)low);
   values[1] = f16_to_float((u16)(low >> 16));
   values[2] = f16_to_float((u16)high);
@@ -112,7 +101,7 @@ __device__ __forceinline__ void floats(const Eight<KIND>& v, float* x) {
 __device__ __forceinline__ u32 largest_of(const float* x) {
   float top = 0.f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(fabsf(x[i])));
+  for (int i = 0; i < 8; ++i) top = larger_or_nan(top, fabsf(x[i]));
   return __float_as_uint(top);  // a NaN is above infinity, as bits
 }
 

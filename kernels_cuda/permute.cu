@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(32, 16)
                  const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
                  const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets, i64 width,
                  i64 experts, i64 rows, i64 fill, i64 zeros, u8* out, u8* out_scales, u8* out_probs) {
-  extern __shared__ __align__(128) u8 shared[];
+  DYNAMIC_SHARED(shared);
   u8* data = shared + zeros;
   const i64 lane = threadIdx.x, unit = blockIdx.x, token = unit / pieces, piece = unit % pieces;
   const i64 begin = piece * piece_bytes;
@@ -129,14 +129,6 @@ extern "C" __global__ void __launch_bounds__(32, 16)
 #endif
 }
 
-__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 __device__ __forceinline__ u32 packed(float a, float b) {
@@ -186,7 +178,8 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mi
 // Bytes: every mapped row read once, every token written once.
 // Launch: blocks of 128 threads, one a token and `share` of its vectors; a thread has eight 16-byte loads in
 // flight.
-// merge_bf16_and_probs is the one with grad_probs, apart so that unpermute keeps the registers of its own loop.
+// merge_bf16_and_probs is the one with grad_probs, apart so that unpermute keeps the registers of its own
+// loop.
 template <bool PROBS>
 __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, const int* slots,
                                       const int* pad_offsets, const void* probs, i64 probs_kind, i64 columns,
@@ -572,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
                 i64 wide_sizes, i64 wide_order, i64 chunks, i64 align, i64 per_group, i64 backward,
                 i64 rows_in, i64 rows, i64 tables, u8* out, u8* out_scales, u8* out_probs,
                 int* group_offsets) {
-  extern __shared__ __align__(128) u8 shared[];
+  DYNAMIC_SHARED(shared);
   __shared__ u64 barriers[CHUNK_THREADS / 32 * STAGES];
   i64* sums;
   int* start;
@@ -689,7 +682,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
 extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
                                          i64 chunks, i64 align, i64 per_group, i64 backward, i64 rows_in,
                                          i64 rows, int* source, int* group_offsets) {
-  extern __shared__ __align__(128) u8 shared[];
+  DYNAMIC_SHARED(shared);
   i64* sums;
   int* start;
   const Chunks c = chunks_in(shared, chunks, &sums, &start);

@@ -107,10 +107,8 @@ __device__ __forceinline__ float quick_sigmoid(float x) {
   const float log2e = 1.44269502f, rest = 1.92596299e-8f;  // their sum is log2(e)
   const float whole = x * -log2e;
   const float left = __fmaf_rn(x, -rest, __fmaf_rn(x, -log2e, -whole));
-  float power, result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(whole));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.f + __fmaf_rn(power, left * 0.693147182f, power)));
-  return result;
+  const float power = exp2_approx(whole);
+  return reciprocal_approx(1.f + __fmaf_rn(power, left * 0.693147182f, power));
 }
 
 #define FAR 80.f  // from here on floats run out, and float64 takes over; NaN as well

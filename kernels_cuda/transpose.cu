@@ -50,32 +50,6 @@ __device__ __forceinline__ float moved_value(float value, int e, int target) {
   return value * power_of_two(min(max(e - target, -40), 40));
 }
 
-__device__ __forceinline__ float larger_or_nan(float a, float b) {
-  float c;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
-// 16 (or 4) bytes to shared memory without passing through registers; zeros when `there` is false.
-__device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-               "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-               "l"(from), "r"(there ? 4 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void copy_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
 // Exponent of a row's scale; `word` is a float32, or (mx) four E8M0 codes of which `part` is meant. A row
 // that is not there has the word 0: scale 0 (mx: 2^-127, and codes of zero).
 __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
@@ -104,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 ? 3 : 4)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
                             void* out_scales) {
-  extern __shared__ __align__(128) u8 shared[];  // the tile that goes out | the one at hand | the next
+  DYNAMIC_SHARED(shared);  // the tile that goes out | the one at hand | the next
   u8* stage = shared;
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
   __shared__ u32 in_scales[2][TILE];

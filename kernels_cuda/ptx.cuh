@@ -1,0 +1,93 @@
+// Instructions that C++ has no name for, bulk.cuh's apart. All inline PTX is in these two files; the tests
+// have their own of both, to run the kernels on a CPU.
+#pragma once
+
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+
+__device__ __forceinline__ float f16_to_float(u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+
+__device__ __forceinline__ u16 float_to_f16(float x) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+#if __CUDA_ARCH__ >= 890
+// FP8: saturating, to nearest even, every NaN 0x7f; `a` in the low byte.
+__device__ __forceinline__ u32 to_e4m3x2(float a, float b) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+__device__ __forceinline__ u32 to_e5m2x2(float a, float b) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+__device__ __forceinline__ u32 halves_of_e4m3x2(u16 codes) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return halves;
+}
+
+__device__ __forceinline__ u32 halves_of_e5m2x2(u16 codes) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return halves;
+}
+#endif
+
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+
+// 16 (or 4) bytes to shared memory without passing through registers; zeros when `there` is false.
+__device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(there ? 4 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+// Within 2 ulp; subnormals are zeros.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Within 1 ulp; subnormals are zeros.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 16 bytes that nobody reads again.
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
