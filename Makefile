@@ -13,7 +13,7 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	find kernels_cuda -name '*.cu' -o -name '*.cuh' | xargs -r .venv/bin/clang-format --dry-run --Werror
+	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
 # On a machine with a GPU, in an environment that has the CUDA extra. Left out are tests that time out under the
 # tools or run other programs; Numba's probing of the driver is no error of ours.

@@ -1,0 +1,134 @@
+"""The CUDA backend on a CPU: launchers and kernels as they are, compiled by g++ against `cuda.h`.
+
+A block is as many threads, so cases must be small. What it cannot show: the hardware's own roundings, races
+that a CPU's memory model hides, and speed.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from fp8moe import border
+from fp8moe.kernels_cuda import compiler
+from fp8moe.records import DeviceArray, map_arrays
+
+HERE = Path(__file__).parent
+SIGNATURE = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(([^{]*?)\) \{')
+available = shutil.which("g++") is not None
+
+
+@cache
+def library(source, defines):
+    """One source, with a C function ``run_NAME`` for every kernel of it."""
+    folder = Path(tempfile.mkdtemp(prefix="fp8moe-cuda-on-cpu-"))
+    for path in [*compiler.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "cuda.h"]:
+        (folder / path.name).write_text(path.read_text())
+    text = (folder / f"{source}.cu").read_text()
+    runs = [
+        f'extern "C" void run_{name}(unsigned gx, unsigned gy, unsigned threads, {parameters}) {{\n'
+        f"  run_grid(gx, gy, threads, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
+        for name, parameters in SIGNATURE.findall(text)
+    ]
+    (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-shared", "-fPIC", "-pthread"]
+    macros = [f"-D{d}" for d in defines]
+    subprocess.run(["g++", *options, *macros, "all.cpp", "-o", "all.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "all.so"))
+
+
+def names(parameters):
+    return [re.search(r"(\w+)\s*$", p).group(1) for p in parameters.split(",")]
+
+
+class Array:
+    """A NumPy array that says it lies on a device."""
+
+    def __init__(self, host):
+        self.host = np.ascontiguousarray(host)
+
+
+class Device(border.Family):
+    def view(self, x, name):
+        return raw(x.host)
+
+    def empty(self, spec, device):
+        host = np.empty(spec.shape, spec.dtype)
+        host.view(np.uint8).fill(0xA5) if host.ndim else None
+        return raw(host)
+
+    def wrap(self, value):
+        return Array(whole_or_part(value))
+
+
+def raw(host):
+    return DeviceArray(host.ctypes.data, host.shape, host.dtype, 0, host)
+
+
+def whole_or_part(value):
+    """A packed array is a part of its owner's memory."""
+    owner = value.owner
+    if owner.shape == tuple(value.shape) and owner.dtype == value.dtype:
+        return owner
+    start = value.ptr - owner.ctypes.data
+    part = owner.reshape(-1).view(np.uint8)[start : start + value.nbytes]
+    return part.view(value.dtype).reshape(value.shape)
+
+
+def upload(value):
+    return map_arrays(lambda _, a: Array(a), value)
+
+
+def download(value):
+    return map_arrays(lambda _, a: a.host, value)
+
+
+class Runtime:
+    """What launch.py asks of CuPy."""
+
+    memcpyHostToDevice = memcpyDeviceToHost = 0
+
+    def getDevice(self):
+        return 0
+
+    def memsetAsync(self, ptr, value, size, stream):
+        ctypes.memset(ptr, value, size)
+
+    def memcpyAsync(self, to, source, size, kind, stream):
+        ctypes.memmove(to, source, size)
+
+    def streamSynchronize(self, stream): ...
+
+
+def install(monkeypatch):
+    """Until the test ends, `Array` is an array on a device whose kernels run here."""
+    from fp8moe.kernels_cuda import launch
+
+    def kernel(source, name, defines, device):
+        found = library(source, defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0])
+        return getattr(found, f"run_{name}")
+
+    def start(function, grid, block, shared, arguments):
+        x, y = grid if isinstance(grid, tuple) else (grid, 1)
+        if x and y:
+            function(x, y, block, *map(argument, arguments))
+
+    family = Device()
+    monkeypatch.setattr(border, "family_of", lambda x, name: family)
+    monkeypatch.setattr(launch, "_kernel", kernel)
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "runtime", Runtime())
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+
+
+def argument(a):
+    if isinstance(a, DeviceArray):
+        return ctypes.c_void_p(a.ptr)
+    if isinstance(a, float):
+        return ctypes.c_float(a)
+    return ctypes.c_void_p(None) if a is None else ctypes.c_int64(int(a))
