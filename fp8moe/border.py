@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from fp8moe import dlpack, tracing
+from fp8moe.checks import INT32
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
 from fp8moe.records import (
     ArraySpec,
@@ -188,9 +189,6 @@ def separate_arrays() -> Iterator[None]:
         yield
     finally:
         _separate.reset(token)
-
-
-INT32 = np.dtype(np.int32)
 
 
 def _plan_layout(plan: PermutationPlan) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:

@@ -36,20 +36,14 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity = 0) {  //
         : "memory");
 }
 
-__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(from)), "r"(bytes)
-               : "memory");
-}
-
-// The same for bytes that nobody reads soon: they leave L2 first.
+// What is stored is read by nobody soon: it leaves L2 first.
 __device__ __forceinline__ u64 evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-__device__ __forceinline__ void bulk_store_hinted(void* to, const void* from, u32 bytes, u64 policy) {
+__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes, u64 policy) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes), "l"(policy)
                : "memory");

@@ -70,28 +70,28 @@ __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, 
 
 // ---- eight numbers at a time
 
-template <int KIND>
+template <int FROM>
 struct Eight {  // as they lie in memory
-  uint4 words[KIND == F32 ? 2 : 1];
+  uint4 words[FROM == F32 ? 2 : 1];
 };
 
-template <int KIND>
-__device__ __forceinline__ Eight<KIND> load_eight(const void* p, i64 eighth) {
-  Eight<KIND> v;
-  const uint4* in = (const uint4*)p + eighth * (KIND == F32 ? 2 : 1);
+template <int FROM>
+__device__ __forceinline__ Eight<FROM> load_eight(const void* p, i64 eighth) {
+  Eight<FROM> v;
+  const uint4* in = (const uint4*)p + eighth * (FROM == F32 ? 2 : 1);
   v.words[0] = __ldcs(in);
-  if (KIND == F32) v.words[KIND == F32] = __ldcs(in + 1);
+  if (FROM == F32) v.words[FROM == F32] = __ldcs(in + 1);
   return v;
 }
 
-template <int KIND>
-__device__ __forceinline__ void floats(const Eight<KIND>& v, float* x) {
+template <int FROM>
+__device__ __forceinline__ void floats(const Eight<FROM>& v, float* x) {
   const u32* w = (const u32*)&v;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (KIND == F32)
+    if (FROM == F32)
       x[i] = __uint_as_float(w[i]);
-    else if (KIND == BF16)
+    else if (FROM == BF16)
       x[i] = __uint_as_float(i & 1 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
     else
       x[i] = f16_to_float((u16)(w[i / 2] >> (16 * (i & 1))));
@@ -122,8 +122,8 @@ __device__ __forceinline__ i64 vector_of(i64 first, int lane, int mx) {
   return mx ? first + lane / 2 * 4 + lane % 2 : first + lane / 8 * 16 + lane % 8;
 }
 
-// Quantise them, all lanes of a block together, and write codes and, one lane, the scale. `whole`: the block
-// is.
+// Quantise them, all lanes of a block together, and write codes and, one lane, the scale; nothing if the
+// block is not `whole`.
 __device__ __forceinline__ void write_block(const float* x, const float* y, Rule rule, i64 vector,
                                             i64 scale_at, bool whole, u8* codes, void* scales) {
   u32 top = max(largest_of(x), largest_of(y));

@@ -83,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(32, 16)
       if (row < 0 || row >= rows) continue;
 #if __CUDA_ARCH__ >= 900
       for (i64 at = lane * zeros; zeros && at < row_bytes; at += 32 * zeros)
-        bulk_store_hinted(out + row * row_bytes + at, shared,
-                          (u32)(row_bytes - at < zeros ? row_bytes - at : zeros), policy);
+        bulk_store(out + row * row_bytes + at, shared, (u32)(row_bytes - at < zeros ? row_bytes - at : zeros),
+                   policy);
 #endif
       const uint4 zero = make_uint4(0, 0, 0, 0);
       for (i64 at = lane * 16; !zeros && at < row_bytes; at += 512)
@@ -109,9 +109,9 @@ extern "C" __global__ void __launch_bounds__(32, 16)
 #if __CUDA_ARCH__ >= 900
     if (j0 == 0) barrier_wait(barrier);
     if (row >= 0 && row < rows) {
-      bulk_store_hinted(out + row * row_bytes + begin, data, bytes, policy);
+      bulk_store(out + row * row_bytes + begin, data, bytes, policy);
       if (leads && scales)
-        bulk_store_hinted(out_scales + row * scale_bytes, data + piece_bytes, (u32)scale_bytes, policy);
+        bulk_store(out_scales + row * scale_bytes, data + piece_bytes, (u32)scale_bytes, policy);
     }
 #else
     for (i64 k = 0; k < 32 && j0 + k < count; ++k) {
@@ -641,11 +641,10 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
       const u32 run = run_of(from);
       if (run) {
         const u8* stage = buffers + s * stage_bytes;
-        bulk_store_hinted(out + row * row_bytes + begin, stage + lane * piece_bytes, run * (u32)bytes,
-                          policy);
+        bulk_store(out + row * row_bytes + begin, stage + lane * piece_bytes, run * (u32)bytes, policy);
         if (beside)
-          bulk_store_hinted(out_scales + row * scale_bytes,
-                            stage + together * piece_bytes + lane * scale_bytes, run * (u32)beside, policy);
+          bulk_store(out_scales + row * scale_bytes, stage + together * piece_bytes + lane * scale_bytes,
+                     run * (u32)beside, policy);
       }
       u32 left = __ballot_sync(0xffffffffu, takes_part(unit) && from < 0);
 #else

@@ -10,6 +10,8 @@ from fp8moe.formats import ceil_div, is_columnwise, is_mx
 from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, fill_bytes, launch, scratch, threads
 from fp8moe.records import Quantized, QuantTensor
 
+ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
+
 
 def quantize(
     x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
@@ -54,7 +56,7 @@ def quantize(
             out.scales,
         )
         return
-    if not lead and rows_are_whole(x, out):
+    if not lead and rows_are_whole(x, columns, out):
         vectors = x.size // 8
         blocks = columns // (32 if is_mx(out.block) else 128)
         ready = 0
@@ -107,7 +109,7 @@ def _quantize_tiles(
 
 def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None) -> bool:
     """Whether columns come in tiles of 128, at addresses for 16-byte loads."""
-    blocks = rowwise is None or (rowwise.block in ((1, 128), (1, 32)) and rowwise.layout == "compact")
+    blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout == "compact")
     return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
 
 
@@ -126,13 +128,10 @@ def tile_results(rowwise: QuantTensor | None, columnwise: QuantTensor) -> tuple[
     return *rows, columnwise.data, columnwise.scales
 
 
-def rows_are_whole(x: Any, out: QuantTensor) -> bool:
-    """Whether x [rows, columns] is made of whole row-wise blocks, at addresses for 16-byte loads."""
+def rows_are_whole(x: Any, columns: int, out: QuantTensor) -> bool:
+    """Whether rows (or halves) of so many columns are whole blocks, at addresses for 16-byte loads."""
     return (
-        out.block in ((1, 128), (1, 32))
-        and x.shape[1] % out.block[1] == 0
-        and x.ptr % 16 == 0
-        and out.data.ptr % 8 == 0
+        out.block in ROW_BLOCKS and columns % out.block[1] == 0 and x.ptr % 16 == 0 and out.data.ptr % 8 == 0
     )
 
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from fp8moe.formats import is_mx
 from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, launch, scratch, threads
-from fp8moe.kernels_cuda.quantize import quantize, tile_grid, tile_offsets, tile_results, tiles_are_whole
+from fp8moe.kernels_cuda.quantize import (
+    quantize,
+    rows_are_whole,
+    tile_grid,
+    tile_offsets,
+    tile_results,
+    tiles_are_whole,
+)
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
 
 
@@ -20,7 +27,7 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
 def swiglu_quantize(
     h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: QuantTensor | Quantized
 ) -> None:
-    if isinstance(out, QuantTensor) and _whole(h, out, h.shape[1] // 2):
+    if isinstance(out, QuantTensor) and rows_are_whole(h, h.shape[1] // 2, out):
         vectors = h.shape[1] // 16
         launch(
             "swiglu",
@@ -72,7 +79,7 @@ def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, ou
 def swiglu_quantize_backward(
     grad: Any, h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: SwigluGrad
 ) -> None:
-    if isinstance(out.dh, QuantTensor) and _whole(h, out.dh, grad.shape[1]) and grad.ptr % 16 == 0:
+    if isinstance(out.dh, QuantTensor) and rows_are_whole(h, grad.shape[1], out.dh) and grad.ptr % 16 == 0:
         launch(
             "swiglu",
             "swiglu_quantize_backward_rows",
@@ -135,11 +142,6 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
         0 if out.dprobs is None else KINDS[out.dprobs.dtype],
         out.dprobs,
     )
-
-
-def _whole(h: Any, out: QuantTensor, width: int) -> bool:
-    """Whether each half of a row is made of whole blocks, at addresses for 16-byte loads."""
-    return out.block in ((1, 128), (1, 32)) and width % out.block[1] == 0 and h.ptr % 16 == 0
 
 
 def _variant(h: Any, activation: Activation) -> tuple[str, str]:

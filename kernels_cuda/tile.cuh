@@ -11,9 +11,8 @@
 
 // Strip `s` of all experts' strips laid end to end: its first row and how many it has. Every thread of the
 // block takes part; E offsets are read by E threads at once, which hides behind other blocks' work (a table
-// of strips made beforehand would be a launch of 3 us). With `used` the rows
-// behind the last expert, and before the first, come after all others, as if they were two more; *used is
-// where their strips begin.
+// of strips made beforehand would be a launch of 3 us). With `used` the rows behind the last expert, and
+// before the first, come after all others, as if they were two more; *used is where their strips begin.
 __device__ __forceinline__ void find_strips(const int* offsets, int experts, i64 rows, int height,
                                             int first_strip, int strips, int* base, int* count, int* sums,
                                             int* used = 0) {
@@ -178,9 +177,9 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
 }
 
 // Four numbers as they lie in memory.
-template <int KIND>
+template <int FROM>
 __device__ __forceinline__ void load_four(const void* p, i64 at, float* v) {
-  if (KIND == F32) {
+  if (FROM == F32) {
     const float4 w = __ldcs((const float4*)((const float*)p + at));
     v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
   } else {
@@ -188,6 +187,6 @@ __device__ __forceinline__ void load_four(const void* p, i64 at, float* v) {
     const u32 halves[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      v[i] = KIND == BF16 ? bf16_to_float((u16)halves[i]) : f16_to_float((u16)halves[i]);
+      v[i] = FROM == BF16 ? bf16_to_float((u16)halves[i]) : f16_to_float((u16)halves[i]);
   }
 }

@@ -17,16 +17,6 @@
 #define ACROSS 4   // tiles of a strip that a block makes, one after the other
 #define GROUP 16   // tiles of rows that are worked on at a time
 
-__device__ __forceinline__ int row_exponent(const void* scales, i64 at, int mx) {
-  if (mx) {
-    const int code = ((const u8*)scales)[at];
-    return code == 255 ? NAN_SCALE : code - 127;
-  }
-  const u32 bits = __float_as_uint(((const float*)scales)[at]);
-  if (bits == 0u) return ZERO_SCALE;
-  return bits < 0x800000u ? ilogbf(__uint_as_float(bits)) : (int)(bits >> 23 & 0xffu) - 127;
-}
-
 // The smallest power of two that a block holding this value (at scale 1) would be given.
 __device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
   const u32 a = __float_as_uint(value) & 0x7fffffffu;
@@ -61,19 +51,23 @@ __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
   return word < 0x800000u ? ilogbf(__uint_as_float(word)) : (int)(word >> 23 & 0xffu) - 127;
 }
 
+// The word of one scale: a float32, or (mx) an E8M0 code.
+__device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
+  return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
+}
+
 // What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
-// [columns,
-//   rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros (-1).
+//   [columns, rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros
+//   (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
 // Launch: blocks of 256 threads, one for ACROSS tiles of a strip, in an order that keeps what is read and
-// what is
-//   written at a time together; 3 * TILE * TILE bytes of shared memory. The next tile's codes and
+//   what is written at a time together; 3 * TILE * TILE bytes of shared memory. The next tile's codes and
 //   scales travel to shared memory while this one is made. tile.cuh says who has what.
-// How: first pass, each value times scale * 2^-E, E the tile's largest row exponent, exact in float32 as long
-// as
-//   the exponents lie within SPREAD; the largest of a column gives its target. Second pass, the same times
-//   2^(E - target), rounded once by the conversion. Tiles with a larger spread take the exponents one by one.
+// How: first pass, each value times scale * 2^-E, E the tile's largest row exponent, exact in float32 as
+//   long as the exponents lie within SPREAD; the largest of a column gives its target. Second pass, the same
+//   times 2^(E - target), rounded once by the conversion. Tiles with a larger spread take the exponents one
+//   by one.
 extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 ? 3 : 4)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
@@ -87,8 +81,7 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 ? 3 : 4)
   __shared__ int first_row[4], row_count[4], sums[8], from[TILE];
   const int fmt = FMT, mx = MX, t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int height = mx ? 32 : TILE, per_tile = mx ? 4 : 1, part = mx ? lane / 8 : 0;
-  // GROUP tiles of rows, then the next tiles of columns: what is read and what is written at a time lies
-  // together
+  // GROUP tiles of rows, then the next tiles of columns: what is read, or written, at a time lies together
   const int across_all = (int)((columns + ACROSS * TILE - 1) / (ACROSS * TILE));
   const int down_all = gridDim.x / across_all, group = blockIdx.x / (GROUP * across_all);
   const int in_group = down_all - group * GROUP < GROUP ? down_all - group * GROUP : GROUP;
@@ -290,7 +283,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
     int code = 0, e = ZERO_SCALE;
     if (inside && from >= 0) {
       code = codes[from * columns + c];
-      e = row_exponent(scales, from * blocks + c / width, (int)mx);
+      e = exponent_of(scale_word(scales, from * blocks + c / width, (int)mx), 0, (int)mx);
     }
     if (tile) {
       // a row counts when any of its codes in this tile is not zero
@@ -307,21 +300,14 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
       if (n != NO_TARGET && n != NAN_TARGET && e != ZERO_SCALE && e != NAN_SCALE) target = max(target, e + n);
     }
   }
-  if (target == ZERO_SCALE || target == NAN_SCALE || any_nan) target = 0;
-  target = max(target, mx ? -127 : -126);
+  target = final_target(any_nan ? NAN_TARGET : target, (int)mx);
   if (!inside) return;
   for (i64 r = lo; r < hi; ++r) {
     const i64 from = source ? source[r] : r;
     float value = 0.f;
     if (from >= 0) {
-      const int e = row_exponent(scales, from * blocks + c / width, (int)mx);
-      value = decode(codes[from * columns + c], (int)fmt);
-      if (e == NAN_SCALE)
-        value = __uint_as_float(0x7fc00000u);
-      else if (e == ZERO_SCALE)
-        value *= 0.f;
-      else  // past 40 powers of two nothing is left, or everything saturates
-        value *= __uint_as_float((u32)(127 + min(max(e - target, -40), 40)) << 23);
+      const int e = exponent_of(scale_word(scales, from * blocks + c / width, (int)mx), 0, (int)mx);
+      value = moved_value(decode(codes[from * columns + c], (int)fmt), e, target);
     }
     out[c * rows + r] = encode(value, (int)fmt);
   }
@@ -329,7 +315,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
   if (mx)
     ((u8*)out_scales)[at] = hi > lo ? (u8)(target + 127) : 0;
   else
-    ((float*)out_scales)[at] = hi > lo ? __uint_as_float((u32)(target + 127) << 23) : 0.f;
+    ((float*)out_scales)[at] = hi > lo ? power_of_two(target) : 0.f;
 }
 
 // Set *flag when a scale is no power of two (0 is fine). One thread a scale.

@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from fp8moe.records import arrays_in
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SIZES = (0, 1, 2, 127, 128, 129, 4096)
 EXPERTS = (1, 3, 8, 64, 257)
@@ -105,3 +107,9 @@ def to_float8(y, fmt):
 
 def from_float8(codes, fmt):
     return codes.view(FLOAT8[fmt]).astype(np.float64)
+
+
+def assert_same(ours, theirs):
+    """Records of equal bits; codes of one may be bytes of the other."""
+    for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+        assert same_bits(a, b.view(a.dtype)), (a.shape, a.dtype)

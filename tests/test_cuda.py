@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from cases import BF16, from_float8, routings, same_bits, values
+from cases import BF16, assert_same, from_float8, routings, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_moe import layer_inputs
-from test_transpose import check, random_rowwise
+from test_transpose import check, every_code_under_every_difference, random_rowwise
 
 import fp8moe
 from fp8moe.records import DeviceArray, QuantTensor, arrays_in, map_arrays
@@ -47,11 +47,6 @@ def both(function, *arguments, **options):
     ours = function(*arguments, **options)
     theirs = function(*(upload(a) for a in arguments), **{k: upload(v) for k, v in options.items()})
     return ours, download(theirs)
-
-
-def assert_same(ours, theirs):
-    for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
-        assert same_bits(a, b.view(a.dtype)), (a.shape, a.dtype)
 
 
 @given(routings(), st.booleans())
@@ -238,19 +233,10 @@ def test_transpose_of_many_experts():
 @pytest.mark.parametrize("width", [128, 32])
 def test_every_code_under_every_scale_difference_on_cuda(fmt, width):
     """Against float64, as on the CPU: test_transpose has the oracle."""
-    every = np.arange(256, dtype=np.uint8)
-    finite = np.isfinite(from_float8(every, fmt))
-    largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
-    for difference in range(41):
-        for up in (False, True):
-            codes = np.stack([every, np.full(256, largest, np.uint8)])
-            exponents = np.array([0, -difference if up else difference])
-            scales = exponents[:, None] + np.zeros((2, 256 // width), int)
-            stored = (scales + 127).astype(np.uint8) if width == 32 else np.exp2(scales).astype(np.float32)
-            q = QuantTensor(codes, stored, fmt, (1, width))
-            for target in ("column", "tile"):
-                got = download(fp8moe.scaling_aware_transpose(upload(q), target=target))
-                check(q, got, [(0, 2)], target)
+    for q in every_code_under_every_difference(fmt, width):
+        for target in ("column", "tile"):
+            got = download(fp8moe.scaling_aware_transpose(upload(q), target=target))
+            check(q, got, [(0, 2)], target)
 
 
 def test_permute_transpose_and_checked_scales(monkeypatch):

@@ -116,10 +116,8 @@ def test_aligned_experts_need_no_more_scales_than_one():
     check(q, got, [(0, 128), (128, 128), (128, 384)])
 
 
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("width", [128, 32])
-def test_every_code_under_every_scale_difference(fmt, width):
-    """All 256 codes beside a row that fixes the target 0 to 40 powers of two above theirs."""
+def every_code_under_every_difference(fmt, width):
+    """All 256 codes beside a row that fixes the target 0 to 40 powers of two above, and below, theirs."""
     every = np.arange(256, dtype=np.uint8)
     finite = np.isfinite(from_float8(every, fmt))
     largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
@@ -130,9 +128,15 @@ def test_every_code_under_every_scale_difference(fmt, width):
             exponents = np.array([0, -difference if up else difference])
             scales = exponents[:, None] + np.zeros((2, 256 // width), int)
             stored = (scales + 127).astype(np.uint8) if width == 32 else np.exp2(scales).astype(np.float32)
-            q = QuantTensor(codes, stored, fmt, (1, width))
-            check(q, fp8moe.scaling_aware_transpose(q), [(0, 2)])
-            check(q, fp8moe.scaling_aware_transpose(q, target="tile"), [(0, 2)], "tile")
+            yield QuantTensor(codes, stored, fmt, (1, width))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("width", [128, 32])
+def test_every_code_under_every_scale_difference(fmt, width):
+    for q in every_code_under_every_difference(fmt, width):
+        check(q, fp8moe.scaling_aware_transpose(q), [(0, 2)])
+        check(q, fp8moe.scaling_aware_transpose(q, target="tile"), [(0, 2)], "tile")
 
 
 def test_zeros_nan_and_rows_of_scale_zero():

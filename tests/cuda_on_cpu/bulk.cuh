@@ -31,12 +31,11 @@ inline void barrier_wait(u64* barrier, u32 parity = 0) {
     if ((u32)((Barrier*)barrier)->phase != parity) return;
   }
 }
-inline void bulk_store(void* to, const void* from, u32 bytes) {
+inline void bulk_store(void* to, const void* from, u32 bytes, u64) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
   memcpy(to, from, bytes);
 }
 inline u64 evict_first() { return 0; }
-inline void bulk_store_hinted(void* to, const void* from, u32 bytes, u64) { bulk_store(to, from, bytes); }
 inline void bulk_commit_and_wait_for_earlier() {}
 inline void bulk_finish() {}
 inline void fence_async() {}
