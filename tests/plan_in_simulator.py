@@ -27,11 +27,11 @@ def compare(verb, routing, spec):
 # Sizes at which a simulator shows several chunks, several steps in a chunk, and several words of bits.
 rng = np.random.default_rng()
 SMALL = ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2))
-for chunk, mask_chunk, most, words, shapes in (
-    (8, 3, 128, 8192, SMALL),
-    (40, 34, 2, 9, ((75, 5, 2), (40, 16, 3))),
+for chunk, block, most, words, shapes in (
+    (8, 4, 128, 8192, SMALL),
+    (40, 40, 2, 9, ((75, 5, 2), (40, 16, 3))),
 ):
-    kernels.CHUNK, kernels.MASK_CHUNK, kernels.MAX_CHUNKS, kernels.BITS = chunk, mask_chunk, most, words
+    kernels.CHUNK, kernels.BLOCK, kernels.MAX_CHUNKS, kernels.BITS = chunk, block, most, words
     for tokens, experts, k in shapes:
         ids = rng.integers(-1, experts, (tokens, k)).astype(np.int32)
         for align, capacity in ((1, None), (4, tokens)):

@@ -108,9 +108,9 @@ def test_the_plans_kernels_compile(architecture):
     from fp8moe.kernels_cuda import plan
 
     kinds = {
-        plan._rank_entries: ("int64", *["i"] * 4, *["int32"] * 2),
-        plan._rank_mask: ("uint64", *["i"] * 6, *["int32"] * 3),
-        plan._place_entries: (*["int32"] * 3, *["i"] * 9, *["int32"] * 7),
+        plan._count_entries: ("int64", *["i"] * 3, "int32"),
+        plan._list_experts: ("uint64", *["i"] * 7, *["int32"] * 2),
+        plan._place_entries: (*["int32"] * 2, *["i"] * 10, *["int32"] * 7),
     }
     for kernel, types in kinds.items():
         assert len(numba_cuda.cubin(kernel, types, architecture)) > 1000
