@@ -24,11 +24,13 @@ OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "--ptxa
 
 
 # Sources that are compiled once for each of these sets of definitions, as they are asked for.
-_KINDS = ("KIND=BF16", "KIND=F16", "KIND=F32")
+_FORMATS: list[tuple[str, ...]] = [(f"FMT={fmt}", f"MX={mx}") for fmt in (0, 1) for mx in (0, 1)]
+_KINDS = ("BF16", "F16", "F32")
+_CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
-    "quantize": [(kind,) for kind in _KINDS],
-    "swiglu": [(kind, clamped) for kind in _KINDS for clamped in ("CLAMPED=0", "CLAMPED=1")],
-    "transpose": [(f"FMT={fmt}", f"MX={mx}") for fmt in (0, 1) for mx in (0, 1)],
+    "quantize": _CONVERSIONS,
+    "swiglu": [(*c, f"CLAMPED={clamped}") for c in _CONVERSIONS for clamped in (0, 1)],
+    "transpose": _FORMATS,
 }
 
 

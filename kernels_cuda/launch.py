@@ -13,7 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fp8moe.formats import BFLOAT16, Block
+from fp8moe.formats import BFLOAT16, Block, is_mx
 from fp8moe.kernels_cuda import compiler
 from fp8moe.records import ArraySpec, DeviceArray, QuantTensor
 
@@ -21,7 +21,7 @@ runtime, driver = cupy.cuda.runtime, cupy.cuda.driver
 
 # The tables of common.cuh.
 KINDS = {BFLOAT16: 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2, np.dtype(np.float64): 3}
-KIND_NAMES = {BFLOAT16: "KIND=BF16", np.dtype(np.float16): "KIND=F16", np.dtype(np.float32): "KIND=F32"}
+KIND_NAMES = {BFLOAT16: "BF16", np.dtype(np.float16): "F16", np.dtype(np.float32): "F32"}
 FORMATS = {"e4m3": 0, "e5m2": 1, "e2m1": 2}
 LAYOUTS: dict[Block, int] = {(1, 128): 1, (1, 32): 2, (1, 16): 3, None: 4}
 PLAIN = 0
@@ -149,6 +149,15 @@ def copy_to_host(x: DeviceArray) -> np.ndarray:
         runtime.memcpyAsync(host.ctypes.data, x.ptr, x.nbytes, runtime.memcpyDeviceToHost, _current.place[1])
         runtime.streamSynchronize(_current.place[1])
     return host
+
+
+def conversion(x: Any, q: QuantTensor) -> tuple[str, ...]:
+    """Definitions of a kernel that quantises x."""
+    return f"KIND={KIND_NAMES[x.dtype]}", *formats(q)
+
+
+def formats(q: QuantTensor) -> tuple[str, ...]:
+    return f"FMT={FORMATS[q.fmt]}", f"MX={int(is_mx(q.block))}"
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:

@@ -41,7 +41,33 @@ __device__ __forceinline__ u32 halves_of_e5m2x2(u16 codes) {
   asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
   return halves;
 }
+
+__device__ __forceinline__ u32 halves_to_e4m3x2(u32 halves) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(pair) : "r"(halves));
+  return pair;
+}
+
+__device__ __forceinline__ u32 halves_to_e5m2x2(u32 halves) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e5m2x2.f16x2 %0, %1;" : "=h"(pair) : "r"(halves));
+  return pair;
+}
 #endif
+
+// Two halves a word.
+__device__ __forceinline__ u32 halves_times(u32 a, u32 b) {
+  u32 c;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// The larger of `a` and the magnitude of `b`, or NaN.
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
+  u32 c;
+  asm("{ .reg .b32 m; abs.f16x2 m, %2; max.NaN.f16x2 %0, %1, m; }" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
 
 __device__ __forceinline__ float larger_or_nan(float a, float b) {
   float c;

@@ -6,7 +6,9 @@
 #include "tile.cuh"
 
 #ifndef KIND
-#define KIND BF16  // what quantize_rows reads
+#define KIND BF16  // what quantize_rows and quantize_tiles read
+#define FMT 0      // what they write: e4m3
+#define MX 0       // blocks of 128
 #endif
 
 #define PAIRS 2  // of 16-byte vectors (32 for float32) that a thread has in flight
@@ -18,15 +20,15 @@
 // Launch: blocks of 256 threads; a thread has PAIRS times sixteen values.
 // Why: every load and store is whole lines, no shared memory, no barrier.
 extern "C" __global__ void __launch_bounds__(256)
-    quantize_rows(const void* x, i64 vectors, i64 blocks, i64 fmt, i64 pow2, i64 mx, float eps, i64 ready,
-                  u8* codes, void* scales) {
-  const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
-  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
+    quantize_rows(const void* x, i64 vectors, i64 blocks, i64 pow2, float eps, i64 ready, u8* codes,
+                  void* scales) {
+  const Rule rule = {FMT, (int)pow2, MX, eps};
+  const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
   const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
   Eight<KIND> a[PAIRS], b[PAIRS];
 #pragma unroll
   for (int u = 0; u < PAIRS; ++u) {
-    const i64 at = vector_of(first + 64 * u, lane, rule.mx);
+    const i64 at = vector_of(first + 64 * u, lane, MX);
     if (at + lanes < vectors) {
       a[u] = load_eight<KIND>(x, at);
       b[u] = load_eight<KIND>(x, at + lanes);
@@ -34,11 +36,11 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 #pragma unroll
   for (int u = 0; u < PAIRS; ++u) {
-    const i64 at = vector_of(first + 64 * u, lane, rule.mx);
+    const i64 at = vector_of(first + 64 * u, lane, MX);
     float v[8], w[8];
     floats<KIND>(a[u], v);
     floats<KIND>(b[u], w);
-    i64 block = at / (rule.mx ? 4 : 16);
+    i64 block = at / (MX ? 4 : 16);
     if (ready) block = block % blocks * ready + block / blocks;
     write_block(v, w, rule, at, block, at + lanes < vectors, codes, scales);
   }
@@ -47,29 +49,38 @@ extern "C" __global__ void __launch_bounds__(256)
 // What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
 // Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 256 threads, grid (tiles of rows, tiles of columns).
-extern "C" __global__ void __launch_bounds__(256, 2)
-    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips, i64 fmt,
-                   i64 pow2, i64 mx, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
-  __shared__ __align__(16) u8 stage[TILE * TILE];
-  __shared__ __align__(16) u32 largest[CHUNKS][TILE];
+// Launch: blocks of 256 threads, as tiles_of_block has them; TILE * TILE * (1 + size of a value) bytes of
+//   shared memory. The next tile travels while this one, in registers, is quantised.
+extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
+    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
+                   i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+  DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes
+  u8 *stage = shared, *in = shared + TILE * TILE;
+  __shared__ TileShared beside;
+  __shared__ const u8* row_at[TILE];
   __shared__ int first_row[4], row_count[4], sums[8], used;
-  const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, per_tile = mx ? 4 : 1;
-  const int first_strip = blockIdx.x * per_tile;
-  find_strips(offsets, (int)experts, rows, mx ? 32 : TILE, first_strip, per_tile, first_row, row_count, sums,
-              &used);
-  const int q = mx ? warp / 2 : 0, inside = (mx ? warp % 2 : warp) * CHUNK_ROWS;
-  const i64 first_column = (i64)blockIdx.y * TILE;
-  float v[CHUNK_ROWS][4];
+  const int size = KIND == F32 ? 4 : 2, per_tile = MX ? 4 : 1, height = MX ? 32 : TILE;
+  const Rule rule = {FMT, (int)pow2, MX, eps};
+  const Tiles block = tiles_of_block(columns);
+  const int first_strip = block.row * per_tile;
+  find_strips(offsets, (int)experts, rows, height, first_strip, per_tile, first_row, row_count, sums, &used);
+  find_rows(x, columns * size, rows, height, first_row, row_count, row_at, in, TILE * size, 1);
+  fetch_tile<size>(in, row_at, (i64)block.first * (TILE * size));
+  copy_async_commit();
+  const u8* mine = in + (threadIdx.x / 32 * CHUNK_ROWS * TILE + threadIdx.x % 32 * 4) * size;
+#pragma unroll 1
+  for (int at = block.first; at < block.end; ++at) {
+    copy_async_wait<0>();
+    __syncthreads();  // this tile is here
+    float v[CHUNK_ROWS][4];
 #pragma unroll
-  for (int i = 0; i < CHUNK_ROWS; ++i) {
-    v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0.f;
-    if (inside + i < row_count[q])
-      load_four<KIND>(x, (first_row[q] + inside + i) * columns + first_column + 4 * lane, v[i]);
+    for (int i = 0; i < CHUNK_ROWS; ++i) four_of<KIND>(mine + i * (TILE * size), v[i]);
+    __syncthreads();  // and in registers; the one before it has been written
+    if (at + 1 < block.end) fetch_tile<size>(in, row_at, (at + 1ll) * (TILE * size));
+    copy_async_commit();
+    quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, (i64)at * TILE, columns, rows,
+                  row_codes, row_scales, codes, scales, stage, beside);
   }
-  quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, first_column, columns, rows,
-                row_codes, row_scales, codes, scales, stage, largest);
 }
 
 // First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import ceil_div, is_columnwise, is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import FORMATS, KINDS, conversion, fill_bytes, launch, scratch, threads
 from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
+TILE, ACROSS = 128, 4  # as in tile.cuh
 
 
 def quantize(
@@ -63,9 +64,9 @@ def quantize(
         if out.layout == "gemm_ready":
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
-        arguments = (x, vectors, blocks, *rule, ready, out.data, out.scales)
-        blocks_of_threads, kind = threads(vectors, 4 * 256), (KIND_NAMES[x.dtype],)
-        launch("quantize", "quantize_rows", blocks_of_threads, 256, *arguments, defines=kind)
+        arguments = (x, vectors, blocks, pow2, float(eps), ready, out.data, out.scales)
+        variant = conversion(x, out)
+        launch("quantize", "quantize_rows", threads(vectors, 4 * 256), 256, *arguments, defines=variant)
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
@@ -98,13 +99,24 @@ def _quantize_tiles(
     x: Any, pow2: bool, eps: float, rowwise: QuantTensor | None, columnwise: QuantTensor, offsets: Any
 ) -> None:
     rows, columns = x.shape
-    mx = is_mx(columnwise.block)
-    rule = (FORMATS[columnwise.fmt], pow2, mx, float(eps))
-    results = tile_results(rowwise, columnwise)
-    kind = (KIND_NAMES[x.dtype],)
-    grid = tile_grid(columnwise, columns, offsets)
-    arguments = (x, rows, columns, *tile_offsets(offsets), columnwise.scales.shape[0], *rule, *results)
-    launch("quantize", "quantize_tiles", grid, 256, *arguments, defines=kind)
+    experts = 0 if offsets is None else offsets.shape[0] - 1
+    launch(
+        "quantize",
+        "quantize_tiles",
+        tile_blocks(columnwise, columns, offsets),
+        256,
+        x,
+        rows,
+        columns,
+        offsets,
+        experts,
+        columnwise.scales.shape[0],
+        pow2,
+        float(eps),
+        *tile_results(rowwise, columnwise),
+        shared=tile_bytes(x.dtype.itemsize),
+        defines=conversion(x, columnwise),
+    )
 
 
 def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None) -> bool:
@@ -113,14 +125,20 @@ def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None) -> bool:
     return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
 
 
-def tile_grid(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[int, int]:
-    """Tiles of rows, and of columns; two strips more than are kept, for rows that no expert has."""
+def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> int:
+    """Blocks for all tiles (`tiles_of_block` in tile.cuh); two strips more than are kept when there are
+    offsets, for rows that no expert has."""
     strips = columnwise.scales.shape[0] + (0 if offsets is None else 2)
-    return threads(strips, 4) if is_mx(columnwise.block) else strips, columns // 128
+    return blocks_of_tiles(strips, columns, columnwise)
 
 
-def tile_offsets(offsets: Any) -> tuple[Any, int]:
-    return offsets, 0 if offsets is None else offsets.shape[0] - 1
+def blocks_of_tiles(strips: int, columns: int, columnwise: QuantTensor) -> int:
+    return (threads(strips, 4) if is_mx(columnwise.block) else strips) * threads(columns, ACROSS * TILE)
+
+
+def tile_bytes(value_bytes: int) -> int:
+    """Shared memory: the tile that goes out, as codes, and the one that comes."""
+    return TILE * TILE * (1 + value_bytes)
 
 
 def tile_results(rowwise: QuantTensor | None, columnwise: QuantTensor) -> tuple[Any, ...]:

@@ -8,6 +8,8 @@
 
 #ifndef KIND
 #define KIND BF16  // what the fast path reads
+#define FMT 0      // what it writes: e4m3
+#define MX 0       // blocks of 128
 #define CLAMPED 0  // whether it clamps or adds an offset
 #endif
 
@@ -125,10 +127,12 @@ struct Gates {
 };
 
 __device__ __noinline__ void far_sigmoids(const float* a, float alpha, float* s) {
-  for (int i = 0; i < 8; ++i) s[i] = (float)(1.0 / (1.0 + exp(-(double)(alpha * a[i]))));
+  for (int i = 0; i < 8; ++i)
+    if (!(fabsf(alpha * a[i]) < FAR)) s[i] = (float)(1.0 / (1.0 + exp(-(double)(alpha * a[i]))));
 }
 
-__device__ __forceinline__ void gates(Gates& g, Activation act) {
+// Whether all are near enough for the quick sigmoid.
+__device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   g.free = 0xffffu;
   if (CLAMPED) {
 #pragma unroll
@@ -147,12 +151,15 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
     near = near && fabsf(x) < FAR;
     g.s[i] = quick_sigmoid(x);
   }
-  if (!near) {  // once in a blue moon
-    float a[8], s[8];
-    for (int i = 0; i < 8; ++i) a[i] = g.a[i];
-    far_sigmoids(a, act.alpha, s);
-    for (int i = 0; i < 8; ++i) g.s[i] = s[i];
-  }
+  return near;
+}
+
+__device__ __forceinline__ void gates(Gates& g, Activation act) {
+  if (quick_gates(g, act)) return;
+  float a[8], s[8];  // once in a blue moon
+  for (int i = 0; i < 8; ++i) a[i] = g.a[i], s[i] = g.s[i];
+  far_sigmoids(a, act.alpha, s);
+  for (int i = 0; i < 8; ++i) g.s[i] = s[i];
 }
 
 // What: y = a * sigmoid(alpha a) * b * prob, quantised by blocks of 128 (mx: 32) of a row; zeros behind
@@ -163,14 +170,13 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
 // Launch: blocks of 256 threads, a thread sixteen values of a and of b.
 extern "C" __global__ void __launch_bounds__(256)
     swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
-                         float alpha, float offset, i64 rows, i64 vectors_, i64 fmt, i64 mx, u8* codes,
-                         void* scales) {
+                         float alpha, float offset, i64 rows, i64 vectors_, u8* codes, void* scales) {
   const Activation act = {clamp, alpha, offset};
-  const Rule rule = {(int)fmt, 1, (int)mx, 0.f};
+  const Rule rule = {FMT, 1, MX, 0.f};
   const u32 vectors = (u32)vectors_;
-  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
+  const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
   const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * 2;
-  const i64 at = vector_of(first, lane, rule.mx);
+  const i64 at = vector_of(first, lane, MX);
   const bool whole = at + lanes < rows * vectors;
   const i64 row = at <= 0xffffffffll ? (u32)at / vectors : at / vectors;
   float y[2][8];
@@ -195,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
     }
   }
-  write_block(y[0], y[1], rule, at, at / (rule.mx ? 4 : 16), whole, codes, scales);
+  write_block(y[0], y[1], rule, at, at / (MX ? 4 : 16), whole, codes, scales);
 }
 
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
@@ -205,17 +211,17 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(128, 4)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
-                                  i64 vectors, i64 fmt, i64 mx, u8* codes, void* scales, float* dprobs) {
+                                  i64 vectors, u8* codes, void* scales, float* dprobs) {
   const Activation act = {clamp, alpha, offset};
-  const Rule rule = {(int)fmt, 1, (int)mx, 0.f};
+  const Rule rule = {FMT, 1, MX, 0.f};
   const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
+  const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
   if (row >= rows) return;
   const bool real = !last || row < *last;
   const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
   double sum = 0.0;
   for (i64 first = 0; first < vectors; first += 64) {
-    const i64 at = vector_of(first, lane, rule.mx), half = row * 2 * vectors + at;
+    const i64 at = vector_of(first, lane, MX), half = row * 2 * vectors + at;
     const bool whole = at + lanes < vectors;
     float da[2][8], db[2][8];
 #pragma unroll
@@ -248,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
         sum += (double)part;
       }
     }
-    const int per_block = rule.mx ? 4 : 16;
+    const int per_block = MX ? 4 : 16;
     write_block(da[0], da[1], rule, half, half / per_block, whole, codes, scales);
     write_block(db[0], db[1], rule, half + vectors, (half + vectors) / per_block, whole, codes, scales);
   }
@@ -259,49 +265,89 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 
 // The forward with column-wise blocks beside the row-wise ones, from one read.
 // Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
-// Launch: blocks of 256 threads, grid (tiles of rows, tiles of columns).
-extern "C" __global__ void __launch_bounds__(256, 2)
+// Launch: as quantize_tiles; TILE * TILE * (1 + twice the size of a value) bytes of shared memory.
+extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
-                          i64 fmt, i64 mx, u8* row_codes, void* row_scales, u8* codes, void* scales) {
-  __shared__ __align__(16) u8 stage[TILE * TILE];
-  __shared__ __align__(16) u32 largest[CHUNKS][TILE];
+                          u8* row_codes, void* row_scales, u8* codes, void* scales) {
+  DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes
+  u8 *stage = shared, *in = shared + TILE * TILE;
+  __shared__ TileShared beside;
+  __shared__ const u8* row_at[TILE];
+  __shared__ float row_probs[TILE];
   __shared__ int first_row[4], row_count[4], sums[8], used;
+  const int size = KIND == F32 ? 4 : 2, per_tile = MX ? 4 : 1, height = MX ? 32 : TILE;
+  const int table = TILE * TILE * size, t = threadIdx.x, warp = t / 32;
   const Activation act = {clamp, alpha, offset};
-  const Rule rule = {(int)fmt, 1, (int)mx, 0.f};
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, per_tile = mx ? 4 : 1;
-  const int first_strip = blockIdx.x * per_tile;
-  find_strips(offsets, (int)experts, rows, mx ? 32 : TILE, first_strip, per_tile, first_row, row_count, sums,
-              &used);
-  const int q = mx ? warp / 2 : 0, inside = (mx ? warp % 2 : warp) * CHUNK_ROWS;
-  const i64 first_column = (i64)blockIdx.y * TILE, column = first_column + 4 * lane;
+  const Rule rule = {FMT, 1, MX, 0.f};
+  const Tiles block = tiles_of_block(width);
+  const int first_strip = block.row * per_tile;
+  find_strips(offsets, (int)experts, rows, height, first_strip, per_tile, first_row, row_count, sums, &used);
   const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
-  const int count = first_row[q] < last ? row_count[q] : 0;
-  float v[CHUNK_ROWS][4];
+  find_rows(h, 2 * width * size, last, height, first_row, row_count, row_at, in, TILE * size, 2);
+  auto fetch = [&](int at) {
+    fetch_tile<size>(in, row_at, (i64)at * (TILE * size));
+    fetch_tile<size>(in + table, row_at, (width + (i64)at * TILE) * size);
+    copy_async_commit();
+  };
+  fetch(block.first);
+  if (t < TILE)
+    row_probs[t] =
+        probs && row_at[t] ? load(probs, first_row[t / height] + t % height, (int)probs_kind) : 1.f;
+  u8* mine = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
+  const u32 there = __ballot_sync(0xffffffffu, row_at[warp * CHUNK_ROWS + t % CHUNK_ROWS] != 0);
+#pragma unroll 1
+  for (int at = block.first; at < block.end; ++at) {
+    copy_async_wait<0>();
+    __syncthreads();  // this tile is here
+    float v[CHUNK_ROWS][4];
+    bool near = true;
 #pragma unroll
-  for (int i = 0; i < CHUNK_ROWS; i += 2) {
-    Gates g;
-    float prob[2] = {1.f, 1.f};
+    for (int i = 0; i < CHUNK_ROWS; i += 2) {
+      Gates g;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+      for (int k = 0; k < 2; ++k) {
+        four_of<KIND>(mine + (i + k) * (TILE * size), g.a + 4 * k);
+        four_of<KIND>(mine + (i + k) * (TILE * size) + table, g.b + 4 * k);
+      }
+      near = quick_gates(g, act) && near;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) g.a[4 * k + c] = g.b[4 * k + c] = 0.f;
-      if (inside + i + k < count) {
-        const i64 row = first_row[q] + inside + i + k;
-        load_four<KIND>(h, row * 2 * width + column, g.a + 4 * k);
-        load_four<KIND>(h, row * 2 * width + width + column, g.b + 4 * k);
-        if (probs) prob[k] = load(probs, row, (int)probs_kind);
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float y =
+              g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * row_probs[warp * CHUNK_ROWS + i + k];
+          v[i + k][c] = there >> (i + k) & 1u ? y : 0.f;
+        }
+    }
+    if (!near) {
+      // once in a blue moon: the results by way of this thread's places in shared memory
+#pragma unroll 1
+      for (int i = 0; i < CHUNK_ROWS; ++i) {
+        float a[4], b[4], y[4];
+        u8* row = mine + i * (TILE * size);
+        four_of<KIND>(row, a);
+        four_of<KIND>(row + table, b);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
+          const float x = act.alpha * e.a, s = fabsf(x) < FAR ? quick_sigmoid(x) : e.s;
+          y[c] = there >> i & 1u ? e.a * s * e.b * row_probs[warp * CHUNK_ROWS + i] : 0.f;
+        }
+        *(uint2*)row = make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1]));
+        *(uint2*)(row + table) = make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3]));
+      }
+#pragma unroll
+      for (int i = 0; i < CHUNK_ROWS; ++i) {
+        const uint2 left = *(const uint2*)(mine + i * (TILE * size));
+        const uint2 right = *(const uint2*)(mine + i * (TILE * size) + table);
+        v[i][0] = __uint_as_float(left.x), v[i][1] = __uint_as_float(left.y);
+        v[i][2] = __uint_as_float(right.x), v[i][3] = __uint_as_float(right.y);
       }
     }
-    gates(g, act);
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[k];
-        v[i + k][c] = inside + i + k < count ? y : 0.f;
-      }
+    __syncthreads();  // it is in registers; the one before it has been written
+    if (at + 1 < block.end) fetch(at + 1);
+    quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, (i64)at * TILE, width, rows,
+                  row_codes, row_scales, codes, scales, stage, beside);
   }
-  quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, first_column, width, rows,
-                row_codes, row_scales, codes, scales, stage, largest);
 }

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, KIND_NAMES, KINDS, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     quantize,
     rows_are_whole,
-    tile_grid,
-    tile_offsets,
+    tile_blocks,
+    tile_bytes,
     tile_results,
     tiles_are_whole,
 )
@@ -40,11 +39,9 @@ def swiglu_quantize(
             *_constants(activation),
             h.shape[0],
             vectors,
-            FORMATS[out.fmt],
-            is_mx(out.block),
             out.data,
             out.scales,
-            defines=_variant(h, activation),
+            defines=_variant(h, activation, out),
         )
         return
     rows, width = h.shape[0], h.shape[1] // 2
@@ -52,19 +49,19 @@ def swiglu_quantize(
         launch(
             "swiglu",
             "swiglu_quantize_tiles",
-            tile_grid(out.columnwise, width, expert_offsets),
+            tile_blocks(out.columnwise, width, expert_offsets),
             256,
             h,
             *_probs(probs),
             *_constants(activation),
             rows,
             width,
-            *tile_offsets(expert_offsets),
+            expert_offsets,
+            0 if expert_offsets is None else expert_offsets.shape[0] - 1,
             out.columnwise.scales.shape[0],
-            FORMATS[out.columnwise.fmt],
-            is_mx(out.columnwise.block),
             *tile_results(out.rowwise, out.columnwise),
-            defines=_variant(h, activation),
+            shared=tile_bytes(2 * h.dtype.itemsize),
+            defines=_variant(h, activation, out.columnwise),
         )
         return
     y = scratch((rows, width), np.float32)
@@ -92,12 +89,10 @@ def swiglu_quantize_backward(
             *_constants(activation),
             h.shape[0],
             grad.shape[1] // 8,
-            FORMATS[out.dh.fmt],
-            is_mx(out.dh.block),
             out.dh.data,
             out.dh.scales,
             out.dprobs,
-            defines=_variant(h, activation),
+            defines=_variant(h, activation, out.dh),
         )
         return
     dh = scratch(h.shape, np.float32)
@@ -144,9 +139,9 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
     )
 
 
-def _variant(h: Any, activation: Activation) -> tuple[str, str]:
+def _variant(h: Any, activation: Activation, out: QuantTensor) -> tuple[str, ...]:
     clamped = activation.clamp is not None or activation.linear_offset != 0
-    return KIND_NAMES[h.dtype], f"CLAMPED={int(clamped)}"
+    return *conversion(h, out), f"CLAMPED={int(clamped)}"
 
 
 def _probs(probs: Any) -> tuple[Any, int]:

@@ -13,18 +13,21 @@
 #define NAN_SCALE 10000
 #define NO_TARGET -20000
 #define NAN_TARGET 20000
-#define SPREAD 60  // powers of two between the row scales of a tile that floats hold with room to spare
-#define ACROSS 4   // tiles of a strip that a block makes, one after the other
-#define GROUP 16   // tiles of rows that are worked on at a time
 
-// The smallest power of two that a block holding this value (at scale 1) would be given.
+// Halves hold every multiple of 2^-24 of up to 11 bits below 2^16. The values of e4m3 codes are multiples of
+// 2^-9 up to 448 and may be raised by 2^7; those of e5m2 are multiples of 2^-16 up to 57344. So a tile's
+// values, each at the scale of its row relative to the largest, are exact as halves as long as the scales lie
+// within SPREAD powers of two.
+#define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
+#define RAISED (FMT == 0 ? 7 : 0)
+#define SPREAD (FMT == 0 ? 22 : 8)
+
+// The smallest power of two that a block holding this value (at scale 1) would be given. Blocks of 32:
+// floor(log2 v) - emax; of 128: ceil(log2(v / max)), max = 1.75 * 2^emax. No half is a subnormal float.
 __device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
   const u32 a = __float_as_uint(value) & 0x7fffffffu;
-  if (a == 0u) return NO_TARGET;
-  if (a >= 0x7f800000u) return NAN_TARGET;
-  const int exponent = (int)(a >> 23) - 127 - (fmt == 0 ? 8 : 15);
-  if (mx) return exponent;                          // floor(log2 v) - emax
-  return exponent + ((a & 0x7fffffu) > 0x600000u);  // ceil(log2(v / max)), max = 1.75 * 2^emax
+  const int exponent = (int)((a + (mx ? 0u : 0x1fffffu)) >> 23) - 127 - (fmt == 0 ? 8 : 15);
+  return a == 0u ? NO_TARGET : a >= 0x7f800000u ? NAN_TARGET : exponent;
 }
 
 __device__ __forceinline__ int final_target(int target, int mx) {
@@ -47,8 +50,19 @@ __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
     const int code = word >> (8 * part) & 0xffu;
     return code == 255 ? NAN_SCALE : code - 127;
   }
-  if (word == 0u) return ZERO_SCALE;
-  return word < 0x800000u ? ilogbf(__uint_as_float(word)) : (int)(word >> 23 & 0xffu) - 127;
+  const int normal = (int)(word >> 23 & 0xffu) - 127, subnormal = -118 - __clz(word);
+  return word == 0u ? ZERO_SCALE : word < 0x800000u ? subnormal : normal;
+}
+
+// A power of two as a half; 0 below the smallest.
+__device__ __forceinline__ u32 half_power(int exponent) {
+  const u32 subnormal = exponent < -24 ? 0u : 1u << (exponent + 24 & 31);
+  return exponent < -14 ? subnormal : (u32)(exponent + 15) << 10;
+}
+
+// Of the lanes that have four codes of a row each, those with one that is not zero.
+__device__ __forceinline__ u32 lanes_filled(u32 codes, bool inside) {
+  return __ballot_sync(0xffffffffu, inside && (codes & 0x7f7f7f7fu) != 0u);
 }
 
 // The word of one scale: a float32, or (mx) an E8M0 code.
@@ -62,207 +76,229 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
 // Launch: blocks of 256 threads, one for ACROSS tiles of a strip, in an order that keeps what is read and
-//   what is written at a time together; 3 * TILE * TILE bytes of shared memory. The next tile's codes and
-//   scales travel to shared memory while this one is made. tile.cuh says who has what.
-// How: first pass, each value times scale * 2^-E, E the tile's largest row exponent, exact in float32 as
-//   long as the exponents lie within SPREAD; the largest of a column gives its target. Second pass, the same
-//   times 2^(E - target), rounded once by the conversion. Tiles with a larger spread take the exponents one
-//   by one.
-extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 ? 3 : 4)
+//   what is written at a time together; 3 * TILE * TILE bytes of shared memory. The next tile's codes travel
+//   to shared memory while this one is made. tile.cuh says who has what.
+// How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
+//   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
+//   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
+//   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart takes the
+//   exponents one by one.
+extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 : 4)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
                             void* out_scales) {
   DYNAMIC_SHARED(shared);  // the tile that goes out | the one at hand | the next
   u8* stage = shared;
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
-  __shared__ u32 in_scales[2][TILE];
-  __shared__ __align__(16) short largest[CHUNKS][TILE];
-  __shared__ __align__(16) float factors[CHUNKS][MX ? 4 : 1][CHUNK_ROWS];
-  __shared__ int first_row[4], row_count[4], sums[8], from[TILE];
-  const int fmt = FMT, mx = MX, t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int height = mx ? 32 : TILE, per_tile = mx ? 4 : 1, part = mx ? lane / 8 : 0;
-  // GROUP tiles of rows, then the next tiles of columns: what is read, or written, at a time lies together
-  const int across_all = (int)((columns + ACROSS * TILE - 1) / (ACROSS * TILE));
-  const int down_all = gridDim.x / across_all, group = blockIdx.x / (GROUP * across_all);
-  const int in_group = down_all - group * GROUP < GROUP ? down_all - group * GROUP : GROUP;
-  const int rest = blockIdx.x - group * GROUP * across_all;
-  const int tile_row = group * GROUP + rest % in_group, tile_column = rest / in_group;
-  const i64 row_bytes = (columns + TILE - 1) / TILE * 4;  // of the scales: a word a tile
-  find_strips(offsets, (int)experts, rows, height, tile_row * per_tile, per_tile, first_row, row_count, sums);
+  __shared__ const u8* row_at[TILE];                   // of the codes; null: no such row
+  __shared__ __align__(16) u16 largest[CHUNKS][TILE];  // halves; exponents (as short) in the slow way
+  __shared__ __align__(16) u32 factors[CHUNKS][PARTS][CHUNK_ROWS];
+  __shared__ __align__(16) u16 lifts[PARTS][TILE];
+  __shared__ short exponents[PARTS][TILE], targets[PARTS][TILE];  // of the rows; of the columns
+  __shared__ u8 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
+  __shared__ int first_row[4], row_count[4], sums[8], lows[4], highs[4];
+  const int fmt = FMT, mx = MX;
+  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const int height = mx ? 32 : TILE, part = mx ? lane / 8 : 0, strip_of_warp = mx ? warp / 2 : 0;
+  const Tiles block = tiles_of_block(columns);
+  const int tiles = (int)((columns + TILE - 1) / TILE);  // and words of scales a row
+  find_strips(offsets, (int)experts, rows, height, block.row * PARTS, PARTS, first_row, row_count, sums);
+
+  int from = -1;  // the row whose scales this thread reads
   if (t < TILE) {
     const int q = t / height, i = t % height;
-    from[t] = i < row_count[q] ? (source ? source[first_row[q] + i] : first_row[q] + i) : -1;
+    if (i < row_count[q]) from = source ? source[first_row[q] + i] : first_row[q] + i;
+    row_at[t] = from < 0 ? 0 : codes + from * columns;
+    for (int k = 0; from < 0 && k < 16; ++k)  // it stays a row of zeros
+      *(uint4*)(in[k / 8] + t * TILE + k % 8 * 16) = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
-  const int first_tile = tile_column * ACROSS;
-  const int tiles = (int)((columns + TILE - 1) / TILE) - first_tile;
-  const int end = tiles < ACROSS ? tiles : ACROSS;
-  auto fetch = [&](int across) {
-    const i64 column = (i64)(first_tile + across) * TILE + t % 8 * 16;
+  u32 word = 0;
+  u8* my_stage = staged(stage, 4 * lane, warp);
+  auto fetch = [&](int at, int b) {
+    const int column = at * TILE + t % 8 * 16;
+    u8* to = in[b] + t * 16;
+    if (column < columns) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int r = t / 8 + 32 * k, row = from[r];
-      const bool there = row >= 0 && column < columns;
-      copy_async16(in[across & 1] + r * TILE + t % 8 * 16, codes + (there ? row * columns + column : 0),
-                   there);
-    }
-    if (t < TILE) {
-      const bool there = from[t] >= 0;
-      copy_async4(in_scales[across & 1] + t,
-                  (const u8*)scales + (there ? from[t] * row_bytes + (first_tile + across) * 4ll : 0), there);
+      for (int k = 0; k < 4; ++k) {
+        const u8* row = row_at[t / 8 + 32 * k];
+        if (row) copy_async16(to + k * (32 * TILE), row + column, true);
+      }
     }
     copy_async_commit();
+    if (from >= 0) word = ((const u32*)scales)[from * (i64)tiles + at];
   };
-  fetch(0);
+  fetch(block.first, 0);
+
 #pragma unroll 1
-  for (int across = 0; across < end; ++across) {
-    if (across + 1 < end) {
-      fetch(across + 1);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
-    }
-    __syncthreads();  // this tile is here, and the one before it has been written
-    const u32* words = (const u32*)in[across & 1] + warp * CHUNK_ROWS * (TILE / 4) + lane;
-    const u32* row_words = in_scales[across & 1];
-    const i64 first_column = (i64)(first_tile + across) * TILE, column = first_column + 4 * lane;
-    int low = NAN_SCALE, high = ZERO_SCALE;  // every warp looks at all rows' exponents: no barrier
+  for (int at = block.first, turn = 0; at < block.end; ++at, ++turn) {
+    const int b = turn & 1, column = at * TILE + 4 * lane;
+    if (t < TILE) {
+      int low = NAN_SCALE, high = ZERO_SCALE;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const u32 word = row_words[lane + 32 * k];
-      for (int p = 0; p < (mx ? 4 : 1); ++p) {
-        const int e = exponent_of(word, p, mx);
-        if (e == ZERO_SCALE || e == NAN_SCALE || (mx && from[lane + 32 * k] < 0)) continue;
+      for (int p = 0; p < PARTS; ++p) {
+        const int e = from < 0 ? ZERO_SCALE : exponent_of(word, p, mx);
+        exponents[p][t] = (short)e;
+        const bool counts = e != ZERO_SCALE && e != NAN_SCALE;
+        low = counts ? min(low, e) : low;
+        high = counts ? max(high, e) : high;
+      }
+      low = __reduce_min_sync(0xffffffffu, low);
+      high = __reduce_max_sync(0xffffffffu, high);
+      if (lane == 0) lows[warp] = low, highs[warp] = high;
+    }
+    if (at + 1 < block.end) fetch(at + 1, b ^ 1);
+    if (at + 1 < block.end)
+      copy_async_wait<1>();
+    else
+      copy_async_wait<0>();
+    __syncthreads();  // this tile is here, and the one before it has been written
+    const u32* words = (const u32*)in[b] + warp * CHUNK_ROWS * (TILE / 4) + lane;
+    int low = min(min(lows[0], lows[1]), min(lows[2], lows[3]));
+    int high = max(max(highs[0], highs[1]), max(highs[2], highs[3]));
+    if (high - low > SPREAD) {
+      // only rows with a code that is not zero count
+#pragma unroll 1
+      for (int i = 0; i < CHUNK_ROWS; ++i) {
+        const u32 lanes = lanes_filled(words[i * (TILE / 4)], column < columns);
+        u32 parts = lanes != 0u;
+        if (mx)
+          parts = (lanes & 0xffu ? 1u : 0u) | (lanes & 0xff00u ? 2u : 0u) | (lanes & 0xff0000u ? 4u : 0u) |
+                  (lanes >> 24 ? 8u : 0u);
+        if (lane == 0) filled[warp * CHUNK_ROWS + i] = (u8)parts;
+      }
+      __syncthreads();
+      low = NAN_SCALE, high = ZERO_SCALE;
+#pragma unroll 1
+      for (u32 k = lane; k < PARTS * TILE; k += 32) {
+        const int e = exponents[k / TILE][k % TILE];
+        if (e == ZERO_SCALE || e == NAN_SCALE || !(filled[k % TILE] >> (k / TILE) & 1)) continue;
         low = min(low, e);
         high = max(high, e);
       }
+      low = __reduce_min_sync(0xffffffffu, low);
+      high = __reduce_max_sync(0xffffffffu, high);
     }
-    low = __reduce_min_sync(0xffffffffu, low);
-    high = __reduce_max_sync(0xffffffffu, high);
     if (high == ZERO_SCALE) low = high = 0;
     const bool quick = high - low <= SPREAD && !tile;
+    const int unit = high - RAISED;  // 1 as a half stands for 2^unit
+    u32 seen[CHUNK_ROWS][2];         // the values, in columns 4 l and 4 l + 1, and the next two
     if (quick) {
-      // a factor in two steps: 2^-high may be no normal float
-      const int half = -high / 2;
-      const float down = power_of_two(half), again = power_of_two(-high - half);
-      for (int k = lane; k < (MX ? 4 : 1) * CHUNK_ROWS; k += 32) {
-        const int row = k % CHUNK_ROWS, p = k / CHUNK_ROWS;
-        const u32 word = row_words[warp * CHUNK_ROWS + row];
-        const int e = exponent_of(word, p, mx);
-        const float moved = e == NAN_SCALE ? __uint_as_float(0x7fc00000u) : power_of_two(max(e - high, -126));
-        factors[warp][p][row] = mx ? moved : __uint_as_float(word) * down * again;
+      for (u32 k = lane; k < PARTS * CHUNK_ROWS; k += 32) {
+        const u32 row = k % CHUNK_ROWS, p = k / CHUNK_ROWS;
+        const int e = exponents[p][warp * CHUNK_ROWS + row];
+        factors[warp][p][row] = 0x10001u * (e == NAN_SCALE ? 0x7e00u : half_power(min(e - unit, 15)));
       }
       __syncwarp();
-    }
-    const float4* my_factors = (const float4*)factors[warp][part];
-    int target[4];
-    if (quick) {
-      float top[4] = {0.f, 0.f, 0.f, 0.f};
+      u32 tops[2] = {0u, 0u};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float4 four = my_factors[k];
-        const float factor[4] = {four.x, four.y, four.z, four.w};
+        const uint4 four = ((const uint4*)factors[warp][part])[k];
+        const u32 factor[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float v[4];
-          decode4(words[(4 * k + i) * (TILE / 4)], fmt, v);
+          const u32 codes_here = words[(4 * k + i) * (TILE / 4)];
 #pragma unroll
-          for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[c] * factor[i]));
+          for (int h = 0; h < 2; ++h) {
+            seen[4 * k + i][h] = halves_times(decode2((u16)(codes_here >> (16 * h)), fmt), factor[i]);
+            tops[h] = larger_halves(tops[h], seen[4 * k + i][h]);
+          }
         }
       }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int needed = needed_exponent(top[c], fmt, mx);
-        target[c] = needed == NO_TARGET || needed == NAN_TARGET ? needed : high + needed;
-      }
+      *(uint2*)&largest[warp][4 * lane] = make_uint2(tops[0], tops[1]);
     } else {
-      for (int c = 0; c < 4; ++c) target[c] = NO_TARGET;
+      int target[4] = {NO_TARGET, NO_TARGET, NO_TARGET, NO_TARGET};
 #pragma unroll 1
       for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const int e = exponent_of(row_words[warp * CHUNK_ROWS + i], part, mx);
-        const u32 word = words[i * (TILE / 4)];
+        const int e = exponents[part][warp * CHUNK_ROWS + i];
+        const u32 codes_here = words[i * (TILE / 4)];
+        const u32 lanes = lanes_filled(codes_here, column < columns);
         if (tile) {
           // a row counts when any of its codes in this tile is not zero
-          const u32 filled = __ballot_sync(0xffffffffu, (word & 0x7f7f7f7fu) != 0u);
-          const bool occupied = mx ? (filled >> (8 * part) & 0xffu) != 0u : filled != 0u;
+          const bool occupied = mx ? (lanes >> (8 * part) & 0xffu) != 0u : lanes != 0u;
           if (occupied && e != ZERO_SCALE)
             for (int c = 0; c < 4; ++c) target[c] = max(target[c], e == NAN_SCALE ? NAN_TARGET : e);
         } else {
           float v[4];
-          decode4(word, fmt, v);
+          decode4(codes_here, fmt, v);
           for (int c = 0; c < 4; ++c) {
             const int needed = needed_exponent(v[c], fmt, mx);
-            if ((e == NAN_SCALE && from[warp * CHUNK_ROWS + i] >= 0) || needed == NAN_TARGET)
+            if (e == NAN_SCALE || needed == NAN_TARGET)
               target[c] = NAN_TARGET;
             else if (needed != NO_TARGET && e != ZERO_SCALE)
               target[c] = max(target[c], e + needed);
           }
         }
       }
+      *(short4*)&largest[warp][4 * lane] =
+          make_short4((short)target[0], (short)target[1], (short)target[2], (short)target[3]);
     }
-    *(short4*)&largest[warp][4 * lane] =
-        make_short4((short)target[0], (short)target[1], (short)target[2], (short)target[3]);
     __syncthreads();
-    const int first_chunk = mx ? warp / 2 * 2 : 0, chunks = mx ? 2 : CHUNKS;
-    for (int j = first_chunk; j < first_chunk + chunks; ++j) {
-      const short4 other = *(const short4*)&largest[j][4 * lane];
-      target[0] = max(target[0], (int)other.x);
-      target[1] = max(target[1], (int)other.y);
-      target[2] = max(target[2], (int)other.z);
-      target[3] = max(target[3], (int)other.w);
-    }
+    bool far = !quick;  // what is left to multiply with is no normal half
+    for (u32 k = t; k < PARTS * TILE; k += 256) {
+      const u32 q = k / TILE, c = k % TILE, chunks = CHUNKS / PARTS;
+      const i64 strip = (i64)block.row * PARTS + q;
+      int target = NO_TARGET;
+      if (quick) {
+        u32 top = 0;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) target[c] = final_target(target[c], mx);
-    const i64 strip = (i64)tile_row * per_tile + (mx ? warp / 2 : 0);
-    if (warp % (mx ? 2 : 8) == 0 && column < columns && strip < strips) {
-      const bool there = row_count[mx ? warp / 2 : 0] > 0;
-      if (mx) {
-        u32 four = 0;
-        for (int c = 0; c < 4; ++c) four |= there ? (u32)(target[c] + 127) << (8 * c) : 0u;
-        *(u32*)((u8*)out_scales + strip * columns + column) = four;
+        for (int j = 0; j < chunks; ++j) top = max(top, (u32)largest[q * chunks + j][c]);
+        const int needed = needed_exponent(f16_to_float((u16)top), fmt, mx);
+        const bool some = needed != NO_TARGET;
+        target = final_target(some && needed != NAN_TARGET ? unit + needed : needed, mx);
+        const int left = some ? unit - target : 0;
+        far = far || left < -14 || left > 15;
+        lifts[q][c] = (u16)half_power(min(left, 15));
       } else {
-        float4 four = make_float4(0.f, 0.f, 0.f, 0.f);
-        if (there)
-          four = make_float4(power_of_two(target[0]), power_of_two(target[1]), power_of_two(target[2]),
-                             power_of_two(target[3]));
-        *(float4*)((float*)out_scales + strip * columns + column) = four;
+        for (int j = 0; j < chunks; ++j) target = max(target, (int)(short)largest[q * chunks + j][c]);
+        target = final_target(target, mx);
+      }
+      targets[q][c] = (short)target;
+      if (at * TILE + c < columns && strip < strips) {
+        const bool there = row_count[q] > 0;
+        if (mx)
+          ((u8*)out_scales)[strip * columns + at * TILE + c] = there ? (u8)(target + 127) : 0;
+        else
+          ((float*)out_scales)[strip * columns + at * TILE + c] = there ? power_of_two(target) : 0.f;
       }
     }
-    float lift[4];
+    if (!__syncthreads_or(far)) {
+      const uint2 two = *(const uint2*)&lifts[strip_of_warp][4 * lane];
+      const u32 lift[2] = {two.x, two.y};
+      u32 columns_of[4][4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) lift[c] = power_of_two(min(max(high - target[c], -126), 127));
-    u32 packed_rows[4][4];
+      for (int k = 0; k < 4; ++k)
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      float v[4][4];
+        for (int h = 0; h < 2; ++h) {
+          u32 pairs[2];  // of two rows each
 #pragma unroll
-      for (int i = 0; i < 4; ++i) decode4(words[(4 * k + i) * (TILE / 4)], fmt, v[i]);
-      if (quick) {
-        const float4 four = my_factors[k];
-        const float factor[4] = {four.x, four.y, four.z, four.w};
+          for (int i = 0; i < 2; ++i)
+            pairs[i] = encode2_halves(halves_times(seen[4 * k + 2 * i][h], lift[h]), fmt) |
+                       encode2_halves(halves_times(seen[4 * k + 2 * i + 1][h], lift[h]), fmt) << 16;
+          columns_of[2 * h][k] = __byte_perm(pairs[0], pairs[1], 0x6420);
+          columns_of[2 * h + 1][k] = __byte_perm(pairs[0], pairs[1], 0x7531);
+        }
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) v[i][c] = v[i][c] * factor[i] * lift[c];
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int e = exponent_of(row_words[warp * CHUNK_ROWS + 4 * k + i], part, mx);
-#pragma unroll
-          for (int c = 0; c < 4; ++c) v[i][c] = moved_value(v[i][c], e, target[c]);
+      for (int c = 0; c < 4; ++c)
+        *(uint4*)(my_stage + c * TILE) =
+            make_uint4(columns_of[c][0], columns_of[c][1], columns_of[c][2], columns_of[c][3]);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < CHUNK_ROWS; ++i) {
+        const int e = exponents[part][warp * CHUNK_ROWS + i];
+        float v[4];
+        decode4(words[i * (TILE / 4)], fmt, v);
+        for (int c = 0; c < 4; ++c) {
+          const float moved = moved_value(v[c], e, targets[strip_of_warp][4 * lane + c]);
+          my_stage[c * TILE + i] = (u8)encode2(moved, 0.f, fmt);
         }
       }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) packed_rows[c][k] = encode4(v[0][c], v[1][c], v[2][c], v[3][c], fmt);
     }
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      stage_column(stage, 4 * lane + c, warp,
-                   make_uint4(packed_rows[c][0], packed_rows[c][1], packed_rows[c][2], packed_rows[c][3]));
     __syncthreads();
+    // eight lanes a column's segment, a piece of 16 rows each
     const int q = mx ? lane % 8 / 2 : 0, inside = (mx ? lane % 2 : lane % 8) * CHUNK_ROWS;
-    write_columns(stage, first_row[q] + inside, (int)clamped(row_count[q] - inside, CHUNK_ROWS), first_column,
-                  columns, rows, out);
+    const int base = first_row[q] + inside, count = (int)clamped(row_count[q] - inside, CHUNK_ROWS);
+    write_columns(stage, base, count, (i64)at * TILE, columns, rows, out);
   }
 }
 

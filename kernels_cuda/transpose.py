@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, formats, launch, scratch, threads
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import make_strips
+from fp8moe.kernels_cuda.quantize import blocks_of_tiles, make_strips, tile_bytes
 from fp8moe.records import PermutationPlan, QuantTensor
-
-ACROSS = 4  # as in transpose.cu
 
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
@@ -34,11 +32,10 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     columns, count = q.data.shape[1], out.scales.shape[0]
     if columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0:
         experts = 0 if offsets is None else offsets.shape[0] - 1
-        grid = (threads(count, 4) if mx else count) * threads(columns, ACROSS * 128)
         launch(
             "transpose",
             "scaling_aware_transpose",
-            grid,
+            blocks_of_tiles(count, columns, out),
             256,
             q.data,
             q.scales,
@@ -51,8 +48,8 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             target == "tile",
             out.data,
             out.scales,
-            shared=3 * 128 * 128,
-            defines=(f"FMT={FORMATS[q.fmt]}", f"MX={int(mx)}"),
+            shared=tile_bytes(2),
+            defines=formats(q),
         )
         return
     strips = make_strips(offsets, 1, rows, out.block[0], count)

@@ -117,7 +117,9 @@ def test_transpose(fmt, width):
 @pytest.mark.parametrize("activation", [{}, {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}])
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 def test_swiglu(activation, block):
-    h = (RNG.standard_normal((140, 256)) * 4).astype(BF16)
+    h = RNG.standard_normal((140, 256)) * 4
+    h[RNG.random(h.shape) < 0.01] *= 100  # far from where the quick sigmoid serves
+    h = h.astype(BF16)
     grad, probs = RNG.standard_normal((140, 128)).astype(BF16), RNG.random(140).astype(np.float32)
     options = {"block": block, **activation}
     for offsets in (None, np.array([20, 53, 53, 130], np.int32)):

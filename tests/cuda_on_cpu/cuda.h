@@ -88,7 +88,14 @@ inline int __syncthreads_or(int p) {
   __syncthreads();
   return any;
 }
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const unsigned long long bytes = a | (unsigned long long)b << 32;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= (unsigned)(bytes >> (8 * (selector >> (4 * i) & 7u)) & 0xffu) << (8 * i);
+  return out;
+}
 inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 
 struct uint2 {

@@ -23,6 +23,24 @@ inline u32 halves_of(u16 codes, int fmt) {
 }
 inline u32 halves_of_e4m3x2(u16 codes) { return halves_of(codes, 0); }
 inline u32 halves_of_e5m2x2(u16 codes) { return halves_of(codes, 1); }
+inline u32 halves_to(u32 halves, int fmt) {
+  return encode(f16_to_float((u16)halves), fmt) | (u32)encode(f16_to_float((u16)(halves >> 16)), fmt) << 8;
+}
+inline u32 halves_to_e4m3x2(u32 halves) { return halves_to(halves, 0); }
+inline u32 halves_to_e5m2x2(u32 halves) { return halves_to(halves, 1); }
+template <class F>
+u32 each_half(u32 a, u32 b, F f) {
+  const float low = f(f16_to_float((u16)a), f16_to_float((u16)b));
+  return float_to_f16(low) | (u32)float_to_f16(f(f16_to_float((u16)(a >> 16)), f16_to_float((u16)(b >> 16))))
+                                 << 16;
+}
+inline float larger_or_nan(float a, float b);
+inline u32 halves_times(u32 a, u32 b) {
+  return each_half(a, b, [](float x, float y) { return x * y; });
+}
+inline u32 larger_halves(u32 a, u32 b) {
+  return each_half(a, b, [](float x, float y) { return larger_or_nan(x, std::fabs(y)); });
+}
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async16(void* to, const void* from, bool there) {
   there ? memcpy(to, from, 16) : memset(to, 0, 16);
