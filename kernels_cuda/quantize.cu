@@ -49,37 +49,49 @@ extern "C" __global__ void __launch_bounds__(256)
 // What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
 // Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 256 threads, as tiles_of_block has them; TILE * TILE * (1 + size of a value) bytes of
-//   shared memory. The next tile travels while this one, in registers, is quantised.
+// Launch: blocks of 256 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
+//   and the table of strips. The next tile travels while this one, in registers, is quantised.
 extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
-    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
-                   i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
-  DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes
+    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 tiles_down,
+                   i64 strips, i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes,
+                   void* scales) {
+  const int size = KIND == F32 ? 4 : 2;
+  DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
-  __shared__ const u8* row_at[TILE];
-  __shared__ int first_row[4], row_count[4], sums[8], used;
-  const int size = KIND == F32 ? 4 : 2, per_tile = MX ? 4 : 1, height = MX ? 32 : TILE;
+  __shared__ Place places[PLACES];
+  __shared__ const u8* row_at[2][TILE];
+  __shared__ int used;
+  const u32 t = threadIdx.x, across = (u32)(columns / TILE), tiles = (u32)tiles_down * across;
   const Rule rule = {FMT, (int)pow2, MX, eps};
-  const Tiles block = tiles_of_block(columns);
-  const int first_strip = block.row * per_tile;
-  find_strips(offsets, (int)experts, rows, height, first_strip, per_tile, first_row, row_count, sums, &used);
-  find_rows(x, columns * size, rows, height, first_row, row_count, row_at, in, TILE * size, 1);
-  fetch_tile<size>(in, row_at, (i64)block.first * (TILE * size));
-  copy_async_commit();
-  const u8* mine = in + (threadIdx.x / 32 * CHUNK_ROWS * TILE + threadIdx.x % 32 * 4) * size;
+  const Strips all =
+      find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
+  auto look = [&](u32 i, u32 turn) {
+    if (t >= TILE || i >= tiles) return;
+    u32 column;
+    const int row = find_row(all, i, (u32)tiles_down, across, places[turn % PLACES], &column);
+    row_at[turn % 2][t] = row < 0 ? 0 : (const u8*)x + row * columns * size;
+  };
+  auto fetch = [&](u32 i, u32 turn) {
+    if (i < tiles) fetch_tile<size>(in, row_at[turn % 2], (i64)places[turn % PLACES].column * (TILE * size));
+    copy_async_commit();
+  };
+  look(blockIdx.x, 0);
+  __syncthreads();
+  fetch(blockIdx.x, 0);
+  const u8* mine = in + (t / 32 * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
-  for (int at = block.first; at < block.end; ++at) {
+  for (u32 i = blockIdx.x, turn = 0; i < tiles; i += gridDim.x, ++turn) {
+    look(i + gridDim.x, turn + 1);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
     float v[CHUNK_ROWS][4];
 #pragma unroll
-    for (int i = 0; i < CHUNK_ROWS; ++i) four_of<KIND>(mine + i * (TILE * size), v[i]);
-    __syncthreads();  // and in registers; the one before it has been written
-    if (at + 1 < block.end) fetch_tile<size>(in, row_at, (at + 1ll) * (TILE * size));
-    copy_async_commit();
-    quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, (i64)at * TILE, columns, rows,
-                  row_codes, row_scales, codes, scales, stage, beside);
+    for (int r = 0; r < CHUNK_ROWS; ++r) four_of<KIND>(mine + r * (TILE * size), v[r]);
+    __syncthreads();  // it is in registers; the one before it has been written
+    fetch(i + gridDim.x, turn + 1);
+    quantize_tile(v, rule, places[turn % PLACES], used, strips, columns, rows, row_codes, row_scales, codes,
+                  scales, stage, beside);
   }
 }
 

@@ -7,11 +7,21 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import ceil_div, is_columnwise, is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, KINDS, conversion, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import (
+    FORMATS,
+    KINDS,
+    conversion,
+    fill_bytes,
+    launch,
+    multiprocessors,
+    scratch,
+    threads,
+)
 from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
-TILE, ACROSS = 128, 4  # as in tile.cuh
+TILE = 128  # as in tile.cuh
+RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
 
 
 def quantize(
@@ -100,21 +110,23 @@ def _quantize_tiles(
 ) -> None:
     rows, columns = x.shape
     experts = 0 if offsets is None else offsets.shape[0] - 1
+    down = tiles_down(columnwise, 0 if offsets is None else 2)
     launch(
         "quantize",
         "quantize_tiles",
-        tile_blocks(columnwise, columns, offsets),
+        tile_blocks(down, columns, RESIDENT),
         256,
         x,
         rows,
         columns,
         offsets,
         experts,
+        down,
         columnwise.scales.shape[0],
         pow2,
         float(eps),
         *tile_results(rowwise, columnwise),
-        shared=tile_bytes(x.dtype.itemsize),
+        shared=tile_bytes(x.dtype.itemsize, offsets),
         defines=conversion(x, columnwise),
     )
 
@@ -125,20 +137,21 @@ def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None) -> bool:
     return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
 
 
-def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> int:
-    """Blocks for all tiles (`tiles_of_block` in tile.cuh); two strips more than are kept when there are
-    offsets, for rows that no expert has."""
-    strips = columnwise.scales.shape[0] + (0 if offsets is None else 2)
-    return blocks_of_tiles(strips, columns, columnwise)
+def tiles_down(columnwise: QuantTensor, rest: int = 0) -> int:
+    """Rows of tiles. ``rest``: two strips more than are kept, for rows that no expert has."""
+    strips = columnwise.scales.shape[0] + rest
+    return threads(strips, 4) if is_mx(columnwise.block) else strips
 
 
-def blocks_of_tiles(strips: int, columns: int, columnwise: QuantTensor) -> int:
-    return (threads(strips, 4) if is_mx(columnwise.block) else strips) * threads(columns, ACROSS * TILE)
+def tile_blocks(down: int, columns: int, resident: int) -> int:
+    """Blocks that take all tiles in turn: as many as fit at once."""
+    return min(down * threads(columns, TILE), multiprocessors() * resident)
 
 
-def tile_bytes(value_bytes: int) -> int:
-    """Shared memory: the tile that goes out, as codes, and the one that comes."""
-    return TILE * TILE * (1 + value_bytes)
+def tile_bytes(value_bytes: int, offsets: Any) -> int:
+    """Shared memory: the tile that goes out, as codes, the one that comes, and the table of strips."""
+    ranges = 0 if offsets is None else offsets.shape[0] + 1
+    return TILE * TILE * (1 + value_bytes) + 3 * 4 * ranges
 
 
 def tile_results(rowwise: QuantTensor | None, columnwise: QuantTensor) -> tuple[Any, ...]:

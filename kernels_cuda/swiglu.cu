@@ -265,41 +265,51 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 
 // The forward with column-wise blocks beside the row-wise ones, from one read.
 // Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
-// Launch: as quantize_tiles; TILE * TILE * (1 + twice the size of a value) bytes of shared memory.
+// Launch: as quantize_tiles, with a and b in shared memory.
 extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
-                          float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
-                          u8* row_codes, void* row_scales, u8* codes, void* scales) {
-  DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes
+                          float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 tiles_down,
+                          i64 strips, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+  const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
+  DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
-  __shared__ const u8* row_at[TILE];
-  __shared__ float row_probs[TILE];
-  __shared__ int first_row[4], row_count[4], sums[8], used;
-  const int size = KIND == F32 ? 4 : 2, per_tile = MX ? 4 : 1, height = MX ? 32 : TILE;
-  const int table = TILE * TILE * size, t = threadIdx.x, warp = t / 32;
+  __shared__ Place places[PLACES];
+  __shared__ const u8* row_at[2][TILE];
+  __shared__ float row_probs[2][TILE];
+  __shared__ int used;
+  const u32 t = threadIdx.x, warp = t / 32, across = (u32)(width / TILE), tiles = (u32)tiles_down * across;
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
-  const Tiles block = tiles_of_block(width);
-  const int first_strip = block.row * per_tile;
-  find_strips(offsets, (int)experts, rows, height, first_strip, per_tile, first_row, row_count, sums, &used);
+  const Strips all = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
   const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
-  find_rows(h, 2 * width * size, last, height, first_row, row_count, row_at, in, TILE * size, 2);
-  auto fetch = [&](int at) {
-    fetch_tile<size>(in, row_at, (i64)at * (TILE * size));
-    fetch_tile<size>(in + table, row_at, (width + (i64)at * TILE) * size);
+  auto look = [&](u32 i, u32 turn) {
+    if (t >= TILE || i >= tiles) return;
+    u32 column;
+    const int row = find_row(all, i, (u32)tiles_down, across, places[turn % PLACES], &column);
+    const bool there = row >= 0 && row < last;
+    row_at[turn % 2][t] = there ? (const u8*)h + row * 2 * width * size : 0;
+    row_probs[turn % 2][t] = there && probs ? load(probs, row, (int)probs_kind) : 1.f;
+  };
+  auto fetch = [&](u32 i, u32 turn) {
+    const i64 column = (i64)places[turn % PLACES].column * TILE;
+    if (i < tiles) {
+      fetch_tile<size>(in, row_at[turn % 2], column * size);
+      fetch_tile<size>(in + table, row_at[turn % 2], (width + column) * size);
+    }
     copy_async_commit();
   };
-  fetch(block.first);
-  if (t < TILE)
-    row_probs[t] =
-        probs && row_at[t] ? load(probs, first_row[t / height] + t % height, (int)probs_kind) : 1.f;
+  look(blockIdx.x, 0);
+  __syncthreads();
+  fetch(blockIdx.x, 0);
   u8* mine = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
-  const u32 there = __ballot_sync(0xffffffffu, row_at[warp * CHUNK_ROWS + t % CHUNK_ROWS] != 0);
 #pragma unroll 1
-  for (int at = block.first; at < block.end; ++at) {
+  for (u32 i = blockIdx.x, turn = 0; i < tiles; i += gridDim.x, ++turn) {
+    look(i + gridDim.x, turn + 1);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
+    const u32 there = __ballot_sync(0xffffffffu, row_at[turn % 2][warp * CHUNK_ROWS + t % CHUNK_ROWS] != 0);
+    const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;
     float v[CHUNK_ROWS][4];
     bool near = true;
 #pragma unroll
@@ -315,8 +325,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
       for (int k = 0; k < 2; ++k)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const float y =
-              g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * row_probs[warp * CHUNK_ROWS + i + k];
+          const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[i + k];
           v[i + k][c] = there >> (i + k) & 1u ? y : 0.f;
         }
     }
@@ -332,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
         for (int c = 0; c < 4; ++c) {
           const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
           const float x = act.alpha * e.a, s = fabsf(x) < FAR ? quick_sigmoid(x) : e.s;
-          y[c] = there >> i & 1u ? e.a * s * e.b * row_probs[warp * CHUNK_ROWS + i] : 0.f;
+          y[c] = there >> i & 1u ? e.a * s * e.b * prob[i] : 0.f;
         }
         *(uint2*)row = make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1]));
         *(uint2*)(row + table) = make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3]));
@@ -346,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
       }
     }
     __syncthreads();  // it is in registers; the one before it has been written
-    if (at + 1 < block.end) fetch(at + 1);
-    quantize_tile(v, rule, first_row, row_count, first_strip, used, strips, (i64)at * TILE, width, rows,
-                  row_codes, row_scales, codes, scales, stage, beside);
+    fetch(i + gridDim.x, turn + 1);
+    quantize_tile(v, rule, places[turn % PLACES], used, strips, width, rows, row_codes, row_scales, codes,
+                  scales, stage, beside);
   }
 }

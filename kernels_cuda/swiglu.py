@@ -9,12 +9,14 @@ import numpy as np
 
 from fp8moe.kernels_cuda.launch import KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
+    RESIDENT,
     quantize,
     rows_are_whole,
     tile_blocks,
     tile_bytes,
     tile_results,
     tiles_are_whole,
+    tiles_down,
 )
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
 
@@ -46,10 +48,11 @@ def swiglu_quantize(
         return
     rows, width = h.shape[0], h.shape[1] // 2
     if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise):
+        down = tiles_down(out.columnwise, 0 if expert_offsets is None else 2)
         launch(
             "swiglu",
             "swiglu_quantize_tiles",
-            tile_blocks(out.columnwise, width, expert_offsets),
+            tile_blocks(down, width, RESIDENT),
             256,
             h,
             *_probs(probs),
@@ -58,9 +61,10 @@ def swiglu_quantize(
             width,
             expert_offsets,
             0 if expert_offsets is None else expert_offsets.shape[0] - 1,
+            down,
             out.columnwise.scales.shape[0],
             *tile_results(out.rowwise, out.columnwise),
-            shared=tile_bytes(2 * h.dtype.itemsize),
+            shared=tile_bytes(2 * h.dtype.itemsize, expert_offsets),
             defines=_variant(h, activation, out.columnwise),
         )
         return

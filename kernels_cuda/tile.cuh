@@ -8,46 +8,41 @@
 #define TILE 128
 #define CHUNK_ROWS 16
 #define CHUNKS 8
-#define ACROSS 4  // tiles of a strip that a block makes, one after the other; as in quantize.py
 #define GROUP 16  // rows of tiles that are worked on at a time
 
-// The tiles of a block: GROUP rows of tiles, then the next ACROSS columns of tiles; so what is read, or
-// written, at a time lies together.
-struct Tiles {
-  int row, first, end;
+// ---- the way through the tiles
+//
+// As many blocks as fit at once take tiles in turn: the first of GROUP rows of tiles, then their next ones,
+// so that what is read, or written, at a time lies together. A row of tiles is a strip of 128 rows, or four
+// of 32, and no strip crosses an expert: strips are numbered through all experts.
+
+struct __align__(16) Place {  // of a tile
+  int row, column;            // in tiles
+  int base[4], count[4];      // of its strips: the first row, and how many
 };
 
-__device__ __forceinline__ Tiles tiles_of_block(i64 columns) {
-  const int all = (int)((columns + TILE - 1) / TILE), across = (all + ACROSS - 1) / ACROSS;
-  const int down = gridDim.x / across, group = blockIdx.x / (GROUP * across);
-  const int in_group = down - group * GROUP < GROUP ? down - group * GROUP : GROUP;
-  const int rest = blockIdx.x - group * GROUP * across, first = rest / in_group * ACROSS;
-  return {group * GROUP + rest % in_group, first, first + ACROSS < all ? first + ACROSS : all};
-}
+// What a block knows of all strips. The table, in shared memory, has for each expert its first strip, its
+// first row, and the row behind its last.
+struct Strips {
+  const int* offsets;
+  const int* table;
+  int ranges, height;
+  i64 rows;
+};
 
-// Strip `s` of all experts' strips laid end to end: its first row and how many it has. Every thread of the
-// block takes part; E offsets are read by E threads at once, which hides behind other blocks' work (a table
-// of strips made beforehand would be a launch of 3 us). With `used` the rows behind the last expert, and
-// before the first, come after all others, as if they were two more; *used is where their strips begin.
-__device__ __forceinline__ void find_strips(const int* offsets, int experts, i64 rows, int height,
-                                            int first_strip, int strips, int* base, int* count, int* sums,
-                                            int* used = 0) {
+#define PLACES 4  // kept at a time: the next tile is looked up while some still write the one before this
+
+// Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
+// launch of 3 us). With `used` the rows behind the last expert, and before the first, come after all others,
+// as if they were two more; *used, in shared memory, is where their strips begin.
+__device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i64 rows, int height,
+                                              int* table, int* used = 0) {
+  __shared__ int sums[8];
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  if (t < strips) base[t] = count[t] = 0;
+  const int ranges = offsets ? (int)experts + (used ? 2 : 0) : 0;
   if (used && t == 0) *used = 0x7fffffff;
-  if (!offsets) {
-    __syncthreads();
-    if (t < strips) {
-      const i64 lo = (i64)(first_strip + t) * height;
-      base[t] = (int)lo;
-      count[t] = (int)clamped(rows - lo, height);
-    }
-    __syncthreads();
-    return;
-  }
   int before = 0;  // strips of the experts of earlier rounds
-  const int ranges = experts + (used ? 2 : 0);
-  for (int e0 = 0; e0 < ranges; e0 += blockDim.x) {
+  for (int e0 = 0; e0 < ranges; e0 += 256) {
     const int e = e0 + t;
     int lo = 0, hi = 0;
     if (e < ranges) {
@@ -56,32 +51,68 @@ __device__ __forceinline__ void find_strips(const int* offsets, int experts, i64
                  : e == experts ? rows
                                 : clamped(offsets[0], rows));
     }
-    const int mine = hi > lo ? (hi - lo + height - 1) / height : 0;
-    int total = mine;
+    int total = hi > lo ? (hi - lo + height - 1) / height : 0;
+    const int mine = total;
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, total, step);
       if (lane >= step) total += other;
     }
     if (lane == 31) sums[warp] = total;
     __syncthreads();
-    int all = 0;
-    for (int w = 0; w < (int)blockDim.x / 32; ++w) {
+    for (int w = 0; w < 8; ++w) {
       if (w < warp) total += sums[w];
-      all += sums[w];
     }
-    const int begin = before + total - mine;
-    if (used && e == experts) *used = begin;
-    for (int q = 0; q < strips; ++q) {
-      const int s = first_strip + q - begin;
-      if (s >= 0 && s < mine) {
-        base[q] = lo + s * height;
-        count[q] = hi - base[q] < height ? hi - base[q] : height;
-      }
+    if (e < ranges) {
+      table[e] = before + total - mine;
+      table[ranges + e] = lo;
+      table[2 * ranges + e] = max(lo, hi);
+      if (used && e == experts) *used = before + total - mine;
     }
-    before += all;
+    for (int w = 0; w < 8; ++w) before += sums[w];
     __syncthreads();
   }
   __syncthreads();
+  return {offsets, table, ranges, height, rows};
+}
+
+__device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base, int* count) {
+  if (!s.offsets) {
+    *base = (int)clamped((i64)strip * s.height, s.rows);
+    *count = (int)clamped(s.rows - *base, s.height);
+    return;
+  }
+  int low = 0, high = s.ranges;  // the last expert that begins at the strip or before
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (s.table[middle] <= strip)
+      low = middle;
+    else
+      high = middle;
+  }
+  *base = *count = 0;
+  if (!s.ranges) return;
+  const i64 first = s.table[s.ranges + low] + (i64)(strip - s.table[low]) * s.height;
+  *base = (int)clamped(first, s.rows);
+  *count = (int)clamped(s.table[2 * s.ranges + low] - first, s.height);
+}
+
+// Tile `i` of all: threads 0 to TILE - 1 call it, each gets its row, or -1, and the column of tiles; the
+// others find the place behind the next barrier.
+__device__ __forceinline__ int find_row(const Strips& s, u32 i, u32 tiles_down, u32 tiles_across,
+                                        Place& place, u32* column) {
+  const u32 t = threadIdx.x, q = t / s.height, inside = t % s.height;
+  const u32 group = i / (GROUP * tiles_across), rest = i - group * GROUP * tiles_across;
+  const u32 in_group = min(tiles_down - group * GROUP, (u32)GROUP);
+  const int row = group * GROUP + rest % in_group;
+  *column = rest / in_group;
+  int base, count;
+  find_strip(s, row * (TILE / s.height) + q, &base, &count);
+  if (inside == 0) {
+    place.base[q] = base;
+    place.count[q] = count;
+    if (t == 0) place.row = row, place.column = (int)*column;
+  }
+  return (int)inside < count ? base + (int)inside : -1;
 }
 
 // Where a column's 16 rows of a chunk lie in shared memory [TILE columns][TILE rows]: pieces of 16 bytes are
@@ -110,7 +141,7 @@ __device__ __forceinline__ void write_columns(u8* stage, int base, int count, i6
   }
 }
 
-// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; rows that are null stay as they are.
+// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where there is no row.
 template <int SIZE>
 __device__ __forceinline__ void fetch_tile(u8* in, const u8* const* row_at, i64 offset) {
   const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
@@ -119,23 +150,8 @@ __device__ __forceinline__ void fetch_tile(u8* in, const u8* const* row_at, i64 
 #pragma unroll
   for (u32 k = 0; k < TILE * vectors / 256; ++k) {
     const u8* row = row_at[t / vectors + 256 / vectors * k];
-    if (row) copy_async16(in + 256 * 16 * k, row + offset, true);
+    copy_async16(in + 256 * 16 * k, row ? row + offset : in, row != 0);
   }
-}
-
-// Where the rows of a block's tiles begin; null for those that are not there, or not before `last`. Their
-// places in shared memory, of row_size bytes each in `tables` arrays of them, are zeros from now on.
-__device__ __forceinline__ void find_rows(const void* x, i64 row_bytes, i64 last, int height,
-                                          const int* first_row, const int* row_count, const u8** row_at,
-                                          u8* in, int row_size, int tables) {
-  const int t = threadIdx.x;
-  if (t < TILE) {
-    const int q = t / height, i = t % height, row = first_row[q] + i;
-    row_at[t] = i < row_count[q] && row < last ? (const u8*)x + row * row_bytes : 0;
-  }
-  __syncthreads();
-  for (int i = t * 16; i < tables * TILE * row_size; i += 256 * 16)
-    if (!row_at[i / row_size % TILE]) *(uint4*)(in + i) = make_uint4(0, 0, 0, 0);
 }
 
 struct __align__(16) TileShared {
@@ -146,18 +162,18 @@ struct __align__(16) TileShared {
 // A tile that is quantised both ways from one read. v: this warp's chunk, four columns a lane, zeros where
 // there is no row. Row-wise blocks go to row_codes [rows, columns] and row_scales (null: not wanted),
 // column-wise ones, of the strips before `used`, to codes [columns, rows] and scales [strips, columns].
-__device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule rule, const int* first_row,
-                                              const int* row_count, i64 first_strip, i64 used, i64 strips,
-                                              i64 first_column, i64 columns, i64 rows, u8* row_codes,
+__device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule rule, const Place& place,
+                                              i64 used, i64 strips, i64 columns, i64 rows, u8* row_codes,
                                               void* row_scales, u8* codes, void* scales, u8* stage,
                                               TileShared& s) {
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int mx = rule.mx;
   const int q = mx ? warp / 2 : 0, inside = (mx ? warp % 2 : warp) * CHUNK_ROWS;
+  const i64 first_column = (i64)place.column * TILE, first_strip = (i64)place.row * (mx ? 4 : 1);
   float scale;
   u8 exponent;
   if (row_codes) {
-    const int base = first_row[q] + inside, count = (int)clamped(row_count[q] - inside, CHUNK_ROWS);
+    const int base = place.base[q] + inside, count = (int)clamped(place.count[q] - inside, CHUNK_ROWS);
     const i64 blocks = columns / (mx ? 32 : TILE);
     u8* to = row_codes + base * columns + first_column + 4 * lane;
     const u32 width = (u32)columns;
@@ -211,7 +227,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
     for (u32 j = 0; j < chunks; ++j) largest = max(largest, s.largest[part * chunks + j][c]);
     s.factors[part][c] = block_scale(largest, rule, &scale, &exponent);
     if (strip >= strips) continue;
-    const bool there = row_count[part] > 0 && strip < used;
+    const bool there = place.count[part] > 0 && strip < used;
     if (mx)
       ((u8*)scales)[strip * columns + first_column + c] = there ? exponent : 0;
     else
@@ -232,8 +248,8 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
   }
   __syncthreads();
   const int r = mx ? lane % 8 / 2 : 0, from = (mx ? lane % 2 : lane % 8) * CHUNK_ROWS;
-  const int wanted = first_strip + r < used ? (int)clamped(row_count[r] - from, CHUNK_ROWS) : 0;
-  write_columns(stage, first_row[r] + from, wanted, first_column, columns, rows, codes);
+  const int wanted = first_strip + r < used ? (int)clamped(place.count[r] - from, CHUNK_ROWS) : 0;
+  write_columns(stage, place.base[r] + from, wanted, first_column, columns, rows, codes);
 }
 
 // Four numbers as they lie in shared memory.

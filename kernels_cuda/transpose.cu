@@ -75,9 +75,8 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
 //   (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
-// Launch: blocks of 256 threads, one for ACROSS tiles of a strip, in an order that keeps what is read and
-//   what is written at a time together; 3 * TILE * TILE bytes of shared memory. The next tile's codes travel
-//   to shared memory while this one is made. tile.cuh says who has what.
+// Launch: blocks of 256 threads, as many as fit at once; shared memory for three tiles of codes and the table
+//   of strips. The next tile's codes and scales travel while this one is made.
 // How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
 //   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
 //   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
@@ -85,59 +84,61 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
 //   exponents one by one.
 extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 : 4)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
-                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
+                            i64 experts, i64 rows, i64 columns, i64 tiles_down, i64 strips, i64 tile, u8* out,
                             void* out_scales) {
-  DYNAMIC_SHARED(shared);  // the tile that goes out | the one at hand | the next
+  DYNAMIC_SHARED(shared);  // the tile that goes out | the one at hand | the next | the table of strips
   u8* stage = shared;
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
+  __shared__ Place places[PLACES];
   __shared__ const u8* row_at[TILE];                   // of the codes; null: no such row
   __shared__ __align__(16) u16 largest[CHUNKS][TILE];  // halves; exponents (as short) in the slow way
   __shared__ __align__(16) u32 factors[CHUNKS][PARTS][CHUNK_ROWS];
   __shared__ __align__(16) u16 lifts[PARTS][TILE];
   __shared__ short exponents[PARTS][TILE], targets[PARTS][TILE];  // of the rows; of the columns
   __shared__ u8 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
-  __shared__ int first_row[4], row_count[4], sums[8], lows[4], highs[4];
+  __shared__ int lows[4], highs[4];
   const int fmt = FMT, mx = MX;
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int height = mx ? 32 : TILE, part = mx ? lane / 8 : 0, strip_of_warp = mx ? warp / 2 : 0;
-  const Tiles block = tiles_of_block(columns);
-  const int tiles = (int)((columns + TILE - 1) / TILE);  // and words of scales a row
-  find_strips(offsets, (int)experts, rows, height, block.row * PARTS, PARTS, first_row, row_count, sums);
-
-  int from = -1;  // the row whose scales this thread reads
-  if (t < TILE) {
-    const int q = t / height, i = t % height;
-    if (i < row_count[q]) from = source ? source[first_row[q] + i] : first_row[q] + i;
-    row_at[t] = from < 0 ? 0 : codes + from * columns;
-    for (int k = 0; from < 0 && k < 16; ++k)  // it stays a row of zeros
-      *(uint4*)(in[k / 8] + t * TILE + k % 8 * 16) = make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-  u32 word = 0;
-  u8* my_stage = staged(stage, 4 * lane, warp);
-  auto fetch = [&](int at, int b) {
-    const int column = at * TILE + t % 8 * 16;
-    u8* to = in[b] + t * 16;
-    if (column < columns) {
+  const int part = mx ? lane / 8 : 0, strip_of_warp = mx ? warp / 2 : 0;
+  const u32 across = (u32)((columns + TILE - 1) / TILE), tiles = (u32)tiles_down * across;
+  const Strips all = find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 3 * TILE * TILE));
+  u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
+  bool there = false;
+  auto look = [&](u32 i, u32 turn) {
+    if (t >= TILE || i >= tiles) return;
+    u32 column;
+    const i64 row = find_row(all, i, (u32)tiles_down, across, places[turn % PLACES], &column);
+    const i64 from = row >= 0 && source ? source[row] : row;
+    there = from >= 0;
+    row_at[t] = there ? codes + from * columns : 0;
+    word = there ? ((const u32*)scales)[from * across + column] : 0u;
+  };
+  auto fetch = [&](u32 i, u32 turn) {
+    if (i < tiles) {
+      const int column = places[turn % PLACES].column * TILE + t % 8 * 16;
+      u8* to = in[turn % 2] + t * 16;
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const u8* row = row_at[t / 8 + 32 * k];
-        if (row) copy_async16(to + k * (32 * TILE), row + column, true);
+        const bool some = row && column < columns;
+        copy_async16(to + k * (32 * TILE), some ? row + column : to, some);
       }
     }
     copy_async_commit();
-    if (from >= 0) word = ((const u32*)scales)[from * (i64)tiles + at];
   };
-  fetch(block.first, 0);
-
+  look(blockIdx.x, 0);
+  __syncthreads();
+  fetch(blockIdx.x, 0);
+  u8* my_stage = staged(stage, 4 * lane, warp);
 #pragma unroll 1
-  for (int at = block.first, turn = 0; at < block.end; ++at, ++turn) {
-    const int b = turn & 1, column = at * TILE + 4 * lane;
+  for (u32 i = blockIdx.x, turn = 0; i < tiles; i += gridDim.x, ++turn) {
+    const Place& place = places[turn % PLACES];
+    const int b = turn % 2;
     if (t < TILE) {
       int low = NAN_SCALE, high = ZERO_SCALE;
 #pragma unroll
       for (int p = 0; p < PARTS; ++p) {
-        const int e = from < 0 ? ZERO_SCALE : exponent_of(word, p, mx);
+        const int e = there ? exponent_of(word, p, mx) : ZERO_SCALE;
         exponents[p][t] = (short)e;
         const bool counts = e != ZERO_SCALE && e != NAN_SCALE;
         low = counts ? min(low, e) : low;
@@ -147,12 +148,11 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
       high = __reduce_max_sync(0xffffffffu, high);
       if (lane == 0) lows[warp] = low, highs[warp] = high;
     }
-    if (at + 1 < block.end) fetch(at + 1, b ^ 1);
-    if (at + 1 < block.end)
-      copy_async_wait<1>();
-    else
-      copy_async_wait<0>();
+    look(i + gridDim.x, turn + 1);
+    copy_async_wait<0>();
     __syncthreads();  // this tile is here, and the one before it has been written
+    fetch(i + gridDim.x, turn + 1);
+    const int column = place.column * TILE + 4 * lane;
     const u32* words = (const u32*)in[b] + warp * CHUNK_ROWS * (TILE / 4) + lane;
     int low = min(min(lows[0], lows[1]), min(lows[2], lows[3]));
     int high = max(max(highs[0], highs[1]), max(highs[2], highs[3]));
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
     bool far = !quick;  // what is left to multiply with is no normal half
     for (u32 k = t; k < PARTS * TILE; k += 256) {
       const u32 q = k / TILE, c = k % TILE, chunks = CHUNKS / PARTS;
-      const i64 strip = (i64)block.row * PARTS + q;
+      const i64 strip = (i64)place.row * PARTS + q;
       int target = NO_TARGET;
       if (quick) {
         u32 top = 0;
@@ -254,12 +254,13 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
         target = final_target(target, mx);
       }
       targets[q][c] = (short)target;
-      if (at * TILE + c < columns && strip < strips) {
-        const bool there = row_count[q] > 0;
+      if (place.column * TILE + c < columns && strip < strips) {
+        const bool there = place.count[q] > 0;
         if (mx)
-          ((u8*)out_scales)[strip * columns + at * TILE + c] = there ? (u8)(target + 127) : 0;
+          ((u8*)out_scales)[strip * columns + place.column * TILE + c] = there ? (u8)(target + 127) : 0;
         else
-          ((float*)out_scales)[strip * columns + at * TILE + c] = there ? power_of_two(target) : 0.f;
+          ((float*)out_scales)[strip * columns + place.column * TILE + c] =
+              there ? power_of_two(target) : 0.f;
       }
     }
     if (!__syncthreads_or(far)) {
@@ -297,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
     __syncthreads();
     // eight lanes a column's segment, a piece of 16 rows each
     const int q = mx ? lane % 8 / 2 : 0, inside = (mx ? lane % 2 : lane % 8) * CHUNK_ROWS;
-    const int base = first_row[q] + inside, count = (int)clamped(row_count[q] - inside, CHUNK_ROWS);
-    write_columns(stage, base, count, (i64)at * TILE, columns, rows, out);
+    const int base = place.base[q] + inside, count = (int)clamped(place.count[q] - inside, CHUNK_ROWS);
+    write_columns(stage, base, count, (i64)place.column * TILE, columns, rows, out);
   }
 }
 

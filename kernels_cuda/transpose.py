@@ -10,7 +10,7 @@ import numpy as np
 from fp8moe.formats import is_mx
 from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, formats, launch, scratch, threads
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import blocks_of_tiles, make_strips, tile_bytes
+from fp8moe.kernels_cuda.quantize import make_strips, tile_blocks, tile_bytes, tiles_down
 from fp8moe.records import PermutationPlan, QuantTensor
 
 
@@ -32,10 +32,11 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     columns, count = q.data.shape[1], out.scales.shape[0]
     if columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0:
         experts = 0 if offsets is None else offsets.shape[0] - 1
+        down = tiles_down(out)
         launch(
             "transpose",
             "scaling_aware_transpose",
-            blocks_of_tiles(count, columns, out),
+            tile_blocks(down, columns, 3 if mx else 4),
             256,
             q.data,
             q.scales,
@@ -44,11 +45,12 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             experts,
             rows,
             columns,
+            down,
             count,
             target == "tile",
             out.data,
             out.scales,
-            shared=tile_bytes(2),
+            shared=tile_bytes(2, offsets),
             defines=formats(q),
         )
         return
