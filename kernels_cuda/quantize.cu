@@ -60,37 +60,39 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
   __shared__ Place places[PLACES];
-  __shared__ const u8* row_at[2][TILE];
-  __shared__ int used;
-  const u32 t = threadIdx.x, across = (u32)(columns / TILE), tiles = (u32)tiles_down * across;
+  __shared__ int row_of[2][TILE], used;
+  const u32 t = threadIdx.x, across = (u32)(columns / TILE);
   const Rule rule = {FMT, (int)pow2, MX, eps};
-  const Strips all =
+  const Strips strips_of =
       find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
-  auto look = [&](u32 i, u32 turn) {
-    if (t >= TILE || i >= tiles) return;
-    u32 column;
-    const int row = find_row(all, i, (u32)tiles_down, across, places[turn % PLACES], &column);
-    row_at[turn % 2][t] = row < 0 ? 0 : (const u8*)x + row * columns * size;
+  const Turns turns = {strips_of, (u32)tiles_down, across, (u32)tiles_down * across, places};
+  auto look = [&](u32 turn) {
+    if (t < TILE && turns.has(turn)) row_of[turn % 2][t] = turns.row(turn, t);
   };
-  auto fetch = [&](u32 i, u32 turn) {
-    if (i < tiles) fetch_tile<size>(in, row_at[turn % 2], (i64)places[turn % PLACES].column * (TILE * size));
+  auto fetch = [&](u32 turn) {
+    if (turns.has(turn))
+      fetch_tile<size>(in, row_of[turn % 2], (const u8*)x + turns.place(turn).column * (TILE * size),
+                       (u32)columns * size);
     copy_async_commit();
   };
-  look(blockIdx.x, 0);
+  if (t < 32) turns.find(0);
   __syncthreads();
-  fetch(blockIdx.x, 0);
+  look(0);
+  __syncthreads();
+  fetch(0);
   const u8* mine = in + (t / 32 * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
-  for (u32 i = blockIdx.x, turn = 0; i < tiles; i += gridDim.x, ++turn) {
-    look(i + gridDim.x, turn + 1);
+  for (u32 turn = 0; turns.has(turn); ++turn) {
+    turns.begin(turn);
+    look(turn + 1);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
     float v[CHUNK_ROWS][4];
 #pragma unroll
     for (int r = 0; r < CHUNK_ROWS; ++r) four_of<KIND>(mine + r * (TILE * size), v[r]);
     __syncthreads();  // it is in registers; the one before it has been written
-    fetch(i + gridDim.x, turn + 1);
-    quantize_tile(v, rule, places[turn % PLACES], used, strips, columns, rows, row_codes, row_scales, codes,
+    fetch(turn + 1);
+    quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,
                   scales, stage, beside);
   }
 }

@@ -275,40 +275,41 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
   __shared__ Place places[PLACES];
-  __shared__ const u8* row_at[2][TILE];
+  __shared__ int row_of[2][TILE], used;
   __shared__ float row_probs[2][TILE];
-  __shared__ int used;
-  const u32 t = threadIdx.x, warp = t / 32, across = (u32)(width / TILE), tiles = (u32)tiles_down * across;
+  const u32 t = threadIdx.x, warp = t / 32, across = (u32)(width / TILE);
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
-  const Strips all = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
+  const Strips strips_of = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
+  const Turns turns = {strips_of, (u32)tiles_down, across, (u32)tiles_down * across, places};
   const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
-  auto look = [&](u32 i, u32 turn) {
-    if (t >= TILE || i >= tiles) return;
-    u32 column;
-    const int row = find_row(all, i, (u32)tiles_down, across, places[turn % PLACES], &column);
-    const bool there = row >= 0 && row < last;
-    row_at[turn % 2][t] = there ? (const u8*)h + row * 2 * width * size : 0;
-    row_probs[turn % 2][t] = there && probs ? load(probs, row, (int)probs_kind) : 1.f;
+  auto look = [&](u32 turn) {
+    if (t >= TILE || !turns.has(turn)) return;
+    const int row = turns.row(turn, t);
+    row_of[turn % 2][t] = row < last ? row : -1;
+    row_probs[turn % 2][t] = row >= 0 && row < last && probs ? load(probs, row, (int)probs_kind) : 1.f;
   };
-  auto fetch = [&](u32 i, u32 turn) {
-    const i64 column = (i64)places[turn % PLACES].column * TILE;
-    if (i < tiles) {
-      fetch_tile<size>(in, row_at[turn % 2], column * size);
-      fetch_tile<size>(in + table, row_at[turn % 2], (width + column) * size);
+  auto fetch = [&](u32 turn) {
+    if (turns.has(turn)) {
+      const u8* x = (const u8*)h + turns.place(turn).column * (TILE * size);
+      fetch_tile<size>(in, row_of[turn % 2], x, (u32)width * 2 * size);
+      fetch_tile<size>(in + table, row_of[turn % 2], x + width * size, (u32)width * 2 * size);
     }
     copy_async_commit();
   };
-  look(blockIdx.x, 0);
+  if (t < 32) turns.find(0);
   __syncthreads();
-  fetch(blockIdx.x, 0);
+  look(0);
+  __syncthreads();
+  fetch(0);
   u8* mine = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
-  for (u32 i = blockIdx.x, turn = 0; i < tiles; i += gridDim.x, ++turn) {
-    look(i + gridDim.x, turn + 1);
+  for (u32 turn = 0; turns.has(turn); ++turn) {
+    turns.begin(turn);
+    look(turn + 1);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
-    const u32 there = __ballot_sync(0xffffffffu, row_at[turn % 2][warp * CHUNK_ROWS + t % CHUNK_ROWS] != 0);
+    const u32 there = __ballot_sync(0xffffffffu, row_of[turn % 2][warp * CHUNK_ROWS + t % CHUNK_ROWS] >= 0);
     const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;
     float v[CHUNK_ROWS][4];
     bool near = true;
@@ -355,8 +356,8 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
       }
     }
     __syncthreads();  // it is in registers; the one before it has been written
-    fetch(i + gridDim.x, turn + 1);
-    quantize_tile(v, rule, places[turn % PLACES], used, strips, width, rows, row_codes, row_scales, codes,
-                  scales, stage, beside);
+    fetch(turn + 1);
+    quantize_tile(v, rule, turns.place(turn), used, strips, width, rows, row_codes, row_scales, codes, scales,
+                  stage, beside);
   }
 }

@@ -30,7 +30,8 @@ struct Strips {
   i64 rows;
 };
 
-#define PLACES 4  // kept at a time: the next tile is looked up while some still write the one before this
+// Places that a block keeps: it looks up half of them at a time, well before it gets there.
+#define PLACES 16
 
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
 // launch of 3 us). With `used` the rows behind the last expert, and before the first, come after all others,
@@ -96,24 +97,39 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
   *count = (int)clamped(s.table[2 * s.ranges + low] - first, s.height);
 }
 
-// Tile `i` of all: threads 0 to TILE - 1 call it, each gets its row, or -1, and the column of tiles; the
-// others find the place behind the next barrier.
-__device__ __forceinline__ int find_row(const Strips& s, u32 i, u32 tiles_down, u32 tiles_across,
-                                        Place& place, u32* column) {
-  const u32 t = threadIdx.x, q = t / s.height, inside = t % s.height;
-  const u32 group = i / (GROUP * tiles_across), rest = i - group * GROUP * tiles_across;
-  const u32 in_group = min(tiles_down - group * GROUP, (u32)GROUP);
-  const int row = group * GROUP + rest % in_group;
-  *column = rest / in_group;
-  int base, count;
-  find_strip(s, row * (TILE / s.height) + q, &base, &count);
-  if (inside == 0) {
-    place.base[q] = base;
-    place.count[q] = count;
-    if (t == 0) place.row = row, place.column = (int)*column;
+// A block's tiles, by turn: which it makes, and where they lie.
+struct Turns {
+  Strips strips;
+  u32 down, across, tiles;  // rows and columns of tiles, and all of them
+  Place* places;            // [PLACES] in shared memory
+
+  __device__ __forceinline__ bool has(u32 turn) const { return blockIdx.x + turn * gridDim.x < tiles; }
+  __device__ __forceinline__ Place& place(u32 turn) const { return places[turn % PLACES]; }
+
+  // A warp looks up the places of PLACES / 2 turns; a lane has one strip of one of them.
+  __device__ __forceinline__ void find(u32 first) const {
+    const u32 lane = threadIdx.x % 32, turn = first + lane / 4, q = lane % 4, parts = TILE / strips.height;
+    if (q >= parts || !has(turn)) return;
+    const u32 i = blockIdx.x + turn * gridDim.x, group = i / (GROUP * across),
+              rest = i - group * GROUP * across;
+    const u32 in_group = min(down - group * GROUP, (u32)GROUP), row = group * GROUP + rest % in_group;
+    Place& p = place(turn);
+    find_strip(strips, row * parts + q, &p.base[q], &p.count[q]);
+    if (q == 0) p.row = row, p.column = rest / in_group;
   }
-  return (int)inside < count ? base + (int)inside : -1;
-}
+
+  // At the top of every turn, by the whole block: what comes next is known behind the next barrier but one.
+  __device__ __forceinline__ void begin(u32 turn) const {
+    if (threadIdx.x / 32 == 7 && turn % (PLACES / 2) == PLACES / 4) find(turn + PLACES / 4);
+  }
+
+  // Row `t` of a tile, or -1.
+  __device__ __forceinline__ int row(u32 turn, u32 t) const {
+    const Place& p = place(turn);
+    const u32 q = t / strips.height, inside = t % strips.height;
+    return (int)inside < p.count[q] ? p.base[q] + (int)inside : -1;
+  }
+};
 
 // Where a column's 16 rows of a chunk lie in shared memory [TILE columns][TILE rows]: pieces of 16 bytes are
 // swizzled so that neither side has bank conflicts. The columns of a lane, four in a row, lie TILE apart.
@@ -127,30 +143,30 @@ __device__ __forceinline__ void write_columns(u8* stage, int base, int count, i6
                                               i64 rows, u8* out) {
   const u32 lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16 + lane / 8;
   if (count <= 0 || first_column + threadIdx.x / 32 * 16 >= columns) return;
-  const bool whole = count == CHUNK_ROWS && (((size_t)out | rows | base) & 15) == 0;
   u8* to = out + (first_column + first) * rows + base;
+  if (count == CHUNK_ROWS && (((size_t)out | rows | base) & 15) == 0) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i, to += 4 * rows) {
-    const u8* codes = staged(stage, first + 4 * i, lane % 8);
-    if (whole) {
-      __stcs((uint4*)to, *(const uint4*)codes);
-    } else {
-#pragma unroll 1
-      for (int r = 0; r < count; ++r) to[r] = codes[r];
-    }
+    for (int i = 0; i < 4; ++i, to += 4 * rows)
+      __stcs((uint4*)to, *(const uint4*)staged(stage, first + 4 * i, lane % 8));
+    return;
   }
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i, to += 4 * rows)
+#pragma unroll 1
+    for (int r = 0; r < count; ++r) to[r] = staged(stage, first + 4 * i, lane % 8)[r];
 }
 
-// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where there is no row.
+// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where row_of is -1. x: the tile's
+// first column.
 template <int SIZE>
-__device__ __forceinline__ void fetch_tile(u8* in, const u8* const* row_at, i64 offset) {
+__device__ __forceinline__ void fetch_tile(u8* in, const int* row_of, const u8* x, u32 row_bytes) {
   const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
   in += t * 16;
-  offset += t % vectors * 16;
+  x += t % vectors * 16;
 #pragma unroll
   for (u32 k = 0; k < TILE * vectors / 256; ++k) {
-    const u8* row = row_at[t / vectors + 256 / vectors * k];
-    copy_async16(in + 256 * 16 * k, row ? row + offset : in, row != 0);
+    const int row = row_of[t / vectors + 256 / vectors * k];
+    copy_async16(in + 256 * 16 * k, x + (u64)(u32)row * row_bytes, row >= 0);
   }
 }
 

@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
   u8* stage = shared;
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
   __shared__ Place places[PLACES];
-  __shared__ const u8* row_at[TILE];                   // of the codes; null: no such row
+  __shared__ int row_of[TILE];                         // of the codes; -1: no such row
   __shared__ __align__(16) u16 largest[CHUNKS][TILE];  // halves; exponents (as short) in the slow way
   __shared__ __align__(16) u32 factors[CHUNKS][PARTS][CHUNK_ROWS];
   __shared__ __align__(16) u16 lifts[PARTS][TILE];
@@ -100,39 +100,42 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
   const int fmt = FMT, mx = MX;
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int part = mx ? lane / 8 : 0, strip_of_warp = mx ? warp / 2 : 0;
-  const u32 across = (u32)((columns + TILE - 1) / TILE), tiles = (u32)tiles_down * across;
-  const Strips all = find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 3 * TILE * TILE));
+  const u32 across = (u32)((columns + TILE - 1) / TILE);
+  const Strips strips_of =
+      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 3 * TILE * TILE));
+  const Turns turns = {strips_of, (u32)tiles_down, across, (u32)tiles_down * across, places};
   u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
   bool there = false;
-  auto look = [&](u32 i, u32 turn) {
-    if (t >= TILE || i >= tiles) return;
-    u32 column;
-    const i64 row = find_row(all, i, (u32)tiles_down, across, places[turn % PLACES], &column);
-    const i64 from = row >= 0 && source ? source[row] : row;
-    there = from >= 0;
-    row_at[t] = there ? codes + from * columns : 0;
-    word = there ? ((const u32*)scales)[from * across + column] : 0u;
+  auto look = [&](u32 turn) {
+    if (t >= TILE || !turns.has(turn)) return;
+    int row = turns.row(turn, t);
+    if (row >= 0 && source) row = source[row];
+    there = row >= 0;
+    row_of[t] = row;
+    word = there ? ((const u32*)scales)[(u64)(u32)row * across + turns.place(turn).column] : 0u;
   };
-  auto fetch = [&](u32 i, u32 turn) {
-    if (i < tiles) {
-      const int column = places[turn % PLACES].column * TILE + t % 8 * 16;
+  auto fetch = [&](u32 turn) {
+    if (turns.has(turn)) {
+      const int column = turns.place(turn).column * TILE + t % 8 * 16;
       u8* to = in[turn % 2] + t * 16;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const u8* row = row_at[t / 8 + 32 * k];
-        const bool some = row && column < columns;
-        copy_async16(to + k * (32 * TILE), some ? row + column : to, some);
+      for (u32 k = 0; k < 4; ++k) {
+        const int row = row_of[t / 8 + 32 * k];
+        copy_async16(to + k * (32 * TILE), codes + column + (u64)(u32)row * (u32)columns,
+                     row >= 0 && column < columns);
       }
     }
     copy_async_commit();
   };
-  look(blockIdx.x, 0);
+  if (t < 32) turns.find(0);
   __syncthreads();
-  fetch(blockIdx.x, 0);
+  look(0);
+  __syncthreads();
+  fetch(0);
   u8* my_stage = staged(stage, 4 * lane, warp);
 #pragma unroll 1
-  for (u32 i = blockIdx.x, turn = 0; i < tiles; i += gridDim.x, ++turn) {
-    const Place& place = places[turn % PLACES];
+  for (u32 turn = 0; turns.has(turn); ++turn) {
+    const Place& place = turns.place(turn);
     const int b = turn % 2;
     if (t < TILE) {
       int low = NAN_SCALE, high = ZERO_SCALE;
@@ -148,10 +151,11 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
       high = __reduce_max_sync(0xffffffffu, high);
       if (lane == 0) lows[warp] = low, highs[warp] = high;
     }
-    look(i + gridDim.x, turn + 1);
+    turns.begin(turn);
+    look(turn + 1);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here, and the one before it has been written
-    fetch(i + gridDim.x, turn + 1);
+    fetch(turn + 1);
     const int column = place.column * TILE + 4 * lane;
     const u32* words = (const u32*)in[b] + warp * CHUNK_ROWS * (TILE / 4) + lane;
     int low = min(min(lows[0], lows[1]), min(lows[2], lows[3]));
