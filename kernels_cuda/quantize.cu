@@ -17,9 +17,11 @@
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
 //   gemm_ready: block b of row r at b * ready + r.
 // Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 256 threads; a thread has PAIRS times sixteen values.
+// Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a thread
+// has
+//   PAIRS times sixteen values.
 // Why: every load and store is whole lines, no shared memory, no barrier.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(64)
     quantize_rows(const void* x, i64 vectors, i64 blocks, i64 pow2, float eps, i64 ready, u8* codes,
                   void* scales) {
   const Rule rule = {FMT, (int)pow2, MX, eps};
@@ -52,20 +54,20 @@ extern "C" __global__ void __launch_bounds__(256)
 // Launch: blocks of 256 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
 //   and the table of strips. The next tile travels while this one, in registers, is quantised.
 extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
-    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 tiles_down,
-                   i64 strips, i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes,
-                   void* scales) {
+    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
+                   i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
   const int size = KIND == F32 ? 4 : 2;
   DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
   __shared__ Place places[PLACES];
   __shared__ int row_of[2][TILE], used;
-  const u32 t = threadIdx.x, across = (u32)(columns / TILE);
+  const u32 t = threadIdx.x;
   const Rule rule = {FMT, (int)pow2, MX, eps};
   const Strips strips_of =
       find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
-  const Turns turns = {strips_of, (u32)tiles_down, across, (u32)tiles_down * across, places};
+  const Turns turns(strips_of, columns, places);
+  clear_scales(turns, strips, columns, MX ? 1 : 4, scales);
   auto look = [&](u32 turn) {
     if (t < TILE && turns.has(turn)) row_of[turn % 2][t] = turns.row(turn, t);
   };

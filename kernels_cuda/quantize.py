@@ -76,7 +76,7 @@ def quantize(
             fill_bytes(out.scales, 0)
         arguments = (x, vectors, blocks, pow2, float(eps), ready, out.data, out.scales)
         variant = conversion(x, out)
-        launch("quantize", "quantize_rows", threads(vectors, 4 * 256), 256, *arguments, defines=variant)
+        launch("quantize", "quantize_rows", threads(vectors, 4 * 64), 64, *arguments, defines=variant)
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
@@ -121,7 +121,6 @@ def _quantize_tiles(
         columns,
         offsets,
         experts,
-        down,
         columnwise.scales.shape[0],
         pow2,
         float(eps),
@@ -144,7 +143,7 @@ def tiles_down(columnwise: QuantTensor, rest: int = 0) -> int:
 
 
 def tile_blocks(down: int, columns: int, resident: int) -> int:
-    """Blocks that take all tiles in turn: as many as fit at once."""
+    """Blocks that take at most so many rows of tiles in turn: as many as fit at once."""
     return min(down * threads(columns, TILE), multiprocessors() * resident)
 
 

@@ -207,8 +207,10 @@ extern "C" __global__ void __launch_bounds__(256)
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
-// Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
-extern "C" __global__ void __launch_bounds__(128, 4)
+// Launch: `group` lanes a row, 8 to 32; the sum for dprobs is float64 over groups of eight products, in a
+// fixed
+//   order.
+extern "C" __global__ void __launch_bounds__(128, 6)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
                                   i64 vectors, u8* codes, void* scales, float* dprobs) {
@@ -268,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 // Launch: as quantize_tiles, with a and b in shared memory.
 extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
-                          float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 tiles_down,
-                          i64 strips, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+                          float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
+                          u8* row_codes, void* row_scales, u8* codes, void* scales) {
   const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
   DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
@@ -277,11 +279,12 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
   __shared__ Place places[PLACES];
   __shared__ int row_of[2][TILE], used;
   __shared__ float row_probs[2][TILE];
-  const u32 t = threadIdx.x, warp = t / 32, across = (u32)(width / TILE);
+  const u32 t = threadIdx.x, warp = t / 32;
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
   const Strips strips_of = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
-  const Turns turns = {strips_of, (u32)tiles_down, across, (u32)tiles_down * across, places};
+  const Turns turns(strips_of, width, places);
+  clear_scales(turns, strips, width, MX ? 1 : 4, scales);
   const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
   auto look = [&](u32 turn) {
     if (t >= TILE || !turns.has(turn)) return;

@@ -61,7 +61,6 @@ def swiglu_quantize(
             width,
             expert_offsets,
             0 if expert_offsets is None else expert_offsets.shape[0] - 1,
-            down,
             out.columnwise.scales.shape[0],
             *tile_results(out.rowwise, out.columnwise),
             shared=tile_bytes(2 * h.dtype.itemsize, expert_offsets),

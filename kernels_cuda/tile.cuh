@@ -26,7 +26,7 @@ struct __align__(16) Place {  // of a tile
 struct Strips {
   const int* offsets;
   const int* table;
-  int ranges, height;
+  int ranges, height, total;  // how many strips there are
   i64 rows;
 };
 
@@ -73,7 +73,8 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
     __syncthreads();
   }
   __syncthreads();
-  return {offsets, table, ranges, height, rows};
+  if (!offsets) before = (int)((rows + height - 1) / height);
+  return {offsets, table, ranges, height, before, rows};
 }
 
 __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base, int* count) {
@@ -97,25 +98,33 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
   *count = (int)clamped(s.table[2 * s.ranges + low] - first, s.height);
 }
 
-// A block's tiles, by turn: which it makes, and where they lie.
+// A block's tiles, by turn: which it makes, and where they lie. It takes up to four tiles of a row of tiles
+// one after the other.
 struct Turns {
   Strips strips;
-  u32 down, across, tiles;  // rows and columns of tiles, and all of them
-  Place* places;            // [PLACES] in shared memory
+  Place* places;               // [PLACES] in shared memory
+  u32 down, units, unit_bits;  // rows of tiles; units of 1 or 4 tiles
 
-  __device__ __forceinline__ bool has(u32 turn) const { return blockIdx.x + turn * gridDim.x < tiles; }
+  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p) : strips(s), places(p) {
+    const u32 across = (u32)((columns + TILE - 1) / TILE);
+    down = (s.total + TILE / s.height - 1) / (TILE / s.height);
+    unit_bits = across % 4 == 0 && down * (across / 4) >= 8 * gridDim.x ? 2 : 0;
+    units = down * (across >> unit_bits);
+  }
+  __device__ __forceinline__ u32 unit(u32 turn) const { return blockIdx.x + (turn >> unit_bits) * gridDim.x; }
+  __device__ __forceinline__ bool has(u32 turn) const { return unit(turn) < units; }
   __device__ __forceinline__ Place& place(u32 turn) const { return places[turn % PLACES]; }
 
   // A warp looks up the places of PLACES / 2 turns; a lane has one strip of one of them.
   __device__ __forceinline__ void find(u32 first) const {
     const u32 lane = threadIdx.x % 32, turn = first + lane / 4, q = lane % 4, parts = TILE / strips.height;
     if (q >= parts || !has(turn)) return;
-    const u32 i = blockIdx.x + turn * gridDim.x, group = i / (GROUP * across),
-              rest = i - group * GROUP * across;
-    const u32 in_group = min(down - group * GROUP, (u32)GROUP), row = group * GROUP + rest % in_group;
+    const u32 i = unit(turn), of_group = GROUP * (units / down), group = i / of_group;
+    const u32 in_group = min(down - group * GROUP, (u32)GROUP), rest = i - group * of_group;
+    const u32 row = group * GROUP + rest % in_group;
     Place& p = place(turn);
     find_strip(strips, row * parts + q, &p.base[q], &p.count[q]);
-    if (q == 0) p.row = row, p.column = rest / in_group;
+    if (q == 0) p.row = row, p.column = (rest / in_group << unit_bits) + turn % (1u << unit_bits);
   }
 
   // At the top of every turn, by the whole block: what comes next is known behind the next barrier but one.
@@ -130,6 +139,14 @@ struct Turns {
     return (int)inside < p.count[q] ? p.base[q] + (int)inside : -1;
   }
 };
+
+// The scales of strips that there is room for, and no tile.
+__device__ __forceinline__ void clear_scales(const Turns& turns, i64 strips, i64 columns, int size,
+                                             void* scales) {
+  const i64 first = (i64)turns.down * (TILE / turns.strips.height) * columns * size / 4;
+  const i64 end = strips * columns * size / 4, step = (i64)gridDim.x * blockDim.x;
+  for (i64 i = first + (i64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) ((u32*)scales)[i] = 0u;
+}
 
 // Where a column's 16 rows of a chunk lie in shared memory [TILE columns][TILE rows]: pieces of 16 bytes are
 // swizzled so that neither side has bank conflicts. The columns of a lane, four in a row, lie TILE apart.

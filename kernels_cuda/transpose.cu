@@ -20,7 +20,7 @@
 // within SPREAD powers of two.
 #define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
 #define RAISED (FMT == 0 ? 7 : 0)
-#define SPREAD (FMT == 0 ? 22 : 8)
+#define SPREAD (FMT == 0 ? 21 : 8)
 
 // The smallest power of two that a block holding this value (at scale 1) would be given. Blocks of 32:
 // floor(log2 v) - emax; of 128: ceil(log2(v / max)), max = 1.75 * 2^emax. No half is a subnormal float.
@@ -54,20 +54,44 @@ __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
   return word == 0u ? ZERO_SCALE : word < 0x800000u ? subnormal : normal;
 }
 
-// A power of two as a half; 0 below the smallest.
-__device__ __forceinline__ u32 half_power(int exponent) {
-  const u32 subnormal = exponent < -24 ? 0u : 1u << (exponent + 24 & 31);
-  return exponent < -14 ? subnormal : (u32)(exponent + 15) << 10;
-}
-
-// Of the lanes that have four codes of a row each, those with one that is not zero.
-__device__ __forceinline__ u32 lanes_filled(u32 codes, bool inside) {
-  return __ballot_sync(0xffffffffu, inside && (codes & 0x7f7f7f7fu) != 0u);
-}
-
 // The word of one scale: a float32, or (mx) an E8M0 code.
 __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
   return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
+}
+
+// A lane's four rows of 16 columns, column by column and value by value: for scales far apart, and (`filled`,
+// the rows that count) for the target "tile". at: of the first column's scale; -1: it is not kept.
+__device__ __noinline__ void by_columns(const u8* mine, const short* row_exponents, const u32* filled,
+                                        u32 part, int count, u8* to, i64 rows, i64 at, bool some_rows,
+                                        void* out_scales) {
+  const int fmt = FMT, mx = MX;
+#pragma unroll 1
+  for (int c = 0; c < 16; ++c, to += rows) {
+    float v[4];
+    int target = NO_TARGET;
+    for (int k = 0; k < 4; ++k) {
+      const int e = row_exponents[k];
+      v[k] = decode(mine[k * TILE + c], fmt);
+      const int needed = needed_exponent(v[k], fmt, mx);
+      if (filled) {
+        if (filled[k] >> part & 1u && e != ZERO_SCALE) target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
+      } else if (e == NAN_SCALE || needed == NAN_TARGET) {
+        target = NAN_TARGET;
+      } else if (needed != NO_TARGET && e != ZERO_SCALE) {
+        target = max(target, e + needed);
+      }
+    }
+    for (int step = 1; step < (mx ? 8 : 32); step *= 2)
+      target = max(target, __shfl_xor_sync(0xffffffffu, target, step));
+    target = final_target(target, mx);
+    for (int k = 0; k < 4; ++k)
+      if (k < count) to[k] = (u8)encode2(moved_value(v[k], row_exponents[k], target), 0.f, fmt);
+    if (at < 0 || threadIdx.x % (mx ? 8 : 32)) continue;
+    if (mx)
+      ((u8*)out_scales)[at + c] = some_rows ? (u8)(target + 127) : 0;
+    else
+      ((float*)out_scales)[at + c] = some_rows ? power_of_two(target) : 0.f;
+  }
 }
 
 // What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
@@ -75,35 +99,36 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
 //   (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
-// Launch: blocks of 256 threads, as many as fit at once; shared memory for three tiles of codes and the table
-//   of strips. The next tile's codes and scales travel while this one is made.
+// Launch: blocks of 256 threads, as many as fit at once; shared memory for two tiles of codes and the table
+//   of strips. The next tile's codes and scales travel while this one is made. A warp has 16 columns of a
+//   tile, and a lane four rows of them: so a column's largest is found by shuffles, a warp writes whole
+//   lines, and the only barrier is the one behind which a tile has arrived.
 // How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
 //   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
 //   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
-//   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart takes the
-//   exponents one by one.
-extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 : 4)
+//   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
+//   column, value by value.
+extern "C" __global__ void __launch_bounds__(256, 3)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
-                            i64 experts, i64 rows, i64 columns, i64 tiles_down, i64 strips, i64 tile, u8* out,
+                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
                             void* out_scales) {
-  DYNAMIC_SHARED(shared);  // the tile that goes out | the one at hand | the next | the table of strips
-  u8* stage = shared;
-  u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE])(shared + TILE * TILE);
+  DYNAMIC_SHARED(shared);  // the tile at hand | the next | the table of strips
+  u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
   __shared__ Place places[PLACES];
-  __shared__ int row_of[TILE];                         // of the codes; -1: no such row
-  __shared__ __align__(16) u16 largest[CHUNKS][TILE];  // halves; exponents (as short) in the slow way
-  __shared__ __align__(16) u32 factors[CHUNKS][PARTS][CHUNK_ROWS];
-  __shared__ __align__(16) u16 lifts[PARTS][TILE];
-  __shared__ short exponents[PARTS][TILE], targets[PARTS][TILE];  // of the rows; of the columns
-  __shared__ u8 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
-  __shared__ int lows[4], highs[4];
+  __shared__ int row_of[2][TILE];  // of the codes; -1: no such row
+  __shared__ __align__(16) short exponents[2][PARTS][TILE];
+  __shared__ int lows[2][4], highs[2][4];
+  __shared__ u32 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
   const int fmt = FMT, mx = MX;
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int part = mx ? lane / 8 : 0, strip_of_warp = mx ? warp / 2 : 0;
-  const u32 across = (u32)((columns + TILE - 1) / TILE);
+  const u32 part = mx ? warp / 2 : 0;  // block of a row that this warp's columns belong to
+  const u32 q = mx ? lane / 8 : 0;     // strip of this lane's rows
+  const u32 inside = 4 * lane - q * 32;
   const Strips strips_of =
-      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 3 * TILE * TILE));
-  const Turns turns = {strips_of, (u32)tiles_down, across, (u32)tiles_down * across, places};
+      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 2 * TILE * TILE));
+  const Turns turns(strips_of, columns, places);
+  clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
+  const u32 row_words = (u32)((columns + TILE - 1) / TILE);
   u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
   bool there = false;
   auto look = [&](u32 turn) {
@@ -111,16 +136,17 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
     int row = turns.row(turn, t);
     if (row >= 0 && source) row = source[row];
     there = row >= 0;
-    row_of[t] = row;
-    word = there ? ((const u32*)scales)[(u64)(u32)row * across + turns.place(turn).column] : 0u;
+    row_of[turn % 2][t] = row;
+    word = there ? ((const u32*)scales)[(u64)(u32)row * row_words + turns.place(turn).column] : 0u;
   };
   auto fetch = [&](u32 turn) {
     if (turns.has(turn)) {
+      // row r has its piece c of 16 bytes at c ^ (r / 4 % 8): no bank conflicts
       const int column = turns.place(turn).column * TILE + t % 8 * 16;
-      u8* to = in[turn % 2] + t * 16;
+      u8* to = in[turn % 2] + t / 8 * TILE + (t % 8 ^ warp) * 16;
 #pragma unroll
       for (u32 k = 0; k < 4; ++k) {
-        const int row = row_of[t / 8 + 32 * k];
+        const int row = row_of[turn % 2][t / 8 + 32 * k];
         copy_async16(to + k * (32 * TILE), codes + column + (u64)(u32)row * (u32)columns,
                      row >= 0 && column < columns);
       }
@@ -132,178 +158,147 @@ extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ < 900 || MX ? 3 
   look(0);
   __syncthreads();
   fetch(0);
-  u8* my_stage = staged(stage, 4 * lane, warp);
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
     const Place& place = turns.place(turn);
-    const int b = turn % 2;
+    const u32 b = turn % 2;
     if (t < TILE) {
       int low = NAN_SCALE, high = ZERO_SCALE;
 #pragma unroll
       for (int p = 0; p < PARTS; ++p) {
         const int e = there ? exponent_of(word, p, mx) : ZERO_SCALE;
-        exponents[p][t] = (short)e;
+        exponents[b][p][t] = (short)e;
         const bool counts = e != ZERO_SCALE && e != NAN_SCALE;
         low = counts ? min(low, e) : low;
         high = counts ? max(high, e) : high;
       }
       low = __reduce_min_sync(0xffffffffu, low);
       high = __reduce_max_sync(0xffffffffu, high);
-      if (lane == 0) lows[warp] = low, highs[warp] = high;
+      if (lane == 0) lows[b][warp] = low, highs[b][warp] = high;
     }
     turns.begin(turn);
     look(turn + 1);
     copy_async_wait<0>();
-    __syncthreads();  // this tile is here, and the one before it has been written
+    __syncthreads();  // this tile is here, and nobody reads the one before it
     fetch(turn + 1);
-    const int column = place.column * TILE + 4 * lane;
-    const u32* words = (const u32*)in[b] + warp * CHUNK_ROWS * (TILE / 4) + lane;
-    int low = min(min(lows[0], lows[1]), min(lows[2], lows[3]));
-    int high = max(max(highs[0], highs[1]), max(highs[2], highs[3]));
-    if (high - low > SPREAD) {
+
+    const i64 first_column = (i64)place.column * TILE + 16 * warp;
+    const short* row_exponents = exponents[b][part] + 4 * lane;
+    const u8* mine = in[b] + 4 * lane * TILE + (warp ^ lane % 8) * 16;
+    int low = min(min(lows[b][0], lows[b][1]), min(lows[b][2], lows[b][3]));
+    int high = max(max(highs[b][0], highs[b][1]), max(highs[b][2], highs[b][3]));
+    if (tile || high - low > SPREAD) {
       // only rows with a code that is not zero count
-#pragma unroll 1
-      for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const u32 lanes = lanes_filled(words[i * (TILE / 4)], column < columns);
-        u32 parts = lanes != 0u;
-        if (mx)
-          parts = (lanes & 0xffu ? 1u : 0u) | (lanes & 0xff00u ? 2u : 0u) | (lanes & 0xff0000u ? 4u : 0u) |
-                  (lanes >> 24 ? 8u : 0u);
-        if (lane == 0) filled[warp * CHUNK_ROWS + i] = (u8)parts;
-      }
+      __syncthreads();
+      if (t < TILE) filled[t] = 0u;
+      __syncthreads();
+      if (first_column < columns)
+        for (int k = 0; k < 4; ++k) {
+          const uint4 v = *(const uint4*)(mine + k * TILE);
+          if ((v.x | v.y | v.z | v.w) & 0x7f7f7f7fu) atomicOr(&filled[4 * lane + k], 1u << part);
+        }
       __syncthreads();
       low = NAN_SCALE, high = ZERO_SCALE;
-#pragma unroll 1
       for (u32 k = lane; k < PARTS * TILE; k += 32) {
-        const int e = exponents[k / TILE][k % TILE];
-        if (e == ZERO_SCALE || e == NAN_SCALE || !(filled[k % TILE] >> (k / TILE) & 1)) continue;
+        const int e = exponents[b][k / TILE][k % TILE];
+        if (e == ZERO_SCALE || e == NAN_SCALE || !(filled[k % TILE] >> (k / TILE) & 1u)) continue;
         low = min(low, e);
         high = max(high, e);
       }
       low = __reduce_min_sync(0xffffffffu, low);
       high = __reduce_max_sync(0xffffffffu, high);
     }
+    if (first_column >= columns) continue;
     if (high == ZERO_SCALE) low = high = 0;
-    const bool quick = high - low <= SPREAD && !tile;
     const int unit = high - RAISED;  // 1 as a half stands for 2^unit
-    u32 seen[CHUNK_ROWS][2];         // the values, in columns 4 l and 4 l + 1, and the next two
-    if (quick) {
-      for (u32 k = lane; k < PARTS * CHUNK_ROWS; k += 32) {
-        const u32 row = k % CHUNK_ROWS, p = k / CHUNK_ROWS;
-        const int e = exponents[p][warp * CHUNK_ROWS + row];
-        factors[warp][p][row] = 0x10001u * (e == NAN_SCALE ? 0x7e00u : half_power(min(e - unit, 15)));
-      }
-      __syncwarp();
-      u32 tops[2] = {0u, 0u};
+    const i64 strip = (i64)place.row * PARTS + q;
+    const bool some_rows = place.count[q] > 0, keeps_scales = strip < strips;
+    const i64 base = place.base[q] + inside;
+    const int count = (int)clamped(place.count[q] - (int)inside, 4);
+    const bool whole = count == 4 && (((size_t)out | rows | base) & 3) == 0;
+    u8* to = out + first_column * rows + base;
+    if (!tile && high - low <= SPREAD) {
+      u32 factor[4], seen[4][8], tops[8];  // of the rows; the values, in pairs of columns; their largest
+      const short4 four_rows = *(const short4*)row_exponents;
+      const int of_row[4] = {four_rows.x, four_rows.y, four_rows.z, four_rows.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint4 four = ((const uint4*)factors[warp][part])[k];
-        const u32 factor[4] = {four.x, four.y, four.z, four.w};
+        const int up = min(of_row[k] - unit, 15);
+        factor[k] = up < -14 ? 0u : (u32)(up + 15) << 10;
+        factor[k] = 0x10001u * (of_row[k] == NAN_SCALE ? 0x7e00u : factor[k]);
+      }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const u32 codes_here = words[(4 * k + i) * (TILE / 4)];
+      for (int k = 0; k < 4; ++k) {
+        const uint4 v = *(const uint4*)(mine + k * TILE);
+        const u32 four[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            seen[4 * k + i][h] = halves_times(decode2((u16)(codes_here >> (16 * h)), fmt), factor[i]);
-            tops[h] = larger_halves(tops[h], seen[4 * k + i][h]);
-          }
+        for (int p = 0; p < 8; ++p) {
+          seen[k][p] = halves_times(decode2((u16)(four[p / 2] >> (16 * (p % 2))), fmt), factor[k]);
+          tops[p] = larger_halves(k ? tops[p] : 0u, seen[k][p]);
         }
       }
-      *(uint2*)&largest[warp][4 * lane] = make_uint2(tops[0], tops[1]);
-    } else {
-      int target[4] = {NO_TARGET, NO_TARGET, NO_TARGET, NO_TARGET};
-#pragma unroll 1
-      for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const int e = exponents[part][warp * CHUNK_ROWS + i];
-        const u32 codes_here = words[i * (TILE / 4)];
-        const u32 lanes = lanes_filled(codes_here, column < columns);
-        if (tile) {
-          // a row counts when any of its codes in this tile is not zero
-          const bool occupied = mx ? (lanes >> (8 * part) & 0xffu) != 0u : lanes != 0u;
-          if (occupied && e != ZERO_SCALE)
-            for (int c = 0; c < 4; ++c) target[c] = max(target[c], e == NAN_SCALE ? NAN_TARGET : e);
-        } else {
-          float v[4];
-          decode4(codes_here, fmt, v);
-          for (int c = 0; c < 4; ++c) {
-            const int needed = needed_exponent(v[c], fmt, mx);
-            if (e == NAN_SCALE || needed == NAN_TARGET)
-              target[c] = NAN_TARGET;
-            else if (needed != NO_TARGET && e != ZERO_SCALE)
-              target[c] = max(target[c], e + needed);
-          }
-        }
-      }
-      *(short4*)&largest[warp][4 * lane] =
-          make_short4((short)target[0], (short)target[1], (short)target[2], (short)target[3]);
-    }
-    __syncthreads();
-    bool far = !quick;  // what is left to multiply with is no normal half
-    for (u32 k = t; k < PARTS * TILE; k += 256) {
-      const u32 q = k / TILE, c = k % TILE, chunks = CHUNKS / PARTS;
-      const i64 strip = (i64)place.row * PARTS + q;
-      int target = NO_TARGET;
-      if (quick) {
-        u32 top = 0;
+      // a lane ends with the largest of pair `lane % 8`
 #pragma unroll
-        for (int j = 0; j < chunks; ++j) top = max(top, (u32)largest[q * chunks + j][c]);
-        const int needed = needed_exponent(f16_to_float((u16)top), fmt, mx);
+      for (int half = 4; half > 0; half /= 2)
+#pragma unroll
+        for (int p = 0; p < half; ++p) {
+          const bool upper = lane & half;
+          const u32 keep = upper ? tops[p + half] : tops[p], give = upper ? tops[p] : tops[p + half];
+          tops[p] = larger_halves(keep, __shfl_xor_sync(0xffffffffu, give, half));
+        }
+      u32 top = tops[0];
+      if (!mx) {
+        top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 8));
+        top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 16));
+      }
+      int target[2];
+      u32 lift = 0;
+      bool near = true;  // what is left to multiply with is a normal half
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int needed = needed_exponent(f16_to_float((u16)(top >> (16 * c))), fmt, mx);
         const bool some = needed != NO_TARGET;
-        target = final_target(some && needed != NAN_TARGET ? unit + needed : needed, mx);
-        const int left = some ? unit - target : 0;
-        far = far || left < -14 || left > 15;
-        lifts[q][c] = (u16)half_power(min(left, 15));
-      } else {
-        for (int j = 0; j < chunks; ++j) target = max(target, (int)(short)largest[q * chunks + j][c]);
-        target = final_target(target, mx);
+        target[c] = final_target(some && needed != NAN_TARGET ? unit + needed : needed, mx);
+        const int left = some ? unit - target[c] : 0;
+        near = near && left >= -14 && left <= 15;
+        lift |= (u32)(left + 15) << (10 + 16 * c);
       }
-      targets[q][c] = (short)target;
-      if (place.column * TILE + c < columns && strip < strips) {
-        const bool there = place.count[q] > 0;
-        if (mx)
-          ((u8*)out_scales)[strip * columns + place.column * TILE + c] = there ? (u8)(target + 127) : 0;
-        else
-          ((float*)out_scales)[strip * columns + place.column * TILE + c] =
-              there ? power_of_two(target) : 0.f;
-      }
-    }
-    if (!__syncthreads_or(far)) {
-      const uint2 two = *(const uint2*)&lifts[strip_of_warp][4 * lane];
-      const u32 lift[2] = {two.x, two.y};
-      u32 columns_of[4][4];
+      if (!__any_sync(0xffffffffu, !near)) {
+        if (keeps_scales && (mx || lane < 8)) {
+          const i64 at = strip * columns + first_column + 2 * (lane % 8);
+          if (mx)
+            *(u16*)((u8*)out_scales + at) = some_rows ? (u16)((target[0] + 127) | (target[1] + 127) << 8) : 0;
+          else
+            *(uint2*)((float*)out_scales + at) =
+                some_rows ? make_uint2((u32)(target[0] + 127) << 23, (u32)(target[1] + 127) << 23)
+                          : make_uint2(0u, 0u);
+        }
+        u32 columns_of[16];
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int p = 0; p < 8; ++p) {
+          const u32 by = __shfl_sync(0xffffffffu, lift, (int)(lane & 24u) + p);
           u32 pairs[2];  // of two rows each
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            pairs[i] = encode2_halves(halves_times(seen[4 * k + 2 * i][h], lift[h]), fmt) |
-                       encode2_halves(halves_times(seen[4 * k + 2 * i + 1][h], lift[h]), fmt) << 16;
-          columns_of[2 * h][k] = __byte_perm(pairs[0], pairs[1], 0x6420);
-          columns_of[2 * h + 1][k] = __byte_perm(pairs[0], pairs[1], 0x7531);
+          for (int k = 0; k < 2; ++k)
+            pairs[k] = encode2_halves(halves_times(seen[2 * k][p], by), fmt) |
+                       encode2_halves(halves_times(seen[2 * k + 1][p], by), fmt) << 16;
+          columns_of[2 * p] = __byte_perm(pairs[0], pairs[1], 0x6420);
+          columns_of[2 * p + 1] = __byte_perm(pairs[0], pairs[1], 0x7531);
         }
+        if (whole) {
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        *(uint4*)(my_stage + c * TILE) =
-            make_uint4(columns_of[c][0], columns_of[c][1], columns_of[c][2], columns_of[c][3]);
-    } else {
+          for (int c = 0; c < 16; ++c, to += rows) __stcs((u32*)to, columns_of[c]);
+        } else {
+#pragma unroll
+          for (int c = 0; c < 16; ++c, to += rows)
 #pragma unroll 1
-      for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const int e = exponents[part][warp * CHUNK_ROWS + i];
-        float v[4];
-        decode4(words[i * (TILE / 4)], fmt, v);
-        for (int c = 0; c < 4; ++c) {
-          const float moved = moved_value(v[c], e, targets[strip_of_warp][4 * lane + c]);
-          my_stage[c * TILE + i] = (u8)encode2(moved, 0.f, fmt);
+            for (int r = 0; r < count; ++r) to[r] = (u8)(columns_of[c] >> (8 * r));
         }
+        continue;
       }
     }
-    __syncthreads();
-    // eight lanes a column's segment, a piece of 16 rows each
-    const int q = mx ? lane % 8 / 2 : 0, inside = (mx ? lane % 2 : lane % 8) * CHUNK_ROWS;
-    const int base = place.base[q] + inside, count = (int)clamped(place.count[q] - inside, CHUNK_ROWS);
-    write_columns(stage, base, count, (i64)place.column * TILE, columns, rows, out);
+    by_columns(mine, row_exponents, tile ? filled + 4 * lane : 0, part, count, to, rows,
+               strip < strips ? strip * columns + first_column : -1, some_rows, out_scales);
   }
 }
 

@@ -36,7 +36,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
         launch(
             "transpose",
             "scaling_aware_transpose",
-            tile_blocks(down, columns, 3 if mx else 4),
+            tile_blocks(down, columns, 3),
             256,
             q.data,
             q.scales,
@@ -45,12 +45,11 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             experts,
             rows,
             columns,
-            down,
             count,
             target == "tile",
             out.data,
             out.scales,
-            shared=tile_bytes(2, offsets),
+            shared=tile_bytes(1, offsets),
             defines=formats(q),
         )
         return

@@ -151,6 +151,8 @@ inline int atomicMax(int* p, int v) {
   return before;
 }
 
+inline unsigned atomicOr(unsigned* p, unsigned v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+
 template <class Kernel>
 void run_grid(unsigned blocks, unsigned blocks_y, unsigned threads, Kernel kernel) {
   gridDim = {blocks, blocks_y, 1};
