@@ -6,7 +6,9 @@ A framework is never imported here: when one of its arrays arrives, it is in `sy
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8moe import dlpack, tracing
+from fp8moe import dlpack, replay, tracing
 from fp8moe.checks import INT32
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
 from fp8moe.records import (
@@ -47,6 +49,55 @@ def enter(**values: Any) -> Call:
     an array that is not C-contiguous.
     """
     return Call(values)
+
+
+def replayed(function: Any) -> Any:
+    """A public function whose calls on CUDA are remembered by what came in, from the second one on, and then
+    done again without what only shapes decide (see `fp8moe.replay`).
+
+    A call that looked at values, or that refused something, is not remembered.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        first = type(arguments[0]) if arguments else None
+        if first is np.ndarray or _separate.get() or replay.current.recorder is not None:
+            return function(*arguments, **options)
+        given = (*arguments, *options.values())
+        call = Call({})
+        memory: list[DeviceArray] = []
+        try:
+            taken = [v if type(v) in replay.PLAIN or is_metadata(v) else call._take("", v) for v in given]
+            if call.device == "cpu" or "FP8MOE_CHECK" in os.environ:
+                return function(*arguments, **options)
+            what = [replay.signature(v, memory) for v in taken]
+            key = (function, call.device, len(arguments), *options, *what)
+            recipe = _recipes.get(key, 0)
+        except Exception:  # the function itself says what is wrong
+            return function(*arguments, **options)
+        if type(recipe) is replay.Recipe:
+            return call._replay(recipe, given, memory)
+        if recipe is None:
+            return function(*arguments, **options)
+        if len(_recipes) >= MOST_RECIPES:
+            _recipes.clear()
+        _recipes[key] = seen = recipe + 1
+        if seen < 2:  # shapes that come once are not worth it
+            return function(*arguments, **options)
+        recorder = replay.current.recorder = replay.Recorder(memory)
+        try:
+            result = function(*arguments, **options)
+        finally:
+            replay.current.recorder = None
+        _recipes[key] = recorder.recipe(result, given)
+        return result
+
+    return call
+
+
+#: by what came in: how often so far, or how to do it again, or None where that cannot be
+_recipes: dict[Any, Any] = {}
+MOST_RECIPES = 512
 
 
 class Call:
@@ -92,7 +143,7 @@ class Call:
     def empty(self, spec: Any) -> Any:
         """Allocate every `ArraySpec` in a record of them, by the caller's framework on CUDA."""
         if type(spec) is ArraySpec:
-            return self.family.empty(spec, self.device)
+            return self._allocate(spec)
         if type(spec) is PermutationPlan and self.device != "cpu" and not _separate.get():
             return self._packed(spec)
         names = field_names(type(spec))
@@ -104,10 +155,36 @@ class Call:
             new.__dict__[name] = value if is_metadata(value) else self.empty(value)
         return new
 
+    def _allocate(self, spec: ArraySpec) -> RawArray:
+        raw: Any = self.family.empty(spec, self.device)
+        if replay.current.recorder is not None:
+            replay.current.recorder.allocated(spec, False, raw)
+        return raw
+
+    def _scratch(self, spec: ArraySpec, device: int) -> RawArray:
+        raw: Any = self.family.scratch(spec, device)
+        if replay.current.recorder is not None:
+            replay.current.recorder.allocated(spec, True, raw)
+        return raw
+
+    def _replay(self, recipe: replay.Recipe, given: tuple[Any, ...], memory: list[Any]) -> Any:
+        for spec, scratch in recipe.allocations:
+            memory.append((self.family.scratch if scratch else self.family.empty)(spec, self.device))
+        if recipe.steps:
+            with self._on_device():
+                for function, before, recorded, places in recipe.steps:
+                    values = recorded.copy()  # other threads replay it, too
+                    for at, buffer, offset in places:
+                        values[at] = memory[buffer].ptr + offset
+                    function(*before, values)
+        for note, what in recipe.traced:
+            note(what)
+        return recipe.result(self, given, memory)
+
     def _packed(self, plan: PermutationPlan) -> PermutationPlan:
         """All arrays of a plan in one allocation: torch takes 3 us for each."""
         layout, size = plan.__dict__.get("_layout") or _plan_layout(plan)
-        memory = self.family.empty(ArraySpec((size,), INT32), self.device)
+        memory = self._allocate(ArraySpec((size,), INT32))
         assert isinstance(memory, DeviceArray)
         new = object.__new__(PermutationPlan)
         new.__dict__.update(slots=None, num_out_tokens=plan.num_out_tokens, align_size=plan.align_size)
@@ -131,14 +208,20 @@ class Call:
     def _on_device(self) -> Any:
         """What is launched in this context runs on the stream that the caller's arrays are ordered on."""
         launch = _module("fp8moe.kernels_cuda.launch")
-        return launch.On(int(self.device), self.family.stream(self.device), self.family.scratch)
+        return launch.On(int(self.device), self.family.stream(self.device), self._scratch)
 
     def leave(self, out: Any) -> Any:
         """Raw buffers back to the caller's kind of array; records remember their raw form."""
+        left = self._leave(out)
+        if replay.current.recorder is not None and not is_metadata(left):
+            replay.current.recorder.left.append((left, out))
+        return left
+
+    def _leave(self, out: Any) -> Any:
         if is_metadata(out):
             return out
         if isinstance(out, tuple):
-            return tuple(self.leave(v) for v in out)
+            return tuple(self._leave(v) for v in out)
         names = field_names(type(out))
         if names is None:
             return self.family.wrap(out)
@@ -146,7 +229,7 @@ class Call:
         for name in names:
             value = getattr(out, name)
             if type(value) is not DeviceArray:  # those are made when they are asked for: Record.__getattr__
-                new.__dict__[name] = self.leave(value)
+                new.__dict__[name] = self._leave(value)
         out.__dict__["_fits"] = True  # its arrays came from one spec: see checks.fits
         new.__dict__["_raw"] = (out, self.device, self.family)
         return new

@@ -11,6 +11,7 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArraySpec, QuantTensor
 
 
+@border.replayed
 def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False) -> Any:
     """out[rows of e] = x[rows of e] @ w[e].T, for every expert e.
 
@@ -57,6 +58,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = Fal
     return call.leave(out)
 
 
+@border.replayed
 def grouped_gemm_wgrad(
     dy: Any, x: Any, expert_offsets: Any, out: Any = None, *, dtype: str = "float32"
 ) -> Any:

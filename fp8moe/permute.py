@@ -16,6 +16,7 @@ from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, So
 ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 
+@border.replayed
 def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -59,6 +60,7 @@ def rows_spec(x: Any, rows: int) -> Any:
     return replace(x, data=ArraySpec((rows, x.data.shape[1]), x.data.dtype), scales=scales)
 
 
+@border.replayed
 def permute_and_pad(
     x: Any,
     routing_map: Any,
@@ -86,6 +88,7 @@ def permute_and_pad(
     return Permuted(data, probs, call.leave(plan))
 
 
+@border.replayed
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
     """Sum each token's rows: the inverse of `permute`.
 
@@ -114,6 +117,7 @@ def unpermute_spec(x: Any, plan: PermutationPlan) -> ArraySpec:
     return ArraySpec((plan.num_tokens, x.shape[1]), x.dtype)
 
 
+@border.replayed
 def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -> tuple[Any, Any]:
     """(grad_x, grad_probs) of `permute`, from the gradients of its data and probs.
 
@@ -135,6 +139,7 @@ def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -
     return call.leave(out)
 
 
+@border.replayed
 def unpermute_backward(
     grad: Any, plan: PermutationPlan, x: Any = None, merging_probs: Any = None
 ) -> tuple[Any, Any]:
@@ -168,6 +173,7 @@ def unpermute_backward(
     return call.leave(out)
 
 
+@border.replayed
 def sort_chunks(
     x: Any,
     split_sizes: Any,
@@ -220,6 +226,7 @@ def sort_chunks_spec(x: Any, probs: Any, groups: int, rows: int) -> SortedChunks
     )
 
 
+@border.replayed
 def sort_chunks_backward(
     grad: Any,
     split_sizes: Any,
@@ -260,6 +267,7 @@ def sort_chunks_backward(
     return call.leave(out)
 
 
+@border.replayed
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
     """Pad each expert's rows with zero rows to a multiple of ``align_size``; `unpad` is its backward.
 
@@ -271,6 +279,7 @@ def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumO
     return _pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
 
 
+@border.replayed
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
     """Take each expert's padding out again; `pad` is its backward.
 

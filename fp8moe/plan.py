@@ -15,6 +15,7 @@ from fp8moe.records import ArraySpec, PermutationPlan
 NumOutTokens = int | Literal["exact"] | None
 
 
+@border.replayed
 def plan_topk(
     topk_ids: Any, num_experts: int, *, align_size: int = 1, num_out_tokens: NumOutTokens = None
 ) -> PermutationPlan:
@@ -38,6 +39,7 @@ def plan_topk(
     return call.leave(raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens))
 
 
+@border.replayed
 def plan_routing_map(
     routing_map: Any,
     *,

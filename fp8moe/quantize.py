@@ -16,6 +16,7 @@ QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
 _TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
+@border.replayed
 def quantize(
     x: Any,
     *,
@@ -94,6 +95,7 @@ def quant_spec(
     )
 
 
+@border.replayed
 def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = None) -> Any:
     """Decode: value = code * scale, in float32, rounded to ``dtype`` ("float32" or "bfloat16").
 

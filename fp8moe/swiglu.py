@@ -13,6 +13,7 @@ from fp8moe.records import Activation, ArraySpec, Quantized, SwigluGrad
 from fp8moe.transpose import column_scale_rows
 
 
+@border.replayed
 def swiglu(
     h: Any,
     probs: Any = None,
@@ -33,6 +34,7 @@ def swiglu(
     return call.leave(out)
 
 
+@border.replayed
 def swiglu_backward(
     grad: Any,
     h: Any,
@@ -53,6 +55,7 @@ def swiglu_backward(
     return call.leave(out)
 
 
+@border.replayed
 def swiglu_quantize(
     h: Any,
     probs: Any = None,
@@ -99,6 +102,7 @@ def swiglu_quantize(
     return call.leave(out)
 
 
+@border.replayed
 def swiglu_quantize_backward(
     grad: Any,
     h: Any,

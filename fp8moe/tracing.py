@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+
+from fp8moe import replay
 
 
 @dataclass
@@ -46,16 +49,23 @@ def trace() -> Iterator[Trace]:
 
 
 def record_launch(verb: str) -> None:
+    _also_at_replay(record_launch, verb)
     for counts in _active.get():
         counts.launches[verb] += 1
 
 
 def record_cast(weight: bool) -> None:
+    _also_at_replay(record_cast, weight)
     for counts in _active.get():
         if weight:
             counts.weight_casts += 1
         else:
             counts.casts += 1
+
+
+def _also_at_replay(note: Callable[[Any], None], what: Any) -> None:
+    if replay.current.recorder is not None:
+        replay.current.recorder.traced.append((note, what))
 
 
 def record_saved(nbytes: int) -> None:

@@ -10,6 +10,7 @@ from fp8moe.quantize import quant_spec
 from fp8moe.records import PermutationPlan, QuantTensor
 
 
+@border.replayed
 def scaling_aware_transpose(
     q: QuantTensor, expert_offsets: Any = None, *, target: str = "column", align_size: int = 1
 ) -> QuantTensor:
@@ -45,6 +46,7 @@ def scaling_aware_transpose(
     return call.leave(out)
 
 
+@border.replayed
 def permute_transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
     """Gather rows to their experts and transpose, in one read: `scaling_aware_transpose` of
     ``permute(q, plan).data``, without it. Training can keep the unpermuted rows, k times smaller.

@@ -11,8 +11,10 @@ import importlib
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -47,26 +49,69 @@ def variants(path: Path) -> list[tuple[str, ...]]:
     return VARIANTS.get(path.stem, [()])
 
 
+# What most programs come to use: when a kernel is missing in the cache, these are compiled beside it.
+USUAL = {
+    "permute": (),
+    "quantize": ("KIND=BF16", "FMT=0", "MX=0"),
+    "swiglu": ("KIND=BF16", "FMT=0", "MX=0", "CLAMPED=0"),
+    "transpose": ("FMT=0", "MX=0"),
+    "grouped_gemm": (),
+}
+
+
 def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """Machine code of one source, from the cache on disk when it is there.
 
     The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. An entry carries a digest of itself:
     one that is cut short or damaged is compiled again.
     """
-    nvrtc = _nvrtc()
-    key = repr((_digest(), path.name, architecture, OPTIONS, defines, nvrtc.getVersion()))
-    return cached(path.stem, architecture, key, lambda: compile_source(path, architecture, defines)[0])
+    entry = _entry(path.stem, architecture, _key(path, architecture, defines))
+    if (found := _read(entry)) is not None:
+        return found
+    job = _submit(path, architecture, defines)
+    prefetch(architecture)
+    return job.result()
+
+
+def prefetch(architecture: str) -> None:
+    """Have the usual kernels compiled, each source in a thread of its own."""
+    for name, defines in USUAL.items():
+        _submit(SOURCES / f"{name}.cu", architecture, defines)
 
 
 def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:
     """What ``compile`` returns, kept on disk under everything that decides it (``key``)."""
-    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
-    entry = _cache_folder() / f"{name}-{architecture}-{digest}"
+    entry = _entry(name, architecture, key)
     if (found := _read(entry)) is not None:
         return found
     code = compile()
     _write(entry, code)
     return code
+
+
+def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Future[bytes]:
+    """Compile in another thread, once (NVRTC lets go of Python meanwhile)."""
+    key = _key(path, architecture, defines)
+    with _lock:
+        if key not in _jobs:
+            _jobs[key] = _threads.submit(
+                cached, path.stem, architecture, key, lambda: compile_source(path, architecture, defines)[0]
+            )
+        return _jobs[key]
+
+
+_jobs: dict[str, Future[bytes]] = {}
+_lock = threading.Lock()
+_threads = ThreadPoolExecutor(thread_name_prefix="fp8moe-compile")
+
+
+def _key(path: Path, architecture: str, defines: tuple[str, ...]) -> str:
+    return repr((_digest(), path.name, architecture, OPTIONS, defines, _nvrtc().getVersion()))
+
+
+def _entry(name: str, architecture: str, key: str) -> Path:
+    digest = hashlib.sha256(key.encode()).hexdigest()[:24]
+    return _cache_folder() / f"{name}-{architecture}-{digest}"
 
 
 def main(architectures: list[str] | None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from fp8moe import replay
 from fp8moe.formats import BFLOAT16, Block, is_mx
 from fp8moe.kernels_cuda import compiler
 from fp8moe.records import ArraySpec, DeviceArray, QuantTensor
@@ -110,10 +111,23 @@ def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, 
     if kernel.parameters is None:
         kernel.parameters = struct.Struct("".join("f" if isinstance(a, float) else "q" for a in arguments))
     values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
+    _do(go, (kernel, x, y, block, shared), values)
+
+
+def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
     buffer, size, extra = _current.parameters
-    kernel.parameters.pack_into(buffer, 0, *values)
-    size.value = kernel.parameters.size
+    parameters = kernel.parameters
+    parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
+    size.value = parameters.size  # type: ignore[union-attr]
     driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
+
+
+def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any]) -> None:
+    """Do something on the stream, now and when the call is replayed. Addresses are among the values."""
+    recorder = replay.current.recorder
+    if recorder is not None:
+        recorder.steps.append((function, before, values))
+    function(*before, values)
 
 
 def threads(count: int, block: int = 256) -> int:
@@ -130,11 +144,16 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
     if x.nbytes:
-        runtime.memsetAsync(x.ptr, value, x.nbytes, _current.place[1])
+        _do(fill, (value, x.nbytes), [x.ptr])
+
+
+def fill(value: int, nbytes: int, address: list[int]) -> None:
+    runtime.memsetAsync(address[0], value, nbytes, _current.place[1])
 
 
 def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:
     """The host array may be changed or freed as soon as this returns."""
+    _depends_on_values()
     host = np.ascontiguousarray(host)
     if host.nbytes:
         runtime.memcpyAsync(
@@ -144,6 +163,7 @@ def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:
 
 def copy_to_host(x: DeviceArray) -> np.ndarray:
     """Read a small buffer back; this waits for the stream."""
+    _depends_on_values()
     host = np.empty(x.shape, x.dtype)
     if x.nbytes:
         runtime.memcpyAsync(host.ctypes.data, x.ptr, x.nbytes, runtime.memcpyDeviceToHost, _current.place[1])
@@ -158,6 +178,11 @@ def conversion(x: Any, q: QuantTensor) -> tuple[str, ...]:
 
 def formats(q: QuantTensor) -> tuple[str, ...]:
     return f"FMT={FORMATS[q.fmt]}", f"MX={int(is_mx(q.block))}"
+
+
+def _depends_on_values() -> None:
+    if replay.current.recorder is not None:
+        replay.current.recorder.whole = False
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:

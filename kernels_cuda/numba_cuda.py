@@ -88,7 +88,12 @@ def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
 
     version = importlib.import_module("numba_cuda").__version__
     key = repr((Path(inspect.getfile(kernel)).read_bytes(), kernel.__name__, kinds, architecture, version))
-    return compiler.cached(kernel.__name__, architecture, key, lambda: _compile(kernel, kinds, architecture))
+
+    def compile() -> bytes:
+        compiler.prefetch(architecture)  # Numba takes longer than all the others
+        return _compile(kernel, kinds, architecture)
+
+    return compiler.cached(kernel.__name__, architecture, key, compile)
 
 
 def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(64)
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 256 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
 //   and the table of strips. The next tile travels while this one, in registers, is quantised.
-extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
     quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
                    i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
   const int size = KIND == F32 ? 4 : 2;

@@ -113,7 +113,19 @@ __device__ __forceinline__ float quick_sigmoid(float x) {
   return reciprocal_approx(1.f + __fmaf_rn(power, left * 0.693147182f, power));
 }
 
-#define FAR 80.f  // from here on floats run out, and float64 takes over; NaN as well
+#define FAR 80.f  // from here on the sum is 1, or the exponential's floats run out; NaN as well
+
+// The same from FAR on: 1, or e^x, within 2^-21 of itself or 2^-150. The power of two is taken apart, so that
+// the last product rounds to a subnormal.
+__device__ __forceinline__ float far_sigmoid(float x) {
+  const float log2e = 1.44269502f, rest = 1.92596299e-8f;
+  if (!(x < 0.f)) return x > 0.f ? 1.f : x;
+  x = fmaxf(x, -120.f);  // 0 from -104 on
+  const float whole = x * log2e, left = __fmaf_rn(x, rest, __fmaf_rn(x, log2e, -whole)), n = rintf(whole);
+  const float power = exp2_approx(whole - n);
+  const int half = (int)n / 2;
+  return __fmaf_rn(power, left * 0.693147182f, power) * power_of_two(half) * power_of_two((int)n - half);
+}
 
 struct Activation {
   float clamp, alpha, offset;
@@ -125,11 +137,6 @@ struct Gates {
   float a[8], b[8], s[8];
   u32 free;  // bit i for a, 8 + i for b
 };
-
-__device__ __noinline__ void far_sigmoids(const float* a, float alpha, float* s) {
-  for (int i = 0; i < 8; ++i)
-    if (!(fabsf(alpha * a[i]) < FAR)) s[i] = (float)(1.0 / (1.0 + exp(-(double)(alpha * a[i]))));
-}
 
 // Whether all are near enough for the quick sigmoid.
 __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
@@ -156,10 +163,11 @@ __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
 
 __device__ __forceinline__ void gates(Gates& g, Activation act) {
   if (quick_gates(g, act)) return;
-  float a[8], s[8];  // once in a blue moon
-  for (int i = 0; i < 8; ++i) a[i] = g.a[i], s[i] = g.s[i];
-  far_sigmoids(a, act.alpha, s);
-  for (int i = 0; i < 8; ++i) g.s[i] = s[i];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // once in a blue moon
+    const float x = act.alpha * g.a[i];
+    if (!(fabsf(x) < FAR)) g.s[i] = far_sigmoid(x);
+  }
 }
 
 // What: y = a * sigmoid(alpha a) * b * prob, quantised by blocks of 128 (mx: 32) of a row; zeros behind
@@ -210,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Launch: `group` lanes a row, 8 to 32; the sum for dprobs is float64 over groups of eight products, in a
 // fixed
 //   order.
-extern "C" __global__ void __launch_bounds__(128, 6)
+extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
                                   i64 vectors, u8* codes, void* scales, float* dprobs) {
@@ -268,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(128, 6)
 // The forward with column-wise blocks beside the row-wise ones, from one read.
 // Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Launch: as quantize_tiles, with a and b in shared memory.
-extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
                           u8* row_codes, void* row_scales, u8* codes, void* scales) {
@@ -344,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 1 : 2)
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
-          const float x = act.alpha * e.a, s = fabsf(x) < FAR ? quick_sigmoid(x) : e.s;
+          const float x = act.alpha * e.a, s = fabsf(x) < FAR ? quick_sigmoid(x) : far_sigmoid(x);
           y[c] = there >> i & 1u ? e.a * s * e.b * prob[i] : 0.f;
         }
         *(uint2*)row = make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1]));

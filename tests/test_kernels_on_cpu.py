@@ -148,3 +148,68 @@ def test_grouped_gemm():
     ours, theirs = both(fp8moe.grouped_gemm, x, w.rowwise, offsets)
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
     assert np.linalg.norm(b - a) <= 2.0**-8 * np.linalg.norm(a)
+
+
+def test_calls_that_are_done_again(monkeypatch):
+    """From the third call on with the same shapes: other arrays, other results, nothing shared."""
+    plans = [a_plan(21, 5, 3, 4) for _ in range(4)]
+    inputs = [(values(RNG, (21, 256), BF16), plan, RNG.random((21, 3)).astype(np.float32)) for plan in plans]
+
+    def work(x, plan, probs):
+        moved = fp8moe.permute(x, plan, probs)
+        both_ways = fp8moe.quantize(x, columnwise=True)
+        codes = fp8moe.permute(both_ways.rowwise, plan, fill_padding=True).data
+        back = fp8moe.unpermute(moved.data, plan, probs)
+        turned = fp8moe.scaling_aware_transpose(codes, plan.expert_offsets, align_size=4)
+        grads = fp8moe.permute_backward(moved.data, plan, moved.probs)
+        return moved.data, moved.probs, codes, back, both_ways, turned.scales, grads
+
+    wanted = [work(*i) for i in inputs]
+    cuda_on_cpu.install(monkeypatch)
+    got = [work(*map(cuda_on_cpu.upload, i)) for i in inputs]  # all are kept: none may share memory
+    recipes = fp8moe.border._recipes.values()
+    assert [type(r) for r in recipes] == [fp8moe.replay.Recipe] * 6
+    for a, b in zip(wanted, got, strict=True):
+        assert_same(a, cuda_on_cpu.download(b))
+
+
+def test_what_is_not_done_again(monkeypatch):
+    plan = a_plan(9, 4, 2, 4)
+    cuda_on_cpu.install(monkeypatch)
+    upload, recipes = cuda_on_cpu.upload, fp8moe.border._recipes
+    plan, x = upload(plan), upload(values(RNG, (9, 64), np.float32))
+    for _ in range(4):  # what is refused is refused again
+        with pytest.raises(ValueError, match="probs: got shape"):
+            fp8moe.permute(x, plan, upload(np.ones((9, 3), np.float32)))
+    for align in (1, 1, 1, True):  # True equals 1, and is no alignment
+        if align is True:
+            with pytest.raises(TypeError, match="bool"):
+                fp8moe.pad(x, upload(np.array([4, 5])), align)
+        else:
+            fp8moe.pad(x, upload(np.array([4, 5])), align)
+    for _ in range(4):  # its rows depend on what it reads
+        counts = RNG.multinomial(9, [0.5, 0.5])
+        padded = fp8moe.pad(x, upload(counts), 4, num_out_tokens="exact")
+        assert len(padded.host) == sum(-(-c // 4) * 4 for c in counts)
+    square = upload(np.eye(64, dtype=np.float32))
+    for _ in range(3):  # two arguments in the same memory: an address has no one place
+        fp8moe.grouped_gemm_wgrad(square, square, upload(np.array([0, 64], np.int32)))
+    made = [key[0].__name__ for key, recipe in recipes.items() if isinstance(recipe, fp8moe.replay.Recipe)]
+    assert made == ["pad"]
+
+
+def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
+    """Aliased arguments after calls with separate ones, options by keyword, an output that is an argument."""
+    x, y = (RNG.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    offsets = np.array([0, 40, 64], np.int32)
+    cuda_on_cpu.install(monkeypatch)
+    upload = cuda_on_cpu.upload
+    for a, b in ((x, y), (y, x), (x, y), (x, x), (y, y)):
+        a_up, b_up = upload(a), upload(b)
+        result = fp8moe.grouped_gemm_wgrad(a_up, a_up if a is b else b_up, upload(offsets), dtype="float32")
+        np.testing.assert_allclose(result.host[0], a[:40].T @ b[:40], atol=1e-4)
+        into = upload(np.ones((2, 64, 64), np.float32))
+        again = fp8moe.grouped_gemm_wgrad(a_up, b_up, upload(offsets), out=into)
+        assert again is into
+        np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
+    assert all(isinstance(r, fp8moe.replay.Recipe) for r in fp8moe.border._recipes.values())

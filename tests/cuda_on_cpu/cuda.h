@@ -138,6 +138,8 @@ inline float __uint_as_float(unsigned u) {
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+using ::fmaxf;
+using ::rintf;
 using std::exp;
 using std::fabs;
 using std::max;

@@ -1,0 +1,176 @@
+"""What a call on CUDA did, to be done again on other arrays of the same shapes: without its checks, shapes
+and launchers, which take the host longer than the launches themselves (`border.replayed` decides when).
+
+A recipe names memory by (buffer, offset). Buffers are the arrays that came in, in the order of `arrays`, then
+those that the call allocated. It holds no memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from fp8moe.records import DeviceArray, field_names, is_metadata
+
+Place = tuple[int, int]  # buffer, offset in bytes
+
+
+class Recorder:
+    """Notes what one call allocates, launches and returns."""
+
+    def __init__(self, arrays: list[DeviceArray]):
+        self.buffers = [(a.ptr, a.nbytes) for a in arrays]
+        self.allocations: list[tuple[Any, bool]] = []  # spec, whether it is scratch
+        self.steps: list[tuple[Any, ...]] = []  # function, arguments before its values, values
+        self.traced: list[tuple[Callable[..., None], Any]] = []
+        self.left: list[tuple[Any, Any]] = []  # what the caller gets, and its raw form
+        self.whole = True  # False: it did something that cannot be done again so
+
+    def allocated(self, spec: Any, scratch: bool, raw: DeviceArray) -> None:
+        self.allocations.append((spec, scratch))
+        self.buffers.append((raw.ptr, raw.nbytes))
+
+    def place(self, address: int) -> Place | None:
+        """Where an address lies, if it is one."""
+        for i, (ptr, nbytes) in enumerate(self.buffers):
+            if nbytes and ptr <= address < ptr + nbytes:
+                return i, address - ptr
+        return None
+
+    def recipe(self, result: Any, arguments: tuple[Any, ...]) -> Recipe | None:
+        spans = sorted(b for b in self.buffers if b[1])
+        apart = all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+        if not self.whole or not apart:  # arrays that overlap: an address has no one place
+            return None
+        steps = []
+        for function, before, values in self.steps:
+            places = []
+            for at, value in enumerate(values):
+                if isinstance(value, int) and value >= FIRST_ADDRESS:
+                    found = self.place(value)
+                    if found is None:
+                        return None
+                    places.append((at, *found))
+            steps.append((function, before, values, places))
+        try:
+            return Recipe(self.allocations, steps, self.traced, self._template(result, arguments))
+        except LookupError:
+            return None
+
+    def _template(self, value: Any, arguments: tuple[Any, ...]) -> Template:
+        if is_metadata(value):
+            return lambda call, arguments, memory: value
+        for i, argument in enumerate(arguments):
+            if value is argument:
+                return lambda call, arguments, memory: arguments[i]
+        for ours, raw in self.left:
+            if value is ours:
+                return self._left(raw)
+        if isinstance(value, tuple):
+            parts = [self._template(v, arguments) for v in value]
+            return lambda call, arguments, memory: tuple(p(call, arguments, memory) for p in parts)
+        names = field_names(type(value))
+        if names is None:
+            raise LookupError
+        kind, fields = type(value), [(n, self._template(getattr(value, n), arguments)) for n in names]
+
+        def record(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
+            new = object.__new__(kind)
+            for name, make in fields:
+                new.__dict__[name] = make(call, arguments, memory)
+            return new
+
+        return record
+
+    def _left(self, raw: Any) -> Template:
+        """What `border.Call.leave` makes of a raw result."""
+        if is_metadata(raw):
+            return lambda call, arguments, memory: raw
+        if isinstance(raw, tuple):
+            parts = [self._left(v) for v in raw]
+            return lambda call, arguments, memory: tuple(p(call, arguments, memory) for p in parts)
+        if type(raw) is DeviceArray:
+            (_, buffer, offset, shape, dtype) = self._found("", raw)
+
+            def array(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
+                whole = memory[buffer]
+                return call.family.wrap(
+                    DeviceArray(whole.ptr + offset, shape, dtype, whole.device, whole.owner)
+                )
+
+            return array
+        kind, values = type(raw), [(n, getattr(raw, n)) for n in field_names(type(raw)) or ()]
+        plain = {n: v for n, v in values if is_metadata(v)}
+        arrays = [self._found(n, v) for n, v in values if type(v) is DeviceArray]
+        nested = [(n, self._left(v)) for n, v in values if n not in plain and type(v) is not DeviceArray]
+
+        def record(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
+            inner, outer = object.__new__(kind), object.__new__(kind)
+            fields = inner.__dict__
+            fields.update(plain)
+            for name, buffer, offset, shape, dtype in arrays:
+                whole = memory[buffer]
+                fields[name] = DeviceArray(whole.ptr + offset, shape, dtype, whole.device, whole.owner)
+            outer.__dict__.update(plain)
+            for name, make in nested:
+                outer.__dict__[name] = part = make(call, arguments, memory)
+                fields[name] = part.__dict__["_raw"][0]
+            fields["_fits"] = True
+            outer.__dict__["_raw"] = (inner, call.device, call.family)
+            return outer
+
+        return record
+
+    def _found(self, name: str, raw: DeviceArray) -> tuple[str, int, int, tuple[int, ...], Any]:
+        place = self.place(raw.ptr) if raw.size else None
+        if place is None:  # an empty array has no place of its own
+            raise LookupError
+        return name, *place, raw.shape, raw.dtype
+
+
+#: no count, size or offset reaches it; every CUDA address lies above
+FIRST_ADDRESS = 1 << 32
+
+Template = Callable[[Any, tuple[Any, ...], list[DeviceArray]], Any]
+
+
+class Recipe:
+    """How to do a call again."""
+
+    def __init__(self, allocations: Any, steps: Any, traced: Any, result: Template):
+        self.allocations, self.steps, self.traced, self.result = allocations, steps, traced, result
+
+
+def signature(value: Any, memory: list[DeviceArray]) -> Any:
+    """What decides how a raw argument is treated: shapes, dtypes, alignment and metadata. Its arrays are
+    added to ``memory``, in a fixed order."""
+    kind = type(value)
+    if kind is DeviceArray:
+        memory.append(value)
+        return value.shape, value.dtype, value.ptr & 15
+    if kind is bool:
+        return (value,)  # it equals 1 or 0, and is not always welcome where they are
+    if kind in PLAIN or is_metadata(value):
+        return value
+    if kind is tuple:
+        return tuple([signature(v, memory) for v in value])
+    known = value.__dict__.get("_signature")
+    if known is None:
+        inside: list[DeviceArray] = []
+        names = field_names(kind) or ()
+        known = (kind, *[signature(getattr(value, n), inside) for n in names]), inside
+        value.__dict__["_signature"] = known
+    memory.extend(known[1])
+    return known[0]
+
+
+PLAIN = frozenset((int, float, str, type(None)))
+
+
+class _Current(threading.local):
+    recorder: Recorder | None = None
+
+
+current = _Current()
