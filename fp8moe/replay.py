@@ -21,6 +21,7 @@ class Recorder:
     """Notes what one call allocates, launches and returns."""
 
     def __init__(self, arrays: list[DeviceArray]):
+        self.kept: list[DeviceArray] = []  # what was freed meanwhile would lend its address to another
         self.buffers = [(a.ptr, a.nbytes) for a in arrays]
         self.allocations: list[tuple[Any, bool]] = []  # spec, whether it is scratch
         self.steps: list[tuple[Any, ...]] = []  # function, arguments before its values, values
@@ -29,6 +30,7 @@ class Recorder:
         self.whole = True  # False: it did something that cannot be done again so
 
     def allocated(self, spec: Any, scratch: bool, raw: DeviceArray) -> None:
+        self.kept.append(raw)
         self.allocations.append((spec, scratch))
         self.buffers.append((raw.ptr, raw.nbytes))
 

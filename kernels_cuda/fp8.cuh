@@ -139,7 +139,9 @@ __device__ __forceinline__ i64 vector_of(i64 first, int lane, int mx) {
 }
 
 // Quantise them, all lanes of a block together, and write codes and, one lane, the scale; nothing if the
-// block is not `whole`.
+// block is not `whole`. EVICT: the codes leave L2 first (SwiGLU 94.1 against 92.7 % of the limit,
+// quantise 94.4 against 95.4).
+template <bool EVICT>
 __device__ __forceinline__ void write_block(const float* x, const float* y, Rule rule, i64 vector,
                                             i64 scale_at, bool whole, u8* codes, void* scales) {
   u32 top = max(largest_of(x), largest_of(y));
@@ -153,8 +155,15 @@ __device__ __forceinline__ void write_block(const float* x, const float* y, Rule
   const float factor = block_scale(top, rule, &scale, &exponent);
   if (!whole) return;
   const int lanes = lanes_of(rule.mx);
-  __stcs((uint2*)codes + vector, encode_eight(x, factor, rule.fmt));
-  __stcs((uint2*)codes + vector + lanes, encode_eight(y, factor, rule.fmt));
+  uint2* to = (uint2*)codes + vector;
+  const uint2 a = encode_eight(x, factor, rule.fmt), b = encode_eight(y, factor, rule.fmt);
+  if (EVICT) {
+    __stcs(to, a);
+    __stcs(to + lanes, b);
+  } else {
+    to[0] = a;
+    to[lanes] = b;
+  }
   if (threadIdx.x % lanes) return;
   if (rule.mx)
     ((u8*)scales)[scale_at] = exponent;

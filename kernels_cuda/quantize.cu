@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(64)
     floats<KIND>(b[u], w);
     i64 block = at / (MX ? 4 : 16);
     if (ready) block = block % blocks * ready + block / blocks;
-    write_block(v, w, rule, at, block, at + lanes < vectors, codes, scales);
+    write_block<false>(v, w, rule, at, block, at + lanes < vectors, codes, scales);
   }
 }
 

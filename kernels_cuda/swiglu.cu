@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
     }
   }
-  write_block(y[0], y[1], rule, at, at / (MX ? 4 : 16), whole, codes, scales);
+  write_block<true>(y[0], y[1], rule, at, at / (MX ? 4 : 16), whole, codes, scales);
 }
 
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
@@ -265,8 +265,8 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
       }
     }
     const int per_block = MX ? 4 : 16;
-    write_block(da[0], da[1], rule, half, half / per_block, whole, codes, scales);
-    write_block(db[0], db[1], rule, half + vectors, (half + vectors) / per_block, whole, codes, scales);
+    write_block<true>(da[0], da[1], rule, half, half / per_block, whole, codes, scales);
+    write_block<true>(db[0], db[1], rule, half + vectors, (half + vectors) / per_block, whole, codes, scales);
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);

@@ -108,7 +108,8 @@ struct Turns {
   __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p) : strips(s), places(p) {
     const u32 across = (u32)((columns + TILE - 1) / TILE);
     down = (s.total + TILE / s.height - 1) / (TILE / s.height);
-    unit_bits = across % 4 == 0 && down * (across / 4) >= 8 * gridDim.x ? 2 : 0;
+    const u32 fours = down * (across / 4);
+    unit_bits = across % 4 == 0 && (fours >= 8 * gridDim.x || fours == gridDim.x) ? 2 : 0;
     units = down * (across >> unit_bits);
   }
   __device__ __forceinline__ u32 unit(u32 turn) const { return blockIdx.x + (turn >> unit_bits) * gridDim.x; }

@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, formats, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import (
+    FORMATS,
+    copy_to_host,
+    fill_bytes,
+    formats,
+    launch,
+    multiprocessors,
+    scratch,
+    threads,
+)
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import make_strips, tile_blocks, tile_bytes, tiles_down
+from fp8moe.kernels_cuda.quantize import TILE, make_strips, tile_bytes, tiles_down
 from fp8moe.records import PermutationPlan, QuantTensor
 
 
@@ -36,7 +45,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
         launch(
             "transpose",
             "scaling_aware_transpose",
-            tile_blocks(down, columns, 3),
+            min(down * threads(columns, TILE), 3 * multiprocessors()),
             256,
             q.data,
             q.scales,

@@ -1,5 +1,7 @@
 """The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
 
+import weakref
+
 import cuda_on_cpu
 import numpy as np
 import pytest
@@ -171,6 +173,16 @@ def test_calls_that_are_done_again(monkeypatch):
     assert [type(r) for r in recipes] == [fp8moe.replay.Recipe] * 6
     for a, b in zip(wanted, got, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
+
+
+def test_a_recorder_keeps_what_a_call_frees():
+    """Else the next array might get its address, and one address would stand for two."""
+    host = np.ones(4, np.float32)
+    recorder = fp8moe.replay.Recorder([])
+    recorder.allocated(None, True, cuda_on_cpu.raw(host))
+    gone = weakref.ref(host)
+    del host
+    assert gone() is not None
 
 
 def test_what_is_not_done_again(monkeypatch):
