@@ -67,10 +67,13 @@ def replayed(function: Any) -> Any:
         call = Call({})
         memory: list[DeviceArray] = []
         try:
-            taken = [v if type(v) in replay.PLAIN or is_metadata(v) else call._take("", v) for v in given]
+            what = []
+            for v in given:
+                if type(v) not in replay.PLAIN:
+                    v = replay.signature(v if is_metadata(v) else call._take("", v), memory)
+                what.append(v)
             if call.device == "cpu" or "FP8MOE_CHECK" in os.environ:
                 return function(*arguments, **options)
-            what = [replay.signature(v, memory) for v in taken]
             key = (function, call.device, len(arguments), *options, *what)
             recipe = _recipes.get(key, 0)
         except Exception:  # the function itself says what is wrong
@@ -171,11 +174,12 @@ class Call:
         for spec, scratch in recipe.allocations:
             memory.append((self.family.scratch if scratch else self.family.empty)(spec, self.device))
         if recipe.steps:
+            addresses = [array.ptr for array in memory]
             with self._on_device():
                 for function, before, recorded, places in recipe.steps:
                     values = recorded.copy()  # other threads replay it, too
                     for at, buffer, offset in places:
-                        values[at] = memory[buffer].ptr + offset
+                        values[at] = addresses[buffer] + offset
                     function(*before, values)
         for note, what in recipe.traced:
             note(what)

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from fp8moe.records import DeviceArray, field_names, is_metadata
 
 Place = tuple[int, int]  # buffer, offset in bytes
@@ -154,8 +156,8 @@ def signature(value: Any, memory: list[DeviceArray]) -> Any:
         return value.shape, value.dtype, value.ptr & 15
     if kind is bool:
         return (value,)  # it equals 1 or 0, and is not always welcome where they are
-    if kind in PLAIN or is_metadata(value):
-        return value
+    if kind in PLAIN or kind is np.ndarray or is_metadata(value):
+        return value  # a call with NumPy arrays is not replayed
     if kind is tuple:
         return tuple([signature(v, memory) for v in value])
     known = value.__dict__.get("_signature")
