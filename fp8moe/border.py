@@ -212,7 +212,8 @@ class Call:
     def _on_device(self) -> Any:
         """What is launched in this context runs on the stream that the caller's arrays are ordered on."""
         launch = _module("fp8moe.kernels_cuda.launch")
-        return launch.On(int(self.device), self.family.stream(self.device), self._scratch)
+        stream = self.family.stream(self.device)
+        return launch.On(int(self.device), stream, self._scratch, replay.current.recorder)
 
     def leave(self, out: Any) -> Any:
         """Raw buffers back to the caller's kind of array; records remember their raw form."""

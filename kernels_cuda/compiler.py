@@ -74,7 +74,7 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
 
 
 def prefetch(architecture: str) -> None:
-    """Have the usual kernels compiled, each source in a thread of its own."""
+    """Have the usual kernels compiled, in other threads."""
     for name, defines in USUAL.items():
         _submit(SOURCES / f"{name}.cu", architecture, defines)
 
@@ -102,7 +102,7 @@ def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Future[b
 
 _jobs: dict[str, Future[bytes]] = {}
 _lock = threading.Lock()
-_threads = ThreadPoolExecutor(thread_name_prefix="fp8moe-compile")
+_threads = ThreadPoolExecutor(2, "fp8moe-compile")  # more slow Numba down, which compiles beside them
 
 
 def _key(path: Path, architecture: str, defines: tuple[str, ...]) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fp8moe import replay
 from fp8moe.formats import BFLOAT16, Block, is_mx
 from fp8moe.kernels_cuda import compiler
 from fp8moe.records import ArraySpec, DeviceArray, QuantTensor
@@ -40,7 +39,8 @@ class _Current(threading.local):
     """Where this thread launches; autograd runs backwards in threads of its own."""
 
     def __init__(self) -> None:
-        self.place: tuple[int, int, Allocate] = (0, 0, _outside)  # device, address of the stream, allocator
+        # device, address of the stream, allocator, and who notes what is done (fp8moe.replay), if anybody
+        self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
         # cuLaunchKernel's `extra`: a buffer of parameters and its size
         buffer, size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
         self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
@@ -53,8 +53,8 @@ _current = _Current()
 class On:
     """Inside this context everything runs on one device, one stream, with one allocator."""
 
-    def __init__(self, device: int, stream: int, allocate: Allocate):
-        self._new = (device, stream, allocate)
+    def __init__(self, device: int, stream: int, allocate: Allocate, recorder: Any = None):
+        self._new = (device, stream, allocate, recorder)
 
     def __enter__(self) -> Any:
         self._before = _current.place
@@ -124,7 +124,7 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
 
 def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any]) -> None:
     """Do something on the stream, now and when the call is replayed. Addresses are among the values."""
-    recorder = replay.current.recorder
+    recorder = _current.place[3]
     if recorder is not None:
         recorder.steps.append((function, before, values))
     function(*before, values)
@@ -137,7 +137,7 @@ def threads(count: int, block: int = 256) -> int:
 
 def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
     """Uninitialised memory that lives as long as the caller holds it."""
-    device, _, allocate = _current.place
+    device, _, allocate, _ = _current.place
     return allocate(ArraySpec(shape, np.dtype(dtype)), device)
 
 
@@ -181,8 +181,9 @@ def formats(q: QuantTensor) -> tuple[str, ...]:
 
 
 def _depends_on_values() -> None:
-    if replay.current.recorder is not None:
-        replay.current.recorder.whole = False
+    recorder = _current.place[3]
+    if recorder is not None:
+        recorder.whole = False
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:

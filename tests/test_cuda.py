@@ -1,5 +1,7 @@
 """The CUDA backend against the reference: the same public calls on the GPU's arrays, outputs poisoned."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 from cases import BF16, assert_same, from_float8, routings, same_bits, values
@@ -19,15 +21,35 @@ KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
 def _poisoned_outputs(monkeypatch):
     """Everything the border allocates on the device starts as 0xA5."""
     cupy = pytest.importorskip("cupy")
-    empty = fp8moe.border.Family.empty
+    for kind in {type(f) for f in fp8moe.border._FAMILIES.values()}:
+        if "empty" not in vars(kind):
+            continue
 
-    def poisoned(self, spec, device):
-        raw = empty(self, spec, device)
-        if isinstance(raw, DeviceArray) and raw.nbytes:
-            cupy.cuda.runtime.memset(raw.ptr, 0xA5, raw.nbytes)
-        return raw
+        def poisoned(self, spec, device, empty=kind.empty):
+            raw = empty(self, spec, device)
+            if isinstance(raw, DeviceArray) and raw.nbytes:
+                with cupy.cuda.Device(device):
+                    cupy.cuda.runtime.memsetAsync(raw.ptr, 0xA5, raw.nbytes, self.stream(device))
+            return raw
 
-    monkeypatch.setattr(fp8moe.border.Family, "empty", poisoned)
+        monkeypatch.setattr(kind, "empty", poisoned)
+
+
+def test_outputs_are_poisoned():
+    import cupy
+
+    for array in (cupy.zeros((4, 8), np.float32), *map(_torch_zeros, [(4, 8)] if _has_torch() else [])):
+        call = fp8moe.border.enter(x=array)
+        raw = call.empty(fp8moe.records.ArraySpec((7,), np.dtype(np.uint8)))
+        assert (call.to_host(raw) == 0xA5).all()
+
+
+def _has_torch():
+    return importlib.util.find_spec("torch") is not None
+
+
+def _torch_zeros(shape):
+    return importlib.import_module("torch").zeros(shape, device="cuda")
 
 
 def upload(value):
