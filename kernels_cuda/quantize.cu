@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
   const Rule rule = {FMT, (int)pow2, MX, eps};
   const Strips strips_of =
       find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
-  const Turns turns(strips_of, columns, places);
+  const Turns turns(strips_of, columns, places, true);
   clear_scales(turns, strips, columns, MX ? 1 : 4, scales);
   auto look = [&](u32 turn) {
     if (t < TILE && turns.has(turn)) row_of[turn % 2][t] = turns.row(turn, t);

@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
   const Strips strips_of = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
-  const Turns turns(strips_of, width, places);
+  const Turns turns(strips_of, width, places, true);
   clear_scales(turns, strips, width, MX ? 1 : 4, scales);
   const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
   auto look = [&](u32 turn) {

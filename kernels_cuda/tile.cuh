@@ -105,11 +105,12 @@ struct Turns {
   Place* places;               // [PLACES] in shared memory
   u32 down, units, unit_bits;  // rows of tiles; units of 1 or 4 tiles
 
-  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p) : strips(s), places(p) {
+  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, bool by_four)
+      : strips(s), places(p) {
     const u32 across = (u32)((columns + TILE - 1) / TILE);
     down = (s.total + TILE / s.height - 1) / (TILE / s.height);
     const u32 fours = down * (across / 4);
-    unit_bits = across % 4 == 0 && (fours >= 8 * gridDim.x || fours == gridDim.x) ? 2 : 0;
+    unit_bits = by_four && across % 4 == 0 && (fours >= 8 * gridDim.x || fours == gridDim.x) ? 2 : 0;
     units = down * (across >> unit_bits);
   }
   __device__ __forceinline__ u32 unit(u32 turn) const { return blockIdx.x + (turn >> unit_bits) * gridDim.x; }

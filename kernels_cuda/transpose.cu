@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
   const u32 inside = 4 * lane - q * 32;
   const Strips strips_of =
       find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 2 * TILE * TILE));
-  const Turns turns(strips_of, columns, places);
+  const Turns turns(strips_of, columns, places, false);
   clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
   const u32 row_words = (u32)((columns + TILE - 1) / TILE);
   u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
