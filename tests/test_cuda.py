@@ -730,9 +730,33 @@ def test_the_second_device():
     torch = pytest.importorskip("torch")
     _, ids, x, probs = torch_case(False)
     there = [t.to("cuda:1") for t in (ids, x, probs)]
-    assert torch.cuda.current_device() == 0
-    assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
-    assert torch.cuda.current_device() == 0
+    for _ in range(4):  # calls are remembered by device
+        assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
+        assert torch.cuda.current_device() == 0
+        ours, theirs = (fp8moe.quantize(t.detach(), columnwise=True) for t in (x, there[1]))
+        assert theirs.rowwise.data.device == there[1].device
+        turned = [fp8moe.scaling_aware_transpose(q.rowwise).data.cpu() for q in (ours, theirs)]
+        assert torch.equal(*turned)
+    with torch.cuda.device(1):
+        assert torch.equal(fp8moe.quantize(x.detach()).data, ours.rowwise.data)
+        assert torch.cuda.current_device() == 1
+
+
+@pytest.mark.multigpu
+def test_cupys_arrays_on_the_second_device():
+    cupy = pytest.importorskip("cupy")
+    x = values(np.random.default_rng(0), (64, 256), np.float32)
+    ids = np.random.default_rng(1).integers(0, 4, (64, 2)).astype(np.int32)
+    wanted = fp8moe.permute(x, fp8moe.plan_topk(ids, 4, align_size=16)).data
+    for _ in range(4):
+        for device in (0, 1):
+            with cupy.cuda.Device(device):
+                on = cupy.asarray(x), cupy.asarray(ids)
+            got = fp8moe.permute(on[0], fp8moe.plan_topk(on[1], 4, align_size=16)).data
+            assert got.device.id == device
+            with cupy.cuda.Device(device):
+                assert same_bits(cupy.asnumpy(got), wanted)
+    assert cupy.cuda.runtime.getDevice() == 0
 
 
 def test_an_eager_plan_in_a_compiled_function():
