@@ -307,8 +307,10 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of the tree this package runs from, "+" behind it when its code has changed since.
 
-    Away from a checkout it is what FP8MOE_COMMIT says.
+    FP8MOE_COMMIT says it for a copy that is no checkout of it.
     """
+    if named := os.environ.get("FP8MOE_COMMIT"):
+        return named
     root = Path(__file__).resolve().parents[1]
     results = ":!benchmarks/results", ":!README.md"
     try:
@@ -317,7 +319,7 @@ def commit() -> str:
         status = ["git", "status", "--porcelain", "--", ".", *results]
         changed = subprocess.run(status, **call).stdout.strip()  # type: ignore[call-overload]
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FP8MOE_COMMIT", "unknown")
+        return "unknown"
     return name + ("+" if changed else "")
 
 

@@ -87,7 +87,8 @@ def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
     from fp8moe.kernels_cuda import compiler
 
     version = importlib.import_module("numba_cuda").__version__
-    key = repr((Path(inspect.getfile(kernel)).read_bytes(), kernel.__name__, kinds, architecture, version))
+    source = Path(inspect.getfile(kernel)).read_bytes()
+    key = repr((source, BLOCK, kernel.__name__, kinds, architecture, version))
 
     def compile() -> bytes:
         compiler.prefetch(architecture)  # Numba takes longer than all the others
