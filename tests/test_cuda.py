@@ -8,7 +8,7 @@ from cases import BF16, assert_same, from_float8, routings, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_moe import layer_inputs
-from test_transpose import check, every_code_under_every_difference, random_rowwise
+from test_transpose import check, error_inputs, every_code_under_every_difference, exact, random_rowwise
 
 import fp8moe
 from fp8moe.records import DeviceArray, QuantTensor, arrays_in, map_arrays
@@ -259,6 +259,51 @@ def test_every_code_under_every_scale_difference_on_cuda(fmt, width):
         for target in ("column", "tile"):
             got = download(fp8moe.scaling_aware_transpose(upload(q), target=target))
             check(q, got, [(0, 2)], target)
+
+
+@pytest.mark.parametrize(("fmt", "block"), [("e4m3", 128), ("e5m2", 128), ("e4m3", 32), ("e5m2", 32)])
+def test_the_error_table_on_cuda(fmt, block):
+    """As test_transpose's, whose limits are those of e4m3 with blocks of 128."""
+    limits = {"rows * 2^U[-6,6]": 2.6e-6, "lognormal rows": 4.0e-6, "one zero row": 0.0}
+    for kind, limit in limits.items():
+        errors = {"column": [], "tile": []}
+        for seed in range(9):
+            x = error_inputs(seed)[kind].astype(np.float32)
+            q = fp8moe.quantize(x, fmt=fmt, block=(1, block))
+            rowwise = exact(q)
+            for target, found in errors.items():
+                ours, turned = both(fp8moe.scaling_aware_transpose, q, target=target)
+                assert_same(ours, turned)
+                back = fp8moe.dequantize(turned).astype(np.float64)
+                found.append(np.linalg.norm(back - rowwise) / np.linalg.norm(rowwise))
+        column, tile = (np.array(found) for found in errors.values())
+        print(f"{fmt} {block} {kind}: column {np.median(column):.2e}, tile {np.median(tile):.2e}")
+        assert (column <= tile).all()
+        if (fmt, block) == ("e4m3", 128):
+            assert np.median(column) <= limit
+
+
+def test_a_hundred_repeats_of_each_fp8_operation():
+    rng = np.random.default_rng(3)
+    h = upload((rng.standard_normal((300, 512)) * 4).astype(BF16))
+    grad = upload(rng.standard_normal((300, 256)).astype(BF16))
+    probs = upload(rng.random(300).astype(np.float32))
+    offsets = upload(np.array([0, 48, 48, 208, 288], np.int32))
+    plan = upload(fp8moe.plan_topk(rng.integers(0, 4, (300, 2)).astype(np.int32), 4, align_size=16))
+    q = fp8moe.quantize(h)
+
+    def run():
+        ways = fp8moe.quantize(h, columnwise=True)
+        turned = fp8moe.scaling_aware_transpose(q, offsets, align_size=16)
+        gathered = fp8moe.permute_transpose(q, plan)
+        options = {"expert_offsets": offsets, "align_size": 16}
+        y = fp8moe.swiglu_quantize(h, probs, columnwise=True, **options)
+        g = fp8moe.swiglu_quantize_backward(grad, h, probs, expert_offsets=offsets)
+        return download((ways, turned.data[:, :288], gathered.scales, y.rowwise, g))
+
+    first = run()
+    for _ in range(100):
+        assert_same(run(), first)
 
 
 def test_permute_transpose_and_checked_scales(monkeypatch):
@@ -723,6 +768,53 @@ def test_torch_cuda_graph_of_forward_and_backward():
         assert torch.equal(a.grad, grads[0])
         assert torch.equal(b.grad, grads[1])
         assert all(bool((f == seed).all()) for f in filler)
+
+
+def fp8_there_and_back(ids, x):
+    """Quantise, permute with the scales, transpose, and sum the rows again."""
+    from fp8moe.adapters import torch_ops
+
+    q = torch_ops.quantize(x)
+    plan = torch_ops.plan_topk(ids, 8, align_size=16)
+    moved = torch_ops.permute(torch_ops.dequantize(q, dtype="bfloat16"), plan)
+    turned = torch_ops.scaling_aware_transpose(torch_ops.quantize(moved.data), plan.expert_offsets)
+    return torch_ops.unpermute(moved.data, plan), turned.scales
+
+
+def test_fp8_in_a_compiled_function_and_a_cuda_graph():
+    torch, ids, x, _ = torch_case(False)
+    for function in (
+        fp8_there_and_back,
+        torch.compile(fp8_there_and_back, fullgraph=True, backend="aot_eager"),
+    ):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                function(ids, x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = function(ids, x)
+        for _ in range(3):
+            ids.copy_(torch.rand(96, 8, device="cuda").argsort(1)[:, :3].int())
+            x.normal_()
+            graph.replay()
+            for a, b in zip(found, fp8_there_and_back(ids, x), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_float8_dtypes_are_views():
+    from fp8moe.adapters import torch_ops
+
+    torch, _, x, _ = torch_case(False)
+    q = torch_ops.quantize(x)
+    viewed = torch_ops.as_float8(q)
+    assert viewed.data.dtype == torch.float8_e4m3fn
+    assert viewed.data.data_ptr() == q.data.data_ptr()
+    ours, theirs = (fp8moe.scaling_aware_transpose(a) for a in (q, viewed))
+    assert torch.equal(ours.data, theirs.data)
+    assert torch.equal(fp8moe.dequantize(viewed), fp8moe.dequantize(q))
 
 
 @pytest.mark.multigpu
