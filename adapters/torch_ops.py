@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import fp8moe
-from fp8moe import PermutationPlan, Permuted, QuantTensor, SortedChunks
+from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad
 from fp8moe.border import dtype_named, separate_arrays
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
 from fp8moe.records import ArraySpec
+from fp8moe.swiglu import activation_spec
 from fp8moe.transpose import transpose_spec
 
 # ---------------------------------------------------------------- the public functions
@@ -125,7 +126,8 @@ def sort_chunks(
     num_out_tokens: int | None = None,
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
-    if isinstance(x, QuantTensor):
+    eager = isinstance(x, QuantTensor) or _eager(x, split_sizes, sorted_indices, probs)
+    if eager and (isinstance(x, QuantTensor) or not _needs_grad(x, probs)):
         return fp8moe.sort_chunks(
             x,
             split_sizes,
@@ -135,6 +137,10 @@ def sort_chunks(
             chunks_per_group=chunks_per_group,
             num_out_tokens=num_out_tokens,
         )
+    if eager:
+        options = {"align_size": align_size, "chunks_per_group": chunks_per_group}
+        moved = _EagerSortChunks.apply(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
+        return SortedChunks(*moved)
     data, moved, offsets = _sort_chunks(
         x, split_sizes, sorted_indices, probs, align_size, chunks_per_group, num_out_tokens
     )
@@ -147,6 +153,8 @@ def pad(
     """`fp8moe.pad`, with a gradient for x. num_out_tokens: an int, or None for the static bound."""
     if num_out_tokens is None:
         num_out_tokens = static_bound(x.shape[0], tokens_per_expert.shape[0], align_size)
+    if _eager(x, tokens_per_expert):
+        return _EagerPad.apply(x, tokens_per_expert, align_size, num_out_tokens, fp8moe.pad, fp8moe.unpad)
     return _pad(x, tokens_per_expert, align_size, num_out_tokens)
 
 
@@ -154,7 +162,10 @@ def unpad(
     x: Tensor, tokens_per_expert: Tensor, align_size: int, *, num_out_tokens: int | None = None
 ) -> Tensor:
     """`fp8moe.unpad`, with a gradient for x. num_out_tokens: an int, or None for as many as x has."""
-    return _unpad(x, tokens_per_expert, align_size, x.shape[0] if num_out_tokens is None else num_out_tokens)
+    rows = x.shape[0] if num_out_tokens is None else num_out_tokens
+    if _eager(x, tokens_per_expert):
+        return _EagerPad.apply(x, tokens_per_expert, align_size, rows, fp8moe.unpad, fp8moe.pad)
+    return _unpad(x, tokens_per_expert, align_size, rows)
 
 
 def swiglu(
@@ -166,6 +177,11 @@ def swiglu(
     linear_offset: float = 0.0,
 ) -> Tensor:
     """`fp8moe.swiglu`, with gradients for h and probs."""
+    if _eager(h, probs):
+        activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+        if not _needs_grad(h, probs):
+            return fp8moe.swiglu(h, probs, **activation)  # type: ignore[arg-type]
+        return _EagerSwiglu.apply(h, probs, activation)
     return _swiglu(h, probs, clamp, alpha, linear_offset)
 
 
@@ -201,6 +217,90 @@ def scaling_aware_transpose(
     assert q.block is not None
     data, scales = _transpose(q.data, q.scales, q.fmt, list(q.block), expert_offsets, target, align_size)
     return QuantTensor(data, scales, q.fmt, (q.block[1], 1))
+
+
+def permute_transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
+    """`fp8moe.permute_transpose`."""
+    if _eager(q.data):
+        return fp8moe.permute_transpose(q, plan)
+    assert q.block is not None
+    data, scales = _permute_transpose(q.data, q.scales, q.fmt, list(q.block), *_flat(plan))
+    return QuantTensor(data, scales, q.fmt, (q.block[1], 1))
+
+
+def swiglu_quantize(
+    h: Tensor,
+    probs: Tensor | None = None,
+    *,
+    fmt: str = "e4m3",
+    block: tuple[int, int] = (1, 128),
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+    columnwise: bool = False,
+    expert_offsets: Tensor | None = None,
+    align_size: int = 1,
+) -> Any:
+    """`fp8moe.swiglu_quantize`. Codes have no gradient: `swiglu_quantize_backward` is called by hand."""
+    h, probs = h.detach(), None if probs is None else probs.detach()
+    if _eager(h, probs, expert_offsets):
+        return fp8moe.swiglu_quantize(
+            h,
+            probs,
+            fmt=fmt,
+            block=block,
+            clamp=clamp,
+            alpha=alpha,
+            linear_offset=linear_offset,
+            columnwise=columnwise,
+            expert_offsets=expert_offsets,
+            align_size=align_size,
+        )
+    how = (fmt, list(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    return _quantized(_swiglu_quantize(h, probs, *how), fmt, block, columnwise)
+
+
+def swiglu_quantize_backward(
+    grad: Tensor,
+    h: Tensor,
+    probs: Tensor | None = None,
+    *,
+    fmt: str = "e4m3",
+    block: tuple[int, int] = (1, 128),
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+    columnwise: bool = False,
+    expert_offsets: Tensor | None = None,
+    align_size: int = 1,
+) -> SwigluGrad:
+    """`fp8moe.swiglu_quantize_backward`."""
+    grad, h, probs = grad.detach(), h.detach(), None if probs is None else probs.detach()
+    if _eager(grad, h, probs, expert_offsets):
+        return fp8moe.swiglu_quantize_backward(
+            grad,
+            h,
+            probs,
+            fmt=fmt,
+            block=block,
+            clamp=clamp,
+            alpha=alpha,
+            linear_offset=linear_offset,
+            columnwise=columnwise,
+            expert_offsets=expert_offsets,
+            align_size=align_size,
+        )
+    how = (fmt, list(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    *dh, dprobs = _swiglu_quantize_backward(grad, h, probs, *how)
+    return SwigluGrad(_quantized(dh, fmt, block, columnwise), None if probs is None else dprobs)
+
+
+def _quantized(tensors: Any, fmt: str, block: tuple[int, int], columnwise: bool) -> Any:
+    data, scales, column_data, column_scales = tensors
+    rowwise = QuantTensor(data, scales, fmt, block)  # type: ignore[arg-type]
+    if not columnwise:
+        return rowwise
+    return Quantized(rowwise, QuantTensor(column_data, column_scales, fmt, (block[1], 1)))  # type: ignore[arg-type]
 
 
 def as_float8(q: QuantTensor) -> QuantTensor:
@@ -287,6 +387,60 @@ class _EagerUnpermute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *fp8moe.unpermute_backward(grad.contiguous(), ctx.plan, *ctx.saved_tensors), None
+
+
+class _EagerSortChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, sizes, indices, options, num_out_tokens):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(sizes, indices)
+        ctx.options, ctx.tokens, ctx.has_probs = options, x.shape[0], probs is not None
+        got = fp8moe.sort_chunks(x, sizes, indices, probs, **options, num_out_tokens=num_out_tokens)
+        ctx.mark_non_differentiable(got.group_offsets)
+        return got.data, got.probs, got.group_offsets
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, grad_probs, _):  # type: ignore[no-untyped-def]
+        grads = fp8moe.sort_chunks_backward(
+            grad.contiguous(),
+            *ctx.saved_tensors,
+            _given(grad_probs, ctx.has_probs),
+            **ctx.options,
+            num_tokens=ctx.tokens,
+        )
+        return *grads, None, None, None, None
+
+
+class _EagerPad(torch.autograd.Function):
+    """Padding, or its way back: each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, counts, align_size, rows, verb, back):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(counts)
+        ctx.how = align_size, x.shape[0], back
+        return verb(x, counts, align_size, num_out_tokens=rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        align_size, rows, back = ctx.how
+        found = back(grad.contiguous(), *ctx.saved_tensors, align_size, num_out_tokens=rows)
+        return found, None, None, None, None, None
+
+
+class _EagerSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, probs, activation):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(h, *(() if probs is None else (probs,)))
+        ctx.activation = activation
+        return fp8moe.swiglu(h, probs, **activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        h, *probs = ctx.saved_tensors
+        g = fp8moe.swiglu_backward(grad.contiguous(), h, *probs, **ctx.activation)
+        return g.dh, g.dprobs.to(probs[0].dtype) if probs else None, None
 
 
 # ---------------------------------------------------------------- the operators
@@ -596,6 +750,103 @@ def _transpose(
     q = QuantTensor(data, scales, fmt, tuple(block))  # type: ignore[arg-type]
     got = fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     return got.data, got.scales
+
+
+def _permute_transpose_fake(data, scales, fmt, block, plan, rows, align):  # type: ignore[no-untyped-def]
+    q, experts = _quant_spec(data, scales, fmt, block, "compact"), plan[1].shape[0]
+    spec = transpose_spec(q, rows, experts, align)
+    return _like(spec.data, data.device), _like(spec.scales, data.device)
+
+
+@_operator("permute_transpose", _permute_transpose_fake)
+def _permute_transpose(
+    data: Tensor, scales: Tensor, fmt: str, block: list[int], plan: list[Tensor], rows: int, align: int
+) -> tuple[Tensor, Tensor]:
+    q = QuantTensor(data, scales, fmt, tuple(block))  # type: ignore[arg-type]
+    got = fp8moe.permute_transpose(q, _plan_of(plan, rows, align))
+    return got.data, got.scales
+
+
+def _quantized_fake(shape, device, fmt, block, columnwise, offsets, align):  # type: ignore[no-untyped-def]
+    spec = activation_spec(shape, fmt, tuple(block), columnwise, offsets, align)
+    parts = (spec.rowwise, spec.columnwise) if columnwise else (spec, None)
+    return [_like(a, device) for q in parts for a in ((None, None) if q is None else (q.data, q.scales))]
+
+
+def _swiglu_quantize_fake(h, probs, fmt, block, clamp, alpha, linear_offset, columnwise, offsets, align):  # type: ignore[no-untyped-def]
+    shape = h.shape[0], h.shape[1] // 2
+    return tuple(_quantized_fake(shape, h.device, fmt, block, columnwise, offsets, align))
+
+
+def _tensors_of(q: Any, device: Any) -> list[Tensor]:
+    parts = (q.rowwise, q.columnwise) if isinstance(q, Quantized) else (q, None)
+    return [_or_empty(a, device) for p in parts for a in ((None, None) if p is None else (p.data, p.scales))]
+
+
+@_operator("swiglu_quantize", _swiglu_quantize_fake)
+def _swiglu_quantize(
+    h: Tensor,
+    probs: Tensor | None,
+    fmt: str,
+    block: list[int],
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+    columnwise: bool,
+    expert_offsets: Tensor | None,
+    align_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = fp8moe.swiglu_quantize(
+        h,
+        probs,
+        fmt=fmt,
+        block=tuple(block),  # type: ignore[arg-type]
+        clamp=clamp,
+        alpha=alpha,
+        linear_offset=linear_offset,
+        columnwise=columnwise,
+        expert_offsets=expert_offsets,
+        align_size=align_size,
+    )
+    return tuple(_tensors_of(q, h.device))  # type: ignore[return-value]
+
+
+def _swiglu_quantize_backward_fake(  # type: ignore[no-untyped-def]
+    grad, h, probs, fmt, block, clamp, alpha, linear_offset, columnwise, offsets, align
+):
+    dh = _quantized_fake(tuple(h.shape), h.device, fmt, block, columnwise, offsets, align)
+    shape = _NONE if probs is None else h.shape[0]
+    return *dh, torch.empty(shape, dtype=torch.float32, device=h.device)
+
+
+@_operator("swiglu_quantize_backward", _swiglu_quantize_backward_fake)
+def _swiglu_quantize_backward(
+    grad: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    fmt: str,
+    block: list[int],
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+    columnwise: bool,
+    expert_offsets: Tensor | None,
+    align_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    g = fp8moe.swiglu_quantize_backward(
+        grad,
+        h,
+        probs,
+        fmt=fmt,
+        block=tuple(block),  # type: ignore[arg-type]
+        clamp=clamp,
+        alpha=alpha,
+        linear_offset=linear_offset,
+        columnwise=columnwise,
+        expert_offsets=expert_offsets,
+        align_size=align_size,
+    )
+    return *_tensors_of(g.dh, h.device), _or_empty(g.dprobs, h.device)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- gradients

@@ -117,6 +117,8 @@ def opcheck_cases():
     counts = torch.tensor([3, 4], dtype=torch.int32)
     q = torch_ops.quantize(torch.randn(6, 200))
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    wide = torch_ops.quantize(torch.randn(T, 256))
+    h, dy = torch.randn(6, 256), torch.randn(6, 128)
     ops = torch.ops.fp8moe
     mask = torch.ones(T, E, dtype=torch.bool)
     return [
@@ -146,6 +148,14 @@ def opcheck_cases():
         (ops.dequantize, (q.data, q.scales, "e4m3", [1, 128], "compact", "bfloat16")),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], None, "column", 1)),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], offsets, "tile", 1)),
+        (ops.permute_transpose, (wide.data, wide.scales, "e4m3", [1, 128], *flat)),
+        (ops.swiglu_quantize, (h, None, "e4m3", [1, 128], None, 1.0, 0.0, False, None, 1)),
+        (ops.swiglu_quantize, (h, torch.rand(6), "e5m2", [1, 32], 7.0, 1.7, 1.0, True, offsets, 1)),
+        (ops.swiglu_quantize_backward, (dy, h, None, "e4m3", [1, 128], None, 1.0, 0.0, True, None, 1)),
+        (
+            ops.swiglu_quantize_backward,
+            (dy, h, torch.rand(6), "e4m3", [1, 32], 7.0, 1.0, 0.0, False, offsets, 1),
+        ),
     ]
 
 
@@ -192,3 +202,21 @@ def test_quantised_rows_pass_through():
 def test_exact_sizes():
     plan = torch_ops.plan_topk(routing(), E, align_size=4, num_out_tokens="exact")
     assert plan.num_out_tokens == int(plan.expert_offsets[-1])
+
+
+def test_fp8_operations_compiled_give_the_same_bits():
+    plan, h, dy, x = plans()[0], torch.randn(6, 256), torch.randn(6, 128), torch.randn(T, 256)
+    offsets, probs = torch.tensor([0, 2, 6], dtype=torch.int32), torch.rand(6)
+
+    def work(h, dy, x):
+        options = {"expert_offsets": offsets, "clamp": 7.0}
+        both = torch_ops.swiglu_quantize(h, probs, columnwise=True, **options)
+        grad = torch_ops.swiglu_quantize_backward(dy, h, probs, **options)
+        bare = torch_ops.swiglu_quantize(h, fmt="e5m2", block=(1, 32))
+        turned = torch_ops.permute_transpose(torch_ops.quantize(x), plan)
+        tensors = (both.rowwise, both.columnwise, grad.dh, bare, turned)
+        return [a for q in tensors for a in (q.data, q.scales)] + [grad.dprobs]
+
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")(h, dy, x)
+    for a, b in zip(work(h, dy, x), compiled, strict=True):
+        assert torch.equal(a, b)
