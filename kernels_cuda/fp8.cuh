@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 encode4(float a, float b, float c, float d, int f
   return encode2(a, b, fmt) | encode2(c, d, fmt) << 16;
 }
 
-// The values of two codes, as halves, and back.
+// The values of two codes, as halves, which every FP8 value is, and back.
 __device__ __forceinline__ u32 decode2(u16 codes, int fmt) {
 #if __CUDA_ARCH__ >= 890
   return fmt == 0 ? halves_of_e4m3x2(codes) : halves_of_e5m2x2(codes);
@@ -30,19 +30,6 @@ __device__ __forceinline__ u32 encode2_halves(u32 halves, int fmt) {
   return fmt == 0 ? halves_to_e4m3x2(halves) : halves_to_e5m2x2(halves);
 #else
   return encode(f16_to_float((u16)halves), fmt) | (u32)encode(f16_to_float((u16)(halves >> 16)), fmt) << 8;
-#endif
-}
-
-// The values of four codes; every FP8 value is a half.
-__device__ __forceinline__ void decode4(u32 codes, int fmt, float* values) {
-#if __CUDA_ARCH__ >= 890
-  const u32 low = decode2((u16)codes, fmt), high = decode2((u16)(codes >> 16), fmt);
-  values[0] = f16_to_float((u16)low);
-  values[1] = f16_to_float((u16)(low >> 16));
-  values[2] = f16_to_float((u16)high);
-  values[3] = f16_to_float((u16)(high >> 16));
-#else
-  for (int i = 0; i < 4; ++i) values[i] = decode(codes >> (8 * i) & 0xffu, fmt);
 #endif
 }
 

@@ -75,16 +75,10 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return c;
 }
 
-// 16 (or 4) bytes to shared memory without passing through registers; zeros when `there` is false.
+// 16 bytes to shared memory without passing through registers; zeros when `there` is false.
 __device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
                "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-               "l"(from), "r"(there ? 4 : 0)
                : "memory");
 }
 

@@ -17,7 +17,7 @@
 // Halves hold every multiple of 2^-24 of up to 11 bits below 2^16. The values of e4m3 codes are multiples of
 // 2^-9 up to 448 and may be raised by 2^7; those of e5m2 are multiples of 2^-16 up to 57344. So a tile's
 // values, each at the scale of its row relative to the largest, are exact as halves as long as the scales lie
-// within SPREAD powers of two.
+// within SPREAD powers of two, and so are the rows' factors, normal halves.
 #define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
 #define RAISED (FMT == 0 ? 7 : 0)
 #define SPREAD (FMT == 0 ? 21 : 8)

@@ -113,7 +113,6 @@ struct alignas(8) short4 {
 inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }
 inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
-inline short4 make_short4(short a, short b, short c, short d) { return {a, b, c, d}; }
 template <class T>
 T __ldcs(const T* p) {
   return *p;

@@ -45,9 +45,6 @@ inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : s
 inline void copy_async16(void* to, const void* from, bool there) {
   there ? memcpy(to, from, 16) : memset(to, 0, 16);
 }
-inline void copy_async4(void* to, const void* from, bool there) {
-  there ? memcpy(to, from, 4) : memset(to, 0, 4);
-}
 inline void copy_async_commit() {}
 template <int LEFT>
 void copy_async_wait() {}
