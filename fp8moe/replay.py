@@ -26,7 +26,8 @@ class Recorder:
         self.kept: list[DeviceArray] = []  # what was freed meanwhile would lend its address to another
         self.buffers = [(a.ptr, a.nbytes) for a in arrays]
         self.allocations: list[tuple[Any, bool]] = []  # spec, whether it is scratch
-        self.steps: list[tuple[Any, ...]] = []  # function, arguments before its values, values
+        # function, arguments before its values, values, which of the values are addresses
+        self.steps: list[tuple[Callable[..., None], tuple[Any, ...], list[Any], list[int]]] = []
         self.traced: list[tuple[Callable[..., None], Any]] = []
         self.left: list[tuple[Any, Any]] = []  # what the caller gets, and its raw form
         self.whole = True  # False: it did something that cannot be done again so
@@ -49,14 +50,13 @@ class Recorder:
         if not self.whole or not apart:  # arrays that overlap: an address has no one place
             return None
         steps = []
-        for function, before, values in self.steps:
+        for function, before, values, addresses in self.steps:
             places = []
-            for at, value in enumerate(values):
-                if isinstance(value, int) and value >= FIRST_ADDRESS:
-                    found = self.place(value)
-                    if found is None:
-                        return None
-                    places.append((at, *found))
+            for at in addresses:
+                found = self.place(values[at])
+                if found is None:  # an empty array, or memory from elsewhere
+                    return None
+                places.append((at, *found))
             steps.append((function, before, values, places))
         try:
             return Recipe(self.allocations, steps, self.traced, self._template(result, arguments))
@@ -133,9 +133,6 @@ class Recorder:
             raise LookupError
         return name, *place, raw.shape, raw.dtype
 
-
-#: no count, size or offset reaches it; every CUDA address lies above
-FIRST_ADDRESS = 1 << 32
 
 Template = Callable[[Any, tuple[Any, ...], list[DeviceArray]], Any]
 

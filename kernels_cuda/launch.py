@@ -111,7 +111,10 @@ def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, 
     if kernel.parameters is None:
         kernel.parameters = struct.Struct("".join("f" if isinstance(a, float) else "q" for a in arguments))
     values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
-    _do(go, (kernel, x, y, block, shared), values)
+    recorder = _current.place[3]
+    if recorder is not None:
+        recorder.steps.append((go, (kernel, x, y, block, shared), values, _addresses(arguments)))
+    go(kernel, x, y, block, shared, values)
 
 
 def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
@@ -122,12 +125,9 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
     driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
 
 
-def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any]) -> None:
-    """Do something on the stream, now and when the call is replayed. Addresses are among the values."""
-    recorder = _current.place[3]
-    if recorder is not None:
-        recorder.steps.append((function, before, values))
-    function(*before, values)
+def _addresses(arguments: Any) -> list[int]:
+    """Which arguments are memory; the others mean the same whenever the launch is done again."""
+    return [i for i, a in enumerate(arguments) if type(a) is DeviceArray]
 
 
 def threads(count: int, block: int = 256) -> int:
@@ -144,7 +144,10 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
     if x.nbytes:
-        _do(fill, (value, x.nbytes), [x.ptr])
+        recorder = _current.place[3]
+        if recorder is not None:
+            recorder.steps.append((fill, (value, x.nbytes), [x.ptr], [0]))
+        fill(value, x.nbytes, [x.ptr])
 
 
 def fill(value: int, nbytes: int, address: list[int]) -> None:

@@ -18,7 +18,7 @@ from fp8moe.kernels_cuda.quantize import (
     tiles_are_whole,
     tiles_down,
 )
-from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
+from fp8moe.records import Activation, DeviceArray, Quantized, QuantTensor, SwigluGrad
 
 
 def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
@@ -156,6 +156,9 @@ def _constants(activation: Activation) -> tuple[float, float, float]:
     return float(clamp), float(activation.alpha), float(activation.linear_offset)
 
 
-def _last(offsets: Any) -> int:
-    """Address of the last offset: rows behind it are nobody's."""
-    return 0 if offsets is None else offsets.ptr + 4 * (offsets.shape[0] - 1)
+def _last(offsets: Any) -> DeviceArray | None:
+    """The last offset: rows behind it are nobody's."""
+    if offsets is None:
+        return None
+    at = offsets.ptr + 4 * (offsets.shape[0] - 1)
+    return DeviceArray(at, (1,), offsets.dtype, offsets.device, offsets.owner)

@@ -185,6 +185,15 @@ def test_a_recorder_keeps_what_a_call_frees():
     assert gone() is not None
 
 
+def test_a_number_that_looks_like_an_address_stays():
+    host = np.ones(4, np.float32)
+    array = cuda_on_cpu.raw(host)
+    recorder = fp8moe.replay.Recorder([array])
+    recorder.steps.append((print, (), [array.ptr + 4, array.ptr + 4, 7], [0]))
+    recipe = recorder.recipe(None, ())
+    assert [places for *_, places in recipe.steps] == [[(0, 0, 4)]]
+
+
 def test_what_is_not_done_again(monkeypatch):
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
