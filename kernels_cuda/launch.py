@@ -217,5 +217,15 @@ def multiprocessors() -> int:
     return _multiprocessors(_current.place[0])
 
 
+@cache
+def _shared_limit(device: int) -> int:
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+def shared_limit() -> int:
+    """Bytes of shared memory that a block can have: 227 KB on sm_90, 163 on sm_80, 99 on sm_89 and sm_120."""
+    return _shared_limit(_current.place[0])
+
+
 def current_device() -> int:
     return _current.place[0]

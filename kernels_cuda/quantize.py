@@ -15,6 +15,7 @@ from fp8moe.kernels_cuda.launch import (
     launch,
     multiprocessors,
     scratch,
+    shared_limit,
     threads,
 )
 from fp8moe.records import Quantized, QuantTensor
@@ -23,12 +24,14 @@ ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
 TILE = 128  # as in tile.cuh
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
 MANY_TILES = 64  # for each of them
+DECLARED = 10 * 1024  # bytes of shared memory that the tile kernels declare, at most
 
 
 def quantize(
     x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
 ) -> None:
-    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise):
+    tile_fits = fits_in_shared(tile_bytes(x.dtype.itemsize, expert_offsets))
+    if isinstance(out, Quantized) and tile_fits and tiles_are_whole(x, x.shape[-1], out.rowwise):
         _quantize_tiles(x, pow2, eps, out.rowwise, out.columnwise, expert_offsets)
         return
     if isinstance(out, Quantized):
@@ -45,7 +48,7 @@ def quantize(
     *lead, rows, columns = x.shape
     rule = (FORMATS[out.fmt], pow2, is_mx(out.block), float(eps))
     if is_columnwise(out.block):
-        if tiles_are_whole(x, columns, None):
+        if tile_fits and tiles_are_whole(x, columns, None):
             _quantize_tiles(x, pow2, eps, None, out, expert_offsets)
             return
         assert out.block is not None
@@ -156,6 +159,11 @@ def tile_bytes(value_bytes: int, offsets: Any) -> int:
     """Shared memory: the tile that goes out, as codes, the one that comes, and the table of strips."""
     ranges = 0 if offsets is None else offsets.shape[0] + 1
     return TILE * TILE * (1 + value_bytes) + 3 * 4 * ranges
+
+
+def fits_in_shared(dynamic: int) -> bool:
+    """Whether a block can have so much beside what the tile kernels declare."""
+    return dynamic + DECLARED <= shared_limit()
 
 
 def tile_results(rowwise: QuantTensor | None, columnwise: QuantTensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from fp8moe.kernels_cuda.launch import KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     RESIDENT,
+    fits_in_shared,
     quantize,
     rows_are_whole,
     tile_blocks,
@@ -47,7 +48,8 @@ def swiglu_quantize(
         )
         return
     rows, width = h.shape[0], h.shape[1] // 2
-    if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise):
+    shared = tile_bytes(2 * h.dtype.itemsize, expert_offsets)
+    if isinstance(out, Quantized) and fits_in_shared(shared) and tiles_are_whole(h, width, out.rowwise):
         down = tiles_down(out.columnwise, 0 if expert_offsets is None else 2)
         launch(
             "swiglu",
@@ -63,7 +65,7 @@ def swiglu_quantize(
             0 if expert_offsets is None else expert_offsets.shape[0] - 1,
             out.columnwise.scales.shape[0],
             *tile_results(out.rowwise, out.columnwise),
-            shared=tile_bytes(2 * h.dtype.itemsize, expert_offsets),
+            shared=shared,
             defines=_variant(h, activation, out.columnwise),
         )
         return

@@ -19,7 +19,7 @@ from fp8moe.kernels_cuda.launch import (
     threads,
 )
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import MANY_TILES, TILE, make_strips, tile_bytes, tiles_down
+from fp8moe.kernels_cuda.quantize import MANY_TILES, TILE, fits_in_shared, make_strips, tile_bytes, tiles_down
 from fp8moe.records import PermutationPlan, QuantTensor
 
 RESIDENT = 3  # blocks of the tile kernel on a multiprocessor
@@ -41,7 +41,9 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     if os.environ.get("FP8MOE_CHECK") == "1" and not mx:
         _refuse_other_scales(q.scales)
     columns, count = q.data.shape[1], out.scales.shape[0]
-    if columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0:
+    whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
+    shared = tile_bytes(1, offsets)
+    if whole and fits_in_shared(shared):
         experts = 0 if offsets is None else offsets.shape[0] - 1
         down = tiles_down(out)
         launch(
@@ -60,7 +62,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             target == "tile",
             out.data,
             out.scales,
-            shared=tile_bytes(1, offsets),
+            shared=shared,
             defines=formats(q),
         )
         return

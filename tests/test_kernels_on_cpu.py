@@ -144,6 +144,31 @@ def assert_nearly_same(ours, theirs, offsets):
         assert (a != b).mean() <= 1e-3
 
 
+def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
+    """Float32 SwiGLU tiles take 144 KB, which not every device has; the results are the same."""
+    from fp8moe.kernels_cuda import launch
+
+    h, q = values(RNG, (40, 256), np.float32), fp8moe.quantize(values(RNG, (40, 128), BF16))
+    ours = (
+        fp8moe.quantize(h, columnwise=True),
+        fp8moe.scaling_aware_transpose(q),
+        fp8moe.swiglu_quantize(h, columnwise=True),
+    )
+    cuda_on_cpu.install(monkeypatch, shared_limit=40 << 10)
+    launched, kernel = set(), launch._kernel
+    monkeypatch.setattr(launch, "_kernel", lambda *a: launched.add(a[1]) or kernel(*a))
+    h, q = cuda_on_cpu.upload(h), cuda_on_cpu.upload(q)
+    theirs = (
+        fp8moe.quantize(h, columnwise=True),
+        fp8moe.scaling_aware_transpose(q),
+        fp8moe.swiglu_quantize(h, columnwise=True),
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, cuda_on_cpu.download(b))
+    assert launched
+    assert not {"quantize_tiles", "swiglu_quantize_tiles", "scaling_aware_transpose"} & launched
+
+
 def test_grouped_gemm():
     offsets = np.array([0, 128, 128, 200], np.int32)
     x, w = fp8moe.quantize(values(RNG, (200, 128))), fp8moe.quantize_weights(values(RNG, (3, 16, 128)))

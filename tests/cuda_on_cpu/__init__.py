@@ -105,7 +105,7 @@ class Runtime:
     def streamSynchronize(self, stream): ...
 
 
-def install(monkeypatch):
+def install(monkeypatch, shared_limit=227 << 10):
     """Until the test ends, `Array` is an array on a device whose kernels run here."""
     from fp8moe.kernels_cuda import launch
 
@@ -123,6 +123,7 @@ def install(monkeypatch):
     monkeypatch.setattr(launch, "go", go)
     monkeypatch.setattr(launch, "runtime", Runtime())
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(launch, "_shared_limit", lambda device: shared_limit)
 
 
 class Kernel:
