@@ -127,7 +127,7 @@ def sort_chunks(
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
     eager = isinstance(x, QuantTensor) or _eager(x, split_sizes, sorted_indices, probs)
-    if eager and (isinstance(x, QuantTensor) or not _needs_grad(x, probs)):
+    if eager and not _needs_grad(x, probs):
         return fp8moe.sort_chunks(
             x,
             split_sizes,
@@ -243,20 +243,9 @@ def swiglu_quantize(
 ) -> Any:
     """`fp8moe.swiglu_quantize`. Codes have no gradient: `swiglu_quantize_backward` is called by hand."""
     h, probs = h.detach(), None if probs is None else probs.detach()
-    if _eager(h, probs, expert_offsets):
-        return fp8moe.swiglu_quantize(
-            h,
-            probs,
-            fmt=fmt,
-            block=block,
-            clamp=clamp,
-            alpha=alpha,
-            linear_offset=linear_offset,
-            columnwise=columnwise,
-            expert_offsets=expert_offsets,
-            align_size=align_size,
-        )
     how = (fmt, list(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    if _eager(h, probs, expert_offsets):
+        return fp8moe.swiglu_quantize(h, probs, **_options(*how))
     return _quantized(_swiglu_quantize(h, probs, *how), fmt, block, columnwise)
 
 
@@ -276,23 +265,19 @@ def swiglu_quantize_backward(
 ) -> SwigluGrad:
     """`fp8moe.swiglu_quantize_backward`."""
     grad, h, probs = grad.detach(), h.detach(), None if probs is None else probs.detach()
-    if _eager(grad, h, probs, expert_offsets):
-        return fp8moe.swiglu_quantize_backward(
-            grad,
-            h,
-            probs,
-            fmt=fmt,
-            block=block,
-            clamp=clamp,
-            alpha=alpha,
-            linear_offset=linear_offset,
-            columnwise=columnwise,
-            expert_offsets=expert_offsets,
-            align_size=align_size,
-        )
     how = (fmt, list(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    if _eager(grad, h, probs, expert_offsets):
+        return fp8moe.swiglu_quantize_backward(grad, h, probs, **_options(*how))
     *dh, dprobs = _swiglu_quantize_backward(grad, h, probs, *how)
     return SwigluGrad(_quantized(dh, fmt, block, columnwise), None if probs is None else dprobs)
+
+
+_OPTIONS = ("fmt", "block", "clamp", "alpha", "linear_offset", "columnwise", "expert_offsets", "align_size")
+
+
+def _options(fmt: str, block: list[int], *others: Any) -> dict[str, Any]:
+    """What SwiGLU with quantise takes by name, from the order in which its operators take it."""
+    return dict(zip(_OPTIONS, (fmt, tuple(block), *others), strict=True))
 
 
 def _quantized(tensors: Any, fmt: str, block: tuple[int, int], columnwise: bool) -> Any:
@@ -358,8 +343,9 @@ def _eager(*tensors: Tensor | None) -> bool:
     return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _needs_grad(*values: Tensor | QuantTensor | None) -> bool:
+    """A QuantTensor has no gradient."""
+    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
 
 
 class _EagerPermute(torch.autograd.Function):
@@ -769,8 +755,7 @@ def _permute_transpose(
 
 def _quantized_fake(shape, device, fmt, block, columnwise, offsets, align):  # type: ignore[no-untyped-def]
     spec = activation_spec(shape, fmt, tuple(block), columnwise, offsets, align)
-    parts = (spec.rowwise, spec.columnwise) if columnwise else (spec, None)
-    return [_like(a, device) for q in parts for a in ((None, None) if q is None else (q.data, q.scales))]
+    return [_like(part, device) for part in _parts(spec)]
 
 
 def _swiglu_quantize_fake(h, probs, fmt, block, clamp, alpha, linear_offset, columnwise, offsets, align):  # type: ignore[no-untyped-def]
@@ -778,9 +763,15 @@ def _swiglu_quantize_fake(h, probs, fmt, block, clamp, alpha, linear_offset, col
     return tuple(_quantized_fake(shape, h.device, fmt, block, columnwise, offsets, align))
 
 
+def _parts(q: Any) -> tuple[Any, Any, Any, Any]:
+    """Codes and scales of the row-wise tensor and of the column-wise one, None where there is none."""
+    if not isinstance(q, Quantized):
+        return q.data, q.scales, None, None
+    return q.rowwise.data, q.rowwise.scales, q.columnwise.data, q.columnwise.scales
+
+
 def _tensors_of(q: Any, device: Any) -> list[Tensor]:
-    parts = (q.rowwise, q.columnwise) if isinstance(q, Quantized) else (q, None)
-    return [_or_empty(a, device) for p in parts for a in ((None, None) if p is None else (p.data, p.scales))]
+    return [_or_empty(part, device) for part in _parts(q)]
 
 
 @_operator("swiglu_quantize", _swiglu_quantize_fake)
@@ -796,18 +787,8 @@ def _swiglu_quantize(
     expert_offsets: Tensor | None,
     align_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q = fp8moe.swiglu_quantize(
-        h,
-        probs,
-        fmt=fmt,
-        block=tuple(block),  # type: ignore[arg-type]
-        clamp=clamp,
-        alpha=alpha,
-        linear_offset=linear_offset,
-        columnwise=columnwise,
-        expert_offsets=expert_offsets,
-        align_size=align_size,
-    )
+    how = _options(fmt, block, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    q = fp8moe.swiglu_quantize(h, probs, **how)
     return tuple(_tensors_of(q, h.device))  # type: ignore[return-value]
 
 
@@ -833,19 +814,8 @@ def _swiglu_quantize_backward(
     expert_offsets: Tensor | None,
     align_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    g = fp8moe.swiglu_quantize_backward(
-        grad,
-        h,
-        probs,
-        fmt=fmt,
-        block=tuple(block),  # type: ignore[arg-type]
-        clamp=clamp,
-        alpha=alpha,
-        linear_offset=linear_offset,
-        columnwise=columnwise,
-        expert_offsets=expert_offsets,
-        align_size=align_size,
-    )
+    how = _options(fmt, block, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    g = fp8moe.swiglu_quantize_backward(grad, h, probs, **how)
     return *_tensors_of(g.dh, h.device), _or_empty(g.dprobs, h.device)  # type: ignore[return-value]
 
 

@@ -108,6 +108,20 @@ __device__ __forceinline__ T block_reduce(T value, T* shared, Op op) {
   return result;
 }
 
+// The last of `count` ascending keys that is at most `value`; 0 when none is.
+template <class Index, class Value>
+__device__ __forceinline__ Index last_at_most(const int* keys, Index count, Value value) {
+  Index lo = 0, hi = count;
+  while (hi - lo > 1) {
+    const Index middle = (lo + hi) / 2;
+    if (keys[middle] <= value)
+      lo = middle;
+    else
+      hi = middle;
+  }
+  return lo;
+}
+
 // ---- the rows of an expert
 __device__ __forceinline__ i64 clamped(i64 offset, i64 rows) {
   return offset < 0 ? 0 : (offset > rows ? rows : offset);

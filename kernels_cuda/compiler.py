@@ -45,18 +45,8 @@ def sources() -> list[Path]:
 
 
 def variants(path: Path) -> list[tuple[str, ...]]:
-    """The sets of definitions that a source is compiled with."""
+    """The sets of definitions that a source is compiled with, the most usual first."""
     return VARIANTS.get(path.stem, [()])
-
-
-# What most programs come to use: when a kernel is missing in the cache, these are compiled beside it.
-USUAL = {
-    "permute": (),
-    "quantize": ("KIND=BF16", "FMT=0", "MX=0"),
-    "swiglu": ("KIND=BF16", "FMT=0", "MX=0", "CLAMPED=0"),
-    "transpose": ("FMT=0", "MX=0"),
-    "grouped_gemm": (),
-}
 
 
 def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
@@ -74,9 +64,9 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
 
 
 def prefetch(architecture: str) -> None:
-    """Have the usual kernels compiled, in other threads."""
-    for name, defines in USUAL.items():
-        _submit(SOURCES / f"{name}.cu", architecture, defines)
+    """Have what most programs come to use compiled in other threads: every source in its first variant."""
+    for path in sources():
+        _submit(path, architecture, variants(path)[0])
 
 
 def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:

@@ -111,10 +111,7 @@ def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, 
     if kernel.parameters is None:
         kernel.parameters = struct.Struct("".join("f" if isinstance(a, float) else "q" for a in arguments))
     values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
-    recorder = _current.place[3]
-    if recorder is not None:
-        recorder.steps.append((go, (kernel, x, y, block, shared), values, _addresses(arguments)))
-    go(kernel, x, y, block, shared, values)
+    _do(go, (kernel, x, y, block, shared), values, arguments)
 
 
 def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
@@ -125,9 +122,14 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
     driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
 
 
-def _addresses(arguments: Any) -> list[int]:
-    """Which arguments are memory; the others mean the same whenever the launch is done again."""
-    return [i for i, a in enumerate(arguments) if type(a) is DeviceArray]
+def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any], arguments: Any) -> None:
+    """Do something on the stream, and have it noted, if anybody notes, with which of its values are memory:
+    the others mean the same whenever it is done again."""
+    recorder = _current.place[3]
+    if recorder is not None:
+        addresses = [i for i, a in enumerate(arguments) if type(a) is DeviceArray]
+        recorder.steps.append((function, before, values, addresses))
+    function(*before, values)
 
 
 def threads(count: int, block: int = 256) -> int:
@@ -144,10 +146,7 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
     if x.nbytes:
-        recorder = _current.place[3]
-        if recorder is not None:
-            recorder.steps.append((fill, (value, x.nbytes), [x.ptr], [0]))
-        fill(value, x.nbytes, [x.ptr])
+        _do(fill, (value, x.nbytes), [x.ptr], (x,))
 
 
 def fill(value: int, nbytes: int, address: list[int]) -> None:

@@ -20,14 +20,7 @@ __device__ __forceinline__ i64 unmapped_rows(const int* tokens_per_expert, const
 __device__ __forceinline__ i64 unmapped_row(i64 i, i64 padding, const int* tokens_per_expert,
                                             const int* pad_offsets, const int* expert_offsets, i64 experts) {
   if (i >= padding) return (experts ? expert_offsets[experts] : 0) + i - padding;
-  i64 lo = 0, hi = experts;  // the last expert whose pad_offset is at most i
-  while (hi - lo > 1) {
-    const i64 middle = (lo + hi) / 2;
-    if (pad_offsets[middle] <= i)
-      lo = middle;
-    else
-      hi = middle;
-  }
+  const i64 lo = last_at_most(pad_offsets, experts, i);
   return (i64)expert_offsets[lo] + tokens_per_expert[lo] + i - pad_offsets[lo];
 }
 
@@ -526,14 +519,7 @@ __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i
 // Row of the input that becomes `row`, or -1. Only the last chunk that starts at or before it can hold it:
 // empty ones hold nothing, and end where they start.
 __device__ __forceinline__ i64 source_of(i64 row, Chunks c, int chunks, i64 rows_in) {
-  int lo = 0, hi = chunks;
-  while (hi - lo > 1) {
-    const int middle = (lo + hi) / 2;
-    if (c.key[middle] <= row)
-      lo = middle;
-    else
-      hi = middle;
-  }
+  const int lo = last_at_most(c.key, chunks, row);
   if (!chunks || c.from[lo] < 0) return -1;
   const i64 inside = row - c.key[lo], from = c.from[lo] + inside;
   return inside >= 0 && inside < c.rows[lo] && from < rows_in ? from : -1;

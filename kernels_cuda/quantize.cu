@@ -77,11 +77,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
                        (u32)columns * size);
     copy_async_commit();
   };
-  if (t < 32) turns.find(0);
-  __syncthreads();
-  look(0);
-  __syncthreads();
-  fetch(0);
+  turns.start(look, fetch);
   const u8* mine = in + (t / 32 * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {

@@ -30,8 +30,8 @@ DECLARED = 10 * 1024  # bytes of shared memory that the tile kernels declare, at
 def quantize(
     x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
 ) -> None:
-    tile_fits = fits_in_shared(tile_bytes(x.dtype.itemsize, expert_offsets))
-    if isinstance(out, Quantized) and tile_fits and tiles_are_whole(x, x.shape[-1], out.rowwise):
+    shared = tile_bytes(x.dtype.itemsize, expert_offsets)
+    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared):
         _quantize_tiles(x, pow2, eps, out.rowwise, out.columnwise, expert_offsets)
         return
     if isinstance(out, Quantized):
@@ -48,7 +48,7 @@ def quantize(
     *lead, rows, columns = x.shape
     rule = (FORMATS[out.fmt], pow2, is_mx(out.block), float(eps))
     if is_columnwise(out.block):
-        if tile_fits and tiles_are_whole(x, columns, None):
+        if tiles_are_whole(x, columns, None, shared):
             _quantize_tiles(x, pow2, eps, None, out, expert_offsets)
             return
         assert out.block is not None
@@ -113,18 +113,15 @@ def _quantize_tiles(
     x: Any, pow2: bool, eps: float, rowwise: QuantTensor | None, columnwise: QuantTensor, offsets: Any
 ) -> None:
     rows, columns = x.shape
-    experts = 0 if offsets is None else offsets.shape[0] - 1
-    down = tiles_down(columnwise, 0 if offsets is None else 2)
     launch(
         "quantize",
         "quantize_tiles",
-        tile_blocks(down, columns, RESIDENT),
+        tile_blocks(columnwise, columns, offsets),
         256,
         x,
         rows,
         columns,
-        offsets,
-        experts,
+        *with_experts(offsets),
         columnwise.scales.shape[0],
         pow2,
         float(eps),
@@ -134,10 +131,10 @@ def _quantize_tiles(
     )
 
 
-def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None) -> bool:
-    """Whether columns come in tiles of 128, at addresses for 16-byte loads."""
+def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: int) -> bool:
+    """Whether columns come in tiles of 128, at addresses for 16-byte loads, and a block can hold them."""
     blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout == "compact")
-    return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
+    return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0 and fits_in_shared(shared)
 
 
 def tiles_down(columnwise: QuantTensor, rest: int = 0) -> int:
@@ -146,13 +143,19 @@ def tiles_down(columnwise: QuantTensor, rest: int = 0) -> int:
     return threads(strips, 4) if is_mx(columnwise.block) else strips
 
 
-def tile_blocks(down: int, columns: int, resident: int) -> int:
-    """Blocks for at most so many rows of tiles. As many as fit at once take tiles in turn; of very many, each
-    takes four, and the hardware hands them out (48,128 x 7168 both ways: 81 % of the limit, not 75)."""
-    tiles, at_once = down * threads(columns, TILE), multiprocessors() * resident
+def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> int:
+    """Blocks for all tiles. As many as fit at once take tiles in turn; of very many, each takes four, and the
+    hardware hands them out (48,128 x 7168 both ways: 81 % of the limit, not 75)."""
+    down = tiles_down(columnwise, 0 if offsets is None else 2)
+    tiles, at_once = down * threads(columns, TILE), multiprocessors() * RESIDENT
     if tiles >= MANY_TILES * at_once and columns % (4 * TILE) == 0:
         return tiles // 4
     return min(tiles, at_once)
+
+
+def with_experts(offsets: Any) -> tuple[Any, int]:
+    """Offsets as kernels take them: null and 0 where there are none."""
+    return offsets, 0 if offsets is None else offsets.shape[0] - 1
 
 
 def tile_bytes(value_bytes: int, offsets: Any) -> int:
@@ -237,8 +240,8 @@ def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
 def make_strips(offsets: Any, matrices: int, rows: int, height: int, capacity: int) -> Any:
     """int32 [capacity, 2] first and last row of every row of blocks, on the device."""
     strips = scratch((capacity, 2), np.int32)
-    experts = 0 if offsets is None else offsets.shape[0] - 1
-    launch("quantize", "make_strips", 1, 1, offsets, experts, matrices, rows, height, capacity, strips)
+    experts = with_experts(offsets)
+    launch("quantize", "make_strips", 1, 1, *experts, matrices, rows, height, capacity, strips)
     return strips
 
 

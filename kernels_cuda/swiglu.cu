@@ -102,15 +102,18 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
   if (dprobs && threadIdx.x == 0) store(dprobs, row, (int)dprobs_kind, sum);
 }
 
+#define LOG2E 1.44269502f  // with the rest of it that a float does not hold
+#define LOG2E_REST 1.92596299e-8f
+#define LN2 0.693147182f
+
 // 1 / (1 + exp(-x)) for |x| < FAR, within 2^-21 of itself: the exponential's argument -x log2(e) is held in
 // two floats (their sum errs by 2^-40), ex2.approx errs by 2 ulp = 2^-22, the rest of the argument enters by
 // 1 + r ln 2 and the sum (an ulp of 2^-24 each), rcp.approx by an ulp.
 __device__ __forceinline__ float quick_sigmoid(float x) {
-  const float log2e = 1.44269502f, rest = 1.92596299e-8f;  // their sum is log2(e)
-  const float whole = x * -log2e;
-  const float left = __fmaf_rn(x, -rest, __fmaf_rn(x, -log2e, -whole));
+  const float whole = x * -LOG2E;
+  const float left = __fmaf_rn(x, -LOG2E_REST, __fmaf_rn(x, -LOG2E, -whole));
   const float power = exp2_approx(whole);
-  return reciprocal_approx(1.f + __fmaf_rn(power, left * 0.693147182f, power));
+  return reciprocal_approx(1.f + __fmaf_rn(power, left * LN2, power));
 }
 
 #define FAR 80.f  // from here on the sum is 1, or the exponential's floats run out; NaN as well
@@ -118,13 +121,13 @@ __device__ __forceinline__ float quick_sigmoid(float x) {
 // The same from FAR on: 1, or e^x, within 2^-21 of itself or 2^-150. The power of two is taken apart, so that
 // the last product rounds to a subnormal.
 __device__ __forceinline__ float far_sigmoid(float x) {
-  const float log2e = 1.44269502f, rest = 1.92596299e-8f;
   if (!(x < 0.f)) return x > 0.f ? 1.f : x;
   x = fmaxf(x, -120.f);  // 0 from -104 on
-  const float whole = x * log2e, left = __fmaf_rn(x, rest, __fmaf_rn(x, log2e, -whole)), n = rintf(whole);
+  const float whole = x * LOG2E, left = __fmaf_rn(x, LOG2E_REST, __fmaf_rn(x, LOG2E, -whole)),
+              n = rintf(whole);
   const float power = exp2_approx(whole - n);
   const int half = (int)n / 2;
-  return __fmaf_rn(power, left * 0.693147182f, power) * power_of_two(half) * power_of_two((int)n - half);
+  return __fmaf_rn(power, left * LN2, power) * power_of_two(half) * power_of_two((int)n - half);
 }
 
 struct Activation {
@@ -308,11 +311,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
     }
     copy_async_commit();
   };
-  if (t < 32) turns.find(0);
-  __syncthreads();
-  look(0);
-  __syncthreads();
-  fetch(0);
+  turns.start(look, fetch);
   u8* mine = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {

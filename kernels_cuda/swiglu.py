@@ -9,15 +9,13 @@ import numpy as np
 
 from fp8moe.kernels_cuda.launch import KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
-    RESIDENT,
-    fits_in_shared,
     quantize,
     rows_are_whole,
     tile_blocks,
     tile_bytes,
     tile_results,
     tiles_are_whole,
-    tiles_down,
+    with_experts,
 )
 from fp8moe.records import Activation, DeviceArray, Quantized, QuantTensor, SwigluGrad
 
@@ -49,20 +47,18 @@ def swiglu_quantize(
         return
     rows, width = h.shape[0], h.shape[1] // 2
     shared = tile_bytes(2 * h.dtype.itemsize, expert_offsets)
-    if isinstance(out, Quantized) and fits_in_shared(shared) and tiles_are_whole(h, width, out.rowwise):
-        down = tiles_down(out.columnwise, 0 if expert_offsets is None else 2)
+    if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared):
         launch(
             "swiglu",
             "swiglu_quantize_tiles",
-            tile_blocks(down, width, RESIDENT),
+            tile_blocks(out.columnwise, width, expert_offsets),
             256,
             h,
             *_probs(probs),
             *_constants(activation),
             rows,
             width,
-            expert_offsets,
-            0 if expert_offsets is None else expert_offsets.shape[0] - 1,
+            *with_experts(expert_offsets),
             out.columnwise.scales.shape[0],
             *tile_results(out.rowwise, out.columnwise),
             shared=shared,

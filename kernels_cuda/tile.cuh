@@ -83,14 +83,7 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
     *count = (int)clamped(s.rows - *base, s.height);
     return;
   }
-  int low = 0, high = s.ranges;  // the last expert that begins at the strip or before
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (s.table[middle] <= strip)
-      low = middle;
-    else
-      high = middle;
-  }
+  const int low = last_at_most(s.table, s.ranges, strip);  // its expert
   *base = *count = 0;
   if (!s.ranges) return;
   const i64 first = s.table[s.ranges + low] + (i64)(strip - s.table[low]) * s.height;
@@ -127,6 +120,16 @@ struct Turns {
     Place& p = place(turn);
     find_strip(strips, row * parts + q, &p.base[q], &p.count[q]);
     if (q == 0) p.row = row, p.column = (rest / in_group << unit_bits) + turn % (1u << unit_bits);
+  }
+
+  // Before the first turn, by the whole block: its rows are looked up, and its tile is fetched.
+  template <class Look, class Fetch>
+  __device__ __forceinline__ void start(Look& look, Fetch& fetch) const {
+    if (threadIdx.x < 32) find(0);
+    __syncthreads();
+    look(0);
+    __syncthreads();
+    fetch(0);
   }
 
   // At the top of every turn, by the whole block: what comes next is known behind the next barrier but one.

@@ -153,11 +153,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     }
     copy_async_commit();
   };
-  if (t < 32) turns.find(0);
-  __syncthreads();
-  look(0);
-  __syncthreads();
-  fetch(0);
+  turns.start(look, fetch);
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
     const Place& place = turns.place(turn);

@@ -19,7 +19,15 @@ from fp8moe.kernels_cuda.launch import (
     threads,
 )
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import MANY_TILES, TILE, fits_in_shared, make_strips, tile_bytes, tiles_down
+from fp8moe.kernels_cuda.quantize import (
+    MANY_TILES,
+    TILE,
+    fits_in_shared,
+    make_strips,
+    tile_bytes,
+    tiles_down,
+    with_experts,
+)
 from fp8moe.records import PermutationPlan, QuantTensor
 
 RESIDENT = 3  # blocks of the tile kernel on a multiprocessor
@@ -44,18 +52,15 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
     shared = tile_bytes(1, offsets)
     if whole and fits_in_shared(shared):
-        experts = 0 if offsets is None else offsets.shape[0] - 1
-        down = tiles_down(out)
         launch(
             "transpose",
             "scaling_aware_transpose",
-            _blocks(down * threads(columns, TILE)),
+            _blocks(tiles_down(out) * threads(columns, TILE)),
             256,
             q.data,
             q.scales,
             source,
-            offsets,
-            experts,
+            *with_experts(offsets),
             rows,
             columns,
             count,
