@@ -1,8 +1,8 @@
 """What a call on CUDA did, to be done again on other arrays of the same shapes: without its checks, shapes
 and launchers, which take the host longer than the launches themselves (`border.replayed` decides when).
 
-A recipe names memory by (buffer, offset). Buffers are the arrays that came in, in the order of `arrays`, then
-those that the call allocated. It holds no memory.
+A recipe names memory by (buffer, offset). Buffers are the arrays that came in, in the order of `signature`,
+then those that the call allocated. It holds no memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from fp8moe.records import DeviceArray, field_names, is_metadata
 
@@ -153,8 +151,8 @@ def signature(value: Any, memory: list[DeviceArray]) -> Any:
         return value.shape, value.dtype, value.ptr & 15
     if kind is bool:
         return (value,)  # it equals 1 or 0, and is not always welcome where they are
-    if kind in PLAIN or kind is np.ndarray or is_metadata(value):
-        return value  # a call with NumPy arrays is not replayed
+    if kind in PLAIN or is_metadata(value):
+        return value
     if kind is tuple:
         return tuple([signature(v, memory) for v in value])
     known = value.__dict__.get("_signature")

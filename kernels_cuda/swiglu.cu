@@ -102,7 +102,7 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
   if (dprobs && threadIdx.x == 0) store(dprobs, row, (int)dprobs_kind, sum);
 }
 
-#define LOG2E 1.44269502f  // with the rest of it that a float does not hold
+#define LOG2E 1.44269502f  // log2(e) is the sum of this and
 #define LOG2E_REST 1.92596299e-8f
 #define LN2 0.693147182f
 
@@ -218,9 +218,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
-// Launch: `group` lanes a row, 8 to 32; the sum for dprobs is float64 over groups of eight products, in a
-// fixed
-//   order.
+// Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
 extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,

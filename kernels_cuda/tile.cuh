@@ -91,8 +91,8 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
   *count = (int)clamped(s.table[2 * s.ranges + low] - first, s.height);
 }
 
-// A block's tiles, by turn: which it makes, and where they lie. It takes up to four tiles of a row of tiles
-// one after the other.
+// A block's tiles, by turn: which it makes, and where they lie. With `by_four` it takes four of a row of
+// tiles one after the other, if that leaves the blocks evenly busy.
 struct Turns {
   Strips strips;
   Place* places;               // [PLACES] in shared memory
