@@ -27,7 +27,9 @@ def scaling_aware_transpose(
         ceil(M/B) rows, else `column_scale_rows`.
 
     Every code is exact when representable, else rounded to nearest even, subnormals too; -0 and NaN
-    survive; rows of zeros or of scale 0 raise no target.
+    survive; rows of zeros or of scale 0 raise no target. MXFP8 e4m3: the OCP rule for a block's scale lets
+    the top of its range, 1.875 * 2^8, saturate at 448, so "column" can change a block's largest codes;
+    "tile" does not.
 
     Returns a column-wise QuantTensor: data [K, M], scales [blocks, K].
     Raises ValueError for scales that are not powers of two (on CUDA when FP8MOE_CHECK=1).
