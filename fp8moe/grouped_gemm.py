@@ -10,9 +10,13 @@ from fp8moe import border, checks
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArraySpec, QuantTensor
 
+BACKENDS = (None, "wgmma", "plain")
+
 
 @border.replayed
-def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False) -> Any:
+def grouped_gemm(
+    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False, backend: str | None = None
+) -> Any:
     """out[rows of e] = x[rows of e] @ w[e].T, for every expert e.
 
     x: row-wise `QuantTensor` [P, K], block (1, 128), compact or gemm_ready; or a plain array.
@@ -20,6 +24,9 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = Fal
     expert_offsets: int32 [E+1] on x's device; rows of expert e are offsets[e]:offsets[e+1].
     transpose_w: plain arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad; for FP8 the
         transposed copy that `quantize` makes of a weight serves it).
+    backend: FP8 on CUDA only. "wgmma": Hopper's tensor cores, or a ValueError that says why not (compute
+        capability 9.0; N a multiple of 8, K of 16). "plain": a simple kernel that takes everything, hundreds
+        of times slower. None: the first if it can, else the second, with a RuntimeWarning.
 
     FP8: float32 accumulation, promoted every 128 of the contraction; returns bfloat16 [P, N]. Plain
     arrays (bfloat16, float16, float32, float64) are the baseline: float32 accumulation, x's dtype out.
@@ -27,6 +34,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = Fal
     """
     call = border.enter(x=x, w=w, expert_offsets=expert_offsets)
     a = call.args
+    checks.choice("backend", backend, BACKENDS)
     quantized = isinstance(a.x, QuantTensor)
     if quantized:
         checks.quant_tensor("x", a.x, ((1, 128),), ("compact", "gemm_ready"))
@@ -53,6 +61,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = Fal
         a.w,
         a.expert_offsets,
         transpose_w=bool(transpose_w),
+        backend=backend,
         out=out,
     )
     return call.leave(out)
@@ -60,17 +69,25 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = Fal
 
 @border.replayed
 def grouped_gemm_wgrad(
-    dy: Any, x: Any, expert_offsets: Any, out: Any = None, *, dtype: str = "float32"
+    dy: Any,
+    x: Any,
+    expert_offsets: Any,
+    out: Any = None,
+    *,
+    dtype: str = "float32",
+    backend: str | None = None,
 ) -> Any:
     """out[e] = dy[rows of e].T @ x[rows of e]: the weights' gradient [E, N, K].
 
     dy, x: column-wise `QuantTensor`, logical [P, N] and [P, K], blocks (128, 1) that start anew with every
         expert (as `scaling_aware_transpose` makes them); or plain arrays [P, N] and [P, K].
     out: float32 or bfloat16 [E, N, K] to add to, in place, and return; None: a new one of ``dtype``.
+    backend: as `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N and K of 4, float32 or bfloat16.
     An expert without rows gives zeros.
     """
     call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args
+    checks.choice("backend", backend, BACKENDS)
     if isinstance(a.dy, QuantTensor):
         checks.quant_tensor("dy", a.dy, ((128, 1),))
         checks.quant_tensor("x", a.x, ((128, 1),))
@@ -95,6 +112,7 @@ def grouped_gemm_wgrad(
         a.x,
         a.expert_offsets,
         accumulate=a.out is not None,
+        backend=backend,
         out=result,
     )
     return call.leave(result) if out is None else out

@@ -6,12 +6,14 @@
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void barrier_init(u64* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// A phase ends with `arrivals` arrivals and all bytes that were announced.
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Announce `bytes` to come, once; then bulk_load in any number of pieces.
+// One arrival, and `bytes` announced that are to come by loads in any number of pieces.
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)

@@ -30,6 +30,9 @@ _FORMATS: list[tuple[str, ...]] = [(f"FMT={fmt}", f"MX={mx}") for fmt in (0, 1) 
 _KINDS = ("BF16", "F16", "F32")
 _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
+    "grouped_gemm_wgmma": [
+        (f"A_FMT={a}", f"B_FMT={b}", f"CLUSTER={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (2, 1)
+    ],
     "quantize": _CONVERSIONS,
     "swiglu": [(*c, f"CLAMPED={clamped}") for c in _CONVERSIONS for clamped in (0, 1)],
     "transpose": _FORMATS,
@@ -40,8 +43,12 @@ class CompileError(RuntimeError):
     """A kernel does not compile; the message is the compiler's, with file and line."""
 
 
-def sources() -> list[Path]:
-    return sorted(SOURCES.glob("*.cu"))
+# Sources that are empty for every architecture but one.
+ONLY = {"grouped_gemm_wgmma": "sm_90a"}
+
+
+def sources(architecture: str) -> list[Path]:
+    return [p for p in sorted(SOURCES.glob("*.cu")) if ONLY.get(p.stem, architecture) == architecture]
 
 
 def variants(path: Path) -> list[tuple[str, ...]]:
@@ -65,7 +72,7 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
 
 def prefetch(architecture: str) -> None:
     """Have what most programs come to use compiled in other threads: every source in its first variant."""
-    for path in sources():
+    for path in sources(architecture):
         _submit(path, architecture, variants(path)[0])
 
 
@@ -108,14 +115,11 @@ def main(architectures: list[str] | None) -> int:
     """Compile everything, print registers and spills; 1 if something failed."""
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
-    if not sources():
-        print("no .cu files in this version")
-        return 0
     print(f"NVRTC {version}")
     print(f"{'kernel':58} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
     failed = 0
     for architecture in architectures or ARCHITECTURES:
-        for path, defines in ((p, d) for p in sources() for d in variants(p)):
+        for path, defines in ((p, d) for p in sources(architecture) for d in variants(p)):
             start = time.perf_counter()
             try:
                 _, log = compile_source(path, architecture, defines)

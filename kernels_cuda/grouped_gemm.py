@@ -1,20 +1,62 @@
-"""Launchers of grouped_gemm.cu: the same names and signatures as `fp8moe.reference.grouped_gemm`."""
+"""Launchers of grouped_gemm_wgmma.cu, for FP8 on Hopper's tensor cores, and of grouped_gemm.cu, for all else:
+the same names and signatures as `fp8moe.reference.grouped_gemm`."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-from fp8moe.kernels_cuda.launch import FORMATS, KINDS, launch, threads
+import numpy as np
+
+from fp8moe.formats import BFLOAT16
+from fp8moe.kernels_cuda.launch import (
+    FORMATS,
+    KINDS,
+    architecture,
+    current_device,
+    launch,
+    multiprocessors,
+    threads,
+)
 from fp8moe.records import QuantTensor
 
+# As in grouped_gemm_wgmma.cu.
+TILE_COLUMNS = 256
+THREADS = 384
+STAGES = 4
+BOXES = (64, TILE_COLUMNS)  # rows of one copy, of each operand
+STAGE_BYTES = (128 + TILE_COLUMNS) * (128 + 4)  # codes, scales
+TABLE_BYTES = 28 << 10  # what STAGES leave of a block's 227 KB for the experts' table
 
-def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+
+def grouped_gemm(
+    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, backend: str | None, out: Any
+) -> None:
     rows, width = out.shape
     quantized = isinstance(x, QuantTensor)
     strides = (0, 0)
     if quantized:
         ready = x.layout == "gemm_ready"
         strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
+    if _by_wgmma(backend, quantized, x, w, expert_offsets, {"N": (width, 8), "K": (x.shape[1], 16)}):
+        experts = w.shape[0]
+        _launch_tiles(
+            "grouped_gemm_tiles",
+            x,
+            w,
+            width,
+            expert_offsets,
+            x.scales,
+            *strides,
+            w.scales,
+            expert_offsets,
+            experts,
+            rows,
+            width,
+            x.shape[1],
+            out,
+        )
+        return
     launch(
         "grouped_gemm",
         "grouped_gemm",
@@ -35,9 +77,31 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
     )
 
 
-def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
+def grouped_gemm_wgrad(
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, backend: str | None, out: Any
+) -> None:
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
+    multiples = {"P": (dy.shape[0], 16), "N": (width, 4), "K": (depth, 4)}
+    if _by_wgmma(backend, quantized, dy, x, expert_offsets, multiples, out.dtype):
+        _launch_tiles(
+            "grouped_gemm_wgrad_tiles",
+            dy,
+            x,
+            depth,
+            expert_offsets,
+            dy.scales,
+            x.scales,
+            expert_offsets,
+            experts,
+            dy.shape[0],
+            width,
+            depth,
+            accumulate,
+            KINDS[out.dtype],
+            out,
+        )
+        return
     launch(
         "grouped_gemm",
         "grouped_gemm_wgrad",
@@ -54,4 +118,58 @@ def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool
         accumulate,
         KINDS[out.dtype],
         out,
+    )
+
+
+def _by_wgmma(
+    backend: str | None,
+    quantized: bool,
+    a: Any,
+    b: Any,
+    expert_offsets: Any,
+    multiples: dict[str, tuple[int, int]],
+    dtype: Any = BFLOAT16,
+) -> bool:
+    """Whether the tensor cores' kernel makes this product. That FP8 goes another way unasked is not passed
+    over in silence: it is hundreds of times slower."""
+    if backend == "plain" or not quantized:
+        return False
+    why = []
+    if (here := architecture(current_device())) != "sm_90a":
+        why.append(f"the device is {here}, not sm_90a")
+    why += [f"{name} is {n}, no multiple of {of}" for name, (n, of) in multiples.items() if n % of]
+    if dtype not in (BFLOAT16, np.dtype(np.float32)):
+        why.append(f"out is {dtype}, not float32 or bfloat16")
+    if any(q.data.ptr % 16 or q.scales.ptr % 16 for q in (a, b)):
+        why.append("codes or scales do not begin at a multiple of 16 bytes")
+    if expert_offsets.size * 8 > TABLE_BYTES:
+        why.append(f"{expert_offsets.size - 1} experts are too many")
+    if not why:
+        return True
+    reason = f"FP8 operands that the tensor cores' kernel does not take: {'; '.join(why)}"
+    if backend == "wgmma":
+        raise ValueError(f"backend: got 'wgmma' with {reason}; pass backend='plain'")
+    warnings.warn(
+        f"grouped_gemm: {reason}; a plain kernel, hundreds of times slower, multiplies them "
+        "(backend='plain' says that this is meant)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _launch_tiles(kernel: str, a: Any, b: Any, columns: int, expert_offsets: Any, *arguments: Any) -> None:
+    """Two blocks side by side share what they read, unless one of them would have no columns."""
+    blocks = 2 if threads(columns, TILE_COLUMNS) % 2 == 0 else 1
+    launch(
+        "grouped_gemm_wgmma",
+        kernel,
+        multiprocessors() // blocks * blocks,
+        THREADS,
+        a.data,
+        b.data,
+        *arguments,
+        shared=STAGES * STAGE_BYTES + expert_offsets.size * 8,
+        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"CLUSTER={blocks}"),
+        boxes=BOXES,
     )

@@ -7,7 +7,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import cupy
@@ -90,13 +90,22 @@ def launch(
     *arguments: Any,
     shared: int = 0,
     defines: tuple[str, ...] = (),
+    boxes: tuple[int, ...] = (),
 ) -> None:
     """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
-    float32."""
-    start(_kernel(source, kernel, defines, _current.place[0]), grid, block, shared, arguments)
+    float32; the first arguments, one for each of ``boxes``, go as tensor maps of codes whose boxes are so
+    many rows of 128 bytes (and no floats behind them)."""
+    start(_kernel(source, kernel, defines, _current.place[0]), grid, block, shared, arguments, boxes)
 
 
-def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, arguments: Any) -> None:
+def start(
+    kernel: Kernel,
+    grid: int | tuple[int, ...],
+    block: int,
+    shared: int,
+    arguments: Any,
+    boxes: tuple[int, ...] = (),
+) -> None:
     """Launch a loaded kernel on the current stream.
 
     The parameters are packed here, in C's layout, and handed to the driver as one block of bytes: 3 us less
@@ -109,9 +118,16 @@ def start(kernel: Kernel, grid: int | tuple[int, ...], block: int, shared: int, 
         driver.funcSetAttribute(kernel.ptr, MAX_DYNAMIC_SHARED, shared)
         kernel.shared = shared
     if kernel.parameters is None:
-        kernel.parameters = struct.Struct("".join("f" if isinstance(a, float) else "q" for a in arguments))
+        plain = ("f" if isinstance(a, float) else "q" for a in arguments[len(boxes) :])
+        kernel.parameters = struct.Struct("128s" * len(boxes) + "".join(plain))
     values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
-    _do(go, (kernel, x, y, block, shared), values, arguments)
+    if boxes:
+        tiled = tuple(
+            (a.size // a.shape[-1], a.shape[-1], box) for a, box in zip(arguments, boxes, strict=False)
+        )
+        _do(go_tiled, (kernel, tiled, x, y, block, shared), values, arguments)
+    else:
+        _do(go, (kernel, x, y, block, shared), values, arguments)
 
 
 def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
@@ -120,6 +136,59 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
     parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
     size.value = parameters.size  # type: ignore[union-attr]
     driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
+
+
+def go_tiled(
+    kernel: Kernel,
+    tiled: tuple[tuple[int, int, int], ...],
+    x: int,
+    y: int,
+    block: int,
+    shared: int,
+    values: list[Any],
+) -> None:
+    """As `go`, but each parameter by its address: the driver knows how far tensor maps, which lie at multiples
+    of 64 bytes of its own memory, are from the start of a block of parameters."""
+    maps = [_tensor_map(values[i], *of) for i, of in enumerate(tiled)]
+    buffer = _current.parameters[0]
+    kernel.parameters.pack_into(buffer, 0, *maps, *values[len(maps) :])  # type: ignore[union-attr]
+    start, plain = ctypes.addressof(buffer), len(values) - len(maps)
+    places = [start + 128 * i for i in range(len(maps))]
+    places += [start + 128 * len(maps) + 8 * i for i in range(plain)]
+    pointers = (ctypes.c_void_p * len(places))(*places)
+    driver.launchKernel(
+        kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], ctypes.addressof(pointers), 0
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
+    """The driver's description of codes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
+    (cuTensorMapEncodeTiled). It depends on nothing else; a new one takes the host 3 us."""
+    space = ctypes.create_string_buffer(128 + 64)
+    start = -(-ctypes.addressof(space) // 64) * 64
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start),
+        0,  # CU_TENSOR_MAP_DATA_TYPE_UINT8
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(columns),  # bytes from row to row
+        (ctypes.c_uint32 * 2)(128, box),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+        3,  # CU_TENSOR_MAP_SWIZZLE_128B
+        3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled({address:#x}, {rows} x {columns}): error {status}")
+    return ctypes.string_at(start, 128)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any], arguments: Any) -> None:
@@ -201,6 +270,7 @@ def _kernel(source: str, kernel: str, defines: tuple[str, ...], device: int) -> 
     return Kernel(compiler.cubin(path, architecture(device), defines or compiler.variants(path)[0]), kernel)
 
 
+@cache
 def architecture(device: int) -> str:
     """sm_90a for compute capability 9.0: the "a" gives the instructions that only that chip has."""
     capability = cupy.cuda.Device(device).compute_capability

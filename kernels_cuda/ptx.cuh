@@ -3,6 +3,7 @@
 #pragma once
 
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
+#define DYNAMIC_SHARED_TILES(name) extern __shared__ __align__(1024) u8 name[]  // where the swizzle begins anew
 
 __device__ __forceinline__ float f16_to_float(u16 bits) {
   float x;
@@ -79,6 +80,13 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
 __device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
                "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// 4 bytes, in the same way.
+__device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(there ? 4 : 0)
                : "memory");
 }
 

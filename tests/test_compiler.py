@@ -83,6 +83,7 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
         "swiglu": ("KIND=BF16", "FMT=0", "MX=0", "CLAMPED=0"),
         "transpose": ("FMT=0", "MX=0"),
         "grouped_gemm": (),
+        "grouped_gemm_wgmma": ("A_FMT=0", "B_FMT=0", "CLUSTER=2"),
     }
     assert sorted(compiled) == sorted(usual.items())
     for name, defines in usual.items():
@@ -112,8 +113,11 @@ def test_many_processes_at_once(tmp_path):
     assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no halves are left
 
 
-@pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
-@pytest.mark.parametrize("path", compiler.sources(), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    ("path", "architecture"),
+    [(path, a) for a in compiler.ARCHITECTURES for path in compiler.sources(a)],
+    ids=lambda value: getattr(value, "stem", value),
+)
 def test_every_kernel_compiles_without_spills(path, architecture):
     """In every variant for sm_90a, which they are tuned for; in the first and the last for the others."""
     pytest.importorskip("cupy")

@@ -463,20 +463,41 @@ def assert_close(pair, bound):
     assert np.linalg.norm(b - a) <= bound * max(np.linalg.norm(a), 1e-30)
 
 
-@pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0]])
-def test_grouped_gemm(counts):
+@pytest.mark.parametrize("backend", ["plain", "wgmma"])
+@pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [2000, 1, 700]])
+@pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280)])
+def test_grouped_gemm(counts, width, depth, backend):
+    cupy = pytest.importorskip("cupy")
+    if backend == "wgmma" and cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
     rng = np.random.default_rng(4)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    rows = int(offsets[-1]) + 3
-    x, w = fp8moe.quantize(values(rng, (rows, 300))), fp8moe.quantize_weights(values(rng, (3, 200, 300)))
+    rows = (int(offsets[-1]) // 16 + 1) * 16
+    x, w = (
+        fp8moe.quantize(values(rng, (rows, depth))),
+        fp8moe.quantize_weights(values(rng, (3, width, depth))),
+    )
+    dy = fp8moe.quantize(values(rng, (rows, width)), fmt="e5m2")
+    x.data[offsets[-1] :] = dy.data[offsets[-1] :] = 0x7F  # NaN past the last expert
     # sums in another order: float32 partial sums, then one bfloat16 rounding
-    assert_close(both(fp8moe.grouped_gemm, x, w.rowwise, offsets), 2.0**-8)
-    dy = fp8moe.scaling_aware_transpose(fp8moe.quantize(values(rng, (rows, 70))), offsets)
-    xt = fp8moe.scaling_aware_transpose(x, offsets)
-    assert_close(both(fp8moe.grouped_gemm_wgrad, dy, xt, offsets), 1e-5)
-    plain = [rng.standard_normal(s).astype(BF16) for s in ((rows, 40), (3, 40, 30), (rows, 30))]
-    assert_close(both(fp8moe.grouped_gemm, plain[0], plain[1], offsets, transpose_w=True), 2.0**-8)
-    assert_close(both(fp8moe.grouped_gemm_wgrad, plain[0], plain[2], offsets), 1e-5)
+    for a in (x, fp8moe.to_layout(x, "gemm_ready")):
+        pair = both(fp8moe.grouped_gemm, a, w.rowwise, offsets, backend=backend)
+        assert_close(pair, 2.0**-8)
+        assert not pair[1][offsets[-1] :].astype(np.float32).any()
+    turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    assert_close(both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend), 1e-5)
+    into = rng.standard_normal((3, width, depth)).astype(np.float32)
+    ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+    theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
+    assert_close((ours, download(theirs)), 1e-5)
+
+
+def test_grouped_gemm_of_plain_arrays():
+    rng = np.random.default_rng(5)
+    offsets = np.array([0, 5, 135, 135], np.int32)
+    x, w, dy = (rng.standard_normal(s).astype(BF16) for s in ((138, 40), (3, 40, 30), (138, 30)))
+    assert_close(both(fp8moe.grouped_gemm, x, w, offsets, transpose_w=True), 2.0**-8)
+    assert_close(both(fp8moe.grouped_gemm_wgrad, x, dy, offsets), 1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])

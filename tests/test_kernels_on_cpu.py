@@ -169,12 +169,59 @@ def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
     assert not {"quantize_tiles", "swiglu_quantize_tiles", "scaling_aware_transpose"} & launched
 
 
-def test_grouped_gemm():
-    offsets = np.array([0, 128, 128, 200], np.int32)
-    x, w = fp8moe.quantize(values(RNG, (200, 128))), fp8moe.quantize_weights(values(RNG, (3, 16, 128)))
-    ours, theirs = both(fp8moe.grouped_gemm, x, w.rowwise, offsets)
-    a, b = ours.astype(np.float64), theirs.astype(np.float64)
-    assert np.linalg.norm(b - a) <= 2.0**-8 * np.linalg.norm(a)
+def relative_error(pair):
+    ours, theirs = (v.astype(np.float64) for v in pair)
+    return np.linalg.norm(theirs - ours) / max(np.linalg.norm(ours), 1e-30)
+
+
+def random_operands(counts, width, depth, fmts):
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = (int(offsets[-1]) // 16 + 1) * 16
+    x, dy = (
+        fp8moe.quantize(values(RNG, (rows, n)), fmt=f) for n, f in zip((depth, width), fmts, strict=True)
+    )
+    w = fp8moe.quantize(values(RNG, (len(counts), width, depth)), block=(128, 128))
+    x.data[offsets[-1] :] = dy.data[offsets[-1] :] = 0x7F  # NaN past the last expert
+    return x, w, dy, offsets
+
+
+@pytest.mark.parametrize(
+    ("backend", "counts", "width", "depth", "fmts"),
+    [
+        ("wgmma", [128, 0, 256], 264, 144, ("e4m3", "e4m3")),
+        ("wgmma", [5, 130, 1], 520, 272, ("e5m2", "e4m3")),
+        ("wgmma", [0, 0], 8, 16, ("e4m3", "e5m2")),
+        ("wgmma", [300], 24, 640, ("e5m2", "e5m2")),
+        ("plain", [5, 0, 30], 20, 40, ("e5m2", "e4m3")),
+    ],
+)
+def test_grouped_gemm(backend, counts, width, depth, fmts):
+    x, w, dy, offsets = random_operands(counts, width, depth, fmts)
+    # float32 sums in another order, then one rounding to bfloat16's 8 bits
+    for a in (x, fp8moe.to_layout(x, "gemm_ready")):
+        pair = both(fp8moe.grouped_gemm, a, w, offsets, backend=backend)
+        assert relative_error(pair) <= 2.0**-8
+        assert not pair[1][offsets[-1] :].astype(np.float32).any()
+    turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
+        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        assert relative_error(new) <= bound
+        assert new[1].dtype.name == dtype
+        into = RNG.standard_normal((len(counts), width, depth)).astype(new[0].dtype)
+        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
+            theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
+        assert relative_error((ours, cuda_on_cpu.download(theirs))) <= bound
+
+
+def test_grouped_gemm_says_when_it_is_slow():
+    x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
+    with pytest.warns(RuntimeWarning, match="N is 20, no multiple of 8"):
+        assert relative_error(both(fp8moe.grouped_gemm, x, w, offsets)) <= 2.0**-8
+    with pytest.raises(ValueError, match=r"N is 20.*backend='plain'"):
+        both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
 
 
 def test_calls_that_are_done_again(monkeypatch):

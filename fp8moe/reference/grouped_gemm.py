@@ -2,7 +2,7 @@
 
 FP8: the operands are decoded exactly (code * scale; a power of two rounds nothing), the products of 128
 values of the contraction are summed in float32, and those sums are added up in float32: the two-level
-accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` chooses among CUDA's kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from fp8moe.reference.numerics import decode_blocks, expert_ranges, to_f32
 _BLOCK = 128
 
 
-def grouped_gemm(x: Any, w: Any, expert_offsets: np.ndarray, *, transpose_w: bool, out: np.ndarray) -> None:
+def grouped_gemm(
+    x: Any,
+    w: Any,
+    expert_offsets: np.ndarray,
+    *,
+    transpose_w: bool,
+    backend: str | None,
+    out: np.ndarray,
+) -> None:
     out[:] = np.zeros((), out.dtype)
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, len(out))):
         if lo == hi:
@@ -47,7 +55,13 @@ def _promoted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def grouped_gemm_wgrad(
-    dy: Any, x: Any, expert_offsets: np.ndarray, *, accumulate: bool, out: np.ndarray
+    dy: Any,
+    x: Any,
+    expert_offsets: np.ndarray,
+    *,
+    accumulate: bool,
+    backend: str | None,
+    out: np.ndarray,
 ) -> None:
     rows = dy.shape[0]
     first_block = 0

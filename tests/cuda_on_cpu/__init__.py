@@ -19,7 +19,7 @@ from fp8moe.kernels_cuda import compiler
 from fp8moe.records import DeviceArray, map_arrays
 
 HERE = Path(__file__).parent
-SIGNATURE = re.compile(r'extern "C" __global__ void(?: __launch_bounds__\([^{]*?\))?\s+(\w+)\(([^{]*?)\) \{')
+SIGNATURE = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\([^{]*?\))*\s+(\w+)\(([^{]*?)\) \{')
 available = shutil.which("g++") is not None
 
 
@@ -105,22 +105,30 @@ class Runtime:
     def streamSynchronize(self, stream): ...
 
 
-def install(monkeypatch, shared_limit=227 << 10):
+def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     """Until the test ends, `Array` is an array on a device whose kernels run here."""
     from fp8moe.kernels_cuda import launch
 
     def kernel(source, name, defines, device):
-        found = library(source, defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0])
+        defines = defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0]
+        # blocks run one after the other: no clusters
+        found = library(source, tuple("CLUSTER=1" if d == "CLUSTER=2" else d for d in defines))
         return Kernel(getattr(found, f"run_{name}"))
 
     def go(function, x, y, block, shared, values):
         function(x, y, block, *map(argument, values))
+
+    def go_tiled(function, tiled, x, y, block, shared, values):
+        maps = [TensorMap(a, *of) for a, of in zip(values, tiled, strict=False)]
+        go(function, x, y, block, shared, [*maps, *values[len(maps) :]])
 
     family = Device()
     monkeypatch.setattr(border, "_recipes", {})
     monkeypatch.setattr(border, "family_of", lambda x, name: family)
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(launch, "go", go)
+    monkeypatch.setattr(launch, "go_tiled", go_tiled)
+    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
     monkeypatch.setattr(launch, "runtime", Runtime())
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
     monkeypatch.setattr(launch, "_shared_limit", lambda device: shared_limit)
@@ -138,5 +146,12 @@ class Kernel:
         self.function(*arguments)
 
 
+class TensorMap(ctypes.Structure):
+    _fields_ = [("codes", ctypes.c_int64), *((n, ctypes.c_int64) for n in ("rows", "columns", "box"))]
+    _fields_ += [("unused", ctypes.c_int64 * 12)]
+
+
 def argument(a):
+    if isinstance(a, TensorMap):
+        return a
     return ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int64(int(a))

@@ -3,27 +3,32 @@
 #include "common.cuh"
 
 struct Barrier {  // in the eight bytes of an mbarrier
-  int pending;
-  short armed, phase;
+  int pending;    // bytes announced that have not come
+  u8 arrivals, left, phase, unused;
 };
 
 inline void settle(Barrier* b) {
-  if (b->armed && b->pending == 0) b->armed = 0, b->phase ^= 1;
+  if (b->left == 0 && b->pending == 0) b->left = b->arrivals, b->phase ^= 1;
 }
-inline void barrier_init(u64* barrier) { *(Barrier*)barrier = {0, 0, 0}; }
+inline void barrier_init(u64* barrier, u32 arrivals = 1) {
+  *(Barrier*)barrier = {0, (u8)arrivals, (u8)arrivals, 0, 0};
+}
 inline void barrier_expect(u64* barrier, u32 bytes) {
   std::lock_guard<std::mutex> hold(at_once);
   Barrier* b = (Barrier*)barrier;
   b->pending += (int)bytes;
-  b->armed = 1;
+  b->left--;
   settle(b);
+}
+inline void bytes_came(u64* barrier, u32 bytes) {
+  std::lock_guard<std::mutex> hold(at_once);
+  ((Barrier*)barrier)->pending -= (int)bytes;
+  settle((Barrier*)barrier);
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();  // the copy engine would
   memcpy(to, from, bytes);
-  std::lock_guard<std::mutex> hold(at_once);
-  ((Barrier*)barrier)->pending -= (int)bytes;
-  settle((Barrier*)barrier);
+  bytes_came(barrier, bytes);
 }
 inline void barrier_wait(u64* barrier, u32 parity = 0) {
   for (;; std::this_thread::yield()) {

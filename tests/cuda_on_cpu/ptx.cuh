@@ -2,6 +2,7 @@
 #pragma once
 
 #define DYNAMIC_SHARED(name) alignas(128) static u8 name[1 << 18]
+#define DYNAMIC_SHARED_TILES(name) alignas(1024) static u8 name[1 << 18]
 
 inline float f16_to_float(u16 bits) {
   _Float16 h;
@@ -44,6 +45,9 @@ inline u32 larger_halves(u32 a, u32 b) {
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async16(void* to, const void* from, bool there) {
   there ? memcpy(to, from, 16) : memset(to, 0, 16);
+}
+inline void copy_async4(void* to, const void* from, bool there) {
+  there ? memcpy(to, from, 4) : memset(to, 0, 4);
 }
 inline void copy_async_commit() {}
 template <int LEFT>

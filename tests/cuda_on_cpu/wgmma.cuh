@@ -1,0 +1,75 @@
+// What kernels_cuda/wgmma.cuh does, in C++, for clusters of one block. Products are made at once, each thread
+// its own, from where the swizzle says the codes lie.
+#pragma once
+#include "bulk.cuh"
+
+struct TensorMap {  // what cuda_on_cpu passes in its place
+  const u8* codes;
+  i64 rows, columns, box;
+  i64 unused[12];
+};
+
+inline void cluster_wait() { __syncthreads(); }
+inline u32 cluster_rank() { return 0; }
+inline void barrier_arrive(u64* barrier, u32) { barrier_expect(barrier, 0); }
+inline void barrier_arrive_copied(u64* barrier) { barrier_expect(barrier, 0); }
+
+inline u64 swizzled(u64 address) { return address ^ (address >> 3 & 0x70); }
+
+inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier, u16 blocks) {
+  if ((u64)to & 1023 || blocks != 1) abort();
+  for (i64 r = 0; r < map->box; ++r)
+    for (i64 c = 0; c < 128; ++c) {
+      const bool inside = y + r >= 0 && y + r < map->rows && x + c >= 0 && x + c < map->columns;
+      *(u8*)swizzled((u64)to + r * 128 + c) = inside ? map->codes[(y + r) * map->columns + x + c] : 0;
+    }
+  bytes_came(barrier, (u32)map->box * 128);
+}
+inline void prefetch_map(const TensorMap*) {}
+
+typedef u64 Tile;
+inline Tile tile_of(const u8* p) { return (u64)p >> 4; }
+template <int COUNT>
+void more_registers() {}
+template <int COUNT>
+void fewer_registers() {}
+inline void products_begin() {}
+inline void products_commit() {}
+template <int LEFT>
+void products_wait() {}
+inline void loads_stay_behind() {}
+
+inline void named_wait(u32 name, u32 count) {
+  static std::mutex one;
+  static std::map<u32, std::unique_ptr<std::barrier<>>> all;
+  std::barrier<>* mine;
+  {
+    std::lock_guard<std::mutex> hold(one);
+    auto& found = all[name << 16 | count];
+    if (!found) found = std::make_unique<std::barrier<>>(count);
+    mine = found.get();
+  }
+  mine->arrive_and_wait();
+}
+
+inline u32 pack_bf16(float low, float high) { return float_to_bf16(low) | (u32)float_to_bf16(high) << 16; }
+
+template <int A, int B>
+void product(float (&d)[64], Tile a, Tile b, bool add) {
+  auto row_of = [](Tile tile, u32 row, int fmt, float* values) {
+    for (u32 k = 0; k < 32; ++k)
+      values[k] = decode(*(const u8*)swizzled((tile << 4) + row / 8 * 1024 + row % 8 * 128 + k), fmt);
+  };
+  const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  float rows[2][32], column[32];
+  row_of(a, top, A, rows[0]);
+  row_of(a, top + 8, A, rows[1]);
+  for (u32 i = 0; i < 32; ++i) {
+    row_of(b, i / 2 * 8 + lane % 4 * 2 + i % 2, B, column);
+    for (u32 low = 0; low < 2; ++low) {
+      float& sum = d[i / 2 * 4 + low * 2 + i % 2];
+      if (!add) sum = 0;
+      for (u32 k = 0; k < 32; ++k) sum += rows[low][k] * column[k];
+    }
+  }
+}
