@@ -1,35 +1,91 @@
-"""Grouped GEMM, in multiply-adds a second."""
+"""Grouped GEMM, in multiply-adds a second; with many small experts, in bytes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host
+from fp8moe.benchmarks.harness import Case, host, tall
+
+# columns, contraction of the forward product: DeepSeek-V3's and Qwen3's experts
+FORWARD = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]
+WGRAD = [(4096, 7168), (7168, 2048)]
+DRAWN = 4096  # rows that are drawn; the others repeat them, which no kernel can use
 
 
 def cases(quick: bool) -> list[Case]:
-    rows, width, depth, groups = (512, 256, 256, 4) if quick else (4096, 1024, 1024, 8)
-    rng = np.random.default_rng(0)
-    x = fp8moe.quantize(rng.standard_normal((rows, depth), dtype=np.float32))
-    w = fp8moe.quantize_weights(rng.standard_normal((groups, width, depth), dtype=np.float32)).rowwise
-    offsets = (np.arange(groups + 1) * rows // groups).astype(np.int32)
-    last = fp8moe.dequantize(x)[-1].astype(np.float64) @ fp8moe.dequantize(w)[-1].astype(np.float64).T
-
-    def run(xd, xs, wd, ws, offsets):  # type: ignore[no-untyped-def]
-        return fp8moe.grouped_gemm(
-            fp8moe.QuantTensor(xd, xs), fp8moe.QuantTensor(wd, ws, block=(128, 128)), offsets
-        )
-
+    if quick:
+        return [forward(512, 256, 256, 4), wgrad(512, 256, 128, 4)]
     return [
-        Case(
-            "grouped_gemm fp8",
-            f"{rows} x {width} x {depth}, {groups} groups",
-            (x.data, x.scales, w.data, w.scales, offsets),
-            run,
-            lambda y, *_: bool(
-                np.linalg.norm(host(y)[-1].astype(np.float64) - last) < 2.0**-8 * np.linalg.norm(last)
-            ),
-            flops=2 * rows * width * depth,
-        )
+        *(forward(32_768, *shape, 8) for shape in FORWARD),
+        forward(32_768, 7168, 2048, 256),
+        *(wgrad(32_768, *shape, 8) for shape in WGRAD),
+        wgrad(32_768, *WGRAD[0], 8, accumulate=True),
     ]
+
+
+def forward(rows: int, width: int, depth: int, groups: int) -> Case:
+    x = fp8moe.quantize(tall(min(rows, DRAWN), depth))
+    w = fp8moe.quantize(tall(width, depth, 1), block=(128, 128))
+    last = fp8moe.dequantize(x)[-1].astype(np.float64) @ fp8moe.dequantize(w).astype(np.float64).T
+    again = rows // len(x.data)
+    nbytes = rows * (depth + 4 * -(-depth // 128) + 2 * width) + groups * width * depth
+
+    def prepare(xd: Any, xs: Any, wd: Any, ws: Any, offsets: Any) -> tuple[Any, ...]:
+        x = fp8moe.QuantTensor(xd.repeat(again, 0), xs.repeat(again, 0))
+        experts = (a[None].repeat(groups, 0) for a in (wd, ws))
+        return x, fp8moe.QuantTensor(*experts, block=(128, 128)), offsets
+
+    return Case(
+        "grouped_gemm fp8",
+        f"{rows} x {width} x {depth}, {groups} experts",
+        (x.data, x.scales, w.data, w.scales, even(rows, groups)),
+        fp8moe.grouped_gemm,
+        # bfloat16 has 8 bits
+        lambda y, *_: near(host(y[-1:])[0], last, 2.0**-8),
+        nbytes=nbytes if groups > 100 else 0,
+        flops=2 * rows * width * depth,
+        prepare=prepare,
+    )
+
+
+def wgrad(rows: int, width: int, depth: int, groups: int, accumulate: bool = False) -> Case:
+    drawn = min(rows, DRAWN)
+    again = rows // drawn
+    first = drawn // groups  # rows of the first expert that were drawn
+    rowwise = [fp8moe.quantize(tall(drawn, n, i)) for i, n in enumerate((width, depth))]
+    dy, x = (fp8moe.scaling_aware_transpose(q) for q in rowwise)
+    wide = [fp8moe.dequantize(q)[:first].astype(np.float64) for q in (dy, x)]
+    product = again * wide[0][:, :4].T @ wide[1]
+
+    def prepare(*arrays: Any) -> tuple[Any, ...]:
+        *codes_and_scales, offsets = arrays
+        a, b, c, d = (v.repeat(again, 1 - i % 2) for i, v in enumerate(codes_and_scales))
+        dy, x = (fp8moe.QuantTensor(*q, block=(128, 1)) for q in ((a, b), (c, d)))
+        if not accumulate:
+            return dy, x, offsets
+        return dy, x, offsets, fp8moe.grouped_gemm_wgrad(dy, x, offsets)
+
+    def right(out: Any, *_: np.ndarray) -> bool:
+        # sums of float32 and the tensor cores' 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
+        return near(host(out[0, :4]), product * (2 if accumulate else 1), 2.0**-11)
+
+    return Case(
+        "grouped_gemm_wgrad fp8" + (", added" if accumulate else ""),
+        f"{rows} x {width} x {depth}, {groups} experts",
+        (dy.data, dy.scales, x.data, x.scales, even(rows, groups)),
+        fp8moe.grouped_gemm_wgrad,
+        right,
+        flops=2 * rows * width * depth,
+        prepare=prepare,
+    )
+
+
+def even(rows: int, groups: int) -> np.ndarray:
+    return (np.arange(groups + 1) * (rows // groups)).astype(np.int32)
+
+
+def near(got: np.ndarray, wanted: np.ndarray, bound: float) -> bool:
+    return float(np.linalg.norm(got.astype(np.float64) - wanted)) <= bound * float(np.linalg.norm(wanted))

@@ -48,6 +48,8 @@ def _times(rows: list[dict[str, Any]]) -> str:
     ]
     for r in rows:
         percent = "" if r["limit_percent"] is None else f"{r['limit_percent']:.0f} %"
+        if not percent and r["tflops"] is not None:
+            percent = f"{r['tflops']:.0f} TFLOP/s"
         host = "" if r.get("host_us") is None else _time(r["host_us"])
         commit = f" {r['commit']} |" if len(runs) > 1 else ""
         lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} | {host} |{commit}")

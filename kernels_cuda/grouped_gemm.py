@@ -23,10 +23,10 @@ from fp8moe.records import QuantTensor
 # As in grouped_gemm_wgmma.cu.
 TILE_COLUMNS = 256
 THREADS = 384
-STAGES = 4
 BOXES = (64, TILE_COLUMNS)  # rows of one copy, of each operand
-STAGE_BYTES = (128 + TILE_COLUMNS) * (128 + 4)  # codes, scales
-TABLE_BYTES = 28 << 10  # what STAGES leave of a block's 227 KB for the experts' table
+STAGES = 3
+SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 32  # codes, scales; a tile
+TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
 
 
 def grouped_gemm(
@@ -82,7 +82,7 @@ def grouped_gemm_wgrad(
 ) -> None:
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
-    multiples = {"P": (dy.shape[0], 16), "N": (width, 4), "K": (depth, 4)}
+    multiples = {"P": (dy.shape[0], 16), "N": (width, 4), "K": (depth, 8)}
     if _by_wgmma(backend, quantized, dy, x, expert_offsets, multiples, out.dtype):
         _launch_tiles(
             "grouped_gemm_wgrad_tiles",
@@ -90,6 +90,8 @@ def grouped_gemm_wgrad(
             x,
             depth,
             expert_offsets,
+            dy.data,
+            x.data,
             dy.scales,
             x.scales,
             expert_offsets,
@@ -132,7 +134,7 @@ def _by_wgmma(
 ) -> bool:
     """Whether the tensor cores' kernel makes this product. That FP8 goes another way unasked is not passed
     over in silence: it is hundreds of times slower."""
-    if backend == "plain" or not quantized:
+    if backend == "plain" or not quantized or 0 in (a.data.size, b.data.size):
         return False
     why = []
     if (here := architecture(current_device())) != "sm_90a":
@@ -169,7 +171,7 @@ def _launch_tiles(kernel: str, a: Any, b: Any, columns: int, expert_offsets: Any
         a.data,
         b.data,
         *arguments,
-        shared=STAGES * STAGE_BYTES + expert_offsets.size * 8,
+        shared=SHARED_BYTES + expert_offsets.size * 8,
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"CLUSTER={blocks}"),
         boxes=BOXES,
     )

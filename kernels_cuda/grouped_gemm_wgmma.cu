@@ -1,11 +1,11 @@
 // Grouped GEMM of FP8 operands on Hopper's tensor cores (sm_90a); elsewhere this file is empty.
 //
-// Both kernels are the same machine. A block makes tiles of 128 x 256 of the result. Its third warpgroup
-// fetches: one thread the codes of both operands by the copy engine, 128 steps of the contraction at a time,
-// one warp their scales; STAGES such fetches are on their way at once. The other two warpgroups multiply,
-// each all 128 rows by its own 128 columns, 64 rows at a time: four products of 32 codes, summed in the
-// tensor cores, then scaled and added to float32 sums in registers. While one of them scales, the other's
-// products run.
+// Both kernels are the same machine. A block makes tiles of 128 x 256 of the result, one after the other. Two
+// warpgroups multiply, each all 128 rows by its own 128 columns, 64 rows at a time: the tensor cores sum the
+// products of one step of 128 along the contraction, then the warpgroup scales them and adds them to float32
+// sums in registers. While one warpgroup scales, the other's products run. The third warpgroup serves them:
+// one thread fetches the codes of both operands by the copy engine, some steps ahead, one warp their scales,
+// and two warps write finished tiles, from shared memory, while the next ones are made.
 //
 // CLUSTER blocks that work side by side on the same rows share them: each fetches its part for all.
 #include "wgmma.cuh"
@@ -20,18 +20,24 @@
 #define ROWS 128
 #define COLUMNS 256
 #define STEP 128
-#define STAGES 4
+#define STAGES 3  // steps that are fetched or used at a time
 #define A_BYTES (ROWS * STEP)
 #define STAGE_BYTES ((ROWS + COLUMNS) * STEP)
 #define STAGE_SCALES (ROWS + COLUMNS)
+#define TILE_BYTES 67584  // where a tile waits to be written: 128 rows 528 bytes apart, or 64 1056 apart,
+#define PITCH 528         // so that neither side has bank conflicts
+#define WIDE_PITCH 1056
 #define HEIGHT 16  // rows of tiles that are worked on at a time, so that their operands stay in L2
 #define MULTIPLIERS 256
+#define WRITERS 64
 
 struct Shared {
-  u8* codes;      // [STAGES][STAGE_BYTES]: rows of the first operand, then of the second
-  float* scales;  // [STAGES][STAGE_SCALES]
-  int* offsets;   // [experts + 1]
-  int* first;     // [experts + 1]: how many blocks of 128 rows all experts before have
+  u8* codes;                           // [STAGES][STAGE_BYTES]: rows of the first operand, then of the second
+  float* scales;                       // [STAGES][STAGE_SCALES]
+  u8* tile;                            // [TILE_BYTES]
+  int* offsets;                        // [experts + 1]
+  int* first;                          // [experts + 1]: how many blocks of 128 rows all experts before have
+  u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, one of the tile
 };
 
 struct Turn {  // of the stages
@@ -42,19 +48,24 @@ struct Turn {  // of the stages
 };
 
 // The whole block: where things are in shared memory, the experts' table, the barriers.
-__device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows, u64* full,
-                                        u64* empty) {
+__device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows) {
   const u32 t = threadIdx.x, lane = t % 32;
   Shared s;
   s.codes = memory;
   s.scales = (float*)(memory + STAGES * STAGE_BYTES);
-  s.offsets = (int*)(s.scales + STAGES * STAGE_SCALES);
+  s.tile = (u8*)(s.scales + STAGES * STAGE_SCALES);
+  s.full = (u64*)(s.tile + TILE_BYTES);
+  s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + 1;
+  s.offsets = (int*)(s.written + 1);
   s.first = s.offsets + experts + 1;
-  if (t == 0)
+  if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
-      barrier_init(&full[i], 1 + 32);  // who announces the codes; the warp that fetches scales
-      barrier_init(&empty[i], CLUSTER * MULTIPLIERS / 32);
+      barrier_init(&s.full[i], 1 + 32);  // who announces the codes; the warp that fetches scales
+      barrier_init(&s.empty[i], CLUSTER * MULTIPLIERS / 32);
     }
+    barrier_init(s.made, MULTIPLIERS / 32);
+    barrier_init(s.written, WRITERS / 32);
+  }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
   if (t < 32) {
@@ -92,13 +103,13 @@ __device__ __forceinline__ void find_tile(int rest, int high, int wide, int* row
 }
 
 // One thread: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`.
-__device__ __forceinline__ void fetch_codes(const Shared& s, const TensorMap* a, const TensorMap* b,
-                                            const Turn& turn, u32 rank, int along, int a_row, int b_row,
-                                            u64* full, u64* empty) {
+__device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
+                                            const TensorMap* b, u32 rank, int along, int a_row, int b_row) {
   u8* to = s.codes + turn.stage * STAGE_BYTES;
-  u64* barrier = &full[turn.stage];
-  barrier_wait(&empty[turn.stage], turn.phase ^ 1u);
+  u64* barrier = &s.full[turn.stage];
+  barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
   for (u32 part = 0; part < 2; ++part)
     if (CLUSTER == 1 || part == rank)
       tile_load(to + part * (A_BYTES / 2), a, along, a_row + (int)part * (ROWS / 2), barrier,
@@ -106,150 +117,7 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const TensorMap* a,
   tile_load(to + A_BYTES, b, along, b_row, barrier, 1);
 }
 
-// One warp: all blocks of the cluster may have this stage's memory again.
-__device__ __forceinline__ void release(u64* empty, u32 stage) {
-  __syncwarp();
-  if (threadIdx.x % 32 < CLUSTER) barrier_arrive(&empty[stage], threadIdx.x % 32);
-}
-
-// One warpgroup: 64 rows by 128 columns over one step.
-__device__ __forceinline__ void multiply(float (&d)[64], Tile a, Tile b) {
-  products_begin();
-#pragma unroll
-  for (u32 k = 0; k < STEP / 32; ++k) product<A_FMT, B_FMT>(d, a + 2 * k, b + 2 * k, k > 0);
-  products_commit();
-  products_wait<0>();
-}
-
-// Four words in each of four lanes, transposed: lane q has word q of all four.
-__device__ __forceinline__ void transpose_words(u32 (&w)[4]) {
-  const u32 lane = threadIdx.x;
-#pragma unroll
-  for (u32 bit = 1; bit < 4; bit *= 2) {
-    const bool upper = lane & bit;
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const u32 got = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i | bit], (int)bit);
-      if (upper)
-        w[i] = got;
-      else
-        w[i | bit] = got;
-    }
-  }
-}
-
-// What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
-//   x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes [experts *
-//   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width].
-// Shapes: width a multiple of 8, depth of 16; any offsets.
-// Launch: a block of 384 threads a multiprocessor, CLUSTER a multiple of them.
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
-    grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-                       const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
-                       const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
-  DYNAMIC_SHARED_TILES(memory);
-  __shared__ u64 full[STAGES], empty[STAGES];
-  const u32 t = threadIdx.x, lane = t % 32, group = t / 128, rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const Shared s = begin(memory, offsets, (int)experts, rows, full, empty);
-  const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
-  const int wide = (int)((width + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
-  const int total = s.first[experts] * wide, stride = (int)gridDim.x / CLUSTER;
-  Turn turn;
-  int e, first_row, last_row, first_column;
-  auto find = [&](int tile) {
-    e = last_at_most(s.first, (int)experts, tile / wide);
-    int row, column;
-    find_tile(tile - s.first[e] * wide, s.first[e + 1] - s.first[e], wide, &row, &column);
-    first_row = s.offsets[e] + row * ROWS;
-    last_row = s.offsets[e + 1];
-    first_column = (column * CLUSTER + (int)rank) * COLUMNS;
-  };
-  if (group == 2) {
-    fewer_registers<40>();
-    const u32 warp = t / 32 % 4;
-    if (warp == 0 && lane == 0) {
-      prefetch_map(&x_map);
-      prefetch_map(&w_map);
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
-        find(tile);
-        for (int k = 0; k < steps; ++k, turn.next())
-          fetch_codes(s, &x_map, &w_map, turn, rank, k * STEP, first_row, e * (int)width + first_column, full,
-                      empty);
-      }
-    } else if (warp == 1) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
-        find(tile);
-        const float* from = x_scales + (first_row + (i64)lane) * row_stride;
-        const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
-        const float* w_from = w_scales + (e * (i64)column_blocks + block) * steps;
-        for (int k = 0; k < steps; ++k, turn.next()) {
-          float* to = s.scales + turn.stage * STAGE_SCALES;
-          barrier_wait(&empty[turn.stage], turn.phase ^ 1u);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            copy_async4(to + lane + 32 * i, from + 32 * i * row_stride + k * column_stride,
-                        first_row + (int)lane + 32 * i < rows);
-          if (lane < 2) copy_async4(to + ROWS + lane, w_from + k, true);
-          barrier_arrive_copied(&full[turn.stage]);
-        }
-      }
-    } else if (warp > 1) {  // rows of no expert
-      const i64 vectors = width / 8, head = s.offsets[0] * vectors, tail = s.offsets[experts] * vectors;
-      for (i64 i = blockIdx.x * 64 + t % 64; i < head + rows * vectors - tail; i += gridDim.x * 64)
-        ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-    }
-  } else {
-    more_registers<232>();
-    const u32 my_row = t % 128 / 32 * 16 + lane / 4;
-    float sums[2][64];
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
-      find(tile);
-#pragma unroll
-      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-#pragma unroll 1
-      for (int k = 0; k < steps; ++k, turn.next()) {
-        barrier_wait(&full[turn.stage], turn.phase);
-        const float* scales = s.scales + turn.stage * STAGE_SCALES;
-        const u8* codes = s.codes + turn.stage * STAGE_BYTES;
-        const float of_columns = scales[ROWS + group];
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-          const float upper = scales[64 * half + my_row] * of_columns;
-          const float lower = scales[64 * half + my_row + 8] * of_columns;
-          float d[64];
-          multiply(d, tile_of(codes + half * (A_BYTES / 2)), tile_of(codes + A_BYTES + group * (128 * STEP)));
-          if (half) release(empty, turn.stage);
-#pragma unroll
-          for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? lower : upper, sums[half][i]);
-        }
-      }
-#pragma unroll
-      for (u32 half = 0; half < 2; ++half)
-#pragma unroll
-        for (u32 low = 0; low < 2; ++low) {
-          const int row = first_row + (int)(64 * half + my_row + 8 * low);
-          const int column = first_column + (int)(group * 128 + lane % 4 * 8);
-          u16* to = out + row * width + column;
-#pragma unroll
-          for (u32 j = 0; j < 4; ++j) {
-            u32 w[4];
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-              const float* two = &sums[half][4 * (4 * j + i) + 2 * low];
-              w[i] = pack_bf16(two[0], two[1]);
-            }
-            transpose_words(w);
-            if (row < last_row && column + 32 * (int)j < width)
-              *(uint4*)(to + 32 * j) = make_uint4(w[0], w[1], w[2], w[3]);
-          }
-        }
-    }
-  }
-  end();
-}
-
-// Zeros past the `left` first codes of every row of a stage: they belong to the next expert.
+// Zeros past the `left` first codes of every row of a step: they belong to the next expert.
 __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 #pragma unroll 1
@@ -260,32 +128,227 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 }
 
+// A multiplying warpgroup's products of a tile, `steps` of them, the last with only the `last` first codes of
+// every row. scales_of(half, at) are those that a thread needs, promote(half, d, scales) adds d, 64 rows of
+// the tile, to its sums; `at` is where the step's scales lie, and promote reads some (LATE).
+template <bool LATE, class ScalesOf, class Promote>
+__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, int steps, int last,
+                                         const ScalesOf& scales_of, const Promote& promote) {
+  // addresses that the compiler keeps: it would make them anew in every turn of the loop
+  const At base = at_of(s.codes), codes = LATE && CLUSTER == 1 ? base : kept(base);  // else it spills
+  const At scales = codes + STAGES * STAGE_BYTES;
+  const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES;
+  const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
+  bool ready = false;
+#pragma unroll 1
+  for (int k = 0; k < steps; ++k) {
+    const At here = codes + turn.stage * STAGE_BYTES, scales_here = scales + turn.stage * (4 * STAGE_SCALES);
+    const At used = empty + turn.stage * 8;
+    if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
+    if (last < STEP && k + 1 == steps) clear_behind(s.codes + turn.stage * STAGE_BYTES, last);
+    turn.next();
+    const Tile a = tile_at(here), b = tile_at(here + A_BYTES + group * (128 * STEP));
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+      float d[64];
+      products_begin();
+#pragma unroll
+      for (u32 i = 0; i < STEP / 32; ++i)
+        product<A_FMT, B_FMT>(d, a + half * (A_BYTES / 32) + 2 * i, b + 2 * i, i > 0);
+      products_commit();
+      // meanwhile
+      const auto by = scales_of(half, scales_here);
+      if (half) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
+      products_wait<0>();
+      products_seen(d);
+      auto give_back = [&] {  // all blocks of the cluster may have this stage's memory again
+        __syncwarp();
+        if (threadIdx.x % 32 < CLUSTER) barrier_arrive_at(used);
+      };
+      if (half && !LATE) give_back();
+      promote(half, d, by);
+      if (half && LATE) give_back();
+    }
+  }
+}
+
+// Two warps: a finished tile, up to `count` rows of `bytes` bytes, from shared memory, where its rows lie
+// `tile_pitch` bytes apart, to rows `pitch` bytes apart, or (add) added to them as float32.
+template <u32 TILE_PITCH>
+__device__ __forceinline__ void write_tile(const Shared& s, int count, int bytes, u8* to, i64 pitch, bool add,
+                                           u32& phase) {
+  const u32 vectors = TILE_PITCH / 264 * 16, rows = 4096 / vectors;  // of 16 bytes in a row
+  const u32 t = threadIdx.x % WRITERS;
+  barrier_wait(s.made, phase);
+  phase ^= 1u;
+#pragma unroll 4
+  for (u32 i = t; i < rows * vectors; i += WRITERS) {
+    const u32 row = i / vectors, at = i % vectors * 16;
+    const uint4 v = *(const uint4*)(s.tile + row * TILE_PITCH + at);
+    if ((int)row >= count || (int)at >= bytes) continue;
+    if (add)
+      add_floats((float*)(to + row * pitch + at), v);
+    else
+      *(uint4*)(to + row * pitch + at) = v;
+  }
+  __syncwarp();
+  if (t % 32 == 0) barrier_arrive_here(s.written);
+}
+
+// A multiplying warpgroup's sums, as bfloat16, to where the writers find them.
+__device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2][64], u32 group, u32 my_row,
+                                          u32& phase) {
+  const u32 lane = threadIdx.x % 32;
+  barrier_wait(s.written, phase ^ 1u);
+  phase ^= 1u;
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    u32* to = (u32*)(s.tile + (64 * half + my_row) * PITCH + group * 256) + lane % 4;
+#pragma unroll
+    for (u32 j = 0; j < 16; ++j) {
+      to[4 * j] = pack_bf16(sums[half][4 * j], sums[half][4 * j + 1]);
+      to[4 * j + 8 * PITCH / 4] = pack_bf16(sums[half][4 * j + 2], sums[half][4 * j + 3]);
+    }
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive_here(s.made);
+}
+
+// What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
+//   x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes [experts *
+//   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width].
+// Shapes: width a multiple of 8, depth of 16; any offsets.
+// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+    grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                       const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
+                       const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
+  DYNAMIC_SHARED_TILES(memory);
+  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const Shared s = begin(memory, offsets, (int)experts, rows);
+  const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
+  const int wide = (int)((width + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
+  const int total = s.first[experts] * wide, stride = (int)gridDim.x / CLUSTER;
+  Turn turn;
+  u32 phase = 0;  // of the tile in shared memory
+  int e, first_row, last_row, first_column;
+  auto find = [&](int tile) {
+    e = last_at_most(s.first, (int)experts, tile / wide);
+    int row, column;
+    find_tile(tile - s.first[e] * wide, s.first[e + 1] - s.first[e], wide, &row, &column);
+    first_row = s.offsets[e] + row * ROWS;
+    last_row = s.offsets[e + 1];
+    first_column = (column * CLUSTER + (int)rank) * COLUMNS;
+  };
+  if (group == 2) {
+    fewer_registers<72>();
+    const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
+    if (warp == 0) {
+      if (lane == 0) {
+        prefetch_map(&x_map);
+        prefetch_map(&w_map);
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+          find(tile);
+          for (int k = 0; k < steps; ++k, turn.next())
+            fetch_codes(s, turn, &x_map, &w_map, rank, k * STEP, first_row, e * (int)width + first_column);
+        }
+      }
+    } else if (warp == 1) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+        find(tile);
+        const float* from = x_scales + (first_row + (i64)lane) * row_stride;
+        const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
+        const float* w_from = w_scales + (e * (i64)column_blocks + block) * steps;
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          float* to = s.scales + turn.stage * STAGE_SCALES;
+          barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            copy_async4(to + lane + 32 * i, from + 32 * i * row_stride + k * column_stride,
+                        first_row + (int)lane + 32 * i < rows);
+          if (lane < 2) copy_async4(to + ROWS + lane, w_from + k, true);
+          barrier_arrive_copied(&s.full[turn.stage]);
+        }
+      }
+    } else {
+      // rows of no expert
+      const i64 vectors = width / 8, head = s.offsets[0] * vectors, tail = s.offsets[experts] * vectors;
+      for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
+           i += gridDim.x * WRITERS)
+        ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+        find(tile);
+        write_tile<PITCH>(s, last_row - first_row, 2 * ((int)width - first_column),
+                          (u8*)(out + first_row * width + first_column), 2 * width, false, phase);
+      }
+    }
+  } else {
+    more_registers<216>();
+    const u32 my_row = t % 128 / 32 * 16 + lane / 4;
+    float sums[2][64];
+    auto scales_of = [&](u32 half, At scales) {  // of the row and of that 8 below it
+      const float of_columns = load_at(scales + 4 * (ROWS + group));
+      const At of_rows = scales + 4 * (64 * half + my_row);
+      return make_float2(load_at(of_rows) * of_columns, load_at(of_rows + 32) * of_columns);
+    };
+    auto promote = [&](u32 half, const float (&d)[64], float2 by) {
+#pragma unroll
+      for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
+    };
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
+      multiply<false>(s, turn, group, steps, STEP, scales_of, promote);
+      hand_over(s, sums, group, my_row, phase);
+    }
+  }
+  end();
+}
+
+// One warp: a step's codes of both operands where the experts' rows begin at no multiple of 16, and the copy
+// engine does not take them. `along` of `rows` codes, row by row, to where it would have put them.
+__device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a_rows, const u8* b, int b_row,
+                                           i64 b_rows, int along, i64 rows) {
+#pragma unroll 1
+  for (u32 i = threadIdx.x % 32; i < (ROWS + COLUMNS) * (STEP / 4); i += 32) {
+    const u32 r = i / (STEP / 4), c = i % (STEP / 4) * 4;
+    const i64 row = r < ROWS ? a_row + (int)r : b_row + (int)(r - ROWS);
+    const u8* from = (r < ROWS ? a : b) + row * rows + along;
+    u32 word = 0;
+    for (u32 k = 0; k < 4; ++k)
+      if (row < (r < ROWS ? a_rows : b_rows) && along + c + k < rows) word |= (u32)from[c + k] << (8 * k);
+    *(u32*)(to + r * STEP + ((c / 16 ^ r % 8) * 16) + c % 16) = word;
+  }
+  fence_async();
+  __syncwarp();
+}
+
 // What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
 //   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
 //   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth].
-// Shapes: rows a multiple of 16, width and depth of 16; any offsets, experts in multiples of 128 rows
-// fastest. Launch: a block of 384 threads a multiprocessor, CLUSTER a multiple of them.
+// Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that do not begin at multiples
+// of
+//   16 rows are slow, and multiples of 128 rows fastest.
+// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,
-                             const __grid_constant__ TensorMap x_map, const float* dy_scales,
-                             const float* x_scales, const int* offsets, i64 experts, i64 rows, i64 width,
-                             i64 depth, i64 accumulate, i64 out_kind, void* out) {
+                             const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
+                             const float* dy_scales, const float* x_scales, const int* offsets, i64 experts,
+                             i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out) {
   DYNAMIC_SHARED_TILES(memory);
-  __shared__ u64 full[STAGES], empty[STAGES];
-  const u32 t = threadIdx.x, lane = t % 32, group = t / 128, rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const Shared s = begin(memory, offsets, (int)experts, rows, full, empty);
-  const int stride = (int)gridDim.x / CLUSTER;
+  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const Shared s = begin(memory, offsets, (int)experts, rows);
+  const int high = (int)((width + ROWS - 1) / ROWS);
+  const int wide = (int)((depth + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
+  const int total = (int)experts * high * wide, stride = (int)gridDim.x / CLUSTER;
   Turn turn;
+  u32 phase = 0;  // of the tile in shared memory
   int e, first_row, first_column, steps;
-  __shared__ volatile int matrix[3];  // of tiles, an expert's, and all; here they take no registers
-  if (t == 0) {
-    matrix[0] = (int)((width + ROWS - 1) / ROWS);
-    matrix[1] = (int)((depth + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
-    matrix[2] = (int)experts * matrix[0] * matrix[1];
-  }
-  __syncthreads();
   auto find = [&](int tile) {
-    const int high = matrix[0], wide = matrix[1];
     e = tile / (high * wide);
     find_tile(tile - e * (high * wide), high, wide, &first_row, &first_column);
     first_row *= ROWS;
@@ -293,103 +356,125 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     steps = s.first[e + 1] - s.first[e];
   };
   if (group == 2) {
-    fewer_registers<40>();
-    const u32 warp = t / 32 % 4;
-    if (warp == 0 && lane == 0) {
-      prefetch_map(&dy_map);
-      prefetch_map(&x_map);
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < matrix[2]; tile += stride) {
-        find(tile);
-        for (int k = 0; k < steps; ++k, turn.next())
-          fetch_codes(s, &dy_map, &x_map, turn, rank, s.offsets[e] + k * STEP, first_row, first_column, full,
-                      empty);
+    fewer_registers<72>();
+    const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
+    if (warp == 0) {
+      if (lane == 0) {
+        prefetch_map(&dy_map);
+        prefetch_map(&x_map);
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+          find(tile);
+          for (int k = 0; k < steps; ++k, turn.next())
+            if (s.offsets[e] % 16 == 0)
+              fetch_codes(s, turn, &dy_map, &x_map, rank, s.offsets[e] + k * STEP, first_row, first_column);
+        }
       }
     } else if (warp == 1) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < matrix[2]; tile += stride) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
         find(tile);
-        const float* from = dy_scales + s.first[e] * width + first_row;
-        const float* x_from = x_scales + s.first[e] * depth + first_column;
+        const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
+        const float* from = dy_scales + s.first[e] * width + row;
+        const float* x_from = x_scales + s.first[e] * depth + column;
         for (int k = 0; k < steps; ++k, turn.next(), from += width, x_from += depth) {
-          float* to = s.scales + turn.stage * STAGE_SCALES;
-          barrier_wait(&empty[turn.stage], turn.phase ^ 1u);
-          copy_async16(to + 4 * lane, from + 4 * lane, first_row + 4 * (int)lane < width);
+          float* to = s.scales + turn.stage * STAGE_SCALES + 4 * lane;
+          barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+          if (s.offsets[e] % 16) {
+            copy_codes(s.codes + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
+                       s.offsets[e] + k * STEP, rows);
+            if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
+          }
+          copy_async16(to, from, row < width);
 #pragma unroll
-          for (u32 at = 4 * lane; at < COLUMNS; at += 128)
-            copy_async16(to + ROWS + at, x_from + at, first_column + (int)at < depth);
-          barrier_arrive_copied(&full[turn.stage]);
+          for (int i = 0; i < 2; ++i)
+            copy_async16(to + ROWS + 128 * i, x_from + 128 * i, column + 128 * i < depth);
+          barrier_arrive_copied(&s.full[turn.stage]);
         }
+      }
+    } else {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+        find(tile);
+        if (accumulate && steps == 0) continue;
+        const i64 at = (e * width + first_row) * depth + first_column;
+        const int count = (int)width - first_row, columns = (int)depth - first_column;
+        if (out_kind == F32)  // the upper half; the other goes by itself
+          write_tile<WIDE_PITCH>(s, count, 4 * columns, (u8*)((float*)out + at), 4 * depth, accumulate,
+                                 phase);
+        else
+          write_tile<PITCH>(s, count, 2 * columns, (u8*)((u16*)out + at), 2 * depth, false, phase);
       }
     }
   } else {
-    more_registers<232>();
-    const u32 my_row = t % 128 / 32 * 16 + lane / 4;
+    more_registers<216>();
+    const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
     float sums[2][64];
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < matrix[2]; tile += stride) {
+    struct Scales {
+      float upper, lower;
+      At of_columns;
+    };
+    auto scales_of = [&](u32 half, At scales) {
+      const At of_rows = scales + 4 * (64 * half + my_row);
+      return Scales{load_at(of_rows), load_at(of_rows + 32), scales + 4 * (ROWS + my_column)};
+    };
+    auto promote = [&](u32 half, const float (&d)[64], const Scales& by) {
+#pragma unroll
+      for (u32 j = 0; j < 16; ++j) {
+        const float2 c = load2_at(by.of_columns + 32 * j);
+        sums[half][4 * j] = __fmaf_rn(d[4 * j] * c.x, by.upper, sums[half][4 * j]);
+        sums[half][4 * j + 1] = __fmaf_rn(d[4 * j + 1] * c.y, by.upper, sums[half][4 * j + 1]);
+        sums[half][4 * j + 2] = __fmaf_rn(d[4 * j + 2] * c.x, by.lower, sums[half][4 * j + 2]);
+        sums[half][4 * j + 3] = __fmaf_rn(d[4 * j + 3] * c.y, by.lower, sums[half][4 * j + 3]);
+      }
+    };
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-#pragma unroll 1
-      for (int k = 0; k < steps; ++k, turn.next()) {
-        barrier_wait(&full[turn.stage], turn.phase);
-        u8* codes = s.codes + turn.stage * STAGE_BYTES;
-        const int left = s.offsets[e + 1] - s.offsets[e] - k * STEP;
-        if (left < STEP) clear_behind(codes, left);
-        const float* scales = s.scales + turn.stage * STAGE_SCALES;
-        const float* of_columns = scales + ROWS + group * 128 + lane % 4 * 2;
+      multiply<true>(s, turn, group, steps, s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP, scales_of,
+                     promote);
+      find(tile);  // again, so that nothing of it takes registers meanwhile
+      if (accumulate && steps == 0) continue;
+      // value i of a half is in this row and column
+      auto row_of = [&](u32 half, u32 i) { return first_row + (int)(64 * half + my_row + (i & 2 ? 8 : 0)); };
+      auto column_of = [&](u32 i) { return first_column + (int)(my_column + i / 4 * 8); };
+      if (out_kind == F32) {
+        barrier_wait(s.written, phase ^ 1u);
+        phase ^= 1u;
+        float* to = (float*)(s.tile + my_row * WIDE_PITCH) + my_column;
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-          const float upper = scales[64 * half + my_row], lower = scales[64 * half + my_row + 8];
-          float d[64];
-          multiply(d, tile_of(codes + half * (A_BYTES / 2)), tile_of(codes + A_BYTES + group * (128 * STEP)));
+        for (u32 j = 0; j < 16; ++j) {
+          *(float2*)(to + 8 * j) = make_float2(sums[0][4 * j], sums[0][4 * j + 1]);
+          *(float2*)(to + 8 * j + 8 * WIDE_PITCH / 4) = make_float2(sums[0][4 * j + 2], sums[0][4 * j + 3]);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive_here(s.made);
+#pragma unroll
+        for (u32 low = 0; low < 4; low += 2) {
+          if (row_of(1, low) >= width) continue;
+          float* at = (float*)out + (e * width + row_of(1, low)) * depth + column_of(0);
 #pragma unroll
           for (u32 j = 0; j < 16; ++j) {
-            if (j % 4 == 0) loads_stay_behind();
-            const float2 by = *(const float2*)(of_columns + 8 * j);
-            sums[half][4 * j] = __fmaf_rn(d[4 * j] * by.x, upper, sums[half][4 * j]);
-            sums[half][4 * j + 1] = __fmaf_rn(d[4 * j + 1] * by.y, upper, sums[half][4 * j + 1]);
-            sums[half][4 * j + 2] = __fmaf_rn(d[4 * j + 2] * by.x, lower, sums[half][4 * j + 2]);
-            sums[half][4 * j + 3] = __fmaf_rn(d[4 * j + 3] * by.y, lower, sums[half][4 * j + 3]);
+            if (column_of(4 * j) >= depth) continue;
+            const float2 two = make_float2(sums[1][4 * j + low], sums[1][4 * j + low + 1]);
+            if (accumulate)
+              add_floats(at + 8 * j, two);
+            else
+              *(float2*)(at + 8 * j) = two;
           }
         }
-        release(empty, turn.stage);
+      } else {
+        if (accumulate)
+#pragma unroll
+          for (u32 half = 0; half < 2; ++half)
+#pragma unroll
+            for (u32 i = 0; i < 64; i += 2) {
+              if (row_of(half, i) >= width || column_of(i) >= depth) continue;
+              const u32 two =
+                  *(const u32*)((const u16*)out + (e * width + row_of(half, i)) * depth + column_of(i));
+              sums[half][i] += bf16_to_float((u16)two);
+              sums[half][i + 1] += bf16_to_float((u16)(two >> 16));
+            }
+        hand_over(s, sums, group, my_row, phase);
       }
-      if (accumulate && steps == 0) continue;
-      const int column = first_column + (int)(group * 128 + lane % 4 * 2);
-#pragma unroll
-      for (u32 half = 0; half < 2; ++half)
-#pragma unroll
-        for (u32 low = 0; low < 2; ++low) {
-          const int row = first_row + (int)(64 * half + my_row + 8 * low);
-          if (row >= width) continue;
-          const i64 at = (e * width + row) * depth + column;
-          float* wide_out = (float*)out + at;
-          u32* narrow_out = (u32*)((u16*)out + at);
-#pragma unroll
-          for (u32 j0 = 0; j0 < 16; j0 += 4) {  // four loads at once
-            float2 old[4];
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-              old[j] = make_float2(0.f, 0.f);
-              if (!accumulate || column + 8 * (int)(j0 + j) >= depth) continue;
-              if (out_kind == F32) {
-                old[j] = *(const float2*)(wide_out + 8 * (j0 + j));
-              } else {
-                const u32 two = narrow_out[4 * (j0 + j)];
-                old[j] = make_float2(bf16_to_float((u16)two), bf16_to_float((u16)(two >> 16)));
-              }
-            }
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-              if (column + 8 * (int)(j0 + j) >= depth) continue;
-              const float* two = &sums[half][4 * (j0 + j) + 2 * low];
-              const float a = old[j].x + two[0], b = old[j].y + two[1];
-              if (out_kind == F32)
-                *(float2*)(wide_out + 8 * (j0 + j)) = make_float2(a, b);
-              else
-                narrow_out[4 * (j0 + j)] = pack_bf16(a, b);
-            }
-          }
-        }
     }
   }
   end();

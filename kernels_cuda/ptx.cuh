@@ -3,7 +3,8 @@
 #pragma once
 
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
-#define DYNAMIC_SHARED_TILES(name) extern __shared__ __align__(1024) u8 name[]  // where the swizzle begins anew
+#define DYNAMIC_SHARED_TILES(name) \
+  extern __shared__ __align__(1024) u8 name[]  // where the swizzle begins anew
 
 __device__ __forceinline__ float f16_to_float(u16 bits) {
   float x;

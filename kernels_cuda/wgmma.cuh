@@ -20,15 +20,53 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
-// One arrival at the barrier of the same name in another block of the cluster, or this one. (With the scope
-// of a cluster it would wait for all this thread's memory accesses; what it lets the other block overwrite
-// has been read.)
-__device__ __forceinline__ void barrier_arrive(u64* barrier, u32 block) {
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
-      "r"(block)
-      : "memory");
+// Addresses in shared memory, of this block or (at_of_block) of another one of the cluster, where the same
+// things lie.
+typedef u32 At;
+__device__ __forceinline__ At at_of(const void* p) { return shared_address(p); }
+__device__ __forceinline__ At at_of_block(const void* p, u32 block) {
+  At there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
+  return there;
+}
+// The same, and the compiler does not know how to make it anew.
+__device__ __forceinline__ At kept(At at) {
+  At same;
+  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(at));
+  return same;
+}
+
+__device__ __forceinline__ float load_at(At at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 load2_at(At at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void barrier_wait_at(At barrier, u32 parity) {
+  while (!barrier_ready_at(barrier, parity));
+}
+
+// One arrival, here or at a barrier of another block. (With the scope of a cluster it would wait for all this
+// thread's memory accesses; what it lets the other block overwrite has been read.)
+__device__ __forceinline__ void barrier_arrive_at(At barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_here(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // One arrival, when this thread's copy_async so far are done.
@@ -67,7 +105,7 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
 typedef u32 Tile;
 #define TILE_LAYOUT "0x40000040"
 
-__device__ __forceinline__ Tile tile_of(const u8* p) { return shared_address(p) >> 4 | 1u << 16; }
+__device__ __forceinline__ Tile tile_at(At at) { return at >> 4 | 1u << 16; }
 
 // Registers of a thread of this warpgroup from here on; those that others give away are there to be had.
 template <int COUNT>
@@ -89,8 +127,19 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// The compiler may not load earlier what is loaded behind this: it would keep it in registers until then.
-__device__ __forceinline__ void loads_stay_behind() { asm volatile("" ::: "memory"); }
+// Behind products_wait: until here the compiler may not touch these.
+__device__ __forceinline__ void products_seen(float (&d)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Copies, for a store of both at once, which wants neighbouring registers: the sums need not lie so.
+__device__ __forceinline__ float2 pair_of(float a, float b) {
+  float2 two;
+  asm volatile("mov.f32 %0, %1;" : "=f"(two.x) : "f"(a));
+  asm volatile("mov.f32 %0, %1;" : "=f"(two.y) : "f"(b));
+  return two;
+}
 
 // Barrier `name` of the block, for `count` threads.
 __device__ __forceinline__ void named_wait(u32 name, u32 count) {
@@ -101,6 +150,16 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   u32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
+}
+
+// Added to what is there: a rounding each.
+__device__ __forceinline__ void add_floats(float* to, uint4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(__uint_as_float(v.x)),
+               "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)), "f"(__uint_as_float(v.w))
+               : "memory");
+}
+__device__ __forceinline__ void add_floats(float* to, float2 v) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v.x), "f"(v.y) : "memory");
 }
 
 #define PRODUCT(a_type, b_type)                                                                         \

@@ -11,7 +11,19 @@ struct TensorMap {  // what cuda_on_cpu passes in its place
 
 inline void cluster_wait() { __syncthreads(); }
 inline u32 cluster_rank() { return 0; }
-inline void barrier_arrive(u64* barrier, u32) { barrier_expect(barrier, 0); }
+typedef u64 At;
+inline At at_of(const void* p) { return (At)p; }
+inline At at_of_block(const void* p, u32) { return (At)p; }
+inline At kept(At at) { return at; }
+inline float load_at(At at) { return *(const float*)at; }
+inline float2 load2_at(At at) { return *(const float2*)at; }
+inline bool barrier_ready_at(At barrier, u32 parity) {
+  std::lock_guard<std::mutex> hold(at_once);
+  return (u32)((Barrier*)barrier)->phase != parity;
+}
+inline void barrier_wait_at(At barrier, u32 parity) { barrier_wait((u64*)barrier, parity); }
+inline void barrier_arrive_at(At barrier) { barrier_expect((u64*)barrier, 0); }
+inline void barrier_arrive_here(u64* barrier) { barrier_expect(barrier, 0); }
 inline void barrier_arrive_copied(u64* barrier) { barrier_expect(barrier, 0); }
 
 inline u64 swizzled(u64 address) { return address ^ (address >> 3 & 0x70); }
@@ -28,7 +40,7 @@ inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier
 inline void prefetch_map(const TensorMap*) {}
 
 typedef u64 Tile;
-inline Tile tile_of(const u8* p) { return (u64)p >> 4; }
+inline Tile tile_at(At at) { return at >> 4; }
 template <int COUNT>
 void more_registers() {}
 template <int COUNT>
@@ -37,7 +49,7 @@ inline void products_begin() {}
 inline void products_commit() {}
 template <int LEFT>
 void products_wait() {}
-inline void loads_stay_behind() {}
+inline void products_seen(float (&)[64]) {}
 
 inline void named_wait(u32 name, u32 count) {
   static std::mutex one;
@@ -53,6 +65,12 @@ inline void named_wait(u32 name, u32 count) {
 }
 
 inline u32 pack_bf16(float low, float high) { return float_to_bf16(low) | (u32)float_to_bf16(high) << 16; }
+
+inline void add_floats(float* to, uint4 v) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; ++i) to[i] += __uint_as_float(words[i]);
+}
+inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
 
 template <int A, int B>
 void product(float (&d)[64], Tile a, Tile b, bool add) {
