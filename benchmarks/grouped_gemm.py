@@ -35,8 +35,8 @@ def forward(rows: int, width: int, depth: int, groups: int) -> Case:
 
     def prepare(xd: Any, xs: Any, wd: Any, ws: Any, offsets: Any) -> tuple[Any, ...]:
         x = fp8moe.QuantTensor(xd.repeat(again, 0), xs.repeat(again, 0))
-        experts = (a[None].repeat(groups, 0) for a in (wd, ws))
-        return x, fp8moe.QuantTensor(*experts, block=(128, 128)), offsets
+        codes, scales = (a[None].repeat(groups, 0) for a in (wd, ws))
+        return x, fp8moe.QuantTensor(codes, scales, block=(128, 128)), offsets
 
     return Case(
         "grouped_gemm fp8",
@@ -63,7 +63,7 @@ def wgrad(rows: int, width: int, depth: int, groups: int, accumulate: bool = Fal
     def prepare(*arrays: Any) -> tuple[Any, ...]:
         *codes_and_scales, offsets = arrays
         a, b, c, d = (v.repeat(again, 1 - i % 2) for i, v in enumerate(codes_and_scales))
-        dy, x = (fp8moe.QuantTensor(*q, block=(128, 1)) for q in ((a, b), (c, d)))
+        dy, x = fp8moe.QuantTensor(a, b, block=(128, 1)), fp8moe.QuantTensor(c, d, block=(128, 1))
         if not accumulate:
             return dy, x, offsets
         return dy, x, offsets, fp8moe.grouped_gemm_wgrad(dy, x, offsets)

@@ -82,7 +82,8 @@ def grouped_gemm_wgrad(
     dy, x: column-wise `QuantTensor`, logical [P, N] and [P, K], blocks (128, 1) that start anew with every
         expert (as `scaling_aware_transpose` makes them); or plain arrays [P, N] and [P, K].
     out: float32 or bfloat16 [E, N, K] to add to, in place, and return; None: a new one of ``dtype``.
-    backend: as `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, float32 or bfloat16.
+    backend: as `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or
+        bfloat16 out.
     An expert without rows gives zeros.
     """
     call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)

@@ -22,7 +22,11 @@ from types import ModuleType
 SOURCES = Path(__file__).resolve().parent
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 # -fmad=false: a * b + c must round twice, as the reference does; CuPy would add -ftz=true by itself.
-OPTIONS = ("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "--ptxas-options=-v")
+# FP8MOE_NVRTC_OPTIONS adds some, for debugging.
+OPTIONS: tuple[str, ...] = (
+    *("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "--ptxas-options=-v"),
+    *os.environ.get("FP8MOE_NVRTC_OPTIONS", "").split(),
+)
 
 
 # Sources that are compiled once for each of these sets of definitions, as they are asked for.

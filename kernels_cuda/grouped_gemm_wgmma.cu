@@ -30,6 +30,9 @@
 #define HEIGHT 16  // rows of tiles that are worked on at a time, so that their operands stay in L2
 #define MULTIPLIERS 256
 #define WRITERS 64
+#ifndef ARRIVING
+#define ARRIVING 1  // lanes that arrive at a barrier for a warp; racecheck knows of no warp behind a lane: 32
+#endif
 
 struct Shared {
   u8* codes;                           // [STAGES][STAGE_BYTES]: rows of the first operand, then of the second
@@ -61,10 +64,10 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
       barrier_init(&s.full[i], 1 + 32);  // who announces the codes; the warp that fetches scales
-      barrier_init(&s.empty[i], CLUSTER * MULTIPLIERS / 32);
+      barrier_init(&s.empty[i], CLUSTER * MULTIPLIERS / 32 * ARRIVING);
     }
-    barrier_init(s.made, MULTIPLIERS / 32);
-    barrier_init(s.written, WRITERS / 32);
+    barrier_init(s.made, MULTIPLIERS / 32 * ARRIVING);
+    barrier_init(s.written, WRITERS / 32 * ARRIVING);
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
@@ -163,7 +166,9 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       products_seen(d);
       auto give_back = [&] {  // all blocks of the cluster may have this stage's memory again
         __syncwarp();
-        if (threadIdx.x % 32 < CLUSTER) barrier_arrive_at(used);
+        if (ARRIVING == 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(used);
+        for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
+          barrier_arrive_at(at_of_block(s.empty, block) + (used - empty));
       };
       if (half && !LATE) give_back();
       promote(half, d, by);
@@ -192,7 +197,7 @@ __device__ __forceinline__ void write_tile(const Shared& s, int count, int bytes
       *(uint4*)(to + row * pitch + at) = v;
   }
   __syncwarp();
-  if (t % 32 == 0) barrier_arrive_here(s.written);
+  if (t % 32 < ARRIVING) barrier_arrive_here(s.written);
 }
 
 // A multiplying warpgroup's sums, as bfloat16, to where the writers find them.
@@ -211,7 +216,7 @@ __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2
     }
   }
   __syncwarp();
-  if (lane == 0) barrier_arrive_here(s.made);
+  if (lane < ARRIVING) barrier_arrive_here(s.made);
 }
 
 // What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
@@ -446,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           *(float2*)(to + 8 * j + 8 * WIDE_PITCH / 4) = make_float2(sums[0][4 * j + 2], sums[0][4 * j + 3]);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive_here(s.made);
+        if (lane < ARRIVING) barrier_arrive_here(s.made);
 #pragma unroll
         for (u32 low = 0; low < 4; low += 2) {
           if (row_of(1, low) >= width) continue;

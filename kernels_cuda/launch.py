@@ -147,8 +147,8 @@ def go_tiled(
     shared: int,
     values: list[Any],
 ) -> None:
-    """As `go`, but each parameter by its address: the driver knows how far tensor maps, which lie at multiples
-    of 64 bytes of its own memory, are from the start of a block of parameters."""
+    """As `go`, but each parameter by its address: the driver knows how far tensor maps, which lie at
+    multiples of 64 bytes of its own memory, are from the start of a block of parameters."""
     maps = [_tensor_map(values[i], *of) for i, of in enumerate(tiled)]
     buffer = _current.parameters[0]
     kernel.parameters.pack_into(buffer, 0, *maps, *values[len(maps) :])  # type: ignore[union-attr]

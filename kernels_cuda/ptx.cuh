@@ -1,5 +1,5 @@
-// Instructions that C++ has no name for, bulk.cuh's apart. All inline PTX is in these two files; the tests
-// have their own of both, to run the kernels on a CPU.
+// Instructions that C++ has no name for, those of bulk.cuh and wgmma.cuh apart. All inline PTX is in these
+// files; the tests have their own of each, to run the kernels on a CPU.
 #pragma once
 
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
