@@ -103,11 +103,15 @@ def moe_forward(
     return y, saved
 
 
-def moe_backward(saved: Saved, dy: Any) -> MoEGrads:
+def moe_backward(saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None) -> MoEGrads:
     """Gradients of `moe_forward`.
 
-    dy: [T, H] in y's dtype. Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights'
-    gradients dw13 [E, 2F, H] and dw2 [E, H, F] in float32 (float64 for float64).
+    dy: [T, H] in y's dtype.
+    dw13, dw2: float32 or bfloat16 arrays to add the weights' gradients to, in place: what several
+        micro-batches sum up.
+
+    Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and
+    dw2 [E, H, F], those given or new ones in float32 (float64 for float64).
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
@@ -115,7 +119,7 @@ def moe_backward(saved: Saved, dy: Any) -> MoEGrads:
     checks.dtype("dy", array, checks.FLOATS if saved.recipe == "bf16" else (BFLOAT16,))
     checks.shape("dy", array, (saved.plan.num_tokens, saved.x.shape[1]))
     _, backward = _STEPS[saved.recipe]
-    return backward(saved, dy)
+    return backward(saved, dy, dw13, dw2)
 
 
 def _check_layer(recipe: str, **arrays: Any) -> None:
@@ -162,7 +166,7 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute):  # type: 
     return y, {"probs": moved.probs, "x": q, "h": h, "a": a}
 
 
-def _backward_fp8_flow(saved, dy):  # type: ignore[no-untyped-def]
+def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a = saved.h, saved.a
     if saved.recompute:
@@ -170,7 +174,7 @@ def _backward_fp8_flow(saved, dy):  # type: ignore[no-untyped-def]
         a = _activate(h, saved.probs, plan, saved.activation)
     dout = permute(quantize(dy), plan).data  # cast 2
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets)
+    dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets, dw2)
     grad = swiglu_quantize_backward(
         da,
         h,
@@ -181,7 +185,7 @@ def _backward_fp8_flow(saved, dy):  # type: ignore[no-untyped-def]
     )
     dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
     x = _transpose(saved.x, plan) if saved.recompute else permute_transpose(saved.x, plan)
-    dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), x, offsets)
+    dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), x, offsets, dw13)
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
@@ -206,7 +210,7 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute):  # t
     return y, {"probs": moved.probs, "x": q, **keep}
 
 
-def _backward_fp8_blockwise(saved, dy):  # type: ignore[no-untyped-def]
+def _backward_fp8_blockwise(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a = saved.h, saved.a
     if saved.recompute:
@@ -214,11 +218,11 @@ def _backward_fp8_blockwise(saved, dy):  # type: ignore[no-untyped-def]
         a = quantize(swiglu(h, saved.probs, **saved.activation))
     dout = quantize(permute(dy, plan).data)  # cast 3
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    dw2 = grouped_gemm_wgrad(_requantize(dout), _requantize(a), offsets)  # casts 4 to 7
+    dw2 = grouped_gemm_wgrad(_requantize(dout), _requantize(a), offsets, dw2)  # casts 4 to 7
     grad = swiglu_backward(da, h, saved.probs, **saved.activation)
     dh = quantize(grad.dh)  # cast 8
     dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-    dw13 = grouped_gemm_wgrad(_requantize(dh), _requantize(saved.x), offsets)  # casts 9 to 12
+    dw13 = grouped_gemm_wgrad(_requantize(dh), _requantize(saved.x), offsets, dw13)  # casts 9 to 12
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
@@ -237,7 +241,7 @@ def _forward_bf16(x, w13, w2, plan, probs, activation, recompute):  # type: igno
     return y, {"probs": moved.probs, "x": moved.data, **keep}
 
 
-def _backward_bf16(saved, dy):  # type: ignore[no-untyped-def]
+def _backward_bf16(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a = saved.h, saved.a
     if saved.recompute:
@@ -246,10 +250,10 @@ def _backward_bf16(saved, dy):  # type: ignore[no-untyped-def]
     wide = "float64" if border.enter(dy=dy).args.dy.dtype == "float64" else "float32"
     dout, _ = unpermute_backward(dy, plan)
     da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
-    dw2 = grouped_gemm_wgrad(dout, a, offsets, dtype=wide)
+    dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=wide)
     grad = swiglu_backward(da, h, saved.probs, **saved.activation)
     dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
-    dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dtype=wide)
+    dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=wide)
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 

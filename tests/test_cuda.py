@@ -899,3 +899,45 @@ def test_a_plan_survives_copies_and_pickles():
     del garbage
     q = fp8moe.quantize(x)
     assert torch.equal(fp8moe.dequantize(copy.deepcopy(q)), fp8moe.dequantize(q))
+
+
+def test_the_torch_module_in_a_cuda_graph():
+    """Forward and backward captured, replayed on other tokens, and after a step of the weights."""
+    torch = pytest.importorskip("torch")
+    from fp8moe.adapters.torch_moe import FP8FlowMoE
+
+    torch.manual_seed(0)
+    layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.zeros_like(w)
+    inputs = [torch.randn(300, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    dy = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step(x):
+        layer.w13.main_grad.zero_()
+        layer.w2.main_grad.zero_()
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        return y.detach(), dx, layer.w13.main_grad, layer.w2.main_grad
+
+    x = inputs[0].clone().requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x)
+    for turn, tokens in enumerate(inputs):
+        with torch.no_grad():
+            x.copy_(tokens)
+            if turn == 2:  # a step of the weights
+                layer.w13.mul_(0.5)
+                layer.quantize_weights()
+        graph.replay()
+        found = [v.clone() for v in captured]
+        wanted = step(tokens.clone().requires_grad_())
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)

@@ -1,0 +1,184 @@
+"""The expert layer as a torch module: router, experts, and when the weights are quantised."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8moe
+from fp8moe import Quantized
+from fp8moe.adapters import torch_ops
+from fp8moe.moe import RECIPES
+from fp8moe.records import arrays_in
+
+
+class FP8FlowMoE(nn.Module):
+    """Top-k routed SwiGLU experts: y[t] = sum of prob * w2[e] @ (silu(gate) * up) over t's experts e, with
+    [gate, up] = w13[e] @ x[t].
+
+    hidden, ffn: multiples of 128 for the FP8 recipes.
+    recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
+        "bf16" (torch's grouped matrix product between this library's permutation).
+    recompute: "moe_expert" keeps only the input of the first product for the backward.
+    clamp, alpha, linear_offset: of the activation, see `fp8moe.swiglu`.
+    dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32
+        by default. The state dict holds these and nothing else.
+
+    The FP8 copies of the weights, one of each orientation, are made in the first forward after the weights
+    have changed (an optimizer's step, or a loaded state dict), so once a step, however many micro-batches it
+    has, into the same memory each time. `quantize_weights` makes them at another moment: before a CUDA graph is
+    captured, and after each step when a captured graph is replayed, which looks at no versions.
+
+    A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
+    added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        num_experts: int,
+        topk: int,
+        *,
+        recipe: str = "fp8_flow",
+        recompute: str | None = None,
+        normalize_probs: bool = True,
+        clamp: float | None = None,
+        alpha: float = 1.0,
+        linear_offset: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe: got {recipe!r}; wanted one of {', '.join(map(repr, RECIPES))}")
+        if recompute not in (None, "moe_expert"):
+            raise ValueError(f"recompute: got {recompute!r}; wanted None or 'moe_expert'")
+        if recipe != "bf16" and (hidden % 128 or ffn % 128):
+            raise ValueError(f"hidden, ffn: got {hidden}, {ffn}; wanted multiples of 128 for {recipe!r}")
+        if not 0 < topk <= num_experts:
+            raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
+        self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
+        self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
+        self.activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+        place = {"device": device, "dtype": dtype}
+        self.router = nn.Linear(hidden, num_experts, bias=False, **place)
+        self.w13 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, **place))
+        self.w2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, **place))
+        self._fp8: dict[str, tuple[Any, Quantized]] = {}  # name -> what it was made of, and it
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with variance 1 / fan-in."""
+        self.router.reset_parameters()
+        for w in (self.w13, self.w2):
+            nn.init.normal_(w, std=1 / math.sqrt(w.shape[-1]))
+
+    def forward(self, x: Tensor, topk_ids: Tensor | None = None, topk_probs: Tensor | None = None) -> Tensor:
+        """x [..., hidden], any float; y has its shape and dtype. topk_ids, topk_probs [tokens, k]: another
+        router's choice instead of this one's."""
+        tokens = x.reshape(-1, self.hidden)
+        if topk_ids is None:
+            topk_ids, topk_probs = self.route(tokens)
+        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs)
+        return y.to(x.dtype).reshape(x.shape)
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made to
+        sum to one again unless ``normalize_probs`` is False."""
+        weight = self.router.weight.float()
+        probs, ids = torch.softmax(tokens.float() @ weight.t(), dim=-1).topk(self.topk, dim=-1)
+        return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
+
+    @torch.no_grad()
+    def quantize_weights(self) -> None:
+        """Make the FP8 copies of the weights now, in the memory of those before."""
+        if self.recipe != "bf16":
+            for name in ("w13", "w2"):
+                self._quantize(name)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden} x {self.ffn}, {self.num_experts} experts, top-{self.topk}, recipe={self.recipe!r}, "
+            f"recompute={self.recompute!r}"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fp8": {}}  # made anew where it is wanted
+
+    # Compiled code calls this as it is: everything in it is one kernel after another already.
+    @torch.compiler.disable
+    def _experts(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        if self.recipe == "bf16":
+            return self._in_bf16(x, ids, probs)
+        fp8 = [self._fp8_weight(name) for name in ("w13", "w2")]
+        options = (self.recipe, self.recompute, self.activation)
+        return _Experts.apply(x, self.w13, self.w2, ids, probs, fp8, options)
+
+    def _fp8_weight(self, name: str) -> Quantized:
+        w = getattr(self, name)
+        made_of, fp8 = self._fp8.get(name, (None, None))
+        capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
+        if fp8 is not None and (capturing or made_of == _identity(w)):
+            return fp8
+        if capturing:
+            raise RuntimeError(
+                f"{name}: no FP8 copy of it while a CUDA graph is captured; call quantize_weights() before"
+            )
+        return self._quantize(name)
+
+    def _quantize(self, name: str) -> Quantized:
+        w = getattr(self, name)
+        new = fp8moe.quantize_weights(w.detach())
+        _, old = self._fp8.get(name, (None, None))
+        if old is not None and old.rowwise.data.device == w.device:
+            for a, b in zip(arrays_in(old), arrays_in(new), strict=True):
+                a.copy_(b)  # captured graphs know the addresses
+            new = old
+        self._fp8[name] = _identity(w), new
+        return new
+
+    def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        # torch's grouped product wants what it reads in multiples of 16 bytes
+        plan = torch_ops.plan_topk(ids, self.num_experts, align_size=16)
+        moved = torch_ops.permute(x, plan, probs.float())
+        ends = plan.expert_offsets[1:]
+        h = nn.functional.grouped_mm(moved.data, self.w13.bfloat16().transpose(1, 2), offs=ends)
+        a = torch_ops.swiglu(h, moved.probs, **self.activation)
+        return torch_ops.unpermute(
+            nn.functional.grouped_mm(a, self.w2.bfloat16().transpose(1, 2), offs=ends), plan
+        )
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w13, w2, ids, probs, fp8, options):  # type: ignore[no-untyped-def]
+        recipe, recompute, activation = options
+        y, ctx.saved = fp8moe.moe_forward(
+            x.contiguous(), *fp8, ids, probs.contiguous(), recipe=recipe, recompute=recompute, **activation
+        )
+        ctx.weights, ctx.probs_dtype = (w13, w2), probs.dtype
+        ctx.made_of = [_identity(w) for w in ctx.weights]
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        if [_identity(w) for w in ctx.weights] != ctx.made_of:
+            raise RuntimeError("w13, w2: changed in place between the forward and its backward")
+        into = [getattr(w, "main_grad", None) for w in ctx.weights]
+        g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dw13=into[0], dw2=into[1])
+        grads: list[Tensor | None] = []
+        for w, main, new in zip(ctx.weights, into, (g.dw13, g.dw2), strict=True):
+            if main is not None:
+                w.grad_added_to_main_grad = True
+            grads.append(new.to(w.dtype) if main is None else None)
+        return g.dx, *grads, None, g.dprobs.to(ctx.probs_dtype), None, None
+
+
+def _identity(w: Tensor) -> tuple[int, int]:
+    """Changes whenever the values may have: in-place changes count versions."""
+    return w.data_ptr(), w._version

@@ -1,0 +1,111 @@
+"""The expert layer in torch, forward and backward, in every recipe: time, time outside of the matrix products,
+and memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--out FILE]`` on a CUDA device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.benchmarks.harness import commit, versions
+
+# DeepSeek-V3's experts, as many as one GPU of an expert-parallel group holds
+SHAPES = [(4096, 8), (16_384, 8), (16_384, 32)]
+HIDDEN, FFN, TOPK = 7168, 2048, 8
+RECIPES = [("bf16", None), ("fp8_blockwise", None), ("fp8_flow", None), ("fp8_flow", "moe_expert")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one small shape")
+    arguments = parser.parse_args()
+    shapes = [(512, 4, 512, 256, 2)] if arguments.quick else [(t, e, HIDDEN, FFN, TOPK) for t, e in SHAPES]
+    print(f"{'shape':38} {'recipe':28} {'ms':>8} {'TFLOP/s':>8} {'outside %':>9} {'kept MiB':>9}")
+    for shape in shapes:
+        for recipe, recompute in RECIPES:
+            row = measure(*shape, recipe, recompute)
+            print(
+                f"{row['shape']:38} {row['name']:28} {row['ms']:8.2f} {row['tflops']:8.0f} "
+                f"{row['outside_percent']:9.1f} {row['kept_bytes'] / 2**20:9.0f}",
+                flush=True,
+            )
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def measure(
+    tokens: int, experts: int, hidden: int, ffn: int, topk: int, recipe: str, recompute: str | None
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    place = {"device": "cuda", "dtype": torch.bfloat16}
+    layer = FP8FlowMoE(hidden, ffn, experts, topk, recipe=recipe, recompute=recompute, **place)
+    for w in (layer.w13, layer.w2):  # gradients in float32, as mixed-precision training keeps them
+        w.main_grad = torch.zeros(w.shape, device="cuda") if recipe != "bf16" else None
+    x = torch.randn(tokens, hidden, **place).requires_grad_()
+    dy = torch.randn(tokens, hidden, **place)
+    ids, probs = layer.route(x.detach())
+    probs = probs.detach().requires_grad_()
+
+    def step() -> None:
+        layer(x, ids, probs).backward(dy)
+        x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+
+    for _ in range(3):
+        step()
+    before = torch.cuda.memory_allocated()
+    y = layer(x, ids, probs)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    y.backward(dy)
+    x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+    del y
+    times = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    seconds = statistics.median(times) / 1e3
+    inside, total = kernel_times(step)
+    return {
+        "topic": "layer",
+        "name": recipe + ("" if recompute is None else f", {recompute}"),
+        "shape": f"{tokens} tokens, {hidden} x {ffn}, {experts} experts top-{topk}",
+        "device": torch.cuda.get_device_name(),
+        "ms": seconds * 1e3,
+        "tflops": 3 * 2 * 3 * tokens * topk * hidden * ffn / seconds / 1e12,
+        "gemm_ms": inside,
+        "kernel_ms": total,
+        "outside_percent": 100 * (1 - inside / total),
+        "kept_bytes": kept,
+        "versions": {**versions(), "torch": torch.__version__},
+        "commit": commit(),
+        "command": "python -m fp8moe.benchmarks.layer",
+    }
+
+
+def kernel_times(step: Any) -> tuple[float, float]:
+    """(milliseconds in matrix products, in all kernels) of a step."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    inside = total = 0.0
+    for event in profile.key_averages():
+        spent = event.self_device_time_total / 1e3
+        name = event.key.lower()
+        total += spent
+        inside += spent if any(word in name for word in ("gemm", "nvjet", "cutlass")) else 0.0
+    return inside, total
+
+
+if __name__ == "__main__":
+    main()

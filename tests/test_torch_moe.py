@@ -1,0 +1,191 @@
+"""The torch module: the same numbers as the library, weights quantised once a step, gradients where they go."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import fp8moe
+from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
+
+
+def module(recipe="fp8_flow", **options):
+    torch.manual_seed(0)
+    return FP8FlowMoE(HIDDEN, FFN, EXPERTS, TOPK, recipe=recipe, **options)
+
+
+def tokens(seed=1, dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS, HIDDEN, generator=g).to(dtype).requires_grad_()
+
+
+def backward(layer, x, seed=2):
+    y = layer(x)
+    g = torch.Generator().manual_seed(seed)
+    y.backward(torch.randn(y.shape, generator=g).to(y.dtype))
+    return y
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
+def test_it_is_the_layer(recipe, recompute):
+    layer, x = module(recipe, recompute=recompute, clamp=7.0), tokens()
+    y = backward(layer, x)
+    w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
+    other = x.detach().clone().requires_grad_()
+    ids, probs = layer.route(other)
+    z = torch_ops.moe_layer(other, w13, w2, ids, probs, recipe=recipe, recompute=recompute, clamp=7.0)
+    g = torch.Generator().manual_seed(2)
+    z.backward(torch.randn(z.shape, generator=g).to(z.dtype))
+    for a, b in ((y, z), (x.grad, other.grad), (layer.w13.grad, w13.grad), (layer.w2.grad, w2.grad)):
+        assert torch.equal(a, b)
+    assert layer.router.weight.grad.abs().sum() > 0
+
+
+def test_recipes_are_close():
+    """Twelve E4M3 roundings at most in a chain: sqrt(12) * 2^-4 / sqrt(3), as tests/test_moe.py has it."""
+    results = {}
+    for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
+        layer, x = module(recipe), tokens()
+        y = backward(layer, x)
+        grads = [p.grad for p in layer.parameters() if p is not layer.router.weight]
+        results[recipe] = [y, x.grad, *grads]
+    for recipe in ("fp8_blockwise", "fp8_flow"):
+        for a, b in zip(results[recipe], results["bf16"], strict=True):
+            assert (a - b).float().norm() <= 0.125 * b.float().norm()
+
+
+def test_bf16_is_the_layer_in_float64():
+    layer, x = module("bf16"), tokens()
+    backward(layer, x)
+    exact = copy.deepcopy(layer).double()
+    other = x.detach().double().requires_grad_()
+    ids, probs = layer.route(x.detach())
+    y, total = torch.zeros_like(other), other
+    for e in range(EXPERTS):
+        gate, up = (total @ exact.w13[e].t()).chunk(2, dim=-1)
+        share = (probs.double() * (ids == e)).sum(dim=-1, keepdim=True)
+        y = y + share * ((torch.nn.functional.silu(gate) * up) @ exact.w2[e].t())
+    exact.zero_grad()
+    g = torch.Generator().manual_seed(2)
+    y.backward(torch.randn(y.shape, generator=g).bfloat16().double())
+    for a, b in ((layer.w13.grad, exact.w13.grad), (layer.w2.grad, exact.w2.grad)):
+        # a dozen bfloat16 roundings of 2^-9 each in a chain
+        assert (a - b).norm() <= 12 * 2.0**-9 * b.norm()
+
+
+def test_weights_are_quantised_once_a_step():
+    layer = module()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(3):
+        with fp8moe.trace() as traced:
+            for micro_batch in range(4):
+                backward(layer, tokens(10 * step + micro_batch))
+        assert traced.weight_casts == (2 if step == 0 else 0)
+        assert traced.casts == 2 * 4
+        before = layer(tokens())
+        optimizer.step()
+        optimizer.zero_grad()
+        with fp8moe.trace() as traced:
+            after = layer(tokens())
+            layer.quantize_weights()
+        assert traced.weight_casts == 2 + 2  # made where they are wanted, and again when asked
+        assert not torch.equal(after, before)
+
+
+def test_fp8_copies_stay_where_they_are():
+    layer = module()
+    layer(tokens())
+    places = [layer._fp8[name][1].rowwise.data.data_ptr() for name in ("w13", "w2")]
+    with torch.no_grad():
+        layer.w13.mul_(2.0)
+    y = layer(tokens())
+    assert places == [layer._fp8[name][1].rowwise.data.data_ptr() for name in ("w13", "w2")]
+    fresh = module()
+    with torch.no_grad():
+        fresh.w13.mul_(2.0)
+    assert torch.equal(y, fresh(tokens()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_to_main_grad(dtype):
+    plain, layer = module(), module()
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.zeros(w.shape, dtype=dtype)
+    for seed in (3, 4):
+        backward(plain, tokens(seed), seed)
+        backward(layer, tokens(seed), seed)
+    for name in ("w13", "w2"):
+        w, other = getattr(layer, name), getattr(plain, name)
+        assert w.grad is None
+        assert w.grad_added_to_main_grad
+        # bfloat16 rounds once a micro-batch, by 2^-9
+        bound = 2 * 2.0**-9 if dtype == torch.bfloat16 else 1e-6
+        assert (w.main_grad.float() - other.grad).norm() <= bound * other.grad.norm()
+    assert layer.router.weight.grad is not None
+
+
+def test_weights_that_change_before_the_backward_are_noticed():
+    layer = module()
+    y = layer(tokens())
+    with torch.no_grad():
+        layer.w2.add_(1.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_state_copies_and_shapes():
+    layer = module(dtype=torch.bfloat16)
+    x = tokens(dtype=torch.float32)
+    y = layer(x.reshape(7, 10, HIDDEN))
+    assert y.shape == (7, 10, HIDDEN)
+    assert y.dtype == torch.float32
+    assert set(layer.state_dict()) == {"router.weight", "w13", "w2"}
+    other = module(dtype=torch.bfloat16)
+    with torch.no_grad():
+        other.w13.zero_()
+    other(x)
+    other.load_state_dict(layer.state_dict())
+    for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x).reshape(y.shape), y)
+    assert "recipe='fp8_flow'" in repr(layer)
+
+
+def test_another_routers_choice():
+    layer, x = module(), tokens()
+    ids, probs = layer.route(x)
+    assert torch.equal(layer(x, ids, probs), layer(x))
+    assert torch.allclose(probs.sum(-1), torch.ones(TOKENS))
+    _, raw = module(normalize_probs=False).route(x)
+    assert (raw.sum(-1) < 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks for it behind a break
+def test_compiled_around():
+    layer, x = module(), tokens()
+    block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN, dtype=torch.bfloat16), layer)
+    y = backward(block, x)
+    grads = [x.grad.clone(), layer.w13.grad.clone()]
+    x.grad, layer.w13.grad = None, None
+    again = backward(torch.compile(block, backend="aot_eager"), x)
+    assert torch.equal(again, y)
+    for a, b in zip((x.grad, layer.w13.grad), grads, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((200, 128, 4, 2), {}, "hidden, ffn: got 200, 128; wanted multiples of 128"),
+        ((256, 128, 4, 5), {}, "topk: got 5"),
+        ((256, 128, 4, 2), {"recipe": "fp4"}, "recipe: got 'fp4'"),
+        ((256, 128, 4, 2), {"recompute": "all"}, "recompute: got 'all'"),
+    ],
+)
+def test_refusals(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8FlowMoE(*arguments, **options)
