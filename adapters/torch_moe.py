@@ -29,8 +29,8 @@ class FP8FlowMoE(nn.Module):
 
     The FP8 copies of the weights, one of each orientation, are made in the first forward after the weights
     have changed (an optimizer's step, or a loaded state dict), so once a step, however many micro-batches it
-    has, into the same memory each time. `quantize_weights` makes them at another moment: before a CUDA graph is
-    captured, and after each step when a captured graph is replayed, which looks at no versions.
+    has, into the same memory each time. `quantize_weights` makes them at another moment: before a CUDA graph
+    is captured, and after each step when a captured graph is replayed, which looks at no versions.
 
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
@@ -63,7 +63,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
-        self.activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+        self.activation: dict[str, Any] = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
         place = {"device": device, "dtype": dtype}
         self.router = nn.Linear(hidden, num_experts, bias=False, **place)
         self.w13 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, **place))
@@ -87,8 +87,8 @@ class FP8FlowMoE(nn.Module):
         return y.to(x.dtype).reshape(x.shape)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made to
-        sum to one again unless ``normalize_probs`` is False."""
+        """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made
+        to sum to one again unless ``normalize_probs`` is False."""
         weight = self.router.weight.float()
         probs, ids = torch.softmax(tokens.float() @ weight.t(), dim=-1).topk(self.topk, dim=-1)
         return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
@@ -102,8 +102,8 @@ class FP8FlowMoE(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.hidden} x {self.ffn}, {self.num_experts} experts, top-{self.topk}, recipe={self.recipe!r}, "
-            f"recompute={self.recompute!r}"
+            f"{self.hidden} x {self.ffn}, {self.num_experts} experts, top-{self.topk}, "
+            f"recipe={self.recipe!r}, recompute={self.recompute!r}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,8 +157,16 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w13, w2, ids, probs, fp8, options):  # type: ignore[no-untyped-def]
         recipe, recompute, activation = options
+        w13_fp8, w2_fp8 = fp8
         y, ctx.saved = fp8moe.moe_forward(
-            x.contiguous(), *fp8, ids, probs.contiguous(), recipe=recipe, recompute=recompute, **activation
+            x.contiguous(),
+            w13_fp8,
+            w2_fp8,
+            ids,
+            probs.contiguous(),
+            recipe=recipe,
+            recompute=recompute,
+            **activation,
         )
         ctx.weights, ctx.probs_dtype = (w13, w2), probs.dtype
         ctx.made_of = [_identity(w) for w in ctx.weights]

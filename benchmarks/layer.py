@@ -1,5 +1,5 @@
-"""The expert layer in torch, forward and backward, in every recipe: time, time outside of the matrix products,
-and memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--out FILE]`` on a CUDA device."""
+"""The expert layer in torch, forward and backward, in every recipe: time, time outside of the matrix
+products, memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--out FILE]`` on a CUDA device."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def measure(
     tokens: int, experts: int, hidden: int, ffn: int, topk: int, recipe: str, recompute: str | None
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    place = {"device": "cuda", "dtype": torch.bfloat16}
+    place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = FP8FlowMoE(hidden, ffn, experts, topk, recipe=recipe, recompute=recompute, **place)
     for w in (layer.w13, layer.w2):  # gradients in float32, as mixed-precision training keeps them
-        w.main_grad = torch.zeros(w.shape, device="cuda") if recipe != "bf16" else None
+        w.main_grad = torch.zeros(w.shape, device="cuda") if recipe != "bf16" else None  # type: ignore[attr-defined]
     x = torch.randn(tokens, hidden, **place).requires_grad_()
     dy = torch.randn(tokens, hidden, **place)
     ids, probs = layer.route(x.detach())

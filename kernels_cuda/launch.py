@@ -41,6 +41,7 @@ class _Current(threading.local):
     def __init__(self) -> None:
         # device, address of the stream, allocator, and who notes what is done (fp8moe.replay), if anybody
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
+        self.bound: set[int] = set()  # devices whose context this thread has had
         # cuLaunchKernel's `extra`: a buffer of parameters and its size
         buffer, size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
         self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
@@ -60,8 +61,10 @@ class On:
         self._before = _current.place
         _current.place = self._new
         self._device = runtime.getDevice()
-        if self._device != self._new[0]:
+        if self._device != self._new[0] or self._new[0] not in _current.bound:
+            # a new thread, as autograd's are, says it has device 0, and has no context to launch in
             runtime.setDevice(self._new[0])
+            _current.bound.add(self._new[0])
         return sys.modules[__name__]
 
     def __exit__(self, *_: object) -> None:

@@ -1,5 +1,7 @@
 """The CUDA backend against the reference: the same public calls on the GPU's arrays, outputs poisoned."""
 
+import threading
+
 import numpy as np
 import pytest
 from cases import BF16, assert_same, from_float8, routings, same_bits, values
@@ -941,3 +943,15 @@ def test_the_torch_module_in_a_cuda_graph():
         wanted = step(tokens.clone().requires_grad_())
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_new_thread_launches():
+    """As autograd's do: what was done before in the main thread makes no context in this one."""
+    torch = pytest.importorskip("torch")
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    wanted = fp8moe.quantize(x).data
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fp8moe.quantize(x).data))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)

@@ -1,5 +1,6 @@
 """The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
 
+import threading
 import weakref
 
 import cuda_on_cpu
@@ -222,6 +223,22 @@ def test_grouped_gemm_says_when_it_is_slow():
         assert relative_error(both(fp8moe.grouped_gemm, x, w, offsets)) <= 2.0**-8
     with pytest.raises(ValueError, match=r"N is 20.*backend='plain'"):
         both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
+
+
+def test_a_new_thread_asks_for_the_devices_context(monkeypatch):
+    """Autograd's threads have none, and a launch without one is refused by the driver."""
+    runtime = cuda_on_cpu.install(monkeypatch)
+    x = cuda_on_cpu.upload(values(RNG, (3, 128), BF16))
+
+    def call():
+        fp8moe.quantize(x)
+        fp8moe.quantize(x)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    name = thread.ident
+    thread.join()
+    assert runtime.bound_threads.count(name) == 1
 
 
 def test_calls_that_are_done_again(monkeypatch):

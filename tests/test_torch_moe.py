@@ -1,4 +1,4 @@
-"""The torch module: the same numbers as the library, weights quantised once a step, gradients where they go."""
+"""The torch module: the same numbers as the library, weights quantised once a step, gradients."""
 
 import copy
 import pickle

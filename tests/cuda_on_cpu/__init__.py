@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -93,8 +94,14 @@ class Runtime:
 
     memcpyHostToDevice = memcpyDeviceToHost = 0
 
+    def __init__(self):
+        self.bound_threads = []  # threads that have asked for a device's context
+
     def getDevice(self):
         return 0
+
+    def setDevice(self, device):
+        self.bound_threads.append(threading.get_ident())
 
     def memsetAsync(self, ptr, value, size, stream):
         ctypes.memset(ptr, value, size)
@@ -129,9 +136,11 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     monkeypatch.setattr(launch, "go", go)
     monkeypatch.setattr(launch, "go_tiled", go_tiled)
     monkeypatch.setattr(launch, "architecture", lambda device: architecture)
-    monkeypatch.setattr(launch, "runtime", Runtime())
+    runtime = Runtime()
+    monkeypatch.setattr(launch, "runtime", runtime)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
     monkeypatch.setattr(launch, "_shared_limit", lambda device: shared_limit)
+    return runtime
 
 
 class Kernel:
