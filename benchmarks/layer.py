@@ -1,5 +1,5 @@
 """The expert layer in torch, forward and backward, in every recipe: time, time outside of the matrix
-products, memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--out FILE]`` on a CUDA device."""
+products, memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA."""
 
 from __future__ import annotations
 

@@ -1,0 +1,162 @@
+"""A small decoder-only transformer with expert layers, trained on the Python standard library's source, byte
+by byte, in bf16, fp8_flow and fp8_blockwise from the same seeds.
+
+    python examples/train_moe_torch.py                     # a GPU: 2000 steps; a CPU: a few, of a toy
+    python examples/train_moe_torch.py --steps 500 --recipes bf16 fp8_flow --out run
+
+Prints the mean loss of the last tenth of the steps; writes losses and times to OUT.json and, with matplotlib,
+the curves to OUT.svg.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.benchmarks.harness import commit, versions
+from fp8moe.demo.train import standard_library_text
+
+BYTES = 256
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, experts, topk, ffn, recipe, device):
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_experts = (nn.RMSNorm(width, device=device) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False, device=device)
+        self.out = nn.Linear(width, width, bias=False, device=device)
+        self.experts = FP8FlowMoE(width, ffn, experts, topk, recipe=recipe, device=device)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        qkv = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.experts(self.before_experts(x))
+
+
+class Model(nn.Module):
+    def __init__(self, a, recipe, device):
+        super().__init__()
+        self.embed = nn.Embedding(BYTES, a.width, device=device)
+        self.place = nn.Embedding(a.length, a.width, device=device)
+        blocks = [Block(a.width, a.heads, a.experts, a.topk, a.ffn, recipe, device) for _ in range(a.layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(a.width, device=device)
+        self.head = nn.Linear(a.width, BYTES, bias=False, device=device)
+
+    def forward(self, text):
+        x = self.embed(text) + self.place.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def train(a, recipe, text, device):
+    """(losses, seconds) of one recipe; every recipe sees the same weights and the same batches."""
+    torch.manual_seed(a.seed)
+    model = Model(a, recipe, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    starts = torch.Generator().manual_seed(a.seed)
+    window = torch.arange(a.length + 1)
+    losses, begun = [], time.perf_counter()
+    for step in range(a.steps):
+        warm, done = min(1.0, (step + 1) / a.warmup), step / a.steps
+        for group in optimizer.param_groups:
+            group["lr"] = a.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+        at = torch.randint(len(text) - a.length, (a.batch, 1), generator=starts)
+        batch = text[at + window].to(device).long()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+        if a.report and step % a.report == 0:
+            print(f"{recipe:14} step {step:5} loss {loss.item():.4f}", flush=True)
+    return torch.stack(losses).tolist(), time.perf_counter() - begun
+
+
+def main():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    full = device.type == "cuda"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8_flow", "fp8_blockwise"])
+    parser.add_argument("--out", type=Path, help="without its ending")
+    for name, at_size, as_toy in (
+        ("steps", 2000, 4),
+        ("warmup", 100, 2),
+        ("batch", 32, 2),
+        ("length", 256, 32),
+        ("width", 256, 128),
+        ("heads", 4, 2),
+        ("layers", 4, 1),
+        ("experts", 16, 4),
+        ("topk", 2, 2),
+        ("ffn", 256, 128),
+        ("seed", 0, 0),
+        ("report", 500, 1),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=at_size if full else as_toy)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    a = parser.parse_args()
+    text = torch.from_numpy(np.array(standard_library_text()))
+    settings = {k: v for k, v in vars(a).items() if k != "out"}
+    packages = {**versions(), "torch": torch.__version__}
+    device_name = torch.cuda.get_device_name() if full else "cpu"
+    runs = {}
+    report = {
+        "settings": settings,
+        "device": device_name,
+        "versions": packages,
+        "commit": commit(),
+        "runs": runs,
+    }
+    for recipe in a.recipes:
+        losses, seconds = train(a, recipe, text, device)
+        last = losses[-max(1, a.steps // 10) :]
+        runs[recipe] = {"losses": losses, "seconds": seconds, "final": sum(last) / len(last)}
+        change = runs[recipe]["final"] / runs[a.recipes[0]]["final"] - 1
+        per_step = 1e3 * seconds / a.steps
+        print(f"{recipe:14} last tenth {runs[recipe]['final']:.4f} ({change:+.3%})  {per_step:.1f} ms a step")
+        if a.out:
+            a.out.with_suffix(".json").write_text(json.dumps(report))
+            picture(report, a.out.with_suffix(".svg"))
+
+
+def picture(report, path):
+    """Loss of every recipe, mean of 20 steps."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no picture: pip install matplotlib, for {path}")
+        return
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for recipe, run in report["runs"].items():
+        losses = np.array(run["losses"])
+        size = min(20, len(losses))
+        smooth = np.convolve(losses, np.ones(size) / size, "valid")
+        axes.plot(np.arange(len(smooth)) + size - 1, smooth, label=f"{recipe}: {run['final']:.4f}", lw=1)
+    axes.set(xlabel="step", ylabel="loss, nats a byte", yscale="log")
+    axes.legend(title="last tenth")
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
