@@ -28,7 +28,8 @@ def render(text: str) -> str:
 def table(name: str) -> str:
     times = RESULTS / f"{name}.jsonl"
     if times.exists():
-        return _times([json.loads(line) for line in times.read_text().splitlines()])
+        rows = [json.loads(line) for line in times.read_text().splitlines()]
+        return _layers(rows) if rows[0]["topic"] == "layer" else _times(rows)
     return _demo(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
@@ -53,6 +54,26 @@ def _times(rows: list[dict[str, Any]]) -> str:
         host = "" if r.get("host_us") is None else _time(r["host_us"])
         commit = f" {r['commit']} |" if len(runs) > 1 else ""
         lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} | {host} |{commit}")
+    return "\n".join(lines) + "\n"
+
+
+def _layers(rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    packages = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
+    base = {r["shape"]: r for r in rows if r["name"] == "bf16"}
+    lines = [
+        f"{first['device']}; {packages}; commit {first['commit']}: `{first['command']}`",
+        "",
+        "| layer | recipe | forward + backward | against bf16 | outside the products | kept for backward |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        plain = base[r["shape"]]
+        lines.append(
+            f"| {r['shape']} | {r['name']} | {r['ms']:.2f} ms | {plain['ms'] / r['ms']:.2f}x | "
+            f"{r['outside_percent']:.0f} % | {r['kept_bytes'] / 2**20:.0f} MiB "
+            f"({100 * r['kept_bytes'] / plain['kept_bytes']:.0f} %) |"
+        )
     return "\n".join(lines) + "\n"
 
 
