@@ -42,6 +42,17 @@ def one_shape(rows: int, columns: int) -> list[Case]:
             nbytes=int(x.size * (4 + 8 / 128)),
         )
     )
+    q = fp8moe.quantize(x)
+    made.append(
+        Case(
+            "dequantize 1x128 to bfloat16",
+            shape,
+            (q.data, q.scales),
+            lambda codes, scales: fp8moe.dequantize(fp8moe.QuantTensor(codes, scales), dtype="bfloat16"),
+            lambda y, *_: close(host(y[:512]).astype(np.float32), x[:512].astype(np.float32)),
+            nbytes=int(x.size * (3 + 4 / 128)),
+        )
+    )
     return made
 
 

@@ -177,8 +177,9 @@ def test_quantize(rows, columns, fmt, block, dtype, pow2, seed):
     assert_same(ours, theirs)
     if block in ((1, 128), (1, 32)):
         assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2, columnwise=True))
-    a, b = both(fp8moe.dequantize, ours)
-    np.testing.assert_array_equal(a, b)
+    for out in ("float32", "bfloat16"):
+        a, b = both(fp8moe.dequantize, ours, dtype=out)
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
 
 
 def test_every_bfloat16_value():

@@ -97,7 +97,10 @@ def test_quantize(fmt, rows, columns):
     assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=(1, 32), columnwise=True))
     ours, theirs = both(fp8moe.quantize, x, fmt=fmt, layout="gemm_ready")
     assert_same(ours, theirs)
-    assert_same(*both(fp8moe.dequantize, ours))
+    for q in (ours, fp8moe.quantize(x, fmt=fmt, block=(1, 32)), fp8moe.quantize(x, fmt=fmt)):
+        for dtype in ("float32", "bfloat16"):
+            ours, theirs = both(fp8moe.dequantize, q, dtype=dtype)
+            np.testing.assert_array_equal(theirs.astype(np.float64), ours.astype(np.float64))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
