@@ -36,6 +36,7 @@ from fp8moe.records import (
 
 RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
+NOWHERE = -1  # the device of arrays that are shapes only (`shapes_of`): nothing is computed there
 
 
 class BackendUnavailable(RuntimeError):
@@ -201,6 +202,8 @@ class Call:
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
+        if self.device == NOWHERE:
+            return
         backend = load_backend(self.device, room)
         if _is_empty(out):
             return
@@ -246,14 +249,19 @@ class Call:
         if self.device == "cpu":
             return host
         raw = self.family.empty(ArraySpec(host.shape, host.dtype), self.device)
-        with self._on_device() as launching:
-            launching.copy_to_device(host, raw)
+        if self.device != NOWHERE:
+            with self._on_device() as launching:
+                launching.copy_to_device(host, raw)
         return raw
 
     def to_host(self, raw: RawArray) -> np.ndarray:
         """Bring a small array to the host. On CUDA this synchronises with the call's stream."""
         if isinstance(raw, np.ndarray):
             return raw
+        if self.device == NOWHERE:
+            raise TypeError(
+                "this call looks at values, which are not known yet; pass num_out_tokens as a number"
+            )
         with self._on_device() as launching:
             return launching.copy_to_host(raw)
 
@@ -279,6 +287,13 @@ def separate_arrays() -> Iterator[None]:
         yield
     finally:
         _separate.reset(token)
+
+
+def shapes_of(function: Any, *args: Any, **options: Any) -> Any:
+    """What a public function returns, with an `ArraySpec` for every array, given such for its arrays: all of
+    its checks, and nothing computed, counted or allocated."""
+    with separate_arrays(), tracing.silent():
+        return function(*args, **options)
 
 
 def _plan_layout(plan: PermutationPlan) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
@@ -458,6 +473,23 @@ class _Numba(Family):
         return sys.modules["numba.cuda"].as_cuda_array(_cupy_view(require_cupy("a result"), raw))
 
 
+class _Shapes(Family):
+    """Arrays of which only shape and dtype are known: `shapes_of`."""
+
+    name = "shapes"
+
+    def view(self, x: Any, name: str) -> RawArray:
+        if type(x) is not ArraySpec:
+            raise _no_array(x, name)
+        return DeviceArray(0, x.shape, dtype_named(x.dtype.name, name), NOWHERE, None)
+
+    def empty(self, spec: ArraySpec, device: Device) -> RawArray:
+        return DeviceArray(0, spec.shape, spec.dtype, NOWHERE, None)
+
+    def wrap(self, raw: RawArray) -> Any:
+        return ArraySpec(tuple(raw.shape), raw.dtype)
+
+
 class _Exchanged(Family):
     """Anything else with ``__dlpack__`` or ``__cuda_array_interface__``; results are NumPy or CuPy."""
 
@@ -515,6 +547,7 @@ _FAMILIES: dict[str, Family] = {
     "jaxlib": _Jax(),
     "numba": _Numba(),
     "numba_cuda": _Numba(),
+    "fp8moe": _Shapes(),
 }
 
 
@@ -533,11 +566,15 @@ def family_of(x: Any, name: str) -> Family:
     """The family of an array, by its type's home; no framework is imported to find out."""
     family = _family_of_type(type(x))  # type: ignore[arg-type]
     if family is None:
-        raise TypeError(
-            f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted an array (NumPy, torch, "
-            "CuPy, JAX, or anything with __dlpack__ or __cuda_array_interface__)"
-        )
+        raise _no_array(x, name)
     return family
+
+
+def _no_array(x: Any, name: str) -> TypeError:
+    return TypeError(
+        f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted an array (NumPy, torch, "
+        "CuPy, JAX, or anything with __dlpack__ or __cuda_array_interface__)"
+    )
 
 
 # ---------------------------------------------------------------- dtypes and strides

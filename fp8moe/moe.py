@@ -8,7 +8,7 @@ kernels, which dequantises and requantises for every column-wise operand: 12 cas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fp8moe import border, checks, tracing
@@ -46,7 +46,7 @@ class Saved:
     a: Any
     w13: Any
     w2: Any
-    activation: dict[str, float | None] = field(default_factory=dict)
+    activation: tuple[tuple[str, float | None], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ def moe_forward(
     plan = plan_topk(topk_ids, experts, align_size=ALIGN_SIZE[recipe])
     forward, _ = _STEPS[recipe]
     y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=activation, **kept)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=tuple(activation.items()), **kept)
     tracing.record_saved(saved.nbytes)
     return y, saved
 
@@ -171,7 +171,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     h, a = saved.h, saved.a
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-        a = _activate(h, saved.probs, plan, saved.activation)
+        a = _activate(h, saved.probs, plan, dict(saved.activation))
     dout = permute(quantize(dy), plan).data  # cast 2
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
     dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets, dw2)
@@ -181,7 +181,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
         saved.probs,
         expert_offsets=offsets,
         align_size=plan.align_size,
-        **saved.activation,
+        **dict(saved.activation),
     )
     dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
     x = _transpose(saved.x, plan) if saved.recompute else permute_transpose(saved.x, plan)
@@ -215,11 +215,11 @@ def _backward_fp8_blockwise(saved, dy, dw13, dw2):  # type: ignore[no-untyped-de
     h, a = saved.h, saved.a
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-        a = quantize(swiglu(h, saved.probs, **saved.activation))
+        a = quantize(swiglu(h, saved.probs, **dict(saved.activation)))
     dout = quantize(permute(dy, plan).data)  # cast 3
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
     dw2 = grouped_gemm_wgrad(_requantize(dout), _requantize(a), offsets, dw2)  # casts 4 to 7
-    grad = swiglu_backward(da, h, saved.probs, **saved.activation)
+    grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
     dh = quantize(grad.dh)  # cast 8
     dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
     dw13 = grouped_gemm_wgrad(_requantize(dh), _requantize(saved.x), offsets, dw13)  # casts 9 to 12
@@ -246,12 +246,12 @@ def _backward_bf16(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     h, a = saved.h, saved.a
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13, offsets)
-        a = swiglu(h, saved.probs, **saved.activation)
+        a = swiglu(h, saved.probs, **dict(saved.activation))
     wide = "float64" if border.enter(dy=dy).args.dy.dtype == "float64" else "float32"
     dout, _ = unpermute_backward(dy, plan)
     da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
     dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=wide)
-    grad = swiglu_backward(da, h, saved.probs, **saved.activation)
+    grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
     dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
     dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=wide)
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)

@@ -37,6 +37,10 @@ class ArraySpec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
 
 @dataclass(slots=True, eq=False)
 class DeviceArray:

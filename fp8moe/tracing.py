@@ -48,6 +48,16 @@ def trace() -> Iterator[Trace]:
         _active.reset(token)
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Count nothing inside."""
+    token = _active.set(())
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
 def record_launch(verb: str) -> None:
     _also_at_replay(record_launch, verb)
     for counts in _active.get():

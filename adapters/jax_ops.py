@@ -1,0 +1,347 @@
+"""The public operations for JAX, eagerly and inside ``jax.jit``, with gradients.
+
+Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one
+`jax.experimental.buffer_callback` an operation (`_traced`, the one place that would change with JAX), on the
+CPU; inside ``jit`` on CUDA it is refused for now. Shapes are static: a plan has its static bound, and nothing
+looks at values. An FP8 tensor never crosses an autodiff border: `moe_ffn` holds the whole FP8 segment in one
+``custom_vjp``, bfloat16 (or float32) at both edges.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+try:
+    import jax
+    from jax.experimental.buffer_callback import buffer_callback
+
+    if jax.__version_info__ < (0, 10):
+        raise ImportError(f"this is jax {jax.__version__}")
+except ImportError as error:
+    raise ImportError(
+        f"fp8moe.adapters.jax_ops needs jax 0.10 or later ({error}): pip install 'jax>=0.10'"
+    ) from None
+
+import fp8moe
+from fp8moe import border
+from fp8moe.moe import Saved
+from fp8moe.records import (
+    ArraySpec,
+    MoEGrads,
+    PermutationPlan,
+    Permuted,
+    Quantized,
+    QuantTensor,
+    SortedChunks,
+    SwigluGrad,
+    arrays_in,
+    field_names,
+    is_metadata,
+    map_arrays,
+)
+
+# ---------------------------------------------------------------- records as pytrees
+
+
+def _flatten(record: Any) -> tuple[list[Any], Any]:
+    """(its arrays and records, what is static)."""
+    values = [(n, getattr(record, n)) for n in field_names(type(record)) or ()]
+    static = tuple((n, v) for n, v in values if is_metadata(v))
+    dynamic = [(n, v) for n, v in values if not is_metadata(v)]
+    return [v for _, v in dynamic], (tuple(n for n, _ in dynamic), static)
+
+
+def _unflatten(kind: type, structure: Any, children: Any) -> Any:
+    names, static = structure
+    record: Any = object.__new__(kind)
+    record.__dict__.update(dict(static), **dict(zip(names, children, strict=True)))
+    return record
+
+
+for _kind in (QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, SwigluGrad, MoEGrads, Saved):
+    jax.tree_util.register_pytree_node(_kind, _flatten, functools.partial(_unflatten, _kind))
+
+# ---------------------------------------------------------------- tracing
+
+
+def _wrapped(function: Any) -> Any:
+    """A public function that also takes traced arrays."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        leaves = [a for v in (*args, *options.values()) for a in arrays_in(v)]
+        if any(isinstance(a, jax.core.Tracer) for a in leaves):
+            return _traced(function, args, options, leaves)
+        return function(*args, **options)
+
+    return call
+
+
+def _traced(function: Any, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any]) -> Any:
+    def with_arrays(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        following = iter(arrays)
+        given = tuple(map_arrays(lambda _, a: next(following), v) for v in args)
+        return given, {k: map_arrays(lambda _, a: next(following), v) for k, v in options.items()}
+
+    given, named = with_arrays(ArraySpec(tuple(a.shape), np.dtype(a.dtype)) for a in leaves)
+    result = border.shapes_of(function, *given, **named)
+    specs = arrays_in(result)
+
+    def callback(context: Any, out: Any, *buffers: Any) -> None:
+        if any(b.__dlpack_device__()[0] != 1 for b in buffers):
+            raise NotImplementedError(
+                f"{function.__name__} inside jax.jit on CUDA; call it outside, or on the CPU"
+            )
+        given, named = with_arrays(np.asarray(b) for b in buffers)
+        for target, found in zip(out, arrays_in(function(*given, **named)), strict=True):
+            np.copyto(np.asarray(target), found)
+
+    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs)
+    made = iter(buffer_callback(callback, shapes, vmap_method="sequential")(*leaves))
+    return map_arrays(lambda _, a: next(made), result)
+
+
+# ---------------------------------------------------------------- without gradients
+
+plan_topk = _wrapped(fp8moe.plan_topk)
+plan_routing_map = _wrapped(fp8moe.plan_routing_map)
+quantize = _wrapped(fp8moe.quantize)
+quantize_weights = _wrapped(fp8moe.quantize_weights)
+dequantize = _wrapped(fp8moe.dequantize)
+to_layout = _wrapped(fp8moe.to_layout)
+scaling_aware_transpose = _wrapped(fp8moe.scaling_aware_transpose)
+permute_transpose = _wrapped(fp8moe.permute_transpose)
+permute_backward = _wrapped(fp8moe.permute_backward)
+unpermute_backward = _wrapped(fp8moe.unpermute_backward)
+sort_chunks_backward = _wrapped(fp8moe.sort_chunks_backward)
+swiglu_backward = _wrapped(fp8moe.swiglu_backward)
+swiglu_quantize = _wrapped(fp8moe.swiglu_quantize)
+swiglu_quantize_backward = _wrapped(fp8moe.swiglu_quantize_backward)
+grouped_gemm = _wrapped(fp8moe.grouped_gemm)
+grouped_gemm_wgrad = _wrapped(fp8moe.grouped_gemm_wgrad)
+moe_forward = _wrapped(fp8moe.moe_forward)
+moe_backward = _wrapped(fp8moe.moe_backward)
+_permute_op = _wrapped(fp8moe.permute)
+_unpermute_op = _wrapped(fp8moe.unpermute)
+_sort_op = _wrapped(fp8moe.sort_chunks)
+_pad_op = _wrapped(fp8moe.pad)
+_unpad_op = _wrapped(fp8moe.unpad)
+_swiglu_op = _wrapped(fp8moe.swiglu)
+
+# ---------------------------------------------------------------- with gradients
+
+
+def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
+    """`fp8moe.permute`, with gradients for x and probs."""
+    if isinstance(x, QuantTensor):
+        return _permute_op(x, plan, probs, fill_padding=fill_padding)
+    data, moved = _permute(x, probs, plan, fill_padding)
+    return Permuted(data, moved, plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _permute(x: Any, probs: Any, plan: PermutationPlan, fill_padding: bool) -> tuple[Any, Any]:
+    moved = _permute_op(x, plan, probs, fill_padding=fill_padding)
+    return moved.data, moved.probs
+
+
+def _permute_fwd(x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
+    return _permute(x, probs, plan, fill_padding), (plan, probs)
+
+
+def _permute_bwd(fill_padding, kept, grads):  # type: ignore[no-untyped-def]
+    plan, probs = kept
+    dx, dprobs = permute_backward(grads[0], plan, None if probs is None else grads[1])
+    return dx, None if probs is None else dprobs.astype(probs.dtype), None
+
+
+_permute.defvjp(_permute_fwd, _permute_bwd)
+
+
+def permute_and_pad(
+    x: Any,
+    routing_map: Any,
+    probs: Any = None,
+    *,
+    align_size: int,
+    topk: int | None = None,
+    num_out_tokens: Any = None,
+    num_experts: int | None = None,
+    fill_padding: bool = True,
+) -> Permuted:
+    """`fp8moe.permute_and_pad`, with gradients for x and probs."""
+    if num_experts is None:
+        plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
+    else:
+        plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
+    return permute(x, plan, probs, fill_padding=fill_padding)
+
+
+def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
+    """`fp8moe.unpermute`, with gradients for x and merging_probs."""
+    if isinstance(x, QuantTensor):
+        return _unpermute_op(x, plan, merging_probs)
+    return _unpermute(x, merging_probs, plan)
+
+
+@jax.custom_vjp
+def _unpermute(x: Any, merging_probs: Any, plan: PermutationPlan) -> Any:
+    return _unpermute_op(x, plan, merging_probs)
+
+
+def _unpermute_fwd(x, merging_probs, plan):  # type: ignore[no-untyped-def]
+    return _unpermute(x, merging_probs, plan), (None if merging_probs is None else x, merging_probs, plan)
+
+
+def _unpermute_bwd(kept, grad):  # type: ignore[no-untyped-def]
+    x, probs, plan = kept
+    dx, dprobs = unpermute_backward(grad, plan, x, probs)
+    return dx, None if probs is None else dprobs.astype(probs.dtype), None
+
+
+_unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
+
+
+def sort_chunks(
+    x: Any,
+    split_sizes: Any,
+    sorted_indices: Any,
+    probs: Any = None,
+    *,
+    align_size: int = 1,
+    chunks_per_group: int = 1,
+    num_out_tokens: int | None = None,
+) -> SortedChunks:
+    """`fp8moe.sort_chunks`, with gradients for x and probs."""
+    options = (("align_size", align_size), ("chunks_per_group", chunks_per_group))
+    if isinstance(x, QuantTensor):
+        return _sort_op(x, split_sizes, sorted_indices, probs, num_out_tokens=num_out_tokens, **dict(options))
+    return _sort(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _sort(x, probs, sizes, indices, options, num_out_tokens):  # type: ignore[no-untyped-def]
+    return _sort_op(x, sizes, indices, probs, num_out_tokens=num_out_tokens, **dict(options))
+
+
+def _sort_fwd(x, probs, sizes, indices, options, num_out_tokens):  # type: ignore[no-untyped-def]
+    sorted_ = _sort(x, probs, sizes, indices, options, num_out_tokens)
+    return sorted_, (sizes, indices, probs, x[:, :0])
+
+
+def _sort_bwd(options, num_out_tokens, kept, grads):  # type: ignore[no-untyped-def]
+    sizes, indices, probs, like = kept
+    dprobs = None if probs is None else grads.probs
+    dx, dprobs = sort_chunks_backward(
+        grads.data, sizes, indices, dprobs, num_tokens=like.shape[0], **dict(options)
+    )
+    return dx, None if probs is None else dprobs.astype(probs.dtype), None, None
+
+
+_sort.defvjp(_sort_fwd, _sort_bwd)
+
+
+def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
+    """`fp8moe.pad`, with a gradient for x."""
+    return _pad(x, tokens_per_expert, "pad", align_size, num_out_tokens)
+
+
+def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
+    """`fp8moe.unpad`, with a gradient for x."""
+    return _pad(x, tokens_per_expert, "unpad", align_size, num_out_tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _pad(x, counts, verb, align_size, rows):  # type: ignore[no-untyped-def]
+    return (_pad_op if verb == "pad" else _unpad_op)(x, counts, align_size, num_out_tokens=rows)
+
+
+def _pad_fwd(x, counts, verb, align_size, rows):  # type: ignore[no-untyped-def]
+    return _pad(x, counts, verb, align_size, rows), (counts, x[:, :0])
+
+
+def _pad_bwd(verb, align_size, rows, kept, grad):  # type: ignore[no-untyped-def]
+    counts, like = kept
+    back = _unpad_op if verb == "pad" else _pad_op
+    return back(grad, counts, align_size, num_out_tokens=like.shape[0]), None
+
+
+_pad.defvjp(_pad_fwd, _pad_bwd)
+
+
+def swiglu(
+    h: Any,
+    probs: Any = None,
+    *,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> Any:
+    """`fp8moe.swiglu`, with gradients for h and probs."""
+    return _swiglu(h, probs, (("clamp", clamp), ("alpha", alpha), ("linear_offset", linear_offset)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _swiglu(h, probs, activation):  # type: ignore[no-untyped-def]
+    return _swiglu_op(h, probs, **dict(activation))
+
+
+def _swiglu_fwd(h, probs, activation):  # type: ignore[no-untyped-def]
+    return _swiglu(h, probs, activation), (h, probs)
+
+
+def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
+    h, probs = kept
+    found = swiglu_backward(grad, h, probs, **dict(activation))
+    return found.dh, None if probs is None else found.dprobs.astype(probs.dtype)
+
+
+_swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+
+
+def moe_ffn(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    *,
+    recipe: str,
+    recompute: str | None = None,
+    clamp: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+) -> Any:
+    """`fp8moe.moe_forward`, with gradients for x, w13, w2 and topk_probs in their dtypes.
+
+    Weights are arrays, or what `quantize_weights` returned, which then have no gradient.
+    """
+    activation = (("clamp", clamp), ("alpha", alpha), ("linear_offset", linear_offset))
+    return _moe(x, w13, w2, topk_probs, topk_ids, recipe, recompute, activation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _moe(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
+    return _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation)[0]
+
+
+def _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
+    y, saved = moe_forward(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, **dict(activation))
+    like = [w if isinstance(w, Quantized) else w[:0] for w in (w13, w2)]
+    return y, (saved, like, probs[:0])
+
+
+def _moe_bwd(recipe, recompute, activation, kept, dy):  # type: ignore[no-untyped-def]
+    saved, like, probs = kept
+    grads = moe_backward(saved, dy)
+    of_weights = [
+        None if isinstance(w, Quantized) else g.astype(w.dtype)
+        for w, g in zip(like, (grads.dw13, grads.dw2), strict=True)
+    ]
+    return grads.dx, *of_weights, grads.dprobs.astype(probs.dtype), None
+
+
+_moe.defvjp(_moe_fwd, _moe_bwd)

@@ -1,0 +1,70 @@
+"""A byte-level model around the expert layer in JAX: jitted steps, gradients through `moe_ffn`, bf16 and FP8.
+
+python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU)
+"""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8moe.adapters import jax_ops
+from fp8moe.demo.train import standard_library_text
+
+WINDOW, EMBED, FFN, EXPERTS, TOPK, TOKENS, LR = 16, 16, 128, 8, 2, 512, 0.3
+HIDDEN = WINDOW * EMBED
+
+
+def new_parameters(key):
+    shapes = {
+        "embed": (256, EMBED),
+        "router": (HIDDEN, EXPERTS),
+        "w13": (EXPERTS, 2 * FFN, HIDDEN),
+        "w2": (EXPERTS, HIDDEN, FFN),
+        "head": (HIDDEN, 256),
+    }
+    keys = jax.random.split(key, len(shapes))
+    scale = {"embed": 1.0, "w2": FFN**-0.5}
+    return {
+        name: jax.random.normal(k, shape) * scale.get(name, HIDDEN**-0.5)
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def loss(p, text, recipe):
+    """Mean loss of the byte behind every window."""
+    x = p["embed"][text[:, :-1]].reshape(len(text), HIDDEN)
+    probs, ids = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), TOPK)
+    weights = [p["w13"], p["w2"]]
+    if recipe == "bf16":
+        weights = [w.astype(jnp.bfloat16) for w in weights]
+    y = jax_ops.moe_ffn(x.astype(jnp.bfloat16), *weights, ids, probs, recipe=recipe)
+    logits = (x + y.astype(jnp.float32)) @ p["head"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), text[:, -1:], axis=1).mean()
+
+
+@partial(jax.jit, static_argnames="recipe")
+def step(p, text, recipe):
+    value, grads = jax.value_and_grad(loss)(p, text, recipe)
+    norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    return value, jax.tree.map(lambda w, g: w - LR * g / jnp.maximum(norm, 1.0), p, grads)
+
+
+def main():
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    source = standard_library_text()
+    for recipe in ("bf16", "fp8_flow"):
+        starts = np.random.default_rng(0)
+        p = new_parameters(jax.random.PRNGKey(0))
+        for i in range(steps):
+            at = starts.integers(0, len(source) - WINDOW - 1, (TOKENS, 1))
+            text = jnp.asarray(source[at + np.arange(WINDOW + 1)].astype(np.int32))
+            value, p = step(p, text, recipe)
+            if i in (0, steps - 1):
+                print(f"{recipe:9} step {i:4} loss {value:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The JAX adapter on the CPU: under jit the same bits as the library, gradients, JAX's transformations."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cases import BF16, assert_same
+
+import fp8moe
+from fp8moe.records import map_arrays
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+jax_ops = pytest.importorskip("fp8moe.adapters.jax_ops")
+
+T, H, F, E, K = 40, 256, 128, 4, 2
+RNG = np.random.default_rng(5)
+
+
+def to_jax(value):
+    return map_arrays(lambda _, a: jnp.asarray(a), value)
+
+
+def to_numpy(value):
+    return map_arrays(lambda _, a: np.asarray(a), value)
+
+
+def jitted(function, *args, **options):
+    """Every array of args traced."""
+    return to_numpy(jax.jit(lambda *a: function(*a, **options))(*map(to_jax, args)))
+
+
+IDS = RNG.integers(-1, E, (T, K)).astype(np.int32)
+MASK = RNG.random((T, E)) < 0.4
+X = RNG.standard_normal((T, H)).astype(BF16)
+PROBS = RNG.random((T, K)).astype(np.float32)
+Q = fp8moe.quantize(X)
+PLAN = fp8moe.plan_topk(IDS, E, align_size=16)
+ROWS = RNG.standard_normal((PLAN.num_out_tokens, H)).astype(BF16)
+OFFSETS = np.array([0, 16, 16, 30, T], np.int32)
+SIZES, ORDER = np.array([5, 0, 20, 15], np.int32), np.array([2, 0, 3, 1], np.int32)
+W = fp8moe.quantize_weights(RNG.standard_normal((E, H, H)).astype(np.float32))
+COLUMNS = fp8moe.scaling_aware_transpose(Q, OFFSETS)
+OPERATIONS = {
+    "plan_topk": ((IDS, E), {"align_size": 16}),
+    "plan_routing_map": ((MASK,), {"align_size": 8, "topk": E}),
+    "permute": ((X, PLAN, PROBS), {}),
+    "permute of FP8": ((Q, PLAN, PROBS), {}),
+    "permute_and_pad": ((X, IDS, PROBS), {"align_size": 16, "num_experts": E}),
+    "unpermute": ((ROWS, PLAN, PROBS), {}),
+    "permute_backward": ((ROWS, PLAN), {}),
+    "unpermute_backward": ((X, PLAN, ROWS, PROBS), {}),
+    "sort_chunks": ((X, SIZES, ORDER), {"align_size": 8, "num_out_tokens": 64}),
+    "sort_chunks of FP8": ((Q, SIZES, ORDER), {"num_out_tokens": T}),
+    "sort_chunks_backward": ((X, SIZES, ORDER), {"num_tokens": T}),
+    "pad": ((X, SIZES, 16), {"num_out_tokens": 96}),
+    "unpad": ((X, np.array([3, 0, 9, 1], np.int32), 8), {}),
+    "quantize": ((X,), {"columnwise": True}),
+    "quantize MXFP8": ((X,), {"block": (1, 32), "fmt": "e5m2"}),
+    "quantize_weights": ((np.ones((E, 128, 128), np.float32),), {}),
+    "dequantize": ((Q,), {"dtype": "bfloat16"}),
+    "to_layout": ((Q, "gemm_ready"), {}),
+    "scaling_aware_transpose": ((Q, OFFSETS), {}),
+    "permute_transpose": ((Q, PLAN), {}),
+    "swiglu": ((X,), {"clamp": 1.5}),
+    "swiglu_backward": ((X[:, :128].copy(), X), {}),
+    "swiglu_quantize": ((X,), {"columnwise": True, "expert_offsets": OFFSETS}),
+    "swiglu_quantize_backward": ((X[:, :128].copy(), X), {}),
+    "grouped_gemm": ((Q, W.rowwise, OFFSETS), {}),
+    "grouped_gemm_wgrad": ((COLUMNS, COLUMNS, OFFSETS), {}),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_under_jit_it_is_the_library(name):
+    args, options = OPERATIONS[name]
+    verb = name.split()[0]
+    wanted = getattr(fp8moe, verb)(*args, **options)
+    static = [i for i, a in enumerate(args) if isinstance(a, (int, str))]
+    traced = [a for i, a in enumerate(args) if i not in static]
+
+    def function(*arrays):
+        following = iter(arrays)
+        given = [a if i in static else next(following) for i, a in enumerate(args)]
+        return getattr(jax_ops, verb)(*given, **{k: to_jax(v) for k, v in options.items()})
+
+    assert_same(wanted, jitted(function, *traced))
+    eager = function(*map(to_jax, traced))
+    assert_same(wanted, to_numpy(eager))
+
+
+def weights(dtype=np.float32):
+    rng = np.random.default_rng(2)
+    shapes = ((E, 2 * F, H), (E, H, F))
+    return [(rng.standard_normal(s) / s[-1] ** 0.5).astype(dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_the_layers_gradients(recipe, recompute):
+    w13, w2 = weights(BF16 if recipe == "bf16" else np.float32)
+    dy = RNG.standard_normal((T, H)).astype(BF16)
+
+    def loss(x, w13, w2, probs):
+        y = jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, probs, recipe=recipe, recompute=recompute, clamp=2.0)
+        return (y.astype(jnp.float32) * to_jax(dy)).sum()
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(to_jax, (X, w13, w2, PROBS)))
+    _, saved = fp8moe.moe_forward(X, w13, w2, IDS, PROBS, recipe=recipe, recompute=recompute, clamp=2.0)
+    wanted = fp8moe.moe_backward(saved, dy)
+    for a, b in zip(found, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
+
+
+IDS_ON_JAX = jnp.asarray(IDS)
+
+
+def test_weights_quantised_before_have_no_gradient():
+    w13, w2 = (to_jax(fp8moe.quantize_weights(w)) for w in weights())
+
+    def loss(x, w13, w2):
+        return (
+            jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, to_jax(PROBS), recipe="fp8_flow")
+            .astype(jnp.float32)
+            .sum()
+        )
+
+    dx = jax.jit(jax.grad(loss))(to_jax(X), w13, w2)
+    assert np.isfinite(np.asarray(dx).astype(np.float32)).all()
+
+
+def test_gradients_of_moved_rows():
+    """Linear in x and in probs: the gradient's product with a step is the step's product with the result."""
+    g, s = (RNG.standard_normal((PLAN.num_out_tokens, H)).astype(np.float32) for _ in range(2))
+    x, dx = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))
+    plan = to_jax(PLAN)
+    cases = [
+        (lambda x: jax_ops.permute(x, plan, to_jax(PROBS)).data, x, dx, g),
+        (lambda p: jax_ops.permute(to_jax(x), plan, p).probs, PROBS, PROBS + 1, g[:, 0].copy()),
+        (lambda r: jax_ops.unpermute(r, plan, to_jax(PROBS)), g, s, x),
+        (lambda p: jax_ops.unpermute(to_jax(g), plan, p), PROBS, PROBS - 0.5, x),
+        (lambda x: jax_ops.sort_chunks(x, SIZES, ORDER, align_size=8, num_out_tokens=64).data, x, dx, g[:64]),
+        (lambda x: jax_ops.pad(x, to_jax(SIZES), 16, num_out_tokens=96), x, dx, np.resize(g, (96, H))),
+    ]
+    for function, at, step, grad in cases:
+        out, back = jax.vjp(jax.jit(function), to_jax(at))
+        (found,) = back(to_jax(grad[: len(out)]))
+        moved = function(to_jax(at + step)) - out
+        left, right = np.vdot(found, step), np.vdot(grad[: len(out)], moved)
+        # float32 sums of len(out) * H products
+        assert abs(left - right) <= 1e-4 * np.linalg.norm(grad) * np.linalg.norm(moved)
+
+
+def test_gradient_of_swiglu():
+    h = RNG.standard_normal((T, H)).astype(np.float32)
+
+    def plain(h, p):
+        a, b = jnp.split(h, 2, axis=-1)
+        return (jax.nn.silu(a) * b * p[:, None] * jnp.arange(H // 2)).sum()
+
+    def ours(h, p):
+        return (jax_ops.swiglu(h, p) * jnp.arange(H // 2)).sum()
+
+    probs = PROBS[:, 0].copy()
+    for a, b in zip(*(jax.jit(jax.grad(f, (0, 1)))(h, probs) for f in (ours, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_transformations():
+    w13, w2 = map(to_jax, weights())
+    x, probs = to_jax(X), to_jax(PROBS)
+
+    def layer(x, _=None):
+        return jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(x.dtype), None
+
+    def stacked(x):
+        return jax.lax.scan(layer, x, None, length=2)[0].astype(jnp.float32).sum()
+
+    def twice(x):
+        return layer(layer(x)[0])[0].astype(jnp.float32).sum()
+
+    wanted = jax.grad(twice)(x)
+    for function in (stacked, lambda x: jax.checkpoint(twice)(x)):
+        np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(function))(x)), np.asarray(wanted))
+    many = jnp.stack([x, 2 * x, -x])
+    for a, b in zip(jax.vmap(lambda x: layer(x)[0])(many), many, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(layer(b)[0]))
+
+
+def test_values_that_are_not_known_yet():
+    with pytest.raises(TypeError, match="pass num_out_tokens as a number"):
+        jax.jit(lambda i: jax_ops.plan_topk(i, E, num_out_tokens="exact"))(IDS_ON_JAX)
+
+
+def test_what_does_not_fit_is_refused_while_tracing():
+    with pytest.raises(ValueError, match="x"):
+        jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)))(jnp.ones((T + 1, H)))
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from fp8moe.adapters import jax_ops
+mesh = Mesh(np.array(jax.devices()), ("d",))
+x = jax.random.normal(jax.random.PRNGKey(0), (64, 256)).astype(jnp.bfloat16)
+def one(x):
+    return jax_ops.dequantize(jax_ops.quantize(x), dtype="bfloat16")
+both = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))(x)
+assert len(jax.devices()) == 2 and (np.asarray(both) == np.asarray(one(x))).all()
+"""
+
+
+def test_two_devices():
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", SHARDED], check=True, env=flags)
+
+
+def test_without_jax():
+    code = "import sys; sys.modules['jax'] = None\nimport fp8moe.adapters.jax_ops"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'jax>=0.10'" in found.stderr
+    old = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 1), '0.9.1'\nimport fp8moe.adapters.jax_ops"
+    found = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
+    assert "needs jax 0.10 or later (this is jax 0.9.1)" in found.stderr
