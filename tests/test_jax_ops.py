@@ -221,6 +221,7 @@ def test_without_jax():
     code = "import sys; sys.modules['jax'] = None\nimport fp8moe.adapters.jax_ops"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'jax>=0.10'" in found.stderr
-    old = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 1), '0.9.1'\nimport fp8moe.adapters.jax_ops"
+    version = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 1), '0.9.1'"
+    old = version + "\nimport fp8moe.adapters.jax_ops"
     found = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
     assert "needs jax 0.10 or later (this is jax 0.9.1)" in found.stderr
