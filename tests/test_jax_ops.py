@@ -225,3 +225,91 @@ def test_without_jax():
     old = version + "\nimport fp8moe.adapters.jax_ops"
     found = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
     assert "needs jax 0.10 or later (this is jax 0.9.1)" in found.stderr
+
+
+def plain_dispatch(x, mask, probs, align, rows):
+    """Row by row, in NumPy."""
+    out, moved, place, starts = np.zeros((rows, x.shape[1]), x.dtype), np.zeros(rows, np.float32), {}, []
+    at = 0
+    for e in range(mask.shape[1]):
+        starts.append(at)
+        for t in np.flatnonzero(mask[:, e]):
+            out[at], moved[at], place[t, e] = x[t], probs[t, e], at
+            at += 1
+        at = starts[-1] + -(-(at - starts[-1]) // align) * align
+    return out, moved, place
+
+
+@pytest.mark.parametrize("align", [None, 8])
+@pytest.mark.parametrize("jit", [False, True])
+def test_transformer_engines_names(align, jit):
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    mask = RNG.random((2, T // 2, E)) < 0.4
+    x, probs = X.astype(np.float32).reshape(2, T // 2, H), RNG.random((2, T // 2, E)).astype(np.float32)
+    count = int(mask.sum())
+
+    def there_and_back(x, probs):
+        rows, moved, row_map, pads, counts = te.token_dispatch(x, mask_on_jax, count, probs, align)
+        again = te.token_combine(rows, row_map, probs, pads)
+        return rows, moved, counts, again
+
+    mask_on_jax = jnp.asarray(mask)
+    run = jax.jit(there_and_back) if jit else there_and_back
+    rows, moved, counts, again = run(*map(jnp.asarray, (x, probs)))
+    size = count if align is None else (count + E * (align - 1)) // align * align
+    flat, flat_probs, flat_mask = x.reshape(T, H), probs.reshape(T, E), mask.reshape(T, E)
+    wanted, wanted_probs, place = plain_dispatch(flat, flat_mask, flat_probs, align or 1, size)
+    np.testing.assert_array_equal(rows, wanted)
+    np.testing.assert_array_equal(moved, wanted_probs)
+    padded = flat_mask.sum(0) if align is None else -(-flat_mask.sum(0) // align) * align
+    np.testing.assert_array_equal(counts, padded)
+    weights = np.where(flat_mask, flat_probs, 0).sum(1, keepdims=True)
+    np.testing.assert_allclose(again, flat * weights, rtol=1e-5, atol=1e-5)
+
+    def loss(x, probs):
+        rows, moved, _, again = there_and_back(x, probs)
+        return (again * 3).sum() + (moved * jnp.arange(size)).sum() + (rows * 2).sum()
+
+    dx, dprobs = (jax.jit(jax.grad(loss, (0, 1))) if jit else jax.grad(loss, (0, 1)))(
+        *map(jnp.asarray, (x, probs))
+    )
+    wanted_dx = 3 * weights + 2 * flat_mask.sum(1, keepdims=True)
+    np.testing.assert_allclose(dx.reshape(T, H), np.broadcast_to(wanted_dx, (T, H)), rtol=1e-5)
+    wanted_dp = np.zeros((T, E))
+    for (t, e), at in place.items():
+        wanted_dp[t, e] = at + 3 * flat[t].astype(np.float64).sum()
+    np.testing.assert_allclose(dprobs.reshape(T, E), wanted_dp, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_transformer_engines_chunk_sort(jit):
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    run = jax.jit(te.sort_chunks_by_index) if jit else te.sort_chunks_by_index
+    out, row_map = run(*map(jnp.asarray, (X, SIZES, ORDER)))
+    chunks = np.split(np.arange(T), np.cumsum(SIZES)[:-1])
+    order = np.concatenate([chunks[i] for i in ORDER])
+    np.testing.assert_array_equal(np.asarray(out).astype(np.float32), X[order].astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(row_map)[order], np.arange(T))
+
+
+def test_no_nan_is_hidden():
+    """A NaN of a routed row reaches its token, and one in the padding reaches nobody."""
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    mask = jnp.asarray(np.eye(4, dtype=np.int32))
+    x = jnp.ones((4, 8))
+    rows, _, row_map, pads, _ = te.token_dispatch(x, mask, 4, align_size=2)
+    poisoned = rows.at[1].set(jnp.nan)  # padding of the first expert
+    assert np.isfinite(np.asarray(te.token_combine(poisoned, row_map, None, pads))).all()
+    broken = np.asarray(te.token_combine(rows.at[2].set(jnp.nan), row_map, mask * 0.0, pads))
+    assert np.isnan(broken[1]).all()
+    assert np.isfinite(broken[[0, 2, 3]]).all()
+
+
+def test_dispatch_wants_a_count():
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    with pytest.raises(ValueError, match="num_out_tokens: got -1"):
+        te.token_dispatch(jnp.ones((4, 8)), jnp.ones((4, 2)), -1)
