@@ -38,7 +38,7 @@ def grouped_gemm(
     if quantized:
         ready = x.layout == "gemm_ready"
         strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
-    if _by_wgmma(backend, quantized, x, w, expert_offsets, {"N": (width, 8), "K": (x.shape[1], 16)}):
+    if _by_wgmma(backend, quantized, x, w, out, expert_offsets, {"N": (width, 8), "K": (x.shape[1], 16)}):
         experts = w.shape[0]
         _launch_tiles(
             "grouped_gemm_tiles",
@@ -83,7 +83,7 @@ def grouped_gemm_wgrad(
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
     multiples = {"P": (dy.shape[0], 16), "N": (width, 4), "K": (depth, 8)}
-    if _by_wgmma(backend, quantized, dy, x, expert_offsets, multiples, out.dtype):
+    if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, multiples):
         _launch_tiles(
             "grouped_gemm_wgrad_tiles",
             dy,
@@ -128,9 +128,9 @@ def _by_wgmma(
     quantized: bool,
     a: Any,
     b: Any,
+    out: Any,
     expert_offsets: Any,
     multiples: dict[str, tuple[int, int]],
-    dtype: Any = BFLOAT16,
 ) -> bool:
     """Whether the tensor cores' kernel makes this product. That FP8 goes another way unasked is not passed
     over in silence: it is hundreds of times slower."""
@@ -140,10 +140,10 @@ def _by_wgmma(
     if (here := architecture(current_device())) != "sm_90a":
         why.append(f"the device is {here}, not sm_90a")
     why += [f"{name} is {n}, no multiple of {of}" for name, (n, of) in multiples.items() if n % of]
-    if dtype not in (BFLOAT16, np.dtype(np.float32)):
-        why.append(f"out is {dtype}, not float32 or bfloat16")
-    if any(q.data.ptr % 16 or q.scales.ptr % 16 for q in (a, b)):
-        why.append("codes or scales do not begin at a multiple of 16 bytes")
+    if out.dtype not in (BFLOAT16, np.dtype(np.float32)):
+        why.append(f"out is {out.dtype}, not float32 or bfloat16")
+    if any(p.ptr % 16 for p in (a.data, a.scales, b.data, b.scales, out)):
+        why.append("codes, scales or out do not begin at a multiple of 16 bytes")
     if expert_offsets.size * 8 > TABLE_BYTES:
         why.append(f"{expert_offsets.size - 1} experts are too many")
     if not why:

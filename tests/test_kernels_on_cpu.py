@@ -226,6 +226,11 @@ def test_grouped_gemm_says_when_it_is_slow():
         assert relative_error(both(fp8moe.grouped_gemm, x, w, offsets)) <= 2.0**-8
     with pytest.raises(ValueError, match=r"N is 20.*backend='plain'"):
         both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
+    turned = fp8moe.scaling_aware_transpose(x, offsets)
+    odd = np.zeros(2 * 128 * 128 + 1, np.float32)[1:].reshape(2, 128, 128)  # not at a multiple of 16 bytes
+    with pytest.warns(RuntimeWarning, match="out do not begin at a multiple of 16 bytes"):
+        _, theirs = both(fp8moe.grouped_gemm_wgrad, turned, turned, offsets, odd)
+    assert theirs.any()
 
 
 def test_a_new_thread_asks_for_the_devices_context(monkeypatch):
