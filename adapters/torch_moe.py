@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8moe
 from fp8moe import Quantized
@@ -31,6 +32,7 @@ class FP8FlowMoE(nn.Module):
     have changed (an optimizer's step, or a loaded state dict), so once a step, however many micro-batches it
     has, into the same memory each time. `quantize_weights` makes them at another moment: before a CUDA graph
     is captured, and after each step when a captured graph is replayed, which looks at no versions.
+    `fully_shard` gathers weights without counting a version: there they are made anew with every gathering.
 
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
@@ -106,6 +108,13 @@ class FP8FlowMoE(nn.Module):
             f"recipe={self.recipe!r}, recompute={self.recompute!r}"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # fully_shard gathers weights anew without counting a version, and sets them like this each time
+        fp8 = self.__dict__.get("_fp8", {})
+        if name in fp8:
+            fp8[name] = None, fp8[name][1]
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fp8": {}}  # made anew where it is wanted
 
@@ -122,7 +131,7 @@ class FP8FlowMoE(nn.Module):
         w = getattr(self, name)
         made_of, fp8 = self._fp8.get(name, (None, None))
         capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
-        if fp8 is not None and (capturing or made_of == _identity(w)):
+        if fp8 is not None and (capturing or _same(made_of, w)):
             return fp8
         if capturing:
             raise RuntimeError(
@@ -132,7 +141,8 @@ class FP8FlowMoE(nn.Module):
 
     def _quantize(self, name: str) -> Quantized:
         w = getattr(self, name)
-        new = fp8moe.quantize_weights(w.detach())
+        # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
+        new = fp8moe.quantize_weights(w.detach().clone() if w.device.type == "cpu" else w.detach())
         _, old = self._fp8.get(name, (None, None))
         if old is not None and old.rowwise.data.device == w.device:
             for a, b in zip(arrays_in(old), arrays_in(new), strict=True):
@@ -169,13 +179,13 @@ class _Experts(torch.autograd.Function):
             **activation,
         )
         ctx.weights, ctx.probs_dtype = (w13, w2), probs.dtype
-        ctx.made_of = [_identity(w) for w in ctx.weights]
+        ctx.versions = [w._version for w in ctx.weights]
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        if [_identity(w) for w in ctx.weights] != ctx.made_of:
+        if [w._version for w in ctx.weights] != ctx.versions:
             raise RuntimeError("w13, w2: changed in place between the forward and its backward")
         into = [getattr(w, "main_grad", None) for w in ctx.weights]
         g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dw13=into[0], dw2=into[1])
@@ -187,6 +197,11 @@ class _Experts(torch.autograd.Function):
         return g.dx, *grads, None, g.dprobs.to(ctx.probs_dtype), None, None
 
 
-def _identity(w: Tensor) -> tuple[int, int]:
-    """Changes whenever the values may have: in-place changes count versions."""
-    return w.data_ptr(), w._version
+def _identity(w: Tensor) -> tuple[StorageWeakRef, int, int]:
+    """What tells that the values cannot have changed: in-place changes count versions, and an address means
+    something as long as its storage lives."""
+    return StorageWeakRef(w.untyped_storage()), w.data_ptr(), w._version
+
+
+def _same(made_of: tuple[StorageWeakRef, int, int] | None, w: Tensor) -> bool:
+    return made_of is not None and not made_of[0].expired() and made_of[1:] == _identity(w)[1:]

@@ -333,6 +333,15 @@ class _MoELayer(torch.autograd.Function):
         return g.dx, g.dw13.to(w13), g.dw2.to(w2), None, g.dprobs.to(probs), None, None, None
 
 
+def __getattr__(name: str) -> Any:
+    """`FP8FlowMoE`, which stands on this module, and has its own."""
+    if name == "FP8FlowMoE":
+        from fp8moe.adapters.torch_moe import FP8FlowMoE
+
+        return FP8FlowMoE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # ---------------------------------------------------------------- eager mode
 
 

@@ -70,7 +70,7 @@ def test_bench_writes_json_lines(tmp_path, capsys):
     out = tmp_path / "results" / "cpu.jsonl"
     assert main(["bench", "quantize", "permute", "--device", "cpu", "--quick", "--out", str(out)]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         assert line["us"] > 0
         assert line["versions"]["numpy"]

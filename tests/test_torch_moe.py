@@ -111,6 +111,50 @@ def test_fp8_copies_stay_where_they_are():
     assert torch.equal(y, fresh(tokens()))
 
 
+def test_weights_that_other_memory_holds():
+    """An address that is used again is another weight."""
+    layer = module()
+    layer(tokens())
+    for scale in (2.0, 3.0, 4.0):
+        new = layer.w13.detach() * scale
+        layer.w13.data = torch.empty(0)
+        layer.w13.data = new
+        fresh = module()
+        with torch.no_grad():
+            fresh.w13.copy_(new)
+        assert torch.equal(layer(tokens()), fresh(tokens()))
+
+
+def sharded(rank, folder):
+    """One of two processes: three steps with `fully_shard` around a parent of the layer, and without."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = []
+    for shard in (False, True):
+        block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN), module())
+        if shard:
+            fully_shard(block, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(block.parameters(), lr=1.0)
+        for step in range(3):
+            for micro_batch in range(2):
+                y = block(tokens(10 * step + micro_batch, torch.float32))
+                (y * y).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(y.detach())
+    for a, b in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(results[0], results[2])
+    dist.destroy_process_group()
+
+
+def test_sharded_weights_are_quantised_anew(tmp_path):
+    """FSDP gathers them into the same memory and counts no version."""
+    torch.multiprocessing.spawn(sharded, (str(tmp_path),), nprocs=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_to_main_grad(dtype):
     plain, layer = module(), module()
@@ -153,6 +197,7 @@ def test_state_copies_and_shapes():
     for twin in (other, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(twin(x).reshape(y.shape), y)
     assert "recipe='fp8_flow'" in repr(layer)
+    assert torch_ops.FP8FlowMoE is FP8FlowMoE
 
 
 def test_another_routers_choice():
