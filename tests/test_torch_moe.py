@@ -13,9 +13,9 @@ from fp8moe.adapters.torch_moe import FP8FlowMoE
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 
 
-def module(recipe="fp8_flow", **options):
+def module(recipe="fp8_flow", experts=EXPERTS, **options):
     torch.manual_seed(0)
-    return FP8FlowMoE(HIDDEN, FFN, EXPERTS, TOPK, recipe=recipe, **options)
+    return FP8FlowMoE(HIDDEN, FFN, experts, TOPK, recipe=recipe, **options)
 
 
 def tokens(seed=1, dtype=torch.bfloat16):
@@ -126,16 +126,21 @@ def test_weights_that_other_memory_holds():
 
 
 def sharded(rank, folder):
-    """One of two processes: three steps with `fully_shard` around a parent of the layer, and without."""
+    """One of two processes: three steps with `fully_shard` around a parent of the layer, and without. Three
+    experts on two ranks would be padded to four."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
+
+    from fp8moe.adapters.torch_fsdp import shard_placement
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = []
     for shard in (False, True):
-        block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN), module())
+        block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN), module(experts=3))
         if shard:
-            fully_shard(block, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+            fully_shard(block, mesh=mesh, shard_placement_fn=shard_placement(2))
+            assert [p.placements[0].dim for p in block.parameters()] == [0, 0, 1, 1, 1]
         optimizer = torch.optim.SGD(block.parameters(), lr=1.0)
         for step in range(3):
             for micro_batch in range(2):
@@ -153,6 +158,21 @@ def sharded(rank, folder):
 def test_sharded_weights_are_quantised_anew(tmp_path):
     """FSDP gathers them into the same memory and counts no version."""
     torch.multiprocessing.spawn(sharded, (str(tmp_path),), nprocs=2)
+
+
+def test_the_dimension_that_needs_no_padding():
+    from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
+
+    def dim(shape, ranks):
+        found = shard_placement(ranks)(torch.nn.Parameter(torch.empty(shape, device="meta")))
+        return None if found is None else found.dim
+
+    assert [dim((8, 4096, 7168), n) for n in (4, 8, 64, 7, 11)] == [0, 0, 1, 2, None]
+    assert padded_elements((8, 4096, 7168), 64) == 56 * 4096 * 7168
+    assert padded_elements((8, 4096, 7168), 64, 1) == 0
+    assert padded_elements((3, 4, 5), 7, 2) == 2 * 12
+    with pytest.raises(ValueError, match="ranks: got 0"):
+        shard_placement(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
