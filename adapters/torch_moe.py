@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8moe
-from fp8moe import Quantized
+from fp8moe import Quantized, checks
 from fp8moe.adapters import torch_ops
 from fp8moe.moe import RECIPES
 from fp8moe.records import arrays_in
@@ -55,10 +55,8 @@ class FP8FlowMoE(nn.Module):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        if recipe not in RECIPES:
-            raise ValueError(f"recipe: got {recipe!r}; wanted one of {', '.join(map(repr, RECIPES))}")
-        if recompute not in (None, "moe_expert"):
-            raise ValueError(f"recompute: got {recompute!r}; wanted None or 'moe_expert'")
+        checks.choice("recipe", recipe, RECIPES)
+        checks.choice("recompute", recompute, (None, "moe_expert"))
         if recipe != "bf16" and (hidden % 128 or ffn % 128):
             raise ValueError(f"hidden, ffn: got {hidden}, {ffn}; wanted multiples of 128 for {recipe!r}")
         if not 0 < topk <= num_experts:
@@ -70,7 +68,7 @@ class FP8FlowMoE(nn.Module):
         self.router = nn.Linear(hidden, num_experts, bias=False, **place)
         self.w13 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, **place))
         self.w2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, **place))
-        self._fp8: dict[str, tuple[Any, Quantized]] = {}  # name -> what it was made of, and it
+        self._fp8: dict[str, tuple[_MadeOf | None, Quantized]] = {}  # name -> what it was made of, and it
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -131,7 +129,7 @@ class FP8FlowMoE(nn.Module):
         w = getattr(self, name)
         made_of, fp8 = self._fp8.get(name, (None, None))
         capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
-        if fp8 is not None and (capturing or _same(made_of, w)):
+        if fp8 is not None and (capturing or (made_of is not None and made_of.still(w))):
             return fp8
         if capturing:
             raise RuntimeError(
@@ -148,7 +146,7 @@ class FP8FlowMoE(nn.Module):
             for a, b in zip(arrays_in(old), arrays_in(new), strict=True):
                 a.copy_(b)  # captured graphs know the addresses
             new = old
-        self._fp8[name] = _identity(w), new
+        self._fp8[name] = _MadeOf(w), new
         return new
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
@@ -197,11 +195,12 @@ class _Experts(torch.autograd.Function):
         return g.dx, *grads, None, g.dprobs.to(ctx.probs_dtype), None, None
 
 
-def _identity(w: Tensor) -> tuple[StorageWeakRef, int, int]:
-    """What tells that the values cannot have changed: in-place changes count versions, and an address means
-    something as long as its storage lives."""
-    return StorageWeakRef(w.untyped_storage()), w.data_ptr(), w._version
+class _MadeOf:
+    """The values of a weight at one time. In-place changes count versions, and an address means something as
+    long as its storage lives."""
 
+    def __init__(self, w: Tensor):
+        self.storage, self.at = StorageWeakRef(w.untyped_storage()), (w.data_ptr(), w._version)
 
-def _same(made_of: tuple[StorageWeakRef, int, int] | None, w: Tensor) -> bool:
-    return made_of is not None and not made_of[0].expired() and made_of[1:] == _identity(w)[1:]
+    def still(self, w: Tensor) -> bool:
+        return self.at == (w.data_ptr(), w._version) and not self.storage.expired()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, host, tall
+from fp8moe.benchmarks.harness import Case, close, host, tall
 
 # columns, contraction of the forward product: DeepSeek-V3's and Qwen3's experts
 FORWARD = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]
@@ -44,7 +44,7 @@ def forward(rows: int, width: int, depth: int, groups: int) -> Case:
         (x.data, x.scales, w.data, w.scales, even(rows, groups)),
         fp8moe.grouped_gemm,
         # bfloat16 has 8 bits
-        lambda y, *_: near(host(y[-1:])[0], last, 2.0**-8),
+        lambda y, *_: close(host(y[-1:])[0], last, 2.0**-8),
         nbytes=nbytes if groups > 100 else 0,
         flops=2 * rows * width * depth,
         prepare=prepare,
@@ -70,7 +70,7 @@ def wgrad(rows: int, width: int, depth: int, groups: int, accumulate: bool = Fal
 
     def right(out: Any, *_: np.ndarray) -> bool:
         # sums of float32 and the tensor cores' 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
-        return near(host(out[0, :4]), product * (2 if accumulate else 1), 2.0**-11)
+        return close(host(out[0, :4]), product * (2 if accumulate else 1), 2.0**-11)
 
     return Case(
         "grouped_gemm_wgrad fp8" + (", added" if accumulate else ""),
@@ -85,7 +85,3 @@ def wgrad(rows: int, width: int, depth: int, groups: int, accumulate: bool = Fal
 
 def even(rows: int, groups: int) -> np.ndarray:
     return (np.arange(groups + 1) * (rows // groups)).astype(np.int32)
-
-
-def near(got: np.ndarray, wanted: np.ndarray, bound: float) -> bool:
-    return float(np.linalg.norm(got.astype(np.float64) - wanted)) <= bound * float(np.linalg.norm(wanted))

@@ -353,7 +353,7 @@ def tall(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     return top if len(top) == rows else np.resize(top, (rows, columns))
 
 
-def close(got: np.ndarray, wanted: np.ndarray) -> bool:
-    """Within what quantising to FP8 may lose."""
-    wide = wanted.astype(np.float32)
-    return float(np.linalg.norm(got - wide)) < 2.0**-4 * float(np.linalg.norm(wide))
+def close(got: np.ndarray, wanted: np.ndarray, bound: float = 2.0**-4) -> bool:
+    """Within a share of the whole: by default what quantising to FP8 may lose."""
+    wide = wanted.astype(np.float64)
+    return float(np.linalg.norm(got.astype(np.float64) - wide)) < bound * float(np.linalg.norm(wide))

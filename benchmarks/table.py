@@ -33,14 +33,17 @@ def table(name: str) -> str:
     return _demo(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
+def _packages(row: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in row["versions"].items())
+
+
 def _times(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
-    packages = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
     rates = sorted({r["copy_gb_s"] for r in rows})
     rate = f"{rates[0]:.1f}" if len(rates) == 1 else f"{rates[0]:.0f} to {rates[-1]:.0f}"
     runs = dict.fromkeys((r["commit"], r["command"]) for r in rows)
     lines = [
-        f"{first['device']}, copy rate {rate} GB/s; {packages}; "
+        f"{first['device']}, copy rate {rate} GB/s; {_packages(first)}; "
         + "; ".join(f"commit {commit}: `{command}`" for commit, command in runs),
         "",
         "| operation | shape | time | of the copy rate's limit | host time |"
@@ -59,10 +62,9 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 def _layers(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
-    packages = ", ".join(f"{k} {v}" for k, v in first["versions"].items())
     base = {r["shape"]: r for r in rows if r["name"] == "bf16"}
     lines = [
-        f"{first['device']}; {packages}; commit {first['commit']}: `{first['command']}`",
+        f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
         "",
         "| layer | recipe | forward + backward | against bf16 | outside the products | kept for backward |",
         "|---|---|---:|---:|---:|---:|",

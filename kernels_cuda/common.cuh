@@ -108,6 +108,16 @@ __device__ __forceinline__ T block_reduce(T value, T* shared, Op op) {
   return result;
 }
 
+// The sum of this lane's value and those of all lanes before it.
+template <class T>
+__device__ __forceinline__ T sum_up_to_here(T value) {
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(0xffffffffu, value, step);
+    if ((int)(threadIdx.x % 32) >= step) value += other;
+  }
+  return value;
+}
+
 // The last of `count` ascending keys that is at most `value`; 0 when none is.
 template <class Index, class Value>
 __device__ __forceinline__ Index last_at_most(const int* keys, Index count, Value value) {

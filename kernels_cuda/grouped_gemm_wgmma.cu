@@ -76,11 +76,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     for (int e0 = 0; e0 <= experts; e0 += 32) {
       const int e = e0 + (int)lane, count = e < experts ? s.offsets[e + 1] - s.offsets[e] : 0;
       const int mine = count > 0 ? (count + 127) / 128 : 0;
-      int total = mine;
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, total, step);
-        if ((int)lane >= step) total += other;
-      }
+      const int total = sum_up_to_here(mine);
       if (e <= experts) s.first[e] = before + total - mine;
       before += __shfl_sync(0xffffffffu, total, 31);
     }
@@ -333,9 +329,8 @@ __device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a
 // What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
 //   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
 //   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth].
-// Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that do not begin at multiples
-// of
-//   16 rows are slow, and multiples of 128 rows fastest.
+// Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
+//   rows are slow, and multiples of 128 rows fastest.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,

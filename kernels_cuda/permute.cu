@@ -445,11 +445,7 @@ __device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
 // Sum over the threads before this one.
 __device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  i64 total = value;
-  for (int step = 1; step < 32; step *= 2) {
-    const i64 other = __shfl_up_sync(0xffffffffu, total, step);
-    if (lane >= step) total += other;
-  }
+  i64 total = sum_up_to_here(value);
   if (lane == 31) sums[warp] = total;
   __syncthreads();
   for (int w = 0; w < warp; ++w) total += sums[w];

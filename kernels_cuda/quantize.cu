@@ -17,9 +17,8 @@
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
 //   gemm_ready: block b of row r at b * ready + r.
 // Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a thread
-// has
-//   PAIRS times sixteen values.
+// Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a
+//   thread has PAIRS times sixteen values.
 // Why: every load and store is whole lines, no shared memory, no barrier.
 extern "C" __global__ void __launch_bounds__(64)
     quantize_rows(const void* x, i64 vectors, i64 blocks, i64 pow2, float eps, i64 ready, u8* codes,

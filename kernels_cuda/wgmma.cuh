@@ -133,14 +133,6 @@ __device__ __forceinline__ void products_seen(float (&d)[64]) {
   for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Copies, for a store of both at once, which wants neighbouring registers: the sums need not lie so.
-__device__ __forceinline__ float2 pair_of(float a, float b) {
-  float2 two;
-  asm volatile("mov.f32 %0, %1;" : "=f"(two.x) : "f"(a));
-  asm volatile("mov.f32 %0, %1;" : "=f"(two.y) : "f"(b));
-  return two;
-}
-
 // Barrier `name` of the block, for `count` threads.
 __device__ __forceinline__ void named_wait(u32 name, u32 count) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory");
