@@ -173,6 +173,41 @@ extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 column
   for (i64 b = 0; b < size; ++b) out[(base + c * rows + r) * size + b] = in[(base + i) * size + b];
 }
 
+// What: values of row-wise blocks, code * scale, as KIND: BF16 or F32.
+// Shapes: codes [rows, columns], columns a multiple of 16; scale b of row r at r * row_stride + b *
+// column_stride. Bytes: every code read once, every value written once. Launch: a thread has sixteen codes.
+extern "C" __global__ void __launch_bounds__(256)
+    dequantize_rows(const u8* codes, const void* scales, i64 vectors, i64 of_row, i64 row_stride,
+                    i64 column_stride, void* out) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= vectors) return;
+  const u32 row = i / (u32)of_row, at = i - row * (u32)of_row;
+  const i64 place = row * row_stride + at / (MX ? 2 : 8) * column_stride;
+  const float scale = MX ? e8m0_to_float(((const u8*)scales)[place]) : ((const float*)scales)[place];
+  const uint4 v = load_streaming((const uint4*)codes + i);
+  const u32 fours[4] = {v.x, v.y, v.z, v.w};
+  float x[16];
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    const u32 two = decode2((u16)(fours[k / 4] >> (k / 2 % 2 * 16)), FMT);
+    const float value = f16_to_float((u16)(two >> (k % 2 * 16)));
+    x[k] = (value != value ? __uint_as_float(0x7fc00000u) : value) * scale;
+  }
+  if (KIND == F32) {
+#pragma unroll
+    for (int k = 0; k < 16; k += 4)
+      ((float4*)out)[4 * (i64)i + k / 4] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
+    return;
+  }
+  u32 words[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    words[k] = float_to_bf16(x[2 * k]) | (u32)float_to_bf16(x[2 * k + 1]) << 16;
+  }
+  ((uint4*)out)[2 * (i64)i] = make_uint4(words[0], words[1], words[2], words[3]);
+  ((uint4*)out)[2 * (i64)i + 1] = make_uint4(words[4], words[5], words[6], words[7]);
+}
+
 // Row-wise (compact or gemm_ready) and weight tensors. One thread a value.
 extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales, i64 count, i64 rows,
                                              i64 columns, i64 block_rows, i64 block_columns, i64 row_stride,
