@@ -1,15 +1,18 @@
 """The public operations for JAX, eagerly and inside ``jax.jit``, with gradients.
 
 Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one
-`jax.experimental.buffer_callback` an operation (`_traced`, the one place that would change with JAX), on the
-CPU; inside ``jit`` on CUDA it is refused for now. Shapes are static: a plan has its static bound, and nothing
-looks at values. An FP8 tensor never crosses an autodiff border: `moe_ffn` holds the whole FP8 segment in one
-``custom_vjp``, bfloat16 (or float32) at both edges.
+`jax.experimental.buffer_callback` an operation (`_traced`, the one place that would change with JAX): on CUDA
+its kernels run on XLA's stream, in XLA's memory, temporaries included. Shapes are static: a plan has its
+static bound, and nothing looks at values. An array to add to (``out``, ``dw13``, ``dw2``) is not changed, the
+result is: XLA gives it the same memory where nobody needs the old one. An FP8 tensor never crosses an
+autodiff border: `moe_ffn` holds the whole FP8 segment in one ``custom_vjp``, bfloat16 (or float32) at both
+edges.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,9 @@ except ImportError as error:
     ) from None
 
 import fp8moe
-from fp8moe import border
+from fp8moe import dlpack
 from fp8moe.moe import Saved
+from fp8moe.placed import Layout
 from fp8moe.records import (
     ArraySpec,
     MoEGrads,
@@ -67,69 +71,92 @@ for _kind in (QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, S
 # ---------------------------------------------------------------- tracing
 
 
-def _wrapped(function: Any) -> Any:
-    """A public function that also takes traced arrays."""
+def traceable(function: Any) -> Any:
+    """A public function, or one that calls several, that also takes traced arrays: one step of the jitted
+    program, which allocates nothing of its own."""
+    parameters = inspect.signature(function)
+    changed = {"out", "dw13", "dw2"} & set(parameters.parameters)  # arguments that are added to, in place
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         leaves = [a for v in (*args, *options.values()) for a in arrays_in(v)]
-        if any(isinstance(a, jax.core.Tracer) for a in leaves):
-            return _traced(function, args, options, leaves)
+        in_place: Any = ()
+        if changed:
+            given = parameters.bind(*args, **options).arguments
+            in_place = [given[name] for name in changed if isinstance(given.get(name), jax.Array)]
+        if in_place or any(isinstance(a, jax.core.Tracer) for a in leaves):
+            return _traced(function, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
     return call
 
 
-def _traced(function: Any, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any]) -> Any:
-    def with_arrays(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        following = iter(arrays)
-        given = tuple(map_arrays(lambda _, a: next(following), v) for v in args)
-        return given, {k: map_arrays(lambda _, a: next(following), v) for k, v in options.items()}
+def _traced(
+    function: Any, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any], in_place: set[int]
+) -> Any:
+    operands = list({id(a): a for a in leaves}.values())  # each once
+    number_of = {id(a): i for i, a in enumerate(operands)}
+    numbers = [number_of[id(a)] for a in leaves]
 
-    given, named = with_arrays(ArraySpec(tuple(a.shape), np.dtype(a.dtype)) for a in leaves)
-    result = border.shapes_of(function, *given, **named)
-    specs = arrays_in(result)
+    def on_arrays(arrays: Any) -> Any:
+        following = (arrays[n] for n in numbers)
+        given = [map_arrays(lambda _, a: next(following), v) for v in args]
+        return function(
+            *given, **{k: map_arrays(lambda _, a: next(following), v) for k, v in options.items()}
+        )
+
+    specs = [ArraySpec(tuple(a.shape), np.dtype(a.dtype)) for a in operands]
+    layout = Layout(on_arrays, specs, {number_of[i] for i in in_place})
 
     def callback(context: Any, out: Any, *buffers: Any) -> None:
-        if any(b.__dlpack_device__()[0] != 1 for b in buffers):
-            raise NotImplementedError(
-                f"{function.__name__} inside jax.jit on CUDA; call it outside, or on the CPU"
-            )
-        given, named = with_arrays(np.asarray(b) for b in buffers)
-        for target, found in zip(out, arrays_in(function(*given, **named)), strict=True):
-            np.copyto(np.asarray(target), found)
+        kind, device = out[0].__dlpack_device__()
+        if kind == dlpack.CPU:
+            arrays = [
+                np.asarray(out[layout.aliases[i]] if i in layout.aliases else b)
+                for i, b in enumerate(buffers)
+            ]
+            for n, found in zip(layout.leaves, arrays_in(on_arrays(arrays)), strict=True):
+                if n >= 0 and n not in layout.aliases.values():
+                    np.copyto(np.asarray(out[n]), found)
+            return
+        given, made = ([dlpack.address_of(b.__dlpack__()) for b in them] for them in (buffers, out))
+        layout.run(given, made, device, context.stream)
 
-    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs)
-    made = iter(buffer_callback(callback, shapes, vmap_method="sequential")(*leaves))
-    return map_arrays(lambda _, a: next(made), result)
+    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.outputs)
+    made = ()
+    if shapes:
+        made = buffer_callback(
+            callback, shapes, vmap_method="sequential", input_output_aliases=layout.aliases
+        )(*operands)
+    return layout.result(operands, made)
 
 
 # ---------------------------------------------------------------- without gradients
 
-plan_topk = _wrapped(fp8moe.plan_topk)
-plan_routing_map = _wrapped(fp8moe.plan_routing_map)
-quantize = _wrapped(fp8moe.quantize)
-quantize_weights = _wrapped(fp8moe.quantize_weights)
-dequantize = _wrapped(fp8moe.dequantize)
-to_layout = _wrapped(fp8moe.to_layout)
-scaling_aware_transpose = _wrapped(fp8moe.scaling_aware_transpose)
-permute_transpose = _wrapped(fp8moe.permute_transpose)
-permute_backward = _wrapped(fp8moe.permute_backward)
-unpermute_backward = _wrapped(fp8moe.unpermute_backward)
-sort_chunks_backward = _wrapped(fp8moe.sort_chunks_backward)
-swiglu_backward = _wrapped(fp8moe.swiglu_backward)
-swiglu_quantize = _wrapped(fp8moe.swiglu_quantize)
-swiglu_quantize_backward = _wrapped(fp8moe.swiglu_quantize_backward)
-grouped_gemm = _wrapped(fp8moe.grouped_gemm)
-grouped_gemm_wgrad = _wrapped(fp8moe.grouped_gemm_wgrad)
-moe_forward = _wrapped(fp8moe.moe_forward)
-moe_backward = _wrapped(fp8moe.moe_backward)
-_permute_op = _wrapped(fp8moe.permute)
-_unpermute_op = _wrapped(fp8moe.unpermute)
-_sort_op = _wrapped(fp8moe.sort_chunks)
-_pad_op = _wrapped(fp8moe.pad)
-_unpad_op = _wrapped(fp8moe.unpad)
-_swiglu_op = _wrapped(fp8moe.swiglu)
+plan_topk = traceable(fp8moe.plan_topk)
+plan_routing_map = traceable(fp8moe.plan_routing_map)
+quantize = traceable(fp8moe.quantize)
+quantize_weights = traceable(fp8moe.quantize_weights)
+dequantize = traceable(fp8moe.dequantize)
+to_layout = traceable(fp8moe.to_layout)
+scaling_aware_transpose = traceable(fp8moe.scaling_aware_transpose)
+permute_transpose = traceable(fp8moe.permute_transpose)
+permute_backward = traceable(fp8moe.permute_backward)
+unpermute_backward = traceable(fp8moe.unpermute_backward)
+sort_chunks_backward = traceable(fp8moe.sort_chunks_backward)
+swiglu_backward = traceable(fp8moe.swiglu_backward)
+swiglu_quantize = traceable(fp8moe.swiglu_quantize)
+swiglu_quantize_backward = traceable(fp8moe.swiglu_quantize_backward)
+grouped_gemm = traceable(fp8moe.grouped_gemm)
+grouped_gemm_wgrad = traceable(fp8moe.grouped_gemm_wgrad)
+moe_forward = traceable(fp8moe.moe_forward)
+moe_backward = traceable(fp8moe.moe_backward)
+_permute_op = traceable(fp8moe.permute)
+_unpermute_op = traceable(fp8moe.unpermute)
+_sort_op = traceable(fp8moe.sort_chunks)
+_pad_op = traceable(fp8moe.pad)
+_unpad_op = traceable(fp8moe.unpad)
+_swiglu_op = traceable(fp8moe.swiglu)
 
 # ---------------------------------------------------------------- with gradients
 

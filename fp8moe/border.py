@@ -36,7 +36,7 @@ from fp8moe.records import (
 
 RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
-NOWHERE = -1  # the device of arrays that are shapes only (`shapes_of`): nothing is computed there
+NOWHERE = -1  # the device of arrays that are shapes only (`fp8moe.placed`): nothing is computed there
 
 
 class BackendUnavailable(RuntimeError):
@@ -90,7 +90,7 @@ def replayed(function: Any) -> Any:
         _recipes[key] = seen = recipe + 1
         if seen < 2:  # shapes that come once are not worth it
             return function(*arguments, **options)
-        recorder = replay.current.recorder = replay.Recorder(memory)
+        recorder = replay.current.recorder = replay.Recorder([(a.ptr, a.nbytes) for a in memory])
         try:
             result = function(*arguments, **options)
         finally:
@@ -177,13 +177,8 @@ class Call:
         for spec, scratch in recipe.allocations:
             memory.append((self.family.scratch if scratch else self.family.empty)(spec, self.device))
         if recipe.steps:
-            addresses = [array.ptr for array in memory]
             with self._on_device():
-                for function, before, recorded, places in recipe.steps:
-                    values = recorded.copy()  # other threads replay it, too
-                    for at, buffer, offset in places:
-                        values[at] = addresses[buffer] + offset
-                    function(*before, values)
+                replay.play(recipe.steps, [array.ptr for array in memory])
         for note, what in recipe.traced:
             note(what)
         return recipe.result(self, given, memory)
@@ -216,9 +211,7 @@ class Call:
 
     def _on_device(self) -> Any:
         """What is launched in this context runs on the stream that the caller's arrays are ordered on."""
-        launch = _module("fp8moe.kernels_cuda.launch")
-        stream = self.family.stream(self.device)
-        return launch.On(int(self.device), stream, self._scratch, replay.current.recorder)
+        return launching_on(int(self.device), self.family.stream(self.device), self._scratch)
 
     def leave(self, out: Any) -> Any:
         """Raw buffers back to the caller's kind of array; records remember their raw form."""
@@ -266,6 +259,12 @@ class Call:
             return launching.copy_to_host(raw)
 
 
+def launching_on(device: int, stream: int, scratch: Any) -> Any:
+    """A context whose launches go to one stream, and whose scratch memory comes from ``scratch``."""
+    launch = _module("fp8moe.kernels_cuda.launch")
+    return launch.On(device, stream, scratch, replay.current.recorder)
+
+
 def _is_empty(out: Any) -> bool:
     """Whether no array of a record has an element."""
     names = field_names(type(out))
@@ -289,11 +288,19 @@ def separate_arrays() -> Iterator[None]:
         _separate.reset(token)
 
 
-def shapes_of(function: Any, *args: Any, **options: Any) -> Any:
-    """What a public function returns, with an `ArraySpec` for every array, given such for its arrays: all of
-    its checks, and nothing computed, counted or allocated."""
-    with separate_arrays(), tracing.silent():
-        return function(*args, **options)
+@contextmanager
+def on_memory(memory: Any) -> Iterator[None]:
+    """Calls inside take and return raw `DeviceArray`s, allocate by ``memory.empty`` and ``.scratch``, and
+    run on ``memory.stream`` (see `fp8moe.placed`)."""
+    token = _memory.set(memory)
+    try:
+        with separate_arrays():
+            yield
+    finally:
+        _memory.reset(token)
+
+
+_memory: ContextVar[Any] = ContextVar("fp8moe_memory")
 
 
 def _plan_layout(plan: PermutationPlan) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
@@ -473,21 +480,28 @@ class _Numba(Family):
         return sys.modules["numba.cuda"].as_cuda_array(_cupy_view(require_cupy("a result"), raw))
 
 
-class _Shapes(Family):
-    """Arrays of which only shape and dtype are known: `shapes_of`."""
+class _Raw(Family):
+    """Raw buffers themselves, inside `on_memory`."""
 
-    name = "shapes"
+    name = "raw"
 
     def view(self, x: Any, name: str) -> RawArray:
-        if type(x) is not ArraySpec:
+        if type(x) is not DeviceArray:
             raise _no_array(x, name)
-        return DeviceArray(0, x.shape, dtype_named(x.dtype.name, name), NOWHERE, None)
+        dtype_named(x.dtype.name, name)
+        return x
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
-        return DeviceArray(0, spec.shape, spec.dtype, NOWHERE, None)
+        return _memory.get().empty(spec, device)
+
+    def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
+        return _memory.get().scratch(spec, device)
 
     def wrap(self, raw: RawArray) -> Any:
-        return ArraySpec(tuple(raw.shape), raw.dtype)
+        return raw
+
+    def stream(self, device: Device) -> int:
+        return _memory.get().stream
 
 
 class _Exchanged(Family):
@@ -547,7 +561,7 @@ _FAMILIES: dict[str, Family] = {
     "jaxlib": _Jax(),
     "numba": _Numba(),
     "numba_cuda": _Numba(),
-    "fp8moe": _Shapes(),
+    "fp8moe": _Raw(),
 }
 
 

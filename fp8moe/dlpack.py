@@ -111,6 +111,13 @@ def read_capsule(capsule: Any) -> Exchanged:
     )
 
 
+def address_of(capsule: Any) -> int:
+    """Where a capsule's array begins; 1 us, where `read_capsule` takes 8."""
+    name = _capsule_name(capsule)
+    tensor = _DLTensor.from_address(_capsule_pointer(capsule, name) + _LAYOUTS[name].tensor.offset)
+    return (tensor.data or 0) + tensor.byte_offset
+
+
 def as_numpy(x: Exchanged) -> np.ndarray:
     """A NumPy view of host memory; it keeps the capsule alive."""
     if 0 in x.shape:

@@ -15,14 +15,26 @@ from typing import Any
 from fp8moe.records import DeviceArray, field_names, is_metadata
 
 Place = tuple[int, int]  # buffer, offset in bytes
+# function, arguments before its values, values, and (which value, buffer, offset) of those that are addresses
+Step = tuple[Callable[..., None], tuple[Any, ...], list[Any], list[tuple[int, int, int]]]
+
+
+def play(steps: list[Step], addresses: list[int]) -> None:
+    """Launch what a `Recorder` noted, on other memory."""
+    for function, before, recorded, places in steps:
+        values = recorded.copy()  # other threads replay it, too
+        for at, buffer, offset in places:
+            values[at] = addresses[buffer] + offset
+        function(*before, values)
 
 
 class Recorder:
     """Notes what one call allocates, launches and returns."""
 
-    def __init__(self, arrays: list[DeviceArray]):
+    def __init__(self, buffers: list[tuple[int, int]]):
+        """buffers: address and size of what came in."""
         self.kept: list[DeviceArray] = []  # what was freed meanwhile would lend its address to another
-        self.buffers = [(a.ptr, a.nbytes) for a in arrays]
+        self.buffers = buffers
         self.allocations: list[tuple[Any, bool]] = []  # spec, whether it is scratch
         # function, arguments before its values, values, which of the values are addresses
         self.steps: list[tuple[Callable[..., None], tuple[Any, ...], list[Any], list[int]]] = []
@@ -42,7 +54,8 @@ class Recorder:
                 return i, address - ptr
         return None
 
-    def recipe(self, result: Any, arguments: tuple[Any, ...]) -> Recipe | None:
+    def launches(self) -> list[Step] | None:
+        """What was launched, for `play`; None if it cannot be done again on other arrays."""
         spans = sorted(b for b in self.buffers if b[1])
         apart = all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
         if not self.whole or not apart:  # arrays that overlap: an address has no one place
@@ -56,10 +69,16 @@ class Recorder:
                     return None
                 places.append((at, *found))
             steps.append((function, before, values, places))
+        return steps
+
+    def recipe(self, result: Any, arguments: tuple[Any, ...]) -> Recipe | None:
+        steps = self.launches()
         try:
-            return Recipe(self.allocations, steps, self.traced, self._template(result, arguments))
+            if steps is not None:
+                return Recipe(self.allocations, steps, self.traced, self._template(result, arguments))
         except LookupError:
-            return None
+            pass
+        return None
 
     def _template(self, value: Any, arguments: tuple[Any, ...]) -> Template:
         if is_metadata(value):

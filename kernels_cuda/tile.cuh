@@ -52,12 +52,8 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
                  : e == experts ? rows
                                 : clamped(offsets[0], rows));
     }
-    int total = hi > lo ? (hi - lo + height - 1) / height : 0;
-    const int mine = total;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, total, step);
-      if (lane >= step) total += other;
-    }
+    const int mine = hi > lo ? (hi - lo + height - 1) / height : 0;
+    int total = sum_up_to_here(mine);
     if (lane == 31) sums[warp] = total;
     __syncthreads();
     for (int w = 0; w < 8; ++w) {

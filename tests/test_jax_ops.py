@@ -12,6 +12,7 @@ import fp8moe
 from fp8moe.records import map_arrays
 
 jax = pytest.importorskip("jax")
+jax.config.update("jax_default_device", jax.devices("cpu")[0])  # where there is a GPU: test_jax_cuda.py
 jnp = jax.numpy
 jax_ops = pytest.importorskip("fp8moe.adapters.jax_ops")
 
@@ -187,6 +188,21 @@ def test_transformations():
     many = jnp.stack([x, 2 * x, -x])
     for a, b in zip(jax.vmap(lambda x: layer(x)[0])(many), many, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(layer(b)[0]))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_array_that_is_added_to_stays(jit):
+    a, b = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))
+    into = np.ones((E, H, H), np.float32)
+    given = to_jax((a, b, OFFSETS, into))
+
+    def function(a, b, offsets, into):
+        return jax_ops.grouped_gemm_wgrad(a, b, offsets, into), into
+
+    found, same = to_numpy((jax.jit(function) if jit else function)(*given))
+    np.testing.assert_array_equal(found, fp8moe.grouped_gemm_wgrad(a, b, OFFSETS, into.copy()))
+    for untouched in (same, given[3]):
+        np.testing.assert_array_equal(untouched, into)
 
 
 def test_values_that_are_not_known_yet():

@@ -281,7 +281,7 @@ def test_a_recorder_keeps_what_a_call_frees():
 def test_a_number_that_looks_like_an_address_stays():
     host = np.ones(4, np.float32)
     array = cuda_on_cpu.raw(host)
-    recorder = fp8moe.replay.Recorder([array])
+    recorder = fp8moe.replay.Recorder([(array.ptr, array.nbytes)])
     recorder.steps.append((print, (), [array.ptr + 4, array.ptr + 4, 7], [0]))
     recipe = recorder.recipe(None, ())
     assert [places for *_, places in recipe.steps] == [[(0, 0, 4)]]

@@ -1,0 +1,97 @@
+"""Operations inside ``jax.jit`` against the same kernels alone: ``python -m fp8moe.benchmarks.jax_inside
+[--out FILE] [--quick]``, on CUDA.
+
+Alone: device time of a CUDA graph. Inside: a jitted function of as many operations, each on arrays of its
+own, called again and again, by the clock on the wall; so what the host takes counts where the device waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import fp8moe
+from fp8moe.adapters import jax_ops
+from fp8moe.benchmarks import permute, swiglu, transpose
+from fp8moe.benchmarks.harness import Case, Cuda, commit, host, versions
+from fp8moe.records import arrays_in, map_arrays
+
+SETS = 4
+
+
+def cases(quick: bool) -> list[Case]:
+    """Those of the data movement's and the transposes' figures, and one that is almost nothing but launch."""
+    small = permute.one_shape(256, 8, 256, 2, 16)
+    if quick:
+        return small
+    large = permute.one_shape(4096, 256, 7168, 8, 16) + permute.one_shape(4096, 256, 7168, 8, 128)
+    tall = [c for c in transpose.cases(False) if c.shape.startswith(("48128", "4096,256"))]
+    return [*small, *large, *tall, swiglu.cases(False)[0]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="small shapes")
+    arguments = parser.parse_args()
+    machine = Cuda()
+    print(f"{'case':34} {'shape':34} {'alone us':>9} {'inside us':>9} {'more us':>8} {'%':>6}")
+    for case in cases(arguments.quick):
+        row = measure(case, machine)
+        print(
+            f"{row['name']:34} {row['shape']:34} {row['us']:9.1f} {row['inside_us']:9.1f} "
+            f"{row['inside_us'] - row['us']:8.1f} {100 * row['inside_us'] / row['us'] - 100:6.1f}",
+            flush=True,
+        )
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def measure(case: Case, machine: Cuda) -> dict[str, Any]:
+    sets = [case.prepare(*(machine.upload(a) for a in case.arrays)) for _ in range(SETS)]
+    result = case.run(*sets[0])
+    if not case.check(result, *case.arrays):
+        raise SystemExit(f"{case.name}: wrong result")
+    alone = machine.seconds([partial(case.run, *each) for each in sets], 15)
+    device = jax.devices("cuda")[0]
+    theirs = [map_arrays(lambda _, a: jax.device_put(host(a), device), each) for each in sets]
+    run = jax_ops.traceable(case.run)
+    function = jax.jit(lambda sets: [made(run(*each)) for each in sets])
+    for ours, found in zip(arrays_in(made(result)), arrays_in(function(theirs)[-1]), strict=True):
+        if not np.array_equal(host(ours).view(np.uint8), np.asarray(found).view(np.uint8)):
+            raise SystemExit(f"{case.name}: another result inside jit")
+    times = []
+    for _ in range(7):
+        jax.block_until_ready(function(theirs))
+        start = time.perf_counter()
+        for _ in range(5):
+            last = function(theirs)
+        jax.block_until_ready(last)
+        times.append((time.perf_counter() - start) / 5 / SETS)
+    return {
+        "name": case.name,
+        "shape": case.shape,
+        "device": machine.name,
+        "us": alone * 1e6,
+        "inside_us": float(np.median(times)) * 1e6,
+        "versions": {**versions(), "jax": jax.__version__},
+        "commit": commit(),
+        "command": "python -m fp8moe.benchmarks.jax_inside",
+    }
+
+
+def made(result: Any) -> Any:
+    """Without the plan, which a jitted function would copy to give it back."""
+    return (result.data, result.probs) if isinstance(result, fp8moe.Permuted) else result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A call on memory that somebody else owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
+
+What a call allocates follows from shapes: `Layout` finds it out beforehand. Arrays that the call returns are
+asked for one by one; its temporaries share one workspace, where those that do not live at the same time have
+the same room. `Layout.run` then does the call at the addresses it is given, and again without its checks and
+shapes, which take the host longer than the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp8moe import border, replay, tracing
+from fp8moe.records import ArraySpec, DeviceArray, arrays_in, map_arrays
+
+ALIGNMENT = 256  # bytes, of a temporary in the workspace: as cudaMalloc's
+
+
+class Layout:
+    """What ``function``, called with a list of arrays, allocates and returns.
+
+    arguments: the arrays' shapes and dtypes. in_place: which of them the function adds to and returns.
+
+    outputs: the arrays to be made, each an `ArraySpec`; the last one is the workspace, where there is one.
+    aliases: the output that is an argument changed in place, by the argument's number.
+    leaves: for each array of the result the number of its output, or ~i where it is argument i untouched.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Any],
+        arguments: Sequence[ArraySpec],
+        in_place: Collection[int] = (),
+    ):
+        self._function, self._arguments = function, arguments
+        # by device: the scratch memory that a call wants, and its launches
+        self._known: dict[int, tuple[list[ArraySpec], list[replay.Step]]] = {}
+        shapes = _Shapes()
+        given = [DeviceArray(0, tuple(a.shape), a.dtype, border.NOWHERE, ~i) for i, a in enumerate(arguments)]
+        with border.on_memory(shapes), tracing.silent():
+            result = function(given)
+        numbers = [a.owner if type(a.owner) is int else a.owner.number for a in arrays_in(result)]
+        self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
+        del result
+        made = dict.fromkeys(n for n in numbers if n >= 0 or ~n in in_place)  # each once, in this order
+        number_of = {n: i for i, n in enumerate(made)}
+        self.outputs = [arguments[~n] if n < 0 else shapes.specs[n] for n in made]
+        self.aliases = {~n: i for n, i in number_of.items() if n < 0}
+        self.leaves = [number_of.get(n, n) for n in numbers]
+        self._offsets, size = _pack(shapes, made)
+        self._places = [number_of.get(n, -1) for n in range(len(shapes.specs))]
+        if size:
+            self.outputs.append(ArraySpec((size,), np.dtype(np.uint8)))
+
+    def result(self, arrays: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """What the call returns, of the arrays it was given and of its outputs."""
+        picked = (arrays[~n] if n < 0 else outputs[n] for n in self.leaves)
+        return map_arrays(lambda _, a: next(picked), self._result)
+
+    def run(self, arguments: Sequence[int], outputs: Sequence[int], device: int, stream: int) -> None:
+        """Do the call on a CUDA device's stream. arguments, outputs: addresses, the same for both where an
+        argument is changed in place."""
+        addresses = [a for i, a in enumerate(arguments) if i not in self.aliases]
+        addresses += outputs
+        aligned = not any(a & 15 for a in addresses)
+        memory = _Placed(self, outputs, stream)
+        if aligned and device in self._known:
+            scratch, known = self._known[device]
+            held = [memory.scratch(spec, device) for spec in scratch]
+            with border.launching_on(device, stream, memory.scratch):
+                replay.play(known, addresses + [a.ptr for a in held])
+            return
+        sizes = [a.nbytes for i, a in enumerate(self._arguments) if i not in self.aliases]
+        sizes += [a.nbytes for a in self.outputs]
+        recorder = replay.current.recorder = _Recorder(list(zip(addresses, sizes, strict=True)))
+        specs = zip(arguments, self._arguments, strict=True)
+        try:
+            with border.on_memory(memory):
+                self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in specs])
+        finally:
+            replay.current.recorder = None
+        steps = recorder.launches()
+        if aligned and steps is not None:
+            self._known[device] = [spec for spec, _ in recorder.allocations], steps
+
+
+class _Recorder(replay.Recorder):
+    """Knows all memory but scratch beforehand."""
+
+    def allocated(self, spec: Any, scratch: bool, raw: DeviceArray) -> None:
+        if scratch:
+            super().allocated(spec, scratch, raw)
+
+
+class _Owner:
+    """Owns memory that does not exist, and says when nobody needs it any more."""
+
+    def __init__(self, number: int, events: list[tuple[int, bool]]):
+        self.number, self._events = number, events
+        events.append((number, True))
+
+    def __del__(self) -> None:
+        self._events.append((self.number, False))
+
+
+class _Shapes:
+    """Notes what is allocated, and from when to when it lives."""
+
+    stream = 0
+
+    def __init__(self) -> None:
+        self.specs: list[ArraySpec] = []
+        self.events: list[tuple[int, bool]] = []  # number of an allocation; whether it begins, or ends
+
+    def empty(self, spec: ArraySpec, device: int) -> DeviceArray:
+        self.specs.append(spec)
+        owner = _Owner(len(self.specs) - 1, self.events)
+        return DeviceArray(0, tuple(spec.shape), spec.dtype, border.NOWHERE, owner)
+
+    scratch = empty
+
+
+class _Placed:
+    """Gives a call's allocations, in their order, the places of a layout."""
+
+    def __init__(self, layout: Layout, outputs: Sequence[int], stream: int):
+        self._layout, self._outputs, self.stream = layout, outputs, stream
+        self._next = 0
+
+    def empty(self, spec: ArraySpec, device: int) -> DeviceArray:
+        number, self._next = self._next, self._next + 1
+        place, offset = self._layout._places[number], self._layout._offsets[number]
+        return DeviceArray(self._outputs[place] + offset, tuple(spec.shape), spec.dtype, device, None)
+
+    def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
+        """From CuPy's pool: what launchers ask for is small, and not known beforehand."""
+        cupy = border.require_cupy("scratch memory")
+        with cupy.cuda.Device(device), _stream(self.stream):
+            owner = cupy.empty(spec.shape, spec.dtype)
+        return DeviceArray(owner.data.ptr, spec.shape, spec.dtype, device, owner)
+
+
+@cache
+def _stream(address: int) -> Any:
+    return border.require_cupy("a stream").cuda.ExternalStream(address)
+
+
+def _pack(shapes: _Shapes, returned: Collection[int]) -> tuple[list[int], int]:
+    """Offsets in the workspace of all that is not returned (0 for that), and the workspace's size."""
+    offsets, live, size = [0] * len(shapes.specs), dict[int, tuple[int, int]](), 0
+    for number, begins in shapes.events:
+        if number in returned:
+            continue
+        if not begins:
+            del live[number]
+            continue
+        wanted = -(-shapes.specs[number].nbytes // ALIGNMENT) * ALIGNMENT
+        start = 0
+        for first, end in sorted(live.values()):
+            if first - start >= wanted:
+                break
+            start = max(start, end)
+        offsets[number], live[number] = start, (start, start + wanted)
+        size = max(size, start + wanted)
+    return offsets, size

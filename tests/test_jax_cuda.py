@@ -1,0 +1,123 @@
+"""Inside ``jax.jit`` on CUDA: the same bits as the kernels give eagerly, which test_cuda.py compares."""
+
+import os
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests want memory, too
+
+from cases import BF16, assert_same
+from test_jax_ops import IDS, OPERATIONS, PROBS, RNG, E, H, K, T, X, jax, jax_ops, jnp, weights
+
+import fp8moe
+from fp8moe.records import map_arrays
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def put():
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return lambda value: map_arrays(lambda _, a: jax.device_put(a, device), value)
+
+
+def upload(value):
+    import cupy
+
+    return map_arrays(lambda _, a: cupy.asarray(a), value)
+
+
+def download(value):
+    return map_arrays(lambda _, a: a.get() if hasattr(a, "get") else np.asarray(a), value)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_under_jit_it_is_the_kernels(name, put):
+    args, options = OPERATIONS[name]
+    verb = name.split()[0]
+    wanted = download(getattr(fp8moe, verb)(*map(upload, args), **{k: upload(v) for k, v in options.items()}))
+    static = [i for i, a in enumerate(args) if isinstance(a, (int, str))]
+    traced = [put(a) for i, a in enumerate(args) if i not in static]
+
+    @jax.jit
+    def function(arrays, options):
+        following = iter(arrays)
+        given = [a if i in static else next(following) for i, a in enumerate(args)]
+        return getattr(jax_ops, verb)(*given, **plain, **options)
+
+    plain = {k: v for k, v in options.items() if map_arrays(lambda _, a: None, v) is v}
+    arrays = {k: put(v) for k, v in options.items() if k not in plain}
+    for _ in range(3):
+        found = function(traced, arrays)
+        assert all(d.platform == "gpu" for a in jax.tree.leaves(found) for d in a.devices())
+        assert_same(wanted, download(found))
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_the_layers_gradients(recipe, recompute, put):
+    w13, w2 = weights(BF16 if recipe == "bf16" else np.float32)
+    ids = put(IDS)
+
+    @jax.jit
+    def gradients(x, w13, w2, probs, dy):
+        def loss(x, w13, w2, probs):
+            y = jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, clamp=2.0)
+            return (y.astype(jnp.float32) * dy).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, w13, w2, probs)
+
+    for scale in (1, 2, -1):
+        x, dy = (X * scale).astype(BF16), RNG.standard_normal((T, H)).astype(BF16)
+        found = gradients(*map(put, (x, w13, w2, PROBS, dy)))
+        _, saved = fp8moe.moe_forward(
+            *map(upload, (x, w13, w2, IDS, PROBS)), recipe=recipe, recompute=recompute, clamp=2.0
+        )
+        wanted = download(fp8moe.moe_backward(saved, upload(dy)))
+        for a, b in zip(found, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
+
+
+def test_scan_checkpoint_and_vmap(put):
+    w13, w2 = map(put, weights())
+    x, probs, ids = put(X), put(PROBS), put(IDS)
+
+    def layer(x, _=None):
+        return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype), None
+
+    def twice(x):
+        return layer(layer(x)[0])[0].astype(jnp.float32).sum()
+
+    def stacked(x):
+        return jax.lax.scan(layer, x, None, length=2)[0].astype(jnp.float32).sum()
+
+    wanted = jax.jit(jax.grad(twice))(x)
+    for function in (stacked, lambda x: jax.checkpoint(twice)(x)):
+        np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(function))(x)), np.asarray(wanted))
+    many = jnp.stack([x, 2 * x, -x])
+    for a, b in zip(jax.jit(jax.vmap(lambda x: layer(x)[0]))(many), many, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(jax.jit(layer)(b)[0]))
+
+
+def test_an_array_that_is_added_to(put):
+    rows = put(RNG.standard_normal((128, 128)).astype(np.float32))
+    into, offsets = put(np.ones((1, 128, 128), np.float32)), put(np.array([0, 128], np.int32))
+    function = jax.jit(jax_ops.grouped_gemm_wgrad)
+    once = np.asarray(function(rows, rows, offsets, into))
+    np.testing.assert_array_equal(np.asarray(into), 1)
+    given = jax.jit(jax_ops.grouped_gemm_wgrad, donate_argnums=3)
+    np.testing.assert_array_equal(once, np.asarray(given(rows, rows, offsets, into)))
+    np.testing.assert_allclose(once[0], 1 + np.asarray(rows).T @ np.asarray(rows), rtol=1e-4, atol=1e-3)
+
+
+def test_eagerly_too(put):
+    assert IDS.shape[1] == K
+    plan = jax_ops.plan_topk(put(IDS), E, align_size=16)
+    moved = jax_ops.permute(put(X), plan, put(PROBS))
+    back = jax_ops.unpermute(moved.data, plan)
+    wanted = fp8moe.unpermute(fp8moe.permute(X, fp8moe.plan_topk(IDS, E, align_size=16)).data, download(plan))
+    assert_same(wanted, download(back))

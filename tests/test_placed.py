@@ -1,0 +1,178 @@
+"""A call on memory that is given: what it allocates is known beforehand, and it touches nothing else."""
+
+import cuda_on_cpu
+import numpy as np
+import pytest
+from cases import BF16, assert_same, values
+
+import fp8moe
+from fp8moe import border
+from fp8moe.placed import Layout
+from fp8moe.records import ArraySpec, arrays_in, map_arrays
+
+RNG = np.random.default_rng()
+GUARD = 512  # bytes around every piece of memory, as poisoned as it
+
+
+def specs(arrays):
+    return [ArraySpec(a.shape, a.dtype) for a in arrays]
+
+
+def chain(x, offsets):
+    """Results, temporaries of different lengths of life, and an argument that is returned as it is."""
+    q = fp8moe.quantize(x)
+    turned = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
+    back = fp8moe.dequantize(q, dtype="bfloat16")
+    again = fp8moe.quantize(back, fmt="e5m2")
+    ready = fp8moe.to_layout(again, "gemm_ready")
+    return ready, turned.scales, offsets
+
+
+def test_results_apart_temporaries_together():
+    x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
+    layout = Layout(lambda a: chain(*a), specs((x, offsets)))
+    wanted = arrays_in(chain(x, offsets))
+    assert [layout.outputs[n].shape for n in layout.leaves[:-1]] == [a.shape for a in wanted[:-1]]
+    assert layout.leaves[-1] == ~1  # offsets, untouched
+    assert layout.aliases == {}
+    (workspace,) = layout.outputs[len(set(layout.leaves)) - 1 :]
+    # q (8192 + 512 bytes), turned's codes (8192) and back (16384) at most, and again's compact scales (512)
+    assert 16384 + 8192 + 512 <= workspace.nbytes <= 16384 + 8192 + 8192 + 2 * 512
+    names = layout.result(["x", "offsets"], [f"output {i}" for i in range(3)])
+    assert (names[0].data, names[0].scales, names[1], names[2]) == (
+        *("output 0", "output 1", "output 2"),
+        "offsets",
+    )
+
+
+def test_nothing_to_compute():
+    q = fp8moe.quantize(values(RNG, (4, 128), BF16))
+    layout = Layout(lambda a: fp8moe.to_layout(fp8moe.QuantTensor(*a), "compact"), specs(arrays_in(q)))
+    assert (layout.outputs, layout.leaves) == ([], [~0, ~1])
+
+
+def test_checks_are_those_of_the_call():
+    with pytest.raises(ValueError, match="x: got shape"):
+        Layout(lambda a: fp8moe.quantize(*a), specs([np.ones(3, np.float32)]))
+    with pytest.raises(TypeError, match="looks at values"):
+        Layout(lambda a: fp8moe.pad(*a, 4, num_out_tokens="exact"), specs([np.ones((3, 8)), np.ones(2, int)]))
+
+
+class Memory:
+    """Pieces of memory with guards around, poisoned."""
+
+    def __init__(self, arrays=()):
+        self.pieces = []
+        for a in arrays:
+            piece = np.full(a.nbytes + 2 * GUARD + 16, 0xA5, np.uint8)
+            start = GUARD + -(piece.ctypes.data + GUARD) % 16
+            if isinstance(a, np.ndarray):
+                piece[start : start + a.nbytes] = a.reshape(-1).view(np.uint8)
+            self.pieces.append((piece, start, a))
+
+    @property
+    def addresses(self):
+        return [piece.ctypes.data + start for piece, start, _ in self.pieces]
+
+    @property
+    def arrays(self):
+        return [p[s : s + a.nbytes].view(a.dtype).reshape(a.shape) for p, s, a in self.pieces]
+
+    def untouched_around(self):
+        return all((p[:s] == 0xA5).all() and (p[s + a.nbytes :] == 0xA5).all() for p, s, a in self.pieces)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    pytest.importorskip("cupy")
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    family_of = border.family_of
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(border, "family_of", family_of)
+    monkeypatch.setattr(
+        "fp8moe.placed._Placed.scratch", lambda self, s, device: cuda_on_cpu.raw(np.empty(s.shape, s.dtype))
+    )
+
+
+def run(layout, arrays):
+    """Everything in new memory; results as `function` has them."""
+    given = Memory(arrays)
+    made = Memory(layout.outputs)
+    ours, outputs = given.addresses, made.addresses
+    for i, output in layout.aliases.items():
+        made.arrays[output][...] = arrays[i]
+        ours[i] = outputs[output]
+    layout.run(ours, outputs, 0, 0)
+    assert made.untouched_around()
+    assert given.untouched_around()
+    for a, b in zip(given.arrays, arrays, strict=True):
+        np.testing.assert_array_equal(a, b)
+    return layout.result(arrays, made.arrays)
+
+
+PLAN = fp8moe.plan_topk(RNG.integers(-1, 5, (21, 3)).astype(np.int32), 5, align_size=4)
+
+
+def of_plan(function):
+    """The plan's arrays among the arguments."""
+
+    def call(arrays):
+        following = iter(arrays)
+        plan = map_arrays(lambda _, a: next(following), PLAN)
+        return function(plan, *following)
+
+    return call, tuple(arrays_in(PLAN))
+
+
+MOVE, ARRAYS = of_plan(lambda plan, x, probs: fp8moe.permute(fp8moe.quantize(x), plan, probs))
+BACK, _ = of_plan(lambda plan, x, rows, probs: fp8moe.unpermute_backward(x, plan, rows, probs))
+CASES = {
+    "chain": (lambda a: chain(*a), lambda: (values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32))),
+    "permute": (MOVE, lambda: (*ARRAYS, values(RNG, (21, 256), BF16), RNG.random((21, 3), np.float32))),
+    "swiglu": (
+        lambda a: fp8moe.swiglu_quantize(*a, columnwise=True),
+        lambda: (values(RNG, (16, 256), BF16), RNG.random(16, np.float32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_given_addresses_the_same(name, on_cpu):
+    function, arguments = CASES[name]
+    layout = Layout(function, specs(arguments()))
+    for _ in range(3):  # checked and noted, then twice only launched
+        arrays = arguments()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(border, "family_of", lambda x, name: border.NUMPY)
+            wanted = function(list(arrays))
+        assert_same(wanted, run(layout, arrays))
+        assert list(layout._known) == [0]
+
+
+def test_an_argument_that_is_added_to(on_cpu):
+    def function(a):
+        return fp8moe.grouped_gemm_wgrad(*a)
+
+    a, b = (RNG.standard_normal((64, 32)).astype(np.float32) for _ in range(2))
+    into, offsets = RNG.standard_normal((2, 32, 32)).astype(np.float32), np.array([0, 40, 64], np.int32)
+    layout = Layout(function, specs((a, b, offsets, into)), in_place=[3])
+    assert (layout.aliases, layout.leaves) == ({3: 0}, [0])
+    for _ in range(3):
+        found = run(layout, (a, b, offsets, into))
+        for e, rows in enumerate((slice(0, 40), slice(40, 64))):
+            np.testing.assert_allclose(found[e], into[e] + a[rows].T @ b[rows], atol=1e-4)
+
+
+def test_arguments_in_the_same_memory(on_cpu):
+    """They are never noted: an address would have no one place."""
+    layout = Layout(
+        lambda a: fp8moe.grouped_gemm_wgrad(*a),
+        specs([np.ones((8, 8), np.float32)] * 2 + [np.ones(2, np.int32)]),
+    )
+    square, offsets = Memory([np.eye(8, dtype=np.float32)]), Memory([np.array([0, 8], np.int32)])
+    for _ in range(2):
+        made = Memory(layout.outputs)
+        layout.run([*square.addresses * 2, *offsets.addresses], made.addresses, 0, 0)
+        np.testing.assert_array_equal(made.arrays[0][0], np.eye(8))
+    assert layout._known == {}
