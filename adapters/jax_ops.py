@@ -119,8 +119,7 @@ def _traced(
                 if n >= 0 and n not in layout.aliases.values():
                     np.copyto(np.asarray(out[n]), found)
             return
-        given, made = ([dlpack.address_of(b.__dlpack__()) for b in them] for them in (buffers, out))
-        layout.run(given, made, device, context.stream)
+        layout.run(buffers, out, _address_of, device, context.stream)
 
     shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.outputs)
     made = ()
@@ -129,6 +128,10 @@ def _traced(
             callback, shapes, vmap_method="sequential", input_output_aliases=layout.aliases
         )(*operands)
     return layout.result(operands, made)
+
+
+def _address_of(buffer: Any) -> int:
+    return dlpack.address_of(buffer.__dlpack__())
 
 
 # ---------------------------------------------------------------- without gradients

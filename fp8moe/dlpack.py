@@ -112,9 +112,12 @@ def read_capsule(capsule: Any) -> Exchanged:
 
 
 def address_of(capsule: Any) -> int:
-    """Where a capsule's array begins; 1 us, where `read_capsule` takes 8."""
-    name = _capsule_name(capsule)
-    tensor = _DLTensor.from_address(_capsule_pointer(capsule, name) + _LAYOUTS[name].tensor.offset)
+    """Where a capsule's array begins; 0.7 us, where `read_capsule` takes 8."""
+    try:
+        tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    except ValueError:  # it has the other name
+        pointer = _capsule_pointer(capsule, b"dltensor_versioned")
+        tensor = _ManagedVersioned.from_address(pointer).tensor
     return (tensor.data or 0) + tensor.byte_offset
 
 

@@ -38,8 +38,7 @@ class Layout:
         in_place: Collection[int] = (),
     ):
         self._function, self._arguments = function, arguments
-        # by device: the scratch memory that a call wants, and its launches
-        self._known: dict[int, tuple[list[ArraySpec], list[replay.Step]]] = {}
+        self._known: dict[int, _Known] = {}  # by device
         shapes = _Shapes()
         given = [DeviceArray(0, tuple(a.shape), a.dtype, border.NOWHERE, ~i) for i, a in enumerate(arguments)]
         with border.on_memory(shapes), tracing.silent():
@@ -62,31 +61,64 @@ class Layout:
         picked = (arrays[~n] if n < 0 else outputs[n] for n in self.leaves)
         return map_arrays(lambda _, a: next(picked), self._result)
 
-    def run(self, arguments: Sequence[int], outputs: Sequence[int], device: int, stream: int) -> None:
-        """Do the call on a CUDA device's stream. arguments, outputs: addresses, the same for both where an
-        argument is changed in place."""
-        addresses = [a for i, a in enumerate(arguments) if i not in self.aliases]
-        addresses += outputs
-        aligned = not any(a & 15 for a in addresses)
-        memory = _Placed(self, outputs, stream)
-        if aligned and device in self._known:
-            scratch, known = self._known[device]
-            held = [memory.scratch(spec, device) for spec in scratch]
-            with border.launching_on(device, stream, memory.scratch):
-                replay.play(known, addresses + [a.ptr for a in held])
-            return
-        sizes = [a.nbytes for i, a in enumerate(self._arguments) if i not in self.aliases]
-        sizes += [a.nbytes for a in self.outputs]
-        recorder = replay.current.recorder = _Recorder(list(zip(addresses, sizes, strict=True)))
-        specs = zip(arguments, self._arguments, strict=True)
+    def run(
+        self,
+        arguments: Sequence[Any],
+        outputs: Sequence[Any],
+        address_of: Callable[[Any], int],
+        device: int,
+        stream: int,
+    ) -> None:
+        """Do the call on a CUDA device's stream. An argument that is changed in place is not looked at: its
+        output is."""
+        arrays = [*arguments, *outputs]
+        known = self._known.get(device)
+        if known is not None:
+            addresses = [address_of(arrays[i]) for i in known.needed]
+            if not any(a & 15 for a in addresses):
+                if known.scratch:
+                    held = _scratch(known.scratch, device, stream)
+                    addresses.append(held.ptr)
+                with border.launching_on(device, stream, None):
+                    replay.play(known.steps, addresses)
+                return
+        addresses = [address_of(a) for a in arrays]
+        specs = [*self._arguments, *self.outputs]
+        for i, output in self.aliases.items():
+            addresses[i] = addresses[len(arguments) + output]
+        apart = [i for i in range(len(arrays)) if i not in self.aliases]
+        recorder = replay.current.recorder = _Recorder([(addresses[i], specs[i].nbytes) for i in apart])
+        given = zip(addresses, self._arguments, strict=False)
         try:
-            with border.on_memory(memory):
-                self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in specs])
+            with border.on_memory(_Placed(self, addresses[len(arguments) :], stream)):
+                self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given])
         finally:
             replay.current.recorder = None
         steps = recorder.launches()
-        if aligned and steps is not None:
-            self._known[device] = [spec for spec, _ in recorder.allocations], steps
+        if steps is not None and not any(a & 15 for a in addresses):
+            self._known[device] = _Known(steps, apart, [spec.nbytes for spec, _ in recorder.allocations])
+
+
+class _Known:
+    """What a call launches: ``steps`` on the addresses of the arrays ``needed``, and of ``scratch`` bytes."""
+
+    def __init__(self, steps: list[replay.Step], arrays: list[int], scratch: list[int]):
+        """steps: on ``arrays`` and then on pieces of scratch memory of so many bytes."""
+        used = sorted({b for *_, places in steps for _, b, _ in places if b < len(arrays)})
+        self.needed = [arrays[b] for b in used]
+        to = {b: (i, 0) for i, b in enumerate(used)}
+        self.scratch = 0
+        for piece, nbytes in enumerate(scratch):
+            to[len(arrays) + piece] = len(used), self.scratch
+            self.scratch += _rounded(nbytes)
+        self.steps = [
+            (function, before, values, [(at, to[b][0], to[b][1] + offset) for at, b, offset in places])
+            for function, before, values, places in steps
+        ]
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Recorder(replay.Recorder):
@@ -138,16 +170,30 @@ class _Placed:
         return DeviceArray(self._outputs[place] + offset, tuple(spec.shape), spec.dtype, device, None)
 
     def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
-        """From CuPy's pool: what launchers ask for is small, and not known beforehand."""
-        cupy = border.require_cupy("scratch memory")
-        with cupy.cuda.Device(device), _stream(self.stream):
-            owner = cupy.empty(spec.shape, spec.dtype)
-        return DeviceArray(owner.data.ptr, spec.shape, spec.dtype, device, owner)
+        held = _scratch(spec.nbytes, device, self.stream)
+        return DeviceArray(held.ptr, tuple(spec.shape), spec.dtype, device, held)
+
+
+def _scratch(nbytes: int, device: int, stream: int) -> Any:
+    """From CuPy's pool: what launchers ask for is small, and not known beforehand."""
+    cupy = border.require_cupy("scratch memory")
+    with cupy.cuda.Device(device), _stream(stream):
+        return cupy.cuda.alloc(nbytes)
+
+
+class _Stream:
+    """Somebody else's stream, by CUDA's protocol for Python."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 @cache
 def _stream(address: int) -> Any:
-    return border.require_cupy("a stream").cuda.ExternalStream(address)
+    return border.require_cupy("a stream").cuda.Stream.from_external(_Stream(address))
 
 
 def _pack(shapes: _Shapes, returned: Collection[int]) -> tuple[list[int], int]:
@@ -159,7 +205,7 @@ def _pack(shapes: _Shapes, returned: Collection[int]) -> tuple[list[int], int]:
         if not begins:
             del live[number]
             continue
-        wanted = -(-shapes.specs[number].nbytes // ALIGNMENT) * ALIGNMENT
+        wanted = _rounded(shapes.specs[number].nbytes)
         start = 0
         for first, end in sorted(live.values()):
             if first - start >= wanted:
