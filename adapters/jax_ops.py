@@ -119,7 +119,7 @@ def _traced(
                 if n >= 0 and n not in layout.aliases.values():
                     np.copyto(np.asarray(out[n]), found)
             return
-        layout.run(buffers, out, _address_of, device, context.stream)
+        layout.run(buffers, out, dlpack.address_of, device, context.stream)
 
     shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.outputs)
     made = ()
@@ -128,10 +128,6 @@ def _traced(
             callback, shapes, vmap_method="sequential", input_output_aliases=layout.aliases
         )(*operands)
     return layout.result(operands, made)
-
-
-def _address_of(buffer: Any) -> int:
-    return dlpack.address_of(buffer.__dlpack__())
 
 
 # ---------------------------------------------------------------- without gradients

@@ -111,8 +111,9 @@ def read_capsule(capsule: Any) -> Exchanged:
     )
 
 
-def address_of(capsule: Any) -> int:
-    """Where a capsule's array begins; 0.7 us, where `read_capsule` takes 8."""
+def address_of(x: Any) -> int:
+    """Where an array begins; 1 us, where `read_capsule` takes 8."""
+    capsule = x.__dlpack__()
     try:
         tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
     except ValueError:  # it has the other name

@@ -8,9 +8,10 @@ shapes, which take the host longer than the launches.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Layout:
         known = self._known.get(device)
         if known is not None:
             addresses = [address_of(arrays[i]) for i in known.needed]
-            if not any(a & 15 for a in addresses):
+            if not functools.reduce(operator.or_, addresses, 0) & 15:
                 if known.scratch:
                     held = _scratch(known.scratch, device, stream)
                     addresses.append(held.ptr)
@@ -191,7 +192,7 @@ class _Stream:
         return 0, self.address
 
 
-@cache
+@functools.cache
 def _stream(address: int) -> Any:
     return border.require_cupy("a stream").cuda.Stream.from_external(_Stream(address))
 

@@ -8,7 +8,7 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests want memory, too
 
 from cases import BF16, assert_same
-from test_jax_ops import IDS, OPERATIONS, PROBS, RNG, E, H, K, T, X, jax, jax_ops, jnp, weights
+from test_jax_ops import IDS, OPERATIONS, PLAN, PROBS, RNG, E, H, K, T, X, jax, jax_ops, jnp, weights
 
 import fp8moe
 from fp8moe.records import map_arrays
@@ -35,6 +35,7 @@ def download(value):
     return map_arrays(lambda _, a: a.get() if hasattr(a, "get") else np.asarray(a), value)
 
 
+@pytest.mark.filterwarnings("ignore:grouped_gemm.*no multiple of 16:RuntimeWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_under_jit_it_is_the_kernels(name, put):
     args, options = OPERATIONS[name]
@@ -54,7 +55,14 @@ def test_under_jit_it_is_the_kernels(name, put):
     for _ in range(3):
         found = function(traced, arrays)
         assert all(d.platform == "gpu" for a in jax.tree.leaves(found) for d in a.devices())
-        assert_same(wanted, download(found))
+        assert_same(specified(verb, wanted), specified(verb, download(found)))
+
+
+def specified(verb, result):
+    """Without what lies past the last expert, which a transpose leaves as it was."""
+    if verb == "permute_transpose":
+        return result.data[:, : PLAN.expert_offsets[-1]], result.scales
+    return result
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
