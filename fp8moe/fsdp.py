@@ -1,10 +1,10 @@
 """Expert-bucket planning for fully sharded data parallelism.
 
 A bucket is one flat buffer that every rank holds an equal shard of. So that a shard boundary never cuts a
-row of a parameter, a bucket with chunk-size factor c is padded to a multiple of data_parallel_size * c.
-Megatron-FSDP takes c = lcm of all shape[1:].numel(), which for grouped expert weights [E, N, K] is a whole
-expert and pads up to twice the memory; Megatron-LM PR #4979 splits such weights into buckets of their own,
-which is worse once data_parallel_size exceeds E.
+row of a parameter, parameters lie at multiples of a chunk-size factor c, and the bucket is padded to a
+multiple of data_parallel_size * c. Megatron-FSDP takes c = lcm of all shape[1:].numel(), which for grouped
+expert weights [E, N, K] is a whole expert and pads up to twice the memory; Megatron-LM PR #4979 splits such
+weights into buckets of their own, which is worse once data_parallel_size exceeds E.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ POLICIES = ("merge", "split", "last_dim", "min")
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer: ``numel`` elements of parameters, padded to ``padded_numel``."""
+    """One flat buffer: ``numel`` elements of parameters, padded to ``padded_numel``, gaps between them
+    included."""
 
     names: tuple[str, ...]
     is_expert: bool
@@ -83,7 +84,8 @@ def plan_buckets(
 
     params: (name, shape, is_expert); experts and the rest never share a bucket.
     data_parallel_size: ranks that share a bucket.
-    policy: "merge": one bucket, c = lcm of shape[1:].numel() (Megatron-FSDP). "split": grouped expert
+    policy: "merge": one bucket, c = lcm of shape[1:].numel() (Megatron-FSDP, which leaves out parameters
+        smaller than a chunk). "split": grouped expert
         weights (three dimensions or more) with different shape[1:].numel() go to separate buckets
         (Megatron-LM PR #4979). "last_dim": one bucket, c = lcm of shape[-1] for experts. "min": the one
         of these with the least padded elements, the fewest buckets among equals; never worse than any.
@@ -116,10 +118,40 @@ def _bucket(params: list[_Param], size: int, policy: str) -> Bucket:
         by_last = policy == "last_dim" and p.is_expert and p.shape
         return max(p.shape[-1] if by_last else p.row, 1)
 
-    c = math.lcm(*(factor(p) for p in params))
+    params = sorted(params, key=factor, reverse=True)
+    c = factor(params[0])
+    for p in params:
+        c = math.lcm(c, factor(p)) if p.numel >= c else c  # what is smaller than a chunk fills gaps
     numel = sum(p.numel for p in params)
     names = tuple(p.name for p in params)
-    return Bucket(names, params[0].is_expert, c, numel, round_up(numel, size * c))
+    return Bucket(names, params[0].is_expert, c, numel, round_up(_laid_out(params, c), size * c))
+
+
+def _laid_out(params: list[_Param], c: int) -> int:
+    """Elements from the first parameter's start to the last one's end, as Megatron-FSDP 0.6 lays them out.
+
+    A parameter starts, or ends, at a multiple of c. A last chunk that is not full takes the rest of one more
+    parameter, where it fits, and those smaller than a chunk.
+    """
+    whole = [p.numel for p in params if p.numel >= c]
+    small = [p.numel for p in params if p.numel < c]
+    end = 0
+    while whole:
+        numel = whole.pop(0)
+        end += round_up(numel, c)
+        if numel % c == 0:
+            continue
+        space = c - numel % c
+        other = next((n for n in whole if 0 < n % c <= space), None)
+        if other is not None:
+            whole.remove(other)
+            end += other - other % c
+            space -= other % c
+        for n in small[:]:
+            if n <= space:
+                small.remove(n)
+                space -= n
+    return end + sum(small)
 
 
 def _param(index: int, value: Any) -> _Param:

@@ -1,6 +1,8 @@
 """Bucket planning against the figures published for Megatron-FSDP and Megatron-LM PR #4979."""
 
 import math
+import types
+import warnings
 
 import pytest
 from hypothesis import given
@@ -52,9 +54,40 @@ def test_min_is_never_worse_and_every_bucket_divides(params, ranks):
         assert plan.numel == sum(math.prod(shape) for _, shape, _ in named)
         for bucket in plan.buckets:
             assert bucket.padded_numel % (ranks * bucket.factor) == 0
-            assert 0 <= bucket.padded_numel - bucket.numel < ranks * bucket.factor
+            # gaps: less than a chunk for each parameter; then the padding
+            gaps = bucket.factor * len(bucket.names)
+            assert 0 <= bucket.padded_numel - bucket.numel < ranks * bucket.factor + gaps
             assert len({is_expert for n, _, is_expert in named if n in bucket.names}) == 1
     assert plans["min"].policy != "min"
+
+
+@given(st.lists(shapes.filter(len), min_size=1, max_size=6), st.integers(1, 64))
+def test_merge_is_megatron_fsdps_own_layout(shapes, ranks):
+    """The size of the bucket that the installed package builds, its chunk-size factor given."""
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        buffers = pytest.importorskip("megatron_fsdp.param_and_grad_buffer")
+    shapes = [s for s in shapes if 0 not in s]
+    if not shapes:
+        return
+    (bucket,) = plan_buckets([(f"p{i}", s, True) for i, s in enumerate(shapes)], ranks, "merge").buckets
+    params = [torch.nn.Parameter(torch.empty(s, device="meta")) for s in shapes]
+    config = types.SimpleNamespace(data_parallel_sharding_strategy="optim_grads_params")
+    groups = theirs(torch, buffers, params)
+    assert [bucket.factor] == [g.chunk_size_factor for g in groups]
+    sizes = [p.shape for p in groups[0].params]
+    _, index, shard = buffers.build_data_parallel_buffer_index(
+        sizes, 0, ranks, True, config, 0, bucket.factor
+    )
+    assert bucket.padded_numel == index.size == ranks * shard.size
+
+
+def theirs(torch, buffers, params):
+    """The groups that megatron-fsdp makes of experts' parameters, however large."""
+    module = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"experts": torch.nn.ParameterList(params)})})
+    policy = buffers.BucketingPolicy(suggested_bucket_size=None)
+    return buffers._get_parameter_groups(module, policy, {})[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""This library's permutation in Megatron-Core, where it looks for Transformer Engine's.
+
+    from fp8moe.adapters import megatron
+    megatron.enable()                       # before a TransformerConfig(moe_permute_fusion=True) is made
+
+``moe_permute_fusion`` then works without Transformer Engine, and takes these kernels with it. Checked against
+megatron-core 0.16.1; `fused_permute_and_pad_with_probs` and ``pad_offsets`` are what later versions ask for
+(Megatron-LM PR #2763). Results are those of Megatron's own ``fused=False``, gradients too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+import fp8moe
+from fp8moe.adapters import torch_ops
+from fp8moe.adapters import transformer_engine as te
+
+MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.extensions.transformer_engine")
+# what moe_utils imports beside, and asks whether it is None once HAVE_TE is true
+OTHERS = (
+    "fused_compute_score_for_moe_aux_loss",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
+    "te_general_gemm",
+)
+ALIGNED = "get_align_size_for_quantization"
+
+
+def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> tuple[Tensor, Tensor]:
+    """(rows in expert order, row map). tokens [T, H]; routing_map bool [T, E]; num_out_tokens: how many rows,
+    a number or a tensor of one; None: counted, which synchronises once on CUDA."""
+    plan = _plan(routing_map, num_out_tokens)
+    return torch_ops.permute(tokens, plan).data, plan.row_id_map
+
+
+def permute_with_probs(
+    tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, their probabilities, row map) as `permute`; probs [T, E]."""
+    plan = _plan(routing_map, num_out_tokens)
+    moved = torch_ops.permute(tokens, plan, probs)
+    return moved.data, moved.probs, plan.row_id_map
+
+
+def permute_and_pad_with_probs(
+    tokens: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(rows, probabilities, row map, pad_offsets, padded tokens_per_expert int64): every expert padded with
+    zeros to a multiple of align_size. Where tokens_per_expert lies on the CPU nothing synchronises."""
+    rows: Any = "exact"
+    if tokens_per_expert.device.type == "cpu":
+        rows = int((-(-tokens_per_expert // align_size) * align_size).sum())
+    plan = torch_ops.plan_routing_map(routing_map, align_size=align_size, num_out_tokens=rows)
+    moved = torch_ops.permute(tokens, plan, probs)
+    padded = plan.padded_tokens_per_expert.to(tokens_per_expert.device).long()
+    return moved.data, moved.probs, plan.row_id_map, plan.pad_offsets, padded
+
+
+def _plan(routing_map: Tensor, num_out_tokens: Any) -> fp8moe.PermutationPlan:
+    rows = "exact" if num_out_tokens is None else int(num_out_tokens)
+    return torch_ops.plan_routing_map(routing_map, num_out_tokens=rows)
+
+
+FUSED = {
+    "fused_permute": permute,
+    "fused_permute_with_probs": permute_with_probs,
+    "fused_permute_and_pad_with_probs": permute_and_pad_with_probs,
+    "fused_unpermute": te.moe_unpermute,
+    "fused_sort_chunks_by_index": te.moe_sort_chunks_by_index,
+    "fused_sort_chunks_by_index_with_probs": te.moe_sort_chunks_by_index_with_probs,
+}
+
+
+def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
+    """Rows that each expert's count must be a multiple of under a `TransformerConfig`'s recipe; 0: any count.
+
+    bfloat16: 0. FP8: 16 (per-tensor and blockwise), 32 (MXFP8), 128 (blockwise with grouped_blockwise: this
+    library's and DeepGEMM's grouped products, whose blocks of 128 rows must not span experts). NVFP4: 128.
+    """
+    if getattr(config, "fp8", None):
+        recipe = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
+        if recipe == "mxfp8":
+            return 32
+        return 128 if recipe == "blockwise" and grouped_blockwise else 16
+    return 128 if getattr(config, "fp4", None) else 0
+
+
+class Enabled:
+    """What `enable` has put in; `disable` puts back what was there. Also a context manager."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[ModuleType, str, Any]] = []
+
+    def put(self, module: ModuleType, name: str, value: Any) -> None:
+        self._before.append((module, name, getattr(module, name, _ABSENT)))
+        setattr(module, name, value)
+
+    def disable(self) -> None:
+        global _enabled
+        for module, name, value in reversed(self._before):
+            if value is _ABSENT:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        self._before.clear()
+        if _enabled is self:
+            _enabled = None
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disable()
+
+
+_ABSENT = object()
+_enabled: Enabled | None = None
+
+
+def enable(*, grouped_blockwise: bool = False) -> Enabled:
+    """Put this library's permutation where Megatron-Core looks for Transformer Engine's fused one.
+
+    grouped_blockwise: have Megatron pad experts to multiples of 128 under the blockwise FP8 recipe.
+
+    Returns what undoes it: ``enabled.disable()``, or ``with enable():``. A second call, as long as the first
+    is in force, is refused. Raises ImportError where megatron-core is not installed.
+    """
+    global _enabled
+    if _enabled is not None:
+        raise RuntimeError("enable: it is in force already; call disable() on what it returned first")
+    try:
+        modules = [importlib.import_module(name) for name in MODULES]
+    except ImportError as error:
+        raise ImportError(
+            f"fp8moe.adapters.megatron needs megatron-core 0.16 or later ({error}): "
+            "pip install 'megatron-core>=0.16'"
+        ) from error
+    new = Enabled()
+    for module in modules:
+        for name, function in FUSED.items():
+            new.put(module, name, function)
+    utils = modules[0]
+    if not utils.HAVE_TE:
+        new.put(utils, "HAVE_TE", True)
+        for name in OTHERS:
+            if not hasattr(utils, name):
+                new.put(utils, name, None)
+    if grouped_blockwise:
+        original = getattr(utils, ALIGNED)
+
+        def aligned(config: Any) -> int:
+            wanted = align_size(config, grouped_blockwise=True)
+            return wanted if wanted == 128 else original(config)
+
+        importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.core.") and getattr(module, ALIGNED, None) is original:
+                new.put(module, ALIGNED, aligned)
+    _enabled = new
+    return new

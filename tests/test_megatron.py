@@ -1,0 +1,242 @@
+"""This library's permutation inside the real megatron-core: ``fused=True`` against its ``fused=False``."""
+
+import socket
+import subprocess
+import sys
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+import fp8moe
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+megatron = pytest.importorskip("fp8moe.adapters.megatron")
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+T, H, E = 30, 24, 5
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def inputs(device, seed=0):
+    torch.manual_seed(seed)
+    mask = torch.rand(T, E) < 0.4
+    mask[3] = False  # a token without an expert
+    mask[:, 2] = False  # and the other way round
+    probs = torch.rand(T, E) * mask
+    return [t.to(device) for t in (torch.randn(T, H), mask, probs)]
+
+
+def run(fused, device, with_probs, dtype):
+    """Rows there and back through Megatron's own functions: results and gradients."""
+    x, mask, probs = inputs(device)
+    x, probs = x.to(dtype).requires_grad_(), probs.requires_grad_()
+    given = probs if with_probs else None
+    rows, moved, indices = moe_utils.permute(x, mask, probs=given, num_out_tokens=mask.sum(), fused=fused)
+    merging = None if with_probs else probs
+    back = moe_utils.unpermute(rows * 2, indices, x.shape, probs=merging, routing_map=mask, fused=fused)
+    loss = (back * torch.arange(H, device=device)).sum()
+    if moved is not None:
+        loss = loss + (moved * torch.arange(len(moved), device=device)).sum()
+    loss.backward()
+    return rows, moved, back, x.grad, probs.grad
+
+
+def same(ours, theirs, dtype):
+    # sums of at most five rows, in float32 here and in the rows' dtype there: half a last place for each
+    eps = 5 * torch.finfo(dtype).eps
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            scale = b.detach().float().abs().max().item()
+            torch.testing.assert_close(a.float(), b.float(), rtol=eps, atol=eps * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_probs", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_permute_and_unpermute(device, with_probs, dtype):
+    theirs = run(False, device, with_probs, dtype)
+    with megatron.enable():
+        ours = run(True, device, with_probs, dtype)
+    for moved in (0, 1):  # what only moves is the same to the bit
+        assert theirs[moved] is ours[moved] is None or torch.equal(ours[moved], theirs[moved])
+    same(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunk_sort(device, with_probs):
+    sizes, order = torch.tensor([4, 0, 11, 15]), torch.tensor([2, 0, 3, 1])
+    found = []
+    for fused in (False, True):
+        x, _, probs = inputs(device)
+        x, probs = x.requires_grad_(), probs[:, 0].clone().requires_grad_()
+        with megatron.enable():
+            rows, moved = moe_utils.sort_chunks_by_idxs(
+                x, sizes.to(device), order.to(device), probs=probs if with_probs else None, fused=fused
+            )
+        loss = (rows * torch.arange(rows.numel(), device=device).view_as(rows)).sum()
+        (loss if moved is None else loss + (moved**2).sum()).backward()
+        found.append((rows, moved, x.grad, probs.grad))
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("counts_on_cpu", [True, False])
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_padded(device, align, counts_on_cpu):
+    """What later versions call: the unpadded rows, each expert's followed by zeros, and back."""
+    x, mask, probs = inputs(device)
+    counts = mask.sum(0)
+    rows, moved, _ = moe_utils.permute(x, mask, probs=probs, num_out_tokens=counts.sum())
+    given = counts.cpu() if counts_on_cpu else counts
+    with megatron.enable():
+        found = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, given, align)
+        padded, padded_probs, row_map, pads, sizes = found
+        assert sizes.tolist() == [-(-c // align) * align for c in counts.tolist()]
+        assert sizes.device == given.device
+        start = at = 0
+        for count, size in zip(counts.tolist(), sizes.tolist(), strict=True):
+            assert torch.equal(padded[at : at + count], rows[start : start + count])
+            assert torch.equal(padded_probs[at : at + count], moved[start : start + count])
+            assert not padded[at + count : at + size].any()
+            start, at = start + count, at + size
+        assert at == len(padded)
+        back = moe_utils.fused_unpermute(
+            padded, row_map, merging_probs=probs, restore_shape=x.shape, pad_offsets=pads
+        )
+    torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
+
+
+def test_disabled_everything_is_as_before():
+    before = dict(vars(moe_utils))
+    enabled = megatron.enable()
+    assert moe_utils.fused_permute is megatron.permute
+    assert moe_utils.te_general_gemm is None or "te_general_gemm" in before
+    with pytest.raises(RuntimeError, match="in force already"):
+        megatron.enable()
+    enabled.disable()
+    assert vars(moe_utils) == before
+    with pytest.raises((ValueError, ImportError)):
+        config(moe_permute_fusion=True)
+    with megatron.enable():
+        config(moe_permute_fusion=True)
+
+
+def config(**options):
+    plain = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 4}
+    return TransformerConfig(**plain, **options)
+
+
+def test_alignment_of_the_recipes():
+    def recipe(**options):
+        return types.SimpleNamespace(**{"fp8": None, "fp8_recipe": "delayed", "fp4": None, **options})
+
+    assert megatron.align_size(recipe()) == 0
+    assert megatron.align_size(config()) == 0
+    for name, wanted in (("delayed", 16), ("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)):
+        assert megatron.align_size(recipe(fp8="e4m3", fp8_recipe=name)) == wanted
+    blockwise = recipe(fp8="e4m3", fp8_recipe="blockwise")
+    assert megatron.align_size(blockwise, grouped_blockwise=True) == 128
+    assert megatron.align_size(recipe(fp4="e2m1")) == 128
+    original = moe_utils.get_align_size_for_quantization
+    with megatron.enable(grouped_blockwise=True):
+        for module in (moe_utils, token_dispatcher):
+            assert module.get_align_size_for_quantization(blockwise) == 128
+            assert module.get_align_size_for_quantization(recipe()) == original(recipe())
+    assert token_dispatcher.get_align_size_for_quantization is original
+
+
+LAYER = """
+import sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+device, dispatcher, port = sys.argv[1:]
+if device == "cpu":  # the router asks for it by name
+    torch.cuda.current_device = lambda: "cpu"
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{port}")
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel()
+from fp8moe.adapters import megatron
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+def run(fused):
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, ffn_hidden_size=96, moe_ffn_hidden_size=96, num_attention_heads=4,
+        num_moe_experts=8, moe_router_topk=2, moe_token_dispatcher_type=dispatcher,
+        moe_permute_fusion=fused, moe_router_load_balancing_type="none", moe_router_dtype="fp32",
+        use_cpu_initialization=True, add_bias_linear=False, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+    )
+    parts = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp.submodules
+    layer = MoELayer(config, parts).to(device)
+    torch.manual_seed(1)
+    x = torch.randn(10, 3, 64).to(device).requires_grad_()
+    y, _ = layer(x)
+    (y * torch.randn(y.shape).to(device)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+with megatron.enable():
+    calls = []
+    from megatron.core.transformer.moe import moe_utils
+    for name in ("fused_permute", "fused_permute_with_probs", "fused_unpermute"):
+        def counted(*a, function=getattr(moe_utils, name), name=name, **k):
+            calls.append(name)
+            return function(*a, **k)
+        setattr(moe_utils, name, counted)
+    theirs = run(False)
+    assert not calls
+    ours = run(True)
+    assert len(calls) == 2, calls
+for a, b in zip(ours, theirs, strict=True):
+    assert (a is None) == (b is None)
+    if a is not None:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+assert ours[1].abs().max() > 0
+print("the layer is the same")
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "dispatcher"),
+    [
+        ("cpu", "allgather"),
+        pytest.param("cuda", "allgather", marks=pytest.mark.gpu),
+        pytest.param("cuda", "alltoall", marks=pytest.mark.gpu),
+    ],
+)
+def test_the_moe_layer(device, dispatcher):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, "-c", LAYER, device, dispatcher, port], capture_output=True, text=True
+    )
+    assert "the layer is the same" in done.stdout, done.stderr[-3000:]
+
+
+def test_without_megatron():
+    code = "import sys; sys.modules['megatron.core'] = None\n"
+    code += "from fp8moe.adapters import megatron; megatron.enable()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'megatron-core>=0.16'" in done.stderr
+
+
+def test_the_rows_a_caller_counts_are_enough():
+    """A tensor of one number, or none at all."""
+    x, mask, _ = inputs("cpu")
+    wanted = fp8moe.permute(x.numpy(), fp8moe.plan_routing_map(mask.numpy())).data[: int(mask.sum())]
+    for rows in (None, int(mask.sum()), mask.sum()):
+        np.testing.assert_array_equal(megatron.permute(x, mask, rows)[0].numpy(), wanted)
