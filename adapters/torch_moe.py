@@ -11,8 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fp8moe
 from fp8moe import Quantized, checks
-from fp8moe.adapters import torch_ops
+from fp8moe.adapters import torch_distributed, torch_ops
+from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.moe import RECIPES
+from fp8moe.plan import static_bound
 from fp8moe.records import arrays_in
 
 
@@ -36,6 +38,11 @@ class FP8FlowMoE(nn.Module):
 
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
+
+    process_group: the ranks of expert parallelism. Of num_experts each holds an equal share, w13 and w2 are
+        this rank's, and rows travel in FP8 for "fp8_flow" (`fp8moe.expert_parallel`). The counts of rows are
+        looked at once a forward, so that no CUDA graph can hold it. The router is every rank's own: average
+        its gradient as any other parameter's, and not those of w13 and w2.
     """
 
     def __init__(
@@ -51,6 +58,7 @@ class FP8FlowMoE(nn.Module):
         clamp: float | None = None,
         alpha: float = 1.0,
         linear_offset: float = 0.0,
+        process_group: Any = None,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
     ):
@@ -64,10 +72,16 @@ class FP8FlowMoE(nn.Module):
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
         self.activation: dict[str, Any] = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+        self._comm = None if process_group is None else ProcessGroup(process_group)
+        ranks = 1 if self._comm is None else self._comm.world_size
+        if num_experts % ranks:
+            raise ValueError(
+                f"num_experts: got {num_experts}; wanted a multiple of {ranks}, the group's ranks"
+            )
         place = {"device": device, "dtype": dtype}
         self.router = nn.Linear(hidden, num_experts, bias=False, **place)
-        self.w13 = nn.Parameter(torch.empty(num_experts, 2 * ffn, hidden, **place))
-        self.w2 = nn.Parameter(torch.empty(num_experts, hidden, ffn, **place))
+        self.w13 = nn.Parameter(torch.empty(num_experts // ranks, 2 * ffn, hidden, **place))
+        self.w2 = nn.Parameter(torch.empty(num_experts // ranks, hidden, ffn, **place))
         self._fp8: dict[str, tuple[_MadeOf | None, Quantized]] = {}  # name -> what it was made of, and it
         self.reset_parameters()
 
@@ -122,7 +136,7 @@ class FP8FlowMoE(nn.Module):
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
         fp8 = [self._fp8_weight(name) for name in ("w13", "w2")]
-        options = (self.recipe, self.recompute, self.activation)
+        options = (self.recipe, self.recompute, self.activation, self._comm)
         return _Experts.apply(x, self.w13, self.w2, ids, probs, fp8, options)
 
     def _fp8_weight(self, name: str) -> Quantized:
@@ -150,21 +164,27 @@ class FP8FlowMoE(nn.Module):
         return new
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        comm, rows, experts = self._comm, None, len(self.w13)
+        if comm is not None:
+            arrived = torch_distributed.dispatch(x, ids, probs, self.num_experts, comm)
+            x, ids, probs = arrived.x, arrived.topk_ids, arrived.topk_probs
+            rows = static_bound(arrived.num_entries, experts, 16)
         # torch's grouped product wants what it reads in multiples of 16 bytes
-        plan = torch_ops.plan_topk(ids, self.num_experts, align_size=16)
+        plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
         moved = torch_ops.permute(x, plan, probs.float())
         ends = plan.expert_offsets[1:]
         h = nn.functional.grouped_mm(moved.data, self.w13.bfloat16().transpose(1, 2), offs=ends)
         a = torch_ops.swiglu(h, moved.probs, **self.activation)
-        return torch_ops.unpermute(
+        y = torch_ops.unpermute(
             nn.functional.grouped_mm(a, self.w2.bfloat16().transpose(1, 2), offs=ends), plan
         )
+        return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w13, w2, ids, probs, fp8, options):  # type: ignore[no-untyped-def]
-        recipe, recompute, activation = options
+        recipe, recompute, activation, ctx.comm = options
         w13_fp8, w2_fp8 = fp8
         y, ctx.saved = fp8moe.moe_forward(
             x.contiguous(),
@@ -174,6 +194,7 @@ class _Experts(torch.autograd.Function):
             probs.contiguous(),
             recipe=recipe,
             recompute=recompute,
+            comm=ctx.comm,
             **activation,
         )
         ctx.weights, ctx.probs_dtype = (w13, w2), probs.dtype
@@ -186,7 +207,7 @@ class _Experts(torch.autograd.Function):
         if [w._version for w in ctx.weights] != ctx.versions:
             raise RuntimeError("w13, w2: changed in place between the forward and its backward")
         into = [getattr(w, "main_grad", None) for w in ctx.weights]
-        g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dw13=into[0], dw2=into[1])
+        g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dw13=into[0], dw2=into[1], comm=ctx.comm)
         grads: list[Tensor | None] = []
         for w, main, new in zip(ctx.weights, into, (g.dw13, g.dw2), strict=True):
             if main is not None:

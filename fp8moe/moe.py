@@ -8,14 +8,15 @@ kernels, which dequantises and requantises for every column-wise operand: 12 cas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8moe import border, checks, tracing
+from fp8moe.expert_parallel import Route, Transport, combine, combine_gradient, dispatch, dispatch_gradient
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
-from fp8moe.plan import plan_topk
+from fp8moe.plan import plan_topk, static_bound
 from fp8moe.quantize import dequantize, quantize
 from fp8moe.records import MoEGrads, PermutationPlan, Quantized, QuantTensor, nbytes
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
@@ -47,11 +48,12 @@ class Saved:
     w13: Any
     w2: Any
     activation: tuple[tuple[str, float | None], ...] = ()
+    route: Route | None = None  # of expert parallelism
 
     @property
     def nbytes(self) -> int:
         """Bytes kept for the backward, the weights apart."""
-        return nbytes(self.plan, self.probs, self.x, self.h, self.a)
+        return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route)
 
 
 def quantize_weights(x: Any, *, fmt: str = "e4m3") -> Quantized:
@@ -72,6 +74,7 @@ def moe_forward(
     clamp: float | None = None,
     alpha: float = 1.0,
     linear_offset: float = 0.0,
+    comm: Transport | None = None,
 ) -> tuple[Any, Saved]:
     """y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -83,8 +86,11 @@ def moe_forward(
     recompute: None, or "moe_expert": keep only the input of fc1; the backward computes fc1 and the
         activation again, but never dispatch or permute.
     clamp, alpha, linear_offset: of the activation, see `swiglu`.
+    comm: how rows move between ranks, for expert parallelism (`fp8moe.expert_parallel`): w13 and w2 are this
+        rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
 
-    Returns (y [T, H], saved). y has x's dtype. Nothing synchronises with the host.
+    Returns (y [T, H], saved). y has x's dtype. Nothing synchronises with the host, but for the counts of
+    rows where there is a ``comm``.
     Raises TypeError or ValueError for arguments that do not fit each other.
     """
     checks.choice("recipe", recipe, RECIPES)
@@ -95,20 +101,33 @@ def moe_forward(
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     experts = (w13.rowwise if isinstance(w13, Quantized) else w13).shape[0]
-    plan = plan_topk(topk_ids, experts, align_size=ALIGN_SIZE[recipe])
+    ids, probs, route, rows = topk_ids, topk_probs, None, None
+    if comm is None:
+        x = _cast(recipe, x)
+    else:
+        arrived = dispatch(x, ids, probs, experts * comm.world_size, comm, fmt=_CAST[recipe])
+        x, ids, probs, route = arrived.x, arrived.topk_ids, arrived.topk_probs, arrived.route
+        rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
+    plan = plan_topk(ids, experts, align_size=ALIGN_SIZE[recipe], num_out_tokens=rows)
     forward, _ = _STEPS[recipe]
-    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=tuple(activation.items()), **kept)
+    y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None)
+    if comm is not None and route is not None:
+        y = combine(y, route, comm)
+    kept_options = tuple(activation.items())
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=kept_options, route=route, **kept)
     tracing.record_saved(saved.nbytes)
     return y, saved
 
 
-def moe_backward(saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None) -> MoEGrads:
+def moe_backward(
+    saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None, comm: Transport | None = None
+) -> MoEGrads:
     """Gradients of `moe_forward`.
 
     dy: [T, H] in y's dtype.
     dw13, dw2: float32 or bfloat16 arrays to add the weights' gradients to, in place: what several
         micro-batches sum up.
+    comm: the forward's.
 
     Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and
     dw2 [E, H, F], those given or new ones in float32 (float64 for float64).
@@ -117,9 +136,24 @@ def moe_backward(saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None) ->
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
     array = border.enter(dy=dy).args.dy
     checks.dtype("dy", array, checks.FLOATS if saved.recipe == "bf16" else (BFLOAT16,))
-    checks.shape("dy", array, (saved.plan.num_tokens, saved.x.shape[1]))
+    route = saved.route
+    if (comm is None) != (route is None):
+        raise ValueError(
+            f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
+        )
+    tokens = (saved.plan if route is None else route.plan).num_tokens
+    checks.shape("dy", array, (tokens, saved.x.shape[1]))
     _, backward = _STEPS[saved.recipe]
-    return backward(saved, dy, dw13, dw2)
+    if comm is None or route is None:
+        return backward(saved, _cast(saved.recipe, dy), dw13, dw2)
+    grads = backward(saved, dispatch_gradient(dy, route, comm, fmt=_CAST[saved.recipe]), dw13, dw2)
+    dx, dprobs = combine_gradient(grads.dx, grads.dprobs, route, comm)
+    return replace(grads, dx=dx, dprobs=dprobs)
+
+
+def _cast(recipe: str, x: Any) -> Any:
+    fmt = _CAST[recipe]
+    return x if fmt is None else quantize(x, fmt=fmt)
 
 
 def _check_layer(recipe: str, **arrays: Any) -> None:
@@ -156,14 +190,13 @@ def _check_layer(recipe: str, **arrays: Any) -> None:
 
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
-    q = quantize(x)  # cast 1
-    moved = permute(q, plan, probs)
+    moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
     h = grouped_gemm(moved.data, w13.rowwise, plan.expert_offsets)
     a = _activate(h, moved.probs, plan, activation)
     y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
     if recompute:
         return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
-    return y, {"probs": moved.probs, "x": q, "h": h, "a": a}
+    return y, {"probs": moved.probs, "x": x, "h": h, "a": a}
 
 
 def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
@@ -172,7 +205,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
         a = _activate(h, saved.probs, plan, dict(saved.activation))
-    dout = permute(quantize(dy), plan).data  # cast 2
+    dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
     dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets, dw2)
     grad = swiglu_quantize_backward(
@@ -258,6 +291,8 @@ def _backward_bf16(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 
+# in what format the caller's rows travel and are permuted; None: as they are
+_CAST = {"fp8_flow": "e4m3", "fp8_blockwise": None, "bf16": None}
 _STEPS = {
     "fp8_flow": (_forward_fp8_flow, _backward_fp8_flow),
     "fp8_blockwise": (_forward_fp8_blockwise, _backward_fp8_blockwise),

@@ -22,12 +22,14 @@ class Trace:
     weight_casts: `quantize` calls with (128, 128) blocks.
     launches: calls of a backend, by operation.
     saved_bytes: bytes that `moe_forward` kept for `moe_backward`.
+    sent_bytes: bytes of rows that went to other ranks (`fp8moe.expert_parallel`).
     """
 
     casts: int = 0
     weight_casts: int = 0
     launches: Counter[str] = field(default_factory=Counter)
     saved_bytes: int = 0
+    sent_bytes: int = 0
 
     @property
     def num_launches(self) -> int:
@@ -81,3 +83,8 @@ def _also_at_replay(note: Callable[[Any], None], what: Any) -> None:
 def record_saved(nbytes: int) -> None:
     for counts in _active.get():
         counts.saved_bytes += nbytes
+
+
+def record_sent(nbytes: int) -> None:
+    for counts in _active.get():
+        counts.sent_bytes += nbytes

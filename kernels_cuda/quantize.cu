@@ -15,7 +15,8 @@
 
 // What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
-//   gemm_ready: block b of row r at b * ready + r.
+//   gemm_ready: block b of row r at b * ready + r. PACKED: row r of the codes, and its scales behind it, at
+//   r * ready bytes of `codes`; fewer than 2^32 blocks.
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a
 //   thread has PAIRS times sixteen values.
@@ -42,11 +43,19 @@ extern "C" __global__ void __launch_bounds__(64)
     floats<KIND>(a[u], v);
     floats<KIND>(b[u], w);
     i64 block = at / (MX ? 4 : 16);
+#ifdef PACKED
+    const u32 row = (u32)block / (u32)blocks, row_vectors = (u32)blocks * (MX ? 4 : 16);
+    u8* to = codes + row * ready;
+    write_block<false>(v, w, rule, at - (i64)row * row_vectors, (u32)block - row * (u32)blocks,
+                       at + lanes < vectors, to, to + row_vectors * 8);
+#else
     if (ready) block = block % blocks * ready + block / blocks;
     write_block<false>(v, w, rule, at, block, at + lanes < vectors, codes, scales);
+#endif
   }
 }
 
+#ifndef PACKED
 // What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
 // Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Bytes: every value read once, every code and scale written once.
@@ -252,3 +261,4 @@ extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks,
     out[i] = in[i % blocks * padded + i / blocks];
   }
 }
+#endif

@@ -11,6 +11,7 @@ from test_grouped_gemm import offsets_of, relative
 from test_transpose import random_rowwise
 
 import fp8moe
+from fp8moe import expert_parallel
 from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
@@ -327,3 +328,26 @@ def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
         assert again is into
         np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
     assert all(isinstance(r, fp8moe.replay.Recipe) for r in fp8moe.border._recipes.values())
+
+
+@pytest.mark.parametrize(("columns", "k"), [(512, 4), (256, 3), (2176, 8)])
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_messages_between_ranks(columns, k, dtype):
+    """Rows side by side and apart again, quantised on the way or not, in whole vectors or not."""
+    x, probs = values(RNG, (11, columns), dtype), RNG.random((11, k)).astype(np.float32)
+    ids = RNG.integers(-1, 12, (11, k))
+    ours, theirs = both(lambda i: expert_parallel._rank_mask(i, 4, 3), ids)
+    assert_same(ours, theirs)
+    local, on_cuda = both(lambda i: expert_parallel._local_ids(i, 4, 4), ids)
+    assert_same(local, on_cuda)
+    q = fp8moe.quantize(x)
+    for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,)):
+        message, theirs = both(expert_parallel._pack, *parts)
+        assert_same(message, theirs)
+        apart, theirs = both(lambda m, parts=parts: expert_parallel._unpack(m, parts), message)
+        assert_same(parts, apart)
+        assert_same(parts, theirs)
+    for fmt in ("e4m3", "e5m2"):
+        for behind in ((local, probs), ()):
+            ours, theirs = both(lambda x, *p, fmt=fmt: expert_parallel._packed(x, fmt, *p)[1], x, *behind)
+            assert_same(ours, theirs)

@@ -161,6 +161,7 @@ inline int atomicMax(int* p, int v) {
 }
 
 inline unsigned atomicOr(unsigned* p, unsigned v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 
 template <class Kernel>
 void run_grid(unsigned blocks, unsigned blocks_y, unsigned threads, Kernel kernel) {

@@ -1,0 +1,154 @@
+"""Expert parallelism over `torch.distributed`: NCCL on GPUs, gloo on the CPU.
+
+comm = fp8moe.adapters.torch_distributed.ProcessGroup(group)      # None: the default group
+y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8moe import expert_parallel
+from fp8moe.expert_parallel import Dispatched, Pending, Route, Transport
+
+GRACE = 5.0  # seconds that the others are given to say that they are there
+
+
+class RankLost(RuntimeError):
+    """A rank left while the others waited for it; ``ranks`` of the group, as far as they could be told."""
+
+    def __init__(self, ranks: list[int], message: str):
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class ProcessGroup:
+    """A `fp8moe.expert_parallel.Transport` over a process group; torch tensors, and NumPy arrays with gloo.
+
+    One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
+    the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
+    timeout: `RankLost` with gloo, naming it; with NCCL torch's watchdog ends the process at that time.
+    """
+
+    def __init__(self, group: Any = None):
+        self._group = dist.group.WORLD if group is None else group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._calls = 0
+
+    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
+        known = [_tensor(c).long() for c in counts]
+        ours = torch.tensor(list(header.values()), device=known[0].device)
+        sent = torch.stack([*known, *ours[:, None].expand(-1, self.world_size)], dim=1).contiguous()
+        received = torch.empty_like(sent)
+        self._all_to_all(received, sent, None, None, async_op=False)
+        told, heard = torch.stack([sent, received]).tolist()  # the one synchronisation
+        for rank, message in enumerate(heard):
+            for name, theirs in zip(header, message[len(counts) :], strict=True):
+                if theirs != header[name]:
+                    raise ValueError(
+                        f"{name}: rank {self.rank} has {header[name]}, rank {rank} has {theirs}; wanted the "
+                        "same on all ranks; nothing was sent"
+                    )
+        return [([m[i] for m in told], [m[i] for m in heard]) for i in range(len(counts))]
+
+    def exchange(self, rows: Any, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        ours = _tensor(rows).contiguous()
+        octets = ours.view(torch.uint8) if ours.numel() else ours.new_empty((0,), dtype=torch.uint8)
+        theirs = ours.new_empty((sum(received), *ours.shape[1:]))
+        into = theirs.view(torch.uint8) if theirs.numel() else octets.new_empty((0,))
+        width = ours[:1].nbytes if len(ours) else theirs[:1].nbytes
+        splits = ([width * n for n in received], [width * n for n in sent])
+        work = self._all_to_all(into.reshape(-1), octets.reshape(-1), *splits, async_op=True)
+
+        def finish() -> Any:
+            self._watched(work.wait)
+            octets.numel()  # kept until here
+            return theirs.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else theirs
+
+        return Pending(finish)
+
+    def _all_to_all(self, out, given, received, sent, async_op):  # type: ignore[no-untyped-def]
+        self._calls += 1
+        return self._watched(
+            lambda: dist.all_to_all_single(out, given, received, sent, self._group, async_op=async_op)
+        )
+
+    def _watched(self, action):  # type: ignore[no-untyped-def]
+        try:
+            return action()
+        except RuntimeError as error:
+            if dist.get_backend(self._group) != "gloo":
+                raise
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> RankLost:
+        """Every rank that is still there writes so into the group's store; who does not is lost."""
+        name = f"fp8moe/{dist.get_process_group_ranks(self._group)}/{self._calls}"
+        missing = [r for r in range(self.world_size) if r != self.rank]
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{name}/{self.rank}", "here")
+            end = time.monotonic() + GRACE
+            while missing and time.monotonic() < end:
+                missing = [r for r in missing if not store.check([f"{name}/{r}"])]
+                time.sleep(0.05)
+        except RuntimeError:
+            missing = [0]  # whose process keeps the store, as torchrun's and init_method's do
+        lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
+        return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({error})")
+
+
+def dispatch(
+    x: Tensor, topk_ids: Tensor, topk_probs: Tensor, num_experts: int, comm: Transport
+) -> Dispatched:
+    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs."""
+    rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm)
+    return replace(rest, x=rows, topk_probs=probs)
+
+
+def combine(y: Tensor, route: Route, comm: Transport) -> Tensor:
+    """`fp8moe.expert_parallel.combine`, with a gradient for y."""
+    return _Combine.apply(y, route, comm)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
+        found = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
+        ctx.route, ctx.comm = found.route, comm
+        return found.x, found.topk_probs, found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dx, dprobs, _):  # type: ignore[no-untyped-def]
+        grads = dx.contiguous(), dprobs.contiguous()
+        return *expert_parallel.combine_gradient(*grads, ctx.route, ctx.comm), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, route, comm):  # type: ignore[no-untyped-def]
+        ctx.route, ctx.comm = route, comm
+        return expert_parallel.combine(y.contiguous(), route, comm)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        return expert_parallel.dispatch_gradient(dy.contiguous(), ctx.route, ctx.comm), None, None
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return x.detach()
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"rows: got {type(x).__module__}.{type(x).__qualname__}; wanted torch tensors")
+    # torch knows no ml_dtypes: the bytes will do
+    return torch.from_numpy(x if x.dtype.kind in "iuf" and x.dtype.isbuiltin == 1 else x.view(np.uint8))

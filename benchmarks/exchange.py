@@ -1,0 +1,170 @@
+"""Rows between GPUs, and the layer over them, FP8 against bfloat16: ``python -m fp8moe.benchmarks.exchange
+[--out FILE] [--ranks N]``, a process for each GPU of this machine, NCCL.
+
+rows: N rows of 7168 on each rank, as many to each. exchange: one call, packed rows. with its quantise: from
+bfloat16 to FP8 rows in one buffer, then that. dispatch: the whole of `expert_parallel.dispatch` from
+bfloat16, top-8 of 64 experts a rank, counts and all. layer: forward and backward of `FP8FlowMoE`. Times are
+the slowest rank's, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fp8moe
+from fp8moe import expert_parallel
+from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.benchmarks.harness import commit, versions
+
+HIDDEN, FFN, TOPK = 7168, 2048, 8
+ROWS = (4096, 8192, 32_768)
+LAYERS = ((4096, 8), (16_384, 8))  # tokens a rank, experts a rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs; by default all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, tiny sizes")
+    arguments = parser.parse_args()
+    world = arguments.ranks or torch.cuda.device_count()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run, (world, port, arguments.device, arguments.out), nprocs=world, join=True)
+
+
+def run(rank: int, world: int, port: int, device: str, out: Path | None) -> None:
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    comm = ProcessGroup()
+    torch.manual_seed(rank)
+    for rows in ROWS if cuda else (64,):
+        for row in of_rows(comm, rows, HIDDEN if cuda else 256, device):
+            report(row, rank, world, device, out)
+    for tokens, experts in LAYERS if cuda else ((64, 2),):
+        for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
+            report(of_layer(comm, tokens, experts, recipe, device), rank, world, device, out)
+    dist.destroy_process_group()
+
+
+def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
+    x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+    experts = 64 * comm.world_size
+    ids = torch.rand(rows, experts, device=device).topk(TOPK).indices
+    probs = torch.rand(rows, TOPK, device=device)
+    equal = [rows // comm.world_size] * comm.world_size
+    found = []
+    for name, fmt in (("bf16", None), ("fp8", "e4m3")):
+        cases = of_format(comm, x, ids, probs, equal, fmt)
+        for what, action in cases:
+            with fp8moe.trace() as counted:
+                action()
+            sent = counted.sent_bytes
+            row = {"name": f"{what}, {name}", "shape": f"{rows} x {hidden}", "sent_bytes": sent}
+            found.append({**row, "us": seconds(action, device) * 1e6})
+    return found
+
+
+def of_format(
+    comm: ProcessGroup, x: Any, ids: Any, probs: Any, equal: list[int], fmt: str | None
+) -> list[tuple[str, Callable[[], Any]]]:
+    def packed() -> Any:  # bfloat16 rows are what they are; FP8 ones are made
+        return x.view(torch.uint8) if fmt is None else expert_parallel._packed(x, fmt)[1]
+
+    ready = packed()
+
+    def exchange(rows: Any) -> Any:
+        return expert_parallel._exchange(rows, equal, equal, comm).wait()
+
+    def dispatch() -> Any:
+        return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)
+
+    return [
+        ("exchange", lambda: exchange(ready)),
+        ("with its quantise", lambda: exchange(packed())),
+        ("dispatch", dispatch),
+    ]
+
+
+def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device: str) -> dict[str, Any]:
+    hidden, ffn = (HIDDEN, FFN) if device == "cuda" else (256, 128)
+    topk = min(TOPK, experts)
+    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    layer = FP8FlowMoE(
+        hidden, ffn, experts * comm.world_size, topk, recipe=recipe, process_group=dist.group.WORLD, **place
+    )
+    if recipe != "bf16":  # gradients in float32, as mixed-precision training keeps them
+        for w in (layer.w13, layer.w2):
+            w.main_grad = torch.zeros(w.shape, device=device)  # type: ignore[attr-defined]
+    x = torch.randn(tokens, hidden, **place).requires_grad_()
+    dy = torch.randn(tokens, hidden, **place)
+    ids, probs = layer.route(x.detach())
+    probs = probs.detach().requires_grad_()
+
+    def step() -> None:
+        layer(x, ids, probs).backward(dy)
+        x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+
+    us = seconds(step, device) * 1e6
+    shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts a rank, top-{topk}"
+    return {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
+
+
+def seconds(action: Callable[[], Any], device: str, repeats: int = 12) -> float:
+    """The slowest rank's median time of a call, between barriers' worth of queue."""
+    for _ in range(3):
+        action()
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        if device != "cuda":
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(200_000)  # 0.1 ms, so that the host is ahead
+        begin.record()
+        action()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | None) -> None:
+    if rank:
+        return
+    print(
+        f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {row.get('sent_bytes', 0):12}", flush=True
+    )
+    if out:
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        kept = {"device": f"{world} x {name}", "versions": {**versions(), "torch": torch.__version__}}
+        said = {"commit": commit(), "command": "python -m fp8moe.benchmarks.exchange"}
+        with out.open("a") as file:
+            file.write(json.dumps({**row, **kept, **said}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

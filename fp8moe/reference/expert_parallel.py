@@ -1,0 +1,59 @@
+"""What `fp8moe.expert_parallel` asks of a device: rows side by side, and expert ids by rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fp8moe.records import QuantTensor
+from fp8moe.reference.quantize import quantize
+
+
+def quantize_and_pack(
+    x: np.ndarray, parts: tuple[np.ndarray, ...], *, like: QuantTensor, out: np.ndarray
+) -> None:
+    made = [np.empty(s.shape, s.dtype) for s in (like.data, like.scales)]
+    quantize(x, pow2=True, eps=0.0, out=replace(like, data=made[0], scales=made[1]))
+    pack_rows((*made, *parts), out=out)
+
+
+def pack_rows(parts: tuple[np.ndarray, ...], *, out: np.ndarray) -> None:
+    out[:] = 0
+    at = 0
+    for part in parts:
+        octets = _octets(part)
+        out[:, at : at + octets.shape[1]] = octets
+        at += -(-octets.shape[1] // 16) * 16
+
+
+def unpack_rows(packed: np.ndarray, *, out: tuple[np.ndarray, ...]) -> None:
+    at = 0
+    for part in out:
+        octets = _octets(part)
+        octets[:] = packed[:, at : at + octets.shape[1]]
+        at += -(-octets.shape[1] // 16) * 16
+
+
+def rank_mask(topk_ids: np.ndarray, *, experts: int, out: tuple[np.ndarray, np.ndarray]) -> None:
+    mask, entries = out
+    mask[:] = 0
+    ranks = len(entries)
+    if topk_ids.size and topk_ids.max() >= experts * ranks:
+        raise ValueError(
+            f"topk_ids: got {topk_ids.max()}; wanted less than {experts * ranks}, {experts} experts on each "
+            f"of {ranks} ranks"
+        )
+    tokens, places = np.nonzero(topk_ids >= 0)
+    rank = topk_ids[tokens, places] // experts
+    mask[tokens, rank] = 1
+    entries[:] = np.bincount(rank, minlength=ranks)
+
+
+def local_ids(ids: np.ndarray, *, first: int, experts: int, out: np.ndarray) -> None:
+    inside = (ids >= first) & (ids < first + experts)
+    out[:] = np.where(inside, ids - first, -1)
+
+
+def _octets(part: np.ndarray) -> np.ndarray:
+    return part.view(np.uint8).reshape(len(part), part.nbytes // max(len(part), 1))
