@@ -31,14 +31,21 @@ def library(source, defines):
     for path in [*compiler.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "cuda.h"]:
         (folder / path.name).write_text(path.read_text())
     text = (folder / f"{source}.cu").read_text()
+    macros = [f"-D{d}" for d in defines]
+    compiled = subprocess.run(
+        ["g++", "-std=c++20", "-E", "-P", *macros, "-include", "cuda.h", "-x", "c++", f"{source}.cu"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    ).stdout
     runs = [
         f'extern "C" void run_{name}(unsigned gx, unsigned gy, unsigned threads, {parameters}) {{\n'
         f"  run_grid(gx, gy, threads, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
         for name, parameters in SIGNATURE.findall(text)
+        if f" {name}(" in compiled  # some are left out by the definitions
     ]
     (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-shared", "-fPIC", "-pthread"]
-    macros = [f"-D{d}" for d in defines]
     subprocess.run(["g++", *options, *macros, "all.cpp", "-o", "all.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))
 
