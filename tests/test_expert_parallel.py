@@ -49,7 +49,7 @@ def test_ranks(case, world, tmp_path):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("case", ["layers", "rows", "refusals", "module"])
 def test_two_gpus(case, tmp_path):
-    ranks(case, 2, tmp_path, "cuda", 120)
+    ranks(case, 2, tmp_path, "cuda", 90)
 
 
 class Alone:
