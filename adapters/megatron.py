@@ -4,8 +4,8 @@
     megatron.enable()                       # before a TransformerConfig(moe_permute_fusion=True) is made
 
 ``moe_permute_fusion`` then works without Transformer Engine, and takes these kernels with it. Checked against
-megatron-core 0.16.1; `fused_permute_and_pad_with_probs` and ``pad_offsets`` are what later versions ask for
-(Megatron-LM PR #2763). Results are those of Megatron's own ``fused=False``, gradients too.
+megatron-core 0.16.1 and 0.19.2, which pads each expert in the same pass (Megatron-LM PR #2763). Results are
+those of Megatron's own ``fused=False``, gradients too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ OTHERS = (
     "fused_topk_with_score_function",
     "te_general_gemm",
 )
+SINCE = "2.12.0"  # the Transformer Engine whose padding Megatron asks for, by ``is_te_min_version``
 ALIGNED = "get_align_size_for_quantization"
 
 
@@ -151,6 +152,13 @@ def enable(*, grouped_blockwise: bool = False) -> Enabled:
         for name in OTHERS:
             if not hasattr(utils, name):
                 new.put(utils, name, None)
+    if hasattr(utils, "is_te_min_version"):
+        version_is = utils.is_te_min_version
+
+        def is_te_min_version(version: str, *rest: Any, **options: Any) -> bool:
+            return version == SINCE or version_is(version, *rest, **options)
+
+        new.put(utils, "is_te_min_version", is_te_min_version)
     if grouped_blockwise:
         original = getattr(utils, ALIGNED)
 

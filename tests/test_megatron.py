@@ -1,5 +1,6 @@
 """This library's permutation inside the real megatron-core: ``fused=True`` against its ``fused=False``."""
 
+import inspect
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
 megatron = pytest.importorskip("fp8moe.adapters.megatron")
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 T, H, E = 30, 24, 5
+PADS = "align_size" in inspect.signature(moe_utils.permute).parameters
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -38,7 +40,7 @@ def run(fused, device, with_probs, dtype):
     x, mask, probs = inputs(device)
     x, probs = x.to(dtype).requires_grad_(), probs.requires_grad_()
     given = probs if with_probs else None
-    rows, moved, indices = moe_utils.permute(x, mask, probs=given, num_out_tokens=mask.sum(), fused=fused)
+    rows, moved, indices, *_ = moe_utils.permute(x, mask, probs=given, num_out_tokens=mask.sum(), fused=fused)
     merging = None if with_probs else probs
     back = moe_utils.unpermute(rows * 2, indices, x.shape, probs=merging, routing_map=mask, fused=fused)
     loss = (back * torch.arange(H, device=device)).sum()
@@ -94,13 +96,17 @@ def test_chunk_sort(device, with_probs):
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_padded(device, align, counts_on_cpu):
-    """What later versions call: the unpadded rows, each expert's followed by zeros, and back."""
+    """What versions from 0.17 on call: the unpadded rows, each expert's followed by zeros, and back."""
     x, mask, probs = inputs(device)
     counts = mask.sum(0)
-    rows, moved, _ = moe_utils.permute(x, mask, probs=probs, num_out_tokens=counts.sum())
+    rows, moved, *_ = moe_utils.permute(x, mask, probs=probs, num_out_tokens=counts.sum())
     given = counts.cpu() if counts_on_cpu else counts
     with megatron.enable():
-        found = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, given, align)
+        if PADS:
+            options = {"tokens_per_expert": given, "align_size": align, "num_out_tokens": counts.sum()}
+            found = moe_utils.permute(x, mask, probs=probs, fused=True, **options)
+        else:
+            found = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, given, align)
         padded, padded_probs, row_map, pads, sizes = found
         assert sizes.tolist() == [-(-c // align) * align for c in counts.tolist()]
         assert sizes.device == given.device
@@ -111,9 +117,12 @@ def test_padded(device, align, counts_on_cpu):
             assert not padded[at + count : at + size].any()
             start, at = start + count, at + size
         assert at == len(padded)
-        back = moe_utils.fused_unpermute(
-            padded, row_map, merging_probs=probs, restore_shape=x.shape, pad_offsets=pads
-        )
+        if PADS:
+            back = moe_utils.unpermute(padded, row_map, x.shape, probs=probs, fused=True, pad_offsets=pads)
+        else:
+            back = moe_utils.fused_unpermute(
+                padded, row_map, merging_probs=probs, restore_shape=x.shape, pad_offsets=pads
+            )
     torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
 
 
@@ -138,8 +147,10 @@ def config(**options):
 
 
 def test_alignment_of_the_recipes():
+    plain = {"fp8": None, "fp8_recipe": "delayed", "fp4": None, "use_transformer_engine_op_fuser": False}
+
     def recipe(**options):
-        return types.SimpleNamespace(**{"fp8": None, "fp8_recipe": "delayed", "fp4": None, **options})
+        return types.SimpleNamespace(**{**plain, **options})
 
     assert megatron.align_size(recipe()) == 0
     assert megatron.align_size(config()) == 0
@@ -180,7 +191,8 @@ def run(fused):
         use_cpu_initialization=True, add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
     )
-    parts = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp.submodules
+    mlp = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False).submodules.mlp
+    parts = mlp.submodules if hasattr(mlp, "submodules") else mlp.keywords["submodules"]
     layer = MoELayer(config, parts).to(device)
     torch.manual_seed(1)
     x = torch.randn(10, 3, 64).to(device).requires_grad_()
