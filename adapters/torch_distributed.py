@@ -42,11 +42,15 @@ class ProcessGroup:
         self._group = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._calls = 0
+        self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
-        known = [_tensor(c).long() for c in counts]
-        ours = torch.tensor(list(header.values()), device=known[0].device)
-        sent = torch.stack([*known, *ours[:, None].expand(-1, self.world_size)], dim=1).contiguous()
+        known = [_tensor(c)[:, None] for c in counts]
+        values, device = tuple(header.values()), known[0].device
+        if (values, device) not in self._headers:  # a copy to the device waits
+            said = torch.tensor(values, dtype=torch.int32, device=device)
+            self._headers[values, device] = said.expand(self.world_size, -1).contiguous()
+        sent = torch.cat([*known, self._headers[values, device]], dim=1)
         received = torch.empty_like(sent)
         self._all_to_all(received, sent, None, None, async_op=False)
         told, heard = torch.stack([sent, received]).tolist()  # the one synchronisation
@@ -59,14 +63,15 @@ class ProcessGroup:
                     )
         return [([m[i] for m in told], [m[i] for m in heard]) for i in range(len(counts))]
 
-    def exchange(self, rows: Any, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        ours = _tensor(rows).contiguous()
-        octets = ours.view(torch.uint8) if ours.numel() else ours.new_empty((0,), dtype=torch.uint8)
-        theirs = ours.new_empty((sum(received), *ours.shape[1:]))
-        into = theirs.view(torch.uint8) if theirs.numel() else octets.new_empty((0,))
-        width = ours[:1].nbytes if len(ours) else theirs[:1].nbytes
+    def exchange(
+        self, rows: Any, sent: Sequence[int], received: Sequence[int], size: int | None = None
+    ) -> Pending:
+        ours = _tensor(rows)
+        theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
+        width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
-        work = self._all_to_all(into.reshape(-1), octets.reshape(-1), *splits, async_op=True)
+        octets, into = (_octets(x)[: sum(s)] for x, s in zip((ours, theirs), reversed(splits), strict=True))
+        work = self._all_to_all(into, octets, *splits, async_op=True)
 
         def finish() -> Any:
             self._watched(work.wait)
@@ -143,6 +148,10 @@ class _Combine(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         return expert_parallel.dispatch_gradient(dy.contiguous(), ctx.route, ctx.comm), None, None
+
+
+def _octets(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 def _tensor(x: Any) -> torch.Tensor:

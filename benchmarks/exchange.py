@@ -87,7 +87,7 @@ def of_format(
     comm: ProcessGroup, x: Any, ids: Any, probs: Any, equal: list[int], fmt: str | None
 ) -> list[tuple[str, Callable[[], Any]]]:
     def packed() -> Any:  # bfloat16 rows are what they are; FP8 ones are made
-        return x.view(torch.uint8) if fmt is None else expert_parallel._packed(x, fmt)[1]
+        return x.view(torch.uint8) if fmt is None else expert_parallel._quantize_and_pack(x, fmt)
 
     ready = packed()
 
@@ -128,25 +128,21 @@ def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device:
     return {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
 
 
-def seconds(action: Callable[[], Any], device: str, repeats: int = 12) -> float:
-    """The slowest rank's median time of a call, between barriers' worth of queue."""
+def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: int = 7) -> float:
+    """The slowest rank's median time of a call, of several in a row: the ranks do not start together."""
     for _ in range(3):
         action()
     times = []
     for _ in range(repeats):
         dist.barrier()
-        if device != "cuda":
-            start = time.perf_counter()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
             action()
-            times.append(time.perf_counter() - start)
-            continue
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(200_000)  # 0.1 ms, so that the host is ahead
-        begin.record()
-        action()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / calls)
     slowest = torch.tensor(statistics.median(times), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)

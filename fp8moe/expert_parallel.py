@@ -13,7 +13,7 @@ How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from fp8moe import border, checks, tracing
 from fp8moe.permute import permute, unpermute
 from fp8moe.plan import plan_routing_map
 from fp8moe.quantize import quantize_spec
-from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor, Record, map_arrays
+from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor, Record
 
 UINT8 = np.dtype(np.uint8)
 
@@ -55,16 +55,20 @@ class Transport(Protocol):
         same on all ranks: ValueError on all of them, naming the first that differs and what differs."""
         ...
 
-    def exchange(self, rows: Any, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        """rows [sum(sent), columns], rank by rank, to the ranks; the result [sum(received), columns] is of
-        the same kind and dtype."""
+    def exchange(
+        self, rows: Any, sent: Sequence[int], received: Sequence[int], size: int | None = None
+    ) -> Pending:
+        """The first sum(sent) of rows [N, columns], rank by rank, to the ranks. The result is of the same
+        kind and dtype, its first sum(received) rows from the ranks; it has ``size`` rows, by default just
+        these."""
         ...
 
 
 @dataclass(frozen=True)
 class Route(Record):
-    """Which rows went where. plan: the tokens' permutation into rank order, W "experts". sent, received:
-    rows to and from each rank."""
+    """Which rows went where. plan: the tokens' permutation into rank order, W "experts", in a buffer for the
+    most rows that there can be, so that its shape is the same at every step. sent, received: rows to and from
+    each rank."""
 
     plan: PermutationPlan
     sent: tuple[int, ...]
@@ -116,7 +120,7 @@ def dispatch(
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = _rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
-    like, packed = _packed(x, fmt, _local_ids(topk_ids, 0, num_experts), topk_probs)
+    like, packed = _packed(x, a.x, fmt, _local_ids(topk_ids, 0, num_experts), topk_probs)
     header = {
         "hidden": a.x.shape[1],
         "topk": topk,
@@ -124,11 +128,11 @@ def dispatch(
         "bytes of a row": int(packed.shape[1]),
     }
     (sent, received), (_, arriving) = comm.counts((plan.tokens_per_expert, entries), header)
-    route = Route(replace(plan, num_out_tokens=sum(sent)), tuple(sent), tuple(received))
-    specs = *_specs(like), ArraySpec((0, topk), checks.INT32), ArraySpec((0, topk), a.topk_probs.dtype)
+    route = Route(plan, tuple(sent), tuple(received))
+    parts = *_parts_like(like), ((topk,), "int32"), ((topk,), a.topk_probs.dtype.name)
 
     def arrived(rows: Any) -> Dispatched:
-        *data, ids, probs = _unpack(rows, specs)
+        *data, ids, probs = _unpack(rows, parts)
         return Dispatched(
             _rows_of(like, data), _local_ids(ids, comm.rank * experts, experts), probs, route, sum(arriving)
         )
@@ -144,10 +148,10 @@ def combine(y: Any, route: Route, comm: Transport, *, fmt: str | None = None, as
     """
     if fmt is None:
         return _finished(_back(y, route, comm).then(lambda rows: unpermute(rows, route.plan)), async_op)
-    like, packed = _packed(y, fmt)
+    like, packed = _packed(y, border.enter(y=y).args.y, fmt)
 
     def arrived(rows: Any) -> Any:
-        return unpermute(_rows_of(like, _unpack(rows, _specs(like))), route.plan)
+        return unpermute(_rows_of(like, _unpack(rows, _parts_like(like))), route.plan)
 
     return _finished(_back(packed, route, comm).then(arrived), async_op)
 
@@ -157,37 +161,40 @@ def dispatch_gradient(
 ) -> Any:
     """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
     are as `dispatch` has x and fmt."""
-    like, packed = _packed(dy, fmt)
+    like, packed = _packed(dy, border.enter(dy=dy).args.dy, fmt)
     pending = _send(packed, route, comm)
-    return _finished(pending.then(lambda rows: _rows_of(like, _unpack(rows, _specs(like)))), async_op)
+    return _finished(pending.then(lambda rows: _rows_of(like, _unpack(rows, _parts_like(like)))), async_op)
 
 
 def combine_gradient(dx: Any, dprobs: Any, route: Route, comm: Transport, *, async_op: bool = False) -> Any:
     """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
     probability has its gradient from its own rank, zeros from the others."""
     a = border.enter(dx=dx, dprobs=dprobs).args
-    specs = ArraySpec((0, *a.dx.shape[1:]), a.dx.dtype), ArraySpec((0, *a.dprobs.shape[1:]), a.dprobs.dtype)
+    parts = tuple((tuple(p.shape[1:]), p.dtype.name) for p in (a.dx, a.dprobs))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
-        return tuple(unpermute(part, route.plan) for part in _unpack(rows, specs))  # type: ignore[return-value]
+        return tuple(unpermute(part, route.plan) for part in _unpack(rows, parts))  # type: ignore[return-value]
 
     return _finished(_back(_pack(dx, dprobs), route, comm).then(arrived), async_op)
 
 
 def _send(packed: Any, route: Route, comm: Transport) -> Pending:
     """The tokens' rows to their ranks."""
-    return _exchange(permute(packed, route.plan).data, route.sent, route.received, comm)
+    rows = permute(packed, route.plan, fill_padding=False).data
+    return _exchange(rows, route.sent, route.received, comm)
 
 
 def _back(rows: Any, route: Route, comm: Transport) -> Pending:
-    return _exchange(rows, route.received, route.sent, comm)
+    return _exchange(rows, route.received, route.sent, comm, route.plan.num_out_tokens)
 
 
-def _exchange(rows: Any, sent: Sequence[int], received: Sequence[int], comm: Transport) -> Pending:
+def _exchange(
+    rows: Any, sent: Sequence[int], received: Sequence[int], comm: Transport, size: int | None = None
+) -> Pending:
     raw = border.enter(rows=rows).args.rows
     others = sum(sent) - sent[comm.rank]
     tracing.record_sent(others * raw.shape[1] * raw.dtype.itemsize)
-    return comm.exchange(rows, sent, received)
+    return comm.exchange(rows, sent, received, size)
 
 
 def _finished(pending: Pending, async_op: bool) -> Any:
@@ -204,24 +211,19 @@ def _parts(x: Any) -> tuple[Any, ...]:
     return x.data, x.scales
 
 
-def _packed(x: Any, fmt: str | None, *parts: Any) -> tuple[Any, Any]:
-    """(what x's rows will be, as shapes; the message of x's rows and the parts')."""
+def _packed(x: Any, raw: Any, fmt: str | None, *parts: Any) -> tuple[Any, Any]:
+    """(what x's rows will be, as shapes; the message of x's rows and the parts'). raw: x as buffers."""
     if fmt is None:
-        raw = border.enter(x=x).args.x
-        return map_arrays(lambda _, a: ArraySpec(tuple(a.shape), a.dtype), raw), _pack(*_parts(x), *parts)
-    call = border.enter(x=x, parts=parts)
-    raw = call.args.x
+        return raw, _pack(*_parts(x), *parts)
     checks.dtype("x", raw, checks.QUANTIZABLE)
     like = quantize_spec(raw, fmt, (1, 128), "compact", False)
-    out = call.empty(_message((like.data, like.scales, *call.args.parts)))
-    tracing.record_cast(weight=False)
-    call.run("expert_parallel", "quantize_and_pack", raw, call.args.parts, like=like, out=out)
-    return like, call.leave(out)
+    return like, _quantize_and_pack(x, fmt, *parts)
 
 
-def _specs(x: Any) -> tuple[ArraySpec, ...]:
-    parts = (x.data, x.scales) if isinstance(x, QuantTensor) else (x,)
-    return tuple(ArraySpec((0, *p.shape[1:]), p.dtype) for p in parts)
+def _parts_like(like: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shape of a row, and dtype, of each part that a tensor's rows have in a message."""
+    parts = (like.data, like.scales) if isinstance(like, QuantTensor) else (like,)
+    return tuple((tuple(p.shape[1:]), p.dtype.name) for p in parts)
 
 
 def _rows_of(like: Any, parts: Sequence[Any]) -> Any:
@@ -237,6 +239,7 @@ def _row_bytes(part: Any) -> int:
     return int(np.prod(part.shape[1:], dtype=np.int64)) * part.dtype.itemsize
 
 
+@border.replayed
 def _pack(*parts: Any) -> Any:
     """Up to four arrays' rows side by side, uint8 [N, bytes], each part at a multiple of 16."""
     call = border.enter(parts=parts)
@@ -245,19 +248,34 @@ def _pack(*parts: Any) -> Any:
     return call.leave(out)
 
 
+@border.replayed
+def _quantize_and_pack(x: Any, fmt: str, *parts: Any) -> Any:
+    """The same of x, quantised, and the parts."""
+    call = border.enter(x=x, parts=parts)
+    raw = call.args.x
+    like = quantize_spec(raw, fmt, (1, 128), "compact", False)
+    out = call.empty(_message((like.data, like.scales, *call.args.parts)))
+    tracing.record_cast(weight=False)
+    call.run("expert_parallel", "quantize_and_pack", raw, call.args.parts, like=like, out=out)
+    return call.leave(out)
+
+
 def _message(parts: Sequence[Any]) -> ArraySpec:
     return ArraySpec((parts[0].shape[0], sum(-(-_row_bytes(p) // 16) * 16 for p in parts)), UINT8)
 
 
-def _unpack(packed: Any, specs: Sequence[ArraySpec]) -> tuple[Any, ...]:
-    """The parts again; specs have their shapes but for the number of rows."""
+@border.replayed
+def _unpack(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...]) -> tuple[Any, ...]:
+    """The arrays again; parts: shape of a row, and dtype, of each."""
     call = border.enter(packed=packed)
     rows = call.args.packed.shape[0]
-    out = call.empty(tuple(ArraySpec((rows, *s.shape[1:]), s.dtype) for s in specs))
+    specs = (ArraySpec((rows, *shape), border.dtype_named(dtype, "parts")) for shape, dtype in parts)
+    out = call.empty(tuple(specs))
     call.run("expert_parallel", "unpack_rows", call.args.packed, out=out)
     return call.leave(out)
 
 
+@border.replayed
 def _rank_mask(topk_ids: Any, experts: int, world: int) -> tuple[Any, Any]:
     """(mask [T, W], ids of each rank's experts [W])."""
     call = border.enter(topk_ids=topk_ids)
@@ -267,6 +285,7 @@ def _rank_mask(topk_ids: Any, experts: int, world: int) -> tuple[Any, Any]:
     return call.leave(out)
 
 
+@border.replayed
 def _local_ids(ids: Any, first: int, experts: int) -> Any:
     call = border.enter(ids=ids)
     out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))

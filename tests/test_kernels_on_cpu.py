@@ -344,10 +344,12 @@ def test_messages_between_ranks(columns, k, dtype):
     for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,)):
         message, theirs = both(expert_parallel._pack, *parts)
         assert_same(message, theirs)
-        apart, theirs = both(lambda m, parts=parts: expert_parallel._unpack(m, parts), message)
+        shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
+        apart, theirs = both(lambda m, shapes=shapes: expert_parallel._unpack(m, shapes), message)
         assert_same(parts, apart)
         assert_same(parts, theirs)
     for fmt in ("e4m3", "e5m2"):
         for behind in ((local, probs), ()):
-            ours, theirs = both(lambda x, *p, fmt=fmt: expert_parallel._packed(x, fmt, *p)[1], x, *behind)
+            pack = expert_parallel._quantize_and_pack
+            ours, theirs = both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind)
             assert_same(ours, theirs)
