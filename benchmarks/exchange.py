@@ -156,10 +156,14 @@ def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | 
     )
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        kept = {"device": f"{world} x {name}", "versions": {**versions(), "torch": torch.__version__}}
+        kept = {
+            "topic": "exchange",
+            "device": f"{world} x {name}",
+            "versions": {**versions(), "torch": torch.__version__},
+        }
         said = {"commit": commit(), "command": "python -m fp8moe.benchmarks.exchange"}
         with out.open("a") as file:
-            file.write(json.dumps({**row, **kept, **said}) + "\n")
+            file.write(json.dumps({**kept, **row, **said}) + "\n")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
             raise SystemExit(f"{case.name}: another result inside jit")
     inside = (seconds(function, theirs) - seconds(half, theirs)) / (OPERATIONS - OPERATIONS // 2)
     return {
+        "topic": "jax",
         "name": case.name,
         "shape": case.shape,
         "device": machine.name,

@@ -29,7 +29,7 @@ def table(name: str) -> str:
     times = RESULTS / f"{name}.jsonl"
     if times.exists():
         rows = [json.loads(line) for line in times.read_text().splitlines()]
-        return _layers(rows) if rows[0]["topic"] == "layer" else _times(rows)
+        return _TABLES.get(rows[0]["topic"], _times)(rows)
     return _demo(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
@@ -101,6 +101,45 @@ def _demo(report: dict[str, Any]) -> str:
 
 def _time(us: float) -> str:
     return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
+
+
+def _exchange(rows: list[dict[str, Any]]) -> str:
+    """Each FP8 row beside bfloat16's."""
+    first = rows[0]
+    known = {(r["name"], r["shape"]): r for r in rows}
+    lines = [
+        f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        "",
+        "| rows, or layer | what | bf16 | FP8 | | bytes sent |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        what, fmt = r["name"].split(", ")
+        if fmt == "bf16":
+            continue
+        base = known[f"{what}, bf16", r["shape"]]
+        sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
+        named = what if fmt == "fp8" else f"{what}, {fmt}"
+        times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
+        lines.append(f"| {r['shape']} | {named} | {times} | {sent} |")
+    return "\n".join(lines) + "\n"
+
+
+def _inside(rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    lines = [
+        f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        "",
+        "| operation | shape | kernels alone | inside jit | more |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for r in rows:
+        more = f"{r['inside_us'] - r['us']:.1f} us, {100 * r['inside_us'] / r['us'] - 100:.0f} %"
+        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {_time(r['inside_us'])} | {more} |")
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from fp8moe import border, checks
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArraySpec, QuantTensor
 
-BACKENDS = (None, "wgmma", "plain")
+BACKENDS = (None, "wgmma", "cublas", "plain")
 
 
 @border.replayed
@@ -24,9 +24,11 @@ def grouped_gemm(
     expert_offsets: int32 [E+1] on x's device; rows of expert e are offsets[e]:offsets[e+1].
     transpose_w: plain arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad; for FP8 the
         transposed copy that `quantize` makes of a weight serves it).
-    backend: FP8 on CUDA only. "wgmma": Hopper's tensor cores, or a ValueError that says why not (compute
+    backend: on CUDA only. "wgmma": FP8 on Hopper's tensor cores, or a ValueError that says why not (compute
         capability 9.0; N a multiple of 8, K of 16). "plain": a simple kernel that takes everything, hundreds
-        of times slower. None: the first if it can, else the second, with a RuntimeWarning.
+        of times slower. None: the first if it can, else the second, with a RuntimeWarning for FP8. "cublas":
+        on any device, an expert at a time by cuBLAS, FP8 decoded to bfloat16 first (exact for power-of-two
+        scales); it reads the offsets, which **synchronises once**, and wants bfloat16, float16 or float32.
 
     FP8: float32 accumulation, promoted every 128 of the contraction; returns bfloat16 [P, N]. Plain
     arrays (bfloat16, float16, float32, float64) are the baseline: float32 accumulation, x's dtype out.

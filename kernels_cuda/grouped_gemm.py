@@ -3,6 +3,7 @@ the same names and signatures as `fp8moe.reference.grouped_gemm`."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from typing import Any
 
@@ -32,6 +33,9 @@ TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' 
 def grouped_gemm(
     x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, backend: str | None, out: Any
 ) -> None:
+    if backend == "cublas":
+        _cublas().grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out)
+        return
     rows, width = out.shape
     quantized = isinstance(x, QuantTensor)
     strides = (0, 0)
@@ -80,6 +84,9 @@ def grouped_gemm(
 def grouped_gemm_wgrad(
     dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, backend: str | None, out: Any
 ) -> None:
+    if backend == "cublas":
+        _cublas().grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
+        return
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
     multiples = {"P": (dy.shape[0], 16), "N": (width, 4), "K": (depth, 8)}
@@ -123,6 +130,10 @@ def grouped_gemm_wgrad(
     )
 
 
+def _cublas() -> Any:
+    return importlib.import_module("fp8moe.kernels_cuda.cublas")
+
+
 def _by_wgmma(
     backend: str | None,
     quantized: bool,
@@ -150,10 +161,10 @@ def _by_wgmma(
         return True
     reason = f"FP8 operands that the tensor cores' kernel does not take: {'; '.join(why)}"
     if backend == "wgmma":
-        raise ValueError(f"backend: got 'wgmma' with {reason}; pass backend='plain'")
+        raise ValueError(f"backend: got 'wgmma' with {reason}; pass backend='cublas'")
     warnings.warn(
         f"grouped_gemm: {reason}; a plain kernel, hundreds of times slower, multiplies them "
-        "(backend='plain' says that this is meant)",
+        "(backend='plain' says that this is meant; 'cublas' is faster, and looks at the offsets)",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -301,3 +301,7 @@ def shared_limit() -> int:
 
 def current_device() -> int:
     return _current.place[0]
+
+
+def current_stream() -> int:
+    return _current.place[1]

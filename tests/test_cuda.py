@@ -466,7 +466,7 @@ def assert_close(pair, bound):
     assert np.linalg.norm(b - a) <= bound * max(np.linalg.norm(a), 1e-30)
 
 
-@pytest.mark.parametrize("backend", ["plain", "wgmma"])
+@pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [2000, 1, 700]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280)])
 def test_grouped_gemm(counts, width, depth, backend):

@@ -1,6 +1,9 @@
 """The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
 
+import contextlib
+import ctypes
 import threading
+import types
 import weakref
 
 import cuda_on_cpu
@@ -15,6 +18,7 @@ from fp8moe import expert_parallel
 from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
+cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = np.random.default_rng()
 
@@ -221,7 +225,7 @@ def test_grouped_gemm_says_when_it_is_slow():
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with pytest.warns(RuntimeWarning, match="N is 20, no multiple of 8"):
         assert relative(*both(fp8moe.grouped_gemm, x, w, offsets)[::-1]) <= 2.0**-8
-    with pytest.raises(ValueError, match=r"N is 20.*backend='plain'"):
+    with pytest.raises(ValueError, match=r"N is 20.*backend='cublas'"):
         both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
     turned = fp8moe.scaling_aware_transpose(x, offsets)
     odd = np.zeros(2 * 128 * 128 + 1, np.float32)[1:].reshape(2, 128, 128)  # not at a multiple of 16 bytes
@@ -353,3 +357,62 @@ def test_messages_between_ranks(columns, k, dtype):
             pack = expert_parallel._quantize_and_pack
             ours, theirs = both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind)
             assert_same(ours, theirs)
+
+
+def column_major(address, dtype, rows, columns, stride):
+    """A matrix as BLAS sees memory."""
+    octets = (ctypes.c_char * (((columns - 1) * stride + rows) * dtype.itemsize)).from_address(address)
+    flat = np.frombuffer(octets, dtype)
+    return np.lib.stride_tricks.as_strided(
+        flat, (rows, columns), (dtype.itemsize, stride * dtype.itemsize), writeable=True
+    )
+
+
+class Blas:
+    """What cublas.py asks of cuBLAS, in NumPy."""
+
+    def gemmEx(self, handle, op_a, op_b, m, n, k, alpha, *rest):
+        a, a_type, a_stride, b, b_type, b_stride, beta, c, c_type, c_stride, compute, algorithm = rest
+        dtypes = {code: dtype for dtype, code in cublas.TYPES.items()}
+        assert (handle, compute, algorithm) == ("handle", 68, -1)
+        x = column_major(a, dtypes[a_type], *((k, m) if op_a else (m, k)), a_stride).astype(np.float32)
+        y = column_major(b, dtypes[b_type], *((n, k) if op_b else (k, n)), b_stride).astype(np.float32)
+        out = column_major(c, dtypes[c_type], m, n, c_stride)
+        scale, add = (ctypes.c_float.from_address(at).value for at in (alpha, beta))
+        out[:] = scale * (x.T if op_a else x) @ (y.T if op_b else y) + (add * out if add else 0)
+
+
+@pytest.fixture
+def blas(monkeypatch):
+    fake = types.SimpleNamespace(
+        device=types.SimpleNamespace(get_cublas_handle=lambda: "handle"),
+        Stream=types.SimpleNamespace(from_external=lambda stream: contextlib.nullcontext()),
+    )
+    monkeypatch.setattr(cublas, "cupy", types.SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(cublas, "library", Blas)
+
+
+@pytest.mark.parametrize("counts", [[16, 0, 32], [0, 48, 16]])
+def test_an_expert_at_a_time_by_cublas(counts, blas):
+    offsets = offsets_of([*counts, 0])
+    rows, width, depth, experts = sum(counts) + 8, 40, 128, len(counts) + 1
+    a, dy = (fp8moe.quantize(RNG.standard_normal((rows, n)).astype(BF16)) for n in (depth, width))
+    w = RNG.standard_normal((experts, width, depth)).astype(np.float32)
+    q = fp8moe.quantize(w, block=(128, 128))
+    ours, theirs = both(fp8moe.grouped_gemm, a, q, offsets, backend="cublas")
+    assert relative(theirs, ours) < 2.0**-8  # two float32 sums, each rounded to bfloat16
+    turned = [fp8moe.scaling_aware_transpose(v, offsets) for v in (dy, a)]
+    ours, theirs = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend="cublas")
+    assert relative(theirs, ours) < 1e-5
+    x = RNG.standard_normal((rows, depth)).astype(np.float32)
+    y = RNG.standard_normal((rows, width)).astype(np.float32)
+    assert relative(*reversed(both(fp8moe.grouped_gemm, x, w, offsets, backend="cublas"))) < 1e-5
+    back = both(fp8moe.grouped_gemm, y, w, offsets, backend="cublas", transpose_w=True)
+    assert relative(*reversed(back)) < 1e-5
+    into = RNG.standard_normal((experts, width, depth)).astype(np.float32)
+    wanted = fp8moe.grouped_gemm_wgrad(y, x, offsets, into.copy())
+    with pytest.MonkeyPatch.context() as patch:
+        cuda_on_cpu.install(patch)
+        given = [cuda_on_cpu.upload(v) for v in (y, x, offsets, into.copy())]
+        found = fp8moe.grouped_gemm_wgrad(*given, backend="cublas")
+    assert relative(found.host, wanted) < 1e-5

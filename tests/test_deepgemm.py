@@ -1,0 +1,63 @@
+"""What the DeepGEMM adapter hands over, by a stand-in that multiplies what it is given."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from test_grouped_gemm import offsets_of, relative
+
+import fp8moe
+
+torch = pytest.importorskip("torch")
+deepgemm = pytest.importorskip("fp8moe.adapters.deepgemm")
+RNG = np.random.default_rng(1)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(a, b, out, m_indices):
+    """DeepGEMM's own checks of its operands, and a product in float32."""
+    (x, sx), (w, sw) = a, b
+    assert x.dtype == w.dtype == torch.float8_e4m3fn
+    assert sx.dtype == sw.dtype == torch.float32
+    assert sx.shape == (x.shape[0], -(-x.shape[1] // 128))
+    assert sw.shape == (w.shape[0], -(-w.shape[1] // 128), -(-w.shape[2] // 128))
+    assert m_indices.dtype == torch.int32
+    assert m_indices.shape == x.shape[:1]
+    wide = x.float() * sx.repeat_interleave(128, 1)[:, : x.shape[1]]
+    scales = sw.repeat_interleave(128, 1)[:, : w.shape[1]].repeat_interleave(128, 2)[:, :, : w.shape[2]]
+    weights = w.float() * scales
+    for e in range(len(w)):
+        out[m_indices == e] = (wide[m_indices == e] @ weights[e].t()).to(out.dtype)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    fake = types.ModuleType("deep_gemm")
+    fake.m_grouped_fp8_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake)
+
+
+@pytest.mark.parametrize("layout", ["compact", "gemm_ready"])
+def test_the_product(layout, installed):
+    offsets = torch.from_numpy(offsets_of([128, 0, 256]))
+    x = fp8moe.quantize(torch.randn(384 + 6, 256), layout=layout)
+    w = fp8moe.quantize_weights(torch.randn(3, 128, 256))
+    out = torch.full((390, 128), 7.0, dtype=torch.bfloat16)
+    assert deepgemm.grouped_gemm(x, w.rowwise, offsets, out) is out
+    wanted = fp8moe.grouped_gemm(x, w.rowwise, offsets)
+    assert relative(out[:384].float().numpy(), wanted[:384].float().numpy()) < 2.0**-8
+    assert (out[384:] == 7).all()
+    back = deepgemm.grouped_gemm(fp8moe.quantize(wanted), w.columnwise, offsets)
+    assert back.shape == (390, 256)
+
+
+def test_refusals(monkeypatch, installed):
+    x, w = fp8moe.quantize(torch.randn(128, 256)), fp8moe.quantize_weights(torch.randn(1, 128, 256)).rowwise
+    offsets = torch.tensor([0, 128], dtype=torch.int32)
+    with pytest.raises(TypeError, match="e5m2"):
+        deepgemm.grouped_gemm(fp8moe.quantize(torch.randn(128, 256), fmt="e5m2"), w, offsets)
+    with pytest.raises(ValueError, match=r"\[128, 256\]"):
+        deepgemm.grouped_gemm(x, w, offsets[:1])
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(ImportError, match="another package"):
+        deepgemm.grouped_gemm(x, w, offsets)
