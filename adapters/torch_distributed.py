@@ -54,13 +54,7 @@ class ProcessGroup:
         received = torch.empty_like(sent)
         self._all_to_all(received, sent, None, None, async_op=False)
         told, heard = torch.stack([sent, received]).tolist()  # the one synchronisation
-        for rank, message in enumerate(heard):
-            for name, theirs in zip(header, message[len(counts) :], strict=True):
-                if theirs != header[name]:
-                    raise ValueError(
-                        f"{name}: rank {self.rank} has {header[name]}, rank {rank} has {theirs}; wanted the "
-                        "same on all ranks; nothing was sent"
-                    )
+        expert_parallel.same_on_all_ranks(header, [m[len(counts) :] for m in heard], self.rank)
         return [([m[i] for m in told], [m[i] for m in heard]) for i in range(len(counts))]
 
     def exchange(

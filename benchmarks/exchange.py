@@ -3,8 +3,8 @@
 
 rows: N rows of 7168 on each rank, as many to each. exchange: one call, packed rows. with its quantise: from
 bfloat16 to FP8 rows in one buffer, then that. dispatch: the whole of `expert_parallel.dispatch` from
-bfloat16, top-8 of 64 experts a rank, counts and all. layer: forward and backward of `FP8FlowMoE`. Times are
-the slowest rank's, medians.
+bfloat16, top-8 of 64 experts a rank, counts and all. combine: those rows back, and their sums. layer:
+forward and backward of `FP8FlowMoE`. Times are the slowest rank's, medians.
 """
 
 from __future__ import annotations
@@ -80,6 +80,23 @@ def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dic
             sent = counted.sent_bytes
             row = {"name": f"{what}, {name}", "shape": f"{rows} x {hidden}", "sent_bytes": sent}
             found.append({**row, "us": seconds(action, device) * 1e6})
+    return found + of_sums(comm, x, ids, probs)
+
+
+def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, Any]]:
+    """combine, in bfloat16 and in FP8, and how far the second is from the first."""
+    arrived = expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm)
+    y, found, sums = torch.randn_like(arrived.x), [], []
+    for name, fmt in (("bf16", None), ("fp8", "e4m3")):
+
+        def action(fmt: str | None = fmt) -> Any:
+            return expert_parallel.combine(y, arrived.route, comm, fmt=fmt)
+
+        with fp8moe.trace() as counted:
+            sums.append(action().double())
+        row = {"name": f"combine, {name}", "shape": f"{x.shape[0]} x {x.shape[1]}"}
+        found.append({**row, "sent_bytes": counted.sent_bytes, "us": seconds(action, x.device.type) * 1e6})
+    found[1]["error"] = float((sums[1] - sums[0]).norm() / sums[0].norm())
     return found
 
 
@@ -152,7 +169,8 @@ def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | 
     if rank:
         return
     print(
-        f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {row.get('sent_bytes', 0):12}", flush=True
+        f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {row.get('sent_bytes', 0):12} {row.get('error', '')}",
+        flush=True,
     )
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"

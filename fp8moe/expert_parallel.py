@@ -7,14 +7,15 @@ rank sums over ranks. So for k experts on W ranks a token costs min(k, W) rows e
 with their scales half of what bfloat16's cost (the FP8-Flow-MoE paper, arXiv 2511.02302: quantise before
 dispatch).
 
-How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo), `.cupy_nccl`, and others.
+How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo) or `.cupy_nccl`. What moves
+rows by itself is an `Engine`: `.deep_ep`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -64,6 +65,27 @@ class Transport(Protocol):
         ...
 
 
+@runtime_checkable
+class Engine(Protocol):
+    """What does the four steps itself: `dispatch` and the others below hand over to it."""
+
+    rank: int
+    world_size: int
+
+    def dispatch(
+        self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None
+    ) -> Dispatched: ...
+
+    def combine(self, y: Any, route: Any, fmt: str | None) -> Any: ...
+
+    def dispatch_gradient(self, dy: Any, route: Any, fmt: str | None) -> Any: ...
+
+    def combine_gradient(self, dx: Any, dprobs: Any, route: Any) -> tuple[Any, Any]: ...
+
+
+Comm = Transport | Engine
+
+
 @dataclass(frozen=True)
 class Route(Record):
     """Which rows went where. plan: the tokens' permutation into rank order, W "experts", in a buffer for the
@@ -73,6 +95,10 @@ class Route(Record):
     plan: PermutationPlan
     sent: tuple[int, ...]
     received: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.plan.num_tokens
 
 
 @dataclass(frozen=True)
@@ -84,7 +110,7 @@ class Dispatched(Record):
     x: Any
     topk_ids: Any
     topk_probs: Any
-    route: Route
+    route: Any
     num_entries: int
 
 
@@ -93,7 +119,7 @@ def dispatch(
     topk_ids: Any,
     topk_probs: Any,
     num_experts: int,
-    comm: Transport,
+    comm: Comm,
     *,
     fmt: str | None = None,
     async_op: bool = False,
@@ -117,6 +143,8 @@ def dispatch(
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+    if isinstance(comm, Engine):
+        return _now(async_op, lambda: comm.dispatch(x, topk_ids, topk_probs, num_experts, fmt))
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = _rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
@@ -140,12 +168,14 @@ def dispatch(
     return _finished(_send(packed, route, comm).then(arrived), async_op)
 
 
-def combine(y: Any, route: Route, comm: Transport, *, fmt: str | None = None, async_op: bool = False) -> Any:
+def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False) -> Any:
     """Send each row back and sum every token's: y [R, H] -> [T, H], in float32, rounded to y's dtype.
 
     fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and a rounding more
     for each rank; the result is bfloat16 then.
     """
+    if isinstance(comm, Engine):
+        return _now(async_op, lambda: comm.combine(y, route, fmt))
     if fmt is None:
         return _finished(_back(y, route, comm).then(lambda rows: unpermute(rows, route.plan)), async_op)
     like, packed = _packed(y, border.enter(y=y).args.y, fmt)
@@ -157,18 +187,22 @@ def combine(y: Any, route: Route, comm: Transport, *, fmt: str | None = None, as
 
 
 def dispatch_gradient(
-    dy: Any, route: Route, comm: Transport, *, fmt: str | None = None, async_op: bool = False
+    dy: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False
 ) -> Any:
     """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
     are as `dispatch` has x and fmt."""
+    if isinstance(comm, Engine):
+        return _now(async_op, lambda: comm.dispatch_gradient(dy, route, fmt))
     like, packed = _packed(dy, border.enter(dy=dy).args.dy, fmt)
     pending = _send(packed, route, comm)
     return _finished(pending.then(lambda rows: _rows_of(like, _unpack(rows, _parts_like(like)))), async_op)
 
 
-def combine_gradient(dx: Any, dprobs: Any, route: Route, comm: Transport, *, async_op: bool = False) -> Any:
+def combine_gradient(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False) -> Any:
     """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
     probability has its gradient from its own rank, zeros from the others."""
+    if isinstance(comm, Engine):
+        return _now(async_op, lambda: comm.combine_gradient(dx, dprobs, route))
     a = border.enter(dx=dx, dprobs=dprobs).args
     parts = tuple((tuple(p.shape[1:]), p.dtype.name) for p in (a.dx, a.dprobs))
 
@@ -176,6 +210,17 @@ def combine_gradient(dx: Any, dprobs: Any, route: Route, comm: Transport, *, asy
         return tuple(unpermute(part, route.plan) for part in _unpack(rows, parts))  # type: ignore[return-value]
 
     return _finished(_back(_pack(dx, dprobs), route, comm).then(arrived), async_op)
+
+
+def same_on_all_ranks(header: dict[str, int], heard: Sequence[Sequence[int]], rank: int) -> None:
+    """Refuse what differs: heard are the header's values of every rank."""
+    for other, values in enumerate(heard):
+        for name, theirs in zip(header, values, strict=True):
+            if theirs != header[name]:
+                raise ValueError(
+                    f"{name}: rank {rank} has {header[name]}, rank {other} has {theirs}; wanted the same on "
+                    "all ranks; nothing was sent"
+                )
 
 
 def _send(packed: Any, route: Route, comm: Transport) -> Pending:
@@ -195,6 +240,12 @@ def _exchange(
     others = sum(sent) - sent[comm.rank]
     tracing.record_sent(others * raw.shape[1] * raw.dtype.itemsize)
     return comm.exchange(rows, sent, received, size)
+
+
+def _now(async_op: bool, action: Callable[[], Any]) -> Any:
+    """An engine's step, done at once."""
+    result = action()
+    return Pending(lambda: result) if async_op else result
 
 
 def _finished(pending: Pending, async_op: bool) -> Any:

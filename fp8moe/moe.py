@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8moe import border, checks, tracing
-from fp8moe.expert_parallel import Route, Transport, combine, combine_gradient, dispatch, dispatch_gradient
+from fp8moe.expert_parallel import Comm, combine, combine_gradient, dispatch, dispatch_gradient
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
@@ -48,7 +48,7 @@ class Saved:
     w13: Any
     w2: Any
     activation: tuple[tuple[str, float | None], ...] = ()
-    route: Route | None = None  # of expert parallelism
+    route: Any = None  # of expert parallelism
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ def moe_forward(
     clamp: float | None = None,
     alpha: float = 1.0,
     linear_offset: float = 0.0,
-    comm: Transport | None = None,
+    comm: Comm | None = None,
 ) -> tuple[Any, Saved]:
     """y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -120,7 +120,7 @@ def moe_forward(
 
 
 def moe_backward(
-    saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None, comm: Transport | None = None
+    saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None, comm: Comm | None = None
 ) -> MoEGrads:
     """Gradients of `moe_forward`.
 
@@ -141,7 +141,7 @@ def moe_backward(
         raise ValueError(
             f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
         )
-    tokens = (saved.plan if route is None else route.plan).num_tokens
+    tokens = (saved.plan if route is None else route).num_tokens
     checks.shape("dy", array, (tokens, saved.x.shape[1]))
     _, backward = _STEPS[saved.recipe]
     if comm is None or route is None:

@@ -11,16 +11,23 @@ import pytest
 import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Pending
+from fp8moe.records import arrays_in
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+deep_ep = pytest.importorskip("fp8moe.adapters.deep_ep")
 RANK = Path(__file__).with_name("expert_parallel_rank.py")
 
 
 def ranks(case, world, tmp_path, device="cpu", limit=300):
     file = tmp_path / uuid.uuid4().hex
+    together(world, lambda r: [str(RANK), case, str(r), str(world), str(file), device], limit)
+
+
+def together(world, arguments, limit):
+    """A process for each rank; each must say that it was right."""
     running = [
         subprocess.Popen(
-            [sys.executable, str(RANK), case, str(r), str(world), str(file), device],
+            [sys.executable, *arguments(r)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -50,6 +57,12 @@ def test_ranks(case, world, tmp_path):
 @pytest.mark.parametrize("case", ["layers", "rows", "refusals", "module"])
 def test_two_gpus(case, tmp_path):
     ranks(case, 2, tmp_path, "cuda", 90)
+
+
+@pytest.mark.multigpu
+def test_cupy_alone_on_two_gpus(tmp_path):
+    script, file = str(RANK.with_name("cupy_nccl_rank.py")), str(tmp_path / "uid")
+    together(2, lambda r: [script, str(r), "2", file], 90)
 
 
 class Alone:
@@ -90,3 +103,60 @@ def test_what_is_refused():
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=Alone())
     with pytest.raises(ValueError, match="comm: got None; wanted the forward's, which had one"):
         fp8moe.moe_backward(saved, x)
+
+
+class Buffer:
+    """DeepEP's calls in a world of one, as its documentation has them."""
+
+    def get_dispatch_layout(self, topk_idx, num_experts):
+        assert topk_idx.dtype == torch.int64
+        counts = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts).int()
+        inside = (topk_idx >= 0).any(1, keepdim=True)
+        return inside.sum(0).int(), None, counts, inside, "event"
+
+    def dispatch(self, x, handle=None, topk_idx=None, topk_weights=None, **layout):
+        if handle is None:
+            assert topk_weights.dtype == torch.float32
+            assert set(layout) == {
+                *("num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank"),
+                "num_tokens_per_expert",
+            }
+            handle = (layout["is_token_in_rank"][:, 0],)
+            topk_idx, topk_weights = topk_idx[handle[0]], topk_weights[handle[0]]
+            counts = layout["num_tokens_per_expert"].tolist()
+        else:
+            counts = None
+        if isinstance(x, tuple):
+            assert x[0].dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+            x = x[0].view(torch.uint8)[handle[0]].view(x[0].dtype), x[1][handle[0]]
+        else:
+            x = x[handle[0]]
+        return x, topk_idx, topk_weights, counts, handle, "event"
+
+    def combine(self, x, handle, topk_weights=None):
+        assert x.dtype == torch.bfloat16
+        out = x.new_zeros(len(handle[0]), x.shape[1])
+        out[handle[0]] = x
+        probs = None
+        if topk_weights is not None:
+            probs = topk_weights.new_zeros(len(handle[0]), topk_weights.shape[1])
+            probs[handle[0]] = topk_weights
+        return out, probs, "event"
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
+def test_by_deep_ep(recipe):
+    """The layer through the stand-in is the layer without it."""
+    comm = deep_ep.Engine(Buffer(), 0, 1)
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 20, 128).bfloat16()
+    ids, probs = torch.randint(-1, 3, (20, 2)), torch.rand(20, 2)
+    w13, w2 = torch.randn(3, 256, 128), torch.randn(3, 128, 128)
+    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe, comm=comm)
+    grads = fp8moe.moe_backward(saved, dy, comm=comm)
+    wanted_y, kept = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+    wanted = fp8moe.moe_backward(kept, dy)
+    for a, b in zip((y, *arrays_in(grads)), (wanted_y, *arrays_in(wanted)), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="bfloat16 only"):
+        expert_parallel.combine(y, saved.route, comm, fmt="e4m3")

@@ -1,0 +1,70 @@
+"""Expert parallelism over CuPy's NCCL, with no other framework.
+
+uid = nccl.get_unique_id()            # cupy.cuda.nccl; on one rank, given to the others
+comm = Communicator(nccl.NcclCommunicator(world_size, uid, rank), rank, world_size)
+y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+
+from fp8moe.expert_parallel import Pending, same_on_all_ranks
+
+INT8 = 0  # ncclInt8
+
+
+class Communicator:
+    """A `fp8moe.expert_parallel.Transport` of CuPy arrays: sends and receives of one NCCL group an exchange,
+    on a stream of its own, which ``Pending.wait`` has the current stream wait for.
+
+    communicator: a `cupy.cuda.nccl.NcclCommunicator` on the current device. A rank that leaves makes NCCL
+    wait for ever: whoever starts the ranks has to watch them.
+    """
+
+    def __init__(self, communicator: Any, rank: int, world_size: int):
+        self._nccl, self.rank, self.world_size = communicator, rank, world_size
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
+        ours = cupy.array(list(header.values()), dtype=np.int32)
+        rows = [c[:, None] for c in counts]
+        rows.append(cupy.broadcast_to(ours, (self.world_size, len(ours))))
+        sent = cupy.ascontiguousarray(cupy.concatenate(rows, axis=1))
+        received = cupy.empty_like(sent)
+        sizes = [4 * sent.shape[1]] * self.world_size
+        self._group(sent, received, sizes, sizes).wait()
+        told, heard = cupy.stack([sent, received]).get().tolist()  # the one synchronisation
+        same_on_all_ranks(header, [m[len(counts) :] for m in heard], self.rank)
+        return [([m[i] for m in told], [m[i] for m in heard]) for i in range(len(counts))]
+
+    def exchange(
+        self, rows: Any, sent: Sequence[int], received: Sequence[int], size: int | None = None
+    ) -> Pending:
+        theirs = cupy.empty((sum(received) if size is None else size, *rows.shape[1:]), rows.dtype)
+        width = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.dtype.itemsize
+        return self._group(rows, theirs, [width * n for n in sent], [width * n for n in received])
+
+    def _group(self, ours: Any, theirs: Any, sent: list[int], received: list[int]) -> Pending:
+        """Bytes to and from each rank, one after the other in the two arrays."""
+        self._stream.wait_event(cupy.cuda.get_current_stream().record())
+        cupy.cuda.nccl.groupStart()
+        out, into = ours.data.ptr, theirs.data.ptr
+        for rank in range(self.world_size):
+            if sent[rank]:
+                self._nccl.send(out, sent[rank], INT8, rank, self._stream.ptr)
+            if received[rank]:
+                self._nccl.recv(into, received[rank], INT8, rank, self._stream.ptr)
+            out, into = out + sent[rank], into + received[rank]
+        cupy.cuda.nccl.groupEnd()
+        done = self._stream.record()
+
+        def finish() -> Any:
+            cupy.cuda.get_current_stream().wait_event(done)
+            return ours is not None and theirs  # both kept until here: CuPy's pool goes by the other stream
+
+        return Pending(finish)

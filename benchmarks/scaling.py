@@ -1,0 +1,89 @@
+"""What expert parallelism costs past two GPUs, on paper: ``python -m fp8moe.benchmarks.scaling`` writes the
+table of ``docs/scaling.md`` from the measured layer and exchange."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from fp8moe.benchmarks.table import RESULTS
+
+DOC = RESULTS.parents[1] / "docs" / "scaling.md"
+EXPERTS, TOPK, HIDDEN, TOKENS = 256, 8, 7168, 16_384  # DeepSeek-V3's layer, and tokens a rank
+NODE = 8  # GPUs that NVLink joins
+NETWORK = 400e9 / 8 * 0.9  # bytes a second of a GPU: 400 Gb/s, nine tenths of it used
+TAIL = 16 * math.ceil(4 * TOPK / 16)  # bytes of a row's ids, or probabilities
+FP8_ROW, BF16_ROW = HIDDEN + 16 * math.ceil(HIDDEN / 128 * 4 / 16), 2 * HIDDEN
+
+
+def main() -> None:
+    text = DOC.read_text()
+    made = re.sub(r"(<!-- table -->\n).*?(<!-- end -->)", lambda m: m[1] + table() + m[2], text, flags=re.S)
+    DOC.write_text(made)
+    print(table())
+
+
+def table() -> str:
+    computed = measured_layer()
+    nvlink = measured_nvlink()
+    lines = [
+        f"NVLink {nvlink / 1e9:.0f} GB/s as measured, network {NETWORK / 1e9:.0f} GB/s; compute of {TOKENS} "
+        f"tokens a rank: {computed['bf16'] * 1e3:.1f} ms in bf16, {computed['fp8_flow'] * 1e3:.1f} ms in "
+        "fp8_flow.",
+        "",
+        "| ranks | rows sent a token, of them to other nodes | MB sent a layer, bf16 / FP8 | ms in the "
+        "exchange, bf16 / FP8 | layer FP8 against bf16, nothing hidden | with all of the exchange hidden |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for world in (2, 8, 16, 32, 64, 128, 256):
+        near, far = rows_sent(world)
+        rows = TOKENS * (near + far)
+        sent, spent = {}, {}
+        for recipe, forward, backward in (
+            ("bf16", BF16_ROW, BF16_ROW),
+            ("fp8_flow", FP8_ROW, FP8_ROW),
+        ):
+            # dispatch and its backward's combine carry ids and probabilities; combine sends bfloat16
+            ways = (forward + 2 * TAIL, BF16_ROW, backward, BF16_ROW + TAIL)
+            sent[recipe] = rows * sum(ways)
+            spent[recipe] = TOKENS * sum(ways) * (near / nvlink + far / NETWORK)
+        both = (computed["bf16"] + spent["bf16"]) / (computed["fp8_flow"] + spent["fp8_flow"])
+        hidden = max(computed["bf16"], spent["bf16"]) / max(computed["fp8_flow"], spent["fp8_flow"])
+        megabytes = f"{sent['bf16'] / 1e6:.0f} / {sent['fp8_flow'] / 1e6:.0f}"
+        milliseconds = f"{spent['bf16'] * 1e3:.1f} / {spent['fp8_flow'] * 1e3:.1f}"
+        gains = f"{both:.2f}x | {hidden:.2f}x"
+        lines.append(f"| {world} | {near + far:.2f}, {far:.2f} | {megabytes} | {milliseconds} | {gains} |")
+    return "\n".join(lines) + "\n"
+
+
+def rows_sent(world: int) -> tuple[float, float]:
+    """Rows that a token sends to other ranks of its node, and to other nodes, its experts drawn evenly."""
+    held = EXPERTS // world
+    needed = 1 - math.comb(EXPERTS - held, TOPK) / math.comb(EXPERTS, TOPK)  # that a rank has one of them
+    near = min(world, NODE) - 1
+    return near * needed, (world - 1 - near) * needed
+
+
+def measured_layer() -> dict[str, float]:
+    """Seconds of the layer's forward and backward at TOKENS, by recipe."""
+    found = {}
+    for r in _rows("layer-h200"):
+        if r["shape"].startswith(f"{TOKENS} tokens") and "32 experts" in r["shape"]:
+            found[r["name"]] = r["ms"] / 1e3
+    return found
+
+
+def measured_nvlink() -> float:
+    """Bytes a second that a rank sent in the largest exchange measured."""
+    rows = [r for r in _rows("exchange-h200-x2") if r["name"] == "exchange, fp8"]
+    return max(r["sent_bytes"] / r["us"] * 1e6 for r in rows)
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
