@@ -168,10 +168,8 @@ def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: in
 def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | None) -> None:
     if rank:
         return
-    print(
-        f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {row.get('sent_bytes', 0):12} {row.get('error', '')}",
-        flush=True,
-    )
+    more = f"{row.get('sent_bytes', 0):12} {row.get('error', '')}"
+    print(f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {more}", flush=True)
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         kept = {
