@@ -12,6 +12,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import nccl
 
 from fp8moe.expert_parallel import Pending, same_on_all_ranks
 
@@ -27,7 +28,7 @@ class Communicator:
     """
 
     def __init__(self, communicator: Any, rank: int, world_size: int):
-        self._nccl, self.rank, self.world_size = communicator, rank, world_size
+        self._communicator, self.rank, self.world_size = communicator, rank, world_size
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
@@ -52,15 +53,15 @@ class Communicator:
     def _group(self, ours: Any, theirs: Any, sent: list[int], received: list[int]) -> Pending:
         """Bytes to and from each rank, one after the other in the two arrays."""
         self._stream.wait_event(cupy.cuda.get_current_stream().record())
-        cupy.cuda.nccl.groupStart()
+        nccl.groupStart()
         out, into = ours.data.ptr, theirs.data.ptr
         for rank in range(self.world_size):
             if sent[rank]:
-                self._nccl.send(out, sent[rank], INT8, rank, self._stream.ptr)
+                self._communicator.send(out, sent[rank], INT8, rank, self._stream.ptr)
             if received[rank]:
-                self._nccl.recv(into, received[rank], INT8, rank, self._stream.ptr)
+                self._communicator.recv(into, received[rank], INT8, rank, self._stream.ptr)
             out, into = out + sent[rank], into + received[rank]
-        cupy.cuda.nccl.groupEnd()
+        nccl.groupEnd()
         done = self._stream.record()
 
         def finish() -> Any:

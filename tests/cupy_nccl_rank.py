@@ -8,6 +8,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 from cases import BF16, assert_same
+from cupy.cuda import nccl
 
 import fp8moe
 from fp8moe.adapters.cupy_nccl import Communicator
@@ -25,7 +26,6 @@ def get(value):
 
 
 cupy.cuda.Device(RANK).use()
-nccl = cupy.cuda.nccl
 if RANK == 0:
     part = FILE.with_suffix(".part")
     part.write_text(repr(nccl.get_unique_id()))
