@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ from fp8moe.records import (
     is_metadata,
     map_arrays,
 )
+
+GRAPHS = os.environ.get("FP8MOE_JAX_GRAPHS", "1") != "0"
 
 # ---------------------------------------------------------------- records as pytrees
 
@@ -125,7 +128,11 @@ def _traced(
     made = ()
     if shapes:
         made = buffer_callback(
-            callback, shapes, vmap_method="sequential", input_output_aliases=layout.aliases
+            callback,
+            shapes,
+            vmap_method="sequential",
+            input_output_aliases=layout.aliases,
+            command_buffer_compatible=layout.only_launches and GRAPHS,
         )(*operands)
     return layout.result(operands, made)
 

@@ -242,7 +242,9 @@ class Call:
         if self.device == "cpu":
             return host
         raw = self.family.empty(ArraySpec(host.shape, host.dtype), self.device)
-        if self.device != NOWHERE:
+        if self.device == NOWHERE:
+            _memory.get().uploads = True
+        else:
             with self._on_device() as launching:
                 launching.copy_to_device(host, raw)
         return raw
@@ -263,6 +265,11 @@ def launching_on(device: int, stream: int, scratch: Any) -> Any:
     """A context whose launches go to one stream, and whose scratch memory comes from ``scratch``."""
     launch = _module("fp8moe.kernels_cuda.launch")
     return launch.On(device, stream, scratch, replay.current.recorder)
+
+
+def while_capturing() -> Any:
+    """A context in which kernels may be loaded and memory allocated whatever stream is captured."""
+    return _module("fp8moe.kernels_cuda.launch").while_capturing()
 
 
 def _is_empty(out: Any) -> bool:

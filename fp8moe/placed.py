@@ -9,7 +9,9 @@ shapes, which take the host longer than the launches.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ from fp8moe import border, replay, tracing
 from fp8moe.records import ArraySpec, DeviceArray, arrays_in, map_arrays
 
 ALIGNMENT = 256  # bytes, of a temporary in the workspace: as cudaMalloc's
+NOBODYS = 1 << 60  # an address
 
 
 class Layout:
@@ -31,6 +34,7 @@ class Layout:
     outputs: the arrays to be made, each an `ArraySpec`; the last one is the workspace, where there is one.
     aliases: the output that is an argument changed in place, by the argument's number.
     leaves: for each array of the result the number of its output, or ~i where it is argument i untouched.
+    only_launches: whether the call brings nothing from the host, so that a graph may hold it.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Layout:
         self.outputs = [arguments[~n] if n < 0 else shapes.specs[n] for n in made]
         self.aliases = {~n: i for n, i in number_of.items() if n < 0}
         self.leaves = [number_of.get(n, n) for n in numbers]
+        self.only_launches = not shapes.uploads and "FP8MOE_CHECK" not in os.environ
         self._offsets, size = _pack(shapes, made)
         self._places = [number_of.get(n, -1) for n in range(len(shapes.specs))]
         if size:
@@ -71,41 +76,56 @@ class Layout:
         device: int,
         stream: int,
     ) -> None:
-        """Do the call on a CUDA device's stream. An argument that is changed in place is not looked at: its
-        output is."""
+        """Do the call on a CUDA device's stream, which may be being captured. An argument that is changed in
+        place is not looked at: its output is."""
         arrays = [*arguments, *outputs]
-        known = self._known.get(device)
-        if known is not None:
-            addresses = [address_of(arrays[i]) for i in known.needed]
-            if not functools.reduce(operator.or_, addresses, 0) & 15:
-                with known.one_at_a_time, border.launching_on(device, stream, None):
-                    if known.scratch:
-                        addresses.append(known.memory_on(device, stream))
-                    replay.play(known.steps, addresses)
-                return
-        addresses = [address_of(a) for a in arrays]
+        known = self._known.get(device) or self._learn(device, stream)
+        addresses = [address_of(arrays[i]) for i in known.needed]
+        if known.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
+            self._call([address_of(a) for a in arrays], _Placed(self, device, stream))
+            return
+        with known.one_at_a_time, border.launching_on(device, stream, None):
+            if known.scratch:
+                addresses.append(known.memory_on(device, stream))
+            replay.play(known.steps, addresses)
+
+    def _learn(self, device: int, stream: int) -> _Known:
+        """Find out what is launched: the call on addresses that are nobody's, with nothing launched."""
         specs = [*self._arguments, *self.outputs]
-        for i, output in self.aliases.items():
-            addresses[i] = addresses[len(arguments) + output]
-        apart = [i for i in range(len(arrays)) if i not in self.aliases]
-        recorder = replay.current.recorder = _Recorder([(addresses[i], specs[i].nbytes) for i in apart])
-        given = zip(addresses, self._arguments, strict=False)
+        addresses = list(
+            itertools.accumulate((_rounded(s.nbytes) + ALIGNMENT for s in specs), initial=NOBODYS)
+        )
+        apart = [i for i in range(len(specs)) if i not in self.aliases]
+        recorder = _Recorder([(addresses[i], specs[i].nbytes) for i in apart])
+        recorder.dry, replay.current.recorder = True, recorder
+        steps = None
         try:
-            with border.on_memory(_Placed(self, addresses[len(arguments) :], stream)):
-                self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given])
+            with border.while_capturing():  # kernels are loaded
+                self._call(addresses[:-1], _Nobodys(self, device, stream, addresses[-1]))
+            steps = recorder.launches()
+        except replay.LooksAtValues:  # it has to be done as it stands, each time
+            pass
         finally:
             replay.current.recorder = None
-        steps = recorder.launches()
-        if steps is not None and not any(a & 15 for a in addresses):
-            self._known[device] = _Known(steps, apart, [spec.nbytes for spec, _ in recorder.allocations])
+        known = _Known(steps, apart, [spec.nbytes for spec, _ in recorder.allocations])
+        self._known[device] = known
+        return known
+
+    def _call(self, addresses: list[int], memory: _Placed) -> None:
+        for i, output in self.aliases.items():
+            addresses[i] = addresses[len(self._arguments) + output]
+        memory.outputs = addresses[len(self._arguments) :]
+        given = zip(addresses, self._arguments, strict=False)
+        with border.on_memory(memory):
+            self._function([DeviceArray(p, tuple(s.shape), s.dtype, memory.device, None) for p, s in given])
 
 
 class _Known:
     """What a call launches: ``steps`` on the addresses of the arrays ``needed``, and of ``scratch`` bytes."""
 
-    def __init__(self, steps: list[replay.Step], arrays: list[int], scratch: list[int]):
-        """steps: on ``arrays`` and then on pieces of scratch memory of so many bytes."""
-        used = sorted({b for *_, places in steps for _, b, _ in places if b < len(arrays)})
+    def __init__(self, steps: list[replay.Step] | None, arrays: list[int], scratch: list[int]):
+        """steps: on ``arrays`` and then on pieces of scratch memory of so many bytes; None: not known."""
+        used = sorted({b for *_, places in steps or () for _, b, _ in places if b < len(arrays)})
         self.one_at_a_time = threading.Lock()
         self._memory: dict[int, Any] = {}  # by stream
         self.needed = [arrays[b] for b in used]
@@ -114,16 +134,17 @@ class _Known:
         for piece, nbytes in enumerate(scratch):
             to[len(arrays) + piece] = len(used), self.scratch
             self.scratch += _rounded(nbytes)
-        self.steps = [
+        self.steps = steps and [
             (function, before, values, [(at, to[b][0], to[b][1] + offset) for at, b, offset in places])
             for function, before, values, places in steps
         ]
 
     def memory_on(self, device: int, stream: int) -> int:
         """The address of scratch memory, the same for all calls on a stream, which come one after the other:
-        8 us less than new memory for each."""
+        8 us less than new memory for each, and a captured graph goes on using it."""
         if stream not in self._memory:
-            self._memory[stream] = _scratch(self.scratch, device, stream)
+            with border.while_capturing():
+                self._memory[stream] = _scratch(self.scratch, device, stream)
         return self._memory[stream].ptr
 
 
@@ -154,6 +175,7 @@ class _Shapes:
     """Notes what is allocated, and from when to when it lives."""
 
     stream = 0
+    uploads = False  # whether the call brings something from the host
 
     def __init__(self) -> None:
         self.specs: list[ArraySpec] = []
@@ -170,18 +192,31 @@ class _Shapes:
 class _Placed:
     """Gives a call's allocations, in their order, the places of a layout."""
 
-    def __init__(self, layout: Layout, outputs: Sequence[int], stream: int):
-        self._layout, self._outputs, self.stream = layout, outputs, stream
+    def __init__(self, layout: Layout, device: int, stream: int):
+        self._layout, self.device, self.stream = layout, device, stream
+        self.outputs: list[int] = []  # addresses
         self._next = 0
 
     def empty(self, spec: ArraySpec, device: int) -> DeviceArray:
         number, self._next = self._next, self._next + 1
         place, offset = self._layout._places[number], self._layout._offsets[number]
-        return DeviceArray(self._outputs[place] + offset, tuple(spec.shape), spec.dtype, device, None)
+        return DeviceArray(self.outputs[place] + offset, tuple(spec.shape), spec.dtype, device, None)
 
     def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
         held = _scratch(spec.nbytes, device, self.stream)
         return DeviceArray(held.ptr, tuple(spec.shape), spec.dtype, device, held)
+
+
+class _Nobodys(_Placed):
+    """The same at addresses that nobody reads or writes, from ``start`` on."""
+
+    def __init__(self, layout: Layout, device: int, stream: int, start: int):
+        super().__init__(layout, device, stream)
+        self._start = start
+
+    def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
+        start, self._start = self._start, self._start + _rounded(spec.nbytes) + ALIGNMENT
+        return DeviceArray(start, tuple(spec.shape), spec.dtype, device, None)
 
 
 def _scratch(nbytes: int, device: int, stream: int) -> Any:

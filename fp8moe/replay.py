@@ -28,8 +28,14 @@ def play(steps: list[Step], addresses: list[int]) -> None:
         function(*before, values)
 
 
+class LooksAtValues(Exception):
+    """A call that was only to be noted reads or writes memory from the host."""
+
+
 class Recorder:
-    """Notes what one call allocates, launches and returns."""
+    """Notes what one call allocates, launches and returns; ``dry``: and nothing is launched."""
+
+    dry = False
 
     def __init__(self, buffers: list[tuple[int, int]]):
         """buffers: address and size of what came in."""
@@ -46,6 +52,11 @@ class Recorder:
         self.kept.append(raw)
         self.allocations.append((spec, scratch))
         self.buffers.append((raw.ptr, raw.nbytes))
+
+    def looked_at_values(self) -> None:
+        self.whole = False
+        if self.dry:
+            raise LooksAtValues
 
     def place(self, address: int) -> Place | None:
         """Where an address lies, if it is one."""

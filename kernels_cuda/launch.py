@@ -6,7 +6,8 @@ import ctypes
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -201,7 +202,20 @@ def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any
     if recorder is not None:
         addresses = [i for i, a in enumerate(arguments) if type(a) is DeviceArray]
         recorder.steps.append((function, before, values, addresses))
+        if recorder.dry:
+            return
     function(*before, values)
+
+
+@contextmanager
+def while_capturing() -> Iterator[None]:
+    """Inside, this thread may load kernels and allocate although it captures a stream in a graph."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; what was in force comes back in it
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def threads(count: int, block: int = 256) -> int:
@@ -257,7 +271,7 @@ def formats(q: QuantTensor) -> tuple[str, ...]:
 def _depends_on_values() -> None:
     recorder = _current.place[3]
     if recorder is not None:
-        recorder.whole = False
+        recorder.looked_at_values()
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:

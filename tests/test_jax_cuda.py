@@ -11,6 +11,7 @@ from cases import BF16, assert_same
 from test_jax_ops import IDS, OPERATIONS, PLAN, PROBS, RNG, E, H, K, T, X, jax, jax_ops, jnp, weights
 
 import fp8moe
+from fp8moe import placed
 from fp8moe.records import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -129,3 +130,36 @@ def test_eagerly_too(put):
     back = jax_ops.unpermute(moved.data, plan)
     wanted = fp8moe.unpermute(fp8moe.permute(X, fp8moe.plan_topk(IDS, E, align_size=16)).data, download(plan))
     assert_same(wanted, download(back))
+
+
+def test_a_program_that_xla_captures(put, monkeypatch):
+    """Six layers and a plan in one jitted function: as eagerly for every input, Python asleep between."""
+    w13, w2 = map(put, weights())
+    ids, probs = put(IDS), put(PROBS)
+    calls = []
+    run = placed.Layout.run
+    monkeypatch.setattr(placed.Layout, "run", lambda self, *a: (calls.append(1), run(self, *a))[1])
+
+    @jax.jit
+    def program(x, ids):
+        plan = jax_ops.plan_topk(ids, E, align_size=16)
+        for _ in range(6):
+            x = jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
+        return jax_ops.permute(x, plan, probs).data
+
+    for turn in range(6):
+        x = (X * (turn + 1)).astype(BF16)
+        y = upload(x)
+        for _ in range(6):
+            y, _ = fp8moe.moe_forward(y, *map(upload, (*weights(), IDS, PROBS)), recipe="fp8_flow")
+        plan = fp8moe.plan_topk(upload(IDS), E, align_size=16)
+        wanted = download(fp8moe.permute(y, plan).data)
+        assert_same(wanted, download(program(put(x), ids)))
+    given = put(X)
+    for _ in range(3):
+        jax.block_until_ready(program(given, ids))
+    before = len(calls)
+    for _ in range(5):
+        jax.block_until_ready(program(given, ids))
+    if jax_ops.GRAPHS:
+        assert len(calls) - before < 5 * 8

@@ -165,14 +165,46 @@ def test_an_argument_that_is_added_to(on_cpu):
 
 
 def test_arguments_in_the_same_memory(on_cpu):
-    """They are never noted: an address would have no one place."""
-    layout = Layout(
+    """What is launched is found out at addresses of its own."""
+    function = Layout(
         lambda a: fp8moe.grouped_gemm_wgrad(*a),
         specs([np.ones((8, 8), np.float32)] * 2 + [np.ones(2, np.int32)]),
     )
     square, offsets = Memory([np.eye(8, dtype=np.float32)]), Memory([np.array([0, 8], np.int32)])
     for _ in range(2):
-        made = Memory(layout.outputs)
-        layout.run([*square.addresses * 2, *offsets.addresses], made.addresses, int, 0, 0)
+        made = Memory(function.outputs)
+        function.run([*square.addresses * 2, *offsets.addresses], made.addresses, int, 0, 0)
         np.testing.assert_array_equal(made.arrays[0][0], np.eye(8))
-    assert layout._known == {}
+
+
+def test_addresses_that_vectors_do_not_fit(on_cpu):
+    """Then it is done with its checks, on other kernels."""
+    x = values(RNG, (4, 128), BF16)
+    layout = Layout(lambda a: fp8moe.quantize(*a), specs([x]))
+    room = np.empty(x.nbytes + 32, np.uint8)
+    start = -room.ctypes.data % 16 + 2
+    room[start : start + x.nbytes] = x.reshape(-1).view(np.uint8)
+    for _ in range(2):
+        made = Memory(layout.outputs)
+        layout.run([room.ctypes.data + start], made.addresses, int, 0, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(border, "family_of", lambda x, name: border.NUMPY)
+            wanted = fp8moe.quantize(x)
+        assert_same(wanted, layout.result([x], made.arrays))
+
+
+def test_a_call_that_reads_or_writes_from_the_host(on_cpu, monkeypatch):
+    counts = [3, 5]
+    layout = Layout(
+        lambda a: fp8moe.pad(*a, counts, 4, num_out_tokens=16), specs([np.ones((8, 16), np.float32)])
+    )
+    assert not layout.only_launches
+    for _ in range(2):
+        x = RNG.standard_normal((8, 16)).astype(np.float32)
+        found = run(layout, [x])
+        np.testing.assert_array_equal(found[:3], x[:3])
+        np.testing.assert_array_equal(found[4:9], x[3:])
+        assert layout._known[0].steps is None
+    assert Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
+    monkeypatch.setenv("FP8MOE_CHECK", "1")
+    assert not Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches

@@ -4,6 +4,7 @@ A block is as many threads, so cases must be small. What it cannot show: the har
 that a CPU's memory model hides, and speed.
 """
 
+import contextlib
 import ctypes
 import re
 import shutil
@@ -142,6 +143,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(launch, "go", go)
     monkeypatch.setattr(launch, "go_tiled", go_tiled)
+    monkeypatch.setattr(launch, "while_capturing", contextlib.nullcontext)
     monkeypatch.setattr(launch, "architecture", lambda device: architecture)
     runtime = Runtime()
     monkeypatch.setattr(launch, "runtime", runtime)
