@@ -7,6 +7,7 @@ import pytest
 from cases import BF16, assert_same, from_float8, routings, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_expert_parallel import messages
 from test_moe import layer_inputs
 from test_transpose import check, error_inputs, every_code_under_every_difference, exact, random_rowwise
 
@@ -956,3 +957,9 @@ def test_a_new_thread_launches():
     thread.start()
     thread.join()
     assert torch.equal(found[0], wanted)
+
+
+@pytest.mark.parametrize(("rows", "columns", "k"), [(300, 512, 4), (70, 384, 3), (1000, 7168, 8)])
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_messages_between_ranks(rows, columns, k, dtype):
+    messages(both, np.random.default_rng(rows), rows, columns, k, dtype)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import assert_same, values
 
 import fp8moe
 from fp8moe import expert_parallel
@@ -103,6 +104,28 @@ def test_what_is_refused():
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=Alone())
     with pytest.raises(ValueError, match="comm: got None; wanted the forward's, which had one"):
         fp8moe.moe_backward(saved, x)
+
+
+def messages(both, rng, rows, columns, k, dtype):
+    """Rows side by side and apart again, quantised on the way or not, in whole vectors or not: ``both`` gives
+    the reference's result and a backend's."""
+    x, probs = values(rng, (rows, columns), dtype), rng.random((rows, k)).astype(np.float32)
+    ids = rng.integers(-1, 12, (rows, k))
+    assert_same(*both(lambda i: expert_parallel._rank_mask(i, 4, 3), ids))
+    local, theirs = both(lambda i: expert_parallel._local_ids(i, 4, 4), ids)
+    assert_same(local, theirs)
+    q = fp8moe.quantize(x)
+    for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,)):
+        message, theirs = both(expert_parallel._pack, *parts)
+        assert_same(message, theirs)
+        shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
+        apart, theirs = both(lambda m, shapes=shapes: expert_parallel._unpack(m, shapes), message)
+        assert_same(parts, apart)
+        assert_same(parts, theirs)
+    for fmt in ("e4m3", "e5m2"):
+        for behind in ((local, probs), ()):
+            pack = expert_parallel._quantize_and_pack
+            assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind))
 
 
 class Buffer:

@@ -10,11 +10,11 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 from cases import BF16, assert_same, same_bits, values
+from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative
 from test_transpose import random_rowwise
 
 import fp8moe
-from fp8moe import expert_parallel
 from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
@@ -337,26 +337,7 @@ def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
 @pytest.mark.parametrize(("columns", "k"), [(512, 4), (256, 3), (2176, 8)])
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 def test_messages_between_ranks(columns, k, dtype):
-    """Rows side by side and apart again, quantised on the way or not, in whole vectors or not."""
-    x, probs = values(RNG, (11, columns), dtype), RNG.random((11, k)).astype(np.float32)
-    ids = RNG.integers(-1, 12, (11, k))
-    ours, theirs = both(lambda i: expert_parallel._rank_mask(i, 4, 3), ids)
-    assert_same(ours, theirs)
-    local, on_cuda = both(lambda i: expert_parallel._local_ids(i, 4, 4), ids)
-    assert_same(local, on_cuda)
-    q = fp8moe.quantize(x)
-    for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,)):
-        message, theirs = both(expert_parallel._pack, *parts)
-        assert_same(message, theirs)
-        shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
-        apart, theirs = both(lambda m, shapes=shapes: expert_parallel._unpack(m, shapes), message)
-        assert_same(parts, apart)
-        assert_same(parts, theirs)
-    for fmt in ("e4m3", "e5m2"):
-        for behind in ((local, probs), ()):
-            pack = expert_parallel._quantize_and_pack
-            ours, theirs = both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind)
-            assert_same(ours, theirs)
+    messages(both, RNG, 11, columns, k, dtype)
 
 
 def column_major(address, dtype, rows, columns, stride):
