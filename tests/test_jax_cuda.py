@@ -8,7 +8,25 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests want memory, too
 
 from cases import BF16, assert_same
-from test_jax_ops import IDS, OPERATIONS, PLAN, PROBS, RNG, E, H, K, T, X, jax, jax_ops, jnp, weights
+from test_jax_ops import (
+    IDS,
+    OFFSETS,
+    OPERATIONS,
+    PLAN,
+    PROBS,
+    RNG,
+    E,
+    H,
+    K,
+    Q,
+    T,
+    X,
+    in_float8,
+    jax,
+    jax_ops,
+    jnp,
+    weights,
+)
 
 import fp8moe
 from fp8moe import placed
@@ -121,6 +139,13 @@ def test_an_array_that_is_added_to(put):
     given = jax.jit(jax_ops.grouped_gemm_wgrad, donate_argnums=3)
     np.testing.assert_array_equal(once, np.asarray(given(rows, rows, offsets, into)))
     np.testing.assert_allclose(once[0], 1 + np.asarray(rows).T @ np.asarray(rows), rtol=1e-4, atol=1e-3)
+
+
+def test_float8_arrays_are_codes(put):
+    back, turned = download(jax.jit(in_float8)(put(X), put(OFFSETS)))
+    np.testing.assert_array_equal(back, fp8moe.dequantize(Q))
+    end = OFFSETS[-1]
+    assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS).data[:, :end], turned.data[:, :end])
 
 
 def test_eagerly_too(put):

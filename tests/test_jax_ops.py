@@ -190,6 +190,20 @@ def test_transformations():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(layer(b)[0]))
 
 
+def in_float8(x, offsets):
+    """Codes as JAX's own float8 array, in and on."""
+    q = jax_ops.quantize(x)
+    codes = fp8moe.QuantTensor(jax.lax.bitcast_convert_type(q.data, jnp.float8_e4m3fn), q.scales)
+    return jax_ops.dequantize(codes), jax_ops.scaling_aware_transpose(codes, offsets)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_float8_arrays_are_codes(jit):
+    back, turned = to_numpy((jax.jit(in_float8) if jit else in_float8)(*to_jax((X, OFFSETS))))
+    np.testing.assert_array_equal(back, fp8moe.dequantize(Q))
+    assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS), turned)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_an_array_that_is_added_to_stays(jit):
     a, b = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))
