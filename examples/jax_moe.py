@@ -1,6 +1,6 @@
 """A byte-level model around the expert layer in JAX: jitted steps, gradients through `moe_ffn`, bf16 and FP8.
 
-python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU)
+python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU, or on CUDA where jax finds a GPU)
 """
 
 import sys

@@ -13,7 +13,21 @@ from functools import partial
 import fp8moe
 
 ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm")
-ADAPTERS = {"torch_ops": "torch", "transformer_engine": "torch"}
+# by adapter: what it needs, and how to get that
+_TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
+ADAPTERS = {
+    "torch_ops": _TORCH,
+    "torch_moe": _TORCH,
+    "torch_distributed": _TORCH,
+    "torch_fsdp": _TORCH,
+    "transformer_engine": _TORCH,
+    "jax_ops": _JAX,
+    "transformer_engine_jax": _JAX,
+    "megatron": ("megatron", "pip install 'megatron-core>=0.16'"),
+    "cupy_nccl": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),
+    "deepgemm": ("deep_gemm", "build DeepGEMM from its repository"),
+    "deep_ep": ("deep_ep", "build DeepEP from its repository"),
+}
 
 
 def report() -> str:
@@ -32,12 +46,12 @@ def report() -> str:
     else:
         lines.append(f"  kernels_cuda  {_try(_require_device)}")
     lines += ["", "adapters"]
-    for adapter, package in ADAPTERS.items():
+    for adapter, (package, fix) in ADAPTERS.items():
         if importlib.util.find_spec(package) is None:
-            lines.append(f"  {adapter:20} not working: {package} is missing; pip install 'fp8moe[{package}]'")
+            lines.append(f"  {adapter:23} not working: {package} is missing; {fix}")
         else:
             works = _try(partial(importlib.import_module, f"fp8moe.adapters.{adapter}"))
-            lines.append(f"  {adapter:20} {works}")
+            lines.append(f"  {adapter:23} {works}")
     return "\n".join(lines)
 
 

@@ -101,3 +101,9 @@ def test_the_links_are_relative(link):
     assert path.readlink() == Path("..") / link
     module = importlib.import_module(f"fp8moe.{link}")
     assert Path(module.__file__).resolve().parent == ROOT / link
+
+
+def test_every_adapter_is_reported():
+    from fp8moe.info import ADAPTERS
+
+    assert set(ADAPTERS) == {p.stem for p in files("adapters")} - {"__init__"}
