@@ -1,6 +1,7 @@
 """The command line as a user calls it."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -31,8 +32,8 @@ def test_help_names_every_verb():
 def test_info(capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out
-    for word in ("numpy", "reference     works", "torch_ops            works", "devices"):
-        assert word in text
+    for words in ("numpy", "reference +works", "torch_ops +works", "devices"):
+        assert re.search(words, text)
 
 
 def test_selftest_passes_on_fresh_inputs(capsys):
