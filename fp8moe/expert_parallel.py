@@ -26,6 +26,7 @@ from fp8moe.quantize import dequantize, quantize_spec
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor, Record
 
 UINT8 = np.dtype(np.uint8)
+FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # what rows are sent as
 
 
 class Pending:
@@ -139,6 +140,8 @@ def dispatch(
         raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
     a = border.enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
     checks.shape("x", a.x, ("T", "H"))
+    if not isinstance(a.x, QuantTensor):
+        checks.dtype("x", a.x, checks.FLOATS)
     checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
@@ -154,6 +157,7 @@ def dispatch(
         "topk": topk,
         "num_experts": num_experts,
         "bytes of a row": int(packed.shape[1]),
+        f"rows, of {', '.join(FORMS)}": FORMS.index(_form(like)),
     }
     (sent, received), (_, arriving) = comm.counts((plan.tokens_per_expert, entries), header)
     route = Route(plan, tuple(sent), tuple(received))
@@ -277,6 +281,10 @@ def _parts_like(like: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
     """Shape of a row, and dtype, of each part that a tensor's rows have in a message."""
     parts = (like.data, like.scales) if isinstance(like, QuantTensor) else (like,)
     return tuple((tuple(p.shape[1:]), p.dtype.name) for p in parts)
+
+
+def _form(like: Any) -> str:
+    return like.fmt if isinstance(like, QuantTensor) else like.dtype.name
 
 
 def _rows_of(like: Any, parts: Sequence[Any]) -> Any:

@@ -168,6 +168,8 @@ def refusals(comm):
     wider = put(np.ones((4, 2 * H)).astype(BF16))
     with pytest.raises(ValueError, match=r"hidden: rank .*nothing was sent"):
         expert_parallel.dispatch(wider if RANK == 1 else x, ids, probs, E, comm)
+    with pytest.raises(ValueError, match=r"rows, of bfloat16.*nothing was sent"):
+        expert_parallel.dispatch(x, ids, probs, E, comm, fmt="e5m2" if RANK == 1 else "e4m3")
     with pytest.raises(ValueError, match="num_experts"):
         expert_parallel.dispatch(x, ids, probs, E + 1, comm)
     again = expert_parallel.dispatch(x, ids, probs, E, comm)  # and all goes on
