@@ -1,4 +1,4 @@
-"""One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE RANK WORLD FILE DEVICE``."""
+"""One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE,.. RANK WORLD FILE DEVICE``."""
 
 import datetime
 import os
@@ -223,6 +223,8 @@ dist.init_process_group(
     world_size=WORLD,
     timeout=datetime.timedelta(seconds=30 if CASE == "lost" else 120),
 )
-{"layers": layers, "rows": rows, "refusals": refusals, "module": module, "lost": lost}[CASE](ProcessGroup())
+cases = {"layers": layers, "rows": rows, "refusals": refusals, "module": module, "lost": lost}
+for case in CASE.split(","):
+    cases[case](ProcessGroup())
 dist.destroy_process_group()
 print("right", flush=True)

@@ -47,11 +47,10 @@ def together(world, arguments, limit):
 
 
 @pytest.mark.parametrize(
-    ("case", "world"),
-    [("layers", 2), ("layers", 4), ("rows", 2), ("rows", 4), ("refusals", 2), ("module", 2), ("lost", 3)],
+    ("cases", "world"), [("layers,rows,refusals,module", 2), ("layers,rows", 4), ("lost", 3)]
 )
-def test_ranks(case, world, tmp_path):
-    ranks(case, world, tmp_path)
+def test_ranks(cases, world, tmp_path):
+    ranks(cases, world, tmp_path)
 
 
 @pytest.mark.multigpu

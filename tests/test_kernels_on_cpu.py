@@ -334,8 +334,7 @@ def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
     assert all(isinstance(r, fp8moe.replay.Recipe) for r in fp8moe.border._recipes.values())
 
 
-@pytest.mark.parametrize(("columns", "k"), [(512, 4), (256, 3), (2176, 8)])
-@pytest.mark.parametrize("dtype", [BF16, np.float32])
+@pytest.mark.parametrize(("columns", "k", "dtype"), [(512, 4, BF16), (256, 3, BF16), (2176, 8, np.float32)])
 def test_messages_between_ranks(columns, k, dtype):
     messages(both, RNG, 11, columns, k, dtype)
 

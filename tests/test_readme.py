@@ -36,4 +36,4 @@ def test_the_examples_run(path):
 def test_the_tables_are_those_of_the_results():
     text = (ROOT / "README.md").read_text()
     assert table.render(text) == text
-    assert text.count("<!-- table") == 5
+    assert text.count("<!-- table") == 7
