@@ -27,6 +27,7 @@ from fp8moe import expert_parallel
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.benchmarks.harness import commit, versions
+from fp8moe.benchmarks.layer import training_step
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
 ROWS = (4096, 8192, 32_768)
@@ -128,19 +129,8 @@ def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device:
     layer = FP8FlowMoE(
         hidden, ffn, experts * comm.world_size, topk, recipe=recipe, process_group=dist.group.WORLD, **place
     )
-    if recipe != "bf16":  # gradients in float32, as mixed-precision training keeps them
-        for w in (layer.w13, layer.w2):
-            w.main_grad = torch.zeros(w.shape, device=device)  # type: ignore[attr-defined]
-    x = torch.randn(tokens, hidden, **place).requires_grad_()
-    dy = torch.randn(tokens, hidden, **place)
-    ids, probs = layer.route(x.detach())
-    probs = probs.detach().requires_grad_()
-
-    def step() -> None:
-        layer(x, ids, probs).backward(dy)
-        x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
-
-    us = seconds(step, device) * 1e6
+    forward, backward = training_step(layer, tokens)
+    us = seconds(lambda: backward(forward()), device) * 1e6
     shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts a rank, top-{topk}"
     return {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +47,17 @@ def measure(
     torch.manual_seed(0)
     place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     layer = FP8FlowMoE(hidden, ffn, experts, topk, recipe=recipe, recompute=recompute, **place)
-    for w in (layer.w13, layer.w2):  # gradients in float32, as mixed-precision training keeps them
-        w.main_grad = torch.zeros(w.shape, device="cuda") if recipe != "bf16" else None  # type: ignore[attr-defined]
-    x = torch.randn(tokens, hidden, **place).requires_grad_()
-    dy = torch.randn(tokens, hidden, **place)
-    ids, probs = layer.route(x.detach())
-    probs = probs.detach().requires_grad_()
+    forward, backward = training_step(layer, tokens)
 
     def step() -> None:
-        layer(x, ids, probs).backward(dy)
-        x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+        backward(forward())
 
     for _ in range(3):
         step()
     before = torch.cuda.memory_allocated()
-    y = layer(x, ids, probs)
+    y = forward()
     kept = torch.cuda.memory_allocated() - before - y.nbytes
-    y.backward(dy)
-    x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+    backward(y)
     del y
     times = []
     for _ in range(10):
@@ -90,6 +84,29 @@ def measure(
         "commit": commit(),
         "command": "python -m fp8moe.benchmarks.layer",
     }
+
+
+def training_step(
+    layer: FP8FlowMoE, tokens: int
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    """(forward, backward) on random rows, routed once."""
+    place: dict[str, Any] = {"device": layer.w13.device, "dtype": layer.w13.dtype}
+    if layer.recipe != "bf16":  # gradients in float32, as mixed-precision training keeps them
+        for w in (layer.w13, layer.w2):
+            w.main_grad = torch.zeros(w.shape, device=w.device)  # type: ignore[attr-defined]
+    x = torch.randn(tokens, layer.hidden, **place).requires_grad_()
+    dy = torch.randn(tokens, layer.hidden, **place)
+    ids, probs = layer.route(x.detach())
+    probs = probs.detach().requires_grad_()
+
+    def forward() -> torch.Tensor:
+        return layer(x, ids, probs)
+
+    def backward(y: torch.Tensor) -> None:
+        y.backward(dy)
+        x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+
+    return forward, backward
 
 
 def kernel_times(step: Any) -> tuple[float, float]:

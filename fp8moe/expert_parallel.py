@@ -185,7 +185,7 @@ def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op:
     like, packed = _packed(y, border.enter(y=y).args.y, fmt)
 
     def arrived(rows: Any) -> Any:
-        # exact, and sums of bfloat16 rows are five times as fast as those of FP8 rows
+        # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
         wide = dequantize(_rows_of(like, _unpack(rows, _parts_like(like))), dtype="bfloat16")
         return unpermute(wide, route.plan)
 

@@ -140,8 +140,8 @@ class _Known:
         ]
 
     def memory_on(self, device: int, stream: int) -> int:
-        """The address of scratch memory, the same for all calls on a stream, which come one after the other:
-        8 us less than new memory for each, and a captured graph goes on using it."""
+        """The address of scratch memory, the same for all calls on a stream, which come one after the other,
+        and in a captured graph, which goes on using it."""
         if stream not in self._memory:
             with border.while_capturing():
                 self._memory[stream] = _scratch(self.scratch, device, stream)
