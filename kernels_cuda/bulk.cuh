@@ -3,8 +3,6 @@
 #pragma once
 #include "common.cuh"
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 #if __CUDA_ARCH__ >= 900
 // A phase ends with `arrivals` arrivals and all bytes that were announced.
 __device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals = 1) {

@@ -16,12 +16,17 @@ __device__ __forceinline__ u32 encode4(float a, float b, float c, float d, int f
   return encode2(a, b, fmt) | encode2(c, d, fmt) << 16;
 }
 
-// The values of two codes, as halves, which every FP8 value is, and back.
-__device__ __forceinline__ u32 decode2(u16 codes, int fmt) {
+// The values of four codes, as halves, which every FP8 value is, and back.
+__device__ __forceinline__ void decode4(u32 codes, int fmt, u32* low, u32* high) {
 #if __CUDA_ARCH__ >= 890
-  return fmt == 0 ? halves_of_e4m3x2(codes) : halves_of_e5m2x2(codes);
+  if (fmt == 0)
+    halves_of_e4m3x4(codes, low, high);
+  else
+    halves_of_e5m2x4(codes, low, high);
 #else
-  return float_to_f16(decode(codes & 0xffu, fmt)) | (u32)float_to_f16(decode(codes >> 8, fmt)) << 16;
+  auto half = [&](int i) { return (u32)float_to_f16(decode(codes >> (8 * i) & 0xffu, fmt)); };
+  *low = half(0) | half(1) << 16;
+  *high = half(2) | half(3) << 16;
 #endif
 }
 

@@ -6,6 +6,56 @@
 #define DYNAMIC_SHARED_TILES(name) \
   extern __shared__ __align__(1024) u8 name[]  // where the swizzle begins anew
 
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Addresses in shared memory: the compiler makes those of ordinary pointers anew, four instructions each.
+typedef u32 At;
+__device__ __forceinline__ At at_of(const void* p) { return shared_address(p); }
+// The same, and the compiler does not know how to make it anew.
+__device__ __forceinline__ At kept(At at) {
+  At same;
+  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(at));
+  return same;
+}
+
+__device__ __forceinline__ float load_at(At at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ float2 load2_at(At at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 load_words_at(At at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ int4 load_ints_at(At at) {
+  int4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_words_at(At at, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+
+// What lane PLACE has, but in the bits of KEPT the lane's own number.
+template <int PLACE, int KEPT>
+__device__ __forceinline__ u32 of_lane_near(u32 v) {
+  u32 theirs;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
+               : "=r"(theirs)
+               : "r"(v), "n"(PLACE), "n"(KEPT << 8 | 31));
+  return theirs;
+}
+
 __device__ __forceinline__ float f16_to_float(u16 bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
@@ -32,16 +82,16 @@ __device__ __forceinline__ u32 to_e5m2x2(float a, float b) {
   return pair;
 }
 
-__device__ __forceinline__ u32 halves_of_e4m3x2(u16 codes) {
-  u32 halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  return halves;
+__device__ __forceinline__ void halves_of_e4m3x4(u32 codes, u32* low, u32* high) {
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(*low), "=r"(*high)
+      : "r"(codes));
 }
 
-__device__ __forceinline__ u32 halves_of_e5m2x2(u16 codes) {
-  u32 halves;
-  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  return halves;
+__device__ __forceinline__ void halves_of_e5m2x4(u32 codes, u32* low, u32* high) {
+  asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b; }"
+      : "=r"(*low), "=r"(*high)
+      : "r"(codes));
 }
 
 __device__ __forceinline__ u32 halves_to_e4m3x2(u32 halves) {
@@ -68,6 +118,15 @@ __device__ __forceinline__ u32 halves_times(u32 a, u32 b) {
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   u32 c;
   asm("{ .reg .b32 m; abs.f16x2 m, %2; max.NaN.f16x2 %0, %1, m; }" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// The larger of both magnitudes, or NaN.
+__device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
+  u32 c;
+  asm("{ .reg .b32 m, n; abs.f16x2 m, %1; abs.f16x2 n, %2; max.NaN.f16x2 %0, m, n; }"
+      : "=r"(c)
+      : "r"(a), "r"(b));
   return c;
 }
 

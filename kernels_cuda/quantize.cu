@@ -198,8 +198,9 @@ extern "C" __global__ void __launch_bounds__(256)
   float x[16];
 #pragma unroll
   for (int k = 0; k < 16; ++k) {
-    const u32 two = decode2((u16)(fours[k / 4] >> (k / 2 % 2 * 16)), FMT);
-    const float value = f16_to_float((u16)(two >> (k % 2 * 16)));
+    u32 pairs[2];
+    decode4(fours[k / 4], FMT, &pairs[0], &pairs[1]);
+    const float value = f16_to_float((u16)(pairs[k / 2 % 2] >> (k % 2 * 16)));
     x[k] = (value != value ? __uint_as_float(0x7fc00000u) : value) * scale;
   }
   if (KIND == F32) {

@@ -34,8 +34,8 @@ struct Strips {
 #define PLACES 16
 
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
-// launch of 3 us). With `used` the rows behind the last expert, and before the first, come after all others,
-// as if they were two more; *used, in shared memory, is where their strips begin.
+// launch of 3 us), by 256 threads of it. With `used` the rows behind the last expert, and before the first,
+// come after all others, as if they were two more; *used, in shared memory, is where their strips begin.
 __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i64 rows, int height,
                                               int* table, int* used = 0) {
   __shared__ int sums[8];
@@ -44,7 +44,7 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
   if (used && t == 0) *used = 0x7fffffff;
   int before = 0;  // strips of the experts of earlier rounds
   for (int e0 = 0; e0 < ranges; e0 += 256) {
-    const int e = e0 + t;
+    const int e = t < 256 ? e0 + t : ranges;
     int lo = 0, hi = 0;
     if (e < ranges) {
       lo = e <= experts ? (int)clamped(offsets[e], rows) : 0;
@@ -54,7 +54,7 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
     }
     const int mine = hi > lo ? (hi - lo + height - 1) / height : 0;
     int total = sum_up_to_here(mine);
-    if (lane == 31) sums[warp] = total;
+    if (lane == 31 && warp < 8) sums[warp] = total;
     __syncthreads();
     for (int w = 0; w < 8; ++w) {
       if (w < warp) total += sums[w];
@@ -88,31 +88,47 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
 }
 
 // A block's tiles, by turn: which it makes, and where they lie. With `by_four` it takes four of a row of
-// tiles one after the other, if that leaves the blocks evenly busy.
+// tiles one after the other, if that leaves the blocks evenly busy. `downwards`: it takes its share of all
+// tiles in one run, column by column of tiles.
 struct Turns {
   Strips strips;
   Place* places;               // [PLACES] in shared memory
   u32 down, units, unit_bits;  // rows of tiles; units of 1 or 4 tiles
+  u32 first, step, end;        // of its units
 
-  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, bool by_four)
+  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, bool by_four,
+                                   bool downwards = false)
       : strips(s), places(p) {
     const u32 across = (u32)((columns + TILE - 1) / TILE);
     down = (s.total + TILE / s.height - 1) / (TILE / s.height);
     const u32 fours = down * (across / 4);
     unit_bits = by_four && across % 4 == 0 && (fours >= 8 * gridDim.x || fours == gridDim.x) ? 2 : 0;
     units = down * (across >> unit_bits);
+    step = downwards ? 1 : gridDim.x;
+    first = blockIdx.x;
+    end = units;
+    if (downwards) {
+      // as many runs down each column of tiles as there are blocks for, at the same rows at the same time:
+      // they share lines, of scales too; fewer blocks than columns take what comes
+      const u32 runs = across ? gridDim.x / across : 0, run = runs ? blockIdx.x / across : blockIdx.x;
+      const u64 top = runs ? blockIdx.x % across * down : 0, all = runs ? down : units;
+      const u32 parts = runs ? runs : gridDim.x;
+      first = run < parts ? (u32)(top + all * run / parts) : units;
+      end = run < parts ? (u32)(top + all * (run + 1) / parts) : units;
+    }
   }
-  __device__ __forceinline__ u32 unit(u32 turn) const { return blockIdx.x + (turn >> unit_bits) * gridDim.x; }
-  __device__ __forceinline__ bool has(u32 turn) const { return unit(turn) < units; }
+  __device__ __forceinline__ u32 unit(u32 turn) const { return first + (turn >> unit_bits) * step; }
+  __device__ __forceinline__ bool has(u32 turn) const { return unit(turn) < end; }
   __device__ __forceinline__ Place& place(u32 turn) const { return places[turn % PLACES]; }
 
   // A warp looks up the places of PLACES / 2 turns; a lane has one strip of one of them.
-  __device__ __forceinline__ void find(u32 first) const {
-    const u32 lane = threadIdx.x % 32, turn = first + lane / 4, q = lane % 4, parts = TILE / strips.height;
+  __device__ __forceinline__ void find(u32 next) const {
+    const u32 lane = threadIdx.x % 32, turn = next + lane / 4, q = lane % 4, parts = TILE / strips.height;
     if (q >= parts || !has(turn)) return;
-    const u32 i = unit(turn), of_group = GROUP * (units / down), group = i / of_group;
-    const u32 in_group = min(down - group * GROUP, (u32)GROUP), rest = i - group * of_group;
-    const u32 row = group * GROUP + rest % in_group;
+    const u32 height = step == 1 ? down : GROUP;  // of a group of tiles
+    const u32 i = unit(turn), of_group = height * (units / down), group = i / of_group;
+    const u32 in_group = min(down - group * height, height), rest = i - group * of_group;
+    const u32 row = group * height + rest % in_group;
     Place& p = place(turn);
     find_strip(strips, row * parts + q, &p.base[q], &p.count[q]);
     if (q == 0) p.row = row, p.column = (rest / in_group << unit_bits) + turn % (1u << unit_bits);

@@ -18,6 +18,7 @@
 // 2^-9 up to 448 and may be raised by 2^7; those of e5m2 are multiples of 2^-16 up to 57344. So a tile's
 // values, each at the scale of its row relative to the largest, are exact as halves as long as the scales lie
 // within SPREAD powers of two, and so are the rows' factors, normal halves.
+#define EMAX (FMT == 0 ? 8 : 15)
 #define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
 #define RAISED (FMT == 0 ? 7 : 0)
 #define SPREAD (FMT == 0 ? 21 : 8)
@@ -59,38 +60,353 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
   return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
 }
 
-// A lane's four rows of 16 columns, column by column and value by value: for scales far apart, and (`filled`,
-// the rows that count) for the target "tile". at: of the first column's scale; -1: it is not kept.
-__device__ __noinline__ void by_columns(const u8* mine, const short* row_exponents, const u32* filled,
-                                        u32 part, int count, u8* to, i64 rows, i64 at, bool some_rows,
-                                        void* out_scales) {
-  const int fmt = FMT, mx = MX;
+// A lane's part of a tile: eight successive rows of 8 columns. The 16 lanes of all 128 rows make half a piece
+// of 16 columns, a warp one piece.
+//
+// A tile lies as rows of 128 bytes, piece c of 16 bytes of row r at c ^ r % 8. In step k a lane reads row
+// k ^ twist of its rows: half a warp meets no bank more than twice.
+struct Lane {
+  u32 column, first_row;  // of the tile
+  u32 twist;
+  __device__ __forceinline__ Lane()
+      : column(threadIdx.x / 32 * 16 + threadIdx.x % 2 * 8),
+        first_row(threadIdx.x % 32 / 2 * 8),
+        twist(threadIdx.x / 2 % 4) {}
+  __device__ __forceinline__ u32 row(u32 step) const { return step ^ twist; }  // of its eight
+  __device__ __forceinline__ u32 at(u32 row) const {                           // of its codes of that row
+    return (first_row * TILE + column) ^ row * (TILE + 16);
+  }
+};
+
+struct Results {
+  i64 rows, columns, strips;
+  u8* codes;     // [columns, rows]
+  void* scales;  // [strips, columns]
+};
+
+// Where a warp's 16 columns wait until a line of 128 bytes of one is complete: what is written in parts, from
+// two tiles, costs nearly twice as much (48,128 x 7168: 340 us against 207, with nothing else done). A byte's
+// place is its address modulo 256. For tiles one below the other, whose rows begin at multiples of 16.
+struct Ring {
+  u8* bytes;  // [16 columns][256]; null: codes are written at once
+  int first;  // row of the first tile that lies above this one without a gap
+
+  __device__ __forceinline__ u8* place(u32 column, size_t address) const {
+    return bytes + column * 256 + address % 256;
+  }
+  // A tile of `count` rows from `base` on has come. last: all that is left goes out.
+  __device__ __forceinline__ void write(const Results& to, i64 first_column, int base, int count,
+                                        bool last) const {
+    const u32 lane = threadIdx.x % 32, piece = lane % 8 * 16, above = base - first;
+    // of column lane / 8, and of every fourth one from there
+    u8* out = to.codes + (first_column + lane / 8) * to.rows + base;
+    const At ring_at = at_of(bytes) + lane / 8 * 256;
+    __syncwarp();
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k, out += 4 * to.rows) {
+      const u32 low = (u32)(size_t)out, lead = low % 128;
+      const bool ours = piece + above >= lead;  // not of the block that makes the tiles above
+      if (lead + count >= 128 && ours)
+        __stcs((int4*)(out + (int)(piece - lead)), load_ints_at(ring_at + k * 1024 + (low & 128) + piece));
+    }
+    if (last) {
 #pragma unroll 1
-  for (int c = 0; c < 16; ++c, to += rows) {
-    float v[4];
+      for (u32 k = 0; k < 4; ++k) {
+        out -= 4 * to.rows;
+        const u32 lead = (size_t)out % 128, end = lead + count;
+        const bool ours = piece + above >= lead || end >= 128;
+        u8* line = out - lead + end / 128 * 128 + piece;
+        if (piece < end % 128 && ours)
+          *(uint4*)line = *(const uint4*)place(lane / 8 + 12 - 4 * k, (size_t)line);
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
+// NaN among them, and (`filled`, the rows that count) for the target "tile". at: of its first scale; -1: not
+// kept.
+__device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const int* exponents,
+                                        const u32* filled, u32 part, int left, u8* to, i64 rows,
+                                        const Ring& ring, i64 at, bool some_rows, void* out_scales) {
+  const int fmt = FMT, mx = MX;
+  const u32 behind = mx ? 8 : 32;  // lanes that share a block
+#pragma unroll 1
+  for (u32 c = 0; c < 8; ++c, to += rows) {
     int target = NO_TARGET;
-    for (int k = 0; k < 4; ++k) {
-      const int e = row_exponents[k];
-      v[k] = decode(mine[k * TILE + c], fmt);
-      const int needed = needed_exponent(v[k], fmt, mx);
+    auto value = [&](u32 r) { return (int)r < left ? decode(in[mine.at(r) + c], fmt) : 0.f; };
+#pragma unroll 1
+    for (u32 r = 0; r < 8; ++r) {
+      const int e = exponents[mine.row(r)], needed = needed_exponent(value(r), fmt, mx);
       if (filled) {
-        if (filled[k] >> part & 1u && e != ZERO_SCALE) target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
+        if (filled[r] >> part & 1u && e != ZERO_SCALE) target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
       } else if (e == NAN_SCALE || needed == NAN_TARGET) {
         target = NAN_TARGET;
       } else if (needed != NO_TARGET && e != ZERO_SCALE) {
         target = max(target, e + needed);
       }
     }
-    for (int step = 1; step < (mx ? 8 : 32); step *= 2)
+    for (u32 step = 2; step < behind; step *= 2)
       target = max(target, __shfl_xor_sync(0xffffffffu, target, step));
     target = final_target(target, mx);
-    for (int k = 0; k < 4; ++k)
-      if (k < count) to[k] = (u8)encode2(moved_value(v[k], row_exponents[k], target), 0.f, fmt);
-    if (at < 0 || threadIdx.x % (mx ? 8 : 32)) continue;
+#pragma unroll 1
+    for (u32 r = 0; r < 8 && (int)r < left; ++r)
+      (ring.bytes ? ring.place(mine.column % 16 + c, (size_t)to) : to)[r] =
+          (u8)encode2(moved_value(value(r), exponents[mine.row(r)], target), 0.f, fmt);
+    if (at < 0 || threadIdx.x % behind > 1) continue;
     if (mx)
       ((u8*)out_scales)[at + c] = some_rows ? (u8)(target + 127) : 0;
     else
       ((float*)out_scales)[at + c] = some_rows ? power_of_two(target) : 0.f;
+  }
+}
+
+__device__ __noinline__ void write_bytes(uint2 eight, int left, u8* to) {
+#pragma unroll 1
+  for (int r = 0; r < 8 && r < left; ++r) to[r] = (u8)((r < 4 ? eight.x : eight.y) >> (r % 4 * 8));
+}
+
+// Exponents of a row's scales: what a tile remembers of them, and the least and the largest of those that
+// count. A NaN is as far from everything as can be.
+struct Spread {
+  int low, high;
+  __device__ __forceinline__ void add(int e) {
+    low = e == ZERO_SCALE ? low : e == NAN_SCALE ? ZERO_SCALE : min(low, e);
+    high = max(high, e);
+  }
+  __device__ __forceinline__ void of_warp() {
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+  }
+};
+
+#define NO_SPREAD {NAN_SCALE, ZERO_SCALE}
+
+// Where a tile keeps the exponent of row r: a lane finds its eight in the order of its steps.
+__device__ __forceinline__ u32 exponent_at(u32 row) { return row ^ row / 8 % 4; }
+
+// A warp's part of a tile. RINGS: there may be one. exponents: [PARTS][TILE]. filled: [TILE], for all warps
+// of the block, which come here together.
+template <bool RINGS>
+__device__ __forceinline__ void transpose_tile(const Place& place, const u8* codes, const int* exponents,
+                                               Spread spread, bool tile, u32* filled, const Results& to,
+                                               const Ring& ring) {
+  const int fmt = FMT, mx = MX;
+  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const Lane mine;
+  const u32 part = mx ? warp / 2 : 0;  // block of a row that this warp's columns belong to
+  const u32 q = mx ? lane / 8 : 0;     // strip of this lane's rows
+  const int* row_exponents = exponents + part * TILE + mine.first_row;
+  // rows from the lane's first on. (NVRTC 13.0 takes "clamped to 8, is it 8?" for one instruction, VIMNMX
+  // with a predicate, and that says no: all codes went byte by byte.)
+  const int left = place.count[q] - (int)(mine.first_row - q * 32);
+  const i64 first_column = (i64)place.column * TILE + mine.column;
+  const bool works = first_column < to.columns;
+  if (tile || spread.high - spread.low > SPREAD) {
+    // only rows with a code that is not zero count
+    __syncthreads();
+    if (t < TILE) filled[t] = 0u;
+    __syncthreads();
+    if (works)
+      for (u32 r = 0; r < 8 && (int)r < left; ++r) {
+        const uint2 v = *(const uint2*)(codes + mine.at(r));
+        if ((v.x | v.y) & 0x7f7f7f7fu) atomicOr(&filled[mine.first_row + r], 1u << part);
+      }
+    __syncthreads();
+    spread = Spread NO_SPREAD;
+    for (u32 k = lane; k < PARTS * TILE; k += 32) {
+      const int e = exponents[k / TILE * TILE + exponent_at(k % TILE)];
+      if (e == NAN_SCALE || filled[k % TILE] >> (k / TILE) & 1u) spread.add(e);
+    }
+    spread.of_warp();
+  }
+  if (!works) return;
+  if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
+  const int unit = spread.high - RAISED;  // 1 as a half stands for 2^unit
+  const i64 strip = (i64)place.row * PARTS + q, base = place.base[q] + (int)(mine.first_row - q * 32);
+  const bool some_rows = place.count[q] > 0, keeps_scales = strip < to.strips;
+  u8* out = to.codes + first_column * to.rows + base;
+  if (!tile && spread.high - spread.low <= SPREAD) {
+    uint2 mine_of[8];
+    u32 seen[8][4], tops[4];  // the values by steps, in pairs of columns; their largest
+    const At codes_at = at_of(codes) + mine.at(mine.twist), exponents_at = at_of(row_exponents);
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) mine_of[k] = load_words_at(codes_at ^ k * (TILE + 16));
+    const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
+    const int of_row[8] = {near_rows.x, near_rows.y, near_rows.z, near_rows.w,
+                           far_rows.x,  far_rows.y,  far_rows.z,  far_rows.w};
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) {
+      // 2^(of_row - unit) as two halves; 0 for a scale of 0; for a row of zeros anything that is positive
+      const u32 factor = (u32)max(min(of_row[k] + (15 - unit), 30), 0) * 0x04000400u;
+      decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
+      decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        seen[k][p] = halves_times(seen[k][p], factor);
+        if (k == 1) tops[p] = larger_magnitudes(seen[0][p], seen[1][p]);
+        if (k > 1) tops[p] = larger_halves(tops[p], seen[k][p]);
+      }
+    }
+    // a lane ends with the largest of one pair, which two bits of its number say
+#pragma unroll
+    for (int half = 2; half > 0; half /= 2)
+#pragma unroll
+      for (int p = 0; p < half; ++p) {
+        const u32 bit = half == 2 ? 2 : 4;
+        const u32 keep = lane & bit ? tops[p + half] : tops[p], give = lane & bit ? tops[p] : tops[p + half];
+        tops[p] = larger_halves(keep, __shfl_xor_sync(0xffffffffu, give, bit));
+      }
+    u32 top = tops[0];
+    if (!mx) {
+      top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 8));
+      top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 16));
+    }
+    // needed_exponent and final_target, with what a half has for an exponent, as long as it is normal and so
+    // is the half that is left to multiply with
+    u32 target[2], lift = 0;  // target: exponents of floats
+    bool near = true;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const u32 most = top >> (16 * c) & 0xffffu;
+      const int exponent = (int)(most + (mx ? 0u : 0xffu)) >> 10;
+      const bool some = most != 0;
+      const int power = some ? exponent - (15 + EMAX) + unit : 0;
+      near = near && (!some || (exponent >= EMAX && exponent < 31)) && power >= (mx ? -127 : -126);
+      target[c] = (u32)(power + 127);
+      lift |= (u32)(some ? 30 + EMAX - exponent : 15) << (10 + 16 * c);
+    }
+    if (!__any_sync(0xffffffffu, !near)) {
+      if (keeps_scales && (mx || lane < 8)) {
+        const i64 at = strip * to.columns + first_column + (lane & 2 ? 4 : 0) + (lane & 4 ? 2 : 0);
+        if (mx)
+          *(u16*)((u8*)to.scales + at) = some_rows ? (u16)(target[0] | target[1] << 8) : 0;
+        else
+          *(uint2*)((float*)to.scales + at) =
+              some_rows ? make_uint2(target[0] << 23, target[1] << 23) : make_uint2(0u, 0u);
+      }
+      const u32 lifts[4] = {of_lane_near<0, 25>(lift), of_lane_near<4, 25>(lift), of_lane_near<2, 25>(lift),
+                            of_lane_near<6, 25>(lift)};
+      // bytes 0, 2, 4, 6 of two words, by rows
+      const u32 order = 0x6420u ^ 0x2222u * (mine.twist & 1) ^ 0x4444u * (mine.twist >> 1);
+      uint2 of_column[8];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        u32 pairs[4];  // of two rows each
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          pairs[k] = encode2_halves(halves_times(seen[2 * k][p], lifts[p]), fmt) |
+                     encode2_halves(halves_times(seen[2 * k + 1][p], lifts[p]), fmt) << 16;
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], order + 0x1111u * c),
+                                            __byte_perm(pairs[2], pairs[3], order + 0x1111u * c));
+      }
+      if (RINGS && ring.bytes) {
+        const At ring_at = at_of(ring.bytes) + mine.column % 16 * 256;
+        if (left > 0)
+#pragma unroll
+          for (u32 c = 0; c < 8; ++c)
+            store_words_at(ring_at + c * 256 + ((u32)(size_t)out + c * (u32)to.rows) % 256, of_column[c]);
+      } else if (left >= 8 && (((size_t)to.codes | to.rows | base) & 7) == 0) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c, out += to.rows) __stcs((uint2*)out, of_column[c]);
+      } else if (left > 0) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c, out += to.rows) write_bytes(of_column[c], left, out);
+      }
+      return;
+    }
+  }
+  by_columns(mine, codes, row_exponents, tile ? filled + mine.first_row : 0, part, left, out, to.rows, ring,
+             keeps_scales ? strip * to.columns + first_column : -1, some_rows, to.scales);
+}
+
+template <bool RINGS>
+__device__ __forceinline__ void transpose_tiles(const u8* codes, const void* scales, const int* source,
+                                                const int* offsets, i64 experts, i64 rows, i64 columns,
+                                                i64 strips, i64 tile, u8* out, void* out_scales) {
+  DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | a ring for each warp | the table of strips
+  u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
+  __shared__ Place places[PLACES];
+  __shared__ int row_of[2][TILE];  // of the codes; -1: no such row
+  __shared__ __align__(16) int exponents[2][PARTS][TILE];
+  __shared__ Spread spreads[2][4];
+  __shared__ u32 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
+  const int mx = MX;
+  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const Strips strips_of =
+      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + (RINGS ? 4 : 2) * TILE * TILE));
+  bool at_once = true;
+  if (RINGS) {  // not where an expert begins in the middle of 16 bytes, or before the one above it ends
+    at_once = ((size_t)out | rows) % 16 != 0;
+    for (i64 e = t; offsets && e <= experts; e += 256)
+      at_once = at_once || offsets[e] % 16 || (e > 0 && offsets[e - 1] > offsets[e]);
+    at_once = __syncthreads_or(at_once);
+  }
+  const Turns turns(strips_of, columns, places, false, !at_once);
+  clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
+  const Results to = {rows, columns, strips, out, out_scales};
+  const u32 row_words = (u32)((columns + TILE - 1) / TILE);
+  u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
+  bool there = false;
+  auto look = [&](u32 turn) {
+    if (t >= TILE || !turns.has(turn)) return;
+    int row = turns.row(turn, t);
+    if (row >= 0 && source) row = source[row];
+    row_of[turn % 2][t] = row;
+    there = row >= 0;
+    word = there ? ((const u32*)scales)[(u64)(u32)row * row_words + turns.place(turn).column] : 0u;
+  };
+  auto fetch = [&](u32 turn) {
+    if (turns.has(turn)) {
+      const int column = turns.place(turn).column * TILE + t % 8 * 16;
+      u8* into = in[turn % 2] + t / 8 * TILE + (t ^ t / 8) % 8 * 16;
+#pragma unroll
+      for (u32 k = 0; k < 4; ++k) {
+        const int row = row_of[turn % 2][t / 8 + 32 * k];
+        copy_async16(into + k * (32 * TILE), codes + column + (u64)(u32)row * (u32)columns,
+                     row >= 0 && column < columns);
+      }
+    }
+    copy_async_commit();
+  };
+  Ring ring = {!RINGS || at_once ? 0 : in[2] + warp * (16 * 256), 0};
+  turns.start(look, fetch);
+#pragma unroll 1
+  for (u32 turn = 0; turns.has(turn); ++turn) {
+    const u32 b = turn % 2;
+    if (t < TILE) {
+      Spread spread = NO_SPREAD;
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) {
+        const int e = there ? exponent_of(word, p, mx) : ZERO_SCALE;
+        exponents[b][p][exponent_at(t)] = e;
+        spread.add(e);
+      }
+      spread.of_warp();
+      if (lane == 0) spreads[b][warp] = spread;
+    }
+    turns.begin(turn);
+    look(turn + 1);
+    copy_async_wait<0>();
+    __syncthreads();  // this tile is here, and nobody reads the one before it
+    fetch(turn + 1);
+    Spread spread = NO_SPREAD;
+    for (int k = 0; k < 4; ++k) {
+      spread.low = min(spread.low, spreads[b][k].low);
+      spread.high = max(spread.high, spreads[b][k].high);
+    }
+    const Place& place = turns.place(turn);
+    if (turn == 0 || place.row == 0) ring.first = place.base[0];
+    transpose_tile<RINGS>(place, in[b], exponents[b][0], spread, tile, filled, to, ring);
+    const i64 first_column = (i64)place.column * TILE + warp * 16;
+    if (!RINGS || at_once || first_column >= columns) continue;
+    int count = place.count[0];
+    for (int k = 1; k < PARTS; ++k) count += place.count[k];
+    ring.write(to, first_column, place.base[0], count,
+               place.row + 1 == (int)turns.down || !turns.has(turn + 1));
   }
 }
 
@@ -99,10 +415,10 @@ __device__ __noinline__ void by_columns(const u8* mine, const short* row_exponen
 //   (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
-// Launch: blocks of 256 threads, as many as fit at once; shared memory for two tiles of codes and the table
-//   of strips. The next tile's codes and scales travel while this one is made. A warp has 16 columns of a
-//   tile, and a lane four rows of them: so a column's largest is found by shuffles, a warp writes whole
-//   lines, and the only barrier is the one behind which a tile has arrived.
+// Launch: blocks of 256 threads, as many as fit at once; shared memory for the tiles and the table of strips.
+//   The next tile's codes and scales travel while this one is made. A warp has whole columns of a tile: so a
+//   column's largest is found by shuffles, a warp writes whole lines, and the only barrier is the one behind
+//   which a tile has arrived.
 // How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
 //   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
 //   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
@@ -112,190 +428,18 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
                             void* out_scales) {
-  DYNAMIC_SHARED(shared);  // the tile at hand | the next | the table of strips
-  u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
-  __shared__ Place places[PLACES];
-  __shared__ int row_of[2][TILE];  // of the codes; -1: no such row
-  __shared__ __align__(16) short exponents[2][PARTS][TILE];
-  __shared__ int lows[2][4], highs[2][4];
-  __shared__ u32 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
-  const int fmt = FMT, mx = MX;
-  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const u32 part = mx ? warp / 2 : 0;  // block of a row that this warp's columns belong to
-  const u32 q = mx ? lane / 8 : 0;     // strip of this lane's rows
-  const u32 inside = 4 * lane - q * 32;
-  const Strips strips_of =
-      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 2 * TILE * TILE));
-  const Turns turns(strips_of, columns, places, false);
-  clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
-  const u32 row_words = (u32)((columns + TILE - 1) / TILE);
-  u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
-  bool there = false;
-  auto look = [&](u32 turn) {
-    if (t >= TILE || !turns.has(turn)) return;
-    int row = turns.row(turn, t);
-    if (row >= 0 && source) row = source[row];
-    there = row >= 0;
-    row_of[turn % 2][t] = row;
-    word = there ? ((const u32*)scales)[(u64)(u32)row * row_words + turns.place(turn).column] : 0u;
-  };
-  auto fetch = [&](u32 turn) {
-    if (turns.has(turn)) {
-      // row r has its piece c of 16 bytes at c ^ (r / 4 % 8): no bank conflicts
-      const int column = turns.place(turn).column * TILE + t % 8 * 16;
-      u8* to = in[turn % 2] + t / 8 * TILE + (t % 8 ^ warp) * 16;
-#pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        const int row = row_of[turn % 2][t / 8 + 32 * k];
-        copy_async16(to + k * (32 * TILE), codes + column + (u64)(u32)row * (u32)columns,
-                     row >= 0 && column < columns);
-      }
-    }
-    copy_async_commit();
-  };
-  turns.start(look, fetch);
-#pragma unroll 1
-  for (u32 turn = 0; turns.has(turn); ++turn) {
-    const Place& place = turns.place(turn);
-    const u32 b = turn % 2;
-    if (t < TILE) {
-      int low = NAN_SCALE, high = ZERO_SCALE;
-#pragma unroll
-      for (int p = 0; p < PARTS; ++p) {
-        const int e = there ? exponent_of(word, p, mx) : ZERO_SCALE;
-        exponents[b][p][t] = (short)e;
-        const bool counts = e != ZERO_SCALE && e != NAN_SCALE;
-        low = counts ? min(low, e) : low;
-        high = counts ? max(high, e) : high;
-      }
-      low = __reduce_min_sync(0xffffffffu, low);
-      high = __reduce_max_sync(0xffffffffu, high);
-      if (lane == 0) lows[b][warp] = low, highs[b][warp] = high;
-    }
-    turns.begin(turn);
-    look(turn + 1);
-    copy_async_wait<0>();
-    __syncthreads();  // this tile is here, and nobody reads the one before it
-    fetch(turn + 1);
+  transpose_tiles<false>(codes, scales, source, offsets, experts, rows, columns, strips, tile, out,
+                         out_scales);
+}
 
-    const i64 first_column = (i64)place.column * TILE + 16 * warp;
-    const short* row_exponents = exponents[b][part] + 4 * lane;
-    const u8* mine = in[b] + 4 * lane * TILE + (warp ^ lane % 8) * 16;
-    int low = min(min(lows[b][0], lows[b][1]), min(lows[b][2], lows[b][3]));
-    int high = max(max(highs[b][0], highs[b][1]), max(highs[b][2], highs[b][3]));
-    if (tile || high - low > SPREAD) {
-      // only rows with a code that is not zero count
-      __syncthreads();
-      if (t < TILE) filled[t] = 0u;
-      __syncthreads();
-      if (first_column < columns)
-        for (int k = 0; k < 4; ++k) {
-          const uint4 v = *(const uint4*)(mine + k * TILE);
-          if ((v.x | v.y | v.z | v.w) & 0x7f7f7f7fu) atomicOr(&filled[4 * lane + k], 1u << part);
-        }
-      __syncthreads();
-      low = NAN_SCALE, high = ZERO_SCALE;
-      for (u32 k = lane; k < PARTS * TILE; k += 32) {
-        const int e = exponents[b][k / TILE][k % TILE];
-        if (e == ZERO_SCALE || e == NAN_SCALE || !(filled[k % TILE] >> (k / TILE) & 1u)) continue;
-        low = min(low, e);
-        high = max(high, e);
-      }
-      low = __reduce_min_sync(0xffffffffu, low);
-      high = __reduce_max_sync(0xffffffffu, high);
-    }
-    if (first_column >= columns) continue;
-    if (high == ZERO_SCALE) low = high = 0;
-    const int unit = high - RAISED;  // 1 as a half stands for 2^unit
-    const i64 strip = (i64)place.row * PARTS + q;
-    const bool some_rows = place.count[q] > 0, keeps_scales = strip < strips;
-    const i64 base = place.base[q] + inside;
-    const int count = (int)clamped(place.count[q] - (int)inside, 4);
-    const bool whole = count == 4 && (((size_t)out | rows | base) & 3) == 0;
-    u8* to = out + first_column * rows + base;
-    if (!tile && high - low <= SPREAD) {
-      u32 factor[4], seen[4][8], tops[8];  // of the rows; the values, in pairs of columns; their largest
-      const short4 four_rows = *(const short4*)row_exponents;
-      const int of_row[4] = {four_rows.x, four_rows.y, four_rows.z, four_rows.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int up = min(of_row[k] - unit, 15);
-        factor[k] = up < -14 ? 0u : (u32)(up + 15) << 10;
-        factor[k] = 0x10001u * (of_row[k] == NAN_SCALE ? 0x7e00u : factor[k]);
-      }
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const uint4 v = *(const uint4*)(mine + k * TILE);
-        const u32 four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int p = 0; p < 8; ++p) {
-          seen[k][p] = halves_times(decode2((u16)(four[p / 2] >> (16 * (p % 2))), fmt), factor[k]);
-          tops[p] = larger_halves(k ? tops[p] : 0u, seen[k][p]);
-        }
-      }
-      // a lane ends with the largest of pair `lane % 8`
-#pragma unroll
-      for (int half = 4; half > 0; half /= 2)
-#pragma unroll
-        for (int p = 0; p < half; ++p) {
-          const bool upper = lane & half;
-          const u32 keep = upper ? tops[p + half] : tops[p], give = upper ? tops[p] : tops[p + half];
-          tops[p] = larger_halves(keep, __shfl_xor_sync(0xffffffffu, give, half));
-        }
-      u32 top = tops[0];
-      if (!mx) {
-        top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 8));
-        top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 16));
-      }
-      int target[2];
-      u32 lift = 0;
-      bool near = true;  // what is left to multiply with is a normal half
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int needed = needed_exponent(f16_to_float((u16)(top >> (16 * c))), fmt, mx);
-        const bool some = needed != NO_TARGET;
-        target[c] = final_target(some && needed != NAN_TARGET ? unit + needed : needed, mx);
-        const int left = some ? unit - target[c] : 0;
-        near = near && left >= -14 && left <= 15;
-        lift |= (u32)(left + 15) << (10 + 16 * c);
-      }
-      if (!__any_sync(0xffffffffu, !near)) {
-        if (keeps_scales && (mx || lane < 8)) {
-          const i64 at = strip * columns + first_column + 2 * (lane % 8);
-          if (mx)
-            *(u16*)((u8*)out_scales + at) = some_rows ? (u16)((target[0] + 127) | (target[1] + 127) << 8) : 0;
-          else
-            *(uint2*)((float*)out_scales + at) =
-                some_rows ? make_uint2((u32)(target[0] + 127) << 23, (u32)(target[1] + 127) << 23)
-                          : make_uint2(0u, 0u);
-        }
-        u32 columns_of[16];
-#pragma unroll
-        for (int p = 0; p < 8; ++p) {
-          const u32 by = __shfl_sync(0xffffffffu, lift, (int)(lane & 24u) + p);
-          u32 pairs[2];  // of two rows each
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            pairs[k] = encode2_halves(halves_times(seen[2 * k][p], by), fmt) |
-                       encode2_halves(halves_times(seen[2 * k + 1][p], by), fmt) << 16;
-          columns_of[2 * p] = __byte_perm(pairs[0], pairs[1], 0x6420);
-          columns_of[2 * p + 1] = __byte_perm(pairs[0], pairs[1], 0x7531);
-        }
-        if (whole) {
-#pragma unroll
-          for (int c = 0; c < 16; ++c, to += rows) __stcs((u32*)to, columns_of[c]);
-        } else {
-#pragma unroll
-          for (int c = 0; c < 16; ++c, to += rows)
-#pragma unroll 1
-            for (int r = 0; r < count; ++r) to[r] = (u8)(columns_of[c] >> (8 * r));
-        }
-        continue;
-      }
-    }
-    by_columns(mine, row_exponents, tile ? filled + 4 * lane : 0, part, count, to, rows,
-               strip < strips ? strip * columns + first_column : -1, some_rows, out_scales);
-  }
+// The same, for experts that do not all begin with a line: whole lines are written all the same, by way of
+// rings, in as many blocks as fit at once.
+extern "C" __global__ void __launch_bounds__(256, 3)
+    scaling_aware_transpose_by_rings(const u8* codes, const void* scales, const int* source,
+                                     const int* offsets, i64 experts, i64 rows, i64 columns, i64 strips,
+                                     i64 tile, u8* out, void* out_scales) {
+  transpose_tiles<true>(codes, scales, source, offsets, experts, rows, columns, strips, tile, out,
+                        out_scales);
 }
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,

@@ -30,6 +30,7 @@ from fp8moe.kernels_cuda.quantize import (
 )
 from fp8moe.records import PermutationPlan, QuantTensor
 
+LINE = 128  # bytes
 RESIDENT = 3  # blocks of the tile kernel on a multiprocessor
 
 
@@ -50,12 +51,15 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
         _refuse_other_scales(q.scales)
     columns, count = q.data.shape[1], out.scales.shape[0]
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
-    shared = tile_bytes(1, offsets)
+    # experts may begin in the middle of a line, unless there are no more strips than rows make
+    rings = rows % LINE != 0 or count * out.block[0] > rows
+    shared = tile_bytes(3 if rings else 1, offsets)  # a tile, the next one, rings as large as both
+    blocks = _blocks(tiles_down(out) * threads(columns, TILE), rings)
     if whole and fits_in_shared(shared):
         launch(
             "transpose",
-            "scaling_aware_transpose",
-            _blocks(tiles_down(out) * threads(columns, TILE)),
+            "scaling_aware_transpose_by_rings" if rings else "scaling_aware_transpose",
+            blocks,
             256,
             q.data,
             q.scales,
@@ -78,11 +82,12 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     launch("transpose", "scaling_aware_transpose_plain", grid, 128, *arguments)
 
 
-def _blocks(tiles: int) -> int:
+def _blocks(tiles: int, rings: bool) -> int:
     """As many as fit at once; of very many tiles eight times as many, so that the hardware evens them out
-    (48,128 x 7168, 256 experts: 306 us against 333; with few tiles it costs up to a tenth)."""
+    (48,128 x 7168, 256 experts: 306 us against 333; with few tiles it costs up to a tenth), but not where
+    they have rings, which are best when a block makes many tiles one below the other."""
     at_once = RESIDENT * multiprocessors()
-    return min(tiles, at_once if tiles < MANY_TILES * at_once else 8 * at_once)
+    return min(tiles, at_once if rings or tiles < MANY_TILES * at_once else 8 * at_once)
 
 
 def _refuse_other_scales(scales: Any) -> None:

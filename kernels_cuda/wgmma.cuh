@@ -20,33 +20,12 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
-// Addresses in shared memory, of this block or (at_of_block) of another one of the cluster, where the same
-// things lie.
-typedef u32 At;
-__device__ __forceinline__ At at_of(const void* p) { return shared_address(p); }
+// An address in shared memory of another block of the cluster, where the same things lie.
 __device__ __forceinline__ At at_of_block(const void* p, u32 block) {
   At there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-// The same, and the compiler does not know how to make it anew.
-__device__ __forceinline__ At kept(At at) {
-  At same;
-  asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(at));
-  return same;
-}
-
-__device__ __forceinline__ float load_at(At at) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
-  return x;
-}
-__device__ __forceinline__ float2 load2_at(At at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-  return x;
-}
-
 __device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
   u32 done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"

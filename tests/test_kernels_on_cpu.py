@@ -113,7 +113,15 @@ def test_quantize(fmt, rows, columns):
 @pytest.mark.parametrize("width", [128, 32])
 def test_transpose(fmt, width):
     odd = 208 if width == 128 else 128
-    for counts, columns, spread in (([130, 0, 16, 5], 256, 5), ([20, 40], odd, 100), ([20, 0, 33], 40, 60)):
+    # lines of a result's columns are complete within a tile, across tiles, or experts begin anywhere
+    lines, across = ([128, 0, 256], odd, 5), ([144, 0, 176, 16, 32, 16], odd + 128, 30)
+    for counts, columns, spread in (
+        lines,
+        across,
+        ([130, 0, 16, 5], 256, 5),
+        ([20, 44], odd, 100),
+        ([20, 0, 33], 40, 60),
+    ):
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         q = random_rowwise(RNG, int(offsets[-1]), columns, fmt, width, spread)
         for target in ("column", "tile"):

@@ -47,6 +47,7 @@ def library(source, defines):
     ]
     (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-shared", "-fPIC", "-pthread"]
+    options.append("-fno-gnu-unique")  # or variants' shared memory, in templates, would be one and the same
     subprocess.run(["g++", *options, *macros, "all.cpp", "-o", "all.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))
 

@@ -114,8 +114,8 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct alignas(8) short4 {
-  short x, y, z, w;
+struct alignas(16) int4 {
+  int x, y, z, w;
 };
 inline uint2 make_uint2(unsigned a, unsigned b) { return {a, b}; }
 inline uint4 make_uint4(unsigned a, unsigned b, unsigned c, unsigned d) { return {a, b, c, d}; }

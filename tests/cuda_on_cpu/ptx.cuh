@@ -22,13 +22,29 @@ inline u32 to_e5m2x2(float a, float b) { return encode(a, 1) | (u32)encode(b, 1)
 inline u32 halves_of(u16 codes, int fmt) {
   return float_to_f16(decode(codes & 0xffu, fmt)) | (u32)float_to_f16(decode(codes >> 8, fmt)) << 16;
 }
-inline u32 halves_of_e4m3x2(u16 codes) { return halves_of(codes, 0); }
-inline u32 halves_of_e5m2x2(u16 codes) { return halves_of(codes, 1); }
+inline void halves_of_e4m3x4(u32 codes, u32* low, u32* high) {
+  *low = halves_of((u16)codes, 0), *high = halves_of((u16)(codes >> 16), 0);
+}
+inline void halves_of_e5m2x4(u32 codes, u32* low, u32* high) {
+  *low = halves_of((u16)codes, 1), *high = halves_of((u16)(codes >> 16), 1);
+}
 inline u32 halves_to(u32 halves, int fmt) {
   return encode(f16_to_float((u16)halves), fmt) | (u32)encode(f16_to_float((u16)(halves >> 16)), fmt) << 8;
 }
 inline u32 halves_to_e4m3x2(u32 halves) { return halves_to(halves, 0); }
 inline u32 halves_to_e5m2x2(u32 halves) { return halves_to(halves, 1); }
+typedef u64 At;
+inline At at_of(const void* p) { return (At)p; }
+inline At kept(At at) { return at; }
+inline float load_at(At at) { return *(const float*)at; }
+inline float2 load2_at(At at) { return *(const float2*)at; }
+inline uint2 load_words_at(At at) { return *(const uint2*)at; }
+inline int4 load_ints_at(At at) { return *(const int4*)at; }
+inline void store_words_at(At at, uint2 v) { *(uint2*)at = v; }
+template <int PLACE, int KEPT>
+u32 of_lane_near(u32 v) {
+  return of_lane(v, (threadIdx.x & KEPT) | (PLACE & ~KEPT));
+}
 template <class F>
 u32 each_half(u32 a, u32 b, F f) {
   const float low = f(f16_to_float((u16)a), f16_to_float((u16)b));
@@ -42,6 +58,7 @@ inline u32 halves_times(u32 a, u32 b) {
 inline u32 larger_halves(u32 a, u32 b) {
   return each_half(a, b, [](float x, float y) { return larger_or_nan(x, std::fabs(y)); });
 }
+inline u32 larger_magnitudes(u32 a, u32 b) { return larger_halves(larger_halves(0, a), b); }
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async16(void* to, const void* from, bool there) {
   there ? memcpy(to, from, 16) : memset(to, 0, 16);

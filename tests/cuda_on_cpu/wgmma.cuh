@@ -11,12 +11,7 @@ struct TensorMap {  // what cuda_on_cpu passes in its place
 
 inline void cluster_wait() { __syncthreads(); }
 inline u32 cluster_rank() { return 0; }
-typedef u64 At;
-inline At at_of(const void* p) { return (At)p; }
 inline At at_of_block(const void* p, u32) { return (At)p; }
-inline At kept(At at) { return at; }
-inline float load_at(At at) { return *(const float*)at; }
-inline float2 load2_at(At at) { return *(const float2*)at; }
 inline bool barrier_ready_at(At barrier, u32 parity) {
   std::lock_guard<std::mutex> hold(at_once);
   return (u32)((Barrier*)barrier)->phase != parity;
