@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,9 +17,10 @@ import fp8moe
 from fp8moe import Quantized, checks
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.moe import RECIPES
+from fp8moe.moe import RECIPES, Saved
+from fp8moe.placed import Layout
 from fp8moe.plan import static_bound
-from fp8moe.records import arrays_in
+from fp8moe.records import ArraySpec, arrays_in, map_arrays
 
 
 class FP8FlowMoE(nn.Module):
@@ -43,6 +48,10 @@ class FP8FlowMoE(nn.Module):
         this rank's, and rows travel in FP8 for "fp8_flow" (`fp8moe.expert_parallel`). The counts of rows are
         looked at once a forward, so that no CUDA graph can hold it. The router is every rank's own: average
         its gradient as any other parameter's, and not those of w13 and w2.
+
+    `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the experts are one operator
+    and their gradient another, for each number of tokens anew; with a process_group there is a break before
+    and behind them.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class FP8FlowMoE(nn.Module):
         self.w13 = nn.Parameter(torch.empty(num_experts // ranks, 2 * ffn, hidden, **place))
         self.w2 = nn.Parameter(torch.empty(num_experts // ranks, hidden, ffn, **place))
         self._fp8: dict[str, tuple[_MadeOf | None, Quantized]] = {}  # name -> what it was made of, and it
+        self._handle = _handle_of(self)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,8 +104,10 @@ class FP8FlowMoE(nn.Module):
     def forward(self, x: Tensor, topk_ids: Tensor | None = None, topk_probs: Tensor | None = None) -> Tensor:
         """x [..., hidden], any float; y has its shape and dtype. topk_ids, topk_probs [tokens, k]: another
         router's choice instead of this one's."""
+        if (topk_ids is None) != (topk_probs is None):
+            raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
         tokens = x.reshape(-1, self.hidden)
-        if topk_ids is None:
+        if topk_ids is None or topk_probs is None:
             topk_ids, topk_probs = self.route(tokens)
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs)
         return y.to(x.dtype).reshape(x.shape)
@@ -130,9 +142,22 @@ class FP8FlowMoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fp8": {}}  # made anew where it is wanted
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = _handle_of(self)
+
+    def _experts(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+        if self._comm is not None or not torch.compiler.is_compiling():
+            return self._eagerly(x, ids, probs)
+        if self.recipe == "bf16":
+            return self._in_bf16(x, ids, probs)
+        adds = [getattr(w, "main_grad", None) is not None for w in (self.w13, self.w2)]
+        options = (self.recipe, self.recompute, *self.activation.values())
+        return _experts_op(x, self.w13, self.w2, ids, probs, self._handle, adds, *options)[0]
+
     # Compiled code calls this as it is: everything in it is one kernel after another already.
     @torch.compiler.disable
-    def _experts(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
         fp8 = [self._fp8_weight(name) for name in ("w13", "w2")]
@@ -207,13 +232,21 @@ class _Experts(torch.autograd.Function):
         if [w._version for w in ctx.weights] != ctx.versions:
             raise RuntimeError("w13, w2: changed in place between the forward and its backward")
         into = [getattr(w, "main_grad", None) for w in ctx.weights]
-        g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dw13=into[0], dw2=into[1], comm=ctx.comm)
-        grads: list[Tensor | None] = []
-        for w, main, new in zip(ctx.weights, into, (g.dw13, g.dw2), strict=True):
-            if main is not None:
-                w.grad_added_to_main_grad = True
-            grads.append(new.to(w.dtype) if main is None else None)
-        return g.dx, *grads, None, g.dprobs.to(ctx.probs_dtype), None, None
+        dx, dprobs, grads = _backward(ctx.saved, dy, ctx.weights, into, ctx.comm)
+        return dx, *grads, None, dprobs.to(ctx.probs_dtype), None, None
+
+
+def _backward(
+    saved: Saved, dy: Tensor, weights: Any, into: Any, comm: Any = None
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """dx, dprobs, and the gradients of the weights that have none to add theirs to."""
+    g = fp8moe.moe_backward(saved, dy.contiguous(), dw13=into[0], dw2=into[1], comm=comm)
+    grads: list[Tensor | None] = []
+    for w, main, new in zip(weights, into, (g.dw13, g.dw2), strict=True):
+        if main is not None:
+            w.grad_added_to_main_grad = True
+        grads.append(new.to(w.dtype) if main is None else None)
+    return g.dx, g.dprobs, grads
 
 
 class _MadeOf:
@@ -225,3 +258,130 @@ class _MadeOf:
 
     def still(self, w: Tensor) -> bool:
         return self.at == (w.data_ptr(), w._version) and not self.storage.expired()
+
+
+# ---------------------------------------------------------------- under torch.compile
+#
+# An operator takes tensors and plain values only. It finds its layer, with the FP8 copies of its weights, by
+# a number in a tensor (a plain one would have the same code compiled for every layer anew), and gives back,
+# behind y, what the backward needs. What that is follows from shapes.
+
+_layers: weakref.WeakValueDictionary[int, FP8FlowMoE] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _handle_of(layer: FP8FlowMoE) -> Tensor:
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+@lru_cache(maxsize=256)
+def _layout(shapes: Any, recipe: str, recompute: str | None, activation: Any) -> Layout:
+    """Of y and what is kept, the weights apart."""
+
+    def forward(arrays: Any) -> Any:
+        options = {"recipe": recipe, "recompute": recompute, **dict(activation)}
+        y, saved = fp8moe.moe_forward(*arrays, **options)
+        return y, replace(saved, w13=None, w2=None)
+
+    return Layout(forward, [ArraySpec(*s) for s in shapes])
+
+
+def _results(
+    tensors: list[Tensor], recipe: str, recompute: str | None, *activation: Any
+) -> tuple[Any, Saved]:
+    """Shapes and dtypes of y and of what is kept."""
+    names = ("clamp", "alpha", "linear_offset")
+    shapes = tuple((tuple(map(int, s.shape)), s.dtype) for s in map(torch_ops.spec_of, tensors))  # no symbols
+    found = _layout(shapes, recipe, recompute, tuple(zip(names, activation, strict=True)))
+    y, kept = found.result(tensors, found.outputs)
+    return y, kept
+
+
+def _experts_fake(x, w13, w2, ids, probs, handle, adds, *options):  # type: ignore[no-untyped-def]
+    return [torch_ops.like(a, x.device) for a in arrays_in(_results([x, w13, w2, ids, probs], *options))]
+
+
+@torch_ops.operator("experts", _experts_fake)
+def _experts_op(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    handle: Tensor,
+    adds: list[bool],
+    recipe: str,
+    recompute: str | None,
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+) -> list[Tensor]:
+    layer = _layers[int(handle)]
+    y, saved = fp8moe.moe_forward(
+        x.contiguous(),
+        layer._fp8_weight("w13"),
+        layer._fp8_weight("w2"),
+        ids,
+        probs.contiguous(),
+        recipe=recipe,
+        recompute=recompute,
+        clamp=clamp,
+        alpha=alpha,
+        linear_offset=linear_offset,
+    )
+    return [y, *arrays_in(replace(saved, w13=None, w2=None))]
+
+
+def _experts_backward_fake(  # type: ignore[no-untyped-def]
+    dy, kept, x, w13, w2, ids, probs, handle, adds, *options
+):
+    grads = [dy.new_empty(0) if add else torch.empty_like(w) for w, add in zip((w13, w2), adds, strict=True)]
+    return [torch.empty_like(dy), torch.empty_like(probs, dtype=torch.float32), *grads]
+
+
+@torch_ops.operator("experts_backward", _experts_backward_fake)
+def _experts_backward_op(
+    dy: Tensor,
+    kept: list[Tensor],
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    handle: Tensor,
+    adds: list[bool],
+    recipe: str,
+    recompute: str | None,
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+) -> list[Tensor]:
+    layer = _layers[int(handle)]
+    weights = (layer.w13, layer.w2)
+    _, shapes = _results([x, w13, w2, ids, probs], recipe, recompute, clamp, alpha, linear_offset)
+    following = iter(kept)
+    saved = map_arrays(lambda _, a: next(following), shapes)
+    fp8 = [layer._fp8_weight(name) for name in ("w13", "w2")]
+    into = [getattr(w, "main_grad", None) if add else None for w, add in zip(weights, adds, strict=True)]
+    dx, dprobs, grads = _backward(replace(saved, w13=fp8[0], w2=fp8[1]), dy, weights, into)
+    return [dx, dprobs, *(dy.new_empty(0) if g is None else g for g in grads)]
+
+
+def _experts_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.adds, recipe, recompute, clamp, alpha, offset = inputs
+    ctx.options = (recipe, recompute, clamp, alpha, offset)
+    ctx.save_for_backward(*tensors, *output[1:])
+
+
+def _experts_grad(ctx, grads):  # type: ignore[no-untyped-def]
+    x, w13, w2, ids, probs, handle, *kept = ctx.saved_tensors
+    dx, dprobs, *dw = _experts_backward_op(
+        grads[0].contiguous(), kept, x, w13, w2, ids, probs, handle, ctx.adds, *ctx.options
+    )
+    dw = [None if add else g for g, add in zip(dw, ctx.adds, strict=True)]
+    return dx, *dw, None, dprobs.to(probs.dtype), *[None] * 7
+
+
+_experts_op.register_autograd(_experts_grad, setup_context=_experts_setup)

@@ -443,7 +443,7 @@ class _EagerSwiglu(torch.autograd.Function):
 _NONE = 0  # operators return tensors only: an empty one stands for None
 
 
-def _operator(name: str, fake):  # type: ignore[no-untyped-def]
+def operator(name: str, fake):  # type: ignore[no-untyped-def]
     """Register a function as ``fp8moe::name`` with its fake, run below autograd."""
 
     def register(function):  # type: ignore[no-untyped-def]
@@ -487,15 +487,15 @@ def _plan_of(tensors: list[Tensor], num_out_tokens: int, align_size: int) -> Per
     )
 
 
-def _spec(x: Tensor) -> ArraySpec:
+def spec_of(x: Tensor) -> ArraySpec:
     return ArraySpec(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch."), "x"))
 
 
 def _quant_spec(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str) -> QuantTensor:
-    return QuantTensor(_spec(data), _spec(scales), fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
+    return QuantTensor(spec_of(data), spec_of(scales), fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
 
 
-def _like(spec: ArraySpec | None, device: torch.device) -> Tensor:
+def like(spec: ArraySpec | None, device: torch.device) -> Tensor:
     """An empty tensor of a spec: what a fake returns."""
     if spec is None:
         return torch.empty(_NONE, device=device)
@@ -507,7 +507,7 @@ def _or_empty(x: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _fake_plan(spec: PermutationPlan, device: torch.device) -> list[Tensor]:
-    return [_like(t, device) for t in _flat(spec)[0]]  # type: ignore[arg-type]
+    return [like(t, device) for t in _flat(spec)[0]]  # type: ignore[arg-type]
 
 
 def _plan_topk_fake(topk_ids, num_experts, align_size, num_out_tokens):  # type: ignore[no-untyped-def]
@@ -516,7 +516,7 @@ def _plan_topk_fake(topk_ids, num_experts, align_size, num_out_tokens):  # type:
     return _fake_plan(spec, topk_ids.device)
 
 
-@_operator("plan_topk", _plan_topk_fake)
+@operator("plan_topk", _plan_topk_fake)
 def _plan_topk(
     topk_ids: Tensor, num_experts: int, align_size: int, num_out_tokens: int | None
 ) -> list[Tensor]:
@@ -531,7 +531,7 @@ def _plan_routing_map_fake(routing_map, align_size, topk, num_out_tokens):  # ty
     return _fake_plan(spec, routing_map.device)
 
 
-@_operator("plan_routing_map", _plan_routing_map_fake)
+@operator("plan_routing_map", _plan_routing_map_fake)
 def _plan_routing_map(
     routing_map: Tensor, align_size: int, topk: int | None, num_out_tokens: int | None
 ) -> list[Tensor]:
@@ -542,11 +542,11 @@ def _plan_routing_map(
 
 
 def _permute_fake(x, plan, rows, align, probs, fill_padding):  # type: ignore[no-untyped-def]
-    spec = permute_spec(_spec(x), _plan_of(plan, rows, align), None if probs is None else _spec(probs))
-    return _like(spec.data, x.device), _like(spec.probs, x.device)
+    spec = permute_spec(spec_of(x), _plan_of(plan, rows, align), None if probs is None else spec_of(probs))
+    return like(spec.data, x.device), like(spec.probs, x.device)
 
 
-@_operator("permute", _permute_fake)
+@operator("permute", _permute_fake)
 def _permute(
     x: Tensor, plan: list[Tensor], rows: int, align: int, probs: Tensor | None, fill_padding: bool
 ) -> tuple[Tensor, Tensor]:
@@ -558,10 +558,10 @@ def _permute_backward_fake(grad, plan, rows, align, grad_probs):  # type: ignore
     p = _plan_of(plan, rows, align)
     shape = None if grad_probs is None else (p.num_tokens, p.prob_columns)
     probs = torch.empty(_NONE, device=grad.device) if shape is None else grad_probs.new_empty(shape)
-    return grad.new_empty(unpermute_spec(_spec(grad), p).shape), probs
+    return grad.new_empty(unpermute_spec(spec_of(grad), p).shape), probs
 
 
-@_operator("permute_backward", _permute_backward_fake)
+@operator("permute_backward", _permute_backward_fake)
 def _permute_backward(
     grad: Tensor, plan: list[Tensor], rows: int, align: int, grad_probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -573,7 +573,7 @@ def _unpermute_fake(x, plan, rows, align, merging_probs):  # type: ignore[no-unt
     return x.new_empty((plan[0].shape[0], x.shape[1]))
 
 
-@_operator("unpermute", _unpermute_fake)
+@operator("unpermute", _unpermute_fake)
 def _unpermute(x: Tensor, plan: list[Tensor], rows: int, align: int, merging_probs: Tensor | None) -> Tensor:
     return fp8moe.unpermute(x, _plan_of(plan, rows, align), merging_probs)
 
@@ -583,7 +583,7 @@ def _unpermute_backward_fake(grad, plan, rows, align, x, merging_probs):  # type
     return grad.new_empty((rows, grad.shape[1])), torch.empty_like(probs)
 
 
-@_operator("unpermute_backward", _unpermute_backward_fake)
+@operator("unpermute_backward", _unpermute_backward_fake)
 def _unpermute_backward(
     grad: Tensor,
     plan: list[Tensor],
@@ -600,11 +600,11 @@ def _sort_chunks_fake(x, sizes, indices, probs, align_size, chunks_per_group, ro
     groups = sizes.shape[0] // chunks_per_group
     if rows is None:
         rows = x.shape[0] if align_size == 1 else static_bound(x.shape[0], groups, align_size)
-    spec = sort_chunks_spec(_spec(x), None if probs is None else _spec(probs), groups, rows)
-    return tuple(_like(s, x.device) for s in (spec.data, spec.probs, spec.group_offsets))
+    spec = sort_chunks_spec(spec_of(x), None if probs is None else spec_of(probs), groups, rows)
+    return tuple(like(s, x.device) for s in (spec.data, spec.probs, spec.group_offsets))
 
 
-@_operator("sort_chunks", _sort_chunks_fake)
+@operator("sort_chunks", _sort_chunks_fake)
 def _sort_chunks(
     x: Tensor,
     sizes: Tensor,
@@ -633,7 +633,7 @@ def _sort_chunks_backward_fake(grad, sizes, indices, grad_probs, align, group, t
     )
 
 
-@_operator("sort_chunks_backward", _sort_chunks_backward_fake)
+@operator("sort_chunks_backward", _sort_chunks_backward_fake)
 def _sort_chunks_backward(
     grad: Tensor,
     sizes: Tensor,
@@ -659,12 +659,12 @@ def _pad_fake(x, tokens_per_expert, align_size, num_out_tokens):  # type: ignore
     return x.new_empty((num_out_tokens, x.shape[1]))
 
 
-@_operator("pad", _pad_fake)
+@operator("pad", _pad_fake)
 def _pad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens: int) -> Tensor:
     return fp8moe.pad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
 
 
-@_operator("unpad", _pad_fake)
+@operator("unpad", _pad_fake)
 def _unpad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens: int) -> Tensor:
     return fp8moe.unpad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
 
@@ -673,7 +673,7 @@ def _swiglu_fake(h, probs, clamp, alpha, linear_offset):  # type: ignore[no-unty
     return h.new_empty((h.shape[0], h.shape[1] // 2))
 
 
-@_operator("swiglu", _swiglu_fake)
+@operator("swiglu", _swiglu_fake)
 def _swiglu(
     h: Tensor, probs: Tensor | None, clamp: float | None, alpha: float, linear_offset: float
 ) -> Tensor:
@@ -687,7 +687,7 @@ def _swiglu_backward_fake(grad, h, probs, clamp, alpha, linear_offset):  # type:
     return torch.empty_like(h), torch.empty(shape, dtype=dtype, device=h.device)
 
 
-@_operator("swiglu_backward", _swiglu_backward_fake)
+@operator("swiglu_backward", _swiglu_backward_fake)
 def _swiglu_backward(
     grad: Tensor,
     h: Tensor,
@@ -702,11 +702,11 @@ def _swiglu_backward(
 
 
 def _quantize_fake(x, fmt, block, pow2, eps, layout):  # type: ignore[no-untyped-def]
-    spec = quantize_spec(_spec(x), fmt, tuple(block), layout, False)
-    return _like(spec.data, x.device), _like(spec.scales, x.device)
+    spec = quantize_spec(spec_of(x), fmt, tuple(block), layout, False)
+    return like(spec.data, x.device), like(spec.scales, x.device)
 
 
-@_operator("quantize", _quantize_fake)
+@operator("quantize", _quantize_fake)
 def _quantize(
     x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str
 ) -> tuple[Tensor, Tensor]:
@@ -719,7 +719,7 @@ def _dequantize_fake(data, scales, fmt, block, layout, dtype):  # type: ignore[n
     return torch.empty(shape, dtype=getattr(torch, dtype), device=data.device)
 
 
-@_operator("dequantize", _dequantize_fake)
+@operator("dequantize", _dequantize_fake)
 def _dequantize(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, dtype: str) -> Tensor:
     q = QuantTensor(data, scales, fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
     return fp8moe.dequantize(q, dtype=dtype)
@@ -729,10 +729,10 @@ def _transpose_fake(data, scales, fmt, block, expert_offsets, target, align_size
     q = _quant_spec(data, scales, fmt, block, "compact")
     experts = None if expert_offsets is None else expert_offsets.shape[0] - 1
     spec = transpose_spec(q, data.shape[0], experts, align_size)
-    return _like(spec.data, data.device), _like(spec.scales, data.device)
+    return like(spec.data, data.device), like(spec.scales, data.device)
 
 
-@_operator("scaling_aware_transpose", _transpose_fake)
+@operator("scaling_aware_transpose", _transpose_fake)
 def _transpose(
     data: Tensor,
     scales: Tensor,
@@ -750,10 +750,10 @@ def _transpose(
 def _permute_transpose_fake(data, scales, fmt, block, plan, rows, align):  # type: ignore[no-untyped-def]
     q, experts = _quant_spec(data, scales, fmt, block, "compact"), plan[1].shape[0]
     spec = transpose_spec(q, rows, experts, align)
-    return _like(spec.data, data.device), _like(spec.scales, data.device)
+    return like(spec.data, data.device), like(spec.scales, data.device)
 
 
-@_operator("permute_transpose", _permute_transpose_fake)
+@operator("permute_transpose", _permute_transpose_fake)
 def _permute_transpose(
     data: Tensor, scales: Tensor, fmt: str, block: list[int], plan: list[Tensor], rows: int, align: int
 ) -> tuple[Tensor, Tensor]:
@@ -764,7 +764,7 @@ def _permute_transpose(
 
 def _quantized_fake(shape, device, fmt, block, columnwise, offsets, align):  # type: ignore[no-untyped-def]
     spec = activation_spec(shape, fmt, tuple(block), columnwise, offsets, align)
-    return [_like(part, device) for part in _parts(spec)]
+    return [like(part, device) for part in _parts(spec)]
 
 
 def _swiglu_quantize_fake(h, probs, fmt, block, clamp, alpha, linear_offset, columnwise, offsets, align):  # type: ignore[no-untyped-def]
@@ -783,7 +783,7 @@ def _tensors_of(q: Any, device: Any) -> list[Tensor]:
     return [_or_empty(part, device) for part in _parts(q)]
 
 
-@_operator("swiglu_quantize", _swiglu_quantize_fake)
+@operator("swiglu_quantize", _swiglu_quantize_fake)
 def _swiglu_quantize(
     h: Tensor,
     probs: Tensor | None,
@@ -809,7 +809,7 @@ def _swiglu_quantize_backward_fake(  # type: ignore[no-untyped-def]
     return *dh, torch.empty(shape, dtype=torch.float32, device=h.device)
 
 
-@_operator("swiglu_quantize_backward", _swiglu_quantize_backward_fake)
+@operator("swiglu_quantize_backward", _swiglu_quantize_backward_fake)
 def _swiglu_quantize_backward(
     grad: Tensor,
     h: Tensor,

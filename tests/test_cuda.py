@@ -947,6 +947,24 @@ def test_the_torch_module_in_a_cuda_graph():
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_the_torch_module_compiled_as_one_graph(recipe):
+    torch = pytest.importorskip("torch")
+    from fp8moe.adapters.torch_moe import FP8FlowMoE
+
+    torch.manual_seed(0)
+    layer = FP8FlowMoE(256, 128, 8, 2, recipe=recipe, device="cuda")
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    torch.compiler.reset()
+    found = []
+    for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        y = forward(x)
+        found.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], dy)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_new_thread_launches():
     """As autograd's do: what was done before in the main thread makes no context in this one."""
     torch = pytest.importorskip("torch")

@@ -224,22 +224,70 @@ def test_another_routers_choice():
     layer, x = module(), tokens()
     ids, probs = layer.route(x)
     assert torch.equal(layer(x, ids, probs), layer(x))
+    with pytest.raises(ValueError, match="got one of them; wanted both"):
+        layer(x, ids)
     assert torch.allclose(probs.sum(-1), torch.ones(TOKENS))
     _, raw = module(normalize_probs=False).route(x)
     assert (raw.sum(-1) < 1).all()
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks for it behind a break
-def test_compiled_around():
-    layer, x = module(), tokens()
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [("bf16", None), ("fp8_blockwise", None), ("fp8_flow", None), ("fp8_flow", "moe_expert")],
+)
+def test_compiled_as_one_graph(recipe, recompute):
+    layer, x = module(recipe, recompute=recompute, clamp=7.0), tokens()
     block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN, dtype=torch.bfloat16), layer)
-    y = backward(block, x)
-    grads = [x.grad.clone(), layer.w13.grad.clone()]
-    x.grad, layer.w13.grad = None, None
-    again = backward(torch.compile(block, backend="aot_eager"), x)
-    assert torch.equal(again, y)
-    for a, b in zip((x.grad, layer.w13.grad), grads, strict=True):
-        assert torch.equal(a, b)
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):  # with the weights' next FP8 copies
+        found = []
+        for forward in (block, compiled):
+            x.grad = None
+            block.zero_grad()
+            y = backward(forward, x)
+            found.append([y, x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+        optimizer.step()
+
+
+def test_layers_share_compiled_code():
+    torch.compiler.reset()
+    layers = [module(), copy.deepcopy(module())]
+    with torch.no_grad():
+        layers[1].w2.mul_(2.0)
+    x = tokens().detach()
+    wanted = [layer(x) for layer in layers]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for layer, y in zip(layers, wanted, strict=True):
+            assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), y)
+    more = torch.cat([x, x])  # another number of tokens is another graph
+    compiled = torch.compile(layers[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(more), torch.cat([wanted[0], wanted[0]]))
+
+
+def test_compiled_gradients_are_added_to_main_grad():
+    torch.compiler.reset()
+    layer, x = module(), tokens()
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.ones_like(w)
+    backward(layer, x)
+    wanted = [w.main_grad.clone() for w in (layer.w13, layer.w2)]
+    for w in (layer.w13, layer.w2):
+        w.main_grad.fill_(1.0)
+        w.grad_added_to_main_grad = False
+    backward(torch.compile(layer, backend="aot_eager", fullgraph=True), x)
+    for w, main in zip((layer.w13, layer.w2), wanted, strict=True):
+        assert torch.equal(w.main_grad, main)
+        assert w.grad is None
+        assert w.grad_added_to_main_grad
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    with torch.no_grad():
+        layer.w13.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize(
