@@ -8,7 +8,7 @@ with their scales half of what bfloat16's cost (the FP8-Flow-MoE paper, arXiv 25
 dispatch).
 
 How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo) or `.cupy_nccl`. What moves
-rows by itself is an `Engine`: `.deep_ep`.
+rows by itself is an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
 """
 
 from __future__ import annotations

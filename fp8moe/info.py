@@ -22,6 +22,7 @@ ADAPTERS = {
     "torch_fsdp": _TORCH,
     "transformer_engine": _TORCH,
     "jax_ops": _JAX,
+    "jax_expert_parallel": _JAX,
     "transformer_engine_jax": _JAX,
     "megatron": ("megatron", "pip install 'megatron-core>=0.16'"),
     "cupy_nccl": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),

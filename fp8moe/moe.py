@@ -25,6 +25,8 @@ from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
 #: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
 ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
+#: in what format the caller's rows travel and are permuted; None: as they are
+FORMAT_BETWEEN_RANKS = {"fp8_flow": "e4m3", "fp8_blockwise": None, "bf16": None}
 
 
 @dataclass(frozen=True)
@@ -95,28 +97,52 @@ def moe_forward(
     """
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("recompute", recompute, (None, "moe_expert"))
-    activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
     _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+    how: dict[str, Any] = {"recipe": recipe, "recompute": recompute}
+    how |= {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+    if comm is None:
+        y, saved = experts_forward(_cast(recipe, x), w13, w2, topk_ids, topk_probs, **how)
+    else:
+        experts = (w13.rowwise if isinstance(w13, Quantized) else w13).shape[0]
+        arrived = dispatch(
+            x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
+        )
+        rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
+        y, saved = experts_forward(
+            arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
+        )
+        y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
+    tracing.record_saved(saved.nbytes)
+    return y, saved
+
+
+def experts_forward(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    *,
+    recipe: str,
+    recompute: str | None,
+    num_out_tokens: int | None = None,
+    **activation: Any,
+) -> tuple[Any, Saved]:
+    """`moe_forward` behind its cast and dispatch: x as it travels, by `FORMAT_BETWEEN_RANKS`."""
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     experts = (w13.rowwise if isinstance(w13, Quantized) else w13).shape[0]
-    ids, probs, route, rows = topk_ids, topk_probs, None, None
-    if comm is None:
-        x = _cast(recipe, x)
-    else:
-        arrived = dispatch(x, ids, probs, experts * comm.world_size, comm, fmt=_CAST[recipe])
-        x, ids, probs, route = arrived.x, arrived.topk_ids, arrived.topk_probs, arrived.route
-        rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
-    plan = plan_topk(ids, experts, align_size=ALIGN_SIZE[recipe], num_out_tokens=rows)
+    plan = plan_topk(topk_ids, experts, align_size=ALIGN_SIZE[recipe], num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
-    y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None)
-    if comm is not None and route is not None:
-        y = combine(y, route, comm)
-    kept_options = tuple(activation.items())
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=kept_options, route=route, **kept)
-    tracing.record_saved(saved.nbytes)
-    return y, saved
+    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
+    return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=tuple(activation.items()), **kept)
+
+
+def experts_backward(saved: Saved, dy: Any, dw13: Any = None, dw2: Any = None) -> MoEGrads:
+    """`moe_backward` behind its cast and dispatch, and before the sums between ranks."""
+    _, backward = _STEPS[saved.recipe]
+    return backward(saved, dy, dw13, dw2)
 
 
 def moe_backward(
@@ -143,16 +169,16 @@ def moe_backward(
         )
     tokens = (saved.plan if route is None else route).num_tokens
     checks.shape("dy", array, (tokens, saved.x.shape[1]))
-    _, backward = _STEPS[saved.recipe]
     if comm is None or route is None:
-        return backward(saved, _cast(saved.recipe, dy), dw13, dw2)
-    grads = backward(saved, dispatch_gradient(dy, route, comm, fmt=_CAST[saved.recipe]), dw13, dw2)
+        return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2)
+    arrived = dispatch_gradient(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
+    grads = experts_backward(saved, arrived, dw13, dw2)
     dx, dprobs = combine_gradient(grads.dx, grads.dprobs, route, comm)
     return replace(grads, dx=dx, dprobs=dprobs)
 
 
 def _cast(recipe: str, x: Any) -> Any:
-    fmt = _CAST[recipe]
+    fmt = FORMAT_BETWEEN_RANKS[recipe]
     return x if fmt is None else quantize(x, fmt=fmt)
 
 
@@ -291,8 +317,6 @@ def _backward_bf16(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 
-# in what format the caller's rows travel and are permuted; None: as they are
-_CAST = {"fp8_flow": "e4m3", "fp8_blockwise": None, "bf16": None}
 _STEPS = {
     "fp8_flow": (_forward_fp8_flow, _backward_fp8_flow),
     "fp8_blockwise": (_forward_fp8_blockwise, _backward_fp8_blockwise),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -245,6 +246,24 @@ assert len(jax.devices()) == 2 and (np.asarray(both) == np.asarray(one(x))).all(
 def test_two_devices():
     flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", SHARDED], check=True, env=flags)
+
+
+def on_devices(count, platform):
+    script = Path(__file__).with_name("jax_devices.py")
+    flags = {"JAX_PLATFORMS": platform, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    command = [sys.executable, script, str(count)]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **flags})
+    return found.stdout.strip() or found.stderr
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_expert_parallel(devices):
+    assert on_devices(devices, "cpu") == "right on cpu"
+
+
+@pytest.mark.multigpu
+def test_expert_parallel_on_gpus():
+    assert on_devices(2, "cuda") == "right on gpu"
 
 
 def test_without_jax():

@@ -1,0 +1,99 @@
+"""The layer on several JAX devices against the layer on one: ``python jax_devices.py DEVICES``."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BF16, same_bits
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fp8moe.adapters import jax_expert_parallel, jax_ops
+
+COUNT = int(sys.argv[1])
+H, F, T, E = 256, 128, 16, 2 * COUNT
+MESH = Mesh(np.array(jax.devices()[:COUNT]), ("ep",))
+RNG = np.random.default_rng()
+
+
+def anywhere(k):
+    ids = np.argsort(RNG.random((COUNT * T, E)), axis=1)[:, :k]
+    return np.where(RNG.random(ids.shape) < 0.15, -1, ids)
+
+
+def to_one_device(k):
+    return np.argsort(RNG.random((COUNT * T, 2)), axis=1)[:, :k] + E - 2
+
+
+def problem(ids, recipe):
+    x, dy = (RNG.standard_normal((COUNT * T, H)).astype(BF16) for _ in range(2))
+    probs = RNG.random(ids.shape).astype(np.float32)
+    w13 = (RNG.standard_normal((E, 2 * F, H)) / 16).astype(np.float32)
+    w2 = (RNG.standard_normal((E, H, F)) / 11).astype(np.float32)
+    if recipe == "bf16":
+        w13, w2 = w13.astype(BF16), w2.astype(BF16)
+    return x, w13, w2, probs, ids.astype(np.int32), dy
+
+
+def on_all(ffn, ids, recipe="fp8_flow", given=None, **options):
+    """(y, gradients) of the layer sharded over the devices."""
+    x, w13, w2, probs, ids, dy = given or problem(ids, recipe)
+
+    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P("ep"),) * 6, out_specs=P("ep"), check_vma=False)
+    def step(x, w13, w2, probs, ids, dy):
+        layer = functools.partial(ffn, topk_ids=ids, axis_name="ep", recipe=recipe, **options)
+        y, back = jax.vjp(lambda x, w13, w2, p: layer(x, w13, w2, topk_probs=p), x, w13, w2, probs)
+        return y, *back(dy)
+
+    return [np.asarray(a) for a in jax.jit(step)(x, w13, w2, probs, ids, dy)]
+
+
+def on_one(given, recipe, **options):
+    x, w13, w2, probs, ids, dy = given
+
+    @jax.jit
+    def step(x, w13, w2, probs, ids, dy):
+        layer = functools.partial(jax_ops.moe_ffn, topk_ids=ids, recipe=recipe, **options)
+        y, back = jax.vjp(lambda x, w13, w2, p: layer(x, w13, w2, topk_probs=p), x, w13, w2, probs)
+        return y, *back(dy)
+
+    return [np.asarray(a) for a in step(x, w13, w2, probs, ids, dy)]
+
+
+def same_as_one(k, ids, recipe, recompute=None):
+    given, options = problem(ids, recipe), {"recompute": recompute, "clamp": 3.0}
+    found = on_all(jax_expert_parallel.moe_ffn, ids, recipe, given, **options)
+    wanted = on_one(given, recipe, **options)
+    for name, a, b in zip(("y", "dx", "dw13", "dw2", "dprobs"), found, wanted, strict=True):
+        if k == 1 or name.startswith(("dw", "dp")):
+            assert same_bits(a, b), (name, recipe, k)
+            continue
+        # each device's sum is rounded once more, to bfloat16: half of 2^-7 of it, for at most k devices whose
+        # sums are no larger than the largest row's
+        far = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+        assert far <= k * 2.0**-8 * 2 * np.abs(b.astype(np.float64)).max(), (name, far)
+
+
+def left_out():
+    """Rows past the capacity: as if their ids were negative."""
+    ids = to_one_device(2)
+    given = problem(ids, "fp8_flow")
+    found = on_all(jax_expert_parallel.moe_ffn, ids, given=given, capacity=5)
+    kept = np.where((np.arange(COUNT * T) % T < 5)[:, None], ids, -1).astype(np.int32)
+    wanted = on_all(jax_expert_parallel.moe_ffn, kept, given=(*given[:4], kept, given[5]))
+    for a, b in zip(found, wanted, strict=True):
+        assert same_bits(a, b)
+
+
+assert len(MESH.devices) == COUNT
+for k, ids in ((1, anywhere(1)), (2, anywhere(2)), (2, to_one_device(2)), (2, np.full((COUNT * T, 2), -1))):
+    same_as_one(k, ids, "fp8_flow")
+for recipe, recompute in (("fp8_flow", "moe_expert"), ("fp8_blockwise", None), ("bf16", None)):
+    same_as_one(2, anywhere(2), recipe, recompute)
+left_out()
+with pytest.raises(ValueError, match="capacity: got 0; wanted 1 to the number of tokens, 16"):
+    on_all(jax_expert_parallel.moe_ffn, anywhere(1), capacity=0)
+print("right on", jnp.zeros(1).device.platform)
