@@ -36,6 +36,10 @@ def _outside(spec: ArraySpec, device: int) -> DeviceArray:
     raise RuntimeError("scratch memory is asked for outside of a call")
 
 
+# CUlaunchConfig: grid and block in three dimensions each, shared memory; stream, attributes; how many
+_CONFIG = struct.Struct("7I4xQQI4x")
+
+
 class _Current(threading.local):
     """Where this thread launches; autograd runs backwards in threads of its own."""
 
@@ -47,6 +51,9 @@ class _Current(threading.local):
         buffer, size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
         self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
         self.parameters = buffer, size, ctypes.addressof(self._extra)
+        # cuLaunchKernelEx's: a CUlaunchConfig, and its one attribute
+        self._attribute = (ctypes.c_uint64 * 9)(6, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self.config = ctypes.create_string_buffer(_CONFIG.size), ctypes.addressof(self._attribute)
 
 
 _current = _Current()
@@ -84,6 +91,7 @@ class Kernel:
         self.ptr = self._function.ptr
         self.shared = SHARED
         self.parameters: struct.Struct | None = None
+        self.early = False  # whether it may start before the launch in front of it is done
 
 
 def launch(
@@ -131,7 +139,7 @@ def start(
         )
         _do(go_tiled, (kernel, tiled, x, y, block, shared), values, arguments)
     else:
-        _do(go, (kernel, x, y, block, shared), values, arguments)
+        _do(go_early if kernel.early else go, (kernel, x, y, block, shared), values, arguments)
 
 
 def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
@@ -140,6 +148,26 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
     parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
     size.value = parameters.size  # type: ignore[union-attr]
     driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
+
+
+def go_early(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
+    """As `go`, with programmatic dependent launch: the kernel itself waits for the one before it."""
+    buffer, size, extra = _current.parameters
+    parameters = kernel.parameters
+    parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
+    size.value = parameters.size  # type: ignore[union-attr]
+    config, attribute = _current.config
+    _CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, _current.place[1], attribute, 1)
+    status = _launch_ex()(config, kernel.ptr, None, extra)
+    if status:
+        raise RuntimeError(f"cuLaunchKernelEx: error {status}")
+
+
+@cache
+def _launch_ex() -> Any:
+    function = _driver().cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
 
 
 def go_tiled(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,37 @@ types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
 Kernel = Callable[..., None]
+_compiling = threading.local()  # .capability: of the device that this thread compiles for
 
 
-def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None:
-    """Launch blocks of BLOCK threads on the current stream. None is a null pointer."""
+def _instruction(ptx: str) -> Any:
+    """A function for kernels: one PTX instruction from sm_90 on, nothing before and in the simulator."""
+    if SIMULATED:
+        return lambda: None
+    ir = importlib.import_module("llvmlite.ir")
+
+    def instruction(typing: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            if _compiling.capability >= (9, 0):
+                builder.call(
+                    ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), ptx, "~{memory}", side_effect=True), []
+                )
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return importlib.import_module("numba.cuda.extending").intrinsic(instruction)
+
+
+# The launch behind this one may begin, as far as its `wait_for_earlier`, if it is run as ``early``.
+let_later_begin = _instruction("griddepcontrol.launch_dependents;")
+# The launches before this one are done, and what they wrote can be read.
+wait_for_earlier = _instruction("griddepcontrol.wait;")
+
+
+def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any, early: bool = False) -> None:
+    """Launch blocks of BLOCK threads on the current stream. None is a null pointer. early: the blocks may
+    start before the launch in front of this one is done (from sm_90 on)."""
     if blocks == 0:
         return
     if SIMULATED:
@@ -51,6 +79,7 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         kinds = tuple(a.dtype.name if isinstance(a, DeviceArray) else _kind(a) for a in arguments)
         code = cubin(kernel, kinds, launch.architecture(device))
         loaded = _loaded[kernel, arguments[0].dtype, device] = launch.Kernel(code, kernel.__name__)
+        loaded.early = early and _capability(launch.architecture(device)) >= (9, 0)
     launch.start(loaded, blocks, BLOCK, shared_bytes, arguments)
 
 
@@ -99,8 +128,7 @@ def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
 
 def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
     signature = types.void(*(_type(k) for k in kinds))
-    number = re.sub(r"\D", "", architecture)
-    capability = int(number[:-1]), int(number[-1])
+    capability = _compiling.capability = _capability(architecture)
     options = {"device": False, "abi": "numba", "launch_bounds": BLOCK, "output": "ptx"}
     try:
         ptx, _ = cuda.compile(kernel, signature, cc=capability, **options)
@@ -114,6 +142,11 @@ def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes
     options = core.ProgramOptions(arch=architecture)
     program = core.Program(ptx.replace(mangled, kernel.__name__), "ptx", options)
     return bytes(program.compile("cubin").code)
+
+
+def _capability(architecture: str) -> tuple[int, int]:
+    number = re.sub(r"\D", "", architecture)
+    return int(number[:-1]), int(number[-1])
 
 
 def _type(kind: str) -> Any:

@@ -7,14 +7,25 @@ those of its expert in its chunk, and writes the map.
 How a rank is found: each entry sets its bit in its expert's row of bits in shared memory; its rank is the
 number of set bits before it. So no thread waits for another, and the order is that of the entries.
 Bytes: the ids twice (the mask once), a count a chunk and expert in between, the map once; so little that
-latency is all: hence 32-bit arithmetic throughout, which Numba must be asked for at every step.
+latency is all: hence 32-bit arithmetic throughout, which Numba must be asked for at every step, and a second
+launch that begins while the first is under way (programmatic dependent launch).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.kernels_cuda.numba_cuda import BLOCK, as_octets, cuda, run, scratch, uint32, uint64
+from fp8moe.kernels_cuda.numba_cuda import (
+    BLOCK,
+    as_octets,
+    cuda,
+    let_later_begin,
+    run,
+    scratch,
+    uint32,
+    uint64,
+    wait_for_earlier,
+)
 from fp8moe.records import PermutationPlan
 
 CHUNK = 512  # entries a block counts and places at least: 64 blocks at 4096 tokens, top-8
@@ -97,12 +108,14 @@ def _place(ids: Any, counts: Any, tokens: int, per_chunk: int, chunks: int, out:
         out.pad_offsets,
         out.expert_offsets,
         out.overflow,
+        early=True,
     )
 
 
 def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no-untyped-def]
     """One block a chunk of entries. counts [chunk, experts + 1]: entries of each expert, and those of no
     expert that exists."""
+    let_later_begin()
     shared = cuda.shared.array(0, uint32)  # the counts
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins = uint32(experts + 1)
@@ -132,6 +145,7 @@ def _list_experts(  # type: ignore[no-untyped-def]
     """One block a chunk of tokens, ``step`` at a time; a thread has 32 experts of a token. ids: the experts
     of each token in ascending order, then -1. counts [chunk, experts + 1]: entries of each expert, and those
     past a token's first ``width``. octets: the mask's bytes come eight to a word."""
+    let_later_begin()
     shared = cuda.shared.array(0, uint32)  # the counts | experts in each word of 32
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins, places, width32 = uint32(experts + 1), uint32(words), uint32(width)
@@ -235,7 +249,8 @@ def _place_entries(  # type: ignore[no-untyped-def]
     first = uint32(chunk * uint32(per_chunk))
     last = uint32(min(first + per_chunk, tokens))
     mine = -1  # the first entry travels while the counts are added up
-    if thread < uint32(uint32(last - first) * k):
+    begun = thread < uint32(uint32(last - first) * k)
+    if begun and has_slots != 0:  # ids that the caller gave
         mine = ids[uint64(first) * uint64(k) + uint64(thread)]
 
     i = thread
@@ -246,6 +261,9 @@ def _place_entries(  # type: ignore[no-untyped-def]
     if thread == uint32(0):
         memory[lost] = uint32(0)
     cuda.syncthreads()
+    wait_for_earlier()  # so far it runs beside the launch that counts
+    if begun and has_slots == 0:
+        mine = ids[uint64(first) * uint64(k) + uint64(thread)]
     lanes = uint32(max(min(n, threads), uint32(1)))
     stride = uint32(threads // lanes)  # threads that share an expert
     part = uint32(thread // lanes)

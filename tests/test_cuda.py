@@ -28,7 +28,7 @@ def _poisoned_outputs(monkeypatch):
 
         def poisoned(self, spec, device, empty=kind.empty):
             raw = empty(self, spec, device)
-            if isinstance(raw, DeviceArray) and raw.nbytes:
+            if isinstance(raw, DeviceArray) and raw.nbytes and device != fp8moe.border.NOWHERE:
                 with cupy.cuda.Device(device):
                     cupy.cuda.runtime.memsetAsync(raw.ptr, 0xA5, raw.nbytes, self.stream(device))
             return raw
