@@ -294,20 +294,25 @@ def _place_entries(  # type: ignore[no-untyped-def]
     cuda.syncthreads()
     i = thread
     while i < groups:  # each expert's becomes what its group holds before it
-        both, e = uint64(0), uint32(i * uint32(GROUP))
-        for _ in range(min(uint32(GROUP), uint32(n - e))):
-            own = wide[e]
-            wide[e] = both
-            both = both + own
-            e = uint32(e + uint32(1))
+        both, e, own = uint64(0), uint32(i * uint32(GROUP)), cuda.local.array(GROUP, uint64)
+        for u in range(GROUP):  # loads that do not wait for each other
+            own[u] = wide[uint32(min(uint32(e + uint32(u)), uint32(n - uint32(1))))]
+        for u in range(GROUP):
+            if uint32(e + uint32(u)) < n:
+                wide[uint32(e + uint32(u))] = both
+                both = both + own[u]
         wide[uint32(n + i)] = both
         i = uint32(i + threads)
     cuda.syncthreads()
     expert = thread
     while expert < n:
-        both = wide[expert]
-        for g in range(uint32(expert // uint32(GROUP))):
-            both = both + wide[uint32(n + uint32(g))]
+        both, g, before = wide[expert], uint32(0), uint32(expert // uint32(GROUP))
+        while g < before:
+            for u in range(GROUP):
+                there = uint32(g + uint32(u)) < before
+                sums = wide[uint32(n + (uint32(g + uint32(u)) if there else uint32(0)))]
+                both = both + (sums if there else uint64(0))
+            g = uint32(g + uint32(GROUP))
         padded_start = uint32(both >> uint64(32))
         padding = uint32(padded_start - uint32(both))
         real = uint32(memory[uint32(starts + expert)])
