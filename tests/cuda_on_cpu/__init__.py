@@ -156,7 +156,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
 class Kernel:
     """What launch.py knows of a loaded kernel."""
 
-    parameters, shared = (), 1 << 30
+    parameters, shared, early = (), 1 << 30, False
 
     def __init__(self, function):
         self.function = function
