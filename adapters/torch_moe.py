@@ -335,7 +335,7 @@ def _experts_op(
 
 
 def _experts_backward_fake(  # type: ignore[no-untyped-def]
-    dy, kept, x, w13, w2, ids, probs, handle, adds, *options
+    dy, kept, w13, w2, ids, probs, handle, adds, *options
 ):
     grads = [dy.new_empty(0) if add else torch.empty_like(w) for w, add in zip((w13, w2), adds, strict=True)]
     return [torch.empty_like(dy), torch.empty_like(probs, dtype=torch.float32), *grads]
@@ -345,7 +345,6 @@ def _experts_backward_fake(  # type: ignore[no-untyped-def]
 def _experts_backward_op(
     dy: Tensor,
     kept: list[Tensor],
-    x: Tensor,
     w13: Tensor,
     w2: Tensor,
     ids: Tensor,
@@ -360,7 +359,8 @@ def _experts_backward_op(
 ) -> list[Tensor]:
     layer = _layers[int(handle)]
     weights = (layer.w13, layer.w2)
-    _, shapes = _results([x, w13, w2, ids, probs], recipe, recompute, clamp, alpha, linear_offset)
+    # dy has the shape and dtype of x, which nothing keeps
+    _, shapes = _results([dy, w13, w2, ids, probs], recipe, recompute, clamp, alpha, linear_offset)
     following = iter(kept)
     saved = map_arrays(lambda _, a: next(following), shapes)
     fp8 = [layer._fp8_weight(name) for name in ("w13", "w2")]
@@ -370,15 +370,14 @@ def _experts_backward_op(
 
 
 def _experts_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.adds, recipe, recompute, clamp, alpha, offset = inputs
-    ctx.options = (recipe, recompute, clamp, alpha, offset)
-    ctx.save_for_backward(*tensors, *output[1:])
+    _, w13, w2, ids, probs, handle, ctx.adds, *ctx.options = inputs
+    ctx.save_for_backward(w13, w2, ids, probs, handle, *output[1:])
 
 
 def _experts_grad(ctx, grads):  # type: ignore[no-untyped-def]
-    x, w13, w2, ids, probs, handle, *kept = ctx.saved_tensors
+    w13, w2, ids, probs, handle, *kept = ctx.saved_tensors
     dx, dprobs, *dw = _experts_backward_op(
-        grads[0].contiguous(), kept, x, w13, w2, ids, probs, handle, ctx.adds, *ctx.options
+        grads[0].contiguous(), kept, w13, w2, ids, probs, handle, ctx.adds, *ctx.options
     )
     dw = [None if add else g for g, add in zip(dw, ctx.adds, strict=True)]
     return dx, *dw, None, dprobs.to(probs.dtype), *[None] * 7

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp8moe
-from fp8moe.adapters import torch_ops
+from fp8moe.adapters import torch_moe, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -251,6 +251,29 @@ def test_compiled_as_one_graph(recipe, recompute):
         for a, b in zip(*found, strict=True):
             assert torch.equal(a, b)
         optimizer.step()
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_the_operator_keeps_what_the_layer_keeps(recompute):
+    """For the backward, the weights and a few numbers apart: FP8 rows, and never the bfloat16 input."""
+    layer, x = module(recompute=recompute), tokens()
+    ids, probs = layer.route(x)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        options = (layer.recipe, recompute, *layer.activation.values())
+        torch_moe._experts_op(x, layer.w13, layer.w2, ids, probs, layer._handle, [False, False], *options)
+    weights = {layer.w13.data_ptr(), layer.w2.data_ptr()}
+    found = sum(t.nbytes for t in kept if t.data_ptr() not in weights)
+    _, saved = fp8moe.moe_forward(
+        x.detach(),
+        layer.w13.detach(),
+        layer.w2.detach(),
+        ids,
+        probs.detach(),
+        recipe=layer.recipe,
+        recompute=recompute,
+    )
+    assert found == saved.nbytes + ids.nbytes + probs.nbytes + layer._handle.nbytes
 
 
 def test_layers_share_compiled_code():
