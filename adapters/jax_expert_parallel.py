@@ -9,6 +9,7 @@ counts.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from fp8moe import moe
 from fp8moe.adapters import jax_ops
 from fp8moe.plan import static_bound
-from fp8moe.records import Quantized, QuantTensor
+from fp8moe.records import QuantTensor
 
 _experts_forward = jax_ops.traceable(moe.experts_forward)
 _experts_backward = jax_ops.traceable(moe.experts_backward)
@@ -99,7 +100,7 @@ def dispatch(parts: Sequence[Any], route: Route, axis_name: str) -> list[Any]:
     ]
     octets = [_octets(b) for b in blocks]
     came = jax.lax.all_to_all(jnp.concatenate(octets, axis=-1), axis_name, 0, 0)
-    ends = [sum(o.shape[-1] for o in octets[: i + 1]) for i in range(len(octets) - 1)]
+    ends = list(itertools.accumulate(o.shape[-1] for o in octets))[:-1]
     found = [_of_octets(o, b.dtype) for o, b in zip(jnp.split(came, ends, axis=-1), blocks, strict=True)]
     return [f.reshape(-1, f.shape[-1]) for f in found]
 
@@ -138,7 +139,7 @@ def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
 
 def _moe_fwd(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
     devices = jax.lax.axis_size(how.axis)
-    experts = (w13.rowwise.data if isinstance(w13, Quantized) else w13).shape[0]
+    experts = moe.experts_of(w13)
     way = route(ids, experts, devices, how.capacity)
     *rows, local, moved = dispatch([*_parts(x, how), ids.astype(jnp.int32), probs], way, how.axis)
     local -= jax.lax.axis_index(how.axis) * experts
@@ -158,19 +159,14 @@ def _moe_fwd(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
         num_out_tokens=bound,
         **dict(how.activation),
     )
-    like = [w if isinstance(w, Quantized) else w[:0] for w in (w13, w2)]
-    return combine(y, way, how.axis), (saved, way, like, probs[:0])
+    return combine(y, way, how.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
 
 
 def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, way, like, probs = kept
     grads = _experts_backward(saved, _rows_of(dispatch(_parts(dy, how), way, how.axis), how))
-    of_weights = [
-        None if isinstance(w, Quantized) else g.astype(w.dtype)
-        for w, g in zip(like, (grads.dw13, grads.dw2), strict=True)
-    ]
-    dprobs = combine(grads.dprobs, way, how.axis)
-    return combine(grads.dx, way, how.axis), *of_weights, dprobs.astype(probs.dtype), None
+    dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
+    return dx, *jax_ops.of_weights(grads, like), dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)

@@ -363,18 +363,26 @@ def _moe(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore
 
 def _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
     y, saved = moe_forward(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, **dict(activation))
-    like = [w if isinstance(w, Quantized) else w[:0] for w in (w13, w2)]
-    return y, (saved, like, probs[:0])
+    return y, (saved, like_weights(w13, w2), probs[:0])
 
 
 def _moe_bwd(recipe, recompute, activation, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
     grads = moe_backward(saved, dy)
-    of_weights = [
-        None if isinstance(w, Quantized) else g.astype(w.dtype)
-        for w, g in zip(like, (grads.dw13, grads.dw2), strict=True)
-    ]
-    return grads.dx, *of_weights, grads.dprobs.astype(probs.dtype), None
+    return grads.dx, *of_weights(grads, like), grads.dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
+
+
+def like_weights(*weights: Any) -> list[Any]:
+    """What a backward needs of weights to give `of_weights`: their dtypes, or that they are quantised."""
+    return [w if isinstance(w, Quantized) else w[:0] for w in weights]
+
+
+def of_weights(grads: MoEGrads, like: list[Any]) -> list[Any]:
+    """Weights' gradients in their dtypes, none for quantised ones."""
+    return [
+        None if isinstance(w, Quantized) else g.astype(w.dtype)
+        for w, g in zip(like, (grads.dw13, grads.dw2), strict=True)
+    ]

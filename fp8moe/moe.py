@@ -64,6 +64,11 @@ def quantize_weights(x: Any, *, fmt: str = "e4m3") -> Quantized:
     return quantize(x, fmt=fmt, block=(128, 128), columnwise=True)
 
 
+def experts_of(w: Any) -> int:
+    """How many experts weights are of, quantised or not."""
+    return int((w.rowwise if isinstance(w, Quantized) else w).shape[0])
+
+
 def moe_forward(
     x: Any,
     w13: Any,
@@ -103,7 +108,7 @@ def moe_forward(
     if comm is None:
         y, saved = experts_forward(_cast(recipe, x), w13, w2, topk_ids, topk_probs, **how)
     else:
-        experts = (w13.rowwise if isinstance(w13, Quantized) else w13).shape[0]
+        experts = experts_of(w13)
         arrived = dispatch(
             x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
         )
@@ -132,8 +137,8 @@ def experts_forward(
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
-    experts = (w13.rowwise if isinstance(w13, Quantized) else w13).shape[0]
-    plan = plan_topk(topk_ids, experts, align_size=ALIGN_SIZE[recipe], num_out_tokens=num_out_tokens)
+    align = ALIGN_SIZE[recipe]
+    plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
     y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
     return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=tuple(activation.items()), **kept)

@@ -1,7 +1,7 @@
 // Scaling-aware transpose: codes move by whole powers of two; the rule is in fp8moe/reference/transpose.py.
 //
-// scaling_aware_transpose is the fast path, for columns in multiples of 16; scaling_aware_transpose_plain
-// serves the rest, one thread a column.
+// scaling_aware_transpose and scaling_aware_transpose_by_rings are the fast path, for columns in multiples of
+// 16; scaling_aware_transpose_plain serves the rest, one thread a column.
 #include "tile.cuh"
 
 #ifndef FMT

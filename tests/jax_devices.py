@@ -38,35 +38,30 @@ def problem(ids, recipe):
     return x, w13, w2, probs, ids.astype(np.int32), dy
 
 
-def on_all(ffn, ids, recipe="fp8_flow", given=None, **options):
-    """(y, gradients) of the layer sharded over the devices."""
-    x, w13, w2, probs, ids, dy = given or problem(ids, recipe)
+def step(ffn, **options):
+    """(y, gradients for x, w13, w2 and probs) of a layer."""
 
-    @functools.partial(jax.shard_map, mesh=MESH, in_specs=(P("ep"),) * 6, out_specs=P("ep"), check_vma=False)
-    def step(x, w13, w2, probs, ids, dy):
-        layer = functools.partial(ffn, topk_ids=ids, axis_name="ep", recipe=recipe, **options)
+    def run(x, w13, w2, probs, ids, dy):
+        layer = functools.partial(ffn, topk_ids=ids, **options)
         y, back = jax.vjp(lambda x, w13, w2, p: layer(x, w13, w2, topk_probs=p), x, w13, w2, probs)
         return y, *back(dy)
 
-    return [np.asarray(a) for a in jax.jit(step)(x, w13, w2, probs, ids, dy)]
+    return run
 
 
-def on_one(given, recipe, **options):
-    x, w13, w2, probs, ids, dy = given
+def on_all(given, **options):
+    run = step(jax_expert_parallel.moe_ffn, axis_name="ep", **options)
+    shards = {"mesh": MESH, "in_specs": (P("ep"),) * 6, "out_specs": P("ep"), "check_vma": False}
+    return [np.asarray(a) for a in jax.jit(jax.shard_map(run, **shards))(*given)]
 
-    @jax.jit
-    def step(x, w13, w2, probs, ids, dy):
-        layer = functools.partial(jax_ops.moe_ffn, topk_ids=ids, recipe=recipe, **options)
-        y, back = jax.vjp(lambda x, w13, w2, p: layer(x, w13, w2, topk_probs=p), x, w13, w2, probs)
-        return y, *back(dy)
 
-    return [np.asarray(a) for a in step(x, w13, w2, probs, ids, dy)]
+def on_one(given, **options):
+    return [np.asarray(a) for a in jax.jit(step(jax_ops.moe_ffn, **options))(*given)]
 
 
 def same_as_one(k, ids, recipe, recompute=None):
-    given, options = problem(ids, recipe), {"recompute": recompute, "clamp": 3.0}
-    found = on_all(jax_expert_parallel.moe_ffn, ids, recipe, given, **options)
-    wanted = on_one(given, recipe, **options)
+    given, options = problem(ids, recipe), {"recipe": recipe, "recompute": recompute, "clamp": 3.0}
+    found, wanted = on_all(given, **options), on_one(given, **options)
     for name, a, b in zip(("y", "dx", "dw13", "dw2", "dprobs"), found, wanted, strict=True):
         if k == 1 or name.startswith(("dw", "dp")):
             assert same_bits(a, b), (name, recipe, k)
@@ -81,9 +76,9 @@ def left_out():
     """Rows past the capacity: as if their ids were negative."""
     ids = to_one_device(2)
     given = problem(ids, "fp8_flow")
-    found = on_all(jax_expert_parallel.moe_ffn, ids, given=given, capacity=5)
+    found = on_all(given, recipe="fp8_flow", capacity=5)
     kept = np.where((np.arange(COUNT * T) % T < 5)[:, None], ids, -1).astype(np.int32)
-    wanted = on_all(jax_expert_parallel.moe_ffn, kept, given=(*given[:4], kept, given[5]))
+    wanted = on_all((*given[:4], kept, given[5]), recipe="fp8_flow")
     for a, b in zip(found, wanted, strict=True):
         assert same_bits(a, b)
 
@@ -95,5 +90,5 @@ for recipe, recompute in (("fp8_flow", "moe_expert"), ("fp8_blockwise", None), (
     same_as_one(2, anywhere(2), recipe, recompute)
 left_out()
 with pytest.raises(ValueError, match="capacity: got 0; wanted 1 to the number of tokens, 16"):
-    on_all(jax_expert_parallel.moe_ffn, anywhere(1), capacity=0)
+    on_all(problem(anywhere(1), "fp8_flow"), recipe="fp8_flow", capacity=0)
 print("right on", jnp.zeros(1).device.platform)
