@@ -4,7 +4,8 @@
 rows: N rows of 7168 on each rank, as many to each. exchange: one call, packed rows. with its quantise: from
 bfloat16 to FP8 rows in one buffer, then that. dispatch: the whole of `expert_parallel.dispatch` from
 bfloat16, top-8 of 64 experts a rank, counts and all. combine: those rows back, and their sums. layer:
-forward and backward of `FP8FlowMoE`. Times are the slowest rank's, medians.
+forward and backward of `FP8FlowMoE`. Times are the slowest rank's, medians; of the first two also the
+device's alone, ten calls in a CUDA graph (graph_us).
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dic
                 action()
             sent = counted.sent_bytes
             row = {"name": f"{what}, {name}", "shape": f"{rows} x {hidden}", "sent_bytes": sent}
-            found.append({**row, "us": seconds(action, device) * 1e6})
+            row["us"] = seconds(action, device) * 1e6
+            if device == "cuda" and what != "dispatch":  # which looks at counts
+                row["graph_us"] = graph_seconds(action) * 1e6
+            found.append(row)
     return found + of_sums(comm, x, ids, probs)
 
 
@@ -135,6 +139,15 @@ def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device:
     return {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
 
 
+def graph_seconds(action: Callable[[], Any], calls: int = 10) -> float:
+    """The same of calls that a CUDA graph replays: the host is not in it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            action()
+    return seconds(graph.replay, "cuda", calls=2) / calls
+
+
 def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: int = 7) -> float:
     """The slowest rank's median time of a call, of several in a row: the ranks do not start together."""
     for _ in range(3):
@@ -158,7 +171,7 @@ def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: in
 def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | None) -> None:
     if rank:
         return
-    more = f"{row.get('sent_bytes', 0):12} {row.get('error', '')}"
+    more = f"{row.get('graph_us', 0):10.1f} {row.get('sent_bytes', 0):12} {row.get('error', '')}"
     print(f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {more}", flush=True)
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
