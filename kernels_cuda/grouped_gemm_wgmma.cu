@@ -30,9 +30,18 @@
 #define HEIGHT 16  // rows of tiles that are worked on at a time, so that their operands stay in L2
 #define MULTIPLIERS 256
 #define WRITERS 64
+#define AHEAD 4  // pairs of columns whose scales wgrad has fetched ahead
 #ifndef ARRIVING
 #define ARRIVING 1  // lanes that arrive at a barrier for a warp; racecheck knows of no warp behind a lane: 32
 #endif
+
+// A value that all lanes have, so that the compiler knows it and computes with it in uniform registers, where
+// the products have their operands' addresses from: else it moves them there in front of each one. The bounds
+// of loops around it have to be known so as well.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
 
 struct Shared {
   u8* codes;                           // [STAGES][STAGE_BYTES]: rows of the first operand, then of the second
@@ -41,6 +50,7 @@ struct Shared {
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many blocks of 128 rows all experts before have
   u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, one of the tile
+  u64* turns;                          // [2]: of the multiplying warpgroups'
 };
 
 struct Turn {  // of the stages
@@ -59,7 +69,8 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.tile = (u8*)(s.scales + STAGES * STAGE_SCALES);
   s.full = (u64*)(s.tile + TILE_BYTES);
   s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + 1;
-  s.offsets = (int*)(s.written + 1);
+  s.turns = s.written + 1;
+  s.offsets = (int*)(s.turns + 2);
   s.first = s.offsets + experts + 1;
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
@@ -68,6 +79,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     }
     barrier_init(s.made, MULTIPLIERS / 32 * ARRIVING);
     barrier_init(s.written, WRITERS / 32 * ARRIVING);
+    for (u32 i = 0; i < 2; ++i) barrier_init(&s.turns[i], MULTIPLIERS / 2 / 32 * ARRIVING);
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
@@ -129,14 +141,13 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
 
 // A multiplying warpgroup's products of a tile, `steps` of them, the last with only the `last` first codes of
 // every row. scales_of(half, at) are those that a thread needs, promote(half, d, scales) adds d, 64 rows of
-// the tile, to its sums; `at` is where the step's scales lie, and promote reads some (LATE).
-template <bool LATE, class ScalesOf, class Promote>
+// the tile, to its sums; `at` is where the step's scales lie. PAIRS: promote reads some of them, and takes
+// long enough for the warpgroups to take turns: one scales while the other's products are made.
+template <bool PAIRS, class ScalesOf, class Promote>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, int steps, int last,
                                          const ScalesOf& scales_of, const Promote& promote) {
-  // addresses that the compiler keeps: it would make them anew in every turn of the loop
-  const At base = at_of(s.codes), codes = LATE && CLUSTER == 1 ? base : kept(base);  // else it spills
-  const At scales = codes + STAGES * STAGE_BYTES;
-  const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES;
+  const At codes = uniform(at_of(s.codes)), scales = codes + STAGES * STAGE_BYTES;
+  const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES, turns = full + 8 * (2 * STAGES + 2);
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
   bool ready = false;
 #pragma unroll 1
@@ -150,13 +161,18 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       float d[64];
+      if (PAIRS) barrier_wait_at(turns + 8 * group, half);  // two turns a step
       products_begin();
 #pragma unroll
       for (u32 i = 0; i < STEP / 32; ++i)
         product<A_FMT, B_FMT>(d, a + half * (A_BYTES / 32) + 2 * i, b + 2 * i, i > 0);
+      if (PAIRS) {
+        __syncwarp();
+        if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here_at(turns + 8 * (group ^ 1u));
+      }
       products_commit();
       // meanwhile
-      const auto by = scales_of(half, scales_here);
+      auto by = scales_of(half, scales_here);
       if (half) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
       products_wait<0>();
       products_seen(d);
@@ -166,9 +182,9 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
         for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
           barrier_arrive_at(at_of_block(s.empty, block) + (used - empty));
       };
-      if (half && !LATE) give_back();
+      if (half && !PAIRS) give_back();
       promote(half, d, by);
-      if (half && LATE) give_back();
+      if (half && PAIRS) give_back();
     }
   }
 }
@@ -231,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const Shared s = begin(memory, offsets, (int)experts, rows);
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
   const int wide = (int)((width + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
-  const int total = s.first[experts] * wide, stride = (int)gridDim.x / CLUSTER;
+  const int total = uniform(s.first[experts]) * wide, stride = (int)gridDim.x / CLUSTER;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, last_row, first_column;
@@ -244,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     first_column = (column * CLUSTER + (int)rank) * COLUMNS;
   };
   if (group == 2) {
-    fewer_registers<72>();
+    fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
       if (lane == 0) {
@@ -286,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     }
   } else {
-    more_registers<216>();
+    more_registers<224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
     float sums[2][64];
     auto scales_of = [&](u32 half, At scales) {  // of the row and of that 8 below it
@@ -344,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const Shared s = begin(memory, offsets, (int)experts, rows);
   const int high = (int)((width + ROWS - 1) / ROWS);
   const int wide = (int)((depth + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
-  const int total = (int)experts * high * wide, stride = (int)gridDim.x / CLUSTER;
+  const int total = uniform((int)experts * high * wide), stride = (int)gridDim.x / CLUSTER;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, first_column, steps;
@@ -356,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     steps = s.first[e + 1] - s.first[e];
   };
   if (group == 2) {
-    fewer_registers<72>();
+    fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
       if (lane == 0) {
@@ -404,33 +420,40 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     }
   } else {
-    more_registers<216>();
+    more_registers<224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
     float sums[2][64];
     struct Scales {
-      float upper, lower;
-      At of_columns;
+      float upper, lower;  // of the row and of that 8 below it
+      At of_columns;       // of two columns each, 32 bytes apart
+      float2 next[AHEAD];  // of the next columns
     };
     auto scales_of = [&](u32 half, At scales) {
       const At of_rows = scales + 4 * (64 * half + my_row);
-      return Scales{load_at(of_rows), load_at(of_rows + 32), scales + 4 * (ROWS + my_column)};
+      Scales by{load_at(of_rows), load_at(of_rows + 32), scales + 4 * (ROWS + my_column), {}};
+#pragma unroll
+      for (u32 j = 0; j < AHEAD; ++j) by.next[j] = load2_at(by.of_columns + 32 * j);
+      return by;
     };
-    auto promote = [&](u32 half, const float (&d)[64], const Scales& by) {
+    auto promote = [&](u32 half, const float (&d)[64], Scales& by) {
 #pragma unroll
       for (u32 j = 0; j < 16; ++j) {
-        const float2 c = load2_at(by.of_columns + 32 * j);
-        sums[half][4 * j] = __fmaf_rn(d[4 * j] * c.x, by.upper, sums[half][4 * j]);
-        sums[half][4 * j + 1] = __fmaf_rn(d[4 * j + 1] * c.y, by.upper, sums[half][4 * j + 1]);
-        sums[half][4 * j + 2] = __fmaf_rn(d[4 * j + 2] * c.x, by.lower, sums[half][4 * j + 2]);
-        sums[half][4 * j + 3] = __fmaf_rn(d[4 * j + 3] * c.y, by.lower, sums[half][4 * j + 3]);
+        const float2 c = by.next[j % AHEAD];
+        float* sum = sums[half] + 4 * j;
+        sum[0] = __fmaf_rn(d[4 * j] * c.x, by.upper, sum[0]);
+        sum[1] = __fmaf_rn(d[4 * j + 1] * c.y, by.upper, sum[1]);
+        sum[2] = __fmaf_rn(d[4 * j + 2] * c.x, by.lower, sum[2]);
+        sum[3] = __fmaf_rn(d[4 * j + 3] * c.y, by.lower, sum[3]);
+        if (j + AHEAD < 16) by.next[j % AHEAD] = load2_at(by.of_columns + 32 * (j + AHEAD));
       }
     };
+    if (group == 1 && lane < ARRIVING) barrier_arrive_here(s.turns);  // the first turn is the other's
     for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      multiply<true>(s, turn, group, steps, s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP, scales_of,
-                     promote);
+      multiply<true>(s, turn, group, uniform(steps),
+                     uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP), scales_of, promote);
       find(tile);  // again, so that nothing of it takes registers meanwhile
       if (accumulate && steps == 0) continue;
       // value i of a half is in this row and column

@@ -26,16 +26,24 @@ __device__ __forceinline__ At at_of_block(const void* p, u32 block) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
+__device__ __forceinline__ void barrier_wait_at(At barrier, u32 parity) {
+  u32 done = 0;
+  while (!done)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+}
+// A look that never waits, as try_wait may.
 __device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
   u32 done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
   return done;
-}
-__device__ __forceinline__ void barrier_wait_at(At barrier, u32 parity) {
-  while (!barrier_ready_at(barrier, parity));
 }
 
 // One arrival, here or at a barrier of another block. (With the scope of a cluster it would wait for all this
@@ -44,8 +52,11 @@ __device__ __forceinline__ void barrier_arrive_at(At barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive_here_at(At barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive_here(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  barrier_arrive_here_at(shared_address(barrier));
 }
 
 // One arrival, when this thread's copy_async so far are done.

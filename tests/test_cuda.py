@@ -8,6 +8,7 @@ from cases import BF16, assert_same, from_float8, routings, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_expert_parallel import messages
+from test_grouped_gemm import wgrad_takes_any_scales
 from test_moe import layer_inputs
 from test_transpose import check, error_inputs, every_code_under_every_difference, exact, random_rowwise
 
@@ -497,6 +498,21 @@ def test_grouped_gemm(counts, width, depth, backend):
     ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
     theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
     assert_close((ours, download(theirs)), bound)
+
+
+def test_grouped_gemm_wgrad_takes_any_scales():
+    cupy = pytest.importorskip("cupy")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+    rng = np.random.default_rng(14)
+    offsets = np.array([0, 5, 135, 136, 1000], np.int32)
+    q = [fp8moe.quantize(rng.standard_normal((1008, n)).astype(np.float32)) for n in (520, 1280)]
+
+    def run(*operands):
+        return both(fp8moe.grouped_gemm_wgrad, *operands, offsets, backend="wgmma")[1]
+
+    run.offsets = offsets
+    wgrad_takes_any_scales(run, rng, *(fp8moe.scaling_aware_transpose(a, offsets) for a in q))
 
 
 def test_grouped_gemm_of_plain_arrays():

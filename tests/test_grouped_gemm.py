@@ -1,11 +1,12 @@
 """Grouped GEMM against float64 products of the dequantised operands, and torch in bfloat16."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from cases import BF16, values
+from cases import BF16, assert_same, values
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,27 @@ def offsets_of(counts):
 def relative(got, wanted):
     norm = np.linalg.norm(wanted)
     return np.linalg.norm(got.astype(np.float64) - wanted) / norm if norm else np.abs(got).max(initial=0)
+
+
+def wgrad_takes_any_scales(run, rng, dy, x):
+    """run(dy, x), a kernel's gradient: scales far from 1 with the same products give the same bits; scales
+    that are no powers of two, here and there; NaN where it belongs."""
+
+    def times(q, factor):
+        return replace(q, scales=(q.scales * factor).astype(np.float32))
+
+    plain = run(dy, x)
+    for far in (2.0**-70, 2.0**70):
+        assert_same(run(times(dy, far), times(x, 1 / far)), plain)
+    odd = [np.where(rng.random(q.scales.shape) < 0.01, 1.7, 1) for q in (dy, x)]
+    given = [times(q, f) for q, f in zip((dy, x), odd, strict=True)]
+    # the tensor cores' 14 bits, as in test_cuda.py
+    assert relative(run(*given), fp8moe.grouped_gemm_wgrad(*given, run.offsets)) <= 2.0**-11
+    given[0].scales[-1, 3] = np.nan  # of the last block's rows, column 3
+    new = run(*given)
+    assert np.isnan(new[-1, 3]).all()
+    assert not np.isnan(new[:-1]).any()
+    assert not np.isnan(new[-1, :3]).any()
 
 
 @given(COUNTS, st.sampled_from((1, 128, 200)), st.sampled_from((0, 128, 300)), st.integers(0, 2**32 - 1))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import BF16, assert_same, same_bits, values
 from test_expert_parallel import messages
-from test_grouped_gemm import offsets_of, relative
+from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
 from test_transpose import random_rowwise
 
 import fp8moe
@@ -227,6 +227,18 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
             arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
             theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
         assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+
+
+def test_wgrad_takes_any_scales():
+    offsets = offsets_of([5, 130, 1, 200])
+    x, dy = (fp8moe.quantize(RNG.standard_normal((336, n)).astype(np.float32)) for n in (144, 264))
+
+    def run(*operands):
+        return both(fp8moe.grouped_gemm_wgrad, *operands, offsets, backend="wgmma")[1]
+
+    run.offsets = offsets
+    turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    wgrad_takes_any_scales(run, RNG, *turned)
 
 
 def test_grouped_gemm_says_when_it_is_slow():
