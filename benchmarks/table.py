@@ -110,8 +110,8 @@ def _exchange(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
         "",
-        "| rows, or layer | what | bf16 | FP8 | | bytes sent |",
-        "|---|---|---:|---:|---:|---:|",
+        "| rows, or layer | what | bf16 | FP8 | | the device alone | | bytes sent |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         what, fmt = r["name"].split(", ")
@@ -121,7 +121,11 @@ def _exchange(rows: list[dict[str, Any]]) -> str:
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
         named = what if fmt == "fp8" else f"{what}, {fmt}"
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
-        lines.append(f"| {r['shape']} | {named} | {times} | {sent} |")
+        alone = " | "
+        if "graph_us" in r:
+            both = base["graph_us"], r["graph_us"]
+            alone = f"{both[0]:.0f} / {both[1]:.0f} us | {both[0] / both[1]:.2f}x"
+        lines.append(f"| {r['shape']} | {named} | {times} | {alone} | {sent} |")
     return "\n".join(lines) + "\n"
 
 

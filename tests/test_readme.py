@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8moe.benchmarks import table
+from fp8moe.benchmarks import scaling, table
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -36,4 +36,7 @@ def test_the_examples_run(path):
 def test_the_tables_are_those_of_the_results():
     text = (ROOT / "README.md").read_text()
     assert table.render(text) == text
-    assert text.count("<!-- table") == 7
+    assert text.count("<!-- table") == 8
+    text = scaling.DOC.read_text()
+    assert scaling.render(text) == text
+    assert text.count("<!-- table") == 2
