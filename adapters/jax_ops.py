@@ -86,7 +86,8 @@ def traceable(function: Any) -> Any:
         in_place: Any = ()
         if changed:
             given = parameters.bind(*args, **options).arguments
-            in_place = [given[name] for name in changed if isinstance(given.get(name), jax.Array)]
+            arrays = (a for name in changed for a in arrays_in(given.get(name)))
+            in_place = [a for a in arrays if isinstance(a, jax.Array)]
         if in_place or any(isinstance(a, jax.core.Tracer) for a in leaves):
             return _traced(function, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)

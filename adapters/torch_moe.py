@@ -178,13 +178,13 @@ class FP8FlowMoE(nn.Module):
 
     def _quantize(self, name: str) -> Quantized:
         w = getattr(self, name)
-        # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
-        new = fp8moe.quantize_weights(w.detach().clone() if w.device.type == "cpu" else w.detach())
         _, old = self._fp8.get(name, (None, None))
-        if old is not None and old.rowwise.data.device == w.device:
-            for a, b in zip(arrays_in(old), arrays_in(new), strict=True):
-                a.copy_(b)  # captured graphs know the addresses
-            new = old
+        if old is not None and old.rowwise.data.device != w.device:
+            old = None
+        # captured graphs know the addresses. NumPy may not see the memory of a CPU's weights: FSDP could not
+        # free it then
+        source = w.detach().clone() if w.device.type == "cpu" else w.detach()
+        new = fp8moe.quantize_weights(source, out=old)
         self._fp8[name] = _MadeOf(w), new
         return new
 

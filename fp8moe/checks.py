@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16, BLOCKS, scale_shape
-from fp8moe.records import PermutationPlan, QuantTensor
+from fp8moe.records import PermutationPlan, QuantTensor, arrays_in, map_arrays
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -42,6 +42,23 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
             return
     text = "[" + ", ".join(str(w) for w in wanted) + "]"
     raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
+
+
+def like(name: str, given: Any, wanted: Any) -> None:
+    """A record of arrays to write to: the kind, shapes and dtypes of ``wanted``, whose arrays are specs."""
+
+    def described(value: Any) -> Any:
+        return map_arrays(lambda _, a: (tuple(a.shape), a.dtype.name), value)
+
+    if type(given) is not type(wanted) or described(given) != described(wanted):
+        raise ValueError(
+            f"{name}: got {described(given)}; wanted {described(wanted)}, as the same call returns without it"
+        )
+    for a in arrays_in(given):
+        if isinstance(a, np.ndarray) and not a.flags.writeable:
+            raise ValueError(
+                f"{name}: got read-only memory; wanted memory to write to, or None for new memory"
+            )
 
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:

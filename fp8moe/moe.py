@@ -58,10 +58,10 @@ class Saved:
         return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route)
 
 
-def quantize_weights(x: Any, *, fmt: str = "e4m3") -> Quantized:
+def quantize_weights(x: Any, *, fmt: str = "e4m3", out: Quantized | None = None) -> Quantized:
     """Weights x [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad. Once a step, however
-    many micro-batches use it."""
-    return quantize(x, fmt=fmt, block=(128, 128), columnwise=True)
+    many micro-batches use it; out: into the memory of the step before (see `quantize`)."""
+    return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)
 
 
 def experts_of(w: Any) -> int:

@@ -26,6 +26,7 @@ def quantize(
     eps: float = 0.0,
     layout: str = "compact",
     columnwise: bool = False,
+    out: Any = None,
 ) -> Any:
     """Quantise by blocks.
 
@@ -37,6 +38,7 @@ def quantize(
     layout: "compact", or "gemm_ready" for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M.
     columnwise: return `Quantized`, with the transposed tensor beside the row-wise one, from one read.
         For (128, 128) it is the transposed weight [E, K, N], what dgrad multiplies by.
+    out: what the same call returned before, to write to and return; None: new memory.
 
     Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax with its mantissa cleared for
     pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN. An amax of 0,
@@ -46,15 +48,18 @@ def quantize(
 
     Raises TypeError for a wrong dtype or format, ValueError for a wrong shape, block or option.
     """
-    call = border.enter(x=x)
-    array = call.args.x
+    call = border.enter(x=x, out=out)
+    array, result = call.args.x, call.args.out
     checks.dtype("x", array, checks.QUANTIZABLE)
     eps = checks.number("eps", eps, 0.0)
     spec = quantize_spec(array, fmt, block, layout, columnwise)
-    out = call.empty(spec)
+    if result is None:
+        result = call.empty(spec)
+    else:
+        checks.like("out", result, spec)
     tracing.record_cast(weight=block == (128, 128))
-    call.run("quantize", "quantize", array, pow2=bool(pow2), eps=eps, out=out)
-    return call.leave(out)
+    call.run("quantize", "quantize", array, pow2=bool(pow2), eps=eps, out=result)
+    return call.leave(result) if out is None else out
 
 
 def quantize_spec(x: Any, fmt: str, block: Block, layout: str, columnwise: bool) -> Any:

@@ -220,6 +220,14 @@ def test_an_array_that_is_added_to_stays(jit):
         np.testing.assert_array_equal(untouched, into)
 
 
+def test_weights_into_memory_that_is_given():
+    w = weights()[0]
+    again = jitted(lambda w, q: jax_ops.quantize_weights(w, out=q), w, fp8moe.quantize_weights(w * 3))
+    assert_same(fp8moe.quantize_weights(w), again)
+    eager = jax_ops.quantize_weights(to_jax(w), out=to_jax(fp8moe.quantize_weights(w * 3)))
+    assert_same(fp8moe.quantize_weights(w), to_numpy(eager))
+
+
 def test_values_that_are_not_known_yet():
     with pytest.raises(TypeError, match="pass num_out_tokens as a number"):
         jax.jit(lambda i: jax_ops.plan_topk(i, E, num_out_tokens="exact"))(IDS_ON_JAX)

@@ -187,6 +187,17 @@ def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
     assert not {"quantize_tiles", "swiglu_quantize_tiles", "scaling_aware_transpose"} & launched
 
 
+def test_weights_into_the_memory_of_the_step_before():
+    weights = [RNG.standard_normal((2, 256, 128)).astype(np.float32) for _ in range(5)]
+    wanted = [fp8moe.quantize_weights(w) for w in weights]
+    with pytest.MonkeyPatch.context() as patch:
+        cuda_on_cpu.install(patch)
+        q = fp8moe.quantize_weights(cuda_on_cpu.upload(weights[0] * 3))
+        for w, new in zip(weights, wanted, strict=True):  # from the third on as it is remembered
+            assert fp8moe.quantize_weights(cuda_on_cpu.upload(w), out=q) is q
+            assert_same(new, cuda_on_cpu.download(q))
+
+
 def random_operands(counts, width, depth, fmts):
     offsets = offsets_of(counts)
     rows = (int(offsets[-1]) // 16 + 1) * 16

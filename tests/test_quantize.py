@@ -8,11 +8,12 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BF16, FLOAT8, MAX, SIZES, from_float8, poisoned, same_bits, to_float8, values
+from cases import BF16, FLOAT8, MAX, SIZES, assert_same, from_float8, poisoned, same_bits, to_float8, values
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
+from fp8moe.records import arrays_in
 
 reference = importlib.import_module("fp8moe.reference.quantize")
 
@@ -190,6 +191,41 @@ def test_weights_of_several_experts_and_their_transpose():
     assert same_bits(
         fp8moe.dequantize(both.columnwise), fp8moe.dequantize(both.rowwise).transpose(0, 2, 1).copy()
     )
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"columnwise": True},
+        {"block": (32, 1), "fmt": "e5m2"},
+        {"layout": "gemm_ready"},
+        {"block": (128, 128), "columnwise": True},
+        {"block": None},
+    ],
+)
+def test_into_the_memory_of_the_call_before(how):
+    rng = np.random.default_rng(6)
+    first, second = (rng.standard_normal((130, 200)).astype(np.float32) for _ in range(2))
+    q, wanted = fp8moe.quantize(first, **how), fp8moe.quantize(second, **how)
+    places = [a.ctypes.data for a in arrays_in(q)]
+    assert fp8moe.quantize(second, **how, out=q) is q
+    assert [a.ctypes.data for a in arrays_in(q)] == places
+    assert_same(wanted, q)
+
+
+def test_memory_that_does_not_fit_is_refused():
+    x = np.ones((130, 200), np.float32)
+    q = fp8moe.quantize(x)
+    for other in (x[:129], x[:, :199].copy()):
+        with pytest.raises(ValueError, match=r"out: got .* wanted .*, as the same call returns without it"):
+            fp8moe.quantize(other, out=q)
+    for how in ({"fmt": "e5m2"}, {"columnwise": True}, {"block": (1, 32)}, {"layout": "gemm_ready"}):
+        with pytest.raises(ValueError, match="out: got"):
+            fp8moe.quantize(x, **how, out=q)
+    q.data.flags.writeable = False
+    with pytest.raises(ValueError, match="out: got read-only memory"):
+        fp8moe.quantize(x, out=q)
 
 
 def test_one_scale_for_the_tensor():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fp8moe
+from fp8moe import border
 from fp8moe.adapters import torch_moe, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 
@@ -103,6 +104,11 @@ def test_fp8_copies_stay_where_they_are():
     places = [layer._fp8[name][1].rowwise.data.data_ptr() for name in ("w13", "w2")]
     with torch.no_grad():
         layer.w13.mul_(2.0)
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(border.Call, "_allocate", lambda call, spec: made.append(spec))
+        layer.quantize_weights()
+    assert made == []  # a second copy would be as much memory again
     y = layer(tokens())
     assert places == [layer._fp8[name][1].rowwise.data.data_ptr() for name in ("w13", "w2")]
     fresh = module()
