@@ -26,14 +26,17 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes,
       : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity = 0) {  // 0: the first phase
+__device__ __forceinline__ void barrier_wait_at(At barrier, u32 parity) {
   u32 done = 0;
   while (!done)
     asm volatile(
         "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
         : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
+        : "r"(barrier), "r"(parity)
         : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity = 0) {  // 0: the first phase
+  barrier_wait_at(shared_address(barrier), parity);
 }
 
 // What is stored is read by nobody soon: it leaves L2 first.

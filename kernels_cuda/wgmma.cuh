@@ -26,15 +26,6 @@ __device__ __forceinline__ At at_of_block(const void* p, u32 block) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-__device__ __forceinline__ void barrier_wait_at(At barrier, u32 parity) {
-  u32 done = 0;
-  while (!done)
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-}
 // A look that never waits, as try_wait may.
 __device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
   u32 done;
