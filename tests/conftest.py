@@ -25,6 +25,7 @@ def _devices() -> int:
 def pytest_collection_modifyitems(items):
     devices = _devices()
     for item in items:
-        needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+        several = item.get_closest_marker("multigpu")
+        needed = (*several.args, 2)[0] if several else 1 if item.get_closest_marker("gpu") else 0
         if devices < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s)"))

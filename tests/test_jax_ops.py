@@ -269,9 +269,9 @@ def test_expert_parallel(devices):
     assert on_devices(devices, "cpu") == "right on cpu"
 
 
-@pytest.mark.multigpu
-def test_expert_parallel_on_gpus():
-    assert on_devices(2, "cuda") == "right on gpu"
+@pytest.mark.parametrize("devices", [pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (2, 4)])
+def test_expert_parallel_on_gpus(devices):
+    assert on_devices(devices, "cuda") == "right on gpu"
 
 
 def test_without_jax():
