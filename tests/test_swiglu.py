@@ -163,3 +163,12 @@ def test_compiled_forms_equal_the_plain_ones(rows, width, activation, with_probs
         np.testing.assert_allclose(
             dprobs, reference.backward_plain(grad, h, probs, act)[1], rtol=0, atol=bound
         )
+
+
+def test_gradients_that_overflow_are_infinite():
+    """And nothing warns: rows behind the last expert's hold whatever was in memory."""
+    h, grad, probs = np.ones((3, 256), BF16), np.full((3, 128), 3e38, BF16), np.full(3, 1.5, np.float32)
+    g = fp8moe.swiglu_backward(grad, h, probs)
+    assert np.isposinf(g.dprobs).all()  # each term is finite, their sum is not
+    assert np.isposinf(g.dh[:, :128].astype(np.float32)).all()
+    assert np.isposinf(fp8moe.swiglu_quantize_backward(grad, h, probs).dprobs).all()

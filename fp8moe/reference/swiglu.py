@@ -20,7 +20,7 @@ from fp8moe.reference.quantize import quantize
 
 
 def swiglu(h: np.ndarray, probs: np.ndarray | None, *, activation: Activation, out: np.ndarray) -> None:
-    out[:] = forward(h, probs, activation).astype(out.dtype, copy=False)
+    _round(forward(h, probs, activation), out)
 
 
 def swiglu_quantize(
@@ -46,9 +46,9 @@ def swiglu_backward(
     out: SwigluGrad,
 ) -> None:
     dh, dprobs = backward(grad, h, probs, activation)
-    out.dh[:] = dh.astype(out.dh.dtype, copy=False)  # type: ignore[index,union-attr,call-overload]
+    _round(dh, out.dh)
     if out.dprobs is not None:
-        out.dprobs[:] = dprobs
+        _round(dprobs, out.dprobs)
 
 
 def swiglu_quantize_backward(
@@ -66,7 +66,14 @@ def swiglu_quantize_backward(
     quantize(dh, pow2=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)  # type: ignore[arg-type]
     if out.dprobs is not None:
         out.dprobs[:] = 0
-        out.dprobs[real] = dprobs
+        _round(dprobs, out.dprobs[real])
+
+
+def _round(values: Any, out: Any) -> None:
+    """Infinity where it is too large, and no warning: NumPy has one, but rows that belong to no expert may
+    hold whatever was in memory."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[:] = values.astype(out.dtype, copy=False)
 
 
 def _rows_of(expert_offsets: np.ndarray | None, rows: int) -> int:
