@@ -51,7 +51,7 @@ def measured() -> str:
 
 def _tokens_a_second(world: int, tokens: int) -> dict[str, float]:
     if world == 1:
-        rows = [r for r in _rows("layer-h200") if "8 experts" in r["shape"] and "," not in r["name"]]
+        rows = [r for r in _rows("layer-h200") if ", 8 experts" in r["shape"] and "," not in r["name"]]
         return {r["name"]: tokens / r["ms"] * 1e3 for r in rows if r["shape"].startswith(f"{tokens} tokens")}
     rows = [r for r in _rows(f"exchange-h200-x{world}") if r["shape"].startswith(f"{tokens} tokens")]
     return {r["name"].removeprefix("layer, "): r["tokens_per_s"] for r in rows}

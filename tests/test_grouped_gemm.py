@@ -24,22 +24,26 @@ def relative(got, wanted):
     return np.linalg.norm(got.astype(np.float64) - wanted) / norm if norm else np.abs(got).max(initial=0)
 
 
-def wgrad_takes_any_scales(run, rng, dy, x):
-    """run(dy, x), a kernel's gradient: scales far from 1 with the same products give the same bits; scales
-    that are no powers of two, here and there; NaN where it belongs."""
+def wgrad_takes_any_scales(both, rng, offsets, dy, x):
+    """Scales far from 1 with the same products give a kernel's gradient the same bits; scales that are no
+    powers of two, here and there; NaN where it belongs. ``both`` gives the reference's result and a
+    backend's."""
+
+    def run(*operands):
+        return both(fp8moe.grouped_gemm_wgrad, *operands, offsets, backend="wgmma")
 
     def times(q, factor):
         return replace(q, scales=(q.scales * factor).astype(np.float32))
 
-    plain = run(dy, x)
+    _, plain = run(dy, x)
     for far in (2.0**-70, 2.0**70):
-        assert_same(run(times(dy, far), times(x, 1 / far)), plain)
+        assert_same(run(times(dy, far), times(x, 1 / far))[1], plain)
     odd = [np.where(rng.random(q.scales.shape) < 0.01, 1.7, 1) for q in (dy, x)]
     given = [times(q, f) for q, f in zip((dy, x), odd, strict=True)]
-    # the tensor cores' 14 bits, as in test_cuda.py
-    assert relative(run(*given), fp8moe.grouped_gemm_wgrad(*given, run.offsets)) <= 2.0**-11
+    wanted, new = run(*given)
+    assert relative(new, wanted) <= 2.0**-11  # the tensor cores' 14 bits, as in test_cuda.py
     given[0].scales[-1, 3] = np.nan  # of the last block's rows, column 3
-    new = run(*given)
+    _, new = run(*given)
     assert np.isnan(new[-1, 3]).all()
     assert not np.isnan(new[:-1]).any()
     assert not np.isnan(new[-1, :3]).any()
