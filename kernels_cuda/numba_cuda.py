@@ -65,8 +65,8 @@ wait_for_earlier = _instruction("griddepcontrol.wait;")
 
 
 def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any, early: bool = False) -> None:
-    """Launch blocks of BLOCK threads on the current stream. None is a null pointer. early: the blocks may
-    start before the launch in front of this one is done (from sm_90 on)."""
+    """Launch blocks of BLOCK threads on the current stream. None is a null pointer. early: as
+    `launch.start`."""
     if blocks == 0:
         return
     if SIMULATED:
@@ -79,8 +79,7 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any, early: 
         kinds = tuple(a.dtype.name if isinstance(a, DeviceArray) else _kind(a) for a in arguments)
         code = cubin(kernel, kinds, launch.architecture(device))
         loaded = _loaded[kernel, arguments[0].dtype, device] = launch.Kernel(code, kernel.__name__)
-        loaded.early = early and _capability(launch.architecture(device)) >= (9, 0)
-    launch.start(loaded, blocks, BLOCK, shared_bytes, arguments)
+    launch.start(loaded, blocks, BLOCK, shared_bytes, arguments, early=early)
 
 
 # By kernel, dtype of the first argument, and device: all other pointers are int32.

@@ -429,8 +429,7 @@ extern "C" __global__ void merge_rows_backward(const void* grad, const void* x, 
 
 // ---- chunks of rows in another order
 
-#define CHUNK_THREADS 128
-#define STAGES 3
+#define CHUNK_THREADS 256
 
 // Where the rows of the result come from: chunk i of it (ascending `key`) is rows [from, from + rows) of the
 // input, or zeros where from is -1. All in shared memory, [chunks].
@@ -453,9 +452,14 @@ __device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
   return total - value;
 }
 
+// A count of rows, up to the next multiple.
+__device__ __forceinline__ i64 padded(i64 rows, i64 align) {
+  return align == 1 ? rows : (i64)((u32)(rows + align - 1) / (u32)align) * align;
+}
+
 // Fill `c`, a thread a run of chunks. The forward's result has its chunks in `order`, each group of them
 // padded; the backward's has them as `sizes` names them, `rows_before` rows in all, and nothing starts past
-// those. Every block does this for itself: C is small, and a launch to prepare it would cost 3 us.
+// those. Every block does this for itself.
 // Scratch: start [chunks + 1], which [chunks], sums [warps].
 __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
                                          int chunks, i64 align, int per_group, i64 rows_before, bool backward,
@@ -485,7 +489,7 @@ __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i
     i64 rows = 0;
     for (int j = g * per_group; j < (g + 1) * per_group; ++j)
       if (which[j] >= 0) rows += start[which[j] + 1] - start[which[j]];
-    target += align == 1 ? rows : (rows + align - 1) / align * align;
+    target += padded(rows, align);
   }
   target = sum_before(target, sums);
   if (group_offsets && threadIdx.x == 0) group_offsets[0] = 0;
@@ -502,7 +506,7 @@ __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i
       }
       at += rows;
     }
-    target += align == 1 ? at - target : (at - target + align - 1) / align * align;
+    target += padded(at - target, align);
     if (group_offsets) group_offsets[g + 1] = (int)target;
   }
   for (int i = threadIdx.x; backward && i < chunks; i += blockDim.x) {
@@ -532,143 +536,88 @@ __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, 
   return c;
 }
 
-// What: out[row] = x[source], scales and probabilities with it, zeros in the rows that have no source.
-// Shapes: x [rows_in, row_bytes], scales [rows_in, scale_bytes], probs [rows_in] of prob_size bytes;
-// row_bytes
-//   and scale_bytes are multiples of 16. A unit is `together` rows, or one of the `pieces` of a long row.
-// Bytes: every row read once and written once.
-// Launch: as many blocks as fit at once; their warps take units in turn, each with STAGES buffers, so that
-// two
-//   loads and a store are under way; a lane looks up a row of the unit, and rows that lie together are copied
-//   at once. Shared memory: `tables` bytes, then the warps' buffers.
-extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 4)
-    move_chunks(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, const u8* scales,
-                i64 scale_bytes, const u8* probs, i64 prob_size, const void* sizes, const void* order,
-                i64 wide_sizes, i64 wide_order, i64 chunks, i64 align, i64 per_group, i64 backward,
-                i64 rows_in, i64 rows, i64 tables, u8* out, u8* out_scales, u8* out_probs,
-                int* group_offsets) {
-  DYNAMIC_SHARED(shared);
-  __shared__ u64 barriers[CHUNK_THREADS / 32 * STAGES];
-  i64* sums;
-  int* start;
-  const Chunks c = chunks_in(shared, chunks, &sums, &start);
-  find_chunks(sizes, order, wide_sizes, wide_order, chunks, align, per_group, backward ? rows : rows_in,
-              backward != 0, c, start, c.from + chunks, sums, blockIdx.x == 0 ? group_offsets : 0);
-  const i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, step = (i64)gridDim.x * blockDim.x;
-  for (i64 row = thread; probs && row < rows; row += step) {
-    const i64 from = source_of(row, c, chunks, rows_in);
-    for (i64 b = 0; b < prob_size; ++b)
-      out_probs[row * prob_size + b] = from < 0 ? 0 : probs[from * prob_size + b];
-  }
-  const int lane = threadIdx.x % 32;
-  const i64 warps = step / 32, mine = thread / 32, units = (rows + together - 1) / together * pieces;
-  const i64 stage_bytes = together * (piece_bytes + scale_bytes);
-  u8* buffers = shared + tables + (threadIdx.x / 32) * STAGES * stage_bytes;
-  u64* barrier = barriers + threadIdx.x / 32 * STAGES;
-#if __CUDA_ARCH__ >= 900
-  const u64 policy = evict_first();
-  if (lane == 0)
-    for (int s = 0; s < STAGES; ++s) barrier_init(barrier + s);
-  __syncwarp();
-#endif
-  // this lane's row of a unit, the part of it that the unit moves, and where it waits
-  auto row_in = [&](i64 unit) { return pieces > 1 ? unit / pieces : unit * together + lane; };
-  auto begin_of = [&](i64 unit) { return pieces > 1 ? unit % pieces * piece_bytes : 0; };
-  auto takes_part = [&](i64 unit) { return lane < together && row_in(unit) < rows; };
-  // rows in a row from this lane's on, if it is the first of them: they are copied at once
-  auto run_of = [&](int from) {
-    const int before = __shfl_up_sync(0xffffffffu, from, 1);
-    const bool starts = from >= 0 && (lane == 0 || before < 0 || from != before + 1);
-    const u32 ends = __ballot_sync(0xffffffffu, starts || from < 0);
-    const u32 later = lane < 31 ? ends >> (lane + 1) : 0u;
-    return starts ? (u32)(later ? __ffs(later) : 32 - lane) : 0u;
-  };
-  int from_of[STAGES];  // row of the input, -1: zeros
-  auto fetch = [&](i64 unit, int s) {
-    const i64 begin = begin_of(unit);
-    const int from = takes_part(unit) ? (int)source_of(row_in(unit), c, chunks, rows_in) : -1;
-#if __CUDA_ARCH__ >= 900
-    const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
-    const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
-    const u32 found = __popc(__ballot_sync(0xffffffffu, from >= 0)), run = run_of(from);
-    if (lane == 0 && found) barrier_expect(barrier + s, found * (bytes + beside));
-    if (run) {
-      u8* stage = buffers + s * stage_bytes;
-      bulk_load(stage + lane * piece_bytes, x + from * row_bytes + begin, run * bytes, barrier + s);
-      if (beside)
-        bulk_load(stage + together * piece_bytes + lane * scale_bytes, scales + from * scale_bytes,
-                  run * beside, barrier + s);
-    }
-#endif
-    return from;
-  };
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s)
-    from_of[s] = mine + s * warps < units ? fetch(mine + s * warps, s) : -1;
-  u32 phases = 0;
-  for (i64 first = mine; first < units; first += STAGES * warps) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
-      const i64 unit = first + s * warps;
-      if (unit >= units) break;
-      const i64 row = row_in(unit), begin = begin_of(unit);
-      const i64 bytes = row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes;
-      const i64 beside = begin == 0 && scales ? scale_bytes : 0;
-      const int from = from_of[s];
-#if __CUDA_ARCH__ >= 900
-      if (__any_sync(0xffffffffu, from >= 0)) {
-        barrier_wait(barrier + s, phases >> s & 1u);
-        phases ^= 1u << s;
-      }
-      const u32 run = run_of(from);
-      if (run) {
-        const u8* stage = buffers + s * stage_bytes;
-        bulk_store(out + row * row_bytes + begin, stage + lane * piece_bytes, run * (u32)bytes, policy);
-        if (beside)
-          bulk_store(out_scales + row * scale_bytes, stage + together * piece_bytes + lane * scale_bytes,
-                     run * (u32)beside, policy);
-      }
-      u32 left = __ballot_sync(0xffffffffu, takes_part(unit) && from < 0);
-#else
-      u32 left = __ballot_sync(0xffffffffu, takes_part(unit));
-#endif
-      for (; left; left &= left - 1) {  // rows of zeros; before sm_90 all rows
-        const int which = __ffs(left) - 1;
-        const i64 to = __shfl_sync(0xffffffffu, row, which);
-        const i64 in = __shfl_sync(0xffffffffu, from, which);
-        const uint4 zero = make_uint4(0, 0, 0, 0);
-        for (i64 at = lane * 16; at < bytes; at += 512)
-          *(uint4*)(out + to * row_bytes + begin + at) =
-              in < 0 ? zero : *(const uint4*)(x + in * row_bytes + begin + at);
-        for (i64 at = lane * 16; at < beside; at += 512)
-          *(uint4*)(out_scales + to * scale_bytes + at) =
-              in < 0 ? zero : *(const uint4*)(scales + in * scale_bytes + at);
-      }
-      // the buffer of the unit before this one is free once its stores have been read
-#if __CUDA_ARCH__ >= 900
-      bulk_commit_and_wait_for_earlier();
-#endif
-      __syncwarp();
-      const int next = (s + STAGES - 1) % STAGES;
-      const i64 ahead = unit + (STAGES - 1) * warps;
-      from_of[next] = ahead < units ? fetch(ahead, next) : -1;
-    }
-  }
-#if __CUDA_ARCH__ >= 900
-  bulk_finish();
-#endif
-}
-
-// Source of every output row, for rows that are no multiple of 16 bytes. One thread a row.
+// Source of every output row, -1 where there is none, and its probability. One thread a row.
 extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
                                          i64 chunks, i64 align, i64 per_group, i64 backward, i64 rows_in,
-                                         i64 rows, int* source, int* group_offsets) {
+                                         i64 rows, const u8* probs, i64 prob_size, int* source, u8* out_probs,
+                                         int* group_offsets) {
   DYNAMIC_SHARED(shared);
+  let_later_begin();
   i64* sums;
   int* start;
   const Chunks c = chunks_in(shared, chunks, &sums, &start);
   find_chunks(sizes, order, wide_sizes, wide_order, chunks, align, per_group, backward ? rows : rows_in,
               backward != 0, c, start, c.from + chunks, sums, blockIdx.x == 0 ? group_offsets : 0);
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (row < rows) source[row] = (int)source_of(row, c, chunks, rows_in);
+  if (row >= rows) return;
+  const i64 from = source_of(row, c, chunks, rows_in);
+  source[row] = (int)from;
+  for (i64 b = 0; probs && b < prob_size; ++b)
+    out_probs[row * prob_size + b] = from < 0 ? 0 : probs[from * prob_size + b];
+}
+
+// What: out[row] = x[source[row]], scales with it, zeros where source is -1.
+// Shapes: x [., row_bytes], scales [., scale_bytes], all multiples of 16; out [rows, row_bytes].
+// Bytes: every row read once and written once.
+// Launch: one warp a unit, `together` rows (up to 32) or one of the `pieces` of a long row; a unit and 16
+//   bytes of shared memory. An early launch, behind the one that writes `source`.
+// Why: blocks that end, and not as many as fit at once with several buffers each: the hardware starts blocks
+//   in order, so that what is read and written at a time lies together, where blocks that stay drift apart. A
+//   plain copy by blocks that stay takes 187 us, by blocks that end 171 (345 MB).
+extern "C" __global__ void __launch_bounds__(32)
+    move_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, const u8* scales,
+              i64 scale_bytes, const int* source, i64 rows, u8* out, u8* out_scales) {
+  DYNAMIC_SHARED(shared);
+  const int lane = threadIdx.x;
+  const u32 unit = blockIdx.x;
+  const i64 begin = pieces > 1 ? unit % (u32)pieces * piece_bytes : 0;
+  const i64 row = pieces > 1 ? unit / (u32)pieces : unit * together + lane;  // a lane's
+  const bool takes_part = lane < together && row < rows;
+  const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
+  const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
+  wait_for_earlier();
+  const int from = takes_part ? source[row] : -1;
+#if __CUDA_ARCH__ >= 900
+  // rows that follow each other here and there are copied at once, by the lane of the first
+  const int before = __shfl_up_sync(0xffffffffu, from, 1);
+  const bool starts = from >= 0 && (lane == 0 || before < 0 || from != before + 1);
+  const u32 ends = __ballot_sync(0xffffffffu, starts || from < 0);
+  const u32 found = __popc(__ballot_sync(0xffffffffu, from >= 0));
+  const u32 later = lane < 31 ? ends >> (lane + 1) : 0u;
+  const u32 run = starts ? (u32)(later ? __ffs(later) : 32 - lane) : 0u;
+  u8 *data = shared + lane * piece_bytes, *scale = shared + together * piece_bytes + lane * scale_bytes;
+  u64* barrier = (u64*)(shared + together * (piece_bytes + scale_bytes));
+  if (lane == 0) {
+    barrier_init(barrier);
+    barrier_expect(barrier, found * (bytes + beside));
+  }
+  __syncwarp();
+  if (run) {
+    bulk_load(data, x + from * row_bytes + begin, run * bytes, barrier);
+    if (beside) bulk_load(scale, scales + from * scale_bytes, run * beside, barrier);
+  }
+  u32 left = __ballot_sync(0xffffffffu, takes_part && from < 0);
+#else
+  u32 left = __ballot_sync(0xffffffffu, takes_part);
+#endif
+  for (; left; left &= left - 1) {  // rows of zeros; before sm_90 all rows
+    const int which = __ffs(left) - 1;
+    const i64 to = __shfl_sync(0xffffffffu, row, which), in = __shfl_sync(0xffffffffu, from, which);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    for (i64 at = lane * 16; at < bytes; at += 512)
+      *(uint4*)(out + to * row_bytes + begin + at) =
+          in < 0 ? zero : *(const uint4*)(x + in * row_bytes + begin + at);
+    for (i64 at = lane * 16; at < beside; at += 512)
+      *(uint4*)(out_scales + to * scale_bytes + at) =
+          in < 0 ? zero : *(const uint4*)(scales + in * scale_bytes + at);
+  }
+#if __CUDA_ARCH__ >= 900
+  barrier_wait(barrier);
+  if (run) {
+    const u64 policy = evict_first();
+    bulk_store(out + row * row_bytes + begin, data, run * bytes, policy);
+    if (beside) bulk_store(out_scales + row * scale_bytes, scale, run * beside, policy);
+  }
+  bulk_finish();
+#endif
 }

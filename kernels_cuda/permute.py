@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, multiprocessors, rows_of, scratch, threads
+from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.
@@ -20,9 +20,8 @@ LONG_ROW_SHARED = 14_000
 ZEROS, LONG_PIECE = 2048, 12_000
 SHARE = 256  # vectors of a row that a block of merge_bf16 sums
 FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
-CHUNK_THREADS, CHUNK_STAGES = 128, 3  # as in permute.cu
-BLOCKS = 2  # of move_chunks on a multiprocessor
-CHUNK_PIECE = 8192  # bytes of a row in one buffer of move_chunks
+CHUNK_THREADS = 256  # as in permute.cu
+UNIT = 4096  # bytes of rows that a warp of move_rows moves
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -233,30 +232,41 @@ def _move(
     if isinstance(x, QuantTensor) and x.block is None:
         scales = moved_scales = None
     count, rows_in, rows = sizes.shape[0], data.shape[0], moved.shape[0]
-    wide = (sizes.dtype.itemsize == 8, order is not None and order.dtype.itemsize == 8)
-    where = (sizes, order, *wide, count, align, per_group, backward, rows_in, rows)
-    tables = -(-(CHUNK_THREADS // 4 + 4 * (5 * count + 1)) // 128) * 128
-    if not _whole_vectors(data, scales, moved, moved_scales):
-        source = scratch((rows,), np.int32)
-        grid = max(1, threads(rows, CHUNK_THREADS))  # the offsets are wanted of no rows, too
-        launch("permute", "chunk_sources", grid, CHUNK_THREADS, *where, source, offsets, shared=tables)
-        gather(x, source, True, out)
-        if probs is not None:
-            gather(probs, source, True, out_probs)
-        return
-    row_bytes, scale_bytes = data.nbytes // rows_in, 0 if scales is None else scales.nbytes // rows_in
-    pieces = -(-row_bytes // CHUNK_PIECE)
-    piece_bytes = -(-row_bytes // pieces // 16) * 16
-    together = max(1, min(32, CHUNK_PIECE // (row_bytes + scale_bytes)))
-    warps = CHUNK_THREADS // 32
-    shared = tables + warps * CHUNK_STAGES * together * (piece_bytes + scale_bytes)
-    units = -(-rows // together) * pieces
-    grid = min(multiprocessors() * BLOCKS, threads(units, CHUNK_THREADS // 32))
+    source = scratch((rows,), np.int32)
     launch(
         "permute",
-        "move_chunks",
-        grid,
+        "chunk_sources",
+        max(1, threads(rows, CHUNK_THREADS)),  # the offsets are wanted of no rows, too
         CHUNK_THREADS,
+        sizes,
+        order,
+        sizes.dtype.itemsize == 8,
+        order is not None and order.dtype.itemsize == 8,
+        count,
+        align,
+        per_group,
+        backward,
+        rows_in,
+        rows,
+        probs,
+        0 if probs is None else probs.dtype.itemsize,
+        source,
+        out_probs,
+        offsets,
+        shared=CHUNK_THREADS // 4 + 4 * (5 * count + 1),
+    )
+    if not _whole_vectors(data, scales, moved, moved_scales):
+        gather(x, source, True, out)
+        return
+    row_bytes, scale_bytes = data.nbytes // rows_in, 0 if scales is None else scales.nbytes // rows_in
+    pieces = -(-row_bytes // UNIT)
+    piece_bytes = -(-row_bytes // pieces // 16) * 16
+    together = max(1, min(32, UNIT // (row_bytes + scale_bytes)))
+    launch(
+        "permute",
+        "move_rows",
+        -(-rows // together) * pieces,
+        32,
         data,
         row_bytes,
         piece_bytes,
@@ -264,15 +274,12 @@ def _move(
         together,
         scales,
         scale_bytes,
-        probs,
-        0 if probs is None else probs.dtype.itemsize,
-        *where,
-        tables,
+        source,
+        rows,
         moved,
         moved_scales,
-        out_probs,
-        offsets,
-        shared=shared,
+        shared=together * (piece_bytes + scale_bytes) + 16,
+        early=True,
     )
 
 

@@ -56,6 +56,19 @@ __device__ __forceinline__ u32 of_lane_near(u32 v) {
   return theirs;
 }
 
+// The launch behind this one, if it is an early one, may begin as far as its `wait_for_earlier`: then the
+// launches before it are done, and what they wrote can be read.
+__device__ __forceinline__ void let_later_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float f16_to_float(u16 bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
@@ -169,6 +182,34 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Parts of lines that others read, or fill, soon: the line stays in L2 while what streams through it goes; at
+// `last` it may go, too. (A policy is a whole warp's: hence two instructions.)
+#define POLICY(kind) "{ .reg .b64 p; createpolicy.fractional.L2::" kind ".b64 p, 1.0; "
+__device__ __forceinline__ u32 load_kept(const u32* p, bool last) {
+  u32 v;
+  if (last)
+    asm volatile(POLICY("evict_first") "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
+  else
+    asm volatile(POLICY("evict_last") "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void store_kept(float* p, float v, bool last) {
+  if (last)
+    asm volatile(POLICY("evict_first") "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v)
+                 : "memory");
+  else
+    asm volatile(POLICY("evict_last") "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v)
+                 : "memory");
+}
+__device__ __forceinline__ void store_kept(u8* p, u8 v, bool last) {
+  if (last)
+    asm volatile(POLICY("evict_first") "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v)
+                 : "memory");
+  else
+    asm volatile(POLICY("evict_last") "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v)
+                 : "memory");
 }
 
 // 16 bytes that nobody reads again.

@@ -59,11 +59,12 @@ extern "C" __global__ void __launch_bounds__(64)
 // What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
 // Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 256 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
+// Launch: blocks of 512 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
 //   and the table of strips. The next tile travels while this one, in registers, is quantised.
-extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
     quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
-                   i64 pow2, float eps, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+                   i64 pow2, float eps, int* taken, u8* row_codes, void* row_scales, u8* codes,
+                   void* scales) {
   const int size = KIND == F32 ? 4 : 2;
   DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
@@ -74,8 +75,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
   const Rule rule = {FMT, (int)pow2, MX, eps};
   const Strips strips_of =
       find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
-  const Turns turns(strips_of, columns, places, true);
-  clear_scales(turns, strips, columns, MX ? 1 : 4, scales);
+  Turns turns(strips_of, columns, places, taken);
   auto look = [&](u32 turn) {
     if (t < TILE && turns.has(turn)) row_of[turn % 2][t] = turns.row(turn, t);
   };
@@ -86,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
     copy_async_commit();
   };
   turns.start(look, fetch);
+  clear_scales(turns, strips, columns, MX ? 1 : 4, scales);
   const u8* mine = in + (t / 32 * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
@@ -101,6 +102,12 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,
                   scales, stage, beside);
   }
+}
+
+// Before a launch that takes tiles in turn and begins early (tile.cuh: Turns).
+extern "C" __global__ void no_tiles_taken(int* taken) {
+  let_later_begin();
+  *taken = 0;
 }
 
 // First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses

@@ -277,10 +277,10 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
 // The forward with column-wise blocks beside the row-wise ones, from one read.
 // Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Launch: as quantize_tiles, with a and b in shared memory.
-extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
-                          u8* row_codes, void* row_scales, u8* codes, void* scales) {
+                          int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
   const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
   DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
@@ -292,8 +292,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
   const Strips strips_of = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
-  const Turns turns(strips_of, width, places, true);
-  clear_scales(turns, strips, width, MX ? 1 : 4, scales);
+  Turns turns(strips_of, width, places, taken);
   const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
   auto look = [&](u32 turn) {
     if (t >= TILE || !turns.has(turn)) return;
@@ -310,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 || __CUDA_ARCH__ <
     copy_async_commit();
   };
   turns.start(look, fetch);
+  clear_scales(turns, strips, width, MX ? 1 : 4, scales);
   u8* mine = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {

@@ -9,6 +9,7 @@ import numpy as np
 
 from fp8moe.kernels_cuda.launch import KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
+    TILE_THREADS,
     quantize,
     rows_are_whole,
     tile_blocks,
@@ -48,11 +49,12 @@ def swiglu_quantize(
     rows, width = h.shape[0], h.shape[1] // 2
     shared = tile_bytes(2 * h.dtype.itemsize, expert_offsets)
     if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared):
+        blocks, taken = tile_blocks(out.columnwise, width, expert_offsets)
         launch(
             "swiglu",
             "swiglu_quantize_tiles",
-            tile_blocks(out.columnwise, width, expert_offsets),
-            256,
+            blocks,
+            TILE_THREADS,
             h,
             *_probs(probs),
             *_constants(activation),
@@ -60,9 +62,11 @@ def swiglu_quantize(
             width,
             *with_experts(expert_offsets),
             out.columnwise.scales.shape[0],
+            taken,
             *tile_results(out.rowwise, out.columnwise),
             shared=shared,
             defines=_variant(h, activation, out.columnwise),
+            early=taken is not None,
         )
         return
     y = scratch((rows, width), np.float32)

@@ -1,23 +1,25 @@
 // Tiles of 128 rows by 128 columns that are written transposed: where their rows lie, and the way through
 // shared memory that makes whole lines of the result.
 //
-// A block is 8 warps; warp w has chunk w, 16 successive rows; lane l has columns 4 l to 4 l + 3.
+// Where tiles are quantised a block is 16 warps; warp w has chunk w, 8 successive rows; lane l has columns 4
+// l to 4 l + 3.
 #pragma once
 #include "fp8.cuh"
 
 #define TILE 128
-#define CHUNK_ROWS 16
-#define CHUNKS 8
-#define GROUP 16  // rows of tiles that are worked on at a time
+#define CHUNK_ROWS 8
+#define CHUNKS 16
+#define TILE_THREADS (32 * CHUNKS)
 
 // ---- the way through the tiles
 //
-// As many blocks as fit at once take tiles in turn: the first of GROUP rows of tiles, then their next ones,
-// so that what is read, or written, at a time lies together. A row of tiles is a strip of 128 rows, or four
-// of 32, and no strip crosses an expert: strips are numbered through all experts.
+// As many blocks as fit at once make tiles in turn, one column of tiles after the other, from above to below:
+// what is written at a time lies together, and lines that two tiles share are whole before they leave L2. If
+// they have many, a block takes its next one when it is free, so that none falls behind. A row of tiles is a
+// strip of 128 rows, or four of 32, and no strip crosses an expert: strips are numbered through all experts.
 
 struct __align__(16) Place {  // of a tile
-  int row, column;            // in tiles
+  int row, column;            // in tiles; row -1: there is none
   int base[4], count[4];      // of its strips: the first row, and how many
 };
 
@@ -30,8 +32,7 @@ struct Strips {
   i64 rows;
 };
 
-// Places that a block keeps: it looks up half of them at a time, well before it gets there.
-#define PLACES 16
+#define PLACES 4  // that a block keeps
 
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
 // launch of 3 us), by 256 threads of it. With `used` the rows behind the last expert, and before the first,
@@ -73,80 +74,87 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
   return {offsets, table, ranges, height, before, rows};
 }
 
+// By a whole warp: how many of the strips' experts begin at or before this one is counted, not searched for;
+// that is a chain of one load, not of one for every halving.
 __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base, int* count) {
-  if (!s.offsets) {
-    *base = (int)clamped((i64)strip * s.height, s.rows);
-    *count = (int)clamped(s.rows - *base, s.height);
-    return;
+  int first = strip * s.height, end = (int)s.rows;
+  if (s.offsets) {
+    int e = -1;  // its expert
+    for (int e0 = 0; e0 < s.ranges; e0 += 32) {
+      const int mine = e0 + threadIdx.x % 32;
+      e += __popc(__ballot_sync(0xffffffffu, mine < s.ranges && s.table[mine] <= strip));
+    }
+    first = e < 0 ? 0 : s.table[s.ranges + e] + (strip - s.table[e]) * s.height;
+    end = e < 0 ? 0 : s.table[2 * s.ranges + e];
   }
-  const int low = last_at_most(s.table, s.ranges, strip);  // its expert
-  *base = *count = 0;
-  if (!s.ranges) return;
-  const i64 first = s.table[s.ranges + low] + (i64)(strip - s.table[low]) * s.height;
-  *base = (int)clamped(first, s.rows);
-  *count = (int)clamped(s.table[2 * s.ranges + low] - first, s.height);
+  *base = min(first, (int)s.rows);
+  *count = (int)clamped((i64)end - first, s.height);
 }
 
-// A block's tiles, by turn: which it makes, and where they lie. With `by_four` it takes four of a row of
-// tiles one after the other, if that leaves the blocks evenly busy. `downwards`: it takes its share of all
-// tiles in one run, column by column of tiles.
+// A block's tiles, by turn: which it makes, and where they lie. `taken`: how many have been taken beyond the
+// first two of each block, 0 from the launch before this one; null: the turns are fixed.
 struct Turns {
   Strips strips;
-  Place* places;               // [PLACES] in shared memory
-  u32 down, units, unit_bits;  // rows of tiles; units of 1 or 4 tiles
-  u32 first, step, end;        // of its units
+  Place* places;  // [PLACES] in shared memory
+  int* taken;
+  u32 down, across, claim;  // in tiles; warp 7, lane 0: the next tile that was taken
 
-  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, bool by_four,
-                                   bool downwards = false)
-      : strips(s), places(p) {
-    const u32 across = (u32)((columns + TILE - 1) / TILE);
-    down = (s.total + TILE / s.height - 1) / (TILE / s.height);
-    const u32 fours = down * (across / 4);
-    unit_bits = by_four && across % 4 == 0 && (fours >= 8 * gridDim.x || fours == gridDim.x) ? 2 : 0;
-    units = down * (across >> unit_bits);
-    step = downwards ? 1 : gridDim.x;
-    first = blockIdx.x;
-    end = units;
-    if (downwards) {
-      // as many runs down each column of tiles as there are blocks for, at the same rows at the same time:
-      // they share lines, of scales too; fewer blocks than columns take what comes
-      const u32 runs = across ? gridDim.x / across : 0, run = runs ? blockIdx.x / across : blockIdx.x;
-      const u64 top = runs ? blockIdx.x % across * down : 0, all = runs ? down : units;
-      const u32 parts = runs ? runs : gridDim.x;
-      first = run < parts ? (u32)(top + all * run / parts) : units;
-      end = run < parts ? (u32)(top + all * (run + 1) / parts) : units;
-    }
-  }
-  __device__ __forceinline__ u32 unit(u32 turn) const { return first + (turn >> unit_bits) * step; }
-  __device__ __forceinline__ bool has(u32 turn) const { return unit(turn) < end; }
+  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, int* t)
+      : strips(s),
+        places(p),
+        taken(t),
+        down((s.total + TILE / s.height - 1) / (TILE / s.height)),
+        across((u32)((columns + TILE - 1) / TILE)) {}
   __device__ __forceinline__ Place& place(u32 turn) const { return places[turn % PLACES]; }
+  __device__ __forceinline__ bool has(u32 turn) const { return place(turn).row >= 0; }
 
-  // A warp looks up the places of PLACES / 2 turns; a lane has one strip of one of them.
-  __device__ __forceinline__ void find(u32 next) const {
-    const u32 lane = threadIdx.x % 32, turn = next + lane / 4, q = lane % 4, parts = TILE / strips.height;
-    if (q >= parts || !has(turn)) return;
-    const u32 height = step == 1 ? down : GROUP;  // of a group of tiles
-    const u32 i = unit(turn), of_group = height * (units / down), group = i / of_group;
-    const u32 in_group = min(down - group * height, height), rest = i - group * of_group;
-    const u32 row = group * height + rest % in_group;
+  // Warp 7 looks up where the tile of a turn lies, turn by turn.
+  __device__ __forceinline__ void find(u32 turn) {
+    u32 tile = blockIdx.x + turn * gridDim.x;
+    if (taken && turn > 1) {
+      tile = __shfl_sync(0xffffffffu, claim, 0);
+      take();
+    }
+    const bool leads = threadIdx.x % 32 == 0;
     Place& p = place(turn);
-    find_strip(strips, row * parts + q, &p.base[q], &p.count[q]);
-    if (q == 0) p.row = row, p.column = (rest / in_group << unit_bits) + turn % (1u << unit_bits);
+    if (tile >= down * across) {
+      if (leads) p.row = -1;
+      return;
+    }
+    const u32 column = tile / down, row = tile - column * down;
+    for (u32 q = 0; q < TILE / strips.height; ++q) {
+      int base, count;
+      find_strip(strips, (int)(row * (TILE / strips.height) + q), &base, &count);
+      if (leads) p.base[q] = base, p.count[q] = count;
+    }
+    if (leads) p.row = (int)row, p.column = (int)column;
+  }
+
+  __device__ __forceinline__ void take() {
+    if (taken && threadIdx.x % 32 == 0) claim = 2 * gridDim.x + atomicAdd(taken, 1);
   }
 
   // Before the first turn, by the whole block: its rows are looked up, and its tile is fetched.
   template <class Look, class Fetch>
-  __device__ __forceinline__ void start(Look& look, Fetch& fetch) const {
-    if (threadIdx.x < 32) find(0);
+  __device__ __forceinline__ void start(Look& look, Fetch& fetch) {
+    if (threadIdx.x / 32 == 7) {
+      find(0);
+      find(1);
+    }
     __syncthreads();
     look(0);
     __syncthreads();
     fetch(0);
+    if (threadIdx.x / 32 == 7) {
+      wait_for_earlier();
+      take();
+    }
   }
 
-  // At the top of every turn, by the whole block: what comes next is known behind the next barrier but one.
-  __device__ __forceinline__ void begin(u32 turn) const {
-    if (threadIdx.x / 32 == 7 && turn % (PLACES / 2) == PLACES / 4) find(turn + PLACES / 4);
+  // At the top of every turn, by the whole block: behind the next barrier it is known what comes next but
+  // one.
+  __device__ __forceinline__ void begin(u32 turn) {
+    if (threadIdx.x / 32 == 7) find(turn + 2);
   }
 
   // Row `t` of a tile, or -1.
@@ -165,29 +173,36 @@ __device__ __forceinline__ void clear_scales(const Turns& turns, i64 strips, i64
   for (i64 i = first + (i64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) ((u32*)scales)[i] = 0u;
 }
 
-// Where a column's 16 rows of a chunk lie in shared memory [TILE columns][TILE rows]: pieces of 16 bytes are
-// swizzled so that neither side has bank conflicts. The columns of a lane, four in a row, lie TILE apart.
+// Where a column's 8 rows of a chunk lie in shared memory [TILE columns][TILE rows]: swizzled by 8 bytes, so
+// that lanes with four columns each, which lie TILE apart, meet no bank twice.
 __device__ __forceinline__ u8* staged(u8* stage, int column, int chunk) {
-  return stage + column * TILE + ((chunk ^ (column / 4 & 7)) * CHUNK_ROWS);
+  return stage + column * TILE + ((chunk ^ (column / 4 & 15)) * CHUNK_ROWS);
 }
 
 // out [columns, rows]: each column's segment of the tile, eight lanes a segment, so that whole lines go out.
-// A lane has chunk lane % 8 of each: `count` rows from `base` on. columns is a multiple of 16.
+// A lane has chunks 2 (lane % 8) and the next of each: `count` rows from `base` on. columns is a multiple of
+// 16.
 __device__ __forceinline__ void write_columns(u8* stage, int base, int count, i64 first_column, i64 columns,
                                               i64 rows, u8* out) {
-  const u32 lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16 + lane / 8;
-  if (count <= 0 || first_column + threadIdx.x / 32 * 16 >= columns) return;
+  const u32 lane = threadIdx.x % 32, first = threadIdx.x / 32 * 8 + lane / 8;
+  if (count <= 0 || first_column + threadIdx.x / 32 * 8 >= columns) return;
   u8* to = out + (first_column + first) * rows + base;
-  if (count == CHUNK_ROWS && (((size_t)out | rows | base) & 15) == 0) {
+  const bool whole = count == 2 * CHUNK_ROWS && (((size_t)out | rows | base) & 15) == 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i, to += 4 * rows)
-      __stcs((uint4*)to, *(const uint4*)staged(stage, first + 4 * i, lane % 8));
-    return;
+  for (int i = 0; i < 2; ++i, to += 4 * rows) {
+    const int column = first + 4 * i;
+    const uint2 low = *(const uint2*)staged(stage, column, lane % 8 * 2);
+    const uint2 high = *(const uint2*)staged(stage, column, lane % 8 * 2 + 1);
+    if (whole) {
+      __stcs((uint4*)to, make_uint4(low.x, low.y, high.x, high.y));
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < count; ++r) {
+        const u32 word = r < 4 ? low.x : r < 8 ? low.y : r < 12 ? high.x : high.y;
+        to[r] = (u8)(word >> (r % 4 * 8));
+      }
+    }
   }
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i, to += 4 * rows)
-#pragma unroll 1
-    for (int r = 0; r < count; ++r) to[r] = staged(stage, first + 4 * i, lane % 8)[r];
 }
 
 // A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where row_of is -1. x: the tile's
@@ -198,9 +213,9 @@ __device__ __forceinline__ void fetch_tile(u8* in, const int* row_of, const u8* 
   in += t * 16;
   x += t % vectors * 16;
 #pragma unroll
-  for (u32 k = 0; k < TILE * vectors / 256; ++k) {
-    const int row = row_of[t / vectors + 256 / vectors * k];
-    copy_async16(in + 256 * 16 * k, x + (u64)(u32)row * row_bytes, row >= 0);
+  for (u32 k = 0; k < TILE * vectors / TILE_THREADS; ++k) {
+    const int row = row_of[t / vectors + TILE_THREADS / vectors * k];
+    copy_async16(in + TILE_THREADS * 16 * k, x + (u64)(u32)row * row_bytes, row >= 0);
   }
 }
 
@@ -218,8 +233,9 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
                                               TileShared& s) {
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int mx = rule.mx;
-  const int q = mx ? warp / 2 : 0, inside = (mx ? warp % 2 : warp) * CHUNK_ROWS;
   const i64 first_column = (i64)place.column * TILE, first_strip = (i64)place.row * (mx ? 4 : 1);
+  const int q = mx ? warp / 4 : 0, inside = (mx ? warp % 4 : warp) * CHUNK_ROWS;
+  const bool last_column = first_column + TILE >= columns;
   float scale;
   u8 exponent;
   if (row_codes) {
@@ -241,7 +257,8 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
         if (i >= count) continue;
         *(u32*)(to + (u32)(i * width)) =
             encode4(v[i][0] * factor, v[i][1] * factor, v[i][2] * factor, v[i][3] * factor, rule.fmt);
-        if (lane % 8 == 0) ((u8*)row_scales)[(base + i) * blocks + (first_column + 4 * lane) / 32] = exponent;
+        u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
+        if (lane % 8 == 0) store_kept(at, exponent, last_column || (size_t)at % 128 == 127);
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) mine = top;
@@ -250,7 +267,8 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
     if (!mx) {  // a lane makes the scale of a row
       const float factor = block_scale(mine, rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) s.row_factors[warp * CHUNK_ROWS + lane] = factor;
-      if (lane < count) ((float*)row_scales)[(base + lane) * blocks + first_column / TILE] = scale;
+      float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
+      if (lane < count) store_kept(at, scale, last_column || (size_t)at % 128 == 124);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < CHUNK_ROWS; ++i) {
@@ -270,7 +288,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
   *(uint4*)&s.largest[warp][4 * lane] = make_uint4(top[0], top[1], top[2], top[3]);
   __syncthreads();
   const u32 parts = mx ? 4 : 1, chunks = CHUNKS / parts;
-  for (u32 k = t; k < parts * TILE; k += 256) {  // a thread makes the scale of a column
+  for (u32 k = t; k < parts * TILE; k += TILE_THREADS) {  // a thread makes the scale of a column
     const u32 part = k / TILE, c = k % TILE;
     const i64 strip = first_strip + part;
     u32 largest = 0;
@@ -289,16 +307,16 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
   u8* my_stage = staged(stage, 4 * lane, warp);
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    u32 words[4];
+    u32 words[2];
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
+    for (int k = 0; k < 2; ++k)
       words[k] = encode4(v[4 * k][c] * by[c], v[4 * k + 1][c] * by[c], v[4 * k + 2][c] * by[c],
                          v[4 * k + 3][c] * by[c], rule.fmt);
-    *(uint4*)(my_stage + c * TILE) = make_uint4(words[0], words[1], words[2], words[3]);
+    *(uint2*)(my_stage + c * TILE) = make_uint2(words[0], words[1]);
   }
   __syncthreads();
-  const int r = mx ? lane % 8 / 2 : 0, from = (mx ? lane % 2 : lane % 8) * CHUNK_ROWS;
-  const int wanted = first_strip + r < used ? (int)clamped(place.count[r] - from, CHUNK_ROWS) : 0;
+  const int r = mx ? lane % 8 / 2 : 0, from = (mx ? lane % 2 : lane % 8) * (2 * CHUNK_ROWS);
+  const int wanted = first_strip + r < used ? (int)clamped(place.count[r] - from, 2 * CHUNK_ROWS) : 0;
   write_columns(stage, place.base[r] + from, wanted, first_column, columns, rows, codes);
 }
 

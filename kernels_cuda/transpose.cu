@@ -1,7 +1,7 @@
 // Scaling-aware transpose: codes move by whole powers of two; the rule is in fp8moe/reference/transpose.py.
 //
-// scaling_aware_transpose and scaling_aware_transpose_by_rings are the fast path, for columns in multiples of
-// 16; scaling_aware_transpose_plain serves the rest, one thread a column.
+// scaling_aware_transpose is the fast path, for columns in multiples of 16; scaling_aware_transpose_plain
+// serves the rest, one thread a column.
 #include "tile.cuh"
 
 #ifndef FMT
@@ -84,52 +84,12 @@ struct Results {
   void* scales;  // [strips, columns]
 };
 
-// Where a warp's 16 columns wait until a line of 128 bytes of one is complete: what is written in parts, from
-// two tiles, costs nearly twice as much (48,128 x 7168: 340 us against 207, with nothing else done). A byte's
-// place is its address modulo 256. For tiles one below the other, whose rows begin at multiples of 16.
-struct Ring {
-  u8* bytes;  // [16 columns][256]; null: codes are written at once
-  int first;  // row of the first tile that lies above this one without a gap
-
-  __device__ __forceinline__ u8* place(u32 column, size_t address) const {
-    return bytes + column * 256 + address % 256;
-  }
-  // A tile of `count` rows from `base` on has come. last: all that is left goes out.
-  __device__ __forceinline__ void write(const Results& to, i64 first_column, int base, int count,
-                                        bool last) const {
-    const u32 lane = threadIdx.x % 32, piece = lane % 8 * 16, above = base - first;
-    // of column lane / 8, and of every fourth one from there
-    u8* out = to.codes + (first_column + lane / 8) * to.rows + base;
-    const At ring_at = at_of(bytes) + lane / 8 * 256;
-    __syncwarp();
-#pragma unroll
-    for (u32 k = 0; k < 4; ++k, out += 4 * to.rows) {
-      const u32 low = (u32)(size_t)out, lead = low % 128;
-      const bool ours = piece + above >= lead;  // not of the block that makes the tiles above
-      if (lead + count >= 128 && ours)
-        __stcs((int4*)(out + (int)(piece - lead)), load_ints_at(ring_at + k * 1024 + (low & 128) + piece));
-    }
-    if (last) {
-#pragma unroll 1
-      for (u32 k = 0; k < 4; ++k) {
-        out -= 4 * to.rows;
-        const u32 lead = (size_t)out % 128, end = lead + count;
-        const bool ours = piece + above >= lead || end >= 128;
-        u8* line = out - lead + end / 128 * 128 + piece;
-        if (piece < end % 128 && ours)
-          *(uint4*)line = *(const uint4*)place(lane / 8 + 12 - 4 * k, (size_t)line);
-      }
-    }
-    __syncwarp();
-  }
-};
-
 // A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
 // NaN among them, and (`filled`, the rows that count) for the target "tile". at: of its first scale; -1: not
 // kept.
 __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const int* exponents,
-                                        const u32* filled, u32 part, int left, u8* to, i64 rows,
-                                        const Ring& ring, i64 at, bool some_rows, void* out_scales) {
+                                        const u32* filled, u32 part, int left, u8* to, i64 rows, i64 at,
+                                        bool some_rows, void* out_scales) {
   const int fmt = FMT, mx = MX;
   const u32 behind = mx ? 8 : 32;  // lanes that share a block
 #pragma unroll 1
@@ -152,8 +112,7 @@ __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const in
     target = final_target(target, mx);
 #pragma unroll 1
     for (u32 r = 0; r < 8 && (int)r < left; ++r)
-      (ring.bytes ? ring.place(mine.column % 16 + c, (size_t)to) : to)[r] =
-          (u8)encode2(moved_value(value(r), exponents[mine.row(r)], target), 0.f, fmt);
+      to[r] = (u8)encode2(moved_value(value(r), exponents[mine.row(r)], target), 0.f, fmt);
     if (at < 0 || threadIdx.x % behind > 1) continue;
     if (mx)
       ((u8*)out_scales)[at + c] = some_rows ? (u8)(target + 127) : 0;
@@ -186,12 +145,10 @@ struct Spread {
 // Where a tile keeps the exponent of row r: a lane finds its eight in the order of its steps.
 __device__ __forceinline__ u32 exponent_at(u32 row) { return row ^ row / 8 % 4; }
 
-// A warp's part of a tile. RINGS: there may be one. exponents: [PARTS][TILE]. filled: [TILE], for all warps
-// of the block, which come here together.
-template <bool RINGS>
+// A warp's part of a tile. exponents: [PARTS][TILE]. filled: [TILE], for all warps of the block, which come
+// here together.
 __device__ __forceinline__ void transpose_tile(const Place& place, const u8* codes, const int* exponents,
-                                               Spread spread, bool tile, u32* filled, const Results& to,
-                                               const Ring& ring) {
+                                               Spread spread, bool tile, u32* filled, const Results& to) {
   const int fmt = FMT, mx = MX;
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const Lane mine;
@@ -303,13 +260,7 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
           of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], order + 0x1111u * c),
                                             __byte_perm(pairs[2], pairs[3], order + 0x1111u * c));
       }
-      if (RINGS && ring.bytes) {
-        const At ring_at = at_of(ring.bytes) + mine.column % 16 * 256;
-        if (left > 0)
-#pragma unroll
-          for (u32 c = 0; c < 8; ++c)
-            store_words_at(ring_at + c * 256 + ((u32)(size_t)out + c * (u32)to.rows) % 256, of_column[c]);
-      } else if (left >= 8 && (((size_t)to.codes | to.rows | base) & 7) == 0) {
+      if (left >= 8 && (((size_t)to.codes | to.rows | base) & 7) == 0) {
 #pragma unroll
         for (int c = 0; c < 8; ++c, out += to.rows) __stcs((uint2*)out, of_column[c]);
       } else if (left > 0) {
@@ -319,15 +270,29 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
       return;
     }
   }
-  by_columns(mine, codes, row_exponents, tile ? filled + mine.first_row : 0, part, left, out, to.rows, ring,
+  by_columns(mine, codes, row_exponents, tile ? filled + mine.first_row : 0, part, left, out, to.rows,
              keeps_scales ? strip * to.columns + first_column : -1, some_rows, to.scales);
 }
 
-template <bool RINGS>
-__device__ __forceinline__ void transpose_tiles(const u8* codes, const void* scales, const int* source,
-                                                const int* offsets, i64 experts, i64 rows, i64 columns,
-                                                i64 strips, i64 tile, u8* out, void* out_scales) {
-  DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | a ring for each warp | the table of strips
+// What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
+//   [columns, rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros
+//   (-1).
+// Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
+// Bytes: every code read once and written once.
+// Launch: blocks of 256 threads, as many as fit at once; shared memory for the tiles and the table of strips.
+//   The next tile's codes and scales travel while this one is made. A warp has whole columns of a tile: so a
+//   column's largest is found by shuffles, a warp writes whole lines, and the only barrier is the one behind
+//   which a tile has arrived.
+// How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
+//   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
+//   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
+//   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
+//   column, value by value.
+extern "C" __global__ void __launch_bounds__(256, 3)
+    scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
+                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, int* taken, u8* out,
+                            void* out_scales) {
+  DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | the table of strips
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
   __shared__ Place places[PLACES];
   __shared__ int row_of[2][TILE];  // of the codes; -1: no such row
@@ -337,16 +302,8 @@ __device__ __forceinline__ void transpose_tiles(const u8* codes, const void* sca
   const int mx = MX;
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const Strips strips_of =
-      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + (RINGS ? 4 : 2) * TILE * TILE));
-  bool at_once = true;
-  if (RINGS) {  // not where an expert begins in the middle of 16 bytes, or before the one above it ends
-    at_once = ((size_t)out | rows) % 16 != 0;
-    for (i64 e = t; offsets && e <= experts; e += 256)
-      at_once = at_once || offsets[e] % 16 || (e > 0 && offsets[e - 1] > offsets[e]);
-    at_once = __syncthreads_or(at_once);
-  }
-  const Turns turns(strips_of, columns, places, false, !at_once);
-  clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
+      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 2 * TILE * TILE));
+  Turns turns(strips_of, columns, places, taken);
   const Results to = {rows, columns, strips, out, out_scales};
   const u32 row_words = (u32)((columns + TILE - 1) / TILE);
   u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
@@ -357,7 +314,11 @@ __device__ __forceinline__ void transpose_tiles(const u8* codes, const void* sca
     if (row >= 0 && source) row = source[row];
     row_of[turn % 2][t] = row;
     there = row >= 0;
-    word = there ? ((const u32*)scales)[(u64)(u32)row * row_words + turns.place(turn).column] : 0u;
+    word = 0u;
+    if (!there) return;
+    const u32 column = turns.place(turn).column;
+    const u32* at = (const u32*)scales + (u64)(u32)row * row_words + column;
+    word = load_kept(at, column + 1 == row_words || ((size_t)at & 127) == 124);
   };
   auto fetch = [&](u32 turn) {
     if (turns.has(turn)) {
@@ -372,8 +333,8 @@ __device__ __forceinline__ void transpose_tiles(const u8* codes, const void* sca
     }
     copy_async_commit();
   };
-  Ring ring = {!RINGS || at_once ? 0 : in[2] + warp * (16 * 256), 0};
   turns.start(look, fetch);
+  clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
     const u32 b = turn % 2;
@@ -399,47 +360,8 @@ __device__ __forceinline__ void transpose_tiles(const u8* codes, const void* sca
       spread.high = max(spread.high, spreads[b][k].high);
     }
     const Place& place = turns.place(turn);
-    if (turn == 0 || place.row == 0) ring.first = place.base[0];
-    transpose_tile<RINGS>(place, in[b], exponents[b][0], spread, tile, filled, to, ring);
-    const i64 first_column = (i64)place.column * TILE + warp * 16;
-    if (!RINGS || at_once || first_column >= columns) continue;
-    int count = place.count[0];
-    for (int k = 1; k < PARTS; ++k) count += place.count[k];
-    ring.write(to, first_column, place.base[0], count,
-               place.row + 1 == (int)turns.down || !turns.has(turn + 1));
+    transpose_tile(place, in[b], exponents[b][0], spread, tile, filled, to);
   }
-}
-
-// What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
-//   [columns, rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros
-//   (-1).
-// Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
-// Bytes: every code read once and written once.
-// Launch: blocks of 256 threads, as many as fit at once; shared memory for the tiles and the table of strips.
-//   The next tile's codes and scales travel while this one is made. A warp has whole columns of a tile: so a
-//   column's largest is found by shuffles, a warp writes whole lines, and the only barrier is the one behind
-//   which a tile has arrived.
-// How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
-//   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
-//   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
-//   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
-//   column, value by value.
-extern "C" __global__ void __launch_bounds__(256, 3)
-    scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
-                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, u8* out,
-                            void* out_scales) {
-  transpose_tiles<false>(codes, scales, source, offsets, experts, rows, columns, strips, tile, out,
-                         out_scales);
-}
-
-// The same, for experts that do not all begin with a line: whole lines are written all the same, by way of
-// rings, in as many blocks as fit at once.
-extern "C" __global__ void __launch_bounds__(256, 3)
-    scaling_aware_transpose_by_rings(const u8* codes, const void* scales, const int* source,
-                                     const int* offsets, i64 experts, i64 rows, i64 columns, i64 strips,
-                                     i64 tile, u8* out, void* out_scales) {
-  transpose_tiles<true>(codes, scales, source, offsets, experts, rows, columns, strips, tile, out,
-                        out_scales);
 }
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,

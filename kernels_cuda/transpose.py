@@ -20,17 +20,16 @@ from fp8moe.kernels_cuda.launch import (
 )
 from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import (
-    MANY_TILES,
     TILE,
     fits_in_shared,
     make_strips,
     tile_bytes,
     tiles_down,
+    tiles_taken,
     with_experts,
 )
 from fp8moe.records import PermutationPlan, QuantTensor
 
-LINE = 128  # bytes
 RESIDENT = 3  # blocks of the tile kernel on a multiprocessor
 
 
@@ -51,14 +50,14 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
         _refuse_other_scales(q.scales)
     columns, count = q.data.shape[1], out.scales.shape[0]
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
-    # experts may begin in the middle of a line, unless there are no more strips than rows make
-    rings = rows % LINE != 0 or count * out.block[0] > rows
-    shared = tile_bytes(3 if rings else 1, offsets)  # a tile, the next one, rings as large as both
-    blocks = _blocks(tiles_down(out) * threads(columns, TILE), rings)
+    shared = tile_bytes(1, offsets)
     if whole and fits_in_shared(shared):
+        tiles = tiles_down(out) * threads(columns, TILE)
+        blocks = min(tiles, RESIDENT * multiprocessors())
+        taken = tiles_taken(tiles, blocks)
         launch(
             "transpose",
-            "scaling_aware_transpose_by_rings" if rings else "scaling_aware_transpose",
+            "scaling_aware_transpose",
             blocks,
             256,
             q.data,
@@ -69,10 +68,12 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             columns,
             count,
             target == "tile",
+            taken,
             out.data,
             out.scales,
             shared=shared,
             defines=formats(q),
+            early=taken is not None,
         )
         return
     strips = make_strips(offsets, 1, rows, out.block[0], count)
@@ -80,14 +81,6 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     rule = (q.block[1], FORMATS[q.fmt], mx, target == "tile")
     arguments = (q.data, q.scales, source, strips, rows, columns, *rule, out.data, out.scales)
     launch("transpose", "scaling_aware_transpose_plain", grid, 128, *arguments)
-
-
-def _blocks(tiles: int, rings: bool) -> int:
-    """As many as fit at once; of very many tiles eight times as many, so that the hardware evens them out
-    (48,128 x 7168, 256 experts: 306 us against 333; with few tiles it costs up to a tenth), but not where
-    they have rings, which are best when a block makes many tiles one below the other."""
-    at_once = RESIDENT * multiprocessors()
-    return min(tiles, at_once if rings or tiles < MANY_TILES * at_once else 8 * at_once)
 
 
 def _refuse_other_scales(scales: Any) -> None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from test_expert_parallel import messages
 from test_grouped_gemm import wgrad_takes_any_scales
 from test_moe import layer_inputs
-from test_transpose import check, error_inputs, every_code_under_every_difference, exact, random_rowwise
+from test_transpose import (
+    check,
+    error_inputs,
+    every_code_under_every_difference,
+    exact,
+    random_rowwise,
+    tiles_are_taken_when_free,
+)
 
 import fp8moe
 from fp8moe.records import DeviceArray, QuantTensor, arrays_in, map_arrays
@@ -234,6 +241,11 @@ def test_transpose_by_tiles(counts, columns, width, fmt, target, spread, seed):
     q = random_rowwise(np.random.default_rng(seed), int(offsets[-1]), columns, fmt, width, spread)
     assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
     assert_same(*both(fp8moe.scaling_aware_transpose, q, target=target))
+
+
+def test_many_tiles_are_taken_when_free(monkeypatch):
+    counts = np.random.default_rng().integers(0, 400, 40)  # some 70 rows of tiles
+    tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 
 
 def test_transpose_of_many_experts():

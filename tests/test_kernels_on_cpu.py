@@ -12,7 +12,7 @@ import pytest
 from cases import BF16, assert_same, same_bits, values
 from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
-from test_transpose import random_rowwise
+from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
 from fp8moe.records import arrays_in
@@ -160,6 +160,10 @@ def assert_nearly_same(ours, theirs, offsets):
         if offsets is not None and a.shape == (128, 140):  # what no expert has is unspecified
             a, b = a[:, offsets[0] : offsets[-1]], b[:, offsets[0] : offsets[-1]]
         assert (a != b).mean() <= 1e-3
+
+
+def test_tiles_are_taken_when_free(monkeypatch):
+    tiles_are_taken_when_free(both, monkeypatch, [144, 0, 176, 16, 33], 256)
 
 
 def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):

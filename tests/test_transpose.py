@@ -9,6 +9,7 @@ from test_quantize import oracle_scale
 
 import fp8moe
 from fp8moe import QuantTensor
+from fp8moe.records import arrays_in
 
 
 def random_rowwise(rng, rows, cols, fmt, width, spread):
@@ -24,6 +25,32 @@ def random_rowwise(rng, rows, cols, fmt, width, spread):
     scales = np.exp2(exponents).astype(np.float32)
     scales[rng.random(shape) < 0.05] = 0
     return QuantTensor(codes, scales, fmt)
+
+
+def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
+    """As where blocks have many tiles: each takes its next one when it is free. All the same results."""
+    from fp8moe.kernels_cuda import quantize
+
+    monkeypatch.setattr(quantize, "MANY_TURNS", 0)
+    rng = np.random.default_rng()
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = int(offsets[-1])
+    x = values(rng, (rows, columns), BF16)
+    h, probs = values(rng, (rows, 2 * columns), BF16), rng.random(rows).astype(np.float32)
+    for width in (128, 32):
+        q = random_rowwise(rng, rows, columns, "e4m3", width, 5)
+        ours, theirs = both(fp8moe.scaling_aware_transpose, q, offsets)
+        assert same_bits(ours.data, theirs.data)
+        assert same_bits(ours.scales, theirs.scales)
+        block = {"block": (1, width), "columnwise": True}
+        for ours, theirs in (
+            both(fp8moe.quantize, x, **block),
+            both(fp8moe.swiglu_quantize, h, probs, **block),
+            both(fp8moe.swiglu_quantize, h, probs, **block, expert_offsets=offsets),
+        ):
+            # a sigmoid within 2^-21: a code in some 10^5 falls to the other side
+            for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+                assert (a.view(f"u{a.itemsize}") != b.view(f"u{a.itemsize}")).mean() <= 1e-3
 
 
 def exact(q):

@@ -143,6 +143,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     monkeypatch.setattr(border, "family_of", lambda x, name: family)
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(launch, "go", go)
+    monkeypatch.setattr(launch, "go_early", go)
     monkeypatch.setattr(launch, "go_tiled", go_tiled)
     monkeypatch.setattr(launch, "while_capturing", contextlib.nullcontext)
     monkeypatch.setattr(launch, "architecture", lambda device: architecture)
@@ -156,7 +157,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
 class Kernel:
     """What launch.py knows of a loaded kernel."""
 
-    parameters, shared, early = (), 1 << 30, False
+    parameters, shared = (), 1 << 30
 
     def __init__(self, function):
         self.function = function

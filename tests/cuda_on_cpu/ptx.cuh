@@ -4,6 +4,8 @@
 #define DYNAMIC_SHARED(name) alignas(128) static u8 name[1 << 18]
 #define DYNAMIC_SHARED_TILES(name) alignas(1024) static u8 name[1 << 18]
 
+inline void let_later_begin() {}
+inline void wait_for_earlier() {}
 inline float f16_to_float(u16 bits) {
   _Float16 h;
   memcpy(&h, &bits, 2);
@@ -71,4 +73,7 @@ template <int LEFT>
 void copy_async_wait() {}
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
+inline u32 load_kept(const u32* p, bool) { return *p; }
+inline void store_kept(float* p, float v, bool) { *p = v; }
+inline void store_kept(u8* p, u8 v, bool) { *p = v; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
