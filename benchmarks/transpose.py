@@ -17,15 +17,16 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [one_shape(640, 512, 4, 128)]
     mx = one_shape(12_496, 5120, 20, 32)
-    return [*(one_shape(*shape, 128) for shape in SHAPES), mx, permuted(4096, 256, 7168, 8)]
+    whole = one_shape(48_128, 7168, 256, 128, 128)  # as a plan with align_size=128 makes them
+    return [*(one_shape(*shape, 128) for shape in SHAPES), whole, mx, permuted(4096, 256, 7168, 8)]
 
 
-def one_shape(rows: int, columns: int, groups: int, block: int) -> Case:
+def one_shape(rows: int, columns: int, groups: int, block: int, align: int = 16) -> Case:
     rng = np.random.default_rng(0)
     x = tall(rows, columns) * np.exp2(rng.integers(-3, 4, (rows, 1))).astype(np.float32)
     q = fp8moe.quantize(x, block=(1, block))
-    # every group a multiple of 16 rows, as FP8 GEMMs without a grouped kernel want them
-    counts = 16 * np.bincount(rng.integers(0, groups, rows // 16), minlength=groups)
+    # every group a multiple of 16 rows, as FP8 GEMMs without a grouped kernel want them, or of `align`
+    counts = align * np.bincount(rng.integers(0, groups, rows // align), minlength=groups)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
     def right(t: Any, *_: np.ndarray) -> bool:
@@ -36,10 +37,10 @@ def one_shape(rows: int, columns: int, groups: int, block: int) -> Case:
 
     return Case(
         "scaling_aware_transpose" + (" MXFP8" if block == 32 else ""),
-        f"{rows} x {columns}, {groups} groups",
+        f"{rows} x {columns}, {groups} groups" + (f" in {align}s" if align > 16 else ""),
         (q.data, q.scales, offsets),
         lambda data, scales, offsets: fp8moe.scaling_aware_transpose(
-            fp8moe.QuantTensor(data, scales, block=(1, block)), offsets, align_size=16
+            fp8moe.QuantTensor(data, scales, block=(1, block)), offsets, align_size=align
         ),
         right,
         nbytes=2 * (q.data.nbytes + q.scales.nbytes),

@@ -38,7 +38,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         (f"A_FMT={a}", f"B_FMT={b}", f"CLUSTER={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (2, 1)
     ],
     "quantize": [*_CONVERSIONS, *((*c, "PACKED") for c in _CONVERSIONS if "MX=0" in c)],
-    "swiglu": [(*c, f"CLAMPED={clamped}") for c in _CONVERSIONS for clamped in (0, 1)],
+    "swiglu": [(*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)],
     "transpose": _FORMATS,
 }
 

@@ -23,9 +23,9 @@ from fp8moe.records import Quantized, QuantTensor
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
 TILE, TILE_THREADS = 128, 512  # as in tile.cuh
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
-# Tiles of a block from which on taking them when it is free pays for a launch more (1.3 us): 193 us in place of
-# 199 for 48,128 x 7168 transposed (53 tiles a block), 40.7 in place of 39.9 for 12,544 x 5120 (10)
-MANY_TURNS = 16
+# Tiles of a block from which on taking them when it is free pays for a launch more (1.3 us): 193 us in place
+# of 199 for 48,128 x 7168 transposed (53 tiles a block), but 40.7 in place of 39.9 for 12,544 x 5120 (10)
+MANY_TURNS = 12
 DECLARED = 10 * 1024  # bytes of shared memory that the tile kernels declare, at most
 
 
@@ -161,8 +161,8 @@ def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[in
 
 
 def tiles_taken(tiles: int, blocks: int) -> Any:
-    """How many tiles have been taken, 0, for blocks with so many that they take them when they are free; None:
-    their turns are fixed (tile.cuh: Turns). What is launched next may begin early."""
+    """How many tiles have been taken, 0, for blocks with so many that they take them when they are free;
+    None: their turns are fixed (tile.cuh: Turns). What is launched next may begin early."""
     if tiles < MANY_TURNS * blocks:
         return None
     taken = scratch((1,), np.int32)
@@ -216,9 +216,10 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     strides = (1, q.scales.shape[1], 0) if ready else (blocks, 1, blocks * ceil_div(rows, height))
     fast = q.block in ROW_BLOCKS and columns % 16 == 0
     if fast and q.data.ptr % 16 == out.ptr % 16 == 0 and out.size < 2**35:
-        vectors = out.size // 16
-        arguments = (q.data, q.scales, vectors, columns // 16, *strides[:2], out)
-        launch("quantize", "dequantize_rows", threads(vectors), 256, *arguments, defines=conversion(out, q))
+        vectors = out.size // 8
+        arguments = (q.data, q.scales, vectors, columns // 8, *strides[:2], out)
+        many = threads(vectors, 2 * 256)
+        launch("quantize", "dequantize_rows", many, 256, *arguments, defines=conversion(out, q))
         return
     scale_kind = 0 if q.scales.dtype == np.float32 else 1 if is_mx(q.block) else 2
     launch(

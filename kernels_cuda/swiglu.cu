@@ -10,7 +10,7 @@
 #define KIND BF16  // what the fast path reads
 #define FMT 0      // what it writes: e4m3
 #define MX 0       // blocks of 128
-#define CLAMPED 0  // whether it clamps or adds an offset
+#define BARE 1     // alpha 1, nothing clamped or added
 #endif
 
 struct Element {
@@ -144,7 +144,7 @@ struct Gates {
 // Whether all are near enough for the quick sigmoid.
 __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   g.free = 0xffffu;
-  if (CLAMPED) {
+  if (!BARE) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (g.a[i] > act.clamp) g.free &= ~(1u << i), g.a[i] = act.clamp;
@@ -157,7 +157,7 @@ __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   bool near = true;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float x = act.alpha * g.a[i];
+    const float x = BARE ? g.a[i] : act.alpha * g.a[i];
     near = near && fabsf(x) < FAR;
     g.s[i] = quick_sigmoid(x);
   }
@@ -218,20 +218,21 @@ extern "C" __global__ void __launch_bounds__(256)
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
-// Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
-extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
+// Launch: a block a row, a warp 64 of its vectors, or every eighth 64 of a long row; the sum for dprobs is
+// float64 over groups of eight products, in a fixed order.
+extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 2 : 3)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
-                                  const int* last, float clamp, float alpha, float offset, i64 rows,
-                                  i64 vectors, u8* codes, void* scales, float* dprobs) {
+                                  const int* last, float clamp, float alpha, float offset, i64 vectors,
+                                  u8* codes, void* scales, float* dprobs) {
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
-  const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
-  if (row >= rows) return;
+  __shared__ double sums[8];  // of the warps
+  const i64 row = blockIdx.x;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = lanes_of(MX);
   const bool real = !last || row < *last;
   const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
   double sum = 0.0;
-  for (i64 first = 0; first < vectors; first += 64) {
+  for (i64 first = 64 * warp; first < vectors; first += 2 * blockDim.x) {
     const i64 at = vector_of(first, lane, MX), half = row * 2 * vectors + at;
     const bool whole = at + lanes < vectors;
     float da[2][8], db[2][8];
@@ -257,10 +258,10 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
         for (int i = 0; i < 8; ++i) {
           const float gate = g.a[i] * g.s[i], scaled = grads[i] * prob;
           part += grads[i] * gate * g.b[i];
-          da[u][i] = scaled * g.b[i] * (g.s[i] + act.alpha * gate * (1.f - g.s[i]));
+          da[u][i] = scaled * g.b[i] * (g.s[i] + (BARE ? gate : act.alpha * gate) * (1.f - g.s[i]));
           db[u][i] = scaled * gate;
-          if (CLAMPED && !(g.free >> i & 1u)) da[u][i] = 0.f;
-          if (CLAMPED && !(g.free >> (8 + i) & 1u)) db[u][i] = 0.f;
+          if (!BARE && !(g.free >> i & 1u)) da[u][i] = 0.f;
+          if (!BARE && !(g.free >> (8 + i) & 1u)) db[u][i] = 0.f;
         }
         sum += (double)part;
       }
@@ -271,7 +272,11 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
-  if (lane == 0) dprobs[row] = (float)sum;
+  if (lane == 0) sums[warp] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (u32 w = 1; w < blockDim.x / 32; ++w) sum += sums[w];
+  dprobs[row] = (float)sum;
 }
 
 // The forward with column-wise blocks beside the row-wise ones, from one read.
@@ -286,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
   __shared__ Place places[PLACES];
-  __shared__ int row_of[2][TILE], used;
+  __shared__ int used;
   __shared__ float row_probs[2][TILE];
   const u32 t = threadIdx.x, warp = t / 32;
   const Activation act = {clamp, alpha, offset};
@@ -297,14 +302,13 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
   auto look = [&](u32 turn) {
     if (t >= TILE || !turns.has(turn)) return;
     const int row = turns.row(turn, t);
-    row_of[turn % 2][t] = row < last ? row : -1;
     row_probs[turn % 2][t] = row >= 0 && row < last && probs ? load(probs, row, (int)probs_kind) : 1.f;
   };
   auto fetch = [&](u32 turn) {
     if (turns.has(turn)) {
       const u8* x = (const u8*)h + turns.place(turn).column * (TILE * size);
-      fetch_tile<size>(in, row_of[turn % 2], x, (u32)width * 2 * size);
-      fetch_tile<size>(in + table, row_of[turn % 2], x + width * size, (u32)width * 2 * size);
+      fetch_tile<size, MX>(in, turns.place(turn), last, x, (u32)width * 2 * size);
+      fetch_tile<size, MX>(in + table, turns.place(turn), last, x + width * size, (u32)width * 2 * size);
     }
     copy_async_commit();
   };
@@ -317,7 +321,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
     look(turn + 1);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
-    const u32 there = __ballot_sync(0xffffffffu, row_of[turn % 2][warp * CHUNK_ROWS + t % CHUNK_ROWS] >= 0);
+    const Place& place = turns.place(turn);
+    const int q = MX ? warp / 4 : 0, inside = (MX ? warp % 4 : warp) * CHUNK_ROWS;
+    const i64 left = last - place.base[q];
+    const int there = min(place.count[q], (int)clamped(left, TILE)) - inside;  // of the chunk's rows
     const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;
     float v[CHUNK_ROWS][4];
     bool near = true;
@@ -335,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[i + k];
-          v[i + k][c] = there >> (i + k) & 1u ? y : 0.f;
+          v[i + k][c] = i + k < there ? y : 0.f;
         }
     }
     if (!near) {
@@ -350,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
         for (int c = 0; c < 4; ++c) {
           const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
           const float x = act.alpha * e.a, s = fabsf(x) < FAR ? quick_sigmoid(x) : far_sigmoid(x);
-          y[c] = there >> i & 1u ? e.a * s * e.b * prob[i] : 0.f;
+          y[c] = i < there ? e.a * s * e.b * prob[i] : 0.f;
         }
         *(uint2*)row = make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1]));
         *(uint2*)(row + table) = make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3]));
@@ -365,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
     }
     __syncthreads();  // it is in registers; the one before it has been written
     fetch(turn + 1);
-    quantize_tile(v, rule, turns.place(turn), used, strips, width, rows, row_codes, row_scales, codes, scales,
-                  stage, beside);
+    quantize_tile(v, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
+                  beside);
   }
 }

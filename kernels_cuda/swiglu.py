@@ -85,14 +85,13 @@ def swiglu_quantize_backward(
         launch(
             "swiglu",
             "swiglu_quantize_backward_rows",
-            threads(h.shape[0], 4),
-            128,
+            h.shape[0],
+            32 * min(8, threads(grad.shape[1] // 8, 64)),
             grad,
             h,
             *_probs(probs),
             _last(expert_offsets),
             *_constants(activation),
-            h.shape[0],
             grad.shape[1] // 8,
             out.dh.data,
             out.dh.scales,
@@ -145,8 +144,8 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
 
 
 def _variant(h: Any, activation: Activation, out: QuantTensor) -> tuple[str, ...]:
-    clamped = activation.clamp is not None or activation.linear_offset != 0
-    return *conversion(h, out), f"CLAMPED={int(clamped)}"
+    bare = activation.clamp is None and activation.linear_offset == 0 and activation.alpha == 1
+    return *conversion(h, out), f"BARE={int(bare)}"
 
 
 def _probs(probs: Any) -> tuple[Any, int]:

@@ -19,8 +19,8 @@
 // strip of 128 rows, or four of 32, and no strip crosses an expert: strips are numbered through all experts.
 
 struct __align__(16) Place {  // of a tile
-  int row, column;            // in tiles; row -1: there is none
   int base[4], count[4];      // of its strips: the first row, and how many
+  int row, column;            // in tiles; row -1: there is none
 };
 
 // What a block knows of all strips. The table, in shared memory, has for each expert its first strip, its
@@ -205,17 +205,20 @@ __device__ __forceinline__ void write_columns(u8* stage, int base, int count, i6
   }
 }
 
-// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where row_of is -1. x: the tile's
-// first column.
-template <int SIZE>
-__device__ __forceinline__ void fetch_tile(u8* in, const int* row_of, const u8* x, u32 row_bytes) {
+// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where it has no row, or one from
+// `last` on. x: the tile's first column.
+template <int SIZE, bool MXFP8>
+__device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last, const u8* x, u32 row_bytes) {
   const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
+  const u32 step = TILE_THREADS / vectors, first = t / vectors;
   in += t * 16;
   x += t % vectors * 16;
 #pragma unroll
-  for (u32 k = 0; k < TILE * vectors / TILE_THREADS; ++k) {
-    const int row = row_of[t / vectors + TILE_THREADS / vectors * k];
-    copy_async16(in + TILE_THREADS * 16 * k, x + (u64)(u32)row * row_bytes, row >= 0);
+  for (u32 k = 0; k < TILE / step; ++k) {
+    const u32 q = MXFP8 ? step * k / 32 : 0, inside = first + step * k - 32 * q;
+    const int row = place.base[q] + (int)inside;
+    copy_async16(in + TILE_THREADS * 16 * k, x + (u64)(u32)row * row_bytes,
+                 (int)inside < place.count[q] && row < last);
   }
 }
 
@@ -242,50 +245,52 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
     const int base = place.base[q] + inside, count = (int)clamped(place.count[q] - inside, CHUNK_ROWS);
     const i64 blocks = columns / (mx ? 32 : TILE);
     u8* to = row_codes + base * columns + first_column + 4 * lane;
-    const u32 width = (u32)columns;
     u32 mine = 0;
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; ++i) {
-      u32 top = 0;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) top = max(top, __float_as_uint(v[i][c]) & 0x7fffffffu);
+      u32 top = __float_as_uint(larger_or_nan(larger_or_nan(fabsf(v[i][0]), fabsf(v[i][1])),
+                                              larger_or_nan(fabsf(v[i][2]), fabsf(v[i][3]))));
       if (mx) {
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 4));
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        const float factor = block_scale(top, rule, &scale, &exponent);
-        if (i >= count) continue;
-        *(u32*)(to + (u32)(i * width)) =
-            encode4(v[i][0] * factor, v[i][1] * factor, v[i][2] * factor, v[i][3] * factor, rule.fmt);
+        const float f = block_scale(top, rule, &scale, &exponent);
+        const u32 four = encode4(v[i][0] * f, v[i][1] * f, v[i][2] * f, v[i][3] * f, rule.fmt);
+        if (i < count) *(u32*)to = four;
+        to += columns;
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
-        if (lane % 8 == 0) store_kept(at, exponent, last_column || (size_t)at % 128 == 127);
+        if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || (size_t)at % 128 == 127);
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) mine = top;
       }
     }
     if (!mx) {  // a lane makes the scale of a row
+      float* factors = s.row_factors + warp * CHUNK_ROWS;
       const float factor = block_scale(mine, rule, &scale, &exponent);
-      if (lane < CHUNK_ROWS) s.row_factors[warp * CHUNK_ROWS + lane] = factor;
+      if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
       if (lane < count) store_kept(at, scale, last_column || (size_t)at % 128 == 124);
       __syncwarp();
+      const float4 near = *(const float4*)factors, far = *(const float4*)(factors + 4);
+      const float by[CHUNK_ROWS] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};
 #pragma unroll
       for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const float f = s.row_factors[warp * CHUNK_ROWS + i];
-        if (i < count)
-          *(u32*)(to + (u32)(i * width)) =
-              encode4(v[i][0] * f, v[i][1] * f, v[i][2] * f, v[i][3] * f, rule.fmt);
+        // made of every row: with the products, too, under `count` the addresses were made anew for each
+        const u32 four =
+            encode4(v[i][0] * by[i], v[i][1] * by[i], v[i][2] * by[i], v[i][3] * by[i], rule.fmt);
+        if (i < count) *(u32*)to = four;
+        to += columns;
       }
     }
   }
   if (!codes) return;
-  u32 top[4] = {0u, 0u, 0u, 0u};
+  float top[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < CHUNK_ROWS; ++i)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) top[c] = max(top[c], __float_as_uint(v[i][c]) & 0x7fffffffu);
-  *(uint4*)&s.largest[warp][4 * lane] = make_uint4(top[0], top[1], top[2], top[3]);
+    for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[i][c]));
+  *(float4*)&s.largest[warp][4 * lane] = make_float4(top[0], top[1], top[2], top[3]);
   __syncthreads();
   const u32 parts = mx ? 4 : 1, chunks = CHUNKS / parts;
   for (u32 k = t; k < parts * TILE; k += TILE_THREADS) {  // a thread makes the scale of a column
