@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(64)
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 512 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
 //   and the table of strips. The next tile travels while this one, in registers, is quantised.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
     quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
                    i64 pow2, float eps, int* taken, u8* row_codes, void* row_scales, u8* codes,
                    void* scales) {
@@ -99,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,
                   scales, stage, beside);
   }
+  if (row_scales) let_go(row_scales, rows * (columns / (MX ? 32 : TILE)) * (MX ? 1 : 4));
 }
 
 // Before a launch that takes tiles in turn and begins early (tile.cuh: Turns).
@@ -188,46 +189,38 @@ extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 column
 
 // What: values of row-wise blocks, code * scale, as KIND: BF16 or F32.
 // Shapes: codes [rows, columns], columns a multiple of 16; scale b of row r at r * row_stride + b *
-// column_stride. `vectors`, of eight: of them all, `of_row` in a row.
-// Bytes: every code read once, every value written once.
-// Launch: a thread has two vectors, 32 apart, so that the lanes of a warp write whole lines.
+// column_stride. Bytes: every code read once, every value written once. Launch: a thread has sixteen codes.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* codes, const void* scales, i64 vectors, i64 of_row, i64 row_stride,
                     i64 column_stride, void* out) {
-  const u32 thread = blockIdx.x * blockDim.x + threadIdx.x, first = thread / 32 * 64 + thread % 32;
-  uint2 eight[2];
-  float scale[2];
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= vectors) return;
+  const u32 row = i / (u32)of_row, at = i - row * (u32)of_row;
+  const i64 place = row * row_stride + at / (MX ? 2 : 8) * column_stride;
+  const float scale = MX ? e8m0_to_float(((const u8*)scales)[place]) : ((const float*)scales)[place];
+  const uint4 v = load_streaming((const uint4*)codes + i);
+  const u32 fours[4] = {v.x, v.y, v.z, v.w};
+  float x[16];
 #pragma unroll
-  for (u32 u = 0; u < 2; ++u) {
-    const u32 i = first + 32 * u;
-    if (i >= vectors) continue;
-    const u32 row = i / (u32)of_row, at = i - row * (u32)of_row;
-    const i64 place = row * row_stride + at / (MX ? 4 : 16) * column_stride;
-    eight[u] = __ldcs((const uint2*)codes + i);
-    scale[u] = MX ? e8m0_to_float(((const u8*)scales)[place]) : ((const float*)scales)[place];
+  for (int k = 0; k < 16; ++k) {
+    u32 pairs[2];
+    decode4(fours[k / 4], FMT, &pairs[0], &pairs[1]);
+    const float value = f16_to_float((u16)(pairs[k / 2 % 2] >> (k % 2 * 16)));
+    x[k] = (value != value ? __uint_as_float(0x7fc00000u) : value) * scale;
   }
+  if (KIND == F32) {
 #pragma unroll
-  for (u32 u = 0; u < 2; ++u) {
-    const u32 i = first + 32 * u;
-    if (i >= vectors) continue;
-    float x[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      u32 pairs[2];
-      decode4(k < 4 ? eight[u].x : eight[u].y, FMT, &pairs[0], &pairs[1]);
-      const float value = f16_to_float((u16)(pairs[k / 2 % 2] >> (k % 2 * 16)));
-      x[k] = (value != value ? __uint_as_float(0x7fc00000u) : value) * scale[u];
-    }
-    if (KIND == F32) {
-      ((float4*)out)[2 * (i64)i] = make_float4(x[0], x[1], x[2], x[3]);
-      ((float4*)out)[2 * (i64)i + 1] = make_float4(x[4], x[5], x[6], x[7]);
-      continue;
-    }
-    u32 words[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) words[k] = float_to_bf16(x[2 * k]) | (u32)float_to_bf16(x[2 * k + 1]) << 16;
-    ((uint4*)out)[i] = make_uint4(words[0], words[1], words[2], words[3]);
+    for (int k = 0; k < 16; k += 4)
+      ((float4*)out)[4 * (i64)i + k / 4] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
+    return;
   }
+  u32 words[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    words[k] = float_to_bf16(x[2 * k]) | (u32)float_to_bf16(x[2 * k + 1]) << 16;
+  }
+  ((uint4*)out)[2 * (i64)i] = make_uint4(words[0], words[1], words[2], words[3]);
+  ((uint4*)out)[2 * (i64)i + 1] = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
 // Row-wise (compact or gemm_ready) and weight tensors. One thread a value.

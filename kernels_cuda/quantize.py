@@ -216,10 +216,9 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     strides = (1, q.scales.shape[1], 0) if ready else (blocks, 1, blocks * ceil_div(rows, height))
     fast = q.block in ROW_BLOCKS and columns % 16 == 0
     if fast and q.data.ptr % 16 == out.ptr % 16 == 0 and out.size < 2**35:
-        vectors = out.size // 8
-        arguments = (q.data, q.scales, vectors, columns // 8, *strides[:2], out)
-        many = threads(vectors, 2 * 256)
-        launch("quantize", "dequantize_rows", many, 256, *arguments, defines=conversion(out, q))
+        vectors = out.size // 16
+        arguments = (q.data, q.scales, vectors, columns // 16, *strides[:2], out)
+        launch("quantize", "dequantize_rows", threads(vectors), 256, *arguments, defines=conversion(out, q))
         return
     scale_kind = 0 if q.scales.dtype == np.float32 else 1 if is_mx(q.block) else 2
     launch(

@@ -218,21 +218,20 @@ extern "C" __global__ void __launch_bounds__(256)
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
-// Launch: a block a row, a warp 64 of its vectors, or every eighth 64 of a long row; the sum for dprobs is
-// float64 over groups of eight products, in a fixed order.
-extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 2 : 3)
+// Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
+extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
-                                  const int* last, float clamp, float alpha, float offset, i64 vectors,
-                                  u8* codes, void* scales, float* dprobs) {
+                                  const int* last, float clamp, float alpha, float offset, i64 rows,
+                                  i64 vectors, u8* codes, void* scales, float* dprobs) {
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
-  __shared__ double sums[8];  // of the warps
-  const i64 row = blockIdx.x;
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = lanes_of(MX);
+  const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
+  if (row >= rows) return;
   const bool real = !last || row < *last;
   const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
   double sum = 0.0;
-  for (i64 first = 64 * warp; first < vectors; first += 2 * blockDim.x) {
+  for (i64 first = 0; first < vectors; first += 64) {
     const i64 at = vector_of(first, lane, MX), half = row * 2 * vectors + at;
     const bool whole = at + lanes < vectors;
     float da[2][8], db[2][8];
@@ -272,17 +271,13 @@ extern "C" __global__ void __launch_bounds__(256, KIND == F32 ? 2 : 3)
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
-  if (lane == 0) sums[warp] = sum;
-  __syncthreads();
-  if (threadIdx.x > 0) return;
-  for (u32 w = 1; w < blockDim.x / 32; ++w) sum += sums[w];
-  dprobs[row] = (float)sum;
+  if (lane == 0) dprobs[row] = (float)sum;
 }
 
 // The forward with column-wise blocks beside the row-wise ones, from one read.
 // Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Launch: as quantize_tiles, with a and b in shared memory.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA_ARCH__ < 890 ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
                           int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
@@ -375,4 +370,5 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 || __CUDA
     quantize_tile(v, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
                   beside);
   }
+  if (row_scales) let_go(row_scales, rows * (width / (MX ? 32 : TILE)) * (MX ? 1 : 4));
 }
