@@ -52,12 +52,6 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes
                : "memory");
 }
 
-// Closes the stores issued so far into a group, and waits until those of earlier groups have been read.
-__device__ __forceinline__ void bulk_commit_and_wait_for_earlier() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-}
-
 // Before the block ends its shared memory must have been read.
 __device__ __forceinline__ void bulk_finish() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -42,10 +42,6 @@ __device__ __forceinline__ int4 load_ints_at(At at) {
   return v;
 }
 
-__device__ __forceinline__ void store_words_at(At at, uint2 v) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
-}
-
 // What lane PLACE has, but in the bits of KEPT the lane's own number.
 template <int PLACE, int KEPT>
 __device__ __forceinline__ u32 of_lane_near(u32 v) {
@@ -184,22 +180,32 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// Parts of lines that others read, or fill, soon: such a line stays in L2 while what streams through it goes,
-// until it is let go.
-#define KEEP "{ .reg .b64 p; createpolicy.fractional.L2::evict_last.b64 p, 1.0; "
-__device__ __forceinline__ u32 load_kept(const u32* p) {
+// Parts of lines that others read, or fill, soon: the line stays in L2 while what streams through it goes; at
+// `last` it may go, too. (A policy is a whole warp's: hence two instructions.)
+#define POLICY(kind) "{ .reg .b64 p; createpolicy.fractional.L2::" kind ".b64 p, 1.0; "
+__device__ __forceinline__ u32 load_kept(const u32* p, bool last) {
   u32 v;
-  asm volatile(KEEP "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
+  if (last)
+    asm volatile(POLICY("evict_first") "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
+  else
+    asm volatile(POLICY("evict_last") "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
   return v;
 }
-__device__ __forceinline__ void store_kept(float* p, float v) {
-  asm volatile(KEEP "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v) : "memory");
+__device__ __forceinline__ void store_kept(float* p, float v, bool last) {
+  if (last)
+    asm volatile(POLICY("evict_first") "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v)
+                 : "memory");
+  else
+    asm volatile(POLICY("evict_last") "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v)
+                 : "memory");
 }
-__device__ __forceinline__ void store_kept(u8* p, u8 v) {
-  asm volatile(KEEP "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v) : "memory");
-}
-__device__ __forceinline__ void let_go(const void* p) {
-  asm volatile("prefetch.global.L2::evict_normal [%0];" ::"l"(p));
+__device__ __forceinline__ void store_kept(u8* p, u8 v, bool last) {
+  if (last)
+    asm volatile(POLICY("evict_first") "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v)
+                 : "memory");
+  else
+    asm volatile(POLICY("evict_last") "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v)
+                 : "memory");
 }
 
 // 16 bytes that nobody reads again.

@@ -99,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,
                   scales, stage, beside);
   }
-  if (row_scales) let_go(row_scales, rows * (columns / (MX ? 32 : TILE)) * (MX ? 1 : 4));
 }
 
 // Before a launch that takes tiles in turn and begins early (tile.cuh: Turns).

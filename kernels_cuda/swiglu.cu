@@ -370,5 +370,4 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     quantize_tile(v, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
                   beside);
   }
-  if (row_scales) let_go(row_scales, rows * (width / (MX ? 32 : TILE)) * (MX ? 1 : 4));
 }

@@ -175,14 +175,6 @@ __device__ __forceinline__ void clear_scales(const Turns& turns, i64 strips, i64
   for (i64 i = first + (i64)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += step) ((u32*)scales)[i] = 0u;
 }
 
-// A block lets its share of what was kept go: all blocks end at about the same time, and tiles of the last
-// column keep nothing.
-__device__ __forceinline__ void let_go(const void* kept, i64 bytes) {
-  const i64 step = (i64)gridDim.x * blockDim.x * 128;
-  for (i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 128; at < bytes; at += step)
-    let_go((const u8*)kept + at);
-}
-
 // Where a column's 8 rows of a chunk lie in shared memory [TILE columns][TILE rows]: swizzled by 8 bytes, so
 // that lanes with four columns each, which lie TILE apart, meet no bank twice.
 __device__ __forceinline__ u8* staged(u8* stage, int column, int chunk) {
@@ -233,7 +225,7 @@ __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last,
 }
 
 struct __align__(16) TileShared {
-  u32 largest[CHUNKS][TILE];
+  u32 largest[CHUNKS][TILE];  // of a chunk's columns, as the bits of floats
   float row_factors[TILE], factors[4][TILE];
 };
 
@@ -269,12 +261,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
         if (i < count) *(u32*)to = four;
         to += columns;
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
-        if (i < count && lane % 8 == 0) {
-          if (last_column)
-            *at = exponent;
-          else
-            store_kept(at, exponent);
-        }
+        if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || (size_t)at % 128 == 127);
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) mine = top;
@@ -285,12 +272,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
       const float factor = block_scale(mine, rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
-      if (lane < count) {
-        if (last_column)
-          *at = scale;
-        else
-          store_kept(at, scale);
-      }
+      if (lane < count) store_kept(at, scale, last_column || (size_t)at % 128 == 124);
       __syncwarp();
       const float4 near = *(const float4*)factors, far = *(const float4*)(factors + 4);
       const float by[CHUNK_ROWS] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};

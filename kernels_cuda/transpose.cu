@@ -289,9 +289,9 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
 //   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
 //   column, value by value.
 extern "C" __global__ void __launch_bounds__(256, 3)
-    scaling_aware_transpose(const u8* codes, const void* scales, i64 scale_bytes, const int* source,
-                            const int* offsets, i64 experts, i64 rows, i64 columns, i64 strips, i64 tile,
-                            int* taken, u8* out, void* out_scales) {
+    scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
+                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, int* taken, u8* out,
+                            void* out_scales) {
   DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | the table of strips
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
   __shared__ Place places[PLACES];
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     if (!there) return;
     const u32 column = turns.place(turn).column;
     const u32* at = (const u32*)scales + (u64)(u32)row * row_words + column;
-    word = column + 1 == row_words ? *at : load_kept(at);
+    word = load_kept(at, column + 1 == row_words || ((size_t)at & 127) == 124);
   };
   auto fetch = [&](u32 turn) {
     if (turns.has(turn)) {
@@ -362,7 +362,6 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     const Place& place = turns.place(turn);
     transpose_tile(place, in[b], exponents[b][0], spread, tile, filled, to);
   }
-  let_go(scales, scale_bytes);
 }
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,

@@ -62,7 +62,6 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             256,
             q.data,
             q.scales,
-            q.scales.nbytes,
             source,
             *with_experts(offsets),
             rows,

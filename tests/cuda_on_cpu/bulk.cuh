@@ -41,6 +41,5 @@ inline void bulk_store(void* to, const void* from, u32 bytes, u64) {
   memcpy(to, from, bytes);
 }
 inline u64 evict_first() { return 0; }
-inline void bulk_commit_and_wait_for_earlier() {}
 inline void bulk_finish() {}
 inline void fence_async() {}

@@ -42,7 +42,6 @@ inline float load_at(At at) { return *(const float*)at; }
 inline float2 load2_at(At at) { return *(const float2*)at; }
 inline uint2 load_words_at(At at) { return *(const uint2*)at; }
 inline int4 load_ints_at(At at) { return *(const int4*)at; }
-inline void store_words_at(At at, uint2 v) { *(uint2*)at = v; }
 template <int PLACE, int KEPT>
 u32 of_lane_near(u32 v) {
   return of_lane(v, (threadIdx.x & KEPT) | (PLACE & ~KEPT));
@@ -73,8 +72,7 @@ template <int LEFT>
 void copy_async_wait() {}
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
-inline u32 load_kept(const u32* p) { return *p; }
-inline void store_kept(float* p, float v) { *p = v; }
-inline void store_kept(u8* p, u8 v) { *p = v; }
-inline void let_go(const void*) {}
+inline u32 load_kept(const u32* p, bool) { return *p; }
+inline void store_kept(float* p, float v, bool) { *p = v; }
+inline void store_kept(u8* p, u8 v, bool) { *p = v; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
