@@ -26,7 +26,7 @@ RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
 # Tiles of a block from which on taking them when it is free pays for a launch more (1.3 us): 193 us in place
 # of 199 for 48,128 x 7168 transposed (53 tiles a block), but 40.7 in place of 39.9 for 12,544 x 5120 (10)
 MANY_TURNS = 12
-DECLARED = 10 * 1024  # bytes of shared memory that the tile kernels declare, at most
+DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at most
 
 
 def quantize(
