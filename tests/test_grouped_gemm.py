@@ -114,6 +114,21 @@ def test_plain_arrays_match_torch(dtype):
     assert not out[133:].astype(np.float32).any()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
+def test_products_too_large_are_infinite(dtype):
+    """And nothing warns, as nothing does on a GPU."""
+    large, offsets = 6e4 if dtype == np.float16 else 3e38, np.array([0, 2], np.int32)
+    x, w = np.full((2, 16), large, dtype), np.full((1, 16, 16), 2, dtype)
+    assert np.isposinf(fp8moe.grouped_gemm(x, w, offsets).astype(np.float32)).all()
+    if dtype != np.float16:
+        assert np.isposinf(fp8moe.grouped_gemm_wgrad(x, w[0, :2], offsets)).all()
+    q, wq = (
+        fp8moe.quantize(np.full(s, 3e38, np.float32), block=b)
+        for s, b in (((2, 128), (1, 128)), ((1, 128, 128), (128, 128)))
+    )
+    assert np.isposinf(fp8moe.grouped_gemm(q, wq, offsets).astype(np.float32)).all()
+
+
 def test_offsets_past_the_rows_are_cut():
     x = np.ones((5, 4), np.float32)
     w = np.ones((2, 3, 4), np.float32)

@@ -231,6 +231,19 @@ def test_a_zero_probability_keeps_its_gradient():
     assert grad.tolist() == [[7.0, 11.0]]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
+def test_sums_too_large_are_infinite(dtype):
+    """And nothing warns, as nothing does on a GPU."""
+    large = 6e4 if dtype == np.float16 else 3e38
+    plan = fp8moe.plan_topk(np.array([[0, 1]], np.int32), 2)
+    x, probs = np.full((2, 16), large, dtype), np.full((1, 2), 1.5, np.float32)
+    for weights in (None, probs):
+        assert np.isposinf(fp8moe.unpermute(x, plan, weights).astype(np.float32)).all()
+    grad_x, grad_probs = fp8moe.unpermute_backward(x[:1], plan, x, probs)
+    assert np.isposinf(grad_x.astype(np.float32)).all()
+    assert np.isposinf(grad_probs).all() == (dtype != np.float16)
+
+
 def test_quantised_gradients_move_back_and_forth():
     rng = np.random.default_rng(6)
     ids = rng.integers(-1, 4, (50, 2)).astype(np.int32)

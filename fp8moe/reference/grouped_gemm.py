@@ -13,11 +13,12 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import QuantTensor
-from fp8moe.reference.numerics import decode_blocks, expert_ranges, to_f32
+from fp8moe.reference.numerics import decode_blocks, expert_ranges, quietly, to_f32
 
 _BLOCK = 128
 
 
+@quietly
 def grouped_gemm(
     x: Any,
     w: Any,
@@ -54,6 +55,7 @@ def _promoted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
+@quietly
 def grouped_gemm_wgrad(
     dy: Any,
     x: Any,

@@ -24,6 +24,11 @@ DECODE = {
 }
 
 
+#: Around what may be too large for its dtype: infinity, and no warning, as on a GPU. Rows that belong to no
+#: expert may hold whatever was in memory.
+quietly = np.errstate(over="ignore", invalid="ignore")
+
+
 def to_f32(x: np.ndarray) -> np.ndarray:
     """Any float array as float32; exact for bfloat16 and float16."""
     if x.dtype == BFLOAT16:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import PermutationPlan, QuantTensor, SortedChunks
-from fp8moe.reference.numerics import DECODE, decode_scales, split_rows, to_f32
+from fp8moe.reference.numerics import DECODE, decode_scales, quietly, split_rows, to_f32
 
 # ---------------------------------------------------------------- gathers
 
@@ -28,6 +28,7 @@ def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, ou
         out.probs[entries.row] = probs[entries.token, entries.column]
 
 
+@quietly
 def unpermute_backward(
     grad: Any,
     plan: PermutationPlan,
@@ -223,6 +224,7 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: np.ndarray | None, *
         merge_plain(x, rows, weights, out)
 
 
+@quietly
 def merge_plain(x: Any, rows: np.ndarray, weights: np.ndarray | None, out: np.ndarray) -> None:
     """out[t] = sum over places j of x[rows[t, j]] * weights[t, j], in that order, in float32."""
     wide = _wide(out.dtype)

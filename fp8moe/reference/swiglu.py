@@ -15,12 +15,13 @@ import numba
 import numpy as np
 
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
-from fp8moe.reference.numerics import split_rows, to_f32
+from fp8moe.reference.numerics import quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
 
 
+@quietly
 def swiglu(h: np.ndarray, probs: np.ndarray | None, *, activation: Activation, out: np.ndarray) -> None:
-    _round(forward(h, probs, activation), out)
+    out[:] = forward(h, probs, activation).astype(out.dtype, copy=False)
 
 
 def swiglu_quantize(
@@ -37,6 +38,7 @@ def swiglu_quantize(
     quantize(y, pow2=True, eps=0.0, out=out, expert_offsets=expert_offsets)
 
 
+@quietly
 def swiglu_backward(
     grad: np.ndarray,
     h: np.ndarray,
@@ -46,11 +48,12 @@ def swiglu_backward(
     out: SwigluGrad,
 ) -> None:
     dh, dprobs = backward(grad, h, probs, activation)
-    _round(dh, out.dh)
+    out.dh[:] = dh.astype(out.dh.dtype, copy=False)
     if out.dprobs is not None:
-        _round(dprobs, out.dprobs)
+        out.dprobs[:] = dprobs.astype(out.dprobs.dtype, copy=False)
 
 
+@quietly
 def swiglu_quantize_backward(
     grad: np.ndarray,
     h: np.ndarray,
@@ -66,14 +69,7 @@ def swiglu_quantize_backward(
     quantize(dh, pow2=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)  # type: ignore[arg-type]
     if out.dprobs is not None:
         out.dprobs[:] = 0
-        _round(dprobs, out.dprobs[real])
-
-
-def _round(values: Any, out: Any) -> None:
-    """Infinity where it is too large, and no warning: NumPy has one, but rows that belong to no expert may
-    hold whatever was in memory."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        out[:] = values.astype(out.dtype, copy=False)
+        out.dprobs[real] = dprobs.astype(out.dprobs.dtype, copy=False)
 
 
 def _rows_of(expert_offsets: np.ndarray | None, rows: int) -> int:
