@@ -563,7 +563,7 @@ extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i
 //   bytes of shared memory. An early launch, behind the one that writes `source`.
 // Why: blocks that end, and not as many as fit at once with several buffers each: the hardware starts blocks
 //   in order, so that what is read and written at a time lies together, where blocks that stay drift apart. A
-//   plain copy by blocks that stay takes 187 us, by blocks that end 171 (345 MB).
+//   plain copy by blocks that stay takes 187 us, by blocks that end 171 (345 MiB).
 extern "C" __global__ void __launch_bounds__(32)
     move_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, const u8* scales,
               i64 scale_bytes, const int* source, i64 rows, u8* out, u8* out_scales) {

@@ -183,29 +183,21 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 // Parts of lines that others read, or fill, soon: the line stays in L2 while what streams through it goes; at
 // `last` it may go, too. (A policy is a whole warp's: hence two instructions.)
 #define POLICY(kind) "{ .reg .b64 p; createpolicy.fractional.L2::" kind ".b64 p, 1.0; "
+#define KEPT(last, access, ...)                                      \
+  if (last)                                                          \
+    asm volatile(POLICY("evict_first") access ", p; }" __VA_ARGS__); \
+  else                                                               \
+    asm volatile(POLICY("evict_last") access ", p; }" __VA_ARGS__)
 __device__ __forceinline__ u32 load_kept(const u32* p, bool last) {
   u32 v;
-  if (last)
-    asm volatile(POLICY("evict_first") "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
-  else
-    asm volatile(POLICY("evict_last") "ld.global.L2::cache_hint.u32 %0, [%1], p; }" : "=r"(v) : "l"(p));
+  KEPT(last, "ld.global.L2::cache_hint.u32 %0, [%1]", : "=r"(v) : "l"(p));
   return v;
 }
 __device__ __forceinline__ void store_kept(float* p, float v, bool last) {
-  if (last)
-    asm volatile(POLICY("evict_first") "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v)
-                 : "memory");
-  else
-    asm volatile(POLICY("evict_last") "st.global.L2::cache_hint.f32 [%0], %1, p; }" ::"l"(p), "f"(v)
-                 : "memory");
+  KEPT(last, "st.global.L2::cache_hint.f32 [%0], %1", ::"l"(p), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_kept(u8* p, u8 v, bool last) {
-  if (last)
-    asm volatile(POLICY("evict_first") "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v)
-                 : "memory");
-  else
-    asm volatile(POLICY("evict_last") "st.global.L2::cache_hint.u8 [%0], %1, p; }" ::"l"(p), "r"((u32)v)
-                 : "memory");
+  KEPT(last, "st.global.L2::cache_hint.u8 [%0], %1", ::"l"(p), "r"((u32)v) : "memory");
 }
 
 // 16 bytes that nobody reads again.

@@ -23,8 +23,9 @@ from fp8moe.records import Quantized, QuantTensor
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
 TILE, TILE_THREADS = 128, 512  # as in tile.cuh
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
-# Tiles of a block from which on taking them when it is free pays for a launch more (1.3 us): 193 us in place
-# of 199 for 48,128 x 7168 transposed (53 tiles a block), but 40.7 in place of 39.9 for 12,544 x 5120 (10)
+# Tiles of a block beyond which taking them when it is free pays for a launch more: 193 us in place of 199 for
+# 48,128 x 7168 transposed (53 tiles a block), 79.8 in place of 83.2 for 32,768 x 2048 both ways (15.5), but
+# 40.7 in place of 39.9 for 12,544 x 5120 transposed (10)
 MANY_TURNS = 12
 DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at most
 
@@ -163,7 +164,7 @@ def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[in
 def tiles_taken(tiles: int, blocks: int) -> Any:
     """How many tiles have been taken, 0, for blocks with so many that they take them when they are free;
     None: their turns are fixed (tile.cuh: Turns). What is launched next may begin early."""
-    if tiles < MANY_TURNS * blocks:
+    if tiles <= MANY_TURNS * blocks:
         return None
     taken = scratch((1,), np.int32)
     launch("quantize", "no_tiles_taken", 1, 1, taken)

@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
     const Place& place = turns.place(turn);
-    const int q = MX ? warp / 4 : 0, inside = (MX ? warp % 4 : warp) * CHUNK_ROWS;
+    const int q = strip_of_chunk(warp, MX), inside = warp * CHUNK_ROWS - 32 * q;
     const i64 left = last - place.base[q];
     const int there = min(place.count[q], (int)clamped(left, TILE)) - inside;  // of the chunk's rows
     const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;

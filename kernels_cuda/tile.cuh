@@ -36,6 +36,12 @@ struct Strips {
 
 #define PLACES 4  // that a block keeps
 
+// Whether it is the last of a line: in the order of the tiles the line is done with, then.
+template <class T>
+__device__ __forceinline__ bool ends_line(const T* p) {
+  return (size_t)p % 128 == 128 - sizeof(T);
+}
+
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
 // launch of 3 us), by 256 threads of it. With `used` the rows behind the last expert, and before the first,
 // come after all others, as if they were two more; *used, in shared memory, is where their strips begin.
@@ -224,6 +230,9 @@ __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last,
   }
 }
 
+// Strip of its tile that a chunk is in, 32 * this behind the tile's first row.
+__device__ __forceinline__ int strip_of_chunk(int chunk, int mx) { return mx ? chunk * CHUNK_ROWS / 32 : 0; }
+
 struct __align__(16) TileShared {
   u32 largest[CHUNKS][TILE];  // of a chunk's columns, as the bits of floats
   float row_factors[TILE], factors[4][TILE];
@@ -239,7 +248,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int mx = rule.mx;
   const i64 first_column = (i64)place.column * TILE, first_strip = (i64)place.row * (mx ? 4 : 1);
-  const int q = mx ? warp / 4 : 0, inside = (mx ? warp % 4 : warp) * CHUNK_ROWS;
+  const int q = strip_of_chunk(warp, mx), inside = warp * CHUNK_ROWS - 32 * q;
   const bool last_column = first_column + TILE >= columns;
   float scale;
   u8 exponent;
@@ -261,7 +270,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
         if (i < count) *(u32*)to = four;
         to += columns;
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
-        if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || (size_t)at % 128 == 127);
+        if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || ends_line(at));
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) mine = top;
@@ -272,7 +281,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
       const float factor = block_scale(mine, rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
-      if (lane < count) store_kept(at, scale, last_column || (size_t)at % 128 == 124);
+      if (lane < count) store_kept(at, scale, last_column || ends_line(at));
       __syncwarp();
       const float4 near = *(const float4*)factors, far = *(const float4*)(factors + 4);
       const float by[CHUNK_ROWS] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};

@@ -104,14 +104,15 @@ def backward(
     return dh, None if probs is None else dprobs
 
 
+@quietly
 def forward_plain(h: np.ndarray, probs: np.ndarray | None, activation: Activation) -> np.ndarray:
     wide = _wide(h)
     a, b = _clamped(*_halves(h), activation)
-    with np.errstate(invalid="ignore", over="ignore"):
-        y = a * _sigmoid(wide.type(activation.alpha) * a, wide) * b
-        return y if probs is None else y * probs.astype(wide)[:, None]
+    y = a * _sigmoid(wide.type(activation.alpha) * a, wide) * b
+    return y if probs is None else y * probs.astype(wide)[:, None]
 
 
+@quietly
 def backward_plain(
     grad: np.ndarray, h: np.ndarray, probs: np.ndarray | None, activation: Activation
 ) -> tuple[np.ndarray, Any]:
@@ -122,17 +123,16 @@ def backward_plain(
     a, b = _clamped(raw_a, raw_b, activation)
     alpha = wide.type(activation.alpha)
     grad = grad if grad.dtype == wide else to_f32(grad)
-    with np.errstate(invalid="ignore", over="ignore"):
-        s = _sigmoid(alpha * a, wide)
-        g = a * s
-        scaled = grad if probs is None else grad * probs.astype(wide)[:, None]
-        da = scaled * b * (s + alpha * g * (wide.type(1) - s))
-        db = scaled * g
-        if activation.clamp is not None:
-            limit = wide.type(activation.clamp)
-            da = np.where(raw_a > limit, wide.type(0), da)
-            db = np.where(np.abs(raw_b) > limit, wide.type(0), db)
-        dprobs = None if probs is None else (grad * g * b).sum(axis=1, dtype=np.float64)
+    s = _sigmoid(alpha * a, wide)
+    g = a * s
+    scaled = grad if probs is None else grad * probs.astype(wide)[:, None]
+    da = scaled * b * (s + alpha * g * (wide.type(1) - s))
+    db = scaled * g
+    if activation.clamp is not None:
+        limit = wide.type(activation.clamp)
+        da = np.where(raw_a > limit, wide.type(0), da)
+        db = np.where(np.abs(raw_b) > limit, wide.type(0), db)
+    dprobs = None if probs is None else (grad * g * b).sum(axis=1, dtype=np.float64)
     return np.concatenate([da, db], axis=1), dprobs
 
 
@@ -155,8 +155,7 @@ def _clamped(a: np.ndarray, b: np.ndarray, activation: Activation) -> tuple[np.n
 
 
 def _sigmoid(z: np.ndarray, wide: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return (1.0 / (1.0 + np.exp(-z.astype(np.float64)))).astype(wide)
+    return (1.0 / (1.0 + np.exp(-z.astype(np.float64)))).astype(wide)
 
 
 # ---------------------------------------------------------------- the compiled forms
