@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
@@ -29,6 +30,8 @@ from fp8moe.records import arrays_in
 
 CACHE_BYTES = 50_000_000
 MAX_SETS = 8
+MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take 2 to 5 us
+COPIES = 4  # of 1 GiB, each half as long
 TOPICS = (
     "plan",
     "permute",
@@ -135,16 +138,24 @@ class Cuda:
         return self.cupy.asarray(x)
 
     def seconds(self, calls: list[Callable[[], Any]], repeats: int) -> float:
-        """Median over replays of a CUDA graph of the calls, a call: device time, without launch gaps."""
+        """Median over replays of a CUDA graph of the calls, a call: device time, without launch gaps.
+
+        The graph goes through the calls until it takes MEASURED, in which the events and the start of the
+        graph itself are no longer seen."""
         with self.cupy.cuda.Stream(non_blocking=True) as stream:
             for call in calls:  # compiles, and fills the memory pool that the capture draws on
                 call()
-            stream.begin_capture()
-            for call in calls:
-                call()
-            graph = stream.end_capture()
-            graph.launch(stream)
-            return self._between_events(lambda: graph.launch(stream), repeats, stream) / len(calls)
+
+            def replayed(rounds: int, repeats: int) -> float:
+                stream.begin_capture()
+                for call in calls * rounds:
+                    call()
+                graph = stream.end_capture()
+                graph.launch(stream)
+                return self._between_events(lambda: graph.launch(stream), repeats, stream) / rounds
+
+            rounds = math.ceil(MEASURED / replayed(1, 3))
+            return replayed(rounds, repeats) / len(calls)
 
     def host_seconds(self, call: Callable[[], Any]) -> float | None:
         """Median time until a call returns, with an empty queue before it."""
@@ -178,7 +189,12 @@ class Cuda:
         stream = self.cupy.cuda.get_current_stream()
         copy = partial(self.cupy.copyto, target, source)
         copy()
-        return 2 * source.nbytes / self._between_events(copy, 20, stream)
+
+        def copies() -> None:
+            for _ in range(COPIES):
+                copy()
+
+        return COPIES * 2 * source.nbytes / self._between_events(copies, 20 // COPIES, stream)
 
     def _between_events(self, action: Callable[[], Any], repeats: int, stream: Any) -> float:
         events = [self.cupy.cuda.Event() for _ in range(repeats + 1)]

@@ -28,6 +28,7 @@ __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
 extern "C" __global__ void __launch_bounds__(256)
     pack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
               i64 stride, i64 apart, u8* packed) {
+  after_earlier();
   const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= rows) return;
   u8* const parts[4] = {a, b, c, d};
@@ -56,6 +57,7 @@ __device__ __forceinline__ i64 load_id(const void* ids, i64 at, i64 size) {
 // there are. One thread a token, whole warps.
 extern "C" __global__ void rank_mask(const void* ids, i64 id_size, i64 tokens, i64 k, i64 experts, i64 ranks,
                                      u8* mask, int* entries) {
+  after_earlier();
   const i64 token = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   for (i64 r = 0; r < ranks; ++r) {
     int count = 0;
@@ -72,6 +74,7 @@ extern "C" __global__ void rank_mask(const void* ids, i64 id_size, i64 tokens, i
 // out = ids - first where that is one of `experts`, else -1. One thread an id.
 extern "C" __global__ void local_ids(const void* ids, i64 id_size, i64 count, i64 first, i64 experts,
                                      int* out) {
+  after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const i64 id = load_id(ids, i, id_size) - first;

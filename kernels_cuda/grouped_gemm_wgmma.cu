@@ -24,6 +24,7 @@
 #define A_BYTES (ROWS * STEP)
 #define STAGE_BYTES ((ROWS + COLUMNS) * STEP)
 #define STAGE_SCALES (ROWS + COLUMNS)
+#define FOUR_SCALES (4 * (ROWS + COLUMNS / 128))  // forward: of four steps, four of a row side by side
 #define TILE_BYTES 67584  // where a tile waits to be written: 128 rows 528 bytes apart, or 64 1056 apart,
 #define PITCH 528         // so that neither side has bank conflicts
 #define WIDE_PITCH 1056
@@ -45,7 +46,7 @@ __device__ __forceinline__ T uniform(T value) {
 
 struct Shared {
   u8* codes;                           // [STAGES][STAGE_BYTES]: rows of the first operand, then of the second
-  float* scales;                       // [STAGES][STAGE_SCALES]
+  float* scales;                       // [STAGES][STAGE_SCALES]; forward: [2][FOUR_SCALES]
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many blocks of 128 rows all experts before have
@@ -54,10 +55,13 @@ struct Shared {
 };
 
 struct Turn {  // of the stages
-  u32 stage = 0, phase = 0;
+  u32 stage = 0, phase = 0, step = 0;
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, phase ^= 1u;
+    ++step;
   }
+  // Forward: where the step's scales are, the first of a row's four being at 0. They last for 5 steps more.
+  __device__ __forceinline__ u32 scales() const { return step / 4 % 2 * FOUR_SCALES + step % 4; }
 };
 
 // The whole block: where things are in shared memory, the experts' table, the barriers.
@@ -152,7 +156,8 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   bool ready = false;
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
-    const At here = codes + turn.stage * STAGE_BYTES, scales_here = scales + turn.stage * (4 * STAGE_SCALES);
+    const At here = codes + turn.stage * STAGE_BYTES;
+    const At scales_here = scales + 4 * (PAIRS ? turn.stage * STAGE_SCALES : turn.scales());
     const At used = empty + turn.stage * 8;
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
     if (last < STEP && k + 1 == steps) clear_behind(s.codes + turn.stage * STAGE_BYTES, last);
@@ -240,6 +245,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
+  after_earlier();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
@@ -262,6 +268,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   if (group == 2) {
     fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
+    // 4 bytes of a row at a time cost 2 to 3 % of the products
+    const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
+                         (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
     if (warp == 0) {
       if (lane == 0) {
         prefetch_map(&x_map);
@@ -279,13 +288,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
         const float* w_from = w_scales + (e * (i64)column_blocks + block) * steps;
         for (int k = 0; k < steps; ++k, turn.next()) {
-          float* to = s.scales + turn.stage * STAGE_SCALES;
+          float* to = s.scales + turn.scales() + 4 * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+          if (!by_four) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i)
-            copy_async4(to + lane + 32 * i, from + 32 * i * row_stride + k * column_stride,
-                        first_row + (int)lane + 32 * i < rows);
-          if (lane < 2) copy_async4(to + ROWS + lane, w_from + k, true);
+            for (int i = 0; i < 4; ++i)
+              copy_async4(to + 128 * i, from + 32 * i * row_stride + k * column_stride,
+                          first_row + (int)lane + 32 * i < rows);
+            if (lane < 2) copy_async4(to + 4 * ROWS, w_from + k, true);
+          } else if (k % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              copy_async16(to + 128 * i, from + 32 * i * row_stride + k,
+                           first_row + (int)lane + 32 * i < rows);
+            if (lane < 2) copy_async16(to + 4 * ROWS, w_from + k, true);
+          }
           barrier_arrive_copied(&s.full[turn.stage]);
         }
       }
@@ -306,9 +323,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
     float sums[2][64];
     auto scales_of = [&](u32 half, At scales) {  // of the row and of that 8 below it
-      const float of_columns = load_at(scales + 4 * (ROWS + group));
-      const At of_rows = scales + 4 * (64 * half + my_row);
-      return make_float2(load_at(of_rows) * of_columns, load_at(of_rows + 32) * of_columns);
+      const float of_columns = load_at(scales + 16 * (ROWS + group));
+      const At of_rows = scales + 16 * (64 * half + my_row);
+      return make_float2(load_at(of_rows) * of_columns, load_at(of_rows + 128) * of_columns);
     };
     auto promote = [&](u32 half, const float (&d)[64], float2 by) {
 #pragma unroll
@@ -353,6 +370,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
                              const float* dy_scales, const float* x_scales, const int* offsets, i64 experts,
                              i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out) {
+  after_earlier();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);

@@ -102,12 +102,11 @@ def launch(
     shared: int = 0,
     defines: tuple[str, ...] = (),
     boxes: tuple[int, ...] = (),
-    early: bool = False,
 ) -> None:
     """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
     float32; the first arguments, one for each of ``boxes``, go as tensor maps of codes whose boxes are so
-    many rows of 128 bytes (and no floats behind them). early: as `start`."""
-    start(_kernel(source, kernel, defines, _current.place[0]), grid, block, shared, arguments, boxes, early)
+    many rows of 128 bytes (and no floats behind them)."""
+    start(_kernel(source, kernel, defines, _current.place[0]), grid, block, shared, arguments, boxes)
 
 
 def start(
@@ -117,10 +116,10 @@ def start(
     shared: int,
     arguments: Any,
     boxes: tuple[int, ...] = (),
-    early: bool = False,
 ) -> None:
-    """Launch a loaded kernel on the current stream. early: its blocks may start before the launch in front of
-    it is done (from sm_90 on), and wait for that themselves.
+    """Launch a loaded kernel on the current stream. Its blocks may start before the launch in front of it is
+    done (programmatic dependent launch, from sm_90 on), and wait for that themselves (ptx.cuh:
+    after_earlier).
 
     The parameters are packed here, in C's layout, and handed to the driver as one block of bytes: 3 us less
     than CuPy's launcher takes for twenty.
@@ -141,8 +140,7 @@ def start(
         )
         _do(go_tiled, (kernel, tiled, x, y, block, shared), values, arguments)
     else:
-        early = early and _has_early(_current.place[0])
-        _do(go_early if early else go, (kernel, x, y, block, shared), values, arguments)
+        _do(go, (kernel, x, y, block, shared), values, arguments)
 
 
 def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
@@ -150,18 +148,14 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
     parameters = kernel.parameters
     parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
     size.value = parameters.size  # type: ignore[union-attr]
-    driver.launchKernel(kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], 0, extra)
+    _go(kernel, x, y, block, shared, None, extra)
 
 
-def go_early(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
-    """As `go`, with programmatic dependent launch: the kernel itself waits for the one before it."""
-    buffer, size, extra = _current.parameters
-    parameters = kernel.parameters
-    parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
-    size.value = parameters.size  # type: ignore[union-attr]
+def _go(kernel: Kernel, x: int, y: int, block: int, shared: int, parameters: Any, extra: Any) -> None:
+    device, stream, *_ = _current.place
     config, attribute = _current.config
-    _CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, _current.place[1], attribute, 1)
-    status = _launch_ex()(config, kernel.ptr, None, extra)
+    _CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, stream, attribute, _has_early(device))
+    status = _launch_ex()(config, kernel.ptr, parameters, extra)
     if status:
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")
 
@@ -191,9 +185,7 @@ def go_tiled(
     places = [start + 128 * i for i in range(len(maps))]
     places += [start + 128 * len(maps) + 8 * i for i in range(plain)]
     pointers = (ctypes.c_void_p * len(places))(*places)
-    driver.launchKernel(
-        kernel.ptr, x, y, 1, block, 1, 1, shared, _current.place[1], ctypes.addressof(pointers), 0
-    )
+    _go(kernel, x, y, block, shared, pointers, None)
 
 
 @lru_cache(maxsize=4096)
@@ -327,7 +319,7 @@ def architecture(device: int) -> str:
 
 @cache
 def _has_early(device: int) -> bool:
-    return int(architecture(device)[3:].rstrip("a")) >= 90
+    return int(cupy.cuda.Device(device).compute_capability) >= 90
 
 
 @cache

@@ -58,15 +58,13 @@ def _instruction(ptx: str) -> Any:
     return importlib.import_module("numba.cuda.extending").intrinsic(instruction)
 
 
-# The launch behind this one may begin, as far as its `wait_for_earlier`, if it is run as ``early``.
+# As in ptx.cuh.
+after_earlier = _instruction("griddepcontrol.wait;")
 let_later_begin = _instruction("griddepcontrol.launch_dependents;")
-# The launches before this one are done, and what they wrote can be read.
-wait_for_earlier = _instruction("griddepcontrol.wait;")
 
 
-def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any, early: bool = False) -> None:
-    """Launch blocks of BLOCK threads on the current stream. None is a null pointer. early: as
-    `launch.start`."""
+def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None:
+    """Launch blocks of BLOCK threads on the current stream. None is a null pointer."""
     if blocks == 0:
         return
     if SIMULATED:
@@ -79,7 +77,7 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any, early: 
         kinds = tuple(a.dtype.name if isinstance(a, DeviceArray) else _kind(a) for a in arguments)
         code = cubin(kernel, kinds, launch.architecture(device))
         loaded = _loaded[kernel, arguments[0].dtype, device] = launch.Kernel(code, kernel.__name__)
-    launch.start(loaded, blocks, BLOCK, shared_bytes, arguments, early=early)
+    launch.start(loaded, blocks, BLOCK, shared_bytes, arguments)
 
 
 # By kernel, dtype of the first argument, and device: all other pointers are int32.

@@ -42,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(32, 16)
                  const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
                  const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets, i64 width,
                  i64 experts, i64 rows, i64 fill, i64 zeros, u8* out, u8* out_scales, u8* out_probs) {
+  after_earlier();
   DYNAMIC_SHARED(shared);
   u8* data = shared + zeros;
   const i64 lane = threadIdx.x, unit = blockIdx.x, token = unit / pieces, piece = unit % pieces;
@@ -234,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(128)
     merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
                uint4* out) {
+  after_earlier();
   merge<false>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, rows, vectors, share,
                out, 0, 0, 0);
 }
@@ -242,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(128)
     merge_bf16_and_probs(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                          const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors,
                          i64 share, uint4* out, const u8* grad_probs, i64 grad_size, u8* out_probs) {
+  after_earlier();
   merge<true>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, rows, vectors, share,
               out, grad_probs, grad_size, out_probs);
 }
@@ -261,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                         const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                         i64 vectors, i64 fillers, uint4* grad_x, void* grad_probs) {
+  after_earlier();
   if (blockIdx.x < fillers) {
     i64 padding;
     const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
@@ -335,6 +339,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 // One thread an entry. `source` and `column` are -1 where no token goes.
 extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, const int* pad_offsets,
                                        i64 tokens, i64 width, i64 rows, int* source, int* column) {
+  after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= tokens * width) return;
   const i64 token = i / width, place = i % width;
@@ -349,6 +354,7 @@ extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, 
 
 // out[row] = x[source[row]], `width` bytes each; zeros where source is -1, if `fill`. One block a row.
 extern "C" __global__ void gather_rows(const u8* x, const int* source, i64 width, i64 fill, u8* out) {
+  after_earlier();
   const i64 row = blockIdx.x;
   const i64 from = source[row];
   if (from < 0 && !fill) return;
@@ -366,6 +372,7 @@ extern "C" __global__ void gather_rows(const u8* x, const int* source, i64 width
 // out[row] = probs[source[row], column[row]], `size` bytes each. One thread a row.
 extern "C" __global__ void gather_probs(const u8* probs, const int* source, const int* column, i64 columns,
                                         i64 rows, i64 size, i64 fill, u8* out) {
+  after_earlier();
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows || (source[row] < 0 && !fill)) return;
   for (i64 b = 0; b < size; ++b)
@@ -379,6 +386,7 @@ extern "C" __global__ void merge_rows(const void* x, const void* scales, i64 kin
                                       const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows,
                                       i64 width, i64 out_kind, void* out, const u8* grad_probs, i64 grad_size,
                                       u8* out_probs) {
+  after_earlier();
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = mine[2 * places];
@@ -411,6 +419,7 @@ extern "C" __global__ void merge_rows(const void* x, const void* scales, i64 kin
 extern "C" __global__ void merge_rows_backward(const void* grad, const void* x, i64 kind, const int* source,
                                                const int* column, const void* probs, i64 probs_kind,
                                                i64 columns, i64 width, void* grad_x, void* grad_probs) {
+  after_earlier();
   __shared__ double partial[256];
   const i64 row = blockIdx.x, token = source[row];
   if (token < 0) return;
@@ -541,8 +550,9 @@ extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i
                                          i64 chunks, i64 align, i64 per_group, i64 backward, i64 rows_in,
                                          i64 rows, const u8* probs, i64 prob_size, int* source, u8* out_probs,
                                          int* group_offsets) {
-  DYNAMIC_SHARED(shared);
+  after_earlier();
   let_later_begin();
+  DYNAMIC_SHARED(shared);
   i64* sums;
   int* start;
   const Chunks c = chunks_in(shared, chunks, &sums, &start);
@@ -560,7 +570,7 @@ extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i
 // Shapes: x [., row_bytes], scales [., scale_bytes], all multiples of 16; out [rows, row_bytes].
 // Bytes: every row read once and written once.
 // Launch: one warp a unit, `together` rows (up to 32) or one of the `pieces` of a long row; a unit and 16
-//   bytes of shared memory. An early launch, behind the one that writes `source`.
+//   bytes of shared memory. Behind the launch that writes `source`.
 // Why: blocks that end, and not as many as fit at once with several buffers each: the hardware starts blocks
 //   in order, so that what is read and written at a time lies together, where blocks that stay drift apart. A
 //   plain copy by blocks that stay takes 187 us, by blocks that end 171 (345 MiB).
@@ -575,7 +585,7 @@ extern "C" __global__ void __launch_bounds__(32)
   const bool takes_part = lane < together && row < rows;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
   const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
-  wait_for_earlier();
+  after_earlier();
   const int from = takes_part ? source[row] : -1;
 #if __CUDA_ARCH__ >= 900
   // rows that follow each other here and there are copied at once, by the lane of the first

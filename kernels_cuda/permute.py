@@ -279,7 +279,6 @@ def _move(
         moved,
         moved_scales,
         shared=together * (piece_bytes + scale_bytes) + 16,
-        early=True,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from fp8moe.kernels_cuda.numba_cuda import (
     BLOCK,
+    after_earlier,
     as_octets,
     cuda,
     let_later_begin,
@@ -24,7 +25,6 @@ from fp8moe.kernels_cuda.numba_cuda import (
     scratch,
     uint32,
     uint64,
-    wait_for_earlier,
 )
 from fp8moe.records import PermutationPlan
 
@@ -108,14 +108,12 @@ def _place(ids: Any, counts: Any, tokens: int, per_chunk: int, chunks: int, out:
         out.pad_offsets,
         out.expert_offsets,
         out.overflow,
-        early=True,
     )
 
 
 def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no-untyped-def]
     """One block a chunk of entries. counts [chunk, experts + 1]: entries of each expert, and those of no
     expert that exists."""
-    let_later_begin()
     shared = cuda.shared.array(0, uint32)  # the counts
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins = uint32(experts + 1)
@@ -125,6 +123,8 @@ def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no
     while i < bins:
         shared[i] = uint32(0)
         i = uint32(i + threads)
+    after_earlier()
+    let_later_begin()
     cuda.syncthreads()
     i = uint32(begin + thread)
     while i < end:
@@ -145,7 +145,6 @@ def _list_experts(  # type: ignore[no-untyped-def]
     """One block a chunk of tokens, ``step`` at a time; a thread has 32 experts of a token. ids: the experts
     of each token in ascending order, then -1. counts [chunk, experts + 1]: entries of each expert, and those
     past a token's first ``width``. octets: the mask's bytes come eight to a word."""
-    let_later_begin()
     shared = cuda.shared.array(0, uint32)  # the counts | experts in each word of 32
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins, places, width32 = uint32(experts + 1), uint32(words), uint32(width)
@@ -153,6 +152,8 @@ def _list_experts(  # type: ignore[no-untyped-def]
     while i < bins:
         shared[i] = uint32(0)
         i = uint32(i + threads)
+    after_earlier()
+    let_later_begin()
     start = uint32(chunk * uint32(per_chunk))
     end = uint32(min(start + per_chunk, tokens))
     while start < end:
@@ -261,7 +262,8 @@ def _place_entries(  # type: ignore[no-untyped-def]
     if thread == uint32(0):
         memory[lost] = uint32(0)
     cuda.syncthreads()
-    wait_for_earlier()  # so far it runs beside the launch that counts
+    after_earlier()  # so far it runs beside the launch that counts
+    let_later_begin()
     if begun and has_slots == 0:
         mine = ids[uint64(first) * uint64(k) + uint64(thread)]
     lanes = uint32(max(min(n, threads), uint32(1)))

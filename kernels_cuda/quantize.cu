@@ -24,6 +24,7 @@
 extern "C" __global__ void __launch_bounds__(64)
     quantize_rows(const void* x, i64 vectors, i64 blocks, i64 pow2, float eps, i64 ready, u8* codes,
                   void* scales) {
+  after_earlier();
   const Rule rule = {FMT, (int)pow2, MX, eps};
   const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
   const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
@@ -36,6 +37,7 @@ extern "C" __global__ void __launch_bounds__(64)
       b[u] = load_eight<KIND>(x, at + lanes);
     }
   }
+  u32 row = 0, inside = 0;  // PACKED: of the block
 #pragma unroll
   for (int u = 0; u < PAIRS; ++u) {
     const i64 at = vector_of(first + 64 * u, lane, MX);
@@ -44,10 +46,14 @@ extern "C" __global__ void __launch_bounds__(64)
     floats<KIND>(b[u], w);
     i64 block = at / (MX ? 4 : 16);
 #ifdef PACKED
-    const u32 row = (u32)block / (u32)blocks, row_vectors = (u32)blocks * (MX ? 4 : 16);
+    const u32 across = (u32)blocks, apart = 64 / (MX ? 4 : 16);
+    if (u == 0)
+      row = (u32)block / across, inside = (u32)block - row * across;
+    else
+      for (inside += apart; inside >= across; inside -= across) ++row;
     u8* to = codes + row * ready;
-    write_block<false>(v, w, rule, at - (i64)row * row_vectors, (u32)block - row * (u32)blocks,
-                       at + lanes < vectors, to, to + row_vectors * 8);
+    write_block<false>(v, w, rule, inside * (MX ? 4 : 16) + (u32)at % (MX ? 4 : 16), inside,
+                       at + lanes < vectors, to, to + across * (MX ? 32 : 128));
 #else
     if (ready) block = block % blocks * ready + block / blocks;
     write_block<false>(v, w, rule, at, block, at + lanes < vectors, codes, scales);
@@ -65,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
                    i64 pow2, float eps, int* taken, u8* row_codes, void* row_scales, u8* codes,
                    void* scales) {
+  if (!taken) after_earlier();
   const int size = KIND == F32 ? 4 : 2;
   DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
@@ -101,8 +108,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   }
 }
 
-// Before a launch that takes tiles in turn and begins early (tile.cuh: Turns).
+// Before a launch that takes tiles when blocks are free (tile.cuh: Turns).
 extern "C" __global__ void no_tiles_taken(int* taken) {
+  after_earlier();
   let_later_begin();
   *taken = 0;
 }
@@ -111,6 +119,7 @@ extern "C" __global__ void no_tiles_taken(int* taken) {
 // a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
 extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead, i64 rows, i64 height,
                                        i64 capacity, int* strips) {
+  after_earlier();
   i64 s = 0;
   const i64 ranges = offsets ? experts : lead;
   for (i64 e = 0; e < ranges; ++e) {
@@ -129,6 +138,7 @@ extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead
 extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* strips, i64 columns, i64 width,
                                            i64 fmt, i64 pow2, i64 mx, float eps, i64 row_stride,
                                            i64 column_stride, u8* codes, void* scales) {
+  after_earlier();
   __shared__ u32 largest[128];
   const i64 strip = blockIdx.x, block = blockIdx.y;
   const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
@@ -158,6 +168,7 @@ extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* s
 // codes [columns, rows], scales [strip, columns]; scales of empty strips are zeros.
 extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* strips, i64 rows, i64 columns,
                                             i64 fmt, i64 pow2, i64 mx, float eps, u8* codes, void* scales) {
+  after_earlier();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= columns) return;
   const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
@@ -180,6 +191,7 @@ extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* 
 
 // out[c, r] = in[r, c] for each of gridDim.z matrices, elements of `size` bytes. One thread an element.
 extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 columns, i64 size, u8* out) {
+  after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= rows * columns) return;
   const i64 base = (i64)blockIdx.y * rows * columns, r = i / columns, c = i % columns;
@@ -192,6 +204,7 @@ extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 column
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* codes, const void* scales, i64 vectors, i64 of_row, i64 row_stride,
                     i64 column_stride, void* out) {
+  after_earlier();
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= vectors) return;
   const u32 row = i / (u32)of_row, at = i - row * (u32)of_row;
@@ -227,6 +240,7 @@ extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales
                                              i64 columns, i64 block_rows, i64 block_columns, i64 row_stride,
                                              i64 column_stride, i64 matrix_stride, i64 fmt, i64 scale_kind,
                                              i64 out_kind, void* out) {
+  after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const i64 matrix = i / (rows * columns), r = i / columns % rows, c = i % columns;
@@ -246,6 +260,7 @@ extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales
 extern "C" __global__ void dequantize_columns(const u8* codes, const void* scales, const int* strips,
                                               i64 rows, i64 columns, i64 fmt, i64 mx, i64 out_kind,
                                               void* out) {
+  after_earlier();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= columns) return;
   const i64 at = strip * columns + c;
@@ -257,6 +272,7 @@ extern "C" __global__ void dequantize_columns(const u8* codes, const void* scale
 // Scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
 extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks, i64 padded, i64 to_ready,
                                           float* out) {
+  after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (to_ready ? padded : rows) * blocks) return;
   if (to_ready) {

@@ -138,7 +138,6 @@ def _quantize_tiles(
         *tile_results(rowwise, columnwise),
         shared=tile_bytes(x.dtype.itemsize, offsets),
         defines=conversion(x, columnwise),
-        early=taken is not None,
     )
 
 
@@ -163,7 +162,7 @@ def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[in
 
 def tiles_taken(tiles: int, blocks: int) -> Any:
     """How many tiles have been taken, 0, for blocks with so many that they take them when they are free;
-    None: their turns are fixed (tile.cuh: Turns). What is launched next may begin early."""
+    None: their turns are fixed (tile.cuh: Turns)."""
     if tiles <= MANY_TURNS * blocks:
         return None
     taken = scratch((1,), np.int32)

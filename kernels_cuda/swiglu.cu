@@ -36,6 +36,7 @@ __device__ __forceinline__ Element element(float a, float b, float clamp, float 
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
                                           const int* last, float clamp, float alpha, float offset, i64 width,
                                           i64 out_kind, void* y) {
+  after_earlier();
   const i64 row = blockIdx.x;
   const bool real = !last || row < *last;
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
@@ -66,6 +67,7 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
                                            i64 probs_kind, const int* last, float clamp, float alpha,
                                            float offset, i64 width, i64 out_kind, void* dh, i64 dprobs_kind,
                                            void* dprobs) {
+  after_earlier();
   __shared__ double partial[256];
   const i64 row = blockIdx.x;
   const bool real = !last || row < *last;
@@ -182,6 +184,7 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
 extern "C" __global__ void __launch_bounds__(256)
     swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
                          float alpha, float offset, i64 rows, i64 vectors_, u8* codes, void* scales) {
+  after_earlier();
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
   const u32 vectors = (u32)vectors_;
@@ -223,6 +226,7 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
                                   i64 vectors, u8* codes, void* scales, float* dprobs) {
+  after_earlier();
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
   const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
@@ -281,6 +285,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
                           int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
+  if (!taken) after_earlier();
   const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
   DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;

@@ -66,7 +66,6 @@ def swiglu_quantize(
             *tile_results(out.rowwise, out.columnwise),
             shared=shared,
             defines=_variant(h, activation, out.columnwise),
-            early=taken is not None,
         )
         return
     y = scratch((rows, width), np.float32)

@@ -154,7 +154,7 @@ struct Turns {
     __syncthreads();
     fetch(0);
     if (threadIdx.x / 32 == 7) {
-      wait_for_earlier();
+      after_earlier();
       take();
     }
   }

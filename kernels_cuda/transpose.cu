@@ -292,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, int* taken, u8* out,
                             void* out_scales) {
+  if (!taken) after_earlier();
   DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | the table of strips
   u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
   __shared__ Place places[PLACES];
@@ -371,6 +372,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
                                                          const int* source, const int* strips, i64 rows,
                                                          i64 columns, i64 width, i64 fmt, i64 mx, i64 tile,
                                                          u8* out, void* out_scales) {
+  after_earlier();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1], blocks = (columns + width - 1) / width;
   const bool inside = c < columns;
@@ -418,6 +420,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
 
 // Set *flag when a scale is no power of two (0 is fine). One thread a scale.
 extern "C" __global__ void check_pow2(const float* scales, i64 count, int* flag) {
+  after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const u32 u = __float_as_uint(scales[i]);

@@ -73,7 +73,6 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             out.scales,
             shared=shared,
             defines=formats(q),
-            early=taken is not None,
         )
         return
     strips = make_strips(offsets, 1, rows, out.block[0], count)

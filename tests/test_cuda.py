@@ -759,6 +759,59 @@ def test_a_cupy_graph_keeps_its_scratch():
     assert all(bool((o == 7).all()) for o in others)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_launches_wait_for_each_other(monkeypatch, captured):
+    """Blocks start before the launch in front of theirs is done. What they read was just written, what they
+    write over was just read; in front of them is a kernel, a copy on this stream, or one on another."""
+    import cupy
+
+    from fp8moe.kernels_cuda import launch
+
+    monkeypatch.undo()  # filling outputs would part the launches
+    rng = np.random.default_rng(15)
+    xs = [upload((rng.standard_normal((4096, 2048)) * 2.0**i).astype(BF16)) for i in range(2)]
+    ids = upload(rng.integers(0, 8, (4096, 2)).astype(np.int32))
+    x, q = cupy.empty_like(xs[0]), fp8moe.quantize(xs[0])
+    end = int(fp8moe.plan_topk(ids, 8, align_size=128).expert_offsets[-1])  # behind it lies nobody's
+
+    def chain():
+        plan = fp8moe.plan_topk(ids, 8, align_size=128)
+        rows = fp8moe.permute(fp8moe.quantize(x, out=q), plan).data
+        turned = fp8moe.scaling_aware_transpose(rows, plan.expert_offsets)
+        y = fp8moe.unpermute(fp8moe.dequantize(rows), plan)
+        both_ways = fp8moe.quantize(y, columnwise=True)
+        return plan.row_id_map, turned.data[:, :end], turned.scales, y, both_ways.columnwise.data
+
+    with monkeypatch.context() as context:
+        context.setattr(launch, "_has_early", lambda device: False)
+        wanted = []
+        for each in xs:
+            x[...] = each
+            wanted.append(chain())
+            cupy.cuda.Device().synchronize()
+    found = []
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        other = cupy.cuda.Stream(non_blocking=True)
+        chain()
+        if captured:
+            stream.begin_capture()
+        for i in range(20):
+            if i % 4 < 2:
+                cupy.copyto(x, xs[i % 2])
+            else:
+                other.wait_event(stream.record())
+                with other:
+                    cupy.copyto(x, xs[i % 2])
+                stream.wait_event(other.record())
+            found.append(chain())
+        if captured:
+            stream.end_capture().launch(stream)
+        stream.synchronize()
+    for i, results in enumerate(found):
+        for a, b in zip(results, wanted[i % 2], strict=True):
+            assert same_bits(cupy.asnumpy(a), cupy.asnumpy(b)), i
+
+
 def torch_case(requires_grad=True):
     torch = pytest.importorskip("torch")
     g = torch.Generator().manual_seed(0)

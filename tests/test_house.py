@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def imports_of(path):
     return found
 
 
-def files(folder):
-    return sorted((ROOT / folder).glob("*.py"))
+def files(folder, pattern="*.py"):
+    return sorted((ROOT / folder).glob(pattern))
 
 
 def below(name, *prefixes):
@@ -107,3 +108,19 @@ def test_every_adapter_is_reported():
     from fp8moe.info import ADAPTERS
 
     assert set(ADAPTERS) == {p.stem for p in files("adapters")} - {"__init__"}
+
+
+def test_every_kernel_begins_after_the_launch_in_front_of_it():
+    """What is launched may start early (launch.start), and would read what is not yet written."""
+    kernel = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\(.*\))*\s+(\w+)\([^{]*?\) \{\n(.*)')
+    later = {  # the second of two launches: what they do first may begin beside the other
+        "move_rows": "  DYNAMIC_SHARED(shared);",
+        "quantize_tiles": "  if (!taken) after_earlier();",
+        "swiglu_quantize_tiles": "  if (!taken) after_earlier();",
+        "scaling_aware_transpose": "  if (!taken) after_earlier();",
+    }
+    sources = [path.read_text() for path in files("kernels_cuda", "*.cu")]
+    kernels = [found for source in sources for found in kernel.findall(source)]
+    assert len(kernels) == sum(source.count('extern "C"') for source in sources) > 30
+    for name, first in kernels:
+        assert first == later.get(name, "  after_earlier();"), name
