@@ -164,7 +164,8 @@ def _moe_fwd(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
 
 def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, way, like, probs = kept
-    grads = _experts_backward(saved, _rows_of(dispatch(_parts(dy, how), way, how.axis), how))
+    rows = _rows_of(dispatch(_parts(dy, how), way, how.axis), how)
+    grads = _experts_backward(saved, rows, dtype=jax_ops.gradient_dtype(like))
     dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
     return dx, *jax_ops.of_weights(grads, like), dprobs.astype(probs.dtype), None
 

@@ -31,6 +31,7 @@ except ImportError as error:
 
 import fp8moe
 from fp8moe import dlpack
+from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
 from fp8moe.placed import Layout
 from fp8moe.records import (
@@ -369,7 +370,7 @@ def _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ig
 
 def _moe_bwd(recipe, recompute, activation, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    grads = moe_backward(saved, dy)
+    grads = moe_backward(saved, dy, dtype=gradient_dtype(like))
     return grads.dx, *of_weights(grads, like), grads.dprobs.astype(probs.dtype), None
 
 
@@ -379,6 +380,11 @@ _moe.defvjp(_moe_fwd, _moe_bwd)
 def like_weights(*weights: Any) -> list[Any]:
     """What a backward needs of weights to give `of_weights`: their dtypes, or that they are quantised."""
     return [w if isinstance(w, Quantized) else w[:0] for w in weights]
+
+
+def gradient_dtype(like: list[Any]) -> str:
+    """What a backward is to make for these weights: bfloat16 at once, the others of float32."""
+    return "bfloat16" if all(getattr(w, "dtype", None) == BFLOAT16 for w in like) else "float32"
 
 
 def of_weights(grads: MoEGrads, like: list[Any]) -> list[Any]:

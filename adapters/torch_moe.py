@@ -240,7 +240,8 @@ def _backward(
     saved: Saved, dy: Tensor, weights: Any, into: Any, comm: Any = None
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """dx, dprobs, and the gradients of the weights that have none to add theirs to."""
-    g = fp8moe.moe_backward(saved, dy.contiguous(), dw13=into[0], dw2=into[1], comm=comm)
+    dtype = torch_ops.gradient_dtype(*(w.dtype for w in weights))
+    g = fp8moe.moe_backward(saved, dy.contiguous(), dw13=into[0], dw2=into[1], dtype=dtype, comm=comm)
     grads: list[Tensor | None] = []
     for w, main, new in zip(weights, into, (g.dw13, g.dw2), strict=True):
         if main is not None:

@@ -328,9 +328,14 @@ class _MoELayer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        g = fp8moe.moe_backward(ctx.saved, dy.contiguous())
         w13, w2, probs = ctx.dtypes
+        g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dtype=gradient_dtype(w13, w2))
         return g.dx, g.dw13.to(w13), g.dw2.to(w2), None, g.dprobs.to(probs), None, None, None
+
+
+def gradient_dtype(*weights: torch.dtype) -> str:
+    """What `moe_backward` is to make for weights of these dtypes: bfloat16 at once, the others of float32."""
+    return "bfloat16" if set(weights) == {torch.bfloat16} else "float32"
 
 
 def __getattr__(name: str) -> Any:

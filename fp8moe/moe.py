@@ -144,24 +144,33 @@ def experts_forward(
     return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=tuple(activation.items()), **kept)
 
 
-def experts_backward(saved: Saved, dy: Any, dw13: Any = None, dw2: Any = None) -> MoEGrads:
+def experts_backward(
+    saved: Saved, dy: Any, dw13: Any = None, dw2: Any = None, dtype: str = "float32"
+) -> MoEGrads:
     """`moe_backward` behind its cast and dispatch, and before the sums between ranks."""
     _, backward = _STEPS[saved.recipe]
-    return backward(saved, dy, dw13, dw2)
+    return backward(saved, dy, dw13, dw2, dtype)
 
 
 def moe_backward(
-    saved: Saved, dy: Any, *, dw13: Any = None, dw2: Any = None, comm: Comm | None = None
+    saved: Saved,
+    dy: Any,
+    *,
+    dw13: Any = None,
+    dw2: Any = None,
+    dtype: str = "float32",
+    comm: Comm | None = None,
 ) -> MoEGrads:
     """Gradients of `moe_forward`.
 
     dy: [T, H] in y's dtype.
     dw13, dw2: float32 or bfloat16 arrays to add the weights' gradients to, in place: what several
         micro-batches sum up.
+    dtype: of the weights' gradients where none are given, "float32" or "bfloat16".
     comm: the forward's.
 
     Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and
-    dw2 [E, H, F], those given or new ones in float32 (float64 for float64).
+    dw2 [E, H, F], those given or new ones of ``dtype`` (float64 for float64).
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
@@ -175,9 +184,9 @@ def moe_backward(
     tokens = (saved.plan if route is None else route).num_tokens
     checks.shape("dy", array, (tokens, saved.x.shape[1]))
     if comm is None or route is None:
-        return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2)
+        return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2, dtype)
     arrived = dispatch_gradient(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    grads = experts_backward(saved, arrived, dw13, dw2)
+    grads = experts_backward(saved, arrived, dw13, dw2, dtype)
     dx, dprobs = combine_gradient(grads.dx, grads.dprobs, route, comm)
     return replace(grads, dx=dx, dprobs=dprobs)
 
@@ -230,7 +239,7 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute):  # type: 
     return y, {"probs": moved.probs, "x": x, "h": h, "a": a}
 
 
-def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
+def _backward_fp8_flow(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a = saved.h, saved.a
     if saved.recompute:
@@ -238,7 +247,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
         a = _activate(h, saved.probs, plan, dict(saved.activation))
     dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets, dw2)
+    dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets, dw2, dtype=dtype)
     grad = swiglu_quantize_backward(
         da,
         h,
@@ -249,7 +258,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
     )
     dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
     x = _transpose(saved.x, plan) if saved.recompute else permute_transpose(saved.x, plan)
-    dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), x, offsets, dw13)
+    dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), x, offsets, dw13, dtype=dtype)
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
@@ -274,7 +283,7 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute):  # t
     return y, {"probs": moved.probs, "x": q, **keep}
 
 
-def _backward_fp8_blockwise(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
+def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a = saved.h, saved.a
     if saved.recompute:
@@ -282,11 +291,13 @@ def _backward_fp8_blockwise(saved, dy, dw13, dw2):  # type: ignore[no-untyped-de
         a = quantize(swiglu(h, saved.probs, **dict(saved.activation)))
     dout = quantize(permute(dy, plan).data)  # cast 3
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    dw2 = grouped_gemm_wgrad(_requantize(dout), _requantize(a), offsets, dw2)  # casts 4 to 7
+    columnwise = _requantize(dout), _requantize(a)  # casts 4 to 7
+    dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
     grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
     dh = quantize(grad.dh)  # cast 8
     dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-    dw13 = grouped_gemm_wgrad(_requantize(dh), _requantize(saved.x), offsets, dw13)  # casts 9 to 12
+    columnwise = _requantize(dh), _requantize(saved.x)  # casts 9 to 12
+    dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
@@ -305,19 +316,20 @@ def _forward_bf16(x, w13, w2, plan, probs, activation, recompute):  # type: igno
     return y, {"probs": moved.probs, "x": moved.data, **keep}
 
 
-def _backward_bf16(saved, dy, dw13, dw2):  # type: ignore[no-untyped-def]
+def _backward_bf16(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a = saved.h, saved.a
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13, offsets)
         a = swiglu(h, saved.probs, **dict(saved.activation))
-    wide = "float64" if border.enter(dy=dy).args.dy.dtype == "float64" else "float32"
+    if dtype == "float32" and border.enter(dy=dy).args.dy.dtype == "float64":
+        dtype = "float64"
     dout, _ = unpermute_backward(dy, plan)
     da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
-    dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=wide)
+    dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=dtype)
     grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
     dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
-    dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=wide)
+    dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=dtype)
     dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 

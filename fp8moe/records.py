@@ -231,7 +231,8 @@ class SwigluGrad(Record):
 
 @dataclass(frozen=True)
 class MoEGrads(Record):
-    """dx [T, H] and dprobs [T, k] in their inputs' dtypes; dw13 [E, 2F, H], dw2 [E, H, F] float32."""
+    """dx [T, H] and dprobs [T, k] in their inputs' dtypes; dw13 [E, 2F, H], dw2 [E, H, F] float32, or
+    as asked for."""
 
     dx: Array
     dprobs: Array

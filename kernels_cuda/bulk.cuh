@@ -52,6 +52,12 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes
                : "memory");
 }
 
+__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+
 // Before the block ends its shared memory must have been read.
 __device__ __forceinline__ void bulk_finish() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

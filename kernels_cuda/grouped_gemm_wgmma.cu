@@ -194,19 +194,31 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   }
 }
 
-// Two warps: a finished tile, up to `count` rows of `bytes` bytes, from shared memory, where its rows lie
-// `tile_pitch` bytes apart, to rows `pitch` bytes apart, or (add) added to them as float32.
-template <u32 TILE_PITCH>
-__device__ __forceinline__ void write_tile(const Shared& s, int count, int bytes, u8* to, i64 pitch, bool add,
+// Two warps: a finished tile of bfloat16, up to `count` rows of `bytes` bytes, from shared memory to rows
+// `pitch` bytes apart, by the copy engine.
+__device__ __forceinline__ void write_tile(const Shared& s, int count, int bytes, u8* to, i64 pitch,
                                            u32& phase) {
-  const u32 vectors = TILE_PITCH / 264 * 16, rows = 4096 / vectors;  // of 16 bytes in a row
+  barrier_wait(s.made, phase);
+  phase ^= 1u;
+  if (bytes > 0)
+    for (int row = (int)threadIdx.x % WRITERS; row < min(count, ROWS); row += WRITERS)
+      bulk_store(to + row * pitch, s.tile + row * PITCH, (u32)min(bytes, 2 * COLUMNS));
+  bulk_finish();
+  __syncwarp();
+  if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(s.written);
+}
+
+// The same of the upper half of a tile of float32, or (add) added to what is there.
+__device__ __forceinline__ void write_wide_tile(const Shared& s, int count, int bytes, u8* to, i64 pitch,
+                                                bool add, u32& phase) {
+  const u32 vectors = 64, rows = ROWS / 2;  // of 16 bytes in a row
   const u32 t = threadIdx.x % WRITERS;
   barrier_wait(s.made, phase);
   phase ^= 1u;
 #pragma unroll 4
   for (u32 i = t; i < rows * vectors; i += WRITERS) {
     const u32 row = i / vectors, at = i % vectors * 16;
-    const uint4 v = *(const uint4*)(s.tile + row * TILE_PITCH + at);
+    const uint4 v = *(const uint4*)(s.tile + row * WIDE_PITCH + at);
     if ((int)row >= count || (int)at >= bytes) continue;
     if (add)
       add_floats((float*)(to + row * pitch + at), v);
@@ -221,17 +233,19 @@ __device__ __forceinline__ void write_tile(const Shared& s, int count, int bytes
 __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2][64], u32 group, u32 my_row,
                                           u32& phase) {
   const u32 lane = threadIdx.x % 32;
+  // of 16 rows and 16 columns; this lane's row of them, and half of the columns
+  const At to = at_of(s.tile) + (my_row - lane / 4 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
   barrier_wait(s.written, phase ^ 1u);
   phase ^= 1u;
 #pragma unroll
-  for (u32 half = 0; half < 2; ++half) {
-    u32* to = (u32*)(s.tile + (64 * half + my_row) * PITCH + group * 256) + lane % 4;
+  for (u32 half = 0; half < 2; ++half)
 #pragma unroll
-    for (u32 j = 0; j < 16; ++j) {
-      to[4 * j] = pack_bf16(sums[half][4 * j], sums[half][4 * j + 1]);
-      to[4 * j + 8 * PITCH / 4] = pack_bf16(sums[half][4 * j + 2], sums[half][4 * j + 3]);
+    for (u32 j = 0; j < 16; j += 2) {
+      const float* d = sums[half] + 4 * j;
+      store_matrices_at(to + 64 * half * PITCH + 16 * j, pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]),
+                        pack_bf16(d[4], d[5]), pack_bf16(d[6], d[7]));
     }
-  }
+  fence_async();
   __syncwarp();
   if (lane < ARRIVING) barrier_arrive_here(s.made);
 }
@@ -314,8 +328,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
       for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
         find(tile);
-        write_tile<PITCH>(s, last_row - first_row, 2 * ((int)width - first_column),
-                          (u8*)(out + first_row * width + first_column), 2 * width, false, phase);
+        write_tile(s, last_row - first_row, 2 * ((int)width - first_column),
+                   (u8*)(out + first_row * width + first_column), 2 * width, phase);
       }
     }
   } else {
@@ -431,10 +445,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const i64 at = (e * width + first_row) * depth + first_column;
         const int count = (int)width - first_row, columns = (int)depth - first_column;
         if (out_kind == F32)  // the upper half; the other goes by itself
-          write_tile<WIDE_PITCH>(s, count, 4 * columns, (u8*)((float*)out + at), 4 * depth, accumulate,
-                                 phase);
+          write_wide_tile(s, count, 4 * columns, (u8*)((float*)out + at), 4 * depth, accumulate, phase);
         else
-          write_tile<PITCH>(s, count, 2 * columns, (u8*)((u16*)out + at), 2 * depth, false, phase);
+          write_tile(s, count, 2 * columns, (u8*)((u16*)out + at), 2 * depth, phase);
       }
     }
   } else {

@@ -125,6 +125,14 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   return pair;
 }
 
+// Four matrices of 8 x 8 halves to shared memory: lane 8 m + r has the address of row r of matrix m, and each
+// lane the halves 2 (lane % 4) and the next of row lane / 4 of all four.
+__device__ __forceinline__ void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
 // Added to what is there: a rounding each.
 __device__ __forceinline__ void add_floats(float* to, uint4 v) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(__uint_as_float(v.x)),

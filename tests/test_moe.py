@@ -92,6 +92,18 @@ def test_recompute_changes_no_bit_and_keeps_less(recipe):
     assert small.nbytes < saved.nbytes
 
 
+@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+def test_gradients_in_bfloat16_are_those_in_float32_rounded_once(recipe):
+    inputs, dy = layer_inputs(8)
+    wide, saved = run(inputs, dy, recipe)
+    g = fp8moe.moe_backward(saved, dy, dtype="bfloat16")
+    for narrow, same in zip((g.dx, g.dprobs, g.dw13, g.dw2), wide[1:], strict=True):
+        assert same_bits(narrow, same.astype(narrow.dtype))
+    assert g.dw13.dtype == g.dw2.dtype == BF16
+    with pytest.raises(ValueError, match="dtype"):
+        fp8moe.moe_backward(saved, dy, dtype="int8")
+
+
 def test_casts_launches_and_bytes():
     inputs, dy = layer_inputs(3, tokens=512, k=2)
     casts, kept = {}, {}

@@ -36,7 +36,7 @@ inline void barrier_wait(u64* barrier, u32 parity = 0) {
     if ((u32)((Barrier*)barrier)->phase != parity) return;
   }
 }
-inline void bulk_store(void* to, const void* from, u32 bytes, u64) {
+inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
   memcpy(to, from, bytes);
 }
