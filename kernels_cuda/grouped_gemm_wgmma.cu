@@ -31,7 +31,7 @@
 #define HEIGHT 16  // rows of tiles that are worked on at a time, so that their operands stay in L2
 #define MULTIPLIERS 256
 #define WRITERS 64
-#define AHEAD 4  // pairs of columns whose scales wgrad has fetched ahead
+#define AHEAD 3  // pairs of columns whose scales wgrad has fetched ahead
 #ifndef ARRIVING
 #define ARRIVING 1  // lanes that arrive at a barrier for a warp; racecheck knows of no warp behind a lane: 32
 #endif
@@ -230,11 +230,12 @@ __device__ __forceinline__ void write_wide_tile(const Shared& s, int count, int 
 }
 
 // A multiplying warpgroup's sums, as bfloat16, to where the writers find them.
-__device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2][64], u32 group, u32 my_row,
+__device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2][64], u32 group,
                                           u32& phase) {
-  const u32 lane = threadIdx.x % 32;
+  // made here, and not kept in a register while the products are made
+  const u32 t = kept(threadIdx.x), lane = t % 32;
   // of 16 rows and 16 columns; this lane's row of them, and half of the columns
-  const At to = at_of(s.tile) + (my_row - lane / 4 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
+  const At to = at_of(s.tile) + (t % 128 / 32 * 16 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
   barrier_wait(s.written, phase ^ 1u);
   phase ^= 1u;
 #pragma unroll
@@ -349,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       multiply<false>(s, turn, group, steps, STEP, scales_of, promote);
-      hand_over(s, sums, group, my_row, phase);
+      hand_over(s, sums, group, phase);
     }
   }
   end();
@@ -457,25 +458,29 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     struct Scales {
       float upper, lower;  // of the row and of that 8 below it
       At of_columns;       // of two columns each, 32 bytes apart
-      float2 next[AHEAD];  // of the next columns
+      float4 next[AHEAD];  // times those of the next columns
+      __device__ __forceinline__ float4 times(u32 j) const {
+        const float2 c = load2_at(of_columns + 32 * j);
+        return make_float4(upper * c.x, upper * c.y, lower * c.x, lower * c.y);
+      }
     };
     auto scales_of = [&](u32 half, At scales) {
       const At of_rows = scales + 4 * (64 * half + my_row);
       Scales by{load_at(of_rows), load_at(of_rows + 32), scales + 4 * (ROWS + my_column), {}};
 #pragma unroll
-      for (u32 j = 0; j < AHEAD; ++j) by.next[j] = load2_at(by.of_columns + 32 * j);
+      for (u32 j = 0; j < AHEAD; ++j) by.next[j] = by.times(j);
       return by;
     };
     auto promote = [&](u32 half, const float (&d)[64], Scales& by) {
 #pragma unroll
       for (u32 j = 0; j < 16; ++j) {
-        const float2 c = by.next[j % AHEAD];
+        const float4 scale = by.next[j % AHEAD];
         float* sum = sums[half] + 4 * j;
-        sum[0] = __fmaf_rn(d[4 * j] * c.x, by.upper, sum[0]);
-        sum[1] = __fmaf_rn(d[4 * j + 1] * c.y, by.upper, sum[1]);
-        sum[2] = __fmaf_rn(d[4 * j + 2] * c.x, by.lower, sum[2]);
-        sum[3] = __fmaf_rn(d[4 * j + 3] * c.y, by.lower, sum[3]);
-        if (j + AHEAD < 16) by.next[j % AHEAD] = load2_at(by.of_columns + 32 * (j + AHEAD));
+        sum[0] = __fmaf_rn(d[4 * j], scale.x, sum[0]);
+        sum[1] = __fmaf_rn(d[4 * j + 1], scale.y, sum[1]);
+        sum[2] = __fmaf_rn(d[4 * j + 2], scale.z, sum[2]);
+        sum[3] = __fmaf_rn(d[4 * j + 3], scale.w, sum[3]);
+        if (j + AHEAD < 16) by.next[j % AHEAD] = by.times(j + AHEAD);
       }
     };
     if (group == 1 && lane < ARRIVING) barrier_arrive_here(s.turns);  // the first turn is the other's
@@ -527,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
               sums[half][i] += bf16_to_float((u16)two);
               sums[half][i + 1] += bf16_to_float((u16)(two >> 16));
             }
-        hand_over(s, sums, group, my_row, phase);
+        hand_over(s, sums, group, phase);
       }
     }
   }
