@@ -60,7 +60,7 @@ __device__ __forceinline__ void after_earlier() {
 #endif
 }
 // For short kernels: the launch behind this one may start now. (Behind long ones its blocks are in the way:
-// three transposes took 3 to 9 % longer.) It may read before it waits what this one could: so this comes
+// three transposes took 2 to 9 % longer.) It may read before it waits what this one could: so this comes
 // behind after_earlier.
 __device__ __forceinline__ void let_later_begin() {
 #if __CUDA_ARCH__ >= 900
