@@ -30,8 +30,8 @@ from fp8moe.records import arrays_in
 
 CACHE_BYTES = 50_000_000
 MAX_SETS = 8
-MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take 2 to 5 us
-COPIES = 4  # of 1 GiB, each half as long
+MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take some 2 us
+COPIES = 4  # of 1 GiB: half a millisecond each
 TOPICS = (
     "plan",
     "permute",
