@@ -37,28 +37,37 @@ extern "C" __global__ void __launch_bounds__(64)
       b[u] = load_eight<KIND>(x, at + lanes);
     }
   }
-  u32 row = 0, inside = 0;  // PACKED: of the block
+  const int apart = 32 / lanes;                                      // blocks of a warp at a time
+  const i64 block = first / (MX ? 4 : 16) + lane % (PAIRS * apart);  // whose scale the lane writes
+#ifdef PACKED
+  const u32 across = (u32)blocks, row = (u32)block / across, inside = (u32)block - row * across;
+#endif
+  u32 scale = 0;
 #pragma unroll
   for (int u = 0; u < PAIRS; ++u) {
     const i64 at = vector_of(first + 64 * u, lane, MX);
     float v[8], w[8];
     floats<KIND>(a[u], v);
     floats<KIND>(b[u], w);
-    i64 block = at / (MX ? 4 : 16);
 #ifdef PACKED
-    const u32 across = (u32)blocks, apart = 64 / (MX ? 4 : 16);
-    if (u == 0)
-      row = (u32)block / across, inside = (u32)block - row * across;
-    else
-      for (inside += apart; inside >= across; inside -= across) ++row;
-    u8* to = codes + row * ready;
-    write_block<false>(v, w, rule, inside * (MX ? 4 : 16) + (u32)at % (MX ? 4 : 16), inside,
-                       at + lanes < vectors, to, to + across * (MX ? 32 : 128));
+    const u32 its_row = __shfl_sync(0xffffffffu, row, u * apart + lane / lanes);
+    const u32 its_place = __shfl_sync(0xffffffffu, inside, u * apart + lane / lanes);
+    const i64 vector = its_place * (MX ? 4 : 16) + (u32)at % (MX ? 4 : 16);
+    u8* to = codes + its_row * ready;
 #else
-    if (ready) block = block % blocks * ready + block / blocks;
-    write_block<false>(v, w, rule, at, block, at + lanes < vectors, codes, scales);
+    const i64 vector = at;
+    u8* to = codes;
 #endif
+    const u32 mine = write_block<false>(v, w, rule, vector, at + lanes < vectors, to);
+    const u32 theirs = __shfl_sync(0xffffffffu, mine, lane % apart * lanes);
+    if (lane / apart == u) scale = theirs;
   }
+  if (lane >= PAIRS * apart || block >= vectors / (MX ? 4 : 16)) return;
+#ifdef PACKED
+  store_scale(codes + row * ready + across * (MX ? 32 : 128), inside, scale, MX);
+#else
+  store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
+#endif
 }
 
 #ifndef PACKED

@@ -108,14 +108,13 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
 #define LOG2E_REST 1.92596299e-8f
 #define LN2 0.693147182f
 
-// 1 / (1 + exp(-x)) for |x| < FAR, within 2^-21 of itself: the exponential's argument -x log2(e) is held in
-// two floats (their sum errs by 2^-40), ex2.approx errs by 2 ulp = 2^-22, the rest of the argument enters by
-// 1 + r ln 2 and the sum (an ulp of 2^-24 each), rcp.approx by an ulp.
+// 1 / (1 + exp(-x)) for |x| < FAR, within 2^-21 + |x| 2^-28.4 of itself, 2^-20.4 at most: exp(-x) = 2^w (1 +
+// r), w = -x log2(e) as it is rounded, r = -x - w ln 2 in one step, with an ln 2 that errs by 2^-28.4 of
+// itself; ex2.approx errs by 2 ulp = 2^-22, 1 + r and the sum by 2^-24 each, rcp.approx by an ulp.
 __device__ __forceinline__ float quick_sigmoid(float x) {
-  const float whole = x * -LOG2E;
-  const float left = __fmaf_rn(x, -LOG2E_REST, __fmaf_rn(x, -LOG2E, -whole));
+  const float whole = x * -LOG2E, left = __fmaf_rn(whole, -LN2, -x);
   const float power = exp2_approx(whole);
-  return reciprocal_approx(1.f + __fmaf_rn(power, left * LN2, power));
+  return reciprocal_approx(1.f + __fmaf_rn(power, left, power));
 }
 
 #define FAR 80.f  // from here on the sum is 1, or the exponential's floats run out; NaN as well
@@ -215,7 +214,8 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
     }
   }
-  write_block<true>(y[0], y[1], rule, at, at / (MX ? 4 : 16), whole, codes, scales);
+  const u32 scale = write_block<true>(y[0], y[1], rule, at, whole, codes);
+  if (whole && lane % lanes == 0) store_scale(scales, at / (MX ? 4 : 16), scale, MX);
 }
 
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
@@ -269,9 +269,12 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
         sum += (double)part;
       }
     }
-    const int per_block = MX ? 4 : 16;
-    write_block<true>(da[0], da[1], rule, half, half / per_block, whole, codes, scales);
-    write_block<true>(db[0], db[1], rule, half + vectors, (half + vectors) / per_block, whole, codes, scales);
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const i64 to = half + u * vectors;
+      const u32 scale = write_block<true>(u ? db[0] : da[0], u ? db[1] : da[1], rule, to, whole, codes);
+      if (whole && lane % lanes == 0) store_scale(scales, to / (MX ? 4 : 16), scale, MX);
+    }
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);

@@ -116,6 +116,6 @@ def assert_same(ours, theirs):
 
 
 def assert_nearly_same(ours, theirs):
-    """A float32 sigmoid within 2^-21: a code in some 10^5 falls to the other side."""
+    """A float32 sigmoid within 2^-20: a code in some 10^5 falls to the other side."""
     for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
         assert (a != b).mean() <= 1e-3

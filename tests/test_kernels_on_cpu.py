@@ -154,6 +154,19 @@ def test_swiglu(activation, block):
         assert np.linalg.norm(ours.dprobs - theirs.dprobs) <= 2.0**-19 * np.linalg.norm(ours.dprobs)
 
 
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
+@pytest.mark.parametrize("width", [640, 1408, 4224])
+def test_swiglu_rows_of_several_blocks(width, block):
+    """The scales of both halves of a row are written at once, or as many at a time as a warp has lanes."""
+    h, grad = (RNG.standard_normal((5, n)).astype(BF16) for n in (2 * width, width))
+    probs, last = RNG.random(5).astype(np.float32), np.array([0, 4], np.int32)
+    for offsets in (None, last):
+        options = {"block": block, "expert_offsets": offsets}
+        assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **options))
+        ours, theirs = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
+        assert_nearly_same(ours.dh, theirs.dh)
+
+
 def known(result, offsets):
     """Its arrays without what no expert has, which is unspecified in column-wise codes."""
     unknown = offsets is not None
