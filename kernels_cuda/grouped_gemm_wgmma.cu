@@ -246,8 +246,8 @@ __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2
 #pragma unroll
     for (u32 j = 0; j < 16; j += 2) {
       const float* d = sums[half] + 4 * j;
-      store_matrices_at(to + 64 * half * PITCH + 16 * j, pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]),
-                        pack_bf16(d[4], d[5]), pack_bf16(d[6], d[7]));
+      store_matrices_at(to + 64 * half * PITCH + 16 * j, to_bf16x2(d[0], d[1]), to_bf16x2(d[2], d[3]),
+                        to_bf16x2(d[4], d[5]), to_bf16x2(d[6], d[7]));
     }
   fence_async();
   __syncwarp();

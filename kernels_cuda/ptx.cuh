@@ -80,6 +80,13 @@ __device__ __forceinline__ u16 float_to_f16(float x) {
   return bits;
 }
 
+// Two as bfloat16, `a` in the low half: to nearest even, every NaN 0x7fff.
+__device__ __forceinline__ u32 to_bf16x2(float a, float b) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
 #if __CUDA_ARCH__ >= 890
 // FP8: saturating, to nearest even, every NaN 0x7f; `a` in the low byte.
 __device__ __forceinline__ u32 to_e4m3x2(float a, float b) {

@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(256)
       ((float4*)out)[4 * (i64)i + k / 4] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
     return;
   }
-  u32 words[8];
+  u32 words[8];  // with the hardware's conversion 281.8 us in place of 273.4
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     words[k] = float_to_bf16(x[2 * k]) | (u32)float_to_bf16(x[2 * k + 1]) << 16;

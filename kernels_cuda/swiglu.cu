@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[i + k];
-          v[i + k][c] = i + k < there ? y : 0.f;
+          v[i + k][c] = BARE || i + k < there ? y : 0.f;  // of a row of zeros it is 0 by itself
         }
     }
     if (!near) {

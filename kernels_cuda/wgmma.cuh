@@ -119,12 +119,6 @@ __device__ __forceinline__ void named_wait(u32 name, u32 count) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
 // Four matrices of 8 x 8 halves to shared memory: lane 8 m + r has the address of row r of matrix m, and each
 // lane the halves 2 (lane % 4) and the next of row lane / 4 of all four.
 __device__ __forceinline__ void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {

@@ -44,7 +44,7 @@ def a_plan(tokens, experts, k, align, by_mask=False):
 
 
 @pytest.mark.parametrize("by_mask", [False, True])
-@pytest.mark.parametrize("columns", [520, 24, 5])
+@pytest.mark.parametrize("columns", [6200, 520, 24, 5])
 def test_rows_there_and_back(by_mask, columns):
     plan = a_plan(21, 5, 3, 4, by_mask)
     x, rows = values(RNG, (21, columns), BF16), values(RNG, (plan.num_out_tokens, columns), BF16)

@@ -60,8 +60,6 @@ inline void named_wait(u32 name, u32 count) {
   mine->arrive_and_wait();
 }
 
-inline u32 pack_bf16(float low, float high) { return float_to_bf16(low) | (u32)float_to_bf16(high) << 16; }
-
 inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
   const u32 lane = threadIdx.x % 32, words[4] = {a, b, c, d};
   for (u32 m = 0; m < 4; ++m) ((u32*)__shfl_sync(0xffffffffu, at, 8 * m + lane / 4))[lane % 4] = words[m];
