@@ -20,13 +20,6 @@ __device__ __forceinline__ u16 float_to_bf16(float x) {  // nearest even; NaN ke
   return (u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Eight of them, by the hardware's conversion: two an instruction, where float_to_bf16 takes six each. Every
-// NaN that arithmetic makes, 0x7fffffff, becomes 0x7fff either way.
-__device__ __forceinline__ uint4 eight_bf16(const float* x) {
-  return make_uint4(to_bf16x2(x[0], x[1]), to_bf16x2(x[2], x[3]), to_bf16x2(x[4], x[5]),
-                    to_bf16x2(x[6], x[7]));
-}
-
 __device__ __forceinline__ float load(const void* p, i64 i, int kind) {
   if (kind == BF16) return bf16_to_float(((const u16*)p)[i]);
   if (kind == F16) return f16_to_float(((const u16*)p)[i]);

@@ -217,7 +217,10 @@ __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, con
           if (j + u < here && from[j + u] >= 0) add(total, v[u], probs ? weight[j + u] : 1.f, probs != 0);
       }
     }
-    if (at < end) __stcs(out + token * vectors + at, eight_bf16(total));
+    if (at < end)
+      __stcs(out + token * vectors + at,
+             make_uint4(to_bf16x2(total[0], total[1]), to_bf16x2(total[2], total[3]),
+                        to_bf16x2(total[4], total[5]), to_bf16x2(total[6], total[7])));
   }
   if (!PROBS || blockIdx.y > 0) return;
   if (count > MERGE_PLACES) {
@@ -320,15 +323,15 @@ extern "C" __global__ void __launch_bounds__(256, 4)
       for (int u = 0; u < BACKWARD_VECTORS; ++u) {
         const i64 at = first + 32 * u;
         const u32 gw[4] = {a[u].x, a[u].y, a[u].z, a[u].w}, xw[4] = {b[u].x, b[u].y, b[u].z, b[u].w};
-        float product[8];
+        u32 product[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          product[2 * i] = low(gw[i]) * w;
-          product[2 * i + 1] = high(gw[i]) * w;
+          product[i] = to_bf16x2(low(gw[i]) * w, high(gw[i]) * w);
           dot += low(gw[i]) * low(xw[i]);
           dot += high(gw[i]) * high(xw[i]);
         }
-        if (at < vectors) __stcs(grad_x + row * vectors + at, eight_bf16(product));
+        if (at < vectors)
+          __stcs(grad_x + row * vectors + at, make_uint4(product[0], product[1], product[2], product[3]));
       }
       sum += (double)dot;
     }
