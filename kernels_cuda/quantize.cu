@@ -37,6 +37,8 @@ extern "C" __global__ void __launch_bounds__(64)
       b[u] = load_eight<KIND>(x, at + lanes);
     }
   }
+  // Lanes pass scales on, so that a warp writes those of its eight blocks (mx: 32) at once, a sector of 32
+  // bytes: 256.9 to 252.8 us.
   const int apart = 32 / lanes;                                      // blocks of a warp at a time
   const i64 block = first / (MX ? 4 : 16) + lane % (PAIRS * apart);  // whose scale the lane writes
 #ifdef PACKED

@@ -157,7 +157,7 @@ def test_swiglu(activation, block):
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 @pytest.mark.parametrize("width", [640, 1408, 4224])
 def test_swiglu_rows_of_several_blocks(width, block):
-    """The scales of both halves of a row are written at once, or as many at a time as a warp has lanes."""
+    """Rows that end within what a warp makes at a time, and rows longer than that."""
     h, grad = (RNG.standard_normal((5, n)).astype(BF16) for n in (2 * width, width))
     probs, last = RNG.random(5).astype(np.float32), np.array([0, 4], np.int32)
     for offsets in (None, last):
