@@ -55,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(32, 16)
   const int count = mine[2 * width];
 #if __CUDA_ARCH__ >= 900
   const u64 policy = evict_first();
-  // A long piece goes out in four parts: 192.8 to 191.3 us for bfloat16, A=128 (in two 191.9, in seven
-  // 191.5), and 145.0 to 144.1, A=16. FP8's, half as long, would be slower by one per cent.
+  // A long piece goes out in four parts: 192.9 to 191.3 us for bfloat16, A=128 (in two 191.9, in seven
+  // 191.5), and 145.0 to 144.2, A=16. FP8's, half as long, would be slower by one to two per cent.
   const u32 at_once = bytes >= LONG_PIECE ? (bytes / 4 + 15u) & ~15u : bytes;
   u64* barrier = (u64*)(data + piece_bytes + scale_bytes);
   if (lane == 0 && count > 0) {

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(64)
     const i64 vector = at;
     u8* to = codes;
 #endif
-    const u32 mine = write_block<false>(v, w, rule, vector, at + lanes < vectors, to);
+    const u32 mine = write_codes<false>(v, w, rule, vector, at + lanes < vectors, to);
     const u32 theirs = __shfl_sync(0xffffffffu, mine, lane % apart * lanes);
     if (lane / apart == u) scale = theirs;
   }

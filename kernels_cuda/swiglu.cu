@@ -214,8 +214,7 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
     }
   }
-  const u32 scale = write_block<true>(y[0], y[1], rule, at, whole, codes);
-  if (whole && lane % lanes == 0) store_scale(scales, at / (MX ? 4 : 16), scale, MX);
+  write_block(y[0], y[1], rule, at, whole, codes, scales);
 }
 
 // What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
@@ -270,11 +269,8 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
       }
     }
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const i64 to = half + u * vectors;
-      const u32 scale = write_block<true>(u ? db[0] : da[0], u ? db[1] : da[1], rule, to, whole, codes);
-      if (whole && lane % lanes == 0) store_scale(scales, to / (MX ? 4 : 16), scale, MX);
-    }
+    for (int u = 0; u < 2; ++u)
+      write_block(u ? db[0] : da[0], u ? db[1] : da[1], rule, half + u * vectors, whole, codes, scales);
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
