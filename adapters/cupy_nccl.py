@@ -7,14 +7,13 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from fp8moe.expert_parallel import Pending, same_on_all_ranks
+from fp8moe.expert_parallel import Counts, Pending, same_on_all_ranks
 
 INT8 = 0  # ncclInt8
 
@@ -31,21 +30,18 @@ class Communicator:
         self._communicator, self.rank, self.world_size = communicator, rank, world_size
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
-    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
-        ours = cupy.array(list(header.values()), dtype=np.int32)
-        rows = [c[:, None] for c in counts]
-        rows.append(cupy.broadcast_to(ours, (self.world_size, len(ours))))
-        sent = cupy.ascontiguousarray(cupy.concatenate(rows, axis=1))
-        received = cupy.empty_like(sent)
-        sizes = [4 * sent.shape[1]] * self.world_size
-        self._group(sent, received, sizes, sizes).wait()
-        told, heard = cupy.stack([sent, received]).get().tolist()  # the one synchronisation
-        same_on_all_ranks(header, [m[len(counts) :] for m in heard], self.rank)
-        return [([m[i] for m in told], [m[i] for m in heard]) for i in range(len(counts))]
+    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
+        world = self.world_size
+        told = cupy.concatenate([*counts, cupy.array(list(header.values()), dtype=np.int32)])
+        heard = cupy.empty((world, len(told)), np.int32)
+        stream = cupy.cuda.get_current_stream()
+        self._communicator.allGather(told.data.ptr, heard.data.ptr, told.nbytes, INT8, stream.ptr)
+        rows = heard.get().tolist()  # the one synchronisation
+        same_on_all_ranks(header, [r[len(counts) * world :] for r in rows], self.rank)
+        return [tuple(tuple(r[i * world : (i + 1) * world]) for r in rows) for i in range(len(counts))]
 
-    def exchange(
-        self, rows: Any, sent: Sequence[int], received: Sequence[int], size: int | None = None
-    ) -> Pending:
+    def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        sent, received = counts[self.rank], [row[self.rank] for row in counts]
         theirs = cupy.empty((sum(received) if size is None else size, *rows.shape[1:]), rows.dtype)
         width = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.dtype.itemsize
         return self._group(rows, theirs, [width * n for n in sent], [width * n for n in received])

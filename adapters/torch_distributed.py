@@ -7,7 +7,6 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe import expert_parallel
-from fp8moe.expert_parallel import Dispatched, Pending, Route, Transport
+from fp8moe.expert_parallel import Counts, Dispatched, Pending, Route, Transport
 
 GRACE = 5.0  # seconds that the others are given to say that they are there
 
@@ -39,33 +38,30 @@ class ProcessGroup:
     """
 
     def __init__(self, group: Any = None):
-        self._group = dist.group.WORLD if group is None else group
+        self._group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
 
-    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
-        known = [_tensor(c)[:, None] for c in counts]
-        values, device = tuple(header.values()), known[0].device
+    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
+        known = [_tensor(c) for c in counts]
+        values, device, world = tuple(header.values()), known[0].device, self.world_size
         if (values, device) not in self._headers:  # a copy to the device waits
-            said = torch.tensor(values, dtype=torch.int32, device=device)
-            self._headers[values, device] = said.expand(self.world_size, -1).contiguous()
-        sent = torch.cat([*known, self._headers[values, device]], dim=1)
-        received = torch.empty_like(sent)
-        self._all_to_all(received, sent, None, None, async_op=False)
-        told, heard = torch.stack([sent, received]).tolist()  # the one synchronisation
-        expert_parallel.same_on_all_ranks(header, [m[len(counts) :] for m in heard], self.rank)
-        return [([m[i] for m in told], [m[i] for m in heard]) for i in range(len(counts))]
+            self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
+        told = torch.cat([*known, self._headers[values, device]])
+        heard = told.new_empty(world * len(told))
+        self._call(lambda: dist.all_gather_into_tensor(heard, told, self._group))
+        rows = heard.view(world, -1).tolist()  # the one synchronisation
+        expert_parallel.same_on_all_ranks(header, [r[len(counts) * world :] for r in rows], self.rank)
+        return [tuple(tuple(r[i * world : (i + 1) * world]) for r in rows) for i in range(len(counts))]
 
-    def exchange(
-        self, rows: Any, sent: Sequence[int], received: Sequence[int], size: int | None = None
-    ) -> Pending:
-        ours = _tensor(rows)
+    def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
         theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
         width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
         octets, into = (_octets(x)[: sum(s)] for x, s in zip((ours, theirs), reversed(splits), strict=True))
-        work = self._all_to_all(into, octets, *splits, async_op=True)
+        work = self._call(lambda: dist.all_to_all_single(into, octets, *splits, self._group, async_op=True))
 
         def finish(kept: Tensor = octets) -> Any:  # its memory is read until then
             self._watched(work.wait)
@@ -73,11 +69,9 @@ class ProcessGroup:
 
         return Pending(finish)
 
-    def _all_to_all(self, out, given, received, sent, async_op):  # type: ignore[no-untyped-def]
+    def _call(self, action):  # type: ignore[no-untyped-def]
         self._calls += 1
-        return self._watched(
-            lambda: dist.all_to_all_single(out, given, received, sent, self._group, async_op=async_op)
-        )
+        return self._watched(action)
 
     def _watched(self, action):  # type: ignore[no-untyped-def]
         try:

@@ -17,6 +17,7 @@ import fp8moe
 from fp8moe import Quantized, checks
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.expert_parallel import Engine, Transport
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.placed import Layout
 from fp8moe.plan import static_bound
@@ -44,10 +45,12 @@ class FP8FlowMoE(nn.Module):
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
 
-    process_group: the ranks of expert parallelism. Of num_experts each holds an equal share, w13 and w2 are
-        this rank's, and rows travel in FP8 for "fp8_flow" (`fp8moe.expert_parallel`). The counts of rows are
-        looked at once a forward, so that no CUDA graph can hold it. The router is every rank's own: average
-        its gradient as any other parameter's, and not those of w13 and w2.
+    process_group: the ranks of expert parallelism, or what moves rows between them: a
+        `fp8moe.expert_parallel.Transport`, as `fp8moe.adapters.torch_symmetric_memory` has one. Of
+        num_experts each rank holds an equal share, w13 and w2 are this rank's, and rows travel in FP8 for
+        "fp8_flow". The counts of rows are looked at once a forward, so that no CUDA graph can hold it. The
+        router is every rank's own: average its gradient as any other parameter's, and not those of w13 and
+        w2.
 
     `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the experts are one operator
     and their gradient another, for each number of tokens anew; with a process_group there is a break before
@@ -81,7 +84,7 @@ class FP8FlowMoE(nn.Module):
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
         self.activation: dict[str, Any] = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
-        self._comm = None if process_group is None else ProcessGroup(process_group)
+        self._comm = _comm_of(process_group)
         ranks = 1 if self._comm is None else self._comm.world_size
         if num_experts % ranks:
             raise ValueError(
@@ -234,6 +237,17 @@ class _Experts(torch.autograd.Function):
         into = [getattr(w, "main_grad", None) for w in ctx.weights]
         dx, dprobs, grads = _backward(ctx.saved, dy, ctx.weights, into, ctx.comm)
         return dx, *grads, None, dprobs.to(ctx.probs_dtype), None, None
+
+
+def _comm_of(group: Any) -> Any:
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return ProcessGroup(group)
+    if group is None or isinstance(group, Transport | Engine):
+        return group
+    raise TypeError(
+        f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, or a "
+        "fp8moe.expert_parallel.Transport or Engine"
+    )
 
 
 def _backward(

@@ -1,5 +1,6 @@
 """Rows between GPUs, and the layer over them, FP8 against bfloat16: ``python -m fp8moe.benchmarks.exchange
-[--out FILE] [--ranks N]``, a process for each GPU of this machine, NCCL.
+[--out FILE] [--ranks N] [--by NCCL PEER]``, a process for each GPU of this machine; by NCCL, and by writing
+into each other's memory.
 
 rows: N rows of 7168 on each rank, as many to each. exchange: one call, packed rows. with its quantise: from
 bfloat16 to FP8 rows in one buffer, then that. dispatch: the whole of `expert_parallel.dispatch` from
@@ -27,8 +28,10 @@ import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
 from fp8moe.benchmarks.harness import commit, versions
 from fp8moe.benchmarks.layer import training_step
+from fp8moe.expert_parallel import Counts
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
 ROWS = (4096, 8192, 32_768)
@@ -39,16 +42,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; by default all")
+    parser.add_argument("--by", nargs="+", choices=("nccl", "peer"), default=["nccl", "peer"])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, tiny sizes")
     arguments = parser.parse_args()
     world = arguments.ranks or torch.cuda.device_count()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run, (world, port, arguments.device, arguments.out), nprocs=world, join=True)
+    by = arguments.by if arguments.device == "cuda" else ["gloo"]
+    torch.multiprocessing.spawn(run, (world, port, by, arguments.device, arguments.out), nprocs=world)
 
 
-def run(rank: int, world: int, port: int, device: str, out: Path | None) -> None:
+def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path | None) -> None:
     cuda = device == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
@@ -56,14 +61,17 @@ def run(rank: int, world: int, port: int, device: str, out: Path | None) -> None
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
-    comm = ProcessGroup()
-    torch.manual_seed(rank)
-    for rows in ROWS if cuda else (64,):
-        for row in of_rows(comm, rows, HIDDEN if cuda else 256, device):
-            report(row, rank, world, device, out)
-    for tokens, experts in LAYERS if cuda else ((64, 2),):
-        for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
-            report(of_layer(comm, tokens, experts, recipe, device), rank, world, device, out)
+    for name in by:
+        # all of the largest case's rows to one rank, in bfloat16
+        comm = SymmetricMemory(None, world * ROWS[-1] * 2 * HIDDEN) if name == "peer" else ProcessGroup()
+        torch.manual_seed(rank)
+        for rows in ROWS if cuda else (64,):
+            for row in of_rows(comm, rows, HIDDEN if cuda else 256, device):
+                report({**row, "by": name}, rank, world, device, out)
+        for tokens, experts in LAYERS if cuda else ((64, 2),):
+            for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
+                row = of_layer(comm, tokens, experts, recipe, device)
+                report({**row, "by": name}, rank, world, device, out)
     dist.destroy_process_group()
 
 
@@ -72,7 +80,7 @@ def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dic
     experts = 64 * comm.world_size
     ids = torch.rand(rows, experts, device=device).topk(TOPK).indices
     probs = torch.rand(rows, TOPK, device=device)
-    equal = [rows // comm.world_size] * comm.world_size
+    equal = ((rows // comm.world_size,) * comm.world_size,) * comm.world_size
     found = []
     for name, fmt in (("bf16", None), ("fp8", "e4m3")):
         cases = of_format(comm, x, ids, probs, equal, fmt)
@@ -106,22 +114,21 @@ def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, 
 
 
 def of_format(
-    comm: ProcessGroup, x: Any, ids: Any, probs: Any, equal: list[int], fmt: str | None
+    comm: ProcessGroup, x: Any, ids: Any, probs: Any, equal: Counts, fmt: str | None
 ) -> list[tuple[str, Callable[[], Any]]]:
-    def packed() -> Any:  # bfloat16 rows are what they are; FP8 ones are made
-        return x.view(torch.uint8) if fmt is None else expert_parallel._quantize_and_pack(x, fmt)
+    ready = expert_parallel._Message(x, fmt).packed
 
-    ready = packed()
-
-    def exchange(rows: Any) -> Any:
-        return expert_parallel._exchange(rows, equal, equal, comm).wait()
+    def exchange(rows: Any, fmt: str | None) -> Any:
+        message = expert_parallel._Message(rows, fmt)
+        pending = expert_parallel._deliver(message, None, equal, comm)
+        return (pending or expert_parallel._exchange(message.packed, equal, comm)).wait()
 
     def dispatch() -> Any:
         return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)
 
     return [
-        ("exchange", lambda: exchange(ready)),
-        ("with its quantise", lambda: exchange(packed())),
+        ("exchange", lambda: exchange(ready, None)),
+        ("with its quantise", lambda: exchange(x, fmt)),
         ("dispatch", dispatch),
     ]
 
@@ -131,7 +138,7 @@ def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device:
     topk = min(TOPK, experts)
     place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     layer = FP8FlowMoE(
-        hidden, ffn, experts * comm.world_size, topk, recipe=recipe, process_group=dist.group.WORLD, **place
+        hidden, ffn, experts * comm.world_size, topk, recipe=recipe, process_group=comm, **place
     )
     forward, backward = training_step(layer, tokens)
     us = seconds(lambda: backward(forward()), device) * 1e6
@@ -172,7 +179,7 @@ def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | 
     if rank:
         return
     more = f"{row.get('graph_us', 0):10.1f} {row.get('sent_bytes', 0):12} {row.get('error', '')}"
-    print(f"{row['name']:28} {row['shape']:58} {row['us']:10.1f} us {more}", flush=True)
+    print(f"{row['by']:5} {row['name']:26} {row['shape']:57} {row['us']:10.1f} us {more}", flush=True)
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         kept = {

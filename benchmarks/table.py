@@ -103,21 +103,25 @@ def _time(us: float) -> str:
     return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
 
 
+BY = {"nccl": "NCCL", "peer": "peers' memory"}
+
+
 def _exchange(rows: list[dict[str, Any]]) -> str:
     """Each FP8 row beside bfloat16's."""
     first = rows[0]
-    known = {(r["name"], r["shape"]): r for r in rows}
+    known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
     lines = [
         f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
         "",
-        "| rows, or layer | what | bf16 | FP8 | | the device alone | | bytes sent |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| rows, or layer | by | what | bf16 | FP8 | | the device alone | | bytes sent |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         what, fmt = r["name"].split(", ")
         if fmt == "bf16":
             continue
-        base = known[f"{what}, bf16", r["shape"]]
+        by = r.get("by", "nccl")
+        base = known[f"{what}, bf16", r["shape"], by]
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
         named = what if fmt == "fp8" else f"{what}, {fmt}"
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
@@ -125,7 +129,7 @@ def _exchange(rows: list[dict[str, Any]]) -> str:
         if "graph_us" in r:
             both = base["graph_us"], r["graph_us"]
             alone = f"{both[0]:.0f} / {both[1]:.0f} us | {both[0] / both[1]:.2f}x"
-        lines.append(f"| {r['shape']} | {named} | {times} | {alone} | {sent} |")
+        lines.append(f"| {r['shape']} | {BY[by]} | {named} | {times} | {alone} | {sent} |")
     return "\n".join(lines) + "\n"
 
 

@@ -7,14 +7,16 @@ rank sums over ranks. So for k experts on W ranks a token costs min(k, W) rows e
 with their scales half of what bfloat16's cost (the FP8-Flow-MoE paper, arXiv 2511.02302: quantise before
 dispatch).
 
-How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo) or `.cupy_nccl`. What moves
-rows by itself is an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
+How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo) or `.cupy_nccl`. Where ranks
+can write into each other's memory it is `PeerMemory`: `.torch_symmetric_memory`. What moves rows by itself is
+an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -36,6 +38,11 @@ class Pending:
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
 
+    @property
+    def done(self) -> bool:
+        """Whether it was waited for."""
+        return self._finish is None
+
     def wait(self) -> Any:
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
@@ -45,24 +52,42 @@ class Pending:
         return Pending(lambda: function(self.wait()))
 
 
+Counts = tuple[tuple[int, ...], ...]  # [W][W]: from each rank to each
+
+
+@runtime_checkable
 class Transport(Protocol):
     """What moves rows between ranks; every rank calls the same methods in the same order."""
 
     rank: int
     world_size: int
 
-    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[tuple[list[int], list[int]]]:
-        """Tell every rank its number: each of ``counts`` is int32 [W]. Returns for each what this rank told,
-        and was told by, the ranks, on the host, which **synchronises once** on CUDA. The header must be the
-        same on all ranks: ValueError on all of them, naming the first that differs and what differs."""
+    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
+        """Tell every rank its numbers: each of ``counts`` is int32 [W]. Returns for each, on the host, what
+        every rank told every rank, which **synchronises once** on CUDA. The header must be the same on all
+        ranks: ValueError on all of them, naming the first that differs and what differs."""
         ...
 
-    def exchange(
-        self, rows: Any, sent: Sequence[int], received: Sequence[int], size: int | None = None
-    ) -> Pending:
-        """The first sum(sent) of rows [N, columns], rank by rank, to the ranks. The result is of the same
-        kind and dtype, its first sum(received) rows from the ranks; it has ``size`` rows, by default just
-        these."""
+    def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        """The first rows of rows [N, columns], rank by rank, to the ranks: counts[a][b] from a to b. The
+        result is of the same kind and dtype, and first in it the rows from the ranks; it has ``size`` rows,
+        by default just these."""
+        ...
+
+
+@runtime_checkable
+class PeerMemory(Transport, Protocol):
+    """A transport whose ranks write into each other's memory: rows are gathered, and quantised, on their way
+    there."""
+
+    def fits(self, counts: Counts, row_bytes: int) -> bool:
+        """Whether `deliver` has room for such rows; where not, `exchange` moves them."""
+        ...
+
+    def deliver(self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int) -> Pending:
+        """``write`` is called once, with uint8 [counts[this rank][r], row_bytes] of each rank r's memory,
+        and launches what fills them. The result is uint8 [rows from the ranks, row_bytes]; it may be used
+        until two more have been asked for."""
         ...
 
 
@@ -90,12 +115,11 @@ Comm = Transport | Engine
 @dataclass(frozen=True)
 class Route(Record):
     """Which rows went where. plan: the tokens' permutation into rank order, W "experts", in a buffer for the
-    most rows that there can be, so that its shape is the same at every step. sent, received: rows to and from
-    each rank."""
+    most rows that there can be, so that its shape is the same at every step. counts: rows from each rank to
+    each."""
 
     plan: PermutationPlan
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    counts: Counts
 
     @property
     def num_tokens(self) -> int:
@@ -151,25 +175,25 @@ def dispatch(
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = _rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
-    like, packed = _packed(x, a.x, fmt, _local_ids(topk_ids, 0, num_experts), topk_probs)
+    message = _Message(x, fmt, (_local_ids(topk_ids, 0, num_experts), topk_probs))
+    if not isinstance(comm, PeerMemory):
+        message.packed  # noqa: B018  something to do for the device until the counts are here
     header = {
         "hidden": a.x.shape[1],
         "topk": topk,
         "num_experts": num_experts,
-        "bytes of a row": int(packed.shape[1]),
-        f"rows, of {', '.join(FORMS)}": FORMS.index(_form(like)),
+        "bytes of a row": message.row_bytes,
+        f"rows, of {', '.join(FORMS)}": FORMS.index(_form(message.like)),
     }
-    (sent, received), (_, arriving) = comm.counts((plan.tokens_per_expert, entries), header)
-    route = Route(plan, tuple(sent), tuple(received))
-    parts = *_parts_like(like), ((topk,), "int32"), ((topk,), a.topk_probs.dtype.name)
+    counts, entered = comm.counts((plan.tokens_per_expert, entries), header)
+    route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
 
     def arrived(rows: Any) -> Dispatched:
-        *data, ids, probs = _unpack(rows, parts)
-        return Dispatched(
-            _rows_of(like, data), _local_ids(ids, comm.rank * experts, experts), probs, route, sum(arriving)
-        )
+        *data, ids, probs = message.apart(rows)
+        ids = _local_ids(ids, comm.rank * experts, experts)
+        return Dispatched(_rows_of(message.like, data), ids, probs, route, arriving)
 
-    return _finished(_send(packed, route, comm).then(arrived), async_op)
+    return _finished(_send(message, route, comm).then(arrived), async_op)
 
 
 def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False) -> Any:
@@ -180,16 +204,16 @@ def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op:
     """
     if isinstance(comm, Engine):
         return _now(async_op, lambda: comm.combine(y, route, fmt))
-    if fmt is None:
-        return _finished(_back(y, route, comm).then(lambda rows: unpermute(rows, route.plan)), async_op)
-    like, packed = _packed(y, border.enter(y=y).args.y, fmt)
+    message = _Message(y, fmt)
 
     def arrived(rows: Any) -> Any:
-        # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
-        wide = dequantize(_rows_of(like, _unpack(rows, _parts_like(like))), dtype="bfloat16")
-        return unpermute(wide, route.plan)
+        y = _rows_of(message.like, message.apart(rows))
+        if fmt is not None:
+            # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
+            y = dequantize(y, dtype="bfloat16")
+        return _sums(y, route)
 
-    return _finished(_back(packed, route, comm).then(arrived), async_op)
+    return _finished(_back(message, route, comm).then(arrived), async_op)
 
 
 def dispatch_gradient(
@@ -199,9 +223,9 @@ def dispatch_gradient(
     are as `dispatch` has x and fmt."""
     if isinstance(comm, Engine):
         return _now(async_op, lambda: comm.dispatch_gradient(dy, route, fmt))
-    like, packed = _packed(dy, border.enter(dy=dy).args.dy, fmt)
-    pending = _send(packed, route, comm)
-    return _finished(pending.then(lambda rows: _rows_of(like, _unpack(rows, _parts_like(like)))), async_op)
+    message = _Message(dy, fmt)
+    pending = _send(message, route, comm)
+    return _finished(pending.then(lambda rows: _rows_of(message.like, message.apart(rows))), async_op)
 
 
 def combine_gradient(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False) -> Any:
@@ -209,13 +233,12 @@ def combine_gradient(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: 
     probability has its gradient from its own rank, zeros from the others."""
     if isinstance(comm, Engine):
         return _now(async_op, lambda: comm.combine_gradient(dx, dprobs, route))
-    a = border.enter(dx=dx, dprobs=dprobs).args
-    parts = tuple((tuple(p.shape[1:]), p.dtype.name) for p in (a.dx, a.dprobs))
+    message = _Message(dx, None, (dprobs,))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
-        return tuple(unpermute(part, route.plan) for part in _unpack(rows, parts))  # type: ignore[return-value]
+        return tuple(_sums(part, route) for part in message.apart(rows))  # type: ignore[return-value]
 
-    return _finished(_back(_pack(dx, dprobs), route, comm).then(arrived), async_op)
+    return _finished(_back(message, route, comm).then(arrived), async_op)
 
 
 def same_on_all_ranks(header: dict[str, int], heard: Sequence[Sequence[int]], rank: int) -> None:
@@ -229,23 +252,79 @@ def same_on_all_ranks(header: dict[str, int], heard: Sequence[Sequence[int]], ra
                 )
 
 
-def _send(packed: Any, route: Route, comm: Transport) -> Pending:
+class _Message:
+    """A row of x, quantised on its way if ``fmt`` says so, and of the parts behind it, side by side."""
+
+    def __init__(self, x: Any, fmt: str | None, parts: tuple[Any, ...] = ()):
+        self.x, self.fmt, self.parts = x, fmt, parts
+        raw = border.enter(x=x, parts=parts).args
+        self.like = raw.x  # what x's rows will be
+        if fmt is not None:
+            checks.dtype("x", raw.x, checks.QUANTIZABLE)
+            self.like = quantize_spec(raw.x, fmt, (1, 128), "compact", False)
+        each = (*_parts(self.like), *raw.parts)
+        self._shapes = tuple((tuple(p.shape[1:]), p.dtype.name) for p in each)
+        self.row_bytes = _message(each).shape[1]
+        self._plain = fmt is None and len(each) == 1 and _row_bytes(each[0]) == self.row_bytes
+
+    @cached_property
+    def packed(self) -> Any:
+        if self._plain:
+            return self.x
+        if self.fmt is None:
+            return _pack(*_parts(self.x), *self.parts)
+        return _quantize_and_pack(self.x, self.fmt, *self.parts)
+
+    def write(self, row_id_map: Any, windows: tuple[Any, ...]) -> None:
+        if self.fmt is None:
+            _pack_into(windows, row_id_map, *_parts(self.x), *self.parts)
+        else:
+            _quantize_and_pack_into(windows, row_id_map, self.x, self.like, *self.parts)
+
+    def apart(self, rows: Any) -> tuple[Any, ...]:
+        """x's parts, and the others, of messages."""
+        return (rows.view(self.x.dtype),) if self._plain else _unpack(rows, self._shapes)
+
+
+def _send(message: _Message, route: Route, comm: Transport) -> Pending:
     """The tokens' rows to their ranks."""
-    rows = permute(packed, route.plan, fill_padding=False).data
-    return _exchange(rows, route.sent, route.received, comm)
+    if (pending := _deliver(message, route.plan.row_id_map, route.counts, comm)) is not None:
+        return pending
+    rows = permute(message.packed, route.plan, fill_padding=False).data
+    return _exchange(rows, route.counts, comm)
 
 
-def _back(rows: Any, route: Route, comm: Transport) -> Pending:
-    return _exchange(rows, route.received, route.sent, comm, route.plan.num_out_tokens)
+def _back(message: _Message, route: Route, comm: Transport) -> Pending:
+    """Rows to where they came from."""
+    counts = tuple(zip(*route.counts, strict=True))
+    if (pending := _deliver(message, None, counts, comm)) is not None:
+        return pending
+    return _exchange(message.packed, counts, comm, route.plan.num_out_tokens)
 
 
-def _exchange(
-    rows: Any, sent: Sequence[int], received: Sequence[int], comm: Transport, size: int | None = None
-) -> Pending:
-    raw = border.enter(rows=rows).args.rows
-    others = sum(sent) - sent[comm.rank]
-    tracing.record_sent(others * raw.shape[1] * raw.dtype.itemsize)
-    return comm.exchange(rows, sent, received, size)
+def _sums(rows: Any, route: Route) -> Any:
+    """Each token's, of rows that came back: as many as the plan has room for, or just those."""
+    plan = route.plan
+    if rows.shape[0] != plan.num_out_tokens:
+        plan = replace(plan, num_out_tokens=rows.shape[0])
+    return unpermute(rows, plan)
+
+
+def _deliver(message: _Message, row_id_map: Any, counts: Counts, comm: Transport) -> Pending | None:
+    if not isinstance(comm, PeerMemory) or not comm.fits(counts, message.row_bytes):
+        return None
+    _record_sent(counts, message.row_bytes, comm)
+    return comm.deliver(lambda windows: message.write(row_id_map, windows), counts, message.row_bytes)
+
+
+def _exchange(rows: Any, counts: Counts, comm: Transport, size: int | None = None) -> Pending:
+    _record_sent(counts, _row_bytes(border.enter(rows=rows).args.rows), comm)
+    return comm.exchange(rows, counts, size)
+
+
+def _record_sent(counts: Counts, row_bytes: int, comm: Transport) -> None:
+    sent = counts[comm.rank]
+    tracing.record_sent((sum(sent) - sent[comm.rank]) * row_bytes)
 
 
 def _now(async_op: bool, action: Callable[[], Any]) -> Any:
@@ -266,21 +345,6 @@ def _parts(x: Any) -> tuple[Any, ...]:
             f"x: got block {x.block}, layout {x.layout!r}; wanted row-wise blocks with compact scales"
         )
     return x.data, x.scales
-
-
-def _packed(x: Any, raw: Any, fmt: str | None, *parts: Any) -> tuple[Any, Any]:
-    """(what x's rows will be, as shapes; the message of x's rows and the parts'). raw: x as buffers."""
-    if fmt is None:
-        return raw, _pack(*_parts(x), *parts)
-    checks.dtype("x", raw, checks.QUANTIZABLE)
-    like = quantize_spec(raw, fmt, (1, 128), "compact", False)
-    return like, _quantize_and_pack(x, fmt, *parts)
-
-
-def _parts_like(like: Any) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shape of a row, and dtype, of each part that a tensor's rows have in a message."""
-    parts = (like.data, like.scales) if isinstance(like, QuantTensor) else (like,)
-    return tuple((tuple(p.shape[1:]), p.dtype.name) for p in parts)
 
 
 def _form(like: Any) -> str:
@@ -305,7 +369,7 @@ def _pack(*parts: Any) -> Any:
     """Up to four arrays' rows side by side, uint8 [N, bytes], each part at a multiple of 16."""
     call = border.enter(parts=parts)
     out = call.empty(_message(call.args.parts))
-    call.run("expert_parallel", "pack_rows", call.args.parts, out=out)
+    call.run("expert_parallel", "pack_rows", call.args.parts, None, out=(out,))
     return call.leave(out)
 
 
@@ -317,8 +381,25 @@ def _quantize_and_pack(x: Any, fmt: str, *parts: Any) -> Any:
     like = quantize_spec(raw, fmt, (1, 128), "compact", False)
     out = call.empty(_message((like.data, like.scales, *call.args.parts)))
     tracing.record_cast(weight=False)
-    call.run("expert_parallel", "quantize_and_pack", raw, call.args.parts, like=like, out=out)
+    call.run("expert_parallel", "quantize_and_pack", raw, call.args.parts, None, like=like, out=(out,))
     return call.leave(out)
+
+
+def _pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
+    """The same into windows [n, bytes] that follow each other: each row to all its places of row_id_map, or
+    row r to place r."""
+    call = border.enter(parts=parts, row_id_map=row_id_map, windows=windows)
+    a = call.args
+    call.run("expert_parallel", "pack_rows", a.parts, a.row_id_map, out=a.windows)
+
+
+def _quantize_and_pack_into(
+    windows: tuple[Any, ...], row_id_map: Any, x: Any, like: QuantTensor, *parts: Any
+) -> None:
+    call = border.enter(x=x, parts=parts, row_id_map=row_id_map, windows=windows)
+    a = call.args
+    tracing.record_cast(weight=False)
+    call.run("expert_parallel", "quantize_and_pack", a.x, a.parts, a.row_id_map, like=like, out=a.windows)
 
 
 def _message(parts: Sequence[Any]) -> ArraySpec:

@@ -19,6 +19,7 @@ ADAPTERS = {
     "torch_ops": _TORCH,
     "torch_moe": _TORCH,
     "torch_distributed": _TORCH,
+    "torch_symmetric_memory": _TORCH,
     "torch_fsdp": _TORCH,
     "transformer_engine": _TORCH,
     "jax_ops": _JAX,

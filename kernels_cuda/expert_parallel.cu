@@ -1,5 +1,54 @@
-// Rows of several arrays side by side, for one message, and apart again; expert ids by rank.
-#include "common.cuh"
+// Messages between ranks: rows of several arrays side by side, quantised on the way, and apart again; expert
+// ids by rank.
+#include "fp8.cuh"
+
+#ifndef KIND
+#define KIND BF16  // what quantize_messages reads
+#define FMT 0      // what it sends: e4m3
+#endif
+
+// ---- where messages are written: each rank's into its window, which may be another GPU's memory
+
+#define MOST_PEERS 8
+#ifndef PEERS
+#define PEERS MOST_PEERS  // windows that there may be
+#endif
+
+struct Windows {   // of the ranks one after the other; those that are not there begin past all rows
+  i64 stride;      // bytes of a message
+  const int* map;  // a plan's row_id_map, its experts being the ranks; none: row r goes to place r
+  i64 most;        // columns of places that it has
+  u8* to[MOST_PEERS];
+  i64 first[MOST_PEERS];  // the place of a window's first row
+
+  __device__ __forceinline__ u8* at(i64 place) const {
+    int rank = 0;
+#pragma unroll 1
+    while (rank + 1 < PEERS && place >= first[rank + 1]) ++rank;
+    return to[rank] + (place - first[rank]) * stride;
+  }
+  // what(address) for each of the row's places.
+  template <class What>
+  __device__ __forceinline__ void each(i64 row, const What& what) const {
+    const int* places = map + row * (2 * most + 1);
+    const int count = map ? places[2 * most] : 1;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) what(at(map ? places[i] : row));
+  }
+};
+
+// A kernel's, in shared memory: sixteen addresses and places are too many for registers beside the rest.
+#define SHARED_WINDOWS(windows)                                                   \
+  __shared__ Windows windows;                                                     \
+  if (threadIdx.x == 0)                                                           \
+    windows = {stride,                                                            \
+               map,                                                               \
+               most,                                                              \
+               {to0, to1, to2, to3, to4, to5, to6, to7},                          \
+               {first0, first1, first2, first3, first4, first5, first6, first7}}; \
+  __syncthreads()
+
+// ---- messages
 
 // `bytes` of one row, by a warp.
 __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
@@ -21,32 +70,103 @@ __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
   }
 }
 
-// What: packed [rows, stride] from up to four arrays [rows, bytes each], each part from a multiple of 16 on
-//   and zeros behind it; with `apart` the arrays from packed.
-// Bytes: everything read once and written once.
+// Up to four arrays, and the bytes of them that each row has. In shared memory, as the windows.
+struct Parts {
+  u8* at[4];
+  i64 bytes[4];
+
+  // what(part of the row, its bytes, those before it in a message).
+  template <class What>
+  __device__ __forceinline__ void each(i64 row, const What& what) const {
+    u32 before = 0;
+#pragma unroll 1
+    for (int i = 0; i < 4 && at[i]; ++i) {
+      what(at[i] + row * bytes[i], (u32)bytes[i], before);
+      before += ((u32)bytes[i] + 15u) & ~15u;
+    }
+  }
+};
+
+// What: messages, of each row the parts side by side, from up to four arrays [rows, bytes each], each part
+//   from a multiple of 16 on and zeros behind it, to where its Windows say.
+// Bytes: everything read once and written once for each of the row's places.
 // Launch: a warp a row, eight rows a block.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     pack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
-              i64 stride, i64 apart, u8* packed) {
+              i64 stride, const int* map, i64 most, u8* to0, i64 first0, u8* to1, i64 first1, u8* to2,
+              i64 first2, u8* to3, i64 first3, u8* to4, i64 first4, u8* to5, i64 first5, u8* to6, i64 first6,
+              u8* to7, i64 first7) {
   after_earlier();
+  __shared__ Parts parts;
+  if (threadIdx.x == 0) parts = {{a, b, c, d}, {a_bytes, b_bytes, c_bytes, d_bytes}};
+  SHARED_WINDOWS(windows);
   const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= rows) return;
-  u8* const parts[4] = {a, b, c, d};
-  const u32 sizes[4] = {(u32)a_bytes, (u32)b_bytes, (u32)c_bytes, (u32)d_bytes};
-  u8* at = packed + row * stride;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (!parts[i]) continue;
-    u8* part = parts[i] + row * sizes[i];
-    const u32 lane = threadIdx.x % 32, room = (sizes[i] + 15u) & ~15u;
-    if (apart) {
-      copy_row(at, part, sizes[i]);
-    } else {
-      copy_row(part, at, sizes[i]);
-      if (sizes[i] + lane < room) at[sizes[i] + lane] = 0;
-    }
-    at += room;
+  windows.each(row, [&](u8* message) {
+    parts.each(row, [&](u8* part, u32 bytes, u32 before) {
+      const u32 lane = threadIdx.x % 32, room = (bytes + 15u) & ~15u;
+      copy_row(part, message + before, bytes);
+      if (bytes + lane < room) message[before + bytes + lane] = 0;
+    });
+  });
+}
+
+struct Blocks {  // of the rows' codes
+  const Windows& windows;
+  u32 across;      // of a row
+  u32 first;       // the warp's; the one division is its
+  u32 row, place;  // the first's
+
+  // what(address, place) for each message of a block's row, and its place there.
+  template <class What>
+  __device__ __forceinline__ void each(u32 block, const What& what) const {
+    u32 its_row = row, its_place = place + (block - first);
+    while (its_place >= across) its_place -= across, ++its_row;
+    windows.each(its_row, [&](u8* message) { what(message, its_place); });
   }
+};
+
+// What: quantize_rows of blocks of 128, and its scales a power of two, with a row's codes, and its scales
+//   behind them, to where its Windows say.
+// Shapes: x [rows, columns], columns a multiple of 128; fewer than 2^32 blocks.
+// Bytes: every value read once, every code and scale written once for each of the row's places.
+// Launch: as quantize_rows.
+extern "C" __global__ void __launch_bounds__(64)
+    quantize_messages(const void* x, i64 vectors, i64 blocks, i64 stride, const int* map, i64 most, u8* to0,
+                      i64 first0, u8* to1, i64 first1, u8* to2, i64 first2, u8* to3, i64 first3, u8* to4,
+                      i64 first4, u8* to5, i64 first5, u8* to6, i64 first6, u8* to7, i64 first7) {
+  after_earlier();
+  SHARED_WINDOWS(windows);
+  const u32 across = (u32)blocks, first = blockIdx.x * 16 + threadIdx.x / 32 * 8;
+  const Blocks of = {windows, across, first, first / across, first % across};
+  quantize_warp<KIND>(
+      x, vectors, {FMT, 1, 0, 0.f},
+      [&](i64 at, bool whole, const Codes& made) {
+        if (whole)
+          of.each((u32)(at / 16), [&](u8* message, u32 place) {
+            uint2* to = (uint2*)message + place * 16 + (u32)at % 16;
+            to[0] = made.a;
+            to[8] = made.b;
+          });
+      },
+      [&](i64 block, u32 scale) {
+        of.each((u32)block, [&](u8* message, u32 place) { ((u32*)(message + across * 128))[place] = scale; });
+      });
+}
+
+// What: the arrays again, from messages [rows, stride].
+// Launch: a warp a row, eight rows a block.
+extern "C" __global__ void __launch_bounds__(256)
+    unpack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
+                i64 stride, const u8* messages) {
+  after_earlier();
+  __shared__ Parts parts;
+  if (threadIdx.x == 0) parts = {{a, b, c, d}, {a_bytes, b_bytes, c_bytes, d_bytes}};
+  __syncthreads();
+  const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
+  if (row >= rows) return;
+  parts.each(
+      row, [&](u8* part, u32 bytes, u32 before) { copy_row(messages + row * stride + before, part, bytes); });
 }
 
 __device__ __forceinline__ i64 load_id(const void* ids, i64 at, i64 size) {

@@ -6,46 +6,70 @@ from dataclasses import replace
 from typing import Any
 
 from fp8moe.kernels_cuda.launch import conversion, fill_bytes, launch, scratch, threads
-from fp8moe.kernels_cuda.quantize import quantize, quantize_rows, rows_are_whole
+from fp8moe.kernels_cuda.quantize import quantize, rows_are_whole
 from fp8moe.records import QuantTensor
 
 PARTS = 4  # that pack_rows takes
+PEERS = 8  # as expert_parallel.cu's MOST_PEERS
+NEVER = 2**62  # a row that there is not
 
 
-def quantize_and_pack(x: Any, parts: tuple[Any, ...], *, like: QuantTensor, out: Any) -> None:
+def quantize_and_pack(
+    x: Any, parts: tuple[Any, ...], row_id_map: Any, *, like: QuantTensor, out: tuple[Any, ...]
+) -> None:
     """like: what quantize would make of x, as shapes. In one pass where whole rows fit."""
     octets = like.data.shape[1], like.scales.nbytes // x.shape[0]
-    blocks = x.size // 128
     if (
-        rows_are_whole(x, x.shape[1], replace(like, data=out))
+        rows_are_whole(x, x.shape[1], replace(like, data=out[0]))
         and octets[1] % 16 == 0
-        and out.ptr % 16 == 0
-        and blocks < 2**32
+        and all(window.ptr % 16 == 0 for window in out)
+        and x.size // 128 < 2**32
     ):
-        quantize_rows(x, True, 0.0, out.shape[1], out, None, (*conversion(x, like), "PACKED"))
+        variant = (*conversion(x, like), f"PEERS={PEERS if len(out) > 1 else 1}")
+        vectors, blocks = x.size // 8, x.shape[1] // 128
+        arguments = (x, vectors, blocks, *_where(row_id_map, out))
+        launch(
+            "expert_parallel", "quantize_messages", threads(vectors, 4 * 64), 64, *arguments, defines=variant
+        )
         if parts:
-            behind = replace(out, ptr=out.ptr + sum(octets))
-            _pack(parts, behind, False)
+            _pack(parts, row_id_map, tuple(replace(w, ptr=w.ptr + sum(octets)) for w in out))
         return
     codes, scales = (scratch(s.shape, s.dtype) for s in (like.data, like.scales))
     quantize(x, pow2=True, eps=0.0, out=replace(like, data=codes, scales=scales))
-    _pack((codes, scales, *parts), out, False)
+    _pack((codes, scales, *parts), row_id_map, out)
 
 
-def pack_rows(parts: tuple[Any, ...], *, out: Any) -> None:
-    _pack(parts, out, False)
+def pack_rows(parts: tuple[Any, ...], row_id_map: Any, *, out: tuple[Any, ...]) -> None:
+    _pack(parts, row_id_map, out)
 
 
 def unpack_rows(packed: Any, *, out: tuple[Any, ...]) -> None:
-    _pack(out, packed, True)
-
-
-def _pack(parts: tuple[Any, ...], packed: Any, apart: bool) -> None:
     rows, stride = packed.shape
+    launch("expert_parallel", "unpack_rows", threads(rows, 8), 256, *_each(out, rows), rows, stride, packed)
+
+
+def _pack(parts: tuple[Any, ...], row_id_map: Any, out: tuple[Any, ...]) -> None:
+    rows = parts[0].shape[0]
+    arguments = (*_each(parts, rows), rows, *_where(row_id_map, out))
+    launch("expert_parallel", "pack_rows", threads(rows, 8), 256, *arguments)
+
+
+def _each(parts: tuple[Any, ...], rows: int) -> list[Any]:
+    """The parts and how many bytes of them a row has."""
     arguments: list[Any] = []
     for part in (*parts, *[None] * (PARTS - len(parts))):
         arguments += [part, 0 if part is None else part.nbytes // rows]
-    launch("expert_parallel", "pack_rows", threads(rows, 8), 256, *arguments, rows, stride, apart, packed)
+    return arguments
+
+
+def _where(row_id_map: Any, windows: tuple[Any, ...]) -> list[Any]:
+    """What the kernels' Windows are made of."""
+    arguments = [windows[0].shape[1], row_id_map, 0 if row_id_map is None else row_id_map.shape[1] // 2]
+    before = 0
+    for window in windows:
+        arguments += [window, before]
+        before += window.shape[0]
+    return [*arguments, *[None, NEVER] * (PEERS - len(windows))]
 
 
 def rank_mask(topk_ids: Any, *, experts: int, out: tuple[Any, Any]) -> None:

@@ -130,12 +130,13 @@ __device__ __forceinline__ i64 vector_of(i64 first, int lane, int mx) {
   return mx ? first + lane / 2 * 4 + lane % 2 : first + lane / 8 * 16 + lane % 8;
 }
 
-// Quantise them, all lanes of a block together, and write the codes, unless the block is not `whole`. The
-// block's scale, as bits (mx: its E8M0 code). EVICT: the codes leave L2 first (SwiGLU 94.1 against 92.7 % of
-// the limit, quantise 94.4 against 95.4).
-template <bool EVICT>
-__device__ __forceinline__ u32 write_codes(const float* x, const float* y, Rule rule, i64 vector, bool whole,
-                                           u8* codes) {
+struct Codes {
+  uint2 a, b;  // of the lane's two vectors
+  u32 scale;   // the block's, as bits (mx: its E8M0 code)
+};
+
+// Quantise them, all lanes of a block together.
+__device__ __forceinline__ Codes codes_of(const float* x, const float* y, Rule rule) {
   u32 top = max(largest_of(x), largest_of(y));
   if (!rule.mx) {
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 4));
@@ -145,17 +146,8 @@ __device__ __forceinline__ u32 write_codes(const float* x, const float* y, Rule 
   float scale;
   u8 exponent;
   const float factor = block_scale(top, rule, &scale, &exponent);
-  const int lanes = lanes_of(rule.mx);
-  uint2* to = (uint2*)codes + vector;
-  const uint2 a = encode_eight(x, factor, rule.fmt), b = encode_eight(y, factor, rule.fmt);
-  if (whole && EVICT) {
-    __stcs(to, a);
-    __stcs(to + lanes, b);
-  } else if (whole) {
-    to[0] = a;
-    to[lanes] = b;
-  }
-  return rule.mx ? exponent : __float_as_uint(scale);
+  return {encode_eight(x, factor, rule.fmt), encode_eight(y, factor, rule.fmt),
+          rule.mx ? exponent : __float_as_uint(scale)};
 }
 
 __device__ __forceinline__ void store_scale(void* scales, i64 at, u32 scale, int mx) {
@@ -165,10 +157,50 @@ __device__ __forceinline__ void store_scale(void* scales, i64 at, u32 scale, int
     ((u32*)scales)[at] = scale;
 }
 
-// Both, the scale by one lane, where blocks lie one after the other.
+// They and the scale, by one lane, where blocks lie one after the other. The codes leave L2 first
+// (SwiGLU 94.1 against 92.7 % of the limit; quantise by itself 94.4 against 95.4).
 __device__ __forceinline__ void write_block(const float* x, const float* y, Rule rule, i64 vector, bool whole,
                                             u8* codes, void* scales) {
-  const u32 scale = write_codes<true>(x, y, rule, vector, whole, codes);
-  if (whole && threadIdx.x % lanes_of(rule.mx) == 0)
-    store_scale(scales, vector / (rule.mx ? 4 : 16), scale, rule.mx);
+  const Codes made = codes_of(x, y, rule);
+  if (!whole) return;
+  const int lanes = lanes_of(rule.mx);
+  __stcs((uint2*)codes + vector, made.a);
+  __stcs((uint2*)codes + vector + lanes, made.b);
+  if (threadIdx.x % lanes == 0) store_scale(scales, vector / (rule.mx ? 4 : 16), made.scale, rule.mx);
+}
+
+#define PAIRS 2  // of vectors (16 bytes; float32: 32) that a thread of quantize_warp has in flight
+
+// A warp's blocks: 4 * PAIRS, or 16 * PAIRS (mx). put(at, whole, codes) gets each lane's codes, of
+// vectors `at` and lanes_of(mx) behind, put_scale(block, scale) of each block its scale: lanes pass scales
+// on, so that a warp writes them at once, a sector of 32 bytes (256.9 to 252.8 us for quantize_rows).
+template <int FROM, class Put, class PutScale>
+__device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule rule, const Put& put,
+                                              const PutScale& put_scale) {
+  const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
+  const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
+  Eight<FROM> a[PAIRS], b[PAIRS];
+#pragma unroll
+  for (int u = 0; u < PAIRS; ++u) {
+    const i64 at = vector_of(first + 64 * u, lane, rule.mx);
+    if (at + lanes < vectors) {
+      a[u] = load_eight<FROM>(x, at);
+      b[u] = load_eight<FROM>(x, at + lanes);
+    }
+  }
+  const int apart = 32 / lanes;                                           // blocks of a warp at a time
+  const i64 block = first / (rule.mx ? 4 : 16) + lane % (PAIRS * apart);  // whose scale the lane puts
+  u32 scale = 0;
+#pragma unroll
+  for (int u = 0; u < PAIRS; ++u) {
+    const i64 at = vector_of(first + 64 * u, lane, rule.mx);
+    float v[8], w[8];
+    floats<FROM>(a[u], v);
+    floats<FROM>(b[u], w);
+    const Codes codes = codes_of(v, w, rule);
+    put(at, at + lanes < vectors, codes);
+    const u32 theirs = __shfl_sync(0xffffffffu, codes.scale, lane % apart * lanes);
+    if (lane / apart == u) scale = theirs;
+  }
+  if (lane < PAIRS * apart && block < vectors / (rule.mx ? 4 : 16)) put_scale(block, scale);
 }

@@ -11,12 +11,9 @@
 #define MX 0       // blocks of 128
 #endif
 
-#define PAIRS 2  // of 16-byte vectors (32 for float32) that a thread has in flight
-
 // What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
-//   gemm_ready: block b of row r at b * ready + r. PACKED: row r of the codes, and its scales behind it, at
-//   r * ready bytes of `codes`; fewer than 2^32 blocks.
+//   gemm_ready: block b of row r at b * ready + r.
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a
 //   thread has PAIRS times sixteen values.
@@ -26,53 +23,17 @@ extern "C" __global__ void __launch_bounds__(64)
                   void* scales) {
   after_earlier();
   const Rule rule = {FMT, (int)pow2, MX, eps};
-  const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
-  const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
-  Eight<KIND> a[PAIRS], b[PAIRS];
-#pragma unroll
-  for (int u = 0; u < PAIRS; ++u) {
-    const i64 at = vector_of(first + 64 * u, lane, MX);
-    if (at + lanes < vectors) {
-      a[u] = load_eight<KIND>(x, at);
-      b[u] = load_eight<KIND>(x, at + lanes);
-    }
-  }
-  // Lanes pass scales on, so that a warp writes those of its eight blocks (mx: 32) at once, a sector of 32
-  // bytes: 256.9 to 252.8 us.
-  const int apart = 32 / lanes;                                      // blocks of a warp at a time
-  const i64 block = first / (MX ? 4 : 16) + lane % (PAIRS * apart);  // whose scale the lane writes
-#ifdef PACKED
-  const u32 across = (u32)blocks, row = (u32)block / across, inside = (u32)block - row * across;
-#endif
-  u32 scale = 0;
-#pragma unroll
-  for (int u = 0; u < PAIRS; ++u) {
-    const i64 at = vector_of(first + 64 * u, lane, MX);
-    float v[8], w[8];
-    floats<KIND>(a[u], v);
-    floats<KIND>(b[u], w);
-#ifdef PACKED
-    const u32 its_row = __shfl_sync(0xffffffffu, row, u * apart + lane / lanes);
-    const u32 its_place = __shfl_sync(0xffffffffu, inside, u * apart + lane / lanes);
-    const i64 vector = its_place * (MX ? 4 : 16) + (u32)at % (MX ? 4 : 16);
-    u8* to = codes + its_row * ready;
-#else
-    const i64 vector = at;
-    u8* to = codes;
-#endif
-    const u32 mine = write_codes<false>(v, w, rule, vector, at + lanes < vectors, to);
-    const u32 theirs = __shfl_sync(0xffffffffu, mine, lane % apart * lanes);
-    if (lane / apart == u) scale = theirs;
-  }
-  if (lane >= PAIRS * apart || block >= vectors / (MX ? 4 : 16)) return;
-#ifdef PACKED
-  store_scale(codes + row * ready + across * (MX ? 32 : 128), inside, scale, MX);
-#else
-  store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
-#endif
+  uint2* const to = (uint2*)codes;
+  quantize_warp<KIND>(
+      x, vectors, rule,
+      [&](i64 at, bool whole, const Codes& made) {
+        if (whole) to[at] = made.a, to[at + lanes_of(MX)] = made.b;
+      },
+      [&](i64 block, u32 scale) {
+        store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
+      });
 }
 
-#ifndef PACKED
 // What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
 // Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
 // Bytes: every value read once, every code and scale written once.
@@ -293,4 +254,3 @@ extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks,
     out[i] = in[i % blocks * padded + i / blocks];
   }
 }
-#endif

@@ -79,7 +79,10 @@ def quantize(
         if out.layout == "gemm_ready":
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
-        quantize_rows(x, pow2, eps, ready, out.data, out.scales, conversion(x, out))
+        vectors, blocks = x.size // 8, columns // (32 if is_mx(out.block) else 128)
+        arguments = (x, vectors, blocks, pow2, float(eps), ready, out.data, out.scales)
+        variant = conversion(x, out)
+        launch("quantize", "quantize_rows", threads(vectors, 4 * 64), 64, *arguments, defines=variant)
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
@@ -106,15 +109,6 @@ def quantize(
         out.data,
         out.scales,
     )
-
-
-def quantize_rows(
-    x: Any, pow2: bool, eps: float, ready: int, codes: Any, scales: Any, variant: tuple[str, ...]
-) -> None:
-    """The fast path of row-wise blocks; `rows_are_whole` says where it can be taken."""
-    vectors, blocks = x.size // 8, x.shape[1] // (32 if "MX=1" in variant else 128)
-    arguments = (x, vectors, blocks, pow2, float(eps), ready, codes, scales)
-    launch("quantize", "quantize_rows", threads(vectors, 4 * 64), 64, *arguments, defines=variant)
 
 
 def _quantize_tiles(

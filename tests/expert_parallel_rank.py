@@ -1,4 +1,5 @@
-"""One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE,.. RANK WORLD FILE DEVICE``."""
+"""One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE,.. RANK WORLD FILE DEVICE``;
+CASE/peer: by writing into each other's memory."""
 
 import datetime
 import os
@@ -14,10 +15,11 @@ import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
 from fp8moe.records import map_arrays
 
 CASE, RANK, WORLD, FILE, DEVICE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-H, F, E = 256, 128, 2 * WORLD
+H, F, E = 512, 128, 2 * WORLD  # H: quantised straight into messages from 512 on
 RECIPES = [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", None), ("bf16", None)]
 
 
@@ -178,10 +180,11 @@ def refusals(comm):
 
 def module(comm):
     """The torch module, against one that holds all experts."""
+    group = dist.group.WORLD if type(comm) is ProcessGroup else comm
     for recipe in ("fp8_flow", "bf16"):
         torch.manual_seed(3)
         alone = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE)
-        ours = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE, process_group=dist.group.WORLD)
+        ours = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE, process_group=group)
         mine = slice(2 * RANK, 2 * RANK + 2)
         with torch.no_grad():
             ours.router.weight.copy_(alone.router.weight)
@@ -201,6 +204,24 @@ def module(comm):
         gathered = ours.router.weight.grad.clone()
         dist.all_reduce(gathered)
         torch.testing.assert_close(gathered, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
+
+
+def in_turn(comm):
+    """Two exchanges on their way, one after the other; no third; and what finds no room goes by NCCL."""
+    x, ids = put(np.full((64, H), RANK + 1.0).astype(BF16)), put(np.arange(128).reshape(64, 2) % E)
+    probs = put(np.ones((64, 2), np.float32))
+    for _ in range(3):
+        first, second = (expert_parallel.dispatch(x * n, ids, probs, E, comm, async_op=True) for n in (1, 2))
+        with pytest.raises(RuntimeError, match="third exchange"):
+            expert_parallel.dispatch(x, ids, probs, E, comm)
+        second, first = second.wait(), first.wait()
+        assert torch.equal(second.x, first.x * 2)
+        assert first.x.float().sum() > 0
+        back = expert_parallel.combine(second.x, second.route, comm)
+        torch.testing.assert_close(back, x * 2, rtol=0, atol=0)  # both experts are on one rank
+    small = SymmetricMemory(None, 1 << 12)
+    assert not small.fits(first.route.counts, 2 * H)
+    rows(small)
 
 
 def lost(comm):
@@ -225,6 +246,9 @@ dist.init_process_group(
 )
 cases = {"layers": layers, "rows": rows, "refusals": refusals, "module": module, "lost": lost}
 for case in CASE.split(","):
-    cases[case](ProcessGroup())
+    if case.endswith("/peer"):
+        {**cases, "in_turn": in_turn}[case.removesuffix("/peer")](SymmetricMemory(None, 1 << 24))
+    else:
+        cases[case](ProcessGroup())
 dist.destroy_process_group()
 print("right", flush=True)

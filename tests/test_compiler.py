@@ -78,7 +78,7 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
     for job in compiler._jobs.values():
         job.result()
     usual = {
-        "expert_parallel": (),
+        "expert_parallel": ("KIND=BF16", "FMT=0", "MX=0", "PEERS=8"),
         "permute": (),
         "quantize": ("KIND=BF16", "FMT=0", "MX=0"),
         "swiglu": ("KIND=BF16", "FMT=0", "MX=0", "BARE=1"),

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import assert_same, values
+from cases import BF16, assert_same, values
 
 import fp8moe
 from fp8moe import expert_parallel
@@ -54,9 +56,12 @@ def test_ranks(cases, world, tmp_path):
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (2, 4)])
-@pytest.mark.parametrize("case", ["layers", "rows", "refusals", "module"])
-def test_several_gpus(case, world, tmp_path):
-    ranks(case, world, tmp_path, "cuda", 90)
+@pytest.mark.parametrize(
+    "cases",
+    ["layers,rows,refusals,module", "layers/peer,rows/peer,refusals/peer,module/peer,in_turn/peer"],
+)
+def test_several_gpus(cases, world, tmp_path):
+    ranks(cases, world, tmp_path, "cuda", 120)
 
 
 @pytest.mark.multigpu
@@ -71,12 +76,95 @@ class Alone:
     rank, world_size = 0, 1
 
     def counts(self, counts, header):
-        return [(c.tolist(), c.tolist()) for c in counts]
+        return [((int(c[0]),),) for c in counts]
 
-    def exchange(self, rows, sent, received, size=None):
-        new = np.full_like(rows, 0xA5, shape=(size or sum(sent), *rows.shape[1:]))
-        new[: sum(sent)] = rows[: sum(sent)]
+    def exchange(self, rows, counts, size=None):
+        sent = counts[0][0]
+        new = np.full_like(rows, 0xA5, shape=(size or sent, *rows.shape[1:]))
+        new[:sent] = rows[:sent]
         return Pending(lambda: new)
+
+
+class Threads:
+    """A rank of a world of threads."""
+
+    def __init__(self, rank, board, barrier):
+        self.rank, self.world_size = rank, len(board)
+        self.board, self.barrier = board, barrier
+
+    def all_of(self, mine):
+        self.board[self.rank] = mine
+        self.barrier.wait()
+        found = list(self.board)
+        self.barrier.wait()
+        return found
+
+    def counts(self, counts, header):
+        heard = self.all_of([tuple(c.tolist()) for c in counts])
+        return [tuple(rank[i] for rank in heard) for i in range(len(counts))]
+
+    def exchange(self, rows, counts, size=None):
+        parts = []
+        for theirs, sent in zip(self.all_of(rows), counts, strict=True):
+            first = sum(sent[: self.rank])
+            parts.append(theirs[first : first + sent[self.rank]])
+        new = np.concatenate(parts)
+        more = np.full((max((size or 0) - len(new), 0), *new.shape[1:]), 0xA5).astype(new.dtype)
+        return Pending(lambda: np.concatenate([new, more]))
+
+
+class ThreadsPeers(Threads):
+    """The same, writing into each other's memory."""
+
+    room = 1 << 16
+
+    def fits(self, counts, row_bytes):
+        return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self.room
+
+    def deliver(self, write, counts, row_bytes):
+        arriving = sum(row[self.rank] for row in counts)
+        mine = np.full((arriving, row_bytes), 0xA5, np.uint8)
+        windows = []
+        for rank, theirs in enumerate(self.all_of(mine)):
+            first = sum(row[rank] for row in counts[: self.rank])
+            windows.append(theirs[first : first + counts[self.rank][rank]])
+        write(tuple(windows))
+        self.barrier.wait()
+        return Pending(lambda: mine)
+
+
+def in_threads(kind, world, action):
+    """What action(comm) returns on each rank."""
+    board, barrier = [None] * world, threading.Barrier(world, timeout=60)
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(lambda rank: action(kind(rank, board, barrier)), range(world)))
+
+
+@pytest.mark.parametrize("fmt", [None, "e4m3"])
+@pytest.mark.parametrize(("world", "k"), [(2, 3), (3, 2), (3, 1)])
+@pytest.mark.parametrize("room", [1 << 30, 8 << 10])  # for all, and for some of the exchanges
+def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
+    monkeypatch.setattr(ThreadsPeers, "room", room)
+    rng = np.random.default_rng()
+    tokens = [int(rng.integers(0, 20)) for _ in range(world)]
+    xs, dys = ([values(rng, (t, 256), BF16) for t in tokens] for _ in range(2))
+    ids = [rng.integers(-1, 2 * world, (t, k)) for t in tokens]
+    probs = [rng.random((t, k)).astype(np.float32) for t in tokens]
+
+    def step(comm):
+        r = comm.rank
+        with fp8moe.trace() as counted:
+            found = expert_parallel.dispatch(xs[r], ids[r], probs[r], 2 * world, comm, fmt=fmt)
+            x = found.x if fmt is None else fp8moe.dequantize(found.x)
+            back = expert_parallel.combine(x.astype(BF16), found.route, comm, fmt=fmt)
+            dy = expert_parallel.dispatch_gradient(dys[r], found.route, comm, fmt=fmt)
+            dx = expert_parallel.combine_gradient(x, found.topk_probs, found.route, comm)
+        arrays = (found.x, found.topk_ids, found.topk_probs, back, dy, dx)
+        return arrays, (found.num_entries, counted.sent_bytes, counted.casts)
+
+    for ours, theirs in zip(*(in_threads(k, world, step) for k in (Threads, ThreadsPeers)), strict=True):
+        assert_same(ours[0], theirs[0])
+        assert ours[1] == theirs[1]
 
 
 def test_a_world_of_one_is_the_layer():
@@ -125,6 +213,27 @@ def messages(both, rng, rows, columns, k, dtype):
         for behind in ((local, probs), ()):
             pack = expert_parallel._quantize_and_pack
             assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind))
+    # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
+    plan = fp8moe.plan_routing_map(expert_parallel._rank_mask(ids, 4, 3)[0], topk=min(k, 3))
+    halves = np.array([rows // 2, 0, rows - rows // 2])
+    for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
+        for fmt in (None, "e4m3"):
+            message = expert_parallel._Message(x, fmt, (local, probs))
+            poison = [rng.integers(0, 256, (n + 2, message.row_bytes)).astype(np.uint8) for n in counts]
+
+            def into(x, row_id_map, local, probs, *poison, fmt=fmt):
+                around = tuple(expert_parallel._pack(p) for p in poison)
+                inside = tuple(within(w) for w in around)
+                expert_parallel._Message(x, fmt, (local, probs)).write(row_id_map, inside)
+                return around
+
+            assert_same(*both(into, x, row_id_map, local, probs, *poison))
+
+
+def within(window):
+    """Without the first and the last row."""
+    host = getattr(window, "host", None)
+    return window[1:-1] if host is None else type(window)(host[1:-1])
 
 
 class Buffer:

@@ -11,20 +11,39 @@ from fp8moe.reference.quantize import quantize
 
 
 def quantize_and_pack(
-    x: np.ndarray, parts: tuple[np.ndarray, ...], *, like: QuantTensor, out: np.ndarray
+    x: np.ndarray,
+    parts: tuple[np.ndarray, ...],
+    row_id_map: np.ndarray | None,
+    *,
+    like: QuantTensor,
+    out: tuple[np.ndarray, ...],
 ) -> None:
     made = [np.empty(s.shape, s.dtype) for s in (like.data, like.scales)]
     quantize(x, pow2=True, eps=0.0, out=replace(like, data=made[0], scales=made[1]))
-    pack_rows((*made, *parts), out=out)
+    pack_rows((*made, *parts), row_id_map, out=out)
 
 
-def pack_rows(parts: tuple[np.ndarray, ...], *, out: np.ndarray) -> None:
-    out[:] = 0
+def pack_rows(
+    parts: tuple[np.ndarray, ...], row_id_map: np.ndarray | None, *, out: tuple[np.ndarray, ...]
+) -> None:
+    """A message of each row to its places, in windows [n, bytes] that follow each other; places: those of a
+    plan whose experts are the windows, or without a map the row's own."""
+    messages = np.zeros((len(parts[0]), out[0].shape[1]), np.uint8)
     at = 0
     for part in parts:
         octets = _octets(part)
-        out[:, at : at + octets.shape[1]] = octets
+        messages[:, at : at + octets.shape[1]] = octets
         at += -(-octets.shape[1] // 16) * 16
+    rows = places = np.arange(len(messages))
+    if row_id_map is not None:
+        most = row_id_map.shape[1] // 2
+        rows, columns = np.nonzero(np.arange(most) < row_id_map[:, -1:])
+        places = row_id_map[rows, columns]
+    before = 0
+    for window in out:
+        inside = (places >= before) & (places < before + len(window))
+        window[places[inside] - before] = messages[rows[inside]]
+        before += len(window)
 
 
 def unpack_rows(packed: np.ndarray, *, out: tuple[np.ndarray, ...]) -> None:

@@ -1,0 +1,91 @@
+"""Expert parallelism by PyTorch's symmetric memory: ranks write into each other's GPUs.
+
+    comm = fp8moe.adapters.torch_symmetric_memory.SymmetricMemory(group, window_bytes)
+    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
+
+For up to eight GPUs that reach each other over NVLink. One kernel gathers a rank's rows, quantises them, and
+stores them where they are wanted. For NCCL the same rows are written to memory, gathered into a second
+buffer, and copied from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.expert_parallel import Counts, Pending
+
+MOST_RANKS = 8  # as the kernels' windows
+WINDOWS = 2  # in turn, so that one exchange may be on its way while another's rows are read
+
+
+class SymmetricMemory(ProcessGroup):
+    """A `fp8moe.expert_parallel.PeerMemory` over the NCCL group of GPUs of one host (or NVLink domain).
+
+    window_bytes: the most that one exchange may bring a rank. At worst all tokens of all W ranks come to one:
+    W * tokens * bytes of a row, which is 1.03 hidden + 8 topk in FP8 and 2 hidden in bfloat16, which comes
+    back; and twice that is allocated on each GPU. An exchange that does not fit goes through NCCL, as do the
+    counts. All ranks of the group make it at the same time, on the current device.
+
+    Writing waits on the device until all ranks have read what the window held before, and reading until all
+    have written: two barriers, 6 us. They give up, and the process with them, after ``timeout`` seconds.
+    At most two exchanges are on their way: a third raises RuntimeError until the first is waited for. What
+    reads an exchange's rows has to be launched before the second one after it, on the same stream.
+    """
+
+    def __init__(self, group: Any = None, window_bytes: int = 1 << 30, *, timeout: float = 600.0):
+        super().__init__(group)
+        if self.world_size > MOST_RANKS:
+            raise ValueError(
+                f"group: got {self.world_size} ranks; wanted at most {MOST_RANKS}; use ProcessGroup"
+            )
+        if window_bytes <= 0:
+            raise ValueError(f"window_bytes: got {window_bytes}; wanted more than 0")
+        self._size = -(-window_bytes // 512) * 512
+        self._timeout = round(timeout * 1e3)
+        device = torch.device("cuda", torch.cuda.current_device())
+        memory = symmetric_memory.empty(WINDOWS * self._size, dtype=torch.uint8, device=device)
+        self._memory = symmetric_memory.rendezvous(memory, self._group)
+        shape = (WINDOWS, self._size)
+        self._windows = [self._memory.get_buffer(r, shape, torch.uint8, 0) for r in range(self.world_size)]
+        self._stream = torch.cuda.Stream(device)
+        self._turn = 0
+        self._pending: list[Pending | None] = [None] * WINDOWS
+
+    def fits(self, counts: Counts, row_bytes: int) -> bool:
+        return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self._size
+
+    def deliver(self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int) -> Pending:
+        turn = self._turn
+        before = self._pending[turn]
+        if before is not None and not before.done:
+            raise RuntimeError(f"got a third exchange while {WINDOWS} are on their way; wait() for the first")
+        self._turn = (turn + 1) % WINDOWS
+        windows = tuple(
+            self._rows(
+                rank, turn, sum(row[rank] for row in counts[: self.rank]), counts[self.rank][rank], row_bytes
+            )
+            for rank in range(self.world_size)
+        )
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._memory.barrier(timeout_ms=self._timeout)
+            write(windows)
+            self._memory.barrier(timeout_ms=self._timeout)
+            arrived = self._stream.record_event()
+
+        def finish(kept: Any = write) -> Any:  # what it reads is read until then
+            torch.cuda.current_stream().wait_event(arrived)
+            return self._rows(self.rank, turn, 0, sum(row[self.rank] for row in counts), row_bytes)
+
+        pending = self._pending[turn] = Pending(finish)
+        return pending
+
+    def _rows(self, rank: int, turn: int, first: int, count: int, row_bytes: int) -> torch.Tensor:
+        """Rows [count, row_bytes] of a rank's window, from its row ``first`` on."""
+        octets = self._windows[rank][turn][first * row_bytes : (first + count) * row_bytes]
+        return octets.view(count, row_bytes)
