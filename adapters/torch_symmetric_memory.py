@@ -59,31 +59,40 @@ class SymmetricMemory(ProcessGroup):
     def fits(self, counts: Counts, row_bytes: int) -> bool:
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self._size
 
-    def deliver(self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int) -> Pending:
-        turn = self._turn
+    def deliver(
+        self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
+    ) -> Pending:
+        turn, rank = self._turn, self.rank
         before = self._pending[turn]
         if before is not None and not before.done:
             raise RuntimeError(f"got a third exchange while {WINDOWS} are on their way; wait() for the first")
         self._turn = (turn + 1) % WINDOWS
         windows = tuple(
-            self._rows(
-                rank, turn, sum(row[rank] for row in counts[: self.rank]), counts[self.rank][rank], row_bytes
-            )
-            for rank in range(self.world_size)
+            self._rows(r, turn, sum(row[r] for row in counts[:rank]), counts[rank][r], row_bytes)
+            for r in range(self.world_size)
         )
+        mine = self._rows(rank, turn, 0, sum(row[rank] for row in counts), row_bytes)
+        if not async_op and all(p is None or p.done for p in self._pending):
+            # events between streams would take the host longer than the launches
+            self._between_barriers(write, windows)
+            return Pending(lambda: mine)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._memory.barrier(timeout_ms=self._timeout)
-            write(windows)
-            self._memory.barrier(timeout_ms=self._timeout)
+            self._between_barriers(write, windows)
             arrived = self._stream.record_event()
 
         def finish(kept: Any = write) -> Any:  # what it reads is read until then
             torch.cuda.current_stream().wait_event(arrived)
-            return self._rows(self.rank, turn, 0, sum(row[self.rank] for row in counts), row_bytes)
+            return mine
 
         pending = self._pending[turn] = Pending(finish)
         return pending
+
+    def _between_barriers(self, write: Callable[[tuple[Any, ...]], None], windows: tuple[Any, ...]) -> None:
+        """All have read what the windows held, then all have written."""
+        self._memory.barrier(timeout_ms=self._timeout)
+        write(windows)
+        self._memory.barrier(timeout_ms=self._timeout)
 
     def _rows(self, rank: int, turn: int, first: int, count: int, row_bytes: int) -> torch.Tensor:
         """Rows [count, row_bytes] of a rank's window, from its row ``first`` on."""

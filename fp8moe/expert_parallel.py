@@ -14,9 +14,10 @@ an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -84,10 +85,12 @@ class PeerMemory(Transport, Protocol):
         """Whether `deliver` has room for such rows; where not, `exchange` moves them."""
         ...
 
-    def deliver(self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int) -> Pending:
+    def deliver(
+        self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
+    ) -> Pending:
         """``write`` is called once, with uint8 [counts[this rank][r], row_bytes] of each rank r's memory,
         and launches what fills them. The result is uint8 [rows from the ranks, row_bytes]; it may be used
-        until two more have been asked for."""
+        until two more have been asked for. Without ``async_op`` it is waited for at once."""
         ...
 
 
@@ -170,13 +173,13 @@ def dispatch(
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
-    if isinstance(comm, Engine):
-        return _now(async_op, lambda: comm.dispatch(x, topk_ids, topk_probs, num_experts, fmt))
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.dispatch(x, topk_ids, topk_probs, num_experts, fmt))
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = _rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
     message = _Message(x, fmt, (_local_ids(topk_ids, 0, num_experts), topk_probs))
-    if not isinstance(comm, PeerMemory):
+    if not _is_a(comm, PeerMemory):
         message.packed  # noqa: B018  something to do for the device until the counts are here
     header = {
         "hidden": a.x.shape[1],
@@ -185,7 +188,8 @@ def dispatch(
         "bytes of a row": message.row_bytes,
         f"rows, of {', '.join(FORMS)}": FORMS.index(_form(message.like)),
     }
-    counts, entered = comm.counts((plan.tokens_per_expert, entries), header)
+    transport: Any = comm
+    counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
     route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
 
     def arrived(rows: Any) -> Dispatched:
@@ -193,7 +197,7 @@ def dispatch(
         ids = _local_ids(ids, comm.rank * experts, experts)
         return Dispatched(_rows_of(message.like, data), ids, probs, route, arriving)
 
-    return _finished(_send(message, route, comm).then(arrived), async_op)
+    return _finished(_send(message, route, comm, async_op).then(arrived), async_op)
 
 
 def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False) -> Any:
@@ -202,8 +206,8 @@ def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op:
     fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and a rounding more
     for each rank; the result is bfloat16 then.
     """
-    if isinstance(comm, Engine):
-        return _now(async_op, lambda: comm.combine(y, route, fmt))
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.combine(y, route, fmt))
     message = _Message(y, fmt)
 
     def arrived(rows: Any) -> Any:
@@ -213,7 +217,7 @@ def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op:
             y = dequantize(y, dtype="bfloat16")
         return _sums(y, route)
 
-    return _finished(_back(message, route, comm).then(arrived), async_op)
+    return _finished(_back(message, route, comm, async_op).then(arrived), async_op)
 
 
 def dispatch_gradient(
@@ -221,24 +225,24 @@ def dispatch_gradient(
 ) -> Any:
     """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
     are as `dispatch` has x and fmt."""
-    if isinstance(comm, Engine):
-        return _now(async_op, lambda: comm.dispatch_gradient(dy, route, fmt))
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.dispatch_gradient(dy, route, fmt))
     message = _Message(dy, fmt)
-    pending = _send(message, route, comm)
+    pending = _send(message, route, comm, async_op)
     return _finished(pending.then(lambda rows: _rows_of(message.like, message.apart(rows))), async_op)
 
 
 def combine_gradient(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False) -> Any:
     """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
     probability has its gradient from its own rank, zeros from the others."""
-    if isinstance(comm, Engine):
-        return _now(async_op, lambda: comm.combine_gradient(dx, dprobs, route))
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.combine_gradient(dx, dprobs, route))
     message = _Message(dx, None, (dprobs,))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
         return tuple(_sums(part, route) for part in message.apart(rows))  # type: ignore[return-value]
 
-    return _finished(_back(message, route, comm).then(arrived), async_op)
+    return _finished(_back(message, route, comm, async_op).then(arrived), async_op)
 
 
 def same_on_all_ranks(header: dict[str, int], heard: Sequence[Sequence[int]], rank: int) -> None:
@@ -286,18 +290,18 @@ class _Message:
         return (rows.view(self.x.dtype),) if self._plain else _unpack(rows, self._shapes)
 
 
-def _send(message: _Message, route: Route, comm: Transport) -> Pending:
+def _send(message: _Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """The tokens' rows to their ranks."""
-    if (pending := _deliver(message, route.plan.row_id_map, route.counts, comm)) is not None:
+    if (pending := _deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
         return pending
     rows = permute(message.packed, route.plan, fill_padding=False).data
     return _exchange(rows, route.counts, comm)
 
 
-def _back(message: _Message, route: Route, comm: Transport) -> Pending:
+def _back(message: _Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """Rows to where they came from."""
     counts = tuple(zip(*route.counts, strict=True))
-    if (pending := _deliver(message, None, counts, comm)) is not None:
+    if (pending := _deliver(message, None, counts, comm, async_op)) is not None:
         return pending
     return _exchange(message.packed, counts, comm, route.plan.num_out_tokens)
 
@@ -310,11 +314,17 @@ def _sums(rows: Any, route: Route) -> Any:
     return unpermute(rows, plan)
 
 
-def _deliver(message: _Message, row_id_map: Any, counts: Counts, comm: Transport) -> Pending | None:
-    if not isinstance(comm, PeerMemory) or not comm.fits(counts, message.row_bytes):
+def _deliver(
+    message: _Message, row_id_map: Any, counts: Counts, comm: Any, async_op: bool = False
+) -> Pending | None:
+    row_bytes = message.row_bytes
+    if not _is_a(comm, PeerMemory) or not comm.fits(counts, row_bytes):
         return None
-    _record_sent(counts, message.row_bytes, comm)
-    return comm.deliver(lambda windows: message.write(row_id_map, windows), counts, message.row_bytes)
+    _record_sent(counts, row_bytes, comm)
+    pending: Pending = comm.deliver(
+        lambda windows: message.write(row_id_map, windows), counts, row_bytes, async_op
+    )
+    return pending
 
 
 def _exchange(rows: Any, counts: Counts, comm: Transport, size: int | None = None) -> Pending:
@@ -325,6 +335,21 @@ def _exchange(rows: Any, counts: Counts, comm: Transport, size: int | None = Non
 def _record_sent(counts: Counts, row_bytes: int, comm: Transport) -> None:
     sent = counts[comm.rank]
     tracing.record_sent((sum(sent) - sent[comm.rank]) * row_bytes)
+
+
+def _is_a(comm: Any, protocol: Any) -> bool:
+    kind: Any = type(comm)
+    return _has(kind, protocol)
+
+
+@cache
+def _has(kind: Any, protocol: Any) -> bool:
+    """isinstance of a protocol takes 10 us, several times a call."""
+    return all(hasattr(kind, name) for name in vars(protocol) if not name.startswith("_"))
+
+
+def _engine(comm: Comm) -> Any:
+    return comm if _is_a(comm, Engine) else None
 
 
 def _now(async_op: bool, action: Callable[[], Any]) -> Any:
@@ -361,7 +386,7 @@ def _rows_of(like: Any, parts: Sequence[Any]) -> Any:
 
 
 def _row_bytes(part: Any) -> int:
-    return int(np.prod(part.shape[1:], dtype=np.int64)) * part.dtype.itemsize
+    return math.prod(part.shape[1:]) * part.dtype.itemsize
 
 
 @border.replayed

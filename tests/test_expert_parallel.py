@@ -121,7 +121,7 @@ class ThreadsPeers(Threads):
     def fits(self, counts, row_bytes):
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self.room
 
-    def deliver(self, write, counts, row_bytes):
+    def deliver(self, write, counts, row_bytes, async_op):
         arriving = sum(row[self.rank] for row in counts)
         mine = np.full((arriving, row_bytes), 0xA5, np.uint8)
         windows = []
