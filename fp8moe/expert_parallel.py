@@ -289,11 +289,16 @@ class _Message:
         """x's parts, and the others, of messages."""
         return (rows.view(self.x.dtype),) if self._plain else _unpack(rows, self._shapes)
 
+    def kept(self, rows: Any) -> Any:
+        """The messages where the caller may keep what `apart` makes of them: a peer's window is written
+        again."""
+        return _unpack(rows, self._shapes)[0] if self._plain else rows
+
 
 def _send(message: _Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """The tokens' rows to their ranks."""
     if (pending := _deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
-        return pending
+        return pending.then(message.kept)
     rows = permute(message.packed, route.plan, fill_padding=False).data
     return _exchange(rows, route.counts, comm)
 

@@ -63,6 +63,12 @@ after_earlier = _instruction("griddepcontrol.wait;")
 let_later_begin = _instruction("griddepcontrol.launch_dependents;")
 
 
+def inlined(function: Kernel) -> Any:
+    """A function that kernels call. Inlined by Numba before it knows types, it is compiled with them, for any
+    architecture; by itself it would be for the device at hand."""
+    return cuda.jit(function, device=True, inline="always")
+
+
 def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None:
     """Launch blocks of BLOCK threads on the current stream. None is a null pointer."""
     if blocks == 0:

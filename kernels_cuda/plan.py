@@ -1,18 +1,19 @@
 """Planning as Numba kernels, in two launches; a worked example is in `fp8moe.reference.plan`.
 
 What: a stable counting sort of the T * k entries by expert, in chunks of tokens, without atomic claims.
-`_count_entries` counts each expert's entries in a chunk (`_list_experts` does so for a mask, whose tokens'
-experts it writes down); `_place_entries` adds what earlier chunks and experts hold, ranks each entry among
-those of its expert in its chunk, and writes the map.
+`_count_entries`, or `_count_mask`, counts each expert's entries in a chunk; `_place_entries` adds what
+earlier chunks and experts hold, ranks each entry among those of its expert in its chunk, and writes the map.
+Of a mask `_place_mask` first writes down the tokens' experts, while the other launch counts them.
 How a rank is found: each entry sets its bit in its expert's row of bits in shared memory; its rank is the
 number of set bits before it. So no thread waits for another, and the order is that of the entries.
-Bytes: the ids twice (the mask once), a count a chunk and expert in between, the map once; so little that
+Bytes: the ids or the mask twice, a count a chunk and expert in between, the map once; so little that
 latency is all: hence 32-bit arithmetic throughout, which Numba must be asked for at every step, and a second
 launch that begins while the first is under way (programmatic dependent launch).
 """
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from fp8moe.kernels_cuda.numba_cuda import (
@@ -20,6 +21,7 @@ from fp8moe.kernels_cuda.numba_cuda import (
     after_earlier,
     as_octets,
     cuda,
+    inlined,
     let_later_begin,
     run,
     scratch,
@@ -34,7 +36,9 @@ BITS = 8192  # words of bits in shared memory, at most
 GROUP = 16  # experts whose sums a thread adds one by one
 IN_FLIGHT = 16  # loads of a thread
 NONE = uint32(0xFFFFFFFF)  # no expert, no row
-LOW_BITS, LOWEST_BITS = uint64(0x7F7F7F7F7F7F7F7F), uint64(0x0101010101010101)  # of every byte
+LISTS = OCTETS = False  # see `variant`
+LOW_BITS, TOP_BITS = uint32(0x7F7F7F7F), uint32(0x80808080)  # of every byte
+SIDE_BY_SIDE = uint32(0x00204081)  # times TOP_BITS: the four as a word's four highest
 
 
 def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
@@ -42,17 +46,10 @@ def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
     experts = out.num_experts
     per_chunk, chunks = _chunks(tokens, width)
     (counts,) = scratch(_counted(chunks) * (experts + 1))
-    run(
-        _count_entries,
-        _counted(chunks),
-        4 * (experts + 1),
-        topk_ids,
-        tokens * width,
-        per_chunk * width,
-        experts,
-        counts,
-    )
-    _place(topk_ids, counts, tokens, per_chunk, chunks, out)
+    arguments = (topk_ids, tokens * width, per_chunk * width, experts, counts)
+    run(_count_entries, _counted(chunks), 4 * (experts + 1), *arguments)
+    shared, arguments = _placing(counts, tokens, per_chunk, chunks, out)
+    run(_place_entries, chunks, shared, topk_ids, 0, 0, 0, topk_ids, *arguments)
 
 
 def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
@@ -60,12 +57,16 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     per_chunk, chunks = _chunks(tokens, width)
     ids, counts = scratch(tokens * width, _counted(chunks) * (experts + 1))
     words = max(1, -(-experts // 32))  # of a token
-    step = max(1, min(per_chunk, BLOCK // words))
+    shift = (words - 1).bit_length()  # that many threads have a token, or more turns
+    step = max(1, min(per_chunk, BLOCK >> shift))
     octets = routing_map.dtype.itemsize == 1 and experts > 0 and experts % 8 == 0
     mask = as_octets(routing_map) if octets else routing_map
-    arguments = (mask, int(octets), tokens, experts, words, width, per_chunk, step, ids, counts)
-    run(_list_experts, _counted(chunks), 4 * (experts + 1 + step * words), *arguments)
-    _place(ids, counts, tokens, per_chunk, chunks, out)
+    count, place = (_count_octets, _place_octets) if octets else (_count_mask, _place_mask)
+    arguments = (mask, tokens, experts, words, shift, width, per_chunk, step, counts)
+    run(count, _counted(chunks), 4 * (experts + 1 + step), *arguments)
+    shared, arguments = _placing(counts, tokens, per_chunk, chunks, out)
+    shared = max(shared, 4 * (step << shift))
+    run(place, chunks, shared, mask, words, shift, step, ids, *arguments)
 
 
 def _chunks(tokens: int, width: int) -> tuple[int, int]:
@@ -80,16 +81,14 @@ def _counted(chunks: int) -> int:
     return -(-chunks // IN_FLIGHT) * IN_FLIGHT
 
 
-def _place(ids: Any, counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> None:
+def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> tuple[int, tuple[Any, ...]]:
+    """(bytes of shared memory, what `_place` takes behind the ids)."""
     width, experts = out.max_experts_per_token, out.num_experts
     groups = -(-experts // GROUP)
     piece = max(1, BLOCK // max(width, 1))  # tokens that a block places at a time
     words = max(1, min(-(-piece * width // 32), BITS // max(experts, 1)))  # 32 entries each
-    run(
-        _place_entries,
-        chunks,
-        4 * ((4 + words) * experts + 2 * groups + piece * (2 * width + 1) + 2),
-        ids,
+    shared = 4 * ((4 + words) * experts + 2 * groups + piece * (2 * width + 1) + 2)
+    return shared, (
         counts,
         tokens,
         width,
@@ -139,69 +138,81 @@ def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no
         i = uint32(i + threads)
 
 
-def _list_experts(  # type: ignore[no-untyped-def]
-    mask, octets, tokens, experts, words, width, per_chunk, step, ids, counts
+@inlined
+def _routed(mask, octets, experts, token, word):  # type: ignore[no-untyped-def]
+    """A token's experts 32 * word and on, as 32 bits. octets: the mask's bytes come eight to a word."""
+    found = uint32(0)
+    if octets:
+        there = uint32(uint32(experts) >> uint32(3))
+        at = uint64(uint64(token) * uint64(there))
+        for j in range(4):  # loads that do not wait for each other
+            octet = uint32(4 * word + j)
+            v = uint64(mask[at + uint64(min(octet, uint32(there - uint32(1))))])
+            for half in range(2):
+                part = uint32(v >> uint64(32 * half))
+                # the four bytes' "not zero" as their top bits, then side by side
+                part = uint32(uint32(uint32(uint32(part & LOW_BITS) + LOW_BITS) | part) & TOP_BITS)
+                part = uint32(uint32(part * SIDE_BY_SIDE) >> uint32(28))
+                if octet < there:
+                    found = uint32(found | uint32(part << uint32(8 * j + 4 * half)))
+    else:
+        at = uint64(uint64(token) * uint64(experts))
+        for j in range(32):
+            expert = uint32(32 * word + j)
+            if expert < uint32(experts) and mask[at + uint64(expert)] != 0:
+                found = uint32(found | uint32(uint32(1) << uint32(j)))
+    return found
+
+
+def _count_mask(  # type: ignore[no-untyped-def]
+    mask, tokens, experts, words, shift, width, per_chunk, step, counts
 ):
-    """One block a chunk of tokens, ``step`` at a time; a thread has 32 experts of a token. ids: the experts
-    of each token in ascending order, then -1. counts [chunk, experts + 1]: entries of each expert, and those
-    past a token's first ``width``. octets: the mask's bytes come eight to a word."""
-    shared = cuda.shared.array(0, uint32)  # the counts | experts in each word of 32
+    """One block a chunk of tokens, ``step`` at a time; a thread has 32 experts of a token. counts
+    [chunk, experts + 1]: entries of each expert, and those past a token's first ``width``."""
+    shared = cuda.shared.array(0, uint32)  # the counts | entries of each token
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
-    bins, places, width32 = uint32(experts + 1), uint32(words), uint32(width)
+    bins = uint32(experts + 1)
     i = thread
-    while i < bins:
+    while i < uint32(bins + uint32(step)):
         shared[i] = uint32(0)
         i = uint32(i + threads)
+    cuda.syncthreads()
     after_earlier()
     let_later_begin()
     start = uint32(chunk * uint32(per_chunk))
     end = uint32(min(start + per_chunk, tokens))
     while start < end:
-        here = uint32(min(end - start, uint32(step)) * places)
-        first = uint32(0)
-        while first < here:  # once, but for more than 32 * threads experts
-            i = uint32(first + thread)
-            token, word = uint32(i // places), uint32(i % places)
-            left = uint32(0)
-            if i < here and octets != 0:
-                last = uint32((bins >> uint32(3)) - uint32(1))
-                at = uint64(uint64(start + token) * uint64(bins >> uint32(3)) + uint64(4) * uint64(word))
-                for j in range(4):  # loads that do not wait for each other
-                    octet = uint32(4 * word + j)
-                    v = uint64(mask[at + uint64(min(octet, last) - 4 * word)])
-                    # the eight bytes' "not zero" as eight bits: into bit 7 of each byte, then side by side
-                    v = ((((v & LOW_BITS) + LOW_BITS) | v) >> uint64(7)) & LOWEST_BITS
-                    v = v | (v >> uint64(7))
-                    v = v | (v >> uint64(14))
-                    v = (v | (v >> uint64(28))) & uint64(255)
-                    if octet <= last:
-                        left = left | uint32(v << uint64(8 * j))
-            elif i < here:
-                at = uint64(uint64(start + token) * uint64(experts) + uint64(32) * uint64(word))
-                for j in range(32):
-                    if uint32(32 * word + j) < uint32(experts) and mask[at + uint64(j)] != 0:
-                        left = left | (uint32(1) << uint32(j))
-            if i < here:
-                shared[uint32(bins + i)] = uint32(cuda.popc(left))
-            cuda.syncthreads()
-            if i < here:
-                place = uint32(0)
-                for w in range(word):
-                    place = uint32(place + shared[uint32(bins + i - word + uint32(w))])
-                entry = uint64(uint64(start + token) * uint64(width))
+        here = uint32(min(end - start, uint32(step)))
+        i = thread
+        while i < uint32(here << uint32(shift)):  # once, but for more than 32 * threads experts
+            token = uint32(i >> uint32(shift))
+            word = uint32(i - uint32(token << uint32(shift)))
+            if word < uint32(words):
+                left = uint32(_routed(mask, OCTETS, experts, uint32(start + token), word))
+                cuda.atomic.add(shared, uint32(bins + token), uint32(cuda.popc(left)))
                 while left != uint32(0):
                     expert = uint32(32 * word + cuda.ffs(left) - 1)
                     left = uint32(left & uint32(left - uint32(1)))
-                    if place < width32:
-                        ids[entry + uint64(place)] = expert
-                    cuda.atomic.add(shared, expert if place < width32 else uint32(experts), uint32(1))
-                    place = uint32(place + uint32(1))
-                if uint32(word + uint32(1)) == places:
-                    while place < width32:
-                        ids[entry + uint64(place)] = -1
-                        place = uint32(place + uint32(1))
-            cuda.syncthreads()
-            first = uint32(first + threads)
+                    cuda.atomic.add(shared, expert, uint32(1))
+            i = uint32(i + threads)
+        cuda.syncthreads()
+        i = thread
+        while i < here:
+            place = uint32(shared[uint32(bins + i)])
+            shared[uint32(bins + i)] = uint32(0)
+            if place > uint32(width):  # the last of its experts are too many
+                cuda.atomic.add(shared, uint32(experts), uint32(place - uint32(width)))
+                word = uint32(words)
+                while place > uint32(width):
+                    word = uint32(word - uint32(1))
+                    left = uint32(_routed(mask, OCTETS, experts, uint32(start + i), word))
+                    while left != uint32(0) and place > uint32(width):
+                        bit = uint32(31 - cuda.clz(left))
+                        left = uint32(left ^ uint32(uint32(1) << bit))
+                        cuda.atomic.sub(shared, uint32(32 * word + bit), uint32(1))
+                        place = uint32(place - uint32(1))
+            i = uint32(i + threads)
+        cuda.syncthreads()
         start = uint32(start + uint32(step))
     i = thread
     while i < bins:
@@ -209,7 +220,51 @@ def _list_experts(  # type: ignore[no-untyped-def]
         i = uint32(i + threads)
 
 
+@inlined
+def _list_experts(  # type: ignore[no-untyped-def]
+    mask, octets, tokens, experts, words, shift, width, per_chunk, step, ids
+):
+    """The same block's tokens. ids: the experts of each in ascending order, at most ``width``, then -1."""
+    shared = cuda.shared.array(0, uint32)  # experts in each word of 32
+    chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
+    start = uint32(chunk * uint32(per_chunk))
+    end = uint32(min(start + per_chunk, tokens))
+    while start < end:
+        here = uint32(min(end - start, uint32(step)) << uint32(shift))
+        first = uint32(0)
+        while first < here:
+            i = uint32(first + thread)
+            token = uint32(i >> uint32(shift))
+            word = uint32(i - uint32(token << uint32(shift)))
+            mine = i < here and word < uint32(words)
+            left = uint32(0)
+            if mine:
+                left = uint32(_routed(mask, octets, experts, uint32(start + token), word))
+                shared[i] = uint32(cuda.popc(left))
+            cuda.syncthreads()
+            if mine:
+                place = uint32(0)
+                for w in range(word):
+                    place = uint32(place + shared[uint32(i - word + uint32(w))])
+                entry = uint64(uint64(start + token) * uint64(width))
+                while left != uint32(0) and place < uint32(width):
+                    ids[entry + uint64(place)] = uint32(32 * word + cuda.ffs(left) - 1)
+                    left = uint32(left & uint32(left - uint32(1)))
+                    place = uint32(place + uint32(1))
+                if uint32(word + uint32(1)) == uint32(words):
+                    while place < uint32(width):
+                        ids[entry + uint64(place)] = -1
+                        place = uint32(place + uint32(1))
+            first = uint32(first + threads)
+        cuda.syncthreads()
+        start = uint32(start + uint32(step))
+
+
 def _place_entries(  # type: ignore[no-untyped-def]
+    mask,
+    mask_words,
+    shift,
+    step,
     ids,
     counts,
     tokens,
@@ -236,6 +291,8 @@ def _place_entries(  # type: ignore[no-untyped-def]
     #   | their experts | entries of a token kept | lost
     wide = cuda.shared.array(0, uint64)  # the rows in the low half
     memory = cuda.shared.array(0, uint32)  # the same memory
+    if LISTS:  # so far, and until `after_earlier`, it runs beside the launch that counts
+        _list_experts(mask, OCTETS, tokens, experts, mask_words, shift, width, per_chunk, step, ids)
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     n, k, bins = uint32(experts), uint32(width), uint32(experts + 1)
     groups = uint32((n + uint32(GROUP - 1)) // uint32(GROUP))
@@ -250,8 +307,7 @@ def _place_entries(  # type: ignore[no-untyped-def]
     first = uint32(chunk * uint32(per_chunk))
     last = uint32(min(first + per_chunk, tokens))
     mine = -1  # the first entry travels while the counts are added up
-    begun = thread < uint32(uint32(last - first) * k)
-    if begun and has_slots != 0:  # ids that the caller gave
+    if thread < uint32(uint32(last - first) * k):
         mine = ids[uint64(first) * uint64(k) + uint64(thread)]
 
     i = thread
@@ -262,10 +318,8 @@ def _place_entries(  # type: ignore[no-untyped-def]
     if thread == uint32(0):
         memory[lost] = uint32(0)
     cuda.syncthreads()
-    after_earlier()  # so far it runs beside the launch that counts
+    after_earlier()
     let_later_begin()
-    if begun and has_slots == 0:
-        mine = ids[uint64(first) * uint64(k) + uint64(thread)]
     lanes = uint32(max(min(n, threads), uint32(1)))
     stride = uint32(threads // lanes)  # threads that share an expert
     part = uint32(thread // lanes)
@@ -426,3 +480,13 @@ def _place_entries(  # type: ignore[no-untyped-def]
             i = uint32(i + threads)
         cuda.syncthreads()
         first = uint32(first + here)
+
+
+def variant(kernel: Any, name: str, **constants: bool) -> Any:
+    """A kernel with other constants: Numba leaves out what they rule out."""
+    return FunctionType(kernel.__code__, {**globals(), **constants}, name)
+
+
+_count_octets = variant(_count_mask, "_count_octets", OCTETS=True)
+_place_mask = variant(_place_entries, "_place_mask", LISTS=True)
+_place_octets = variant(_place_entries, "_place_octets", LISTS=True, OCTETS=True)

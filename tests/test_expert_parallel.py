@@ -114,9 +114,13 @@ class Threads:
 
 
 class ThreadsPeers(Threads):
-    """The same, writing into each other's memory."""
+    """The same, writing into each other's memory, of which two windows are used in turn."""
 
     room = 1 << 16
+
+    def __init__(self, *world):
+        super().__init__(*world)
+        self.windows = []
 
     def fits(self, counts, row_bytes):
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self.room
@@ -124,6 +128,9 @@ class ThreadsPeers(Threads):
     def deliver(self, write, counts, row_bytes, async_op):
         arriving = sum(row[self.rank] for row in counts)
         mine = np.full((arriving, row_bytes), 0xA5, np.uint8)
+        self.windows.append(mine)
+        for before in self.windows[:-2]:  # written again
+            before[:] = 0x5A
         windows = []
         for rank, theirs in enumerate(self.all_of(mine)):
             first = sum(row[rank] for row in counts[: self.rank])
@@ -159,6 +166,8 @@ def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
             back = expert_parallel.combine(x.astype(BF16), found.route, comm, fmt=fmt)
             dy = expert_parallel.dispatch_gradient(dys[r], found.route, comm, fmt=fmt)
             dx = expert_parallel.combine_gradient(x, found.topk_probs, found.route, comm)
+            for _ in range(2):  # what came before stays as it is
+                expert_parallel.dispatch_gradient(-dys[r], found.route, comm, fmt=fmt)
         arrays = (found.x, found.topk_ids, found.topk_probs, back, dy, dx)
         return arrays, (found.num_entries, counted.sent_bytes, counted.casts)
 
