@@ -141,13 +141,12 @@ extern "C" __global__ void __launch_bounds__(64)
   const Blocks of = {windows, across, first, first / across, first % across};
   quantize_warp<KIND>(
       x, vectors, {FMT, 1, 0, 0.f},
-      [&](i64 at, bool whole, const Codes& made) {
-        if (whole)
-          of.each((u32)(at / 16), [&](u8* message, u32 place) {
-            uint2* to = (uint2*)message + place * 16 + (u32)at % 16;
-            to[0] = made.a;
-            to[8] = made.b;
-          });
+      [&](i64 at, uint2 a, uint2 b) {
+        of.each((u32)(at / 16), [&](u8* message, u32 place) {
+          uint2* to = (uint2*)message + place * 16 + (u32)at % 16;
+          to[0] = a;
+          to[8] = b;
+        });
       },
       [&](i64 block, u32 scale) {
         of.each((u32)block, [&](u8* message, u32 place) { ((u32*)(message + across * 128))[place] = scale; });

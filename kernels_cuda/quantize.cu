@@ -25,10 +25,7 @@ extern "C" __global__ void __launch_bounds__(64)
   const Rule rule = {FMT, (int)pow2, MX, eps};
   uint2* const to = (uint2*)codes;
   quantize_warp<KIND>(
-      x, vectors, rule,
-      [&](i64 at, bool whole, const Codes& made) {
-        if (whole) to[at] = made.a, to[at + lanes_of(MX)] = made.b;
-      },
+      x, vectors, rule, [&](i64 at, uint2 a, uint2 b) { to[at] = a, to[at + lanes_of(MX)] = b; },
       [&](i64 block, u32 scale) {
         store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
       });
