@@ -18,6 +18,8 @@ from torch import Tensor
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Counts, Dispatched, Pending, Route, Transport
 
+# torch 2.13 has another name for it, and warns of the old one
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GRACE = 5.0  # seconds that the others are given to say that they are there
 
 
@@ -50,7 +52,7 @@ class ProcessGroup:
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         told = torch.cat([*known, self._headers[values, device]])
         heard = told.new_empty(world * len(told))
-        self._call(lambda: dist.all_gather_into_tensor(heard, told, self._group))
+        self._call(lambda: _all_gather(heard, told, self._group))
         rows = heard.view(world, -1).tolist()  # the one synchronisation
         expert_parallel.same_on_all_ranks(header, [r[len(counts) * world :] for r in rows], self.rank)
         return [tuple(tuple(r[i * world : (i + 1) * world]) for r in rows) for i in range(len(counts))]

@@ -1,6 +1,6 @@
 """Expert parallelism by PyTorch's symmetric memory: ranks write into each other's GPUs.
 
-    comm = fp8moe.adapters.torch_symmetric_memory.SymmetricMemory(group, window_bytes)
+    comm = SymmetricMemory(group, window_bytes(ranks, tokens, hidden, topk))
     y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 
 For up to eight GPUs that reach each other over NVLink. One kernel gathers a rank's rows, quantises them, and
@@ -23,13 +23,19 @@ MOST_RANKS = 8  # as the kernels' windows
 WINDOWS = 2  # in turn, so that one exchange may be on its way while another's rows are read
 
 
+def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int = 2) -> int:
+    """Room for whatever the routing says: all tokens of all ranks at one of them, ``hidden`` values of
+    ``itemsize`` bytes each (those of x and of the gradients), with expert ids and probabilities."""
+    parts = hidden * itemsize, topk * 4, topk * 8  # probabilities may be float64
+    return ranks * tokens * sum(-(-octets // 16) * 16 for octets in parts)
+
+
 class SymmetricMemory(ProcessGroup):
     """A `fp8moe.expert_parallel.PeerMemory` over the NCCL group of GPUs of one host (or NVLink domain).
 
-    window_bytes: the most that one exchange may bring a rank. At worst all tokens of all W ranks come to one:
-    W * tokens * bytes of a row, which is 1.03 hidden + 8 topk in FP8 and 2 hidden in bfloat16, which comes
-    back; and twice that is allocated on each GPU. An exchange that does not fit goes through NCCL, as do the
-    counts. All ranks of the group make it at the same time, on the current device.
+    room: bytes that one exchange may bring a rank, `window_bytes` of the most there can be; twice that is
+    allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do. All ranks of the
+    group make it at the same time, on the current device.
 
     Writing waits on the device until all ranks have read what the window held before, and reading until all
     have written: two barriers, 6 us. They give up, and the process with them, after ``timeout`` seconds.
@@ -37,15 +43,15 @@ class SymmetricMemory(ProcessGroup):
     reads an exchange's rows has to be launched before the second one after it, on the same stream.
     """
 
-    def __init__(self, group: Any = None, window_bytes: int = 1 << 30, *, timeout: float = 600.0):
+    def __init__(self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0):
         super().__init__(group)
         if self.world_size > MOST_RANKS:
             raise ValueError(
                 f"group: got {self.world_size} ranks; wanted at most {MOST_RANKS}; use ProcessGroup"
             )
-        if window_bytes <= 0:
-            raise ValueError(f"window_bytes: got {window_bytes}; wanted more than 0")
-        self._size = -(-window_bytes // 512) * 512
+        if room <= 0:
+            raise ValueError(f"room: got {room}; wanted bytes, as window_bytes() counts them")
+        self._size = -(-room // 512) * 512
         self._timeout = round(timeout * 1e3)
         device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric_memory.empty(WINDOWS * self._size, dtype=torch.uint8, device=device)

@@ -28,7 +28,7 @@ import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
+from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
 from fp8moe.benchmarks.harness import commit, versions
 from fp8moe.benchmarks.layer import training_step
 from fp8moe.expert_parallel import Counts
@@ -62,8 +62,8 @@ def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path 
         "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
     for name in by:
-        # all of the largest case's rows to one rank, in bfloat16
-        comm = SymmetricMemory(None, world * ROWS[-1] * 2 * HIDDEN) if name == "peer" else ProcessGroup()
+        room = window_bytes(world, ROWS[-1], HIDDEN, TOPK)
+        comm = SymmetricMemory(None, room) if name == "peer" else ProcessGroup()
         torch.manual_seed(rank)
         for rows in ROWS if cuda else (64,):
             for row in of_rows(comm, rows, HIDDEN if cuda else 256, device):
@@ -116,12 +116,12 @@ def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, 
 def of_format(
     comm: ProcessGroup, x: Any, ids: Any, probs: Any, equal: Counts, fmt: str | None
 ) -> list[tuple[str, Callable[[], Any]]]:
-    ready = expert_parallel._Message(x, fmt).packed
+    ready = expert_parallel._Message(x, fmt).pack()
 
     def exchange(rows: Any, fmt: str | None) -> Any:
         message = expert_parallel._Message(rows, fmt)
         pending = expert_parallel._deliver(message, None, equal, comm)
-        return (pending or expert_parallel._exchange(message.packed, equal, comm)).wait()
+        return (pending or expert_parallel._exchange(message.pack(), equal, comm)).wait()
 
     def dispatch() -> Any:
         return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)

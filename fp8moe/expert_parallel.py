@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -178,9 +178,11 @@ def dispatch(
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = _rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
-    message = _Message(x, fmt, (_local_ids(topk_ids, 0, num_experts), topk_probs))
+    # each rank looks for its own: what is no expert may travel as it is
+    ids = topk_ids if a.topk_ids.dtype == checks.INT32 else _local_ids(topk_ids, 0, num_experts)
+    message = _Message(x, fmt, (ids, topk_probs))
     if not _is_a(comm, PeerMemory):
-        message.packed  # noqa: B018  something to do for the device until the counts are here
+        message.pack()  # something to do for the device until the counts are here
     header = {
         "hidden": a.x.shape[1],
         "topk": topk,
@@ -269,17 +271,23 @@ class _Message:
         each = (*_parts(self.like), *raw.parts)
         self._shapes = tuple((tuple(p.shape[1:]), p.dtype.name) for p in each)
         self.row_bytes = _message(each).shape[1]
+        # one array whose rows are messages as they are
         self._plain = fmt is None and len(each) == 1 and _row_bytes(each[0]) == self.row_bytes
+        self._packed: Any = None
 
-    @cached_property
-    def packed(self) -> Any:
-        if self._plain:
-            return self.x
-        if self.fmt is None:
-            return _pack(*_parts(self.x), *self.parts)
-        return _quantize_and_pack(self.x, self.fmt, *self.parts)
+    def pack(self) -> Any:
+        """The messages in memory of their own, made once."""
+        if self._packed is None:
+            if self._plain:
+                self._packed = self.x
+            elif self.fmt is None:
+                self._packed = _pack(*_parts(self.x), *self.parts)
+            else:
+                self._packed = _quantize_and_pack(self.x, self.fmt, *self.parts)
+        return self._packed
 
     def write(self, row_id_map: Any, windows: tuple[Any, ...]) -> None:
+        """The messages into the ranks' windows."""
         if self.fmt is None:
             _pack_into(windows, row_id_map, *_parts(self.x), *self.parts)
         else:
@@ -299,7 +307,7 @@ def _send(message: _Message, route: Route, comm: Any, async_op: bool) -> Pending
     """The tokens' rows to their ranks."""
     if (pending := _deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
         return pending.then(message.kept)
-    rows = permute(message.packed, route.plan, fill_padding=False).data
+    rows = permute(message.pack(), route.plan, fill_padding=False).data
     return _exchange(rows, route.counts, comm)
 
 
@@ -308,7 +316,7 @@ def _back(message: _Message, route: Route, comm: Any, async_op: bool) -> Pending
     counts = tuple(zip(*route.counts, strict=True))
     if (pending := _deliver(message, None, counts, comm, async_op)) is not None:
         return pending
-    return _exchange(message.packed, counts, comm, route.plan.num_out_tokens)
+    return _exchange(message.pack(), counts, comm, route.plan.num_out_tokens)
 
 
 def _sums(rows: Any, route: Route) -> Any:

@@ -174,7 +174,7 @@ def refusals(comm):
         expert_parallel.dispatch(x, ids, probs, E, comm, fmt="e5m2" if RANK == 1 else "e4m3")
     with pytest.raises(ValueError, match="num_experts"):
         expert_parallel.dispatch(x, ids, probs, E + 1, comm)
-    with pytest.raises(ValueError, match="window_bytes: got 0"):
+    with pytest.raises(ValueError, match="room: got 0"):
         SymmetricMemory(None, 0)
     with pytest.raises(TypeError, match="process_group: got str; wanted a torch"):
         FP8FlowMoE(H, F, E, 2, process_group="all")

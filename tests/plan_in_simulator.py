@@ -26,7 +26,7 @@ def compare(verb, routing, spec):
 
 # Sizes at which a simulator shows several chunks, several steps in a chunk, and several words of bits.
 rng = np.random.default_rng()
-SMALL = ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2))
+SMALL = ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2), (5, 40, 6), (4, 70, 9))
 for chunk, block, most, words, shapes in (
     (8, 4, 128, 8192, SMALL),
     (40, 40, 2, 9, ((75, 5, 2), (40, 16, 3))),

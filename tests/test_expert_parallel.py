@@ -18,6 +18,7 @@ from fp8moe.records import arrays_in
 
 torch = pytest.importorskip("torch")
 deep_ep = pytest.importorskip("fp8moe.adapters.deep_ep")
+torch_symmetric_memory = pytest.importorskip("fp8moe.adapters.torch_symmetric_memory")
 RANK = Path(__file__).with_name("expert_parallel_rank.py")
 
 
@@ -138,6 +139,15 @@ class ThreadsPeers(Threads):
         write(tuple(windows))
         self.barrier.wait()
         return Pending(lambda: mine)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(BF16, 2), (np.float32, 4)])
+def test_windows_have_room_for_every_message(dtype, itemsize):
+    rng = np.random.default_rng()
+    x, ids, probs = values(rng, (3, 100), dtype), np.zeros((3, 5), np.int32), np.ones((3, 5))
+    room = torch_symmetric_memory.window_bytes(4, 1000, 100, 5, itemsize)
+    for fmt, parts in ((None, (ids, probs)), ("e4m3", (ids, probs)), (None, (probs,)), (None, ())):
+        assert 4 * 1000 * expert_parallel._Message(x, fmt, parts).row_bytes <= room
 
 
 def in_threads(kind, world, action):

@@ -1,0 +1,50 @@
+"""The layer's experts on several ranks: a process for each GPU of this machine, or two on the CPU."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 256, 256, 128, 8, 2  # of a rank; all ranks' experts
+
+
+def train(rank: int, world: int, gpus: bool, store: str) -> None:
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    backend = "nccl" if gpus else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    ranks = dist.group.WORLD
+    if gpus and world <= MOST_RANKS:
+        # straight into each other's memory, over NVLink; x and its gradient are float32 here
+        ranks = SymmetricMemory(None, window_bytes(world, TOKENS, HIDDEN, TOPK, itemsize=4))
+    torch.manual_seed(0)  # the same router everywhere
+    layer = FP8FlowMoE(HIDDEN, FFN, EXPERTS * world, TOPK, process_group=ranks, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    torch.manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, device=device)
+    for step in range(4):
+        loss = (layer(x) - x.roll(1, dims=1)).float().square().mean()
+        loss.backward()
+        router = layer.router.weight.grad  # every rank has all of it, and its own experts only
+        dist.all_reduce(router)
+        router /= world
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach() / world)
+        if rank == 0:
+            print(f"step {step}: loss {loss.item():.4f} over {world} {device.type} ranks", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    gpus = torch.cuda.device_count()
+    world = gpus if gpus > 1 else 2
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        torch.multiprocessing.spawn(train, (world, gpus > 1, store), nprocs=world)
