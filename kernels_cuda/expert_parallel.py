@@ -55,11 +55,12 @@ def _pack(parts: tuple[Any, ...], row_id_map: Any, out: tuple[Any, ...]) -> None
 
 
 def _each(parts: tuple[Any, ...], rows: int) -> list[Any]:
-    """The parts and how many bytes of them a row has."""
+    """The parts that are not empty, and how many bytes of them a row has."""
     arguments: list[Any] = []
-    for part in (*parts, *[None] * (PARTS - len(parts))):
-        arguments += [part, 0 if part is None else part.nbytes // rows]
-    return arguments
+    for part in parts:
+        if part.nbytes:
+            arguments += [part, part.nbytes // rows]
+    return [*arguments, *[None, 0] * (PARTS - len(arguments) // 2)]
 
 
 def _where(row_id_map: Any, windows: tuple[Any, ...]) -> list[Any]:
