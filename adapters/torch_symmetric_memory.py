@@ -35,7 +35,7 @@ class SymmetricMemory(ProcessGroup):
 
     room: bytes that one exchange may bring a rank, `window_bytes` of the most there can be; twice that is
     allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do. All ranks of the
-    group make it at the same time, on the current device.
+    group make it at the same time, each with its GPU as the current device.
 
     Writing waits on the device until all ranks have read what the window held before, and reading until all
     have written: two barriers, 6 us. They give up, and the process with them, after ``timeout`` seconds.
@@ -53,12 +53,12 @@ class SymmetricMemory(ProcessGroup):
             raise ValueError(f"room: got {room}; wanted bytes, as window_bytes() counts them")
         self._size = -(-room // 512) * 512
         self._timeout = round(timeout * 1e3)
-        device = torch.device("cuda", torch.cuda.current_device())
-        memory = symmetric_memory.empty(WINDOWS * self._size, dtype=torch.uint8, device=device)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        memory = symmetric_memory.empty(WINDOWS * self._size, dtype=torch.uint8, device=self._device)
         self._memory = symmetric_memory.rendezvous(memory, self._group)
         shape = (WINDOWS, self._size)
         self._windows = [self._memory.get_buffer(r, shape, torch.uint8, 0) for r in range(self.world_size)]
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(self._device)
         self._turn = 0
         self._pending: list[Pending | None] = [None] * WINDOWS
 
@@ -82,13 +82,13 @@ class SymmetricMemory(ProcessGroup):
             # events between streams would take the host longer than the launches
             self._between_barriers(write, windows)
             return Pending(lambda: mine)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._between_barriers(write, windows)
             arrived = self._stream.record_event()
 
         def finish(kept: Any = write) -> Any:  # what it reads is read until then
-            torch.cuda.current_stream().wait_event(arrived)
+            torch.cuda.current_stream(self._device).wait_event(arrived)
             return mine
 
         pending = self._pending[turn] = Pending(finish)
