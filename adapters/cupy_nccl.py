@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from fp8moe.expert_parallel import Counts, Pending, same_on_all_ranks
+from fp8moe.expert_parallel import Counts, Pending, counts_of
 
 INT8 = 0  # ncclInt8
 
@@ -31,14 +31,11 @@ class Communicator:
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
-        world = self.world_size
         told = cupy.concatenate([*counts, cupy.array(list(header.values()), dtype=np.int32)])
-        heard = cupy.empty((world, len(told)), np.int32)
+        heard = cupy.empty((self.world_size, len(told)), np.int32)
         stream = cupy.cuda.get_current_stream()
         self._communicator.allGather(told.data.ptr, heard.data.ptr, told.nbytes, INT8, stream.ptr)
-        rows = heard.get().tolist()  # the one synchronisation
-        same_on_all_ranks(header, [r[len(counts) * world :] for r in rows], self.rank)
-        return [tuple(tuple(r[i * world : (i + 1) * world]) for r in rows) for i in range(len(counts))]
+        return counts_of(heard.get().tolist(), header, self.rank)  # the one synchronisation
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
         sent, received = counts[self.rank], [row[self.rank] for row in counts]

@@ -53,9 +53,8 @@ class ProcessGroup:
         told = torch.cat([*known, self._headers[values, device]])
         heard = told.new_empty(world * len(told))
         self._call(lambda: _all_gather(heard, told, self._group))
-        rows = heard.view(world, -1).tolist()  # the one synchronisation
-        expert_parallel.same_on_all_ranks(header, [r[len(counts) * world :] for r in rows], self.rank)
-        return [tuple(tuple(r[i * world : (i + 1) * world]) for r in rows) for i in range(len(counts))]
+        said = heard.view(world, -1).tolist()  # the one synchronisation
+        return expert_parallel.counts_of(said, header, self.rank)
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
         ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]

@@ -18,6 +18,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.expert_parallel import Counts, Pending
+from fp8moe.formats import round_up
 
 MOST_RANKS = 8  # as the kernels' windows
 WINDOWS = 2  # in turn, so that one exchange may be on its way while another's rows are read
@@ -27,7 +28,7 @@ def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int 
     """Room for whatever the routing says: all tokens of all ranks at one of them, ``hidden`` values of
     ``itemsize`` bytes each (those of x and of the gradients), with expert ids and probabilities."""
     parts = hidden * itemsize, topk * 4, topk * 8  # probabilities may be float64
-    return ranks * tokens * sum(-(-octets // 16) * 16 for octets in parts)
+    return ranks * tokens * sum(round_up(octets, 16) for octets in parts)
 
 
 class SymmetricMemory(ProcessGroup):
@@ -51,7 +52,7 @@ class SymmetricMemory(ProcessGroup):
             )
         if room <= 0:
             raise ValueError(f"room: got {room}; wanted bytes, as window_bytes() counts them")
-        self._size = -(-room // 512) * 512
+        self._size = round_up(room, 512)
         self._timeout = round(timeout * 1e3)
         self._device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric_memory.empty(WINDOWS * self._size, dtype=torch.uint8, device=self._device)

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from fp8moe import border, checks, tracing
+from fp8moe.formats import round_up
 from fp8moe.permute import permute, unpermute
 from fp8moe.plan import plan_routing_map
 from fp8moe.quantize import dequantize, quantize_spec
@@ -78,8 +79,8 @@ class Transport(Protocol):
 
 @runtime_checkable
 class PeerMemory(Transport, Protocol):
-    """A transport whose ranks write into each other's memory: rows are gathered, and quantised, on their way
-    there."""
+    """A transport whose ranks, eight at most, write into each other's memory: rows are gathered, and
+    quantised, on their way there."""
 
     def fits(self, counts: Counts, row_bytes: int) -> bool:
         """Whether `deliver` has room for such rows; where not, `exchange` moves them."""
@@ -247,15 +248,18 @@ def combine_gradient(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: 
     return _finished(_back(message, route, comm, async_op).then(arrived), async_op)
 
 
-def same_on_all_ranks(header: dict[str, int], heard: Sequence[Sequence[int]], rank: int) -> None:
-    """Refuse what differs: heard are the header's values of every rank."""
-    for other, values in enumerate(heard):
-        for name, theirs in zip(header, values, strict=True):
+def counts_of(heard: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
+    """What `Transport.counts` returns, from what each rank said: its numbers for the ranks, one count after
+    the other, and behind them the header, which is refused where it differs from this rank's."""
+    world, numbers = len(heard), len(heard[0]) - len(header)
+    for other, said in enumerate(heard):
+        for name, theirs in zip(header, said[numbers:], strict=True):
             if theirs != header[name]:
                 raise ValueError(
                     f"{name}: rank {rank} has {header[name]}, rank {other} has {theirs}; wanted the same on "
                     "all ranks; nothing was sent"
                 )
+    return [tuple(tuple(said[i : i + world]) for said in heard) for i in range(0, numbers, world)]
 
 
 class _Message:
@@ -357,7 +361,7 @@ def _is_a(comm: Any, protocol: Any) -> bool:
 
 @cache
 def _has(kind: Any, protocol: Any) -> bool:
-    """isinstance of a protocol takes 10 us, several times a call."""
+    """As isinstance, which looks at every attribute of a protocol anew, several times a call."""
     return all(hasattr(kind, name) for name in vars(protocol) if not name.startswith("_"))
 
 
@@ -441,7 +445,7 @@ def _quantize_and_pack_into(
 
 
 def _message(parts: Sequence[Any]) -> ArraySpec:
-    return ArraySpec((parts[0].shape[0], sum(-(-_row_bytes(p) // 16) * 16 for p in parts)), UINT8)
+    return ArraySpec((parts[0].shape[0], sum(round_up(_row_bytes(p), 16) for p in parts)), UINT8)
 
 
 @border.replayed

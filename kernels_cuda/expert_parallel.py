@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8moe.kernels_cuda.launch import conversion, fill_bytes, launch, scratch, threads
-from fp8moe.kernels_cuda.quantize import quantize, rows_are_whole
+from fp8moe.kernels_cuda.quantize import by_warps, quantize, rows_are_whole
 from fp8moe.records import QuantTensor
 
 PARTS = 4  # that pack_rows takes
@@ -26,11 +26,8 @@ def quantize_and_pack(
         and x.size // 128 < 2**32
     ):
         variant = (*conversion(x, like), f"PEERS={PEERS if len(out) > 1 else 1}")
-        vectors, blocks = x.size // 8, x.shape[1] // 128
-        arguments = (x, vectors, blocks, *_where(row_id_map, out))
-        launch(
-            "expert_parallel", "quantize_messages", threads(vectors, 4 * 64), 64, *arguments, defines=variant
-        )
+        arguments = (x, x.size // 8, x.shape[1] // 128, *_where(row_id_map, out))
+        launch("expert_parallel", "quantize_messages", *by_warps(x), *arguments, defines=variant)
         if parts:
             _pack(parts, row_id_map, tuple(replace(w, ptr=w.ptr + sum(octets)) for w in out))
         return
@@ -65,6 +62,8 @@ def _each(parts: tuple[Any, ...], rows: int) -> list[Any]:
 
 def _where(row_id_map: Any, windows: tuple[Any, ...]) -> list[Any]:
     """What the kernels' Windows are made of."""
+    if len(windows) > PEERS:
+        raise ValueError(f"windows: got {len(windows)}; wanted at most {PEERS}; use a Transport by messages")
     arguments = [windows[0].shape[1], row_id_map, 0 if row_id_map is None else row_id_map.shape[1] // 2]
     before = 0
     for window in windows:

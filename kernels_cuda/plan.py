@@ -70,7 +70,7 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
 
 
 def _chunks(tokens: int, width: int) -> tuple[int, int]:
-    """(tokens of a chunk, chunks); at most MAX_CHUNKS of whole pieces, see `_place`."""
+    """(tokens of a chunk, chunks); at most MAX_CHUNKS of whole pieces, see `_place_entries`."""
     least = max(1, CHUNK // max(width, 1))
     per_chunk = least * max(1, -(-tokens // (least * MAX_CHUNKS)))
     return per_chunk, max(1, -(-tokens // per_chunk))
@@ -82,7 +82,7 @@ def _counted(chunks: int) -> int:
 
 
 def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> tuple[int, tuple[Any, ...]]:
-    """(bytes of shared memory, what `_place` takes behind the ids)."""
+    """(bytes of shared memory, what `_place_entries` takes behind the ids)."""
     width, experts = out.max_experts_per_token, out.num_experts
     groups = -(-experts // GROUP)
     piece = max(1, BLOCK // max(width, 1))  # tokens that a block places at a time
@@ -224,7 +224,8 @@ def _count_mask(  # type: ignore[no-untyped-def]
 def _list_experts(  # type: ignore[no-untyped-def]
     mask, octets, tokens, experts, words, shift, width, per_chunk, step, ids
 ):
-    """The same block's tokens. ids: the experts of each in ascending order, at most ``width``, then -1."""
+    """Of the tokens of the block's chunk. ids: the experts of each in ascending order, at most ``width``,
+    then -1."""
     shared = cuda.shared.array(0, uint32)  # experts in each word of 32
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     start = uint32(chunk * uint32(per_chunk))

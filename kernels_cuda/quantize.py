@@ -79,10 +79,9 @@ def quantize(
         if out.layout == "gemm_ready":
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
-        vectors, blocks = x.size // 8, columns // (32 if is_mx(out.block) else 128)
-        arguments = (x, vectors, blocks, pow2, float(eps), ready, out.data, out.scales)
-        variant = conversion(x, out)
-        launch("quantize", "quantize_rows", threads(vectors, 4 * 64), 64, *arguments, defines=variant)
+        blocks = columns // (32 if is_mx(out.block) else 128)
+        arguments = (x, x.size // 8, blocks, pow2, float(eps), ready, out.data, out.scales)
+        launch("quantize", "quantize_rows", *by_warps(x), *arguments, defines=conversion(x, out))
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
@@ -109,6 +108,11 @@ def quantize(
         out.data,
         out.scales,
     )
+
+
+def by_warps(x: Any) -> tuple[int, int]:
+    """Blocks, and threads of each, of a kernel that is made of fp8.cuh's quantize_warp."""
+    return threads(x.size // 8, 4 * 64), 64
 
 
 def _quantize_tiles(

@@ -71,21 +71,6 @@ def test_cupy_alone_on_two_gpus(tmp_path):
     together(2, lambda r: [script, str(r), "2", file], 90)
 
 
-class Alone:
-    """A world of one."""
-
-    rank, world_size = 0, 1
-
-    def counts(self, counts, header):
-        return [((int(c[0]),),) for c in counts]
-
-    def exchange(self, rows, counts, size=None):
-        sent = counts[0][0]
-        new = np.full_like(rows, 0xA5, shape=(size or sent, *rows.shape[1:]))
-        new[:sent] = rows[:sent]
-        return Pending(lambda: new)
-
-
 class Threads:
     """A rank of a world of threads."""
 
@@ -112,6 +97,11 @@ class Threads:
         new = np.concatenate(parts)
         more = np.full((max((size or 0) - len(new), 0), *new.shape[1:]), 0xA5).astype(new.dtype)
         return Pending(lambda: np.concatenate([new, more]))
+
+
+def alone():
+    """A world of one."""
+    return Threads(0, [None], threading.Barrier(1))
 
 
 class ThreadsPeers(Threads):
@@ -190,24 +180,24 @@ def test_a_world_of_one_is_the_layer():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((20, 128)).astype(np.float32)
     ids, probs = rng.integers(-1, 3, (20, 2)), rng.random((20, 2)).astype(np.float32)
-    arrived = expert_parallel.dispatch(x, ids, probs, 3, Alone())
+    arrived = expert_parallel.dispatch(x, ids, probs, 3, alone())
     routed = (ids >= 0).any(axis=1)
     np.testing.assert_array_equal(arrived.x, x[routed])
     np.testing.assert_array_equal(arrived.topk_ids, ids[routed])
-    back = expert_parallel.combine(arrived.x, arrived.route, Alone())
+    back = expert_parallel.combine(arrived.x, arrived.route, alone())
     np.testing.assert_array_equal(back, np.where(routed[:, None], x, 0))
 
 
 def test_what_is_refused():
     x, ids, probs = np.ones((4, 128), np.float32), np.zeros((4, 2), np.int32), np.ones((4, 2), np.float32)
     with pytest.raises(ValueError, match="topk_ids: got 7; wanted less than 3"):
-        expert_parallel.dispatch(x, ids + 7, probs, 3, Alone())
+        expert_parallel.dispatch(x, ids + 7, probs, 3, alone())
     with pytest.raises(ValueError, match=r"topk_probs: got shape \[3, 2\]"):
-        expert_parallel.dispatch(x, ids, probs[:3], 3, Alone())
+        expert_parallel.dispatch(x, ids, probs[:3], 3, alone())
     with pytest.raises(ValueError, match="compact"):
-        expert_parallel.dispatch(fp8moe.quantize(x, layout="gemm_ready"), ids, probs, 3, Alone())
+        expert_parallel.dispatch(fp8moe.quantize(x, layout="gemm_ready"), ids, probs, 3, alone())
     w13, w2 = np.ones((3, 256, 128), np.float32), np.ones((3, 128, 128), np.float32)
-    _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=Alone())
+    _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=alone())
     with pytest.raises(ValueError, match="comm: got None; wanted the forward's, which had one"):
         fp8moe.moe_backward(saved, x)
 

@@ -15,6 +15,7 @@ from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
+from fp8moe import expert_parallel
 from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
@@ -380,6 +381,13 @@ def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
 @pytest.mark.parametrize(("columns", "k", "dtype"), [(512, 4, BF16), (256, 3, BF16), (2176, 8, np.float32)])
 def test_messages_between_ranks(columns, k, dtype):
     messages(both, RNG, 11, columns, k, dtype)
+
+
+def test_more_windows_than_a_kernel_has_are_refused(monkeypatch):
+    cuda_on_cpu.install(monkeypatch)
+    rows, *windows = (cuda_on_cpu.upload(np.zeros((n, 16), np.uint8)) for n in (9, *[1] * 9))
+    with pytest.raises(ValueError, match="windows: got 9; wanted at most 8"):
+        expert_parallel._Message(rows, None).write(None, tuple(windows))
 
 
 def column_major(address, dtype, rows, columns, stride):

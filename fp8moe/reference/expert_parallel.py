@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fp8moe.formats import round_up
 from fp8moe.records import QuantTensor
 from fp8moe.reference.quantize import quantize
 
@@ -33,7 +34,7 @@ def pack_rows(
     for part in parts:
         octets = _octets(part)
         messages[:, at : at + octets.shape[1]] = octets
-        at += -(-octets.shape[1] // 16) * 16
+        at += round_up(octets.shape[1], 16)
     rows = places = np.arange(len(messages))
     if row_id_map is not None:
         most = row_id_map.shape[1] // 2
@@ -51,7 +52,7 @@ def unpack_rows(packed: np.ndarray, *, out: tuple[np.ndarray, ...]) -> None:
     for part in out:
         octets = _octets(part)
         octets[:] = packed[:, at : at + octets.shape[1]]
-        at += -(-octets.shape[1] // 16) * 16
+        at += round_up(octets.shape[1], 16)
 
 
 def rank_mask(topk_ids: np.ndarray, *, experts: int, out: tuple[np.ndarray, np.ndarray]) -> None:
