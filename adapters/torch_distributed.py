@@ -21,6 +21,9 @@ from fp8moe.expert_parallel import Counts, Dispatched, Pending, Route, Transport
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GRACE = 5.0  # seconds that the others are given to say that they are there
+# of the group's timeout, after which NCCL's watchdog ends the process: a rank that waits for the others says
+# that it is there, and, having given them the time between to say so too, gives up
+SAY_SO, GIVE_UP = 0.5, 0.9
 
 
 class RankLost(RuntimeError):
@@ -36,7 +39,8 @@ class ProcessGroup:
 
     One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
     the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
-    timeout: `RankLost` with gloo, naming it; with NCCL torch's watchdog ends the process at that time.
+    timeout: `RankLost`, naming it. With NCCL it is seen where the host waits, in ``counts``, after nine tenths
+    of the timeout, before torch's watchdog ends the process; the group is of no use then.
     """
 
     def __init__(self, group: Any = None):
@@ -44,6 +48,7 @@ class ProcessGroup:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
+        self._here = ""  # the call for which this rank said that it is there
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         known = [_tensor(c) for c in counts]
@@ -53,6 +58,8 @@ class ProcessGroup:
         told = torch.cat([*known, self._headers[values, device]])
         heard = told.new_empty(world * len(told))
         self._call(lambda: _all_gather(heard, told, self._group))
+        if device.type == "cuda":
+            self._wait_for(device)
         said = heard.view(world, -1).tolist()  # the one synchronisation
         return expert_parallel.counts_of(said, header, self.rank)
 
@@ -78,25 +85,46 @@ class ProcessGroup:
         try:
             return action()
         except RuntimeError as error:
-            if dist.get_backend(self._group) != "gloo":
+            if dist.get_backend(self._group) != "gloo" and not isinstance(error, dist.DistError):
                 raise
-            raise self._lost(error) from error
+            raise self._lost(str(error), GRACE) from error
 
-    def _lost(self, error: RuntimeError) -> RankLost:
-        """Every rank that is still there writes so into the group's store; who does not is lost."""
+    def _wait_for(self, device: torch.device) -> None:
+        """Until the device has done what it was given; it never will where a rank is gone."""
+        arrived = torch.cuda.current_stream(device).record_event()
+        start, timeout = time.monotonic(), 0.0
+        while not arrived.query():
+            timeout = timeout or self._group._get_backend(device).options._timeout.total_seconds()
+            waited = (time.monotonic() - start) / timeout
+            if waited > GIVE_UP:
+                raise self._lost(f"{waited * timeout:.0f} s without it", 0.0)
+            if waited > SAY_SO:
+                self._say_so()
+            time.sleep(0)
+
+    def _say_so(self) -> str:
+        """Tell the group's store that this rank is there; returns where in it."""
         name = f"fp8moe/{dist.get_process_group_ranks(self._group)}/{self._calls}"
+        if name != self._here:
+            dist.distributed_c10d._get_default_store().set(f"{name}/{self.rank}", "here")
+            self._here = name
+        return name
+
+    def _lost(self, why: str, grace: float) -> RankLost:
+        """Who does not say that it is there is lost; they have ``grace`` seconds to."""
         missing = [r for r in range(self.world_size) if r != self.rank]
         try:
+            name, end = self._say_so(), time.monotonic() + grace
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"{name}/{self.rank}", "here")
-            end = time.monotonic() + GRACE
-            while missing and time.monotonic() < end:
+            while True:
                 missing = [r for r in missing if not store.check([f"{name}/{r}"])]
+                if not missing or time.monotonic() >= end:
+                    break
                 time.sleep(0.05)
         except RuntimeError:
             missing = [0]  # whose process keeps the store, as torchrun's and init_method's do
         lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
-        return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({error})")
+        return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({why})")
 
 
 def dispatch(

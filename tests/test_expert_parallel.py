@@ -66,6 +66,12 @@ def test_several_gpus(cases, world, tmp_path):
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("cases", ["lost", "lost/peer"])
+def test_a_gpu_that_is_lost(cases, tmp_path):
+    ranks(cases, 2, tmp_path, "cuda", 60)
+
+
+@pytest.mark.multigpu
 def test_cupy_alone_on_two_gpus(tmp_path):
     script, file = str(RANK.with_name("cupy_nccl_rank.py")), str(tmp_path / "uid")
     together(2, lambda r: [script, str(r), "2", file], 90)
