@@ -39,8 +39,8 @@ class ProcessGroup:
 
     One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
     the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
-    timeout: `RankLost`, naming it. With NCCL it is seen where the host waits, in ``counts``, after nine tenths
-    of the timeout, before torch's watchdog ends the process; the group is of no use then.
+    timeout: `RankLost`, naming it. With NCCL that is seen where the host waits, in ``counts``, after nine
+    tenths of the timeout, before torch's watchdog ends the process; the group is of no use then.
     """
 
     def __init__(self, group: Any = None):

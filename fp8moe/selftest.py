@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 import fp8moe
+from fp8moe import expert_parallel
+from fp8moe.expert_parallel import Counts, Pending
 from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.records import map_arrays
 
@@ -104,6 +106,51 @@ def check_grouped_gemm(i: Inputs) -> None:
         _near(got[rows], wide_x[rows] @ wide_w[e].T, 2.0**-8, f"expert {e}")
 
 
+class Alone:
+    """A world of one rank."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, xp: Any):
+        self.xp = xp
+
+    def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
+        return [((int(c[0]),),) for c in counts]
+
+    def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        arrived = self.xp.empty((counts[0][0] if size is None else size, *rows.shape[1:]), rows.dtype)
+        arrived[: counts[0][0]] = rows[: counts[0][0]]
+        return Pending(lambda: arrived)
+
+
+class AloneByWindows(Alone):
+    """The same, rows written straight to where they are wanted."""
+
+    def fits(self, counts: Counts, row_bytes: int) -> bool:
+        return True
+
+    def deliver(
+        self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
+    ) -> Pending:
+        window = self.xp.empty((counts[0][0], row_bytes), np.uint8)
+        write((window,))
+        return Pending(lambda: window)
+
+
+def check_messages(i: Inputs) -> None:
+    x = np.concatenate([i.x, i.dy], axis=1)
+    q, routed = fp8moe.quantize(x), np.any(i.ids >= 0, axis=1)
+    wide = fp8moe.dequantize(q).astype(i.x.dtype)
+    for comm in (Alone(np), AloneByWindows(np)):
+        found = expert_parallel.dispatch(x, i.ids, i.probs, EXPERTS, comm, fmt="e4m3")
+        _equal(found.x.data, q.data[routed], "codes")
+        _equal(found.x.scales, q.scales[routed], "scales")
+        _equal(found.topk_ids, i.ids[routed], "expert ids")
+        _equal(found.topk_probs, i.probs[routed], "probabilities")
+        back = expert_parallel.combine(wide[routed], found.route, comm)
+        _equal(back, wide * routed[:, None], "rows that came back")
+
+
 def check_layer(i: Inputs) -> None:
     results = {}
     for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
@@ -126,6 +173,7 @@ CHECKS: dict[str, Callable[[Inputs], None]] = {
     "transpose": check_transpose,
     "swiglu": check_swiglu,
     "grouped GEMM": check_grouped_gemm,
+    "messages of ranks": check_messages,
     "layer": check_layer,
 }
 
@@ -190,9 +238,23 @@ class CudaCheck:
             moved = fp8moe.permute(q, plan).data
             return fp8moe.permute_transpose(q, plan), fp8moe.scaling_aware_transpose(moved)
 
+        def messages(x: Any, ids: Any, probs: Any) -> Any:
+            results: list[Any] = []
+            xp = np if isinstance(x, np.ndarray) else self.cupy
+            for comm in (Alone(xp), AloneByWindows(xp)):
+                for fmt in (None, "e5m2"):
+                    found = expert_parallel.dispatch(x, ids, probs, EXPERTS, comm, fmt=fmt)
+                    rows = found.x if fmt is None else fp8moe.dequantize(found.x, dtype="bfloat16")
+                    back = expert_parallel.combine(rows, found.route, comm)
+                    results += [rows, found.topk_ids, found.topk_probs, back]
+            return tuple(results)
+
         return {
             "plan, permute": lambda: self._compare(permute, 0.0, i.x, i.ids, i.probs),
             "transpose": lambda: self._compare(transpose, 0.0, i.x, i.ids),
+            "messages of ranks": lambda: self._compare(
+                messages, 0.0, np.concatenate([i.x, i.dy], axis=1), i.ids, i.probs
+            ),
             **{f"layer {r}": layer(r) for r in ("bf16", "fp8_blockwise", "fp8_flow")},
         }
 

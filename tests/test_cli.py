@@ -43,7 +43,10 @@ def test_selftest_passes_on_fresh_inputs(capsys):
     assert "all right" in text
 
 
-@pytest.mark.parametrize("verb", ["permute", "quantize", "scaling_aware_transpose", "grouped_gemm", "swiglu"])
+@pytest.mark.parametrize(
+    "verb",
+    ["permute", "quantize", "scaling_aware_transpose", "grouped_gemm", "swiglu", "pack_rows", "unpack_rows"],
+)
 def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
     """A backend that leaves its output as it was allocated must be found by every check that uses it."""
     run = fp8moe.border.Call.run
