@@ -35,9 +35,7 @@ _KINDS = ("BF16", "F16", "F32")
 _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "expert_parallel": [(*c, f"PEERS={n}") for c in _CONVERSIONS if "MX=0" in c for n in (8, 1)],
-    "grouped_gemm_wgmma": [
-        (f"A_FMT={a}", f"B_FMT={b}", f"CLUSTER={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (2, 1)
-    ],
+    "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
     "quantize": _CONVERSIONS,
     "swiglu": [(*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)],
     "transpose": _FORMATS,

@@ -24,7 +24,8 @@ from fp8moe.records import QuantTensor
 # As in grouped_gemm_wgmma.cu.
 TILE_COLUMNS = 256
 THREADS = 384
-BOXES = (64, TILE_COLUMNS)  # rows of one copy, of each operand
+CLUSTER = 2  # blocks that share what they read
+BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
 STAGES = 3
 SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 48  # codes, scales; a tile
 TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
@@ -48,7 +49,6 @@ def grouped_gemm(
             "grouped_gemm_tiles",
             x,
             w,
-            width,
             expert_offsets,
             x.scales,
             *strides,
@@ -95,7 +95,6 @@ def grouped_gemm_wgrad(
             "grouped_gemm_wgrad_tiles",
             dy,
             x,
-            depth,
             expert_offsets,
             dy.data,
             x.data,
@@ -171,18 +170,16 @@ def _by_wgmma(
     return False
 
 
-def _launch_tiles(kernel: str, a: Any, b: Any, columns: int, expert_offsets: Any, *arguments: Any) -> None:
-    """Two blocks side by side share what they read, unless one of them would have no columns."""
-    blocks = 2 if threads(columns, TILE_COLUMNS) % 2 == 0 else 1
+def _launch_tiles(kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: Any) -> None:
     launch(
         "grouped_gemm_wgmma",
         kernel,
-        multiprocessors() // blocks * blocks,
+        multiprocessors() // CLUSTER * CLUSTER,
         THREADS,
         a.data,
         b.data,
         *arguments,
         shared=SHARED_BYTES + expert_offsets.size * 8,
-        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"CLUSTER={blocks}"),
+        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}"),
         boxes=BOXES,
     )

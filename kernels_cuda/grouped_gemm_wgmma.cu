@@ -7,12 +7,17 @@
 // one thread fetches the codes of both operands by the copy engine, some steps ahead, one warp their scales,
 // and two warps write finished tiles, from shared memory, while the next ones are made.
 //
-// CLUSTER blocks that work side by side on the same rows share them: each fetches its part for all.
+// CLUSTER blocks work on tiles below each other and share the columns' operand: each fetches its part for
+// all, a fifth less from L2 than side by side; what is short is power, and 2 % of the time went with it. In an
+// expert's last row of tiles, if it has no pair, they work side by side and share the rows' operand. The last
+// tiles, if they are for no more than half of the clusters, are made as two of 64 rows.
 #include "wgmma.cuh"
 
 #ifndef A_FMT
 #define A_FMT 0  // of x, or of dy
 #define B_FMT 0  // of w, or of x
+#endif
+#ifndef CLUSTER
 #define CLUSTER 2
 #endif
 
@@ -22,13 +27,17 @@
 #define STEP 128
 #define STAGES 3  // steps that are fetched or used at a time
 #define A_BYTES (ROWS * STEP)
-#define STAGE_BYTES ((ROWS + COLUMNS) * STEP)
+#define B_BYTES (COLUMNS * STEP)
+#define STAGE_BYTES (A_BYTES + B_BYTES)
 #define STAGE_SCALES (ROWS + COLUMNS)
 #define FOUR_SCALES (4 * (ROWS + COLUMNS / 128))  // forward: of four steps, four of a row side by side
 #define TILE_BYTES 67584  // where a tile waits to be written: 128 rows 528 bytes apart, or 64 1056 apart,
 #define PITCH 528         // so that neither side has bank conflicts
 #define WIDE_PITCH 1056
-#define HEIGHT 16  // rows of tiles that are worked on at a time, so that their operands stay in L2
+// Rows of tiles that are worked on at a time, so that their operands stay in L2: wgrad; the forward, in
+// bytes. With 16 everywhere 7168 x 2048 and x 3072 took 1.4 and 0.8 % longer.
+#define HEIGHT 16
+#define IN_L2 (15 << 20)
 #define MULTIPLIERS 256
 #define WRITERS 64
 #define AHEAD 3  // pairs of columns whose scales wgrad has fetched ahead
@@ -49,7 +58,7 @@ struct Shared {
   float* scales;                       // [STAGES][STAGE_SCALES]; forward: [2][FOUR_SCALES]
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
-  int* first;                          // [experts + 1]: how many blocks of 128 rows all experts before have
+  int* first;                          // [experts + 1]: how many `units` all experts before have
   u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, one of the tile
   u64* turns;                          // [2]: of the multiplying warpgroups'
 };
@@ -67,8 +76,11 @@ struct Turn {  // of the stages
   __device__ __forceinline__ u32 scales() const { return step / 4 % 2 * FOUR_SCALES + step % 4; }
 };
 
-// The whole block: where things are in shared memory, the experts' table, the barriers.
-__device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows) {
+// The whole block: where things are in shared memory, the experts' table, the barriers. units(rows) of an
+// expert with so many rows.
+template <class Units>
+__device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
+                                        const Units& units) {
   const u32 t = threadIdx.x, lane = t % 32;
   Shared s;
   s.codes = memory;
@@ -94,7 +106,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     int before = 0;
     for (int e0 = 0; e0 <= experts; e0 += 32) {
       const int e = e0 + (int)lane, count = e < experts ? s.offsets[e + 1] - s.offsets[e] : 0;
-      const int mine = count > 0 ? (count + 127) / 128 : 0;
+      const int mine = units(max(count, 0));
       const int total = sum_up_to_here(mine);
       if (e <= experts) s.first[e] = before + total - mine;
       before += __shfl_sync(0xffffffffu, total, 31);
@@ -112,27 +124,71 @@ __device__ __forceinline__ void end() {
   if (CLUSTER > 1) cluster_wait();
 }
 
-// Tile `rest` of a matrix of tiles `high` x `wide`: HEIGHT rows of it at a time, column by column.
-__device__ __forceinline__ void find_tile(int rest, int high, int wide, int* row, int* column) {
-  const int group = rest / (HEIGHT * wide), height = min(high - group * HEIGHT, HEIGHT);
-  rest -= group * HEIGHT * wide;
-  *row = group * HEIGHT + rest % height;
-  *column = rest / height;
+__device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
+
+// What the clusters make, one after the other: CLUSTER tiles at a time, of all of them. The last are made by
+// halves, if so each cluster has one at most.
+struct Work {
+  int whole, all, unit = 0;
+  u32 first = 0, halves = 2;  // of the unit at hand: which row of its tiles is its first, how often 64 it has
+  __device__ __forceinline__ Work(int units) {
+    const int stride = (int)gridDim.x / CLUSTER, rest = units % stride;
+    whole = uniform(units - (2 * rest <= stride ? rest : 0));
+    all = uniform(2 * units - whole);
+  }
+  __device__ __forceinline__ void take(int turn) {
+    const int beyond = turn - whole;
+    unit = beyond < 0 ? turn : whole + beyond / 2;
+    first = beyond < 0 ? 0 : (u32)beyond % 2 * 64;
+    halves = beyond < 0 ? 2 : 1;
+  }
+};
+
+// The units of a matrix of tiles `high` x `wide`: below each other, and side by side in the rows that are
+// left.
+__device__ __forceinline__ int across(int wide) { return (wide + CLUSTER - 1) / CLUSTER; }
+__device__ __forceinline__ int units_of(int high, int wide) {
+  return high / CLUSTER * wide + high % CLUSTER * across(wide);
 }
 
-// One thread: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`.
+// Where tile `rank` of unit `rest` of such a matrix is: `height` rows of units at a time, column by column.
+// Returns whether the unit's tiles are below each other.
+__device__ __forceinline__ bool find_tile(int rest, int high, int wide, int height, u32 rank, int* row,
+                                          int* column) {
+  const int below = high / CLUSTER, group = rest / (height * wide);
+  if (rest >= below * wide) {
+    rest -= below * wide;
+    *row = below * CLUSTER + rest / across(wide);
+    *column = rest % across(wide) * CLUSTER + (int)rank;
+    return false;
+  }
+  const int first = group * height;
+  rest -= first * wide;
+  height = min(below - first, height);
+  *row = (first + rest % height) * CLUSTER + (int)rank;
+  *column = rest / height;
+  return true;
+}
+
+// One thread: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`; of a's tile, so
+// many `halves`; of b's nothing, when there are no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
-                                            const TensorMap* b, u32 rank, int along, int a_row, int b_row) {
+                                            const TensorMap* b, u32 rank, bool below, u32 halves, int along,
+                                            int a_row, int b_row) {
   u8* to = s.codes + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-  barrier_expect(barrier, STAGE_BYTES);
+  barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
+  const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll
-  for (u32 part = 0; part < 2; ++part)
-    if (CLUSTER == 1 || part == rank)
+  for (u32 part = 0; part < 2; ++part) {
+    if (part < halves && (!a_shared || part == rank))
       tile_load(to + part * (A_BYTES / 2), a, along, a_row + (int)part * (ROWS / 2), barrier,
-                CLUSTER == 1 ? 1 : 3);
-  tile_load(to + A_BYTES, b, along, b_row, barrier, 1);
+                a_shared ? 3 : 1);
+    if (b_row >= 0 && (!b_shared || part == rank))
+      tile_load(to + A_BYTES + part * (B_BYTES / 2), b, along, b_row + (int)part * (COLUMNS / 2), barrier,
+                b_shared ? 3 : 1);
+  }
 }
 
 // Zeros past the `left` first codes of every row of a step: they belong to the next expert.
@@ -146,13 +202,14 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 }
 
-// A multiplying warpgroup's products of a tile, `steps` of them, the last with only the `last` first codes of
-// every row. scales_of(half, at) are those that a thread needs, promote(half, d, scales) adds d, 64 rows of
-// the tile, to its sums; `at` is where the step's scales lie. PAIRS: promote reads some of them, and takes
-// long enough for the warpgroups to take turns: one scales while the other's products are made.
+// A multiplying warpgroup's products of a tile, or of its upper half alone, `steps` of them, the last with
+// only the `last` first codes of every row. scales_of(half, at) are those that a thread needs, promote(half,
+// d, scales) adds d, 64 rows of the tile, to its sums; `at` is where the step's scales lie. PAIRS: promote
+// reads some of them, and takes long enough for the warpgroups to take turns: one scales while the other's
+// products are made.
 template <bool PAIRS, class ScalesOf, class Promote>
-__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, int steps, int last,
-                                         const ScalesOf& scales_of, const Promote& promote) {
+__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
+                                         int last, const ScalesOf& scales_of, const Promote& promote) {
   const At codes = uniform(at_of(s.codes)), scales = codes + STAGES * STAGE_BYTES;
   const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES, turns = full + 8 * (2 * STAGES + 2);
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
@@ -168,8 +225,11 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
     const Tile a = tile_at(here), b = tile_at(here + A_BYTES + group * (128 * STEP));
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
+      if (half >= halves) continue;
+      const bool end = half + 1 == halves;
       float d[64];
-      if (PAIRS) barrier_wait_at(turns + 8 * group, half);  // two turns a step
+      // two turns a step; a tile with one is the last
+      if (PAIRS) barrier_wait_at(turns + 8 * group, halves == 2 ? half : (u32)k % 2);
       products_begin();
 #pragma unroll
       for (u32 i = 0; i < STEP / 32; ++i)
@@ -181,7 +241,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       products_commit();
       // meanwhile
       auto by = scales_of(half, scales_here);
-      if (half) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
+      if (end) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
       products_wait<0>();
       products_seen(d);
       auto give_back = [&] {  // all blocks of the cluster may have this stage's memory again
@@ -190,9 +250,9 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
         for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
           barrier_arrive_at(at_of_block(s.empty, block) + (used - empty));
       };
-      if (half && !PAIRS) give_back();
+      if (end && !PAIRS) give_back();
       promote(half, d, by);
-      if (half && PAIRS) give_back();
+      if (end && PAIRS) give_back();
     }
   }
 }
@@ -268,20 +328,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const Shared s = begin(memory, offsets, (int)experts, rows);
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
-  const int wide = (int)((width + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
-  const int total = uniform(s.first[experts]) * wide, stride = (int)gridDim.x / CLUSTER;
+  const int wide = (int)((width + COLUMNS - 1) / COLUMNS), stride = (int)gridDim.x / CLUSTER;
+  const Shared s = begin(memory, offsets, (int)experts, rows,
+                         [&](int count) { return units_of(blocks_of_128(count), wide); });
+  const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
+  Work work(s.first[experts]);
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, last_row, first_column;
+  bool below;
   auto find = [&](int tile) {
-    e = last_at_most(s.first, (int)experts, tile / wide);
-    int row, column;
-    find_tile(tile - s.first[e] * wide, s.first[e + 1] - s.first[e], wide, &row, &column);
-    first_row = s.offsets[e] + row * ROWS;
+    work.take(tile);
+    e = last_at_most(s.first, (int)experts, work.unit);
+    const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
+    below = find_tile(work.unit - s.first[e], high, wide, height, rank, &first_row, &first_column);
+    first_row = s.offsets[e] + first_row * ROWS + (int)work.first;
     last_row = s.offsets[e + 1];
-    first_column = (column * CLUSTER + (int)rank) * COLUMNS;
+    first_column *= COLUMNS;
   };
   if (group == 2) {
     fewer_registers<56>();
@@ -293,14 +357,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       if (lane == 0) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
-        for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
           find(tile);
           for (int k = 0; k < steps; ++k, turn.next())
-            fetch_codes(s, turn, &x_map, &w_map, rank, k * STEP, first_row, e * (int)width + first_column);
+            fetch_codes(s, turn, &x_map, &w_map, rank, below, work.halves, k * STEP, first_row,
+                        first_column < width ? e * (int)width + first_column : -1);
         }
       }
     } else if (warp == 1) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
         find(tile);
         const float* from = x_scales + (first_row + (i64)lane) * row_stride;
         const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
@@ -330,9 +395,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
            i += gridDim.x * WRITERS)
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
         find(tile);
-        write_tile(s, last_row - first_row, 2 * ((int)width - first_column),
+        write_tile(s, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
                    (u8*)(out + first_row * width + first_column), 2 * width, phase);
       }
     }
@@ -349,10 +414,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
     };
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      multiply<false>(s, turn, group, steps, STEP, scales_of, promote);
+      work.take(tile);
+      if (work.halves == 2)
+        multiply<false>(s, turn, group, 2, steps, STEP, scales_of, promote);
+      else
+        multiply<false>(s, turn, group, 1, steps, STEP, scales_of, promote);
       hand_over(s, sums, group, phase);
     }
   }
@@ -393,18 +462,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const Shared s = begin(memory, offsets, (int)experts, rows);
-  const int high = (int)((width + ROWS - 1) / ROWS);
-  const int wide = (int)((depth + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER));
-  const int total = uniform((int)experts * high * wide), stride = (int)gridDim.x / CLUSTER;
+  const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
+  const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
+  const int units = units_of(high, wide), stride = (int)gridDim.x / CLUSTER;
+  Work work((int)experts * units);
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, first_column, steps;
+  bool below;
   auto find = [&](int tile) {
-    e = tile / (high * wide);
-    find_tile(tile - e * (high * wide), high, wide, &first_row, &first_column);
-    first_row *= ROWS;
-    first_column = (first_column * CLUSTER + (int)rank) * COLUMNS;
+    work.take(tile);
+    e = work.unit / units;
+    below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
+    first_row = first_row * ROWS + (int)work.first;
+    first_column *= COLUMNS;
     steps = s.first[e + 1] - s.first[e];
   };
   if (group == 2) {
@@ -414,15 +485,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       if (lane == 0) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
-        for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
           find(tile);
           for (int k = 0; k < steps; ++k, turn.next())
             if (s.offsets[e] % 16 == 0)
-              fetch_codes(s, turn, &dy_map, &x_map, rank, s.offsets[e] + k * STEP, first_row, first_column);
+              fetch_codes(s, turn, &dy_map, &x_map, rank, below, work.halves, s.offsets[e] + k * STEP,
+                          first_row, first_column < depth ? first_column : -1);
         }
       }
     } else if (warp == 1) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
         find(tile);
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
@@ -443,11 +515,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         }
       }
     } else {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
         find(tile);
         if (accumulate && steps == 0) continue;
         const i64 at = (e * width + first_row) * depth + first_column;
-        const int count = (int)width - first_row, columns = (int)depth - first_column;
+        const int count = min((int)width - first_row, (int)work.halves * 64);
+        const int columns = (int)depth - first_column;
         if (out_kind == F32)  // the upper half; the other goes by itself
           write_wide_tile(s, count, 4 * columns, (u8*)((float*)out + at), 4 * depth, accumulate, phase);
         else
@@ -487,11 +560,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     };
     if (group == 1 && lane < ARRIVING) barrier_arrive_here(s.turns);  // the first turn is the other's
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < total; tile += stride) {
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      multiply<true>(s, turn, group, uniform(steps),
+      multiply<true>(s, turn, group, work.halves, uniform(steps),
                      uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP), scales_of, promote);
       find(tile);  // again, so that nothing of it takes registers meanwhile
       if (accumulate && steps == 0) continue;
@@ -511,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         if (lane < ARRIVING) barrier_arrive_here(s.made);
 #pragma unroll
         for (u32 low = 0; low < 4; low += 2) {
-          if (row_of(1, low) >= width) continue;
+          if (work.halves < 2 || row_of(1, low) >= width) continue;
           float* at = (float*)out + (e * width + row_of(1, low)) * depth + column_of(0);
 #pragma unroll
           for (u32 j = 0; j < 16; ++j) {
