@@ -99,7 +99,6 @@ def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) ->
         words,
         out.align_size,
         out.num_out_tokens,
-        int(out.slots is not None),
         out.row_id_map,
         out.slots,
         out.tokens_per_expert,
@@ -244,9 +243,13 @@ def _list_experts(  # type: ignore[no-untyped-def]
                 shared[i] = uint32(cuda.popc(left))
             cuda.syncthreads()
             if mine:
-                place = uint32(0)
-                for w in range(word):
-                    place = uint32(place + shared[uint32(i - word + uint32(w))])
+                place, w = uint32(0), uint32(0)
+                while w < word:
+                    for u in range(8):  # loads that do not wait for each other
+                        there = uint32(w + uint32(u)) < word
+                        before = shared[uint32(i - (uint32(word - w - uint32(u)) if there else uint32(0)))]
+                        place = uint32(place + (before if there else uint32(0)))
+                    w = uint32(w + uint32(8))
                 entry = uint64(uint64(start + token) * uint64(width))
                 while left != uint32(0) and place < uint32(width):
                     ids[entry + uint64(place)] = uint32(32 * word + cuda.ffs(left) - 1)
@@ -277,7 +280,6 @@ def _place_entries(  # type: ignore[no-untyped-def]
     words,
     align,
     num_out_tokens,
-    has_slots,
     row_id_map,
     slots,
     tokens_per_expert,
@@ -456,7 +458,7 @@ def _place_entries(  # type: ignore[no-untyped-def]
             slot = uint32(i - token * k)
             row = uint32(memory[uint32(rows + i)])
             place = slot  # descending rows, then the blanks
-            if has_slots != 0:
+            if not LISTS:
                 place = uint32(0)
                 at = uint32(rows + i - slot)
                 for other in range(k):
