@@ -247,7 +247,8 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-
         a = _activate(h, saved.probs, plan, dict(saved.activation))
     dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    dw2 = grouped_gemm_wgrad(_transpose(dout, plan), _transpose(a, plan), offsets, dw2, dtype=dtype)
+    # not of dout, which is k times the rows to read: 485 us for 596 (131,072 x 7168, 32 experts)
+    dw2 = grouped_gemm_wgrad(permute_transpose(dy, plan), _transpose(a, plan), offsets, dw2, dtype=dtype)
     grad = swiglu_quantize_backward(
         da,
         h,

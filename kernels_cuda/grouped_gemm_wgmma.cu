@@ -8,9 +8,9 @@
 // and two warps write finished tiles, from shared memory, while the next ones are made.
 //
 // CLUSTER blocks work on tiles below each other and share the columns' operand: each fetches its part for
-// all, a fifth less from L2 than side by side; what is short is power, and 2 % of the time went with it. In an
-// expert's last row of tiles, if it has no pair, they work side by side and share the rows' operand. The last
-// tiles, if they are for no more than half of the clusters, are made as two of 64 rows.
+// all, a fifth less from L2 than side by side; what is short is power, and 2 % of the time went with it. In
+// an expert's last row of tiles, if it has no pair, they work side by side and share the rows' operand. The
+// last tiles, if they are for no more than half of the clusters, are made as two of 64 rows.
 #include "wgmma.cuh"
 
 #ifndef A_FMT

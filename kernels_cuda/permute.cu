@@ -217,6 +217,7 @@ __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, con
           if (j + u < here && from[j + u] >= 0) add(total, v[u], probs ? weight[j + u] : 1.f, probs != 0);
       }
     }
+    let_later_begin();
     if (at < end)
       __stcs(out + token * vectors + at,
              make_uint4(to_bf16x2(total[0], total[1]), to_bf16x2(total[2], total[3]),
@@ -335,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
       }
       sum += (double)dot;
     }
+    let_later_begin();
     for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
     if (lane == 0) store(grad_probs, entry, (int)probs_kind, sum);
   }

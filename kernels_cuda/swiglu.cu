@@ -268,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
         sum += (double)part;
       }
     }
+    if (first + 64 >= vectors) let_later_begin();
 #pragma unroll
     for (int u = 0; u < 2; ++u)
       write_block(u ? db[0] : da[0], u ? db[1] : da[1], rule, half + u * vectors, whole, codes, scales);
