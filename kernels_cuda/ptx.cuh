@@ -59,9 +59,10 @@ __device__ __forceinline__ void after_earlier() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The launch behind this one may start when all blocks are here or have ended: at the beginning of short
-// kernels, and near the end of long ones, where its blocks are not in the way any more (three transposes took
-// 2 to 9 % longer). It may read before it waits what this one could: so this comes behind after_earlier.
+// The launch behind this one may start when all blocks have come here or ended: at the beginning of short
+// kernels, and where the last loads of long ones are done. (At the beginning of long ones its blocks are in
+// the way: three transposes took 2 to 9 % longer.) It may read before it waits what this one could: so this
+// comes behind after_earlier.
 __device__ __forceinline__ void let_later_begin() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -127,7 +127,6 @@ struct Turns {
     Place& p = place(turn);
     if (tile >= down * across) {
       if (leads) p.row = -1;
-      let_later_begin();
       return;
     }
     const u32 column = tile / down, row = tile - column * down;
