@@ -6,6 +6,7 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -94,7 +95,7 @@ class ProcessGroup:
         arrived = torch.cuda.current_stream(device).record_event()
         start, timeout = time.monotonic(), 0.0
         while not arrived.query():
-            timeout = timeout or self._group._get_backend(device).options._timeout.total_seconds()
+            timeout = timeout or _timeout(self._group, device)
             waited = (time.monotonic() - start) / timeout
             if waited > GIVE_UP:
                 raise self._lost(f"{waited * timeout:.0f} s without it", 0.0)
@@ -125,6 +126,12 @@ class ProcessGroup:
             missing = [0]  # whose process keeps the store, as torchrun's and init_method's do
         lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
         return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({why})")
+
+
+def _timeout(group: Any, device: torch.device) -> float:
+    """Seconds; not every backend has one."""
+    options = getattr(group._get_backend(device), "options", None)
+    return math.inf if options is None else options._timeout.total_seconds()
 
 
 def dispatch(

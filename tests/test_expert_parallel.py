@@ -1,5 +1,6 @@
 """Expert parallelism: ranks as processes, each of which compares itself with the layer on one."""
 
+import datetime
 import subprocess
 import sys
 import threading
@@ -63,6 +64,49 @@ def test_ranks(cases, world, tmp_path):
 )
 def test_several_gpus(cases, world, tmp_path):
     ranks(cases, world, tmp_path, "cuda", 120)
+
+
+class Board(dict):
+    """What a process group keeps its words in."""
+
+    set = dict.__setitem__
+
+    def check(self, names):
+        return all(name in self for name in names)
+
+
+def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
+    """As NCCL's ranks see it: rank 0 waits for 1, which is there, and for 2, which is not."""
+    module = pytest.importorskip("fp8moe.adapters.torch_distributed")
+    board, asked = Board(), []
+
+    class Never:
+        def record_event(self):
+            return self
+
+        def query(self):
+            asked.append(1)
+            if len(asked) == 2:
+                board["fp8moe/[0, 1, 2]/4/1"] = "here"
+            return False
+
+    class Group:
+        options = property(lambda self: self)
+        _timeout = datetime.timedelta(seconds=0.2)
+
+        def _get_backend(self, device):
+            return self
+
+    comm = object.__new__(module.ProcessGroup)
+    comm._group, comm.rank, comm.world_size, comm._calls, comm._here = Group(), 0, 3, 4, ""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Never())
+    monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+    monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", lambda: board)
+    with pytest.raises(module.RankLost, match="lost rank 2, seen by rank 0") as error:
+        comm._wait_for(torch.device("cuda"))
+    assert error.value.ranks == [2]
+    assert board["fp8moe/[0, 1, 2]/4/0"] == "here"
+    assert len(asked) > 2
 
 
 @pytest.mark.multigpu
