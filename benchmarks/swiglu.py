@@ -32,7 +32,26 @@ def one_shape(rows: int, width: int) -> list[Case]:
         part = fp8moe.QuantTensor(host(q.data[top]), host(q.scales[top]), q.fmt, q.block)
         return close(fp8moe.dequantize(part)[:, columns], wanted)
 
+    def near(part: Any, wanted: np.ndarray) -> bool:
+        return close(host(part), wanted, 2.0**-8)
+
     return [
+        Case(
+            "swiglu*prob",
+            shape,
+            (h, probs),
+            fp8moe.swiglu,
+            lambda y, *_: near(y[top], gate * b),
+            nbytes=rows * width * 6 + probs.nbytes,
+        ),
+        Case(
+            "swiglu backward",
+            shape,
+            (grad, h, probs),
+            fp8moe.swiglu_backward,
+            lambda g, *_: near(g.dh[top, width:], gate * grad[top].astype(np.float32)),
+            nbytes=rows * width * 10 + 2 * probs.nbytes,
+        ),
         Case(
             "swiglu*prob+quantize",
             shape,

@@ -106,6 +106,22 @@ __device__ __forceinline__ void floats(const Eight<FROM>& v, float* x) {
   }
 }
 
+template <int TO>
+__device__ __forceinline__ void store_eight(void* p, i64 eighth, const float* x) {
+  uint4* out = (uint4*)p + eighth * (TO == F32 ? 2 : 1);
+  u32 w[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (TO == F32)
+      w[i] = __float_as_uint(x[i]);
+    else if (i % 2 == 0)
+      w[i / 2] =
+          TO == BF16 ? to_bf16x2(x[i], x[i + 1]) : float_to_f16(x[i]) | (u32)float_to_f16(x[i + 1]) << 16;
+  }
+  __stcs(out, make_uint4(w[0], w[1], w[2], w[3]));
+  if (TO == F32) __stcs(out + 1, make_uint4(w[4], w[5], w[6], w[7]));
+}
+
 __device__ __forceinline__ u32 largest_of(const float* x) {
   float top = 0.f;
 #pragma unroll

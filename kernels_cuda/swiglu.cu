@@ -1,9 +1,10 @@
 // SwiGLU and its backward in float32 (float64 for float64), step for step as fp8moe/reference/swiglu.py.
 //
 // swiglu_quantize_rows and swiglu_quantize_backward_rows are the fast path: activation and row-wise
-// quantise in one read and one write. Their sigmoid is float32, by the hardware's exponential; the
-// reference's is float64 rounded once. quick_sigmoid says how far apart they can be. The kernels behind them
-// take float64's way and, for quantised results, go through a float32 buffer and quantize.cu.
+// quantise in one read and one write; swiglu_rows and swiglu_backward_rows without quantise. Their sigmoid is
+// float32, by the hardware's exponential; the reference's is float64 rounded once. quick_sigmoid says how far
+// apart they can be. The kernels behind them take float64's way and, for quantised results, go through a
+// float32 buffer and quantize.cu.
 #include "tile.cuh"
 
 #ifndef KIND
@@ -174,19 +175,12 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
   }
 }
 
-// What: y = a * sigmoid(alpha a) * b * prob, quantised by blocks of 128 (mx: 32) of a row; zeros behind
-// *last. Shapes: h [rows, 2 width] = (a | b), width a multiple of the block; codes [rows, width], scales
-// [rows, width /
-//   block]. `vectors`: width / 8.
-// Bytes: h read once, codes and scales written once.
-// Launch: blocks of 256 threads, a thread sixteen values of a and of b.
-extern "C" __global__ void __launch_bounds__(256)
-    swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
-                         float alpha, float offset, i64 rows, i64 vectors_, u8* codes, void* scales) {
-  after_earlier();
-  const Activation act = {clamp, alpha, offset};
-  const Rule rule = {FMT, 1, MX, 0.f};
-  const u32 vectors = (u32)vectors_;
+// y = a * sigmoid(alpha a) * b * prob, zeros behind *last: put(y, z, at, whole) gets sixteen values of a
+// lane, of the result's vectors `at` and lanes_of(MX) behind, if `whole`.
+template <class Put>
+__device__ __forceinline__ void forward_rows(const void* h, const void* probs, i64 probs_kind,
+                                             const int* last, Activation act, i64 rows, u32 vectors,
+                                             const Put& put) {
   const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
   const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * 2;
   const i64 at = vector_of(first, lane, MX);
@@ -214,20 +208,45 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
     }
   }
-  write_block(y[0], y[1], rule, at, whole, codes, scales);
+  put(y[0], y[1], at, whole);
 }
 
-// What: dh = (da | db), each half quantised by its own blocks, and dprobs; zeros behind *last.
-// Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
-// Bytes: grad and h read once, codes and scales written once.
-// Launch: a warp a row; the sum for dprobs is float64 over groups of eight products, in a fixed order.
-extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
-    swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
-                                  const int* last, float clamp, float alpha, float offset, i64 rows,
-                                  i64 vectors, u8* codes, void* scales, float* dprobs) {
+// What: y, quantised by blocks of 128 (mx: 32) of a row; zeros behind *last.
+// Shapes: h [rows, 2 width] = (a | b), width a multiple of the block; codes [rows, width], scales [rows,
+//   width / block]. `vectors`: width / 8.
+// Bytes: h read once, codes and scales written once.
+// Launch: blocks of 256 threads, a thread sixteen values of a and of b.
+extern "C" __global__ void __launch_bounds__(256)
+    swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
+                         float alpha, float offset, i64 rows, i64 vectors, u8* codes, void* scales) {
   after_earlier();
-  const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
+  forward_rows(h, probs, probs_kind, last, {clamp, alpha, offset}, rows, (u32)vectors,
+               [&](const float* y, const float* z, i64 at, bool whole) {
+                 write_block(y, z, rule, at, whole, codes, scales);
+               });
+}
+
+// The same, y [rows, width] as h is, not quantised; width a multiple of 128.
+extern "C" __global__ void __launch_bounds__(256)
+    swiglu_rows(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha, float offset,
+                i64 rows, i64 vectors, void* y) {
+  after_earlier();
+  forward_rows(h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, (u32)vectors,
+               [&](const float* v, const float* w, i64 at, bool whole) {
+                 if (!whole) return;
+                 store_eight<KIND>(y, at, v);
+                 store_eight<KIND>(y, at + lanes_of(MX), w);
+               });
+}
+
+// A warp's row of dh = (da | db) and dprobs, zeros behind *last: put(x, y, at, whole) gets sixteen values of
+// a lane, of dh's vectors `at` and lanes_of(MX) behind, if `whole`. The sum for dprobs is float64 over groups
+// of eight products, in a fixed order.
+template <class Put>
+__device__ __forceinline__ void backward_rows(const void* grad, const void* h, const void* probs,
+                                              i64 probs_kind, const int* last, Activation act, i64 rows,
+                                              i64 vectors, float* dprobs, const Put& put) {
   const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, lanes = lanes_of(MX);
   if (row >= rows) return;
@@ -270,12 +289,40 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     }
     if (first + 64 >= vectors) let_later_begin();
 #pragma unroll
-    for (int u = 0; u < 2; ++u)
-      write_block(u ? db[0] : da[0], u ? db[1] : da[1], rule, half + u * vectors, whole, codes, scales);
+    for (int u = 0; u < 2; ++u) put(u ? db[0] : da[0], u ? db[1] : da[1], half + u * vectors, whole);
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
   if (lane == 0) dprobs[row] = (float)sum;
+}
+
+// What: dh, each half quantised by its own blocks, and dprobs; zeros behind *last.
+// Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
+// Bytes: grad and h read once, codes and scales written once.
+// Launch: a warp a row.
+extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
+    swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
+                                  const int* last, float clamp, float alpha, float offset, i64 rows,
+                                  i64 vectors, u8* codes, void* scales, float* dprobs) {
+  after_earlier();
+  const Rule rule = {FMT, 1, MX, 0.f};
+  backward_rows(grad, h, probs, probs_kind, last, {clamp, alpha, offset}, rows, vectors, dprobs,
+                [&](const float* x, const float* y, i64 at, bool whole) {
+                  write_block(x, y, rule, at, whole, codes, scales);
+                });
+}
+
+// The same, dh as h is, not quantised; width a multiple of 128.
+extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
+    swiglu_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind, float clamp,
+                         float alpha, float offset, i64 rows, i64 vectors, void* dh, float* dprobs) {
+  after_earlier();
+  backward_rows(grad, h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, vectors, dprobs,
+                [&](const float* x, const float* y, i64 at, bool whole) {
+                  if (!whole) return;
+                  store_eight<KIND>(dh, at, x);
+                  store_eight<KIND>(dh, at + lanes_of(MX), y);
+                });
 }
 
 // The forward with column-wise blocks beside the row-wise ones, from one read.

@@ -12,6 +12,7 @@ import pytest
 from cases import BF16, assert_nearly_same, assert_same, same_bits, values
 from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
+from test_swiglu import unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
@@ -166,6 +167,26 @@ def test_swiglu_rows_of_several_blocks(width, block):
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **options))
         ours, theirs = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
         assert_nearly_same(ours.dh, theirs.dh)
+
+
+@pytest.mark.parametrize("activation", [{}, {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}])
+@pytest.mark.parametrize(("dtype", "width"), [(BF16, 128), (BF16, 1408), (np.float16, 640), (BF16, 72)])
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_swiglu_unquantised(dtype, width, activation, with_probs):
+    unquantised(both, dtype, 9, width, activation, with_probs)
+
+
+def test_which_swiglu_goes_by_vectors(monkeypatch):
+    from fp8moe.kernels_cuda import launch
+
+    cuda_on_cpu.install(monkeypatch)
+    launched, kernel = [], launch._kernel
+    monkeypatch.setattr(launch, "_kernel", lambda *a: launched.append(a[1]) or kernel(*a))
+    for dtype, width in ((BF16, 128), (np.float16, 256), (BF16, 120), (np.float32, 128)):
+        h = cuda_on_cpu.upload(RNG.standard_normal((3, 2 * width)).astype(dtype))
+        fp8moe.swiglu(h)
+        fp8moe.swiglu_backward(cuda_on_cpu.upload(np.ones((3, width), dtype)), h)
+    assert launched == 2 * ["swiglu_rows", "swiglu_backward_rows"] + 2 * ["swiglu_forward", "swiglu_backward"]
 
 
 def known(result, offsets):

@@ -172,3 +172,40 @@ def test_gradients_that_overflow_are_infinite():
     assert np.isposinf(g.dprobs).all()  # each term is finite, their sum is not
     assert np.isposinf(g.dh[:, :128].astype(np.float32)).all()
     assert np.isposinf(fp8moe.swiglu_quantize_backward(grad, h, probs).dprobs).all()
+
+
+def unquantised(both, dtype, rows, width, activation, with_probs):
+    """A backend's values and gradients in 16 bits, `both` giving the reference's and them, of NaN, infinities
+    and far values too. Its sigmoid may be 2^-20 off, and some rounding errors of float32 come with it."""
+    rng = np.random.default_rng()
+    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
+    h[rng.random(h.shape) < 0.01] *= 100  # up to some 1600
+    h[0, :3], h[0, width] = (np.nan, -np.inf, np.inf), np.nan
+    h, grad = h.astype(dtype), grad.astype(dtype)
+    probs = rng.random(rows).astype(np.float32) if with_probs else None
+    given = (h, probs) if with_probs else (h,)
+    digits = 8 if dtype == BF16 else 11  # a rounding to the other side is 2^(1 - digits) of the value
+    tiny = 2.0**-133 if dtype == BF16 else 2.0**-24  # the smallest there are
+    y, theirs = both(fp8moe.swiglu, *given, **activation)
+    same_but_for(y, theirs, digits, tiny)
+    ours, theirs = both(fp8moe.swiglu_backward, grad, *given, **activation)
+    # where da = grad p b (s + g (1 - s)) nearly cancels, 2^-20 is of its terms, which are up to 1 + |alpha a|
+    bare = np.where(np.isfinite(h), h, 0).astype(np.float64)
+    a, b = np.abs(bare[:, :width]), np.abs(bare[:, width:]) + 1
+    terms = np.abs(grad.astype(np.float64)) * b * (1 + 2 * a)
+    same_but_for(ours.dh, theirs.dh, digits, tiny + 2.0**-18 * np.concatenate([terms, terms], axis=1))
+    assert (ours.dprobs is None) == (theirs.dprobs is None) == (not with_probs)
+    if with_probs:
+        assert np.isnan(ours.dprobs[0])
+        assert np.isnan(theirs.dprobs[0])
+        far = np.abs(ours.dprobs[1:].astype(np.float64) - theirs.dprobs[1:])
+        assert (far <= 2.0**-18 * (np.abs(grad.astype(np.float64)) * a * b)[1:].sum(axis=1)).all()
+
+
+def same_but_for(ours, theirs, digits, near):
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+    np.testing.assert_array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)])
+    with np.errstate(invalid="ignore"):
+        assert (~np.isfinite(a) | (np.abs(a - b) <= 2.0 ** (1 - digits) * np.abs(a) + near)).all()
+    assert (a != b)[np.isfinite(a)].mean() < 0.01  # of 2^(20 - digits) one
