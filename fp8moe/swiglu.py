@@ -26,7 +26,8 @@ def swiglu(
 
     h: float [P, 2F]. probs: float [P] or None. clamp: a <= clamp and -clamp <= b <= clamp first (with
         alpha 1.702, clamp 7 and linear_offset 1 this is gpt-oss's activation).
-    Computed in float32 (float64 for float64). Returns [P, F] in h's dtype.
+    Computed in float32 (float64 for float64), on CUDA for 16 bits with a sigmoid within 2^-20 of itself.
+    Returns [P, F] in h's dtype.
     """
     call, a, activation = _enter(clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs)
     out = call.empty(ArraySpec((a.h.shape[0], a.h.shape[1] // 2), a.h.dtype))

@@ -163,25 +163,31 @@ inline int atomicMax(int* p, int v) {
 inline unsigned atomicOr(unsigned* p, unsigned v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 
+// The blocks one after the other; their threads are made once, which takes longer than a small block.
 template <class Kernel>
 void run_grid(unsigned blocks, unsigned blocks_y, unsigned threads, Kernel kernel) {
   gridDim = {blocks, blocks_y, 1};
   blockDim = {threads, 1, 1};
-  for (unsigned y = 0; y < blocks_y; ++y)
-    for (unsigned x = 0; x < blocks; ++x) {
-      of_block = std::make_unique<std::barrier<>>(threads);
-      of_warp.clear();
-      for (unsigned w = 0; w < (threads + 31) / 32; ++w)
-        of_warp.push_back(std::make_unique<std::barrier<>>(std::min(32u, threads - 32 * w)));
-      std::vector<std::thread> all;
-      for (unsigned t = 0; t < threads; ++t)
-        all.emplace_back([=] {
-          threadIdx = {t, 0, 0};
+  auto begin = [=]() noexcept {
+    of_block = std::make_unique<std::barrier<>>(threads);
+    of_warp.clear();
+    for (unsigned w = 0; w < (threads + 31) / 32; ++w)
+      of_warp.push_back(std::make_unique<std::barrier<>>(std::min(32u, threads - 32 * w)));
+  };
+  std::barrier between(threads, begin);
+  begin();
+  std::vector<std::thread> all;
+  for (unsigned t = 0; t < threads; ++t)
+    all.emplace_back([=, &between] {
+      threadIdx = {t, 0, 0};
+      for (unsigned y = 0; y < blocks_y; ++y)
+        for (unsigned x = 0; x < blocks; ++x) {
           blockIdx = {x, y, 0};
           kernel();
           of_warp[t / 32]->arrive_and_drop();
           of_block->arrive_and_drop();
-        });
-      for (auto& t : all) t.join();
-    }
+          between.arrive_and_wait();
+        }
+    });
+  for (auto& t : all) t.join();
 }
