@@ -93,9 +93,8 @@ class ProcessGroup:
     def _wait_for(self, device: torch.device) -> None:
         """Until the device has done what it was given; it never will where a rank is gone."""
         arrived = torch.cuda.current_stream(device).record_event()
-        start, timeout = time.monotonic(), 0.0
+        start, timeout = time.monotonic(), _timeout(self._group, device)
         while not arrived.query():
-            timeout = timeout or _timeout(self._group, device)
             waited = (time.monotonic() - start) / timeout
             if waited > GIVE_UP:
                 raise self._lost(f"{waited * timeout:.0f} s without it", 0.0)

@@ -493,7 +493,7 @@ def assert_close(pair, bound):
 
 @pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [2000, 1, 700], [4200, 300, 0]])
-@pytest.mark.parametrize(("width", "depth"), [(200, 304), (1152, 1280)])
+@pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
 def test_grouped_gemm(counts, width, depth, backend):
     cupy = pytest.importorskip("cupy")
     if backend == "wgmma" and cupy.cuda.Device().compute_capability != "90":
