@@ -27,7 +27,7 @@ THREADS = 384
 CLUSTER = 2  # blocks that share what they read
 BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
 STAGES = 3
-SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 48  # codes, scales; a tile
+SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 32  # codes, scales; a tile
 TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
 
 

@@ -43,11 +43,8 @@ __device__ __forceinline__ void barrier_arrive_at(At barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_here_at(At barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void barrier_arrive_here(u64* barrier) {
-  barrier_arrive_here_at(shared_address(barrier));
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // One arrival, when this thread's copy_async so far are done.

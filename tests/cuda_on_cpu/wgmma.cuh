@@ -18,7 +18,6 @@ inline bool barrier_ready_at(At barrier, u32 parity) {
 }
 inline void barrier_wait_at(At barrier, u32 parity) { barrier_wait((u64*)barrier, parity); }
 inline void barrier_arrive_at(At barrier) { barrier_expect((u64*)barrier, 0); }
-inline void barrier_arrive_here_at(At barrier) { barrier_expect((u64*)barrier, 0); }
 inline void barrier_arrive_here(u64* barrier) { barrier_expect(barrier, 0); }
 inline void barrier_arrive_copied(u64* barrier) { barrier_expect(barrier, 0); }
 
