@@ -58,6 +58,13 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes
                : "memory");
 }
 
+// float32 from shared memory added to what is there: a rounding each.
+__device__ __forceinline__ void bulk_add_floats(void* to, const void* from, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+
 // Before the block ends its shared memory must have been read.
 __device__ __forceinline__ void bulk_finish() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

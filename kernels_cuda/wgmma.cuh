@@ -125,11 +125,6 @@ __device__ __forceinline__ void store_matrices_at(At at, u32 a, u32 b, u32 c, u3
 }
 
 // Added to what is there: a rounding each.
-__device__ __forceinline__ void add_floats(float* to, uint4 v) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(__uint_as_float(v.x)),
-               "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)), "f"(__uint_as_float(v.w))
-               : "memory");
-}
 __device__ __forceinline__ void add_floats(float* to, float2 v) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v.x), "f"(v.y) : "memory");
 }

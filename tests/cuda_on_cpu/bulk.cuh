@@ -40,6 +40,10 @@ inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
   memcpy(to, from, bytes);
 }
+inline void bulk_add_floats(void* to, const void* from, u32 bytes) {
+  if (((size_t)to | (size_t)from | bytes) & 15) abort();
+  for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += ((const float*)from)[i];
+}
 inline u64 evict_first() { return 0; }
 inline void bulk_finish() {}
 inline void fence_async() {}

@@ -63,10 +63,6 @@ inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
   const u32 lane = threadIdx.x % 32, words[4] = {a, b, c, d};
   for (u32 m = 0; m < 4; ++m) ((u32*)__shfl_sync(0xffffffffu, at, 8 * m + lane / 4))[lane % 4] = words[m];
 }
-inline void add_floats(float* to, uint4 v) {
-  const u32 words[4] = {v.x, v.y, v.z, v.w};
-  for (int i = 0; i < 4; ++i) to[i] += __uint_as_float(words[i]);
-}
 inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
 
 template <int A, int B>
