@@ -302,7 +302,7 @@ __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int c
 template <bool ADD>
 __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int columns,
                                            const float (&sums)[64]) {
-  if (rows > 8 && columns > 120)  // the compiler makes a branch of each condition, some 50 cycles
+  if (rows > 8 && columns > 120)  // the compiler makes a branch of each condition
     store_sums<ADD, true>(to, pitch, rows, columns, sums);
   else
     store_sums<ADD, false>(to, pitch, rows, columns, sums);
