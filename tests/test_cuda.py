@@ -517,10 +517,11 @@ def test_grouped_gemm(counts, width, depth, backend):
     # so far, at each of four additions
     bound = 2.0**-11 if backend == "wgmma" else 1e-5
     assert_close(both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend), bound)
-    into = rng.standard_normal((3, width, depth)).astype(np.float32)
-    ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
-    theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
-    assert_close((ours, download(theirs)), bound)
+    for dtype, rounding in ((np.float32, 0.0), (BF16, 2.0**-8)):
+        into = rng.standard_normal((3, width, depth)).astype(dtype)
+        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
+        assert_close((ours, download(theirs)), bound + rounding)
 
 
 def test_grouped_gemm_wgrad_takes_any_scales():
