@@ -20,7 +20,7 @@ from fp8moe.plan import plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
 from fp8moe.records import ArraySpec
 from fp8moe.swiglu import activation_spec
-from fp8moe.transpose import transpose_spec
+from fp8moe.transpose import transpose_spec, transposed_block
 
 # ---------------------------------------------------------------- the public functions
 
@@ -216,16 +216,16 @@ def scaling_aware_transpose(
         return fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     assert q.block is not None
     data, scales = _transpose(q.data, q.scales, q.fmt, list(q.block), expert_offsets, target, align_size)
-    return QuantTensor(data, scales, q.fmt, (q.block[1], 1))
+    return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target))
 
 
-def permute_transpose(q: QuantTensor, plan: PermutationPlan) -> QuantTensor:
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
     """`fp8moe.permute_transpose`."""
     if _eager(q.data):
-        return fp8moe.permute_transpose(q, plan)
+        return fp8moe.permute_transpose(q, plan, target=target)
     assert q.block is not None
-    data, scales = _permute_transpose(q.data, q.scales, q.fmt, list(q.block), *_flat(plan))
-    return QuantTensor(data, scales, q.fmt, (q.block[1], 1))
+    data, scales = _permute_transpose(q.data, q.scales, q.fmt, list(q.block), target, *_flat(plan))
+    return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target))
 
 
 def swiglu_quantize(
@@ -733,7 +733,7 @@ def _dequantize(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout
 def _transpose_fake(data, scales, fmt, block, expert_offsets, target, align_size):  # type: ignore[no-untyped-def]
     q = _quant_spec(data, scales, fmt, block, "compact")
     experts = None if expert_offsets is None else expert_offsets.shape[0] - 1
-    spec = transpose_spec(q, data.shape[0], experts, align_size)
+    spec = transpose_spec(q, data.shape[0], experts, align_size, target)
     return like(spec.data, data.device), like(spec.scales, data.device)
 
 
@@ -752,18 +752,25 @@ def _transpose(
     return got.data, got.scales
 
 
-def _permute_transpose_fake(data, scales, fmt, block, plan, rows, align):  # type: ignore[no-untyped-def]
+def _permute_transpose_fake(data, scales, fmt, block, target, plan, rows, align):  # type: ignore[no-untyped-def]
     q, experts = _quant_spec(data, scales, fmt, block, "compact"), plan[1].shape[0]
-    spec = transpose_spec(q, rows, experts, align)
+    spec = transpose_spec(q, rows, experts, align, target)
     return like(spec.data, data.device), like(spec.scales, data.device)
 
 
 @operator("permute_transpose", _permute_transpose_fake)
 def _permute_transpose(
-    data: Tensor, scales: Tensor, fmt: str, block: list[int], plan: list[Tensor], rows: int, align: int
+    data: Tensor,
+    scales: Tensor,
+    fmt: str,
+    block: list[int],
+    target: str,
+    plan: list[Tensor],
+    rows: int,
+    align: int,
 ) -> tuple[Tensor, Tensor]:
     q = QuantTensor(data, scales, fmt, tuple(block))  # type: ignore[arg-type]
-    got = fp8moe.permute_transpose(q, _plan_of(plan, rows, align))
+    got = fp8moe.permute_transpose(q, _plan_of(plan, rows, align), target=target)
     return got.data, got.scales
 
 

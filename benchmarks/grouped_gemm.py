@@ -12,17 +12,18 @@ from fp8moe.benchmarks.harness import Case, close, host, tall
 # columns, contraction of the forward product: DeepSeek-V3's and Qwen3's experts
 FORWARD = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]
 WGRAD = [(4096, 7168), (7168, 2048)]
-DRAWN = 4096  # rows that are drawn; the others repeat them, which no kernel can use
+DRAWN = 4096  # rows that are drawn; they come again behind the last, which no kernel can use
 
 
 def cases(quick: bool) -> list[Case]:
     if quick:
-        return [forward(512, 256, 256, 4), wgrad(512, 256, 128, 4)]
+        return [forward(512, 256, 256, 4), *(wgrad(512, 256, 128, 4, t) for t in ("column", "block"))]
     return [
         *(forward(32_768, *shape, 8) for shape in FORWARD),
         forward(32_768, 7168, 2048, 256),
-        *(wgrad(32_768, *shape, 8) for shape in WGRAD),
-        wgrad(32_768, *WGRAD[0], 8, accumulate=True),
+        *(wgrad(32_768, *shape, 8, target) for target in ("column", "block") for shape in WGRAD),
+        wgrad(32_768, *WGRAD[0], 8, "column", accumulate=True),
+        wgrad(32_768, *WGRAD[0], 8, "block", accumulate=True),
     ]
 
 
@@ -34,7 +35,7 @@ def forward(rows: int, width: int, depth: int, groups: int) -> Case:
     nbytes = rows * (depth + 4 * -(-depth // 128) + 2 * width) + groups * width * depth
 
     def prepare(xd: Any, xs: Any, wd: Any, ws: Any, offsets: Any) -> tuple[Any, ...]:
-        x = fp8moe.QuantTensor(xd.repeat(again, 0), xs.repeat(again, 0))
+        x = fp8moe.QuantTensor(np.concatenate([xd] * again), np.concatenate([xs] * again))
         codes, scales = (a[None].repeat(groups, 0) for a in (wd, ws))
         return x, fp8moe.QuantTensor(codes, scales, block=(128, 128)), offsets
 
@@ -51,29 +52,34 @@ def forward(rows: int, width: int, depth: int, groups: int) -> Case:
     )
 
 
-def wgrad(rows: int, width: int, depth: int, groups: int, accumulate: bool = False) -> Case:
+def wgrad(rows: int, width: int, depth: int, groups: int, target: str, accumulate: bool = False) -> Case:
     drawn = min(rows, DRAWN)
     again = rows // drawn
-    first = drawn // groups  # rows of the first expert that were drawn
+    first = rows // groups  # rows of the first expert, among those that are drawn
     rowwise = [fp8moe.quantize(tall(drawn, n, i)) for i, n in enumerate((width, depth))]
-    dy, x = (fp8moe.scaling_aware_transpose(q) for q in rowwise)
-    wide = [fp8moe.dequantize(q)[:first].astype(np.float64) for q in (dy, x)]
-    product = again * wide[0][:, :4].T @ wide[1]
+    dy, x = (fp8moe.scaling_aware_transpose(q, target=target) for q in rowwise)
+    wide = [fp8moe.dequantize(q)[:first].astype(np.float64) for q in rowwise]
+    product = wide[0][:, :4].T @ wide[1]
+    along = (1, 0, 1, 0) if target == "column" else (1, 1, 1, 1)  # rows lie, in codes and scales
 
     def prepare(*arrays: Any) -> tuple[Any, ...]:
         *codes_and_scales, offsets = arrays
-        a, b, c, d = (v.repeat(again, 1 - i % 2) for i, v in enumerate(codes_and_scales))
-        dy, x = fp8moe.QuantTensor(a, b, block=(128, 1)), fp8moe.QuantTensor(c, d, block=(128, 1))
+        a, b, c, d = (np.concatenate([v] * again, i) for v, i in zip(codes_and_scales, along, strict=True))
+        block = (128, 1) if target == "column" else (128, 128)
+        dy, x = fp8moe.QuantTensor(a, b, block=block), fp8moe.QuantTensor(c, d, block=block)
         if not accumulate:
             return dy, x, offsets
         return dy, x, offsets, fp8moe.grouped_gemm_wgrad(dy, x, offsets)
 
     def right(out: Any, *_: np.ndarray) -> bool:
-        # sums of float32 and the tensor cores' 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)
+        # sums of float32 and the tensor cores' 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and
+        # what the transpose rounds, which is far less
         return close(host(out[0, :4]), product * (2 if accumulate else 1), 2.0**-11)
 
     return Case(
-        "grouped_gemm_wgrad fp8" + (", added" if accumulate else ""),
+        "grouped_gemm_wgrad fp8"
+        + (" blocks" if target == "block" else "")
+        + (", added" if accumulate else ""),
         f"{rows} x {width} x {depth}, {groups} experts",
         (dy.data, dy.scales, x.data, x.scales, even(rows, groups)),
         fp8moe.grouped_gemm_wgrad,

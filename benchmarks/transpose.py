@@ -10,6 +10,7 @@ import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, routing, tall
 
 # rows, columns, groups: the FP8-Flow-MoE paper's, and DeepSeek-V3's permuted rows
+TO = {"column": "", "block": " to blocks"}
 SHAPES = [(6464, 7168, 8), (29_024, 1280, 16), (12_496, 5120, 20), (48_128, 7168, 256)]
 
 
@@ -17,11 +18,15 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [one_shape(640, 512, 4, 128)]
     mx = one_shape(12_496, 5120, 20, 32)
-    whole = one_shape(48_128, 7168, 256, 128, 128)  # as a plan with align_size=128 makes them
-    return [*(one_shape(*shape, 128) for shape in SHAPES), whole, mx, permuted(4096, 256, 7168, 8)]
+    # as a plan with align_size=128 makes them
+    whole = [one_shape(48_128, 7168, 256, 128, 128, target) for target in ("column", "block")]
+    gathered = [permuted(4096, 256, 7168, 8, target) for target in ("column", "block")]
+    return [*(one_shape(*shape, 128) for shape in SHAPES), *whole, mx, *gathered]
 
 
-def one_shape(rows: int, columns: int, groups: int, block: int, align: int = 16) -> Case:
+def one_shape(
+    rows: int, columns: int, groups: int, block: int, align: int = 16, target: str = "column"
+) -> Case:
     rng = np.random.default_rng(0)
     x = tall(rows, columns) * np.exp2(rng.integers(-3, 4, (rows, 1))).astype(np.float32)
     q = fp8moe.quantize(x, block=(1, block))
@@ -31,23 +36,30 @@ def one_shape(rows: int, columns: int, groups: int, block: int, align: int = 16)
 
     def right(t: Any, *_: np.ndarray) -> bool:
         end = int(offsets[1])  # the first group
-        strips = -(-end // block)
-        part = fp8moe.QuantTensor(host(t.data[:, :end]).copy(), host(t.scales[:strips]), t.fmt, t.block)
-        return close(fp8moe.dequantize(part), fp8moe.dequantize(q)[:end] if rows < 10_000 else x[:end])
+        return close(back(t, end), fp8moe.dequantize(q)[:end] if rows < 10_000 else x[:end])
 
     return Case(
-        "scaling_aware_transpose" + (" MXFP8" if block == 32 else ""),
+        "scaling_aware_transpose" + (" MXFP8" if block == 32 else "") + TO[target],
         f"{rows} x {columns}, {groups} groups" + (f" in {align}s" if align > 16 else ""),
         (q.data, q.scales, offsets),
         lambda data, scales, offsets: fp8moe.scaling_aware_transpose(
-            fp8moe.QuantTensor(data, scales, block=(1, block)), offsets, align_size=align
+            fp8moe.QuantTensor(data, scales, block=(1, block)), offsets, align_size=align, target=target
         ),
         right,
         nbytes=2 * (q.data.nbytes + q.scales.nbytes),
     )
 
 
-def permuted(tokens: int, experts: int, columns: int, topk: int) -> Case:
+def back(t: Any, rows: int) -> np.ndarray:
+    """What the first rows stand for."""
+    strips = -(-rows // (128 if t.block == (128, 128) else t.block[0]))
+    scales = host(t.scales[:, :strips] if t.block == (128, 128) else t.scales[:strips])
+    part = fp8moe.QuantTensor(host(t.data[:, :rows]).copy(), scales.copy(), t.fmt, t.block)
+    values = fp8moe.dequantize(part)
+    return values.T if t.block == (128, 128) else values
+
+
+def permuted(tokens: int, experts: int, columns: int, topk: int, target: str) -> Case:
     q = fp8moe.quantize(tall(tokens, columns))
     ids = routing(tokens, experts, topk)
     plan = fp8moe.plan_topk(ids, experts, align_size=128)
@@ -55,15 +67,15 @@ def permuted(tokens: int, experts: int, columns: int, topk: int) -> Case:
 
     def right(t: Any, *_: np.ndarray) -> bool:
         wanted = fp8moe.permute(q, plan).data
-        part = fp8moe.QuantTensor(host(t.data[:, :1280]).copy(), host(t.scales[:10]), t.fmt, t.block)
-        top = fp8moe.QuantTensor(wanted.data[:1280], wanted.scales[:1280])
-        return close(fp8moe.dequantize(part), fp8moe.dequantize(top))
+        return close(
+            back(t, 1280), fp8moe.dequantize(fp8moe.QuantTensor(wanted.data[:1280], wanted.scales[:1280]))
+        )
 
     return Case(
-        "permute_transpose",
+        "permute_transpose" + TO[target],
         f"{tokens},{experts},{columns},{topk} -> {rows}",
         (q.data, q.scales, ids),
-        fp8moe.permute_transpose,
+        lambda q, plan: fp8moe.permute_transpose(q, plan, target=target),
         right,
         # one read of the permuted rows, as a transpose alone would, and one write
         nbytes=2 * rows * (columns + 4 * q.scales.shape[1]),

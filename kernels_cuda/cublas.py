@@ -51,18 +51,20 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
 
 
 def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
+    turned = isinstance(dy, QuantTensor) and dy.block == (128, 128)
     dy, x = _plain(dy, expert_offsets), _plain(x, expert_offsets)
     if not accumulate:
         fill_bytes(out, 0)
     _, width, depth = out.shape
     multiply = _multiplier(x, dy, out)
-    for e, first, rows in _experts(expert_offsets, dy.shape[0]):
-        multiply(
-            *(NONE, TRANSPOSED, depth, width, rows, 1.0),
-            *(first * depth, depth),
-            *(first * width, width),
-            *(e * width * depth, depth),
-        )
+    total = dy.shape[1 if turned else 0]
+    for e, first, rows in _experts(expert_offsets, total):
+        if turned:
+            where = TRANSPOSED, NONE, (first, total), (first, total)
+        else:
+            where = NONE, TRANSPOSED, (first * depth, depth), (first * width, width)
+        op_x, op_dy, of_x, of_dy = where
+        multiply(op_x, op_dy, depth, width, rows, 1.0, *of_x, *of_dy, e * width * depth, depth)
 
 
 def _plain(x: Any, expert_offsets: Any) -> Any:
@@ -72,7 +74,7 @@ def _plain(x: Any, expert_offsets: Any) -> Any:
             raise TypeError(f"backend: got 'cublas' with {x.dtype.name}; wanted bfloat16, float16 or float32")
         return x
     out = scratch(x.shape, BFLOAT16)
-    dequantize(x, expert_offsets=expert_offsets, out=out)
+    dequantize(x, expert_offsets=expert_offsets if x.columnwise else None, out=out)
     return out
 
 

@@ -89,7 +89,9 @@ def grouped_gemm_wgrad(
         return
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
-    multiples = {"P": (dy.shape[0], 16), "N": (width, 4), "K": (depth, 8)}
+    turned = quantized and dy.block == (128, 128)
+    rows = dy.shape[1 if turned else 0]
+    multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
     if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, multiples):
         _launch_tiles(
             "grouped_gemm_wgrad_tiles",
@@ -102,12 +104,13 @@ def grouped_gemm_wgrad(
             x.scales,
             expert_offsets,
             experts,
-            dy.shape[0],
+            rows,
             width,
             depth,
             accumulate,
             KINDS[out.dtype],
             out,
+            turned=turned,
         )
         return
     launch(
@@ -118,10 +121,11 @@ def grouped_gemm_wgrad(
         *((dy.data, dy.scales, FORMATS[dy.fmt]) if quantized else (dy, None, 0)),
         *((x.data, x.scales, FORMATS[x.fmt]) if quantized else (x, None, 0)),
         expert_offsets,
-        dy.shape[0],
+        rows,
         width,
         depth,
         quantized,
+        turned,
         0 if quantized else KINDS[dy.dtype],
         accumulate,
         KINDS[out.dtype],
@@ -170,7 +174,9 @@ def _by_wgmma(
     return False
 
 
-def _launch_tiles(kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: Any) -> None:
+def _launch_tiles(
+    kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: Any, turned: bool = False
+) -> None:
     launch(
         "grouped_gemm_wgmma",
         kernel,
@@ -180,6 +186,6 @@ def _launch_tiles(kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: 
         b.data,
         *arguments,
         shared=SHARED_BYTES + expert_offsets.size * 8,
-        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}"),
+        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"TURNED={int(turned)}"),
         boxes=BOXES,
     )

@@ -14,8 +14,9 @@
 #include "wgmma.cuh"
 
 #ifndef A_FMT
-#define A_FMT 0  // of x, or of dy
-#define B_FMT 0  // of w, or of x
+#define A_FMT 0   // of x, or of dy
+#define B_FMT 0   // of w, or of x
+#define TURNED 0  // 1: only wgrad, of operands with one scale for 128 x 128 codes
 #endif
 #ifndef CLUSTER
 #define CLUSTER 2
@@ -201,10 +202,11 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
 
 // A multiplying warpgroup's products of a tile, or of its upper half alone, `steps` of them, the last with
 // only the `last` first codes of every row. scales_of(half, at) are those that a thread needs, promote(half,
-// d, scales) adds d, 64 rows of the tile, to its sums; `at` is where the step's scales lie. BOTH: all rows of
-// both operands have scales of their own, and promote reads some of them, with the upper half. (That the
-// warpgroups take turns, one scaling while the other's products run, is 5 % slower than as it comes.)
-template <bool BOTH, class ScalesOf, class Promote>
+// d, scales) adds d, 64 rows of the tile, to its sums; `at` is where the step's scales lie: FOUR steps' of a
+// row side by side, or each step's with its codes. LATE: promote reads some of them, with the upper half.
+// (That the warpgroups take turns, one scaling while the other's products run, is 5 % slower than as it
+// comes.)
+template <bool FOUR, bool LATE, class ScalesOf, class Promote>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
                                          int last, const ScalesOf& scales_of, const Promote& promote) {
   const At codes = uniform(at_of(s.codes)), scales = codes + STAGES * STAGE_BYTES;
@@ -214,7 +216,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
     const At here = codes + turn.stage * STAGE_BYTES;
-    const At scales_here = scales + 4 * (BOTH ? turn.stage * STAGE_SCALES : turn.scales());
+    const At scales_here = scales + 4 * (FOUR ? turn.scales() : turn.stage * STAGE_SCALES);
     const At used = empty + turn.stage * 8;
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
     if (last < STEP && k + 1 == steps) clear_behind(s.codes + turn.stage * STAGE_BYTES, last);
@@ -241,7 +243,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
         for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
           barrier_arrive_at(at_of_block(s.empty, block) + (used - empty));
       };
-      const bool all_read = !BOTH || half == 1;
+      const bool all_read = !LATE || half == 1;
       if (end && all_read) give_back();
       promote(half, d, by);
       if (end && !all_read) give_back();
@@ -330,6 +332,7 @@ __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2
   if (lane < ARRIVING) barrier_arrive_here(s.made);
 }
 
+#if !TURNED
 // What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
 //   x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes [experts *
 //   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width].
@@ -435,14 +438,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       work.take(tile);
       if (work.halves == 2)
-        multiply<false>(s, turn, group, 2, steps, STEP, scales_of, promote);
+        multiply<true, false>(s, turn, group, 2, steps, STEP, scales_of, promote);
       else
-        multiply<false>(s, turn, group, 1, steps, STEP, scales_of, promote);
+        multiply<true, false>(s, turn, group, 1, steps, STEP, scales_of, promote);
       hand_over(s, sums, group, phase);
     }
   }
   end();
 }
+#endif
 
 // One warp: a step's codes of both operands where the experts' rows begin at no multiple of 16, and the copy
 // engine does not take them. `along` of `rows` codes, row by row, to where it would have put them.
@@ -464,7 +468,10 @@ __device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a
 
 // What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
 //   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
-//   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth].
+//   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth]. TURNED:
+//   dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise, and experts begin at multiples of
+//   128 rows. Those of columns take two instructions a sum, and loads beside the products; these one, and
+//   made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
 // Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
 //   rows are slow, and multiples of 128 rows fastest.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
@@ -495,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     steps = s.first[e + 1] - s.first[e];
   };
   if (group == 2) {
-    fewer_registers<24>();
+    fewer_registers<TURNED ? 56 : 24>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
       if (lane == 0) {
@@ -515,18 +522,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
         const float* x_from = x_scales + s.first[e] * depth + column;
-        for (int k = 0; k < steps; ++k, turn.next(), from += width, x_from += depth) {
-          float* to = s.scales + turn.stage * STAGE_SCALES + 4 * lane;
+        if (TURNED) {  // lane 0: of dy; 1 and 2: of x
+          const int block = min(first_column / 128 + (int)lane, blocks_of_128((int)depth)) - 1;
+          from = lane == 0 ? dy_scales + first_row / 128 * (i64)blocks_of_128((int)rows)
+                           : x_scales + block * (i64)blocks_of_128((int)rows);
+          from += s.offsets[e] / 128;
+        }
+        for (int k = 0; k < steps; ++k, turn.next(), from += TURNED ? 1 : width, x_from += depth) {
+          float* to = s.scales + turn.stage * STAGE_SCALES + (TURNED ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
           if (s.offsets[e] % 16) {
             copy_codes(s.codes + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
                        s.offsets[e] + k * STEP, rows);
             if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
           }
-          copy_async16(to, from, row < width);
+          if (TURNED) {
+            if (lane < 3) copy_async4(to, from, true);
+          } else {
+            copy_async16(to, from, row < width);
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            copy_async16(to + ROWS + 128 * i, x_from + 128 * i, column + 128 * i < depth);
+            for (int i = 0; i < 2; ++i)
+              copy_async16(to + ROWS + 128 * i, x_from + 128 * i, column + 128 * i < depth);
+          }
           barrier_arrive_copied(&s.full[turn.stage]);
         }
       }
@@ -544,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     }
   } else {
-    more_registers<240>();
+    more_registers<TURNED ? 224 : 240>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
     float sums[2][64];
     float2 columns[16];  // their scales, read with the upper half and kept for the lower
@@ -572,12 +589,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         if (half == 0 && j + AHEAD < 16) columns[j + AHEAD] = load2_at(by.of_columns + 32 * (j + AHEAD));
       }
     };
+    auto scale_of = [&](u32, At scales) { return load_at(scales) * load_at(scales + 4 * (1 + group)); };
+    auto promote_all = [&](u32 half, const float (&d)[64], float by) {
+#pragma unroll
+      for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
+    };
     for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      multiply<true>(s, turn, group, work.halves, uniform(steps),
-                     uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP), scales_of, promote);
+      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
+      if (TURNED)
+        multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
+      else
+        multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);
       find(tile);  // again, so that nothing of it takes registers meanwhile
       if (accumulate && steps == 0) continue;
       // value i of a half is in row `row` + 64 half, 8 below it with i & 2, and column `column` + i / 4 * 8

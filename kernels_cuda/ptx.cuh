@@ -81,6 +81,12 @@ __device__ __forceinline__ u16 float_to_f16(float x) {
   return bits;
 }
 
+__device__ __forceinline__ u32 to_f16x2(float a, float b) {  // `a` in the low half
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
 // Two as bfloat16, `a` in the low half: to nearest even, every NaN 0x7fff, which is what float_to_bf16 makes
 // of arithmetic's, too, in six instructions each.
 __device__ __forceinline__ u32 to_bf16x2(float a, float b) {

@@ -5,8 +5,9 @@
 #include "tile.cuh"
 
 #ifndef FMT
-#define FMT 0  // what scaling_aware_transpose is compiled for: e4m3
-#define MX 0   // blocks of 128
+#define FMT 0          // what scaling_aware_transpose is compiled for: e4m3
+#define MX 0           // blocks of 128
+#define TILE_TARGET 0  // a column has its own target
 #endif
 
 #define ZERO_SCALE -10000
@@ -81,14 +82,39 @@ struct Lane {
 struct Results {
   i64 rows, columns, strips;
   u8* codes;     // [columns, rows]
-  void* scales;  // [strips, columns]
+  void* scales;  // [strips, columns], or (blocks) [columns / 128, strips]
+  bool blocks;   // one scale a tile, of rows that begin at multiples of 128
 };
 
+// Rows of a tile: bit r % 32 of word r / 32.
+struct Rows {
+  u32 words[4];
+  __device__ __forceinline__ bool has(u32 row) const { return words[row / 32] >> row % 32 & 1u; }
+};
+
+// By a whole warp: the rows with a code that is not zero, in any of a block's columns.
+__device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
+  const u32 lane = threadIdx.x % 32;
+  Rows found;
+#pragma unroll 1
+  for (u32 i = 0; i < 4; ++i) {
+    const u8* row = codes + (lane + 32 * i) * TILE;
+    u32 seen = 0;
+#pragma unroll
+    for (u32 c = 0; c < 8 / PARTS; ++c) {
+      const uint4 v = *(const uint4*)(row + ((8 / PARTS * part + c) ^ lane % 8) * 16);
+      seen |= (v.x | v.y | v.z | v.w) & 0x7f7f7f7fu;
+    }
+    found.words[i] = __ballot_sync(0xffffffffu, seen != 0);
+  }
+  return found;
+}
+
 // A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
-// NaN among them, and (`filled`, the rows that count) for the target "tile". at: of its first scale; -1: not
-// kept.
+// NaN among them, and for MXFP8's target "tile", of the rows that are `filled`. at: of its first scale; -1:
+// not kept.
 __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const int* exponents,
-                                        const u32* filled, u32 part, int left, u8* to, i64 rows, i64 at,
+                                        const Rows& filled, int left, u8* to, i64 rows, i64 at,
                                         bool some_rows, void* out_scales) {
   const int fmt = FMT, mx = MX;
   const u32 behind = mx ? 8 : 32;  // lanes that share a block
@@ -99,8 +125,9 @@ __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const in
 #pragma unroll 1
     for (u32 r = 0; r < 8; ++r) {
       const int e = exponents[mine.row(r)], needed = needed_exponent(value(r), fmt, mx);
-      if (filled) {
-        if (filled[r] >> part & 1u && e != ZERO_SCALE) target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
+      if (TILE_TARGET) {
+        if (filled.has(mine.first_row + r) && e != ZERO_SCALE)
+          target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
       } else if (e == NAN_SCALE || needed == NAN_TARGET) {
         target = NAN_TARGET;
       } else if (needed != NO_TARGET && e != ZERO_SCALE) {
@@ -145,12 +172,66 @@ struct Spread {
 // Where a tile keeps the exponent of row r: a lane finds its eight in the order of its steps.
 __device__ __forceinline__ u32 exponent_at(u32 row) { return row ^ row / 8 % 4; }
 
-// A warp's part of a tile. exponents: [PARTS][TILE]. filled: [TILE], for all warps of the block, which come
-// here together.
+// The scales' exponents (those of a warp's block of columns) of rows that count, by a whole warp.
+__device__ __forceinline__ Spread spread_of(const Rows& filled, const int* exponents) {
+  const u32 lane = threadIdx.x % 32;
+  Spread spread = NO_SPREAD;
+  for (u32 i = 0; i < 4; ++i) {
+    const int e = exponents[exponent_at(lane + 32 * i)];
+    if (e == NAN_SCALE || filled.has(lane + 32 * i)) spread.add(e);
+  }
+  spread.of_warp();
+  return spread;
+}
+
+// 2^(e - target), e no larger than target (or of a row of zeros), in two halves a word: what is lost where it
+// is no half, below 2^-24, or makes a product of less, is far less than half of a code. A product of e5m2
+// codes, which reach from 2^15 to 2^-16, takes two: [0] and [1], down to 2^-40.
+__device__ __forceinline__ void tile_factors(int e, int target, u32 (&factors)[2]) {
+  auto power = [](int exponent) {  // 0 from -127 on
+    const float f = __uint_as_float((u32)max(min(exponent + 127, 127), 0) << 23);
+    return to_f16x2(f, f);
+  };
+  if (FMT == 0) {
+    factors[0] = power(e - target);
+    return;
+  }
+  const int d = min(max(e - target, -40), 0);
+  factors[0] = e == ZERO_SCALE ? 0u : power(max(d, -16));
+  factors[1] = power(d - max(d, -16));
+}
+
+// A lane's codes of its rows (of those that are `left`) and 8 columns: values by steps, in pairs of columns.
+__device__ __forceinline__ void write_lane(const Lane& mine, const u32 (&values)[8][4], int left, bool whole,
+                                           u8* out, i64 rows) {
+  // bytes 0, 2, 4, 6 of two words, by rows
+  const u32 order = 0x6420u ^ 0x2222u * (mine.twist & 1) ^ 0x4444u * (mine.twist >> 1);
+  uint2 of_column[8];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    u32 pairs[4];  // of two rows each
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      pairs[k] = encode2_halves(values[2 * k][p], FMT) | encode2_halves(values[2 * k + 1][p], FMT) << 16;
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], order + 0x1111u * c),
+                                        __byte_perm(pairs[2], pairs[3], order + 0x1111u * c));
+  }
+  if (left >= 8 && whole) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c, out += rows) __stcs((uint2*)out, of_column[c]);
+  } else if (left > 0) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c, out += rows) write_bytes(of_column[c], left, out);
+  }
+}
+
+// A warp's part of a tile. exponents: [PARTS][TILE].
 __device__ __forceinline__ void transpose_tile(const Place& place, const u8* codes, const int* exponents,
-                                               Spread spread, bool tile, u32* filled, const Results& to) {
+                                               Spread spread, const Results& to) {
   const int fmt = FMT, mx = MX;
-  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Lane mine;
   const u32 part = mx ? warp / 2 : 0;  // block of a row that this warp's columns belong to
   const u32 q = mx ? lane / 8 : 0;     // strip of this lane's rows
@@ -159,40 +240,56 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
   // with a predicate, and that says no: all codes went byte by byte.)
   const int left = place.count[q] - (int)(mine.first_row - q * 32);
   const i64 first_column = (i64)place.column * TILE + mine.column;
-  const bool works = first_column < to.columns;
-  if (tile || spread.high - spread.low > SPREAD) {
-    // only rows with a code that is not zero count
-    __syncthreads();
-    if (t < TILE) filled[t] = 0u;
-    __syncthreads();
-    if (works)
-      for (u32 r = 0; r < 8 && (int)r < left; ++r) {
-        const uint2 v = *(const uint2*)(codes + mine.at(r));
-        if ((v.x | v.y) & 0x7f7f7f7fu) atomicOr(&filled[mine.first_row + r], 1u << part);
-      }
-    __syncthreads();
-    spread = Spread NO_SPREAD;
-    for (u32 k = lane; k < PARTS * TILE; k += 32) {
-      const int e = exponents[k / TILE * TILE + exponent_at(k % TILE)];
-      if (e == NAN_SCALE || filled[k % TILE] >> (k / TILE) & 1u) spread.add(e);
-    }
-    spread.of_warp();
-  }
-  if (!works) return;
-  if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
-  const int unit = spread.high - RAISED;  // 1 as a half stands for 2^unit
+  if (first_column >= to.columns) return;
   const i64 strip = (i64)place.row * PARTS + q, base = place.base[q] + (int)(mine.first_row - q * 32);
   const bool some_rows = place.count[q] > 0, keeps_scales = strip < to.strips;
   u8* out = to.codes + first_column * to.rows + base;
-  if (!tile && spread.high - spread.low <= SPREAD) {
+  const bool whole = (((size_t)to.codes | to.rows | base) & 7) == 0;
+  Rows filled = {};
+  if ((TILE_TARGET && mx) || (!TILE_TARGET && spread.high - spread.low > SPREAD)) {
+    filled = filled_rows(codes, part);
+    spread = spread_of(filled, exponents + part * TILE);
+  }
+  if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
+  if ((TILE_TARGET && !mx) || (!TILE_TARGET && spread.high - spread.low <= SPREAD)) {
     uint2 mine_of[8];
-    u32 seen[8][4], tops[4];  // the values by steps, in pairs of columns; their largest
     const At codes_at = at_of(codes) + mine.at(mine.twist), exponents_at = at_of(row_exponents);
 #pragma unroll
     for (u32 k = 0; k < 8; ++k) mine_of[k] = load_words_at(codes_at ^ k * (TILE + 16));
     const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
     const int of_row[8] = {near_rows.x, near_rows.y, near_rows.z, near_rows.w,
                            far_rows.x,  far_rows.y,  far_rows.z,  far_rows.w};
+    u32 seen[8][4];  // the values by steps, in pairs of columns
+    if (TILE_TARGET) {
+      // The largest scale of a row that counts: mostly the largest of all, as this warp's columns show.
+      u32 shown = 0;
+#pragma unroll
+      for (u32 k = 0; k < 8; ++k)
+        if (of_row[k] == spread.high) shown |= mine_of[k].x | mine_of[k].y;
+      if (!__any_sync(0xffffffffu, shown & 0x7f7f7f7fu)) spread = spread_of(filled_rows(codes, 0), exponents);
+      const int target = final_target(spread.high, mx);
+#pragma unroll
+      for (u32 k = 0; k < 8; ++k) {
+        u32 factors[2];
+        tile_factors(of_row[k], target, factors);
+        decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
+        decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          seen[k][p] = halves_times(seen[k][p], factors[0]);
+          if (fmt == 1) seen[k][p] = halves_times(seen[k][p], factors[1]);
+        }
+      }
+      write_lane(mine, seen, left, whole, out, to.rows);
+      const float scale = some_rows ? power_of_two(target) : 0.f;
+      if (!to.blocks && keeps_scales && lane < 16)
+        ((float*)to.scales)[strip * to.columns + place.column * TILE + warp * 16 + lane] = scale;
+      if (to.blocks && some_rows && threadIdx.x == 0)
+        ((float*)to.scales)[place.column * to.strips + place.base[0] / TILE] = scale;
+      return;
+    }
+    const int unit = spread.high - RAISED;  // 1 as a half stands for 2^unit
+    u32 tops[4];                            // the largest of each pair
 #pragma unroll
     for (u32 k = 0; k < 8; ++k) {
       // 2^(of_row - unit) as two halves; 0 for a scale of 0; for a row of zeros anything that is positive
@@ -245,38 +342,31 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
       }
       const u32 lifts[4] = {of_lane_near<0, 25>(lift), of_lane_near<4, 25>(lift), of_lane_near<2, 25>(lift),
                             of_lane_near<6, 25>(lift)};
-      // bytes 0, 2, 4, 6 of two words, by rows
-      const u32 order = 0x6420u ^ 0x2222u * (mine.twist & 1) ^ 0x4444u * (mine.twist >> 1);
-      uint2 of_column[8];
 #pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        u32 pairs[4];  // of two rows each
+      for (int k = 0; k < 8; ++k)
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          pairs[k] = encode2_halves(halves_times(seen[2 * k][p], lifts[p]), fmt) |
-                     encode2_halves(halves_times(seen[2 * k + 1][p], lifts[p]), fmt) << 16;
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], order + 0x1111u * c),
-                                            __byte_perm(pairs[2], pairs[3], order + 0x1111u * c));
-      }
-      if (left >= 8 && (((size_t)to.codes | to.rows | base) & 7) == 0) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c, out += to.rows) __stcs((uint2*)out, of_column[c]);
-      } else if (left > 0) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c, out += to.rows) write_bytes(of_column[c], left, out);
-      }
+        for (int p = 0; p < 4; ++p) seen[k][p] = halves_times(seen[k][p], lifts[p]);
+      write_lane(mine, seen, left, whole, out, to.rows);
       return;
     }
   }
-  by_columns(mine, codes, row_exponents, tile ? filled + mine.first_row : 0, part, left, out, to.rows,
+  by_columns(mine, codes, row_exponents, filled, left, out, to.rows,
              keeps_scales ? strip * to.columns + first_column : -1, some_rows, to.scales);
 }
 
+// The scales of blocks that no expert has.
+__device__ __forceinline__ void clear_blocks(const Turns& turns, i64 strips, float* scales) {
+  const Strips& s = turns.strips;
+  if (!s.offsets) return;
+  const i64 first = clamped(s.offsets[0], s.rows), end = clamped(s.offsets[s.ranges], s.rows);
+  for (u32 c = blockIdx.x; c < turns.across; c += gridDim.x)
+    for (i64 b = threadIdx.x; b < strips; b += blockDim.x)
+      if (b * TILE < first || b * TILE >= end) scales[c * strips + b] = 0.f;
+}
+
 // What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
-//   [columns, rows], out_scales [strips, columns]. With `source` [rows] row r is row source[r] of q, or zeros
-//   (-1).
+//   [columns, rows], out_scales [strips, columns], or (blocks) [columns / 128, strips], one a tile, where all
+//   experts begin at multiples of 128. With `source` [rows] row r is row source[r] of q, or zeros (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
 // Launch: blocks of 256 threads, as many as fit at once; shared memory for the tiles and the table of strips.
@@ -287,10 +377,11 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
 //   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
 //   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
 //   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
-//   column, value by value.
-extern "C" __global__ void __launch_bounds__(256, 3)
+//   column, value by value. TILE_TARGET: E is every column's target, and one pass all there is; that takes 64
+//   registers (permute_transpose with four blocks a multiprocessor 138 us, with three 151).
+extern "C" __global__ void __launch_bounds__(256, TILE_TARGET && !MX ? 4 : 3)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
-                            i64 experts, i64 rows, i64 columns, i64 strips, i64 tile, int* taken, u8* out,
+                            i64 experts, i64 rows, i64 columns, i64 strips, i64 blocks, int* taken, u8* out,
                             void* out_scales) {
   if (!taken) after_earlier();
   DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | the table of strips
@@ -299,13 +390,12 @@ extern "C" __global__ void __launch_bounds__(256, 3)
   __shared__ int row_of[2][TILE];  // of the codes; -1: no such row
   __shared__ __align__(16) int exponents[2][PARTS][TILE];
   __shared__ Spread spreads[2][4];
-  __shared__ u32 filled[TILE];  // rows with a code that is not zero (mx: a bit for each of its four blocks)
   const int mx = MX;
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   const Strips strips_of =
       find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 2 * TILE * TILE));
   Turns turns(strips_of, columns, places, taken);
-  const Results to = {rows, columns, strips, out, out_scales};
+  const Results to = {rows, columns, strips, out, out_scales, blocks != 0};
   const u32 row_words = (u32)((columns + TILE - 1) / TILE);
   u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
   bool there = false;
@@ -335,7 +425,10 @@ extern "C" __global__ void __launch_bounds__(256, 3)
     copy_async_commit();
   };
   turns.start(look, fetch);
-  clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
+  if (TILE_TARGET && !MX && blocks)
+    clear_blocks(turns, strips, (float*)out_scales);
+  else
+    clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
     const u32 b = turn % 2;
@@ -361,20 +454,21 @@ extern "C" __global__ void __launch_bounds__(256, 3)
       spread.high = max(spread.high, spreads[b][k].high);
     }
     const Place& place = turns.place(turn);
-    transpose_tile(place, in[b], exponents[b][0], spread, tile, filled, to);
+    transpose_tile(place, in[b], exponents[b][0], spread, to);
   }
 }
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,
-// columns]. Grid (strips, columns / 128). `source`: token of each row (-1: zeros), or null for the row
-// itself.
+// columns], or (blocks; width is 128) [columns / 128, strips], where no strip of another leaves zeros. Grid
+// (strips, columns / 128). `source`: token of each row (-1: zeros), or null for the row itself.
 extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const void* scales,
                                                          const int* source, const int* strips, i64 rows,
                                                          i64 columns, i64 width, i64 fmt, i64 mx, i64 tile,
-                                                         u8* out, void* out_scales) {
+                                                         i64 blocks, u8* out, void* out_scales) {
   after_earlier();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
-  const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1], blocks = (columns + width - 1) / width;
+  const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
+  const i64 across = (columns + width - 1) / width;
   const bool inside = c < columns;
   int target = ZERO_SCALE;
   bool any_nan = false;
@@ -383,7 +477,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
     int code = 0, e = ZERO_SCALE;
     if (inside && from >= 0) {
       code = codes[from * columns + c];
-      e = exponent_of(scale_word(scales, from * blocks + c / width, (int)mx), 0, (int)mx);
+      e = exponent_of(scale_word(scales, from * across + c / width, (int)mx), 0, (int)mx);
     }
     if (tile) {
       // a row counts when any of its codes in this tile is not zero
@@ -406,13 +500,16 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
     const i64 from = source ? source[r] : r;
     float value = 0.f;
     if (from >= 0) {
-      const int e = exponent_of(scale_word(scales, from * blocks + c / width, (int)mx), 0, (int)mx);
+      const int e = exponent_of(scale_word(scales, from * across + c / width, (int)mx), 0, (int)mx);
       value = moved_value(decode(codes[from * columns + c], (int)fmt), e, target);
     }
     out[c * rows + r] = encode(value, (int)fmt);
   }
   const i64 at = strip * columns + c;
-  if (mx)
+  if (blocks) {
+    if (threadIdx.x == 0 && hi > lo)
+      ((float*)out_scales)[blockIdx.y * (i64)gridDim.x + lo / TILE] = power_of_two(target);
+  } else if (mx)
     ((u8*)out_scales)[at] = hi > lo ? (u8)(target + 127) : 0;
   else
     ((float*)out_scales)[at] = hi > lo ? power_of_two(target) : 0.f;

@@ -24,22 +24,22 @@ from fp8moe.kernels_cuda.quantize import (
     fits_in_shared,
     make_strips,
     tile_bytes,
-    tiles_down,
     tiles_taken,
     with_experts,
 )
 from fp8moe.records import PermutationPlan, QuantTensor
 
-RESIDENT = 3  # blocks of the tile kernel on a multiprocessor
+# Blocks of the tile kernel on a multiprocessor: 3, and 4 where a tile's columns share a target (not MXFP8).
+RESIDENT = 3
 
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
     _transpose(q, q.data.shape[0], None, expert_offsets, target, out)
 
 
-def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor) -> None:
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: QuantTensor) -> None:
     source, _ = sources(plan)
-    _transpose(q, plan.num_out_tokens, source, plan.expert_offsets, "column", out)
+    _transpose(q, plan.num_out_tokens, source, plan.expert_offsets, target, out)
 
 
 def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str, out: QuantTensor) -> None:
@@ -48,17 +48,18 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     mx = is_mx(q.block)
     if os.environ.get("FP8MOE_CHECK") == "1" and not mx:
         _refuse_other_scales(q.scales)
-    columns, count = q.data.shape[1], out.scales.shape[0]
+    blocks = target == "block"
+    columns, count = q.data.shape[1], out.scales.shape[1 if blocks else 0]
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
     shared = tile_bytes(1, offsets)
     if whole and fits_in_shared(shared):
-        tiles = tiles_down(out) * threads(columns, TILE)
-        blocks = min(tiles, RESIDENT * multiprocessors())
-        taken = tiles_taken(tiles, blocks)
+        tiles = (threads(count, 4) if mx else count) * threads(columns, TILE)
+        resident = min(tiles, (RESIDENT + (target != "column" and not mx)) * multiprocessors())
+        taken = tiles_taken(tiles, resident)
         launch(
             "transpose",
             "scaling_aware_transpose",
-            blocks,
+            resident,
             256,
             q.data,
             q.scales,
@@ -67,17 +68,19 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             rows,
             columns,
             count,
-            target == "tile",
+            blocks,
             taken,
             out.data,
             out.scales,
             shared=shared,
-            defines=formats(q),
+            defines=(*formats(q), f"TILE_TARGET={int(target != 'column')}"),
         )
         return
+    if blocks:
+        fill_bytes(out.scales, 0)
     strips = make_strips(offsets, 1, rows, out.block[0], count)
     grid = (count, threads(columns, 128))
-    rule = (q.block[1], FORMATS[q.fmt], mx, target == "tile")
+    rule = (q.block[1], FORMATS[q.fmt], mx, target != "column", blocks)
     arguments = (q.data, q.scales, source, strips, rows, columns, *rule, out.data, out.scales)
     launch("transpose", "scaling_aware_transpose_plain", grid, 128, *arguments)
 

@@ -244,6 +244,25 @@ def test_transpose_by_tiles(counts, columns, width, fmt, target, spread, seed):
     assert_same(*both(fp8moe.scaling_aware_transpose, q, target=target))
 
 
+@given(
+    st.lists(st.sampled_from((0, 128, 384)), min_size=1, max_size=7),
+    st.sampled_from((0, 256)),
+    st.sampled_from((16, 72, 208, 640)),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from((0, 5, 30, 120)),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60)
+def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
+    offsets = (first + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
+    end = int(offsets[-1])
+    q = random_rowwise(np.random.default_rng(seed), end + 37, columns, fmt, 128, spread)
+    ours, theirs = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
+    assert same_bits(ours.data[:, first:end], theirs.data[:, first:end])
+    assert same_bits(ours.scales, theirs.scales)
+    assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
+
+
 def test_many_tiles_are_taken_when_free(monkeypatch):
     counts = np.random.default_rng().integers(0, 400, 40)  # some 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
@@ -308,10 +327,11 @@ def test_a_hundred_repeats_of_each_fp8_operation():
         ways = fp8moe.quantize(h, columnwise=True)
         turned = fp8moe.scaling_aware_transpose(q, offsets, align_size=16)
         gathered = fp8moe.permute_transpose(q, plan)
+        blocks = fp8moe.scaling_aware_transpose(q, target="block")
         options = {"expert_offsets": offsets, "align_size": 16}
         y = fp8moe.swiglu_quantize(h, probs, columnwise=True, **options)
         g = fp8moe.swiglu_quantize_backward(grad, h, probs, expert_offsets=offsets)
-        return download((ways, turned.data[:, :288], gathered.scales, y.rowwise, g))
+        return download((ways, turned.data[:, :288], gathered.scales, blocks, y.rowwise, g))
 
     first = run()
     for _ in range(100):
@@ -320,10 +340,18 @@ def test_a_hundred_repeats_of_each_fp8_operation():
 
 def test_permute_transpose_and_checked_scales(monkeypatch):
     rng = np.random.default_rng(3)
-    for columns, align in ((72, 16), (144, 16), (640, 128), (640, 1)):
+    for columns, align, target in (
+        (72, 16, "column"),
+        (144, 16, "column"),
+        (640, 128, "column"),
+        (640, 1, "column"),
+        (640, 1, "tile"),
+        (144, 128, "block"),
+        (72, 128, "block"),
+    ):
         q = fp8moe.quantize(values(rng, (50, columns), BF16))
         plan = fp8moe.plan_topk(rng.integers(-1, 4, (50, 2)).astype(np.int32), 4, align_size=align)
-        ours, theirs = both(fp8moe.permute_transpose, q, plan)
+        ours, theirs = both(fp8moe.permute_transpose, q, plan, target=target)
         end = plan.expert_offsets[-1]  # behind it lies nobody's
         assert same_bits(ours.data[:, :end], theirs.data[:, :end])
         assert same_bits(ours.scales, theirs.scales)
@@ -519,6 +547,32 @@ def test_grouped_gemm(counts, width, depth, backend):
     assert_close(both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend), bound)
     for dtype, rounding in ((np.float32, 0.0), (BF16, 2.0**-8)):
         into = rng.standard_normal((3, width, depth)).astype(dtype)
+        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
+        assert_close((ours, download(theirs)), bound + rounding)
+
+
+@pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
+@pytest.mark.parametrize("counts", [[128, 0, 256], [0, 0, 0], [2048, 128, 640], [4224, 384, 0]])
+@pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
+def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
+    cupy = pytest.importorskip("cupy")
+    if backend == "wgmma" and cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+    rng = np.random.default_rng(24)
+    offsets = (128 + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
+    x, dy = (
+        fp8moe.quantize(values(rng, (int(offsets[-1]) + 48, n)), fmt=fmt)
+        for n, fmt in ((depth, "e4m3"), (width, "e5m2"))
+    )
+    for q in (x, dy):  # NaN where no expert has rows
+        q.data[:128] = q.data[offsets[-1] :] = 0x7F
+    turned = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
+    bound = 2.0**-11 if backend == "wgmma" else 1e-5  # as above
+    for dtype, rounding in (("float32", 0.0), ("bfloat16", 2.0**-8)):
+        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        assert_close(new, bound + rounding)
+        into = rng.standard_normal((3, width, depth)).astype(new[0].dtype)
         ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
         theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
         assert_close((ours, download(theirs)), bound + rounding)

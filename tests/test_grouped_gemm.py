@@ -91,6 +91,31 @@ def test_fp8_wgrad(counts, accumulate, seed):
             assert not got[e].any()
 
 
+@given(
+    st.lists(st.sampled_from((0, 128, 256)), min_size=1, max_size=4), st.booleans(), st.integers(0, 2**32 - 1)
+)
+def test_fp8_wgrad_of_blocks(counts, accumulate, seed):
+    """The same products as of tiles whose scale every column repeats."""
+    rng = np.random.default_rng(seed)
+    offsets = offsets_of(counts)
+    q = [fp8moe.quantize(values(rng, (int(offsets[-1]) + 16, n))) for n in (65, 140)]
+    blocks, tiles = (
+        [fp8moe.scaling_aware_transpose(a, offsets, target=target, align_size=128) for a in q]
+        for target in ("block", "tile")
+    )
+    for a in blocks:
+        a.data[:, offsets[-1] :] = 0x7F  # NaN past the last expert
+    out = rng.standard_normal((len(counts), 65, 140)).astype(np.float32) if accumulate else None
+    wanted = fp8moe.grouped_gemm_wgrad(*tiles, offsets, None if out is None else out.copy())
+    assert_same(fp8moe.grouped_gemm_wgrad(*blocks, offsets, out), wanted)
+
+
+def test_fp8_wgrad_of_blocks_refuses_other_offsets():
+    q = fp8moe.scaling_aware_transpose(fp8moe.quantize(np.ones((256, 128), np.float32)), target="block")
+    with pytest.raises(ValueError, match="expert_offsets: got 100"):
+        fp8moe.grouped_gemm_wgrad(q, q, np.array([0, 100, 256], np.int32))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_plain_arrays_match_torch(dtype):
     rng = np.random.default_rng(0)

@@ -128,12 +128,27 @@ def test_transpose(fmt, width):
         q = random_rowwise(RNG, int(offsets[-1]), columns, fmt, width, spread)
         for target in ("column", "tile"):
             assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
-    plan = a_plan(30, 3, 2, 16)
-    q = fp8moe.quantize(values(RNG, (30, 128), BF16), fmt=fmt, block=(1, width))
-    ours, theirs = both(fp8moe.permute_transpose, q, plan)
-    end = plan.expert_offsets[-1]
-    assert same_bits(ours.data[:, :end], theirs.data[:, :end])
-    assert same_bits(ours.scales, theirs.scales)
+    for align, target in ((16, "column"), (16, "tile"), (128, "block")):
+        if (target, width) == ("block", 32):
+            continue
+        plan = a_plan(30, 3, 2, align)
+        q = fp8moe.quantize(values(RNG, (30, 128), BF16), fmt=fmt, block=(1, width))
+        ours, theirs = both(fp8moe.permute_transpose, q, plan, target=target)
+        end = plan.expert_offsets[-1]
+        assert same_bits(ours.data[:, :end], theirs.data[:, :end])
+        assert same_bits(ours.scales, theirs.scales)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("columns", [40, 208])
+def test_transpose_to_blocks(fmt, columns):
+    offsets = np.array([128, 256, 256, 512], np.int32)
+    for spread in (0, 4, 20, 60):
+        q = random_rowwise(RNG, 560, columns, fmt, 128, spread)
+        ours, theirs = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
+        assert same_bits(ours.data[:, 128:512], theirs.data[:, 128:512])
+        assert same_bits(ours.scales, theirs.scales)
+        assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
 @pytest.mark.parametrize("activation", [{}, {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}])
@@ -270,6 +285,31 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
         new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
         assert relative(*new[::-1]) <= bound
         assert new[1].dtype.name == dtype
+        into = RNG.standard_normal((len(counts), width, depth)).astype(new[0].dtype)
+        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
+            theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
+        assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+
+
+@pytest.mark.parametrize(
+    ("backend", "counts", "width", "depth", "fmts"),
+    [
+        ("wgmma", [128, 0, 256], 264, 144, ("e4m3", "e4m3")),
+        ("wgmma", [384, 128], 520, 272, ("e5m2", "e4m3")),
+        ("plain", [128, 0, 128], 20, 140, ("e5m2", "e4m3")),
+        ("cublas", [128, 0, 256], 140, 40, ("e4m3", "e4m3")),
+    ],
+)
+def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
+    x, _, dy, offsets = random_operands(counts, width, depth, fmts)
+    offsets[0] = 128 * (backend == "wgmma")  # rows of no expert in front
+    turned = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
+    for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
+        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        assert relative(*new[::-1]) <= bound
         into = RNG.standard_normal((len(counts), width, depth)).astype(new[0].dtype)
         ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
         with pytest.MonkeyPatch.context() as patch:

@@ -22,6 +22,7 @@ OFFSETS = PLAN.expert_offsets
 W = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128))
 QP = fp8moe.quantize(ROWS)
 COLUMN = fp8moe.scaling_aware_transpose(QP, OFFSETS)
+TURNED = fp8moe.scaling_aware_transpose(QP, target="block")
 SIZES, ORDER = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
 H2 = np.ones((P, 2 * H), np.float32)
 PP = np.ones(P, np.float32)
@@ -195,6 +196,8 @@ MISFITS = [
     ("dequantize", {"q": replace(Q, scales=Q.scales[:3].copy())}, ValueError, "q.scales: got shape"),
     ("dequantize", {"dtype": "int8"}, ValueError, "dtype: got 'int8'"),
     ("scaling_aware_transpose", {"target": "row"}, ValueError, "target: got 'row'"),
+    ("scaling_aware_transpose", {"target": "block"}, ValueError, "align_size: got 16 .*multiple of 128"),
+    ("permute_transpose", {"target": "block"}, ValueError, "align_size: got"),
     ("scaling_aware_transpose", {"q": W}, TypeError, r"q.block: got \(128, 128\)"),
     (
         "scaling_aware_transpose",
@@ -219,6 +222,8 @@ MISFITS = [
     ("grouped_gemm", {"expert_offsets": OFFSETS[:2].copy()}, ValueError, "expert_offsets: got shape"),
     ("grouped_gemm", {"transpose_w": True}, ValueError, "transpose_w: got True"),
     ("grouped_gemm_wgrad", {"dy": QP}, TypeError, r"dy.block: got \(1, 128\)"),
+    ("grouped_gemm_wgrad", {"x": TURNED}, TypeError, r"x.block: got \(128, 128\)"),
+    ("grouped_gemm_wgrad", {"dy": W, "x": W}, ValueError, r"dy: got shape .*; wanted \[N, P\]"),
     ("grouped_gemm_wgrad", {"out": np.ones((E, 3, 3), np.float32)}, ValueError, "out: got shape"),
     ("grouped_gemm_wgrad", {"dtype": "int8"}, ValueError, "dtype: got 'int8'"),
 ]

@@ -1,5 +1,7 @@
 """The scaling-aware transpose against exact dequantise-then-quantise in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 from cases import BF16, assert_nearly_same, assert_same, from_float8, routings, same_bits, to_float8, values
@@ -135,6 +137,48 @@ def test_aligned_experts_need_no_more_scales_than_one():
     check(q, got, [(0, 128), (128, 128), (128, 384)])
 
 
+def blocks_are_tiles(got, tile, offsets):
+    """What target "block" gives against what "tile" does, where experts begin at multiples of 128."""
+    first, end = int(offsets[0]), int(offsets[-1])
+    assert got.block == (128, 128)
+    assert same_bits(got.data[:, first:end], tile.data[:, first:end])
+    wanted = np.zeros(got.scales.shape, np.float32)
+    scales = tile.scales[:, ::128].T
+    strip = 0
+    for lo, hi in itertools.pairwise(offsets):
+        blocks = -(-(hi - lo) // 128)
+        wanted[:, lo // 128 : lo // 128 + blocks] = scales[:, strip : strip + blocks]
+        strip += blocks
+    assert same_bits(got.scales, wanted)
+
+
+@given(
+    st.lists(st.sampled_from((0, 128, 256)), min_size=1, max_size=4),
+    st.sampled_from((0, 128)),
+    st.sampled_from((0, 5, 300)),
+    st.sampled_from((1, 128, 200, 272)),
+    st.sampled_from(("e4m3", "e5m2")),
+    st.sampled_from((0, 3, 20, 60)),
+    st.integers(0, 2**32 - 1),
+)
+def test_blocks_are_tiles(counts, first, tail, columns, fmt, spread, seed):
+    offsets = (first + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
+    q = random_rowwise(np.random.default_rng(seed), int(offsets[-1]) + tail, columns, fmt, 128, spread)
+    got = fp8moe.scaling_aware_transpose(q, offsets, target="block", align_size=128)
+    tile = fp8moe.scaling_aware_transpose(q, offsets, target="tile", align_size=128)
+    blocks_are_tiles(got, tile, offsets)
+    one = fp8moe.scaling_aware_transpose(q, target="block")
+    blocks_are_tiles(one, fp8moe.scaling_aware_transpose(q, target="tile"), np.array([0, len(q.data)]))
+    wide, tall = fp8moe.dequantize(one), fp8moe.dequantize(fp8moe.scaling_aware_transpose(q, target="tile"))
+    np.testing.assert_array_equal(wide, tall.T)
+
+
+def test_blocks_of_experts_that_begin_elsewhere_are_refused():
+    q = fp8moe.quantize(np.ones((256, 128), np.float32))
+    with pytest.raises(ValueError, match="expert_offsets: got 100"):
+        fp8moe.scaling_aware_transpose(q, np.array([0, 100, 256], np.int32), target="block", align_size=128)
+
+
 def every_code_under_every_difference(fmt, width):
     """All 256 codes beside a row that fixes the target 0 to 40 powers of two above, and below, theirs."""
     every = np.arange(256, dtype=np.uint8)
@@ -189,6 +233,12 @@ def test_permute_transpose_is_both_steps(case, block, seed):
     wanted = fp8moe.scaling_aware_transpose(rows, plan.expert_offsets, align_size=align)
     assert same_bits(got.data, wanted.data)
     assert same_bits(got.scales, wanted.scales)
+    if block == (1, 128):
+        plan = fp8moe.plan_topk(ids, experts, align_size=128)
+        rows = fp8moe.permute(q, plan).data
+        got = fp8moe.permute_transpose(q, plan, target="block")
+        how = {"target": "block", "align_size": 128}
+        assert_same(got, fp8moe.scaling_aware_transpose(rows, plan.expert_offsets, **how))
 
 
 def error_against_rowwise(x, target, fmt="e4m3", block=(1, 128)):

@@ -65,10 +65,21 @@ def grouped_gemm_wgrad(
     backend: str | None,
     out: np.ndarray,
 ) -> None:
-    rows = dy.shape[0]
+    turned = isinstance(dy, QuantTensor) and dy.block == (_BLOCK, _BLOCK)
+    rows = dy.shape[1 if turned else 0]
     first_block = 0
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, rows)):
-        if isinstance(dy, QuantTensor):
+        if turned:
+            if lo < hi and lo % _BLOCK:
+                raise ValueError(f"expert_offsets: got {lo}; wanted multiples of 128 for (128, 128) blocks")
+            blocks = slice(lo // _BLOCK, -(-hi // _BLOCK))
+            total = _promoted(
+                *(
+                    decode_blocks(q.data[:, lo:hi], q.scales[:, blocks], (_BLOCK, _BLOCK), q.fmt)
+                    for q in (dy, x)
+                )
+            )
+        elif isinstance(dy, QuantTensor):
             blocks = slice(first_block, first_block + -(-(hi - lo) // _BLOCK))
             total = _promoted(
                 decode_blocks(dy.data[:, lo:hi], dy.scales[blocks].T, (1, _BLOCK), dy.fmt),

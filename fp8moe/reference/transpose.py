@@ -30,11 +30,9 @@ def scaling_aware_transpose(
 ) -> None:
     exponents = row_exponents(q)
     rows, columns = q.data.shape
-    assert out.block is not None
-    height = out.block[0]
-    strips = strips_of((rows, columns), out.block, expert_offsets)
+    height = q.block[1]  # type: ignore[index]
+    strips = strips_of((rows, columns), (height, 1), expert_offsets)
     targets = np.empty((len(strips), columns), np.int32)
-    out.scales[len(strips) :] = 0
     if not len(strips) or int(strips[-1, 1]) < rows or expert_offsets is not None:
         out.data[:] = 0
     split_rows(
@@ -44,7 +42,7 @@ def scaling_aware_transpose(
         exponents,
         strips,
         height,
-        target == "tile",
+        target != "column",
         needed_exponents(q.fmt, is_mx(q.block)),
         -127 if is_mx(q.block) else MIN_SCALE_EXPONENT,
         shift_table(q.fmt),
@@ -53,10 +51,17 @@ def scaling_aware_transpose(
         work=rows * columns,
     )
     scales = targets + 127 if is_mx(q.block) else np.ldexp(np.float32(1), targets)
+    out.scales[:] = 0
+    if target == "block":
+        if (strips[:, 0] % height).any():
+            first = strips[strips[:, 0] % height != 0][0, 0]
+            raise ValueError(f'expert_offsets: got {first}; target="block" wanted multiples of {height}')
+        out.scales[:, strips[:, 0] // height] = scales[:, ::height].T
+        return
     out.scales[: len(strips)] = scales
 
 
-def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor) -> None:
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: QuantTensor) -> None:
     """Gather the rows, then transpose. Padding rows are zeros, which no target sees."""
     entries = Entries(plan)
     source = inverse(entries.row, entries.token, plan.num_out_tokens)
@@ -67,7 +72,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, out: QuantTensor
         q.block,
     )
     gather_rows(q, source, True, rows)
-    scaling_aware_transpose(rows, plan.expert_offsets, target="column", out=out)
+    scaling_aware_transpose(rows, plan.expert_offsets, target=target, out=out)
 
 
 def row_exponents(q: QuantTensor) -> np.ndarray:

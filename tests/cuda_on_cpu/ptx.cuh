@@ -53,6 +53,7 @@ u32 each_half(u32 a, u32 b, F f) {
                                  << 16;
 }
 inline float larger_or_nan(float a, float b);
+inline u32 to_f16x2(float a, float b) { return float_to_f16(a) | (u32)float_to_f16(b) << 16; }
 inline u32 halves_times(u32 a, u32 b) {
   return each_half(a, b, [](float x, float y) { return x * y; });
 }
