@@ -157,6 +157,18 @@ __device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
   return c;
 }
 
+// Two integers of 16 bits a word.
+__device__ __forceinline__ u32 larger_u16s(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+  u32 c;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+#else
+  const u32 high = (a > b ? a : b) & 0xffff0000u;
+  return high | ((a & 0xffffu) > (b & 0xffffu) ? a & 0xffffu : b & 0xffffu);
+#endif
+}
+
 __device__ __forceinline__ float larger_or_nan(float a, float b) {
   float c;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));

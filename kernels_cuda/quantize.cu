@@ -67,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     turns.begin(turn);
     copy_async_wait<0>();
     __syncthreads();  // this tile is here
-    float v[CHUNK_ROWS][4];
+    typename ChunkOf<KIND>::Type v;
 #pragma unroll
-    for (int r = 0; r < CHUNK_ROWS; ++r) four_of<KIND>(mine + r * (TILE * size), v[r]);
+    for (int r = 0; r < CHUNK_ROWS; ++r) ChunkOf<KIND>::load(v, r, mine + r * (TILE * size));
     __syncthreads();  // it is in registers; the one before it has been written
     fetch(turn + 1);
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,

@@ -373,7 +373,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     const i64 left = last - place.base[q];
     const int there = min(place.count[q], (int)clamped(left, TILE)) - inside;  // of the chunk's rows
     const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;
-    float v[CHUNK_ROWS][4];
+    FloatChunk made;
+    float (&v)[CHUNK_ROWS][4] = made.v;
     bool near = true;
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; i += 2) {
@@ -419,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     }
     __syncthreads();  // it is in registers; the one before it has been written
     fetch(turn + 1);
-    quantize_tile(v, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
+    quantize_tile(made, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
                   beside);
   }
 }

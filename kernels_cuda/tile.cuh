@@ -219,14 +219,17 @@ template <int SIZE, bool MXFP8>
 __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last, const u8* x, u32 row_bytes) {
   const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
   const u32 step = TILE_THREADS / vectors, first = t / vectors;
+  const int4 bases = *(const int4*)place.base,
+             counts = *(const int4*)place.count;  // behind a copy: read again
+  const int base[4] = {bases.x, bases.y, bases.z, bases.w}, end = (int)last;
+  const int count[4] = {counts.x, counts.y, counts.z, counts.w};
   in += t * 16;
   x += t % vectors * 16;
 #pragma unroll
   for (u32 k = 0; k < TILE / step; ++k) {
-    const u32 q = MXFP8 ? step * k / 32 : 0, inside = first + step * k - 32 * q;
-    const int row = place.base[q] + (int)inside;
-    copy_async16(in + TILE_THREADS * 16 * k, x + (u64)(u32)row * row_bytes,
-                 (int)inside < place.count[q] && row < last);
+    const u32 q = MXFP8 ? step * k / 32 : 0;
+    const int inside = (int)(first + step * k - 32 * q), row = base[q] + inside;
+    copy_async16(in + TILE_THREADS * 16 * k, x + (u64)(u32)row * row_bytes, inside < count[q] && row < end);
   }
 }
 
@@ -238,11 +241,92 @@ struct __align__(16) TileShared {
   float row_factors[TILE], factors[4][TILE];
 };
 
-// A tile that is quantised both ways from one read. v: this warp's chunk, four columns a lane, zeros where
-// there is no row. Row-wise blocks go to row_codes [rows, columns] and row_scales (null: not wanted),
-// column-wise ones, of the strips before `used`, to codes [columns, rows] and scales [strips, columns].
-__device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule rule, const Place& place,
-                                              i64 used, i64 strips, i64 columns, i64 rows, u8* row_codes,
+// Four numbers as they lie in shared memory.
+template <int FROM>
+__device__ __forceinline__ void four_of(const u8* p, float* v) {
+  if (FROM == F32) {
+    const float4 w = *(const float4*)p;
+    v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
+  } else {
+    const uint2 w = *(const uint2*)p;
+    const u32 halves[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i] = FROM == BF16 ? bf16_to_float((u16)halves[i]) : f16_to_float((u16)halves[i]);
+  }
+}
+
+// A warp's chunk of a tile, four columns a lane, zeros where there is no row: its rows, and the largest of a
+// lane's part of a row, as an integer with the same order, of which float_bits makes the bits of a float.
+struct FloatChunk {
+  float v[CHUNK_ROWS][4];
+  __device__ __forceinline__ void row(int i, float (&x)[4]) const {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x[c] = v[i][c];
+  }
+  __device__ __forceinline__ u32 top_of_row(int i) const {
+    return __float_as_uint(larger_or_nan(larger_or_nan(fabsf(v[i][0]), fabsf(v[i][1])),
+                                         larger_or_nan(fabsf(v[i][2]), fabsf(v[i][3]))));
+  }
+  static __device__ __forceinline__ u32 float_bits(u32 top) { return top; }
+  __device__ __forceinline__ float4 tops_of_columns() const {
+    float top[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < CHUNK_ROWS; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[i][c]));
+    return make_float4(top[0], top[1], top[2], top[3]);
+  }
+};
+
+// The same of 16 bits, whose magnitudes are compared as integers, two at a time.
+template <int FROM>
+struct PairChunk {
+  uint2 v[CHUNK_ROWS];
+  __device__ __forceinline__ void row(int i, float (&x)[4]) const { four_of<FROM>((const u8*)&v[i], x); }
+  __device__ __forceinline__ uint2 sizes(int i) const {
+    return make_uint2(v[i].x & 0x7fff7fffu, v[i].y & 0x7fff7fffu);
+  }
+  __device__ __forceinline__ u32 top_of_row(int i) const {
+    const u32 both = larger_u16s(sizes(i).x, sizes(i).y);
+    return max(both, both << 16);
+  }
+  static __device__ __forceinline__ u32 float_bits(u32 top) {
+    return FROM == BF16 ? top & 0xffff0000u : __float_as_uint(f16_to_float((u16)(top >> 16)));
+  }
+  __device__ __forceinline__ float4 tops_of_columns() const {
+    uint2 top = sizes(0);
+#pragma unroll
+    for (int i = 1; i < CHUNK_ROWS; ++i) {
+      const uint2 next = sizes(i);
+      top = make_uint2(larger_u16s(top.x, next.x), larger_u16s(top.y, next.y));
+    }
+    float x[4];
+    four_of<FROM>((const u8*)&top, x);
+    return make_float4(x[0], x[1], x[2], x[3]);
+  }
+};
+
+// What a tile of FROM is quantised from.
+template <int FROM>
+struct ChunkOf {
+  typedef PairChunk<FROM> Type;
+  static __device__ __forceinline__ void load(PairChunk<FROM>& v, int i, const u8* p) {
+    v.v[i] = *(const uint2*)p;
+  }
+};
+template <>
+struct ChunkOf<F32> {
+  typedef FloatChunk Type;
+  static __device__ __forceinline__ void load(FloatChunk& v, int i, const u8* p) { four_of<F32>(p, v.v[i]); }
+};
+
+// A tile that is quantised both ways from one read. v: this warp's chunk. Row-wise blocks go to row_codes
+// [rows, columns] and row_scales (null: not wanted), column-wise ones, of the strips before `used`, to codes
+// [columns, rows] and scales [strips, columns].
+template <class Chunk>
+__device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const Place& place, i64 used,
+                                              i64 strips, i64 columns, i64 rows, u8* row_codes,
                                               void* row_scales, u8* codes, void* scales, u8* stage,
                                               TileShared& s) {
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
@@ -259,14 +343,15 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
     u32 mine = 0;
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; ++i) {
-      u32 top = __float_as_uint(larger_or_nan(larger_or_nan(fabsf(v[i][0]), fabsf(v[i][1])),
-                                              larger_or_nan(fabsf(v[i][2]), fabsf(v[i][3]))));
+      u32 top = v.top_of_row(i);
       if (mx) {
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 4));
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
         top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        const float f = block_scale(top, rule, &scale, &exponent);
-        const u32 four = encode4(v[i][0] * f, v[i][1] * f, v[i][2] * f, v[i][3] * f, rule.fmt);
+        const float f = block_scale(v.float_bits(top), rule, &scale, &exponent);
+        float x[4];
+        v.row(i, x);
+        const u32 four = encode4(x[0] * f, x[1] * f, x[2] * f, x[3] * f, rule.fmt);
         if (i < count) *(u32*)to = four;
         to += columns;
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
@@ -278,7 +363,7 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
     }
     if (!mx) {  // a lane makes the scale of a row
       float* factors = s.row_factors + warp * CHUNK_ROWS;
-      const float factor = block_scale(mine, rule, &scale, &exponent);
+      const float factor = block_scale(v.float_bits(mine), rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
       if (lane < count) store_kept(at, scale, last_column || ends_line(at));
@@ -288,20 +373,16 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
 #pragma unroll
       for (int i = 0; i < CHUNK_ROWS; ++i) {
         // made of every row: with the products, too, under `count` the addresses were made anew for each
-        const u32 four =
-            encode4(v[i][0] * by[i], v[i][1] * by[i], v[i][2] * by[i], v[i][3] * by[i], rule.fmt);
+        float x[4];
+        v.row(i, x);
+        const u32 four = encode4(x[0] * by[i], x[1] * by[i], x[2] * by[i], x[3] * by[i], rule.fmt);
         if (i < count) *(u32*)to = four;
         to += columns;
       }
     }
   }
   if (!codes) return;
-  float top[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < CHUNK_ROWS; ++i)
-#pragma unroll
-    for (int c = 0; c < 4; ++c) top[c] = larger_or_nan(top[c], fabsf(v[i][c]));
-  *(float4*)&s.largest[warp][4 * lane] = make_float4(top[0], top[1], top[2], top[3]);
+  *(float4*)&s.largest[warp][4 * lane] = v.tops_of_columns();
   __syncthreads();
   const u32 parts = mx ? 4 : 1, chunks = CHUNKS / parts;
   for (u32 k = t; k < parts * TILE; k += TILE_THREADS) {  // a thread makes the scale of a column
@@ -321,32 +402,20 @@ __device__ __forceinline__ void quantize_tile(float (&v)[CHUNK_ROWS][4], Rule ru
   const float4 factor = *(const float4*)&s.factors[q][4 * lane];
   const float by[4] = {factor.x, factor.y, factor.z, factor.w};
   u8* my_stage = staged(stage, 4 * lane, warp);
+  u32 words[2][4];
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    u32 words[2];
+  for (int k = 0; k < 2; ++k) {
+    float x[4][4];
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      words[k] = encode4(v[4 * k][c] * by[c], v[4 * k + 1][c] * by[c], v[4 * k + 2][c] * by[c],
-                         v[4 * k + 3][c] * by[c], rule.fmt);
-    *(uint2*)(my_stage + c * TILE) = make_uint2(words[0], words[1]);
+    for (int i = 0; i < 4; ++i) v.row(4 * k + i, x[i]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      words[k][c] = encode4(x[0][c] * by[c], x[1][c] * by[c], x[2][c] * by[c], x[3][c] * by[c], rule.fmt);
   }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) *(uint2*)(my_stage + c * TILE) = make_uint2(words[0][c], words[1][c]);
   __syncthreads();
   const int r = mx ? lane % 8 / 2 : 0, from = (mx ? lane % 2 : lane % 8) * (2 * CHUNK_ROWS);
   const int wanted = first_strip + r < used ? (int)clamped(place.count[r] - from, 2 * CHUNK_ROWS) : 0;
   write_columns(stage, place.base[r] + from, wanted, first_column, columns, rows, codes);
-}
-
-// Four numbers as they lie in shared memory.
-template <int FROM>
-__device__ __forceinline__ void four_of(const u8* p, float* v) {
-  if (FROM == F32) {
-    const float4 w = *(const float4*)p;
-    v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
-  } else {
-    const uint2 w = *(const uint2*)p;
-    const u32 halves[4] = {w.x & 0xffffu, w.x >> 16, w.y & 0xffffu, w.y >> 16};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v[i] = FROM == BF16 ? bf16_to_float((u16)halves[i]) : f16_to_float((u16)halves[i]);
-  }
 }

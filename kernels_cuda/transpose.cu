@@ -379,7 +379,7 @@ __device__ __forceinline__ void clear_blocks(const Turns& turns, i64 strips, flo
 //   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
 //   column, value by value. TILE_TARGET: E is every column's target, and one pass all there is; that takes 64
 //   registers (permute_transpose with four blocks a multiprocessor 138 us, with three 151).
-extern "C" __global__ void __launch_bounds__(256, TILE_TARGET && !MX ? 4 : 3)
+extern "C" __global__ void __launch_bounds__(256, TILE_TARGET && !MX && FMT == 0 ? 4 : 3)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 blocks, int* taken, u8* out,
                             void* out_scales) {

@@ -29,7 +29,7 @@ from fp8moe.kernels_cuda.quantize import (
 )
 from fp8moe.records import PermutationPlan, QuantTensor
 
-# Blocks of the tile kernel on a multiprocessor: 3, and 4 where a tile's columns share a target (not MXFP8).
+# Blocks of the tile kernel on a multiprocessor: 3, and 4 where a tile's columns share a target (e4m3, not MXFP8).
 RESIDENT = 3
 
 
@@ -54,7 +54,9 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     shared = tile_bytes(1, offsets)
     if whole and fits_in_shared(shared):
         tiles = (threads(count, 4) if mx else count) * threads(columns, TILE)
-        resident = min(tiles, (RESIDENT + (target != "column" and not mx)) * multiprocessors())
+        resident = min(
+            tiles, (RESIDENT + (target != "column" and not mx and q.fmt == "e4m3")) * multiprocessors()
+        )
         taken = tiles_taken(tiles, resident)
         launch(
             "transpose",

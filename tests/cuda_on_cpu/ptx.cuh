@@ -62,6 +62,9 @@ inline u32 larger_halves(u32 a, u32 b) {
 }
 inline u32 larger_magnitudes(u32 a, u32 b) { return larger_halves(larger_halves(0, a), b); }
 inline u16 float_to_bf16(float x);
+inline u32 larger_u16s(u32 a, u32 b) {
+  return std::max(a & 0xffff0000u, b & 0xffff0000u) | std::max(a & 0xffffu, b & 0xffffu);
+}
 inline u32 to_bf16x2(float a, float b) { return float_to_bf16(a) | (u32)float_to_bf16(b) << 16; }
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async16(void* to, const void* from, bool there) {
