@@ -29,7 +29,7 @@ from fp8moe.kernels_cuda.quantize import (
 )
 from fp8moe.records import PermutationPlan, QuantTensor
 
-# Blocks of the tile kernel on a multiprocessor: 3, and 4 where a tile's columns share a target (e4m3, not MXFP8).
+# Blocks of the tile kernel on a multiprocessor; one more for targets of tiles, e5m2 and MXFP8 apart.
 RESIDENT = 3
 
 
