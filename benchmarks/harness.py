@@ -32,6 +32,7 @@ CACHE_BYTES = 50_000_000
 MAX_SETS = 8
 MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take some 2 us
 COPIES = 4  # of 1 GiB: half a millisecond each
+FLUSH_BYTES, FLUSHED = 8_000_000_000, 30  # as DeepGEMM's benchmark has them
 TOPICS = (
     "plan",
     "permute",
@@ -70,8 +71,10 @@ class Case:
 class Result:
     """One line of a results file. ``limit_percent`` is against the copy rate measured in the same run.
 
-    host_us: what a call takes before it returns, the device aside; extra_bytes: device memory that a call
-    takes at its peak beyond its results, extra_percent of their size. All three on CUDA only.
+    single_us: of matrix products, one call behind a write of 8 GB, median of 30: L2 is flushed, and the power
+    cap, which calls in a row reach, is not. host_us: what a call takes before it returns, the device aside;
+    extra_bytes: device memory that a call takes at its peak beyond its results, extra_percent of their size.
+    All four on CUDA only.
     """
 
     topic: str
@@ -82,6 +85,7 @@ class Result:
     limit_us: float | None
     limit_percent: float | None
     tflops: float | None
+    single_us: float | None
     copy_gb_s: float
     nbytes: int
     host_us: float | None
@@ -110,6 +114,9 @@ class Cpu:
             call()
             times.append(time.perf_counter() - start)
         return float(np.median(times))
+
+    def single_seconds(self, call: Callable[[], Any]) -> float | None:
+        return None
 
     def host_seconds(self, call: Callable[[], Any]) -> float | None:
         return None
@@ -156,6 +163,16 @@ class Cuda:
 
             rounds = math.ceil(MEASURED / replayed(1, 3))
             return replayed(rounds, repeats) / len(calls)
+
+    def single_seconds(self, call: Callable[[], Any]) -> float | None:
+        """Median of calls between which other memory is written."""
+        free, _ = self.cupy.cuda.runtime.memGetInfo()
+        other = self.cupy.empty(min(FLUSH_BYTES, free // 4), np.uint8)
+        stream, times = self.cupy.cuda.get_current_stream(), []
+        for _ in range(FLUSHED):
+            other.fill(0)
+            times.append(self._between_events(call, 1, stream))
+        return float(np.median(times))
 
     def host_seconds(self, call: Callable[[], Any]) -> float | None:
         """Median time until a call returns, with an empty queue before it."""
@@ -259,6 +276,7 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
         sets.append(case.prepare(*(machine.upload(a.copy()) for a in case.arrays)))
     single = partial(case.run, *arrays)
     host, memory = machine.host_seconds(single), machine.extra_bytes(single)
+    alone = machine.single_seconds(single) if case.flops else None
     seconds = machine.seconds([partial(case.run, *each) for each in sets], repeats)
     limit = case.nbytes / rate if case.nbytes else None
     return Result(
@@ -270,6 +288,7 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
         limit_us=None if limit is None else limit * 1e6,
         limit_percent=None if limit is None else 100 * limit / seconds,
         tflops=case.flops / seconds / 1e12 if case.flops else None,
+        single_us=None if alone is None else alone * 1e6,
         copy_gb_s=rate / 1e9,
         nbytes=case.nbytes,
         host_us=None if host is None else host * 1e6,
@@ -289,6 +308,11 @@ def line(r: Result) -> str:
     return (
         f"{r.name:34} {r.shape:34} {r.us:10.1f} {number(r.limit_us, 1):>9} "
         f"{number(r.limit_percent, 0):>5} {number(r.tflops, 2):>8} {number(r.host_us, 0):>8} {extra:>7}"
+        + (
+            ""
+            if r.single_us is None or r.tflops is None
+            else f" {r.tflops * r.us / r.single_us:.0f} in one call"
+        )
     )
 
 

@@ -54,6 +54,8 @@ def _times(rows: list[dict[str, Any]]) -> str:
         percent = "" if r["limit_percent"] is None else f"{r['limit_percent']:.0f} %"
         if not percent and r["tflops"] is not None:
             percent = f"{r['tflops']:.0f} TFLOP/s"
+            if r.get("single_us"):
+                percent += f", {r['tflops'] * r['us'] / r['single_us']:.0f} in one call"
         host = "" if r.get("host_us") is None else _time(r["host_us"])
         commit = f" {r['commit']} |" if len(runs) > 1 else ""
         lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} | {host} |{commit}")
