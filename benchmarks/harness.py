@@ -33,6 +33,7 @@ MAX_SETS = 8
 MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take some 2 us
 COPIES = 4  # of 1 GiB: half a millisecond each
 FLUSH_BYTES, FLUSHED = 8_000_000_000, 30  # as DeepGEMM's benchmark has them
+COOLING = 0.2  # seconds before: the clock, once low, is slow to rise (1223 TFLOP/s right behind others, 1404)
 TOPICS = (
     "plan",
     "permute",
@@ -71,10 +72,10 @@ class Case:
 class Result:
     """One line of a results file. ``limit_percent`` is against the copy rate measured in the same run.
 
-    single_us: of matrix products, one call behind a write of 8 GB, median of 30: L2 is flushed, and the power
-    cap, which calls in a row reach, is not. host_us: what a call takes before it returns, the device aside;
-    extra_bytes: device memory that a call takes at its peak beyond its results, extra_percent of their size.
-    All four on CUDA only.
+    single_us: of matrix products, one call behind a write of 8 GB, median of 30, after a pause: L2 is
+    flushed, and the power cap, which calls in a row reach, is not. host_us: what a call takes before it
+    returns, the device aside; extra_bytes: device memory that a call takes at its peak beyond its results,
+    extra_percent of their size. All four on CUDA only.
     """
 
     topic: str
@@ -168,11 +169,18 @@ class Cuda:
         """Median of calls between which other memory is written."""
         free, _ = self.cupy.cuda.runtime.memGetInfo()
         other = self.cupy.empty(min(FLUSH_BYTES, free // 4), np.uint8)
-        stream, times = self.cupy.cuda.get_current_stream(), []
-        for _ in range(FLUSHED):
+        stream = self.cupy.cuda.get_current_stream()
+        pairs = [tuple(self.cupy.cuda.Event() for _ in range(2)) for _ in range(FLUSHED)]
+        stream.synchronize()
+        time.sleep(COOLING)
+        for before, behind in pairs:
             other.fill(0)
-            times.append(self._between_events(call, 1, stream))
-        return float(np.median(times))
+            before.record(stream)
+            call()
+            behind.record(stream)
+        stream.synchronize()
+        elapsed = self.cupy.cuda.get_elapsed_time
+        return float(np.median([elapsed(*pair) for pair in pairs])) / 1e3
 
     def host_seconds(self, call: Callable[[], Any]) -> float | None:
         """Median time until a call returns, with an empty queue before it."""
@@ -276,8 +284,8 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
         sets.append(case.prepare(*(machine.upload(a.copy()) for a in case.arrays)))
     single = partial(case.run, *arrays)
     host, memory = machine.host_seconds(single), machine.extra_bytes(single)
-    alone = machine.single_seconds(single) if case.flops else None
     seconds = machine.seconds([partial(case.run, *each) for each in sets], repeats)
+    alone = machine.single_seconds(single) if case.flops else None
     limit = case.nbytes / rate if case.nbytes else None
     return Result(
         topic=topic,
