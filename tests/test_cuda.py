@@ -519,6 +519,21 @@ def assert_close(pair, bound):
     assert np.linalg.norm(b - a) <= bound * max(np.linalg.norm(a), 1e-30)
 
 
+def wgrad_agrees(turned, offsets, backend):
+    """New and added to, in both dtypes."""
+    rng = np.random.default_rng(25)
+    # the tensor cores sum with some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): 2^-13 of the sum
+    # so far, at each of four additions
+    bound = 2.0**-11 if backend == "wgmma" else 1e-5
+    for dtype, rounding in (("float32", 0.0), ("bfloat16", 2.0**-8)):
+        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        assert_close(new, bound + rounding)
+        into = rng.standard_normal(new[0].shape).astype(new[0].dtype)
+        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
+        assert_close((ours, download(theirs)), bound + rounding)
+
+
 @pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [2000, 1, 700], [4200, 300, 0]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
@@ -541,15 +556,7 @@ def test_grouped_gemm(counts, width, depth, backend):
         assert_close(pair, 2.0**-8)
         assert not pair[1][offsets[-1] :].astype(np.float32).any()
     turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
-    # the tensor cores sum with some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): 2^-13 of the sum
-    # so far, at each of four additions
-    bound = 2.0**-11 if backend == "wgmma" else 1e-5
-    assert_close(both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend), bound)
-    for dtype, rounding in ((np.float32, 0.0), (BF16, 2.0**-8)):
-        into = rng.standard_normal((3, width, depth)).astype(dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
-        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
-        assert_close((ours, download(theirs)), bound + rounding)
+    wgrad_agrees(turned, offsets, backend)
 
 
 @pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
@@ -568,14 +575,7 @@ def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
     for q in (x, dy):  # NaN where no expert has rows
         q.data[:128] = q.data[offsets[-1] :] = 0x7F
     turned = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
-    bound = 2.0**-11 if backend == "wgmma" else 1e-5  # as above
-    for dtype, rounding in (("float32", 0.0), ("bfloat16", 2.0**-8)):
-        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
-        assert_close(new, bound + rounding)
-        into = rng.standard_normal((3, width, depth)).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
-        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
-        assert_close((ours, download(theirs)), bound + rounding)
+    wgrad_agrees(turned, offsets, backend)
 
 
 def test_grouped_gemm_wgrad_takes_any_scales():

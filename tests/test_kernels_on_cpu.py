@@ -252,6 +252,21 @@ def test_weights_into_the_memory_of_the_step_before():
             assert_same(new, cuda_on_cpu.download(q))
 
 
+def wgrad_agrees(turned, offsets, backend):
+    """New and added to, in both dtypes."""
+    for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
+        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        assert relative(*new[::-1]) <= bound
+        assert new[1].dtype.name == dtype
+        into = RNG.standard_normal(new[0].shape).astype(new[0].dtype)
+        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
+            theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
+        assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+
+
 def random_operands(counts, width, depth, fmts):
     offsets = offsets_of(counts)
     rows = (int(offsets[-1]) // 16 + 1) * 16
@@ -281,17 +296,7 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
         assert relative(*pair[::-1]) <= 2.0**-8
         assert not pair[1][offsets[-1] :].astype(np.float32).any()
     turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
-    for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
-        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
-        assert relative(*new[::-1]) <= bound
-        assert new[1].dtype.name == dtype
-        into = RNG.standard_normal((len(counts), width, depth)).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
-        with pytest.MonkeyPatch.context() as patch:
-            cuda_on_cpu.install(patch)
-            arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
-            theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
-        assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+    wgrad_agrees(turned, offsets, backend)
 
 
 @pytest.mark.parametrize(
@@ -307,16 +312,7 @@ def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
     x, _, dy, offsets = random_operands(counts, width, depth, fmts)
     offsets[0] = 128 * (backend == "wgmma")  # rows of no expert in front
     turned = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
-    for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
-        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
-        assert relative(*new[::-1]) <= bound
-        into = RNG.standard_normal((len(counts), width, depth)).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
-        with pytest.MonkeyPatch.context() as patch:
-            cuda_on_cpu.install(patch)
-            arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
-            theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
-        assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+    wgrad_agrees(turned, offsets, backend)
 
 
 def test_wgrad_takes_any_scales():
