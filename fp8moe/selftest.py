@@ -85,6 +85,11 @@ def check_transpose(i: Inputs) -> None:
     oracle = fp8moe.quantize(fp8moe.dequantize(q), block=(128, 1))
     _equal(column.scales, oracle.scales, "scales")
     _equal(column.data, oracle.data, "codes")
+    block = fp8moe.scaling_aware_transpose(q, target="block")
+    scales = np.repeat(np.repeat(block.scales, 128, axis=0), 128, axis=1)[: q.shape[1], :TOKENS]
+    bound = 2.0**-10 * scales  # half of a tile's smallest code
+    apart = np.abs(fp8moe.dequantize(block).astype(np.float64) - fp8moe.dequantize(q).T)
+    _equal(apart <= bound, np.ones_like(apart, bool), "values of blocks")
 
 
 def check_swiglu(i: Inputs) -> None:
@@ -236,7 +241,8 @@ class CudaCheck:
             plan = fp8moe.plan_topk(ids, EXPERTS, align_size=128, num_out_tokens="exact")
             q = fp8moe.quantize(x)
             moved = fp8moe.permute(q, plan).data
-            return fp8moe.permute_transpose(q, plan), fp8moe.scaling_aware_transpose(moved)
+            turned = [fp8moe.permute_transpose(q, plan, target=target) for target in ("column", "block")]
+            return *turned, fp8moe.scaling_aware_transpose(moved)
 
         def messages(x: Any, ids: Any, probs: Any) -> Any:
             results: list[Any] = []

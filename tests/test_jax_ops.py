@@ -45,6 +45,7 @@ OFFSETS = np.array([0, 16, 16, 30, T], np.int32)
 SIZES, ORDER = np.array([5, 0, 20, 15], np.int32), np.array([2, 0, 3, 1], np.int32)
 W = fp8moe.quantize_weights(RNG.standard_normal((E, H, H)).astype(np.float32))
 COLUMNS = fp8moe.scaling_aware_transpose(Q, OFFSETS)
+BLOCKS, ONE_HAS_ALL = fp8moe.scaling_aware_transpose(Q, target="block"), np.array([0, T, T, T, T], np.int32)
 OPERATIONS = {
     "plan_topk": ((IDS, E), {"align_size": 16}),
     "plan_routing_map": ((MASK,), {"align_size": 8, "topk": E}),
@@ -66,12 +67,15 @@ OPERATIONS = {
     "to_layout": ((Q, "gemm_ready"), {}),
     "scaling_aware_transpose": ((Q, OFFSETS), {}),
     "permute_transpose": ((Q, PLAN), {}),
+    "scaling_aware_transpose to blocks": ((Q,), {"target": "block"}),
+    "permute_transpose to blocks": ((Q, fp8moe.plan_topk(IDS, E, align_size=128)), {"target": "block"}),
     "swiglu": ((X,), {"clamp": 1.5}),
     "swiglu_backward": ((X[:, :128].copy(), X), {}),
     "swiglu_quantize": ((X,), {"columnwise": True, "expert_offsets": OFFSETS}),
     "swiglu_quantize_backward": ((X[:, :128].copy(), X), {}),
     "grouped_gemm": ((Q, W.rowwise, OFFSETS), {}),
     "grouped_gemm_wgrad": ((COLUMNS, COLUMNS, OFFSETS), {}),
+    "grouped_gemm_wgrad of blocks": ((BLOCKS, BLOCKS, ONE_HAS_ALL), {}),
 }
 
 
