@@ -36,7 +36,7 @@ _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _K
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "expert_parallel": [(*c, f"PEERS={n}") for c in _CONVERSIONS if "MX=0" in c for n in (8, 1)],
     "grouped_gemm_wgmma": [
-        (f"A_FMT={a}", f"B_FMT={b}", f"TURNED={turned}") for a in (0, 1) for b in (0, 1) for turned in (0, 1)
+        (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
     "quantize": _CONVERSIONS,
     "swiglu": [(*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)],

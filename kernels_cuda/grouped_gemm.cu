@@ -44,12 +44,12 @@ extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i6
 }
 
 // out[e, n, k] (+)= sum over e's rows m of dy[m, n] * x[m, k]. Column-wise codes [N, rows] and [K, rows] with
-// scales [block, N] and [block, K], or (turned) [N / 128, blocks] and [K / 128, blocks]; or plain arrays.
+// scales [block, N] and [block, K], or (by_blocks) [N / 128, blocks] and [K / 128, blocks]; or plain arrays.
 // Grid (E * N, K / 128).
 extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_scales, i64 dy_fmt,
                                               const void* x, const float* x_scales, i64 x_fmt,
                                               const int* offsets, i64 rows, i64 width, i64 depth,
-                                              i64 quantized, i64 turned, i64 kind, i64 accumulate,
+                                              i64 quantized, i64 by_blocks, i64 kind, i64 accumulate,
                                               i64 out_kind, void* out) {
   after_earlier();
   const i64 e = blockIdx.x / width, n = blockIdx.x % width;
@@ -72,7 +72,7 @@ extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_sc
       else
         part += load(dy, r * width + n, (int)kind) * load(x, r * depth + k, (int)kind);
     }
-    if (turned) {
+    if (by_blocks) {
       const i64 blocks = (rows + 127) / 128;
       part = part * dy_scales[n / 128 * blocks + m / 128] * x_scales[k / 128 * blocks + m / 128];
     } else if (quantized) {

@@ -89,8 +89,8 @@ def grouped_gemm_wgrad(
         return
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
-    turned = quantized and dy.block == (128, 128)
-    rows = dy.shape[1 if turned else 0]
+    blocks = quantized and dy.block == (128, 128)  # of the transposes
+    rows = dy.shape[1 if blocks else 0]
     multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
     if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, multiples):
         _launch_tiles(
@@ -110,7 +110,7 @@ def grouped_gemm_wgrad(
             accumulate,
             KINDS[out.dtype],
             out,
-            turned=turned,
+            blocks=blocks,
         )
         return
     launch(
@@ -125,7 +125,7 @@ def grouped_gemm_wgrad(
         width,
         depth,
         quantized,
-        turned,
+        blocks,
         0 if quantized else KINDS[dy.dtype],
         accumulate,
         KINDS[out.dtype],
@@ -175,7 +175,7 @@ def _by_wgmma(
 
 
 def _launch_tiles(
-    kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: Any, turned: bool = False
+    kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: Any, blocks: bool = False
 ) -> None:
     launch(
         "grouped_gemm_wgmma",
@@ -186,6 +186,6 @@ def _launch_tiles(
         b.data,
         *arguments,
         shared=SHARED_BYTES + expert_offsets.size * 8,
-        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"TURNED={int(turned)}"),
+        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"BLOCKS={int(blocks)}"),
         boxes=BOXES,
     )

@@ -16,7 +16,7 @@
 #ifndef A_FMT
 #define A_FMT 0   // of x, or of dy
 #define B_FMT 0   // of w, or of x
-#define TURNED 0  // 1: only wgrad, of operands with one scale for 128 x 128 codes
+#define BLOCKS 0  // 1: only wgrad, of operands with one scale for 128 x 128 codes
 #endif
 #ifndef CLUSTER
 #define CLUSTER 2
@@ -332,7 +332,7 @@ __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2
   if (lane < ARRIVING) barrier_arrive_here(s.made);
 }
 
-#if !TURNED
+#if !BLOCKS
 // What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
 //   x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes [experts *
 //   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width].
@@ -468,7 +468,7 @@ __device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a
 
 // What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
 //   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
-//   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth]. TURNED:
+//   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth]. BLOCKS:
 //   dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise, and experts begin at multiples of
 //   128 rows. Those of columns take two instructions a sum, and loads beside the products; these one, and
 //   made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
@@ -502,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     steps = s.first[e + 1] - s.first[e];
   };
   if (group == 2) {
-    fewer_registers<TURNED ? 56 : 24>();
+    fewer_registers<BLOCKS ? 56 : 24>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
       if (lane == 0) {
@@ -522,21 +522,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
         const float* x_from = x_scales + s.first[e] * depth + column;
-        if (TURNED) {  // lane 0: of dy; 1 and 2: of x
+        if (BLOCKS) {  // lane 0: of dy; 1 and 2: of x
           const int block = min(first_column / 128 + (int)lane, blocks_of_128((int)depth)) - 1;
           from = lane == 0 ? dy_scales + first_row / 128 * (i64)blocks_of_128((int)rows)
                            : x_scales + block * (i64)blocks_of_128((int)rows);
           from += s.offsets[e] / 128;
         }
-        for (int k = 0; k < steps; ++k, turn.next(), from += TURNED ? 1 : width, x_from += depth) {
-          float* to = s.scales + turn.stage * STAGE_SCALES + (TURNED ? 1 : 4) * lane;
+        for (int k = 0; k < steps; ++k, turn.next(), from += BLOCKS ? 1 : width, x_from += depth) {
+          float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
           if (s.offsets[e] % 16) {
             copy_codes(s.codes + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
                        s.offsets[e] + k * STEP, rows);
             if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
           }
-          if (TURNED) {
+          if (BLOCKS) {
             if (lane < 3) copy_async4(to, from, true);
           } else {
             copy_async16(to, from, row < width);
@@ -561,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       }
     }
   } else {
-    more_registers<TURNED ? 224 : 240>();
+    more_registers<BLOCKS ? 224 : 240>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
     float sums[2][64];
     float2 columns[16];  // their scales, read with the upper half and kept for the lower
@@ -599,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
-      if (TURNED)
+      if (BLOCKS)
         multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
       else
         multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);

@@ -219,8 +219,8 @@ template <int SIZE, bool MXFP8>
 __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last, const u8* x, u32 row_bytes) {
   const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
   const u32 step = TILE_THREADS / vectors, first = t / vectors;
-  const int4 bases = *(const int4*)place.base,
-             counts = *(const int4*)place.count;  // behind a copy: read again
+  // once: behind every copy they would be read again
+  const int4 bases = *(const int4*)place.base, counts = *(const int4*)place.count;
   const int base[4] = {bases.x, bases.y, bases.z, bases.w}, end = (int)last;
   const int count[4] = {counts.x, counts.y, counts.z, counts.w};
   in += t * 16;
