@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_expert_parallel import messages
 from test_grouped_gemm import wgrad_takes_any_scales
 from test_moe import layer_inputs
-from test_swiglu import unquantised
+from test_swiglu import tiny_values_under_large_probabilities, unquantised
 from test_transpose import (
     check,
     error_inputs,
@@ -512,6 +512,10 @@ def test_swiglu_of_nan_and_far_values():
     h[1, :3], h[1, 128:131] = [-1e4, 1e4, np.inf], 1
     ours, theirs = both(fp8moe.swiglu_quantize, h)
     assert_same(ours, theirs)
+
+
+def test_swiglu_of_tiny_values_under_large_probabilities():
+    tiny_values_under_large_probabilities(both)
 
 
 def assert_close(pair, bound):

@@ -12,7 +12,7 @@ import pytest
 from cases import BF16, assert_nearly_same, assert_same, same_bits, values
 from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
-from test_swiglu import unquantised
+from test_swiglu import tiny_values_under_large_probabilities, unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
@@ -189,6 +189,10 @@ def test_swiglu_rows_of_several_blocks(width, block):
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_swiglu_unquantised(dtype, width, activation, with_probs):
     unquantised(both, dtype, 9, width, activation, with_probs)
+
+
+def test_swiglu_of_tiny_values_under_large_probabilities():
+    tiny_values_under_large_probabilities(both)
 
 
 def test_which_swiglu_goes_by_vectors(monkeypatch):

@@ -174,6 +174,21 @@ def test_gradients_that_overflow_are_infinite():
     assert np.isposinf(fp8moe.swiglu_quantize_backward(grad, h, probs).dprobs).all()
 
 
+def tiny_values_under_large_probabilities(both):
+    """Where a quantising factor times the probability is no float any more, the values, zeros among them, are
+    what they are all the same."""
+    h, grad = np.zeros((3, 256), BF16), np.zeros((3, 128), BF16)
+    h[:, :5], h[:, 128:133], grad[:, :5] = 1e-20, [1e-17, 3e-18, 0, -1e-17, 1e-30], 1e-18
+    probs = np.array([4, 16, 1e3], np.float32)
+    rows = both(fp8moe.swiglu_quantize, h, probs)
+    grads = both(fp8moe.swiglu_quantize_backward, grad, h, probs)
+    for ours, theirs in (rows, [g.dh for g in grads]):
+        assert same_bits(ours.scales, theirs.scales)
+        assert (ours.data != 0).any()
+        # a sigmoid within 2^-20 of itself may take a code to the other side
+        assert (np.abs(ours.data.astype(int) - theirs.data) <= 1).all()
+
+
 def unquantised(both, dtype, rows, width, activation, with_probs):
     """A backend's values and gradients in 16 bits, `both` giving the reference's and them, of NaN, infinities
     and far values too. Its sigmoid may be 2^-20 off, and some rounding errors of float32 come with it."""
