@@ -9,8 +9,8 @@ import numpy as np
 import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, routing, tall
 
+TO = {"column": "", "block": " to blocks"}  # by target
 # rows, columns, groups: the FP8-Flow-MoE paper's, and DeepSeek-V3's permuted rows
-TO = {"column": "", "block": " to blocks"}
 SHAPES = [(6464, 7168, 8), (29_024, 1280, 16), (12_496, 5120, 20), (48_128, 7168, 256)]
 
 
@@ -52,11 +52,10 @@ def one_shape(
 
 def back(t: Any, rows: int) -> np.ndarray:
     """What the first rows stand for."""
-    strips = -(-rows // (128 if t.block == (128, 128) else t.block[0]))
-    scales = host(t.scales[:, :strips] if t.block == (128, 128) else t.scales[:strips])
-    part = fp8moe.QuantTensor(host(t.data[:, :rows]).copy(), scales.copy(), t.fmt, t.block)
-    values = fp8moe.dequantize(part)
-    return values.T if t.block == (128, 128) else values
+    strips = -(-rows // t.block[0])
+    scales = host(t.scales[:strips] if t.columnwise else t.scales[:, :strips]).copy()
+    values = fp8moe.dequantize(fp8moe.QuantTensor(host(t.data[:, :rows]).copy(), scales, t.fmt, t.block))
+    return values if t.columnwise else values.T
 
 
 def permuted(tokens: int, experts: int, columns: int, topk: int, target: str) -> Case:

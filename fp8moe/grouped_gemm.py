@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8moe import border, checks
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArraySpec, QuantTensor
+from fp8moe.records import ArraySpec, QuantTensor, in_blocks
 
 BACKENDS = (None, "wgmma", "cublas", "plain")
 
@@ -93,18 +93,22 @@ def grouped_gemm_wgrad(
     call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args
     checks.choice("backend", backend, BACKENDS)
-    turned = isinstance(a.dy, QuantTensor) and a.dy.block == (128, 128)
     if isinstance(a.dy, QuantTensor):
         checks.quant_tensor("dy", a.dy, ((128, 1), (128, 128)))
         checks.quant_tensor("x", a.x, (a.dy.block,))
     else:
         checks.dtype("dy", a.dy, checks.FLOATS)
         checks.dtype("x", a.x, (a.dy.dtype,))
-    rows, width = (1, 0) if turned else (0, 1)
-    checks.shape("dy", a.dy, ("N", "P") if turned else ("P", "N"))
-    checks.shape("x", a.x, ("K", a.dy.shape[rows]) if turned else (a.dy.shape[rows], "K"))
+    if in_blocks(a.dy):
+        checks.shape("dy", a.dy, ("N", "P"))
+        checks.shape("x", a.x, ("K", a.dy.shape[1]))
+        width, depth = a.dy.shape[0], a.x.shape[0]
+    else:
+        checks.shape("dy", a.dy, ("P", "N"))
+        checks.shape("x", a.x, (a.dy.shape[0], "K"))
+        width, depth = a.dy.shape[1], a.x.shape[1]
     checks.offsets("expert_offsets", a.expert_offsets)
-    shape = (a.expert_offsets.shape[0] - 1, a.dy.shape[width], a.x.shape[width])
+    shape = (a.expert_offsets.shape[0] - 1, width, depth)
     if a.out is None:
         checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
         result = call.empty(ArraySpec(shape, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))

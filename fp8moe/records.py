@@ -122,6 +122,12 @@ class QuantTensor(Record):
         return (*shape[:-1], shape[-1] * 2) if self.fmt == "e2m1" else shape
 
 
+def in_blocks(q: Any) -> bool:
+    """Whether a product's operand is a QuantTensor of (128, 128) blocks. A weight gradient's is transposed
+    then, and `shape` is that of the transpose."""
+    return isinstance(q, QuantTensor) and q.block == (128, 128)
+
+
 @dataclass(frozen=True)
 class Quantized(Record):
     """Both orientations of one tensor: ``rowwise`` and the transposed ``columnwise`` one."""

@@ -90,6 +90,7 @@ def transpose_spec(
 
 
 def transposed_block(block: Block, target: str) -> tuple[int, int]:
+    """The result's block, for the row-wise ``block`` of what is transposed."""
     return (128, 128) if target == "block" else COLUMN_BLOCK[block]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.launch import copy_to_host, current_stream, fill_bytes, scratch
 from fp8moe.kernels_cuda.quantize import dequantize
-from fp8moe.records import QuantTensor
+from fp8moe.records import QuantTensor, in_blocks
 
 TYPES = {BFLOAT16: 14, np.dtype(np.float16): 2, np.dtype(np.float32): 0}  # cudaDataType
 COMPUTE_32F, DEFAULT_ALGORITHM = 68, -1
@@ -51,7 +51,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
 
 
 def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
-    turned = isinstance(dy, QuantTensor) and dy.block == (128, 128)
+    turned = in_blocks(dy)
     dy, x = _plain(dy, expert_offsets), _plain(x, expert_offsets)
     if not accumulate:
         fill_bytes(out, 0)

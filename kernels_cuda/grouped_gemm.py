@@ -19,7 +19,7 @@ from fp8moe.kernels_cuda.launch import (
     multiprocessors,
     threads,
 )
-from fp8moe.records import QuantTensor
+from fp8moe.records import QuantTensor, in_blocks
 
 # As in grouped_gemm_wgmma.cu.
 TILE_COLUMNS = 256
@@ -89,7 +89,7 @@ def grouped_gemm_wgrad(
         return
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
-    blocks = quantized and dy.block == (128, 128)  # of the transposes
+    blocks = in_blocks(dy)
     rows = dy.shape[1 if blocks else 0]
     multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
     if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, multiples):

@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     __syncthreads();  // this tile is here
     typename ChunkOf<KIND>::Type v;
 #pragma unroll
-    for (int r = 0; r < CHUNK_ROWS; ++r) ChunkOf<KIND>::load(v, r, mine + r * (TILE * size));
+    for (int r = 0; r < CHUNK_ROWS; ++r) v.load(r, mine + r * (TILE * size));
     __syncthreads();  // it is in registers; the one before it has been written
     fetch(turn + 1);
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,

@@ -145,15 +145,16 @@ def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: i
     return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0 and fits_in_shared(shared)
 
 
-def tiles_down(columnwise: QuantTensor, rest: int = 0) -> int:
-    """Rows of tiles. ``rest``: two strips more than are kept, for rows that no expert has."""
-    strips = columnwise.scales.shape[0] + rest
-    return threads(strips, 4) if is_mx(columnwise.block) else strips
+def tiles_down(strips: int, *, mx: bool) -> int:
+    """Rows of tiles."""
+    return threads(strips, 4) if mx else strips
 
 
 def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[int, Any]:
     """As many blocks as fit at once, to take all tiles in turn, and what they need for that."""
-    tiles = tiles_down(columnwise, 0 if offsets is None else 2) * threads(columns, TILE)
+    rest = 0 if offsets is None else 2  # strips more than are kept, for rows that no expert has
+    strips = columnwise.scales.shape[0] + rest
+    tiles = tiles_down(strips, mx=is_mx(columnwise.block)) * threads(columns, TILE)
     blocks = min(tiles, multiprocessors() * RESIDENT)
     return blocks, tiles_taken(tiles, blocks)
 

@@ -260,6 +260,7 @@ __device__ __forceinline__ void four_of(const u8* p, float* v) {
 // lane's part of a row, as an integer with the same order, of which float_bits makes the bits of a float.
 struct FloatChunk {
   float v[CHUNK_ROWS][4];
+  __device__ __forceinline__ void load(int i, const u8* p) { four_of<F32>(p, v[i]); }
   __device__ __forceinline__ void row(int i, float (&x)[4]) const {
 #pragma unroll
     for (int c = 0; c < 4; ++c) x[c] = v[i][c];
@@ -283,6 +284,7 @@ struct FloatChunk {
 template <int FROM>
 struct PairChunk {
   uint2 v[CHUNK_ROWS];
+  __device__ __forceinline__ void load(int i, const u8* p) { v[i] = *(const uint2*)p; }
   __device__ __forceinline__ void row(int i, float (&x)[4]) const { four_of<FROM>((const u8*)&v[i], x); }
   __device__ __forceinline__ uint2 sizes(int i) const {
     return make_uint2(v[i].x & 0x7fff7fffu, v[i].y & 0x7fff7fffu);
@@ -311,14 +313,10 @@ struct PairChunk {
 template <int FROM>
 struct ChunkOf {
   typedef PairChunk<FROM> Type;
-  static __device__ __forceinline__ void load(PairChunk<FROM>& v, int i, const u8* p) {
-    v.v[i] = *(const uint2*)p;
-  }
 };
 template <>
 struct ChunkOf<F32> {
   typedef FloatChunk Type;
-  static __device__ __forceinline__ void load(FloatChunk& v, int i, const u8* p) { four_of<F32>(p, v.v[i]); }
 };
 
 // A tile that is quantised both ways from one read. v: this warp's chunk. Row-wise blocks go to row_codes

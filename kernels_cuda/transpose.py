@@ -24,6 +24,7 @@ from fp8moe.kernels_cuda.quantize import (
     fits_in_shared,
     make_strips,
     tile_bytes,
+    tiles_down,
     tiles_taken,
     with_experts,
 )
@@ -53,10 +54,9 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
     shared = tile_bytes(1, offsets)
     if whole and fits_in_shared(shared):
-        tiles = (threads(count, 4) if mx else count) * threads(columns, TILE)
-        resident = min(
-            tiles, (RESIDENT + (target != "column" and not mx and q.fmt == "e4m3")) * multiprocessors()
-        )
+        tiles = tiles_down(count, mx=mx) * threads(columns, TILE)
+        more = target != "column" and not mx and q.fmt == "e4m3"
+        resident = min(tiles, (RESIDENT + more) * multiprocessors())
         taken = tiles_taken(tiles, resident)
         launch(
             "transpose",

@@ -523,6 +523,12 @@ def assert_close(pair, bound):
     assert np.linalg.norm(b - a) <= bound * max(np.linalg.norm(a), 1e-30)
 
 
+def skip_where_not(backend):
+    cupy = pytest.importorskip("cupy")
+    if backend == "wgmma" and cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs compute capability 9.0")
+
+
 def wgrad_agrees(turned, offsets, backend):
     """New and added to, in both dtypes."""
     rng = np.random.default_rng(25)
@@ -542,9 +548,7 @@ def wgrad_agrees(turned, offsets, backend):
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [2000, 1, 700], [4200, 300, 0]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
 def test_grouped_gemm(counts, width, depth, backend):
-    cupy = pytest.importorskip("cupy")
-    if backend == "wgmma" and cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
+    skip_where_not(backend)
     rng = np.random.default_rng(4)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     rows = (int(offsets[-1]) // 16 + 1) * 16
@@ -567,9 +571,7 @@ def test_grouped_gemm(counts, width, depth, backend):
 @pytest.mark.parametrize("counts", [[128, 0, 256], [0, 0, 0], [2048, 128, 640], [4224, 384, 0]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
 def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
-    cupy = pytest.importorskip("cupy")
-    if backend == "wgmma" and cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
+    skip_where_not(backend)
     rng = np.random.default_rng(24)
     offsets = (128 + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
     x, dy = (
@@ -583,9 +585,7 @@ def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
 
 
 def test_grouped_gemm_wgrad_takes_any_scales():
-    cupy = pytest.importorskip("cupy")
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs compute capability 9.0")
+    skip_where_not("wgmma")
     rng = np.random.default_rng(14)
     offsets = np.array([0, 5, 135, 136, 1000], np.int32)
     q = [fp8moe.quantize(rng.standard_normal((1008, n)).astype(np.float32)) for n in (520, 1280)]
