@@ -175,8 +175,16 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
   }
 }
 
-// y = a * sigmoid(alpha a) * b * prob, zeros behind *last: put(y, z, at, whole) gets sixteen values of a
-// lane, of the result's vectors `at` and lanes_of(MX) behind, if `whole`.
+template <int TO>
+__device__ __forceinline__ void store_products(void* to, i64 vector, const float* v, float by) {
+  float products[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) products[i] = v[i] * by;
+  store_eight<TO>(to, vector, products);
+}
+
+// y = a * sigmoid(alpha a) * b, zeros behind *last: put(y, z, prob, at, whole) gets sixteen values of a lane,
+// of the result's vectors `at` and lanes_of(MX) behind, if `whole`, and the row's probability.
 template <class Put>
 __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i64 probs_kind,
                                              const int* last, Activation act, i64 rows, u32 vectors,
@@ -186,7 +194,7 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
   const i64 at = vector_of(first, lane, MX);
   const bool whole = at + lanes < rows * vectors;
   const i64 row = at <= 0xffffffffll ? (u32)at / vectors : at / vectors;
-  float y[2][8];
+  float y[2][8], prob = 1.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
   if (whole && (!last || row < *last)) {
@@ -197,7 +205,7 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
       a[u] = load_eight<KIND>(h, from + u * lanes);
       b[u] = load_eight<KIND>(h, from + u * lanes + vectors);
     }
-    const float prob = probs ? load(probs, row, (int)probs_kind) : 1.f;
+    if (probs) prob = load(probs, row, (int)probs_kind);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       Gates g;
@@ -205,10 +213,10 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
       floats<KIND>(b[u], g.b);
       gates(g, act);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i] * prob;
+      for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
     }
   }
-  put(y[0], y[1], at, whole);
+  put(y[0], y[1], prob, at, whole);
 }
 
 // What: y, quantised by blocks of 128 (mx: 32) of a row; zeros behind *last.
@@ -222,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(256)
   after_earlier();
   const Rule rule = {FMT, 1, MX, 0.f};
   forward_rows(h, probs, probs_kind, last, {clamp, alpha, offset}, rows, (u32)vectors,
-               [&](const float* y, const float* z, i64 at, bool whole) {
-                 write_block(y, z, rule, at, whole, codes, scales);
+               [&](float* y, float* z, float prob, i64 at, bool whole) {
+                 write_products(y, z, prob, rule, at, whole, codes, scales);
                });
 }
 
@@ -233,16 +241,17 @@ extern "C" __global__ void __launch_bounds__(256)
                 i64 rows, i64 vectors, void* y) {
   after_earlier();
   forward_rows(h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, (u32)vectors,
-               [&](const float* v, const float* w, i64 at, bool whole) {
+               [&](const float* v, const float* w, float prob, i64 at, bool whole) {
                  if (!whole) return;
-                 store_eight<KIND>(y, at, v);
-                 store_eight<KIND>(y, at + lanes_of(MX), w);
+                 store_products<KIND>(y, at, v, prob);
+                 store_products<KIND>(y, at + lanes_of(MX), w, prob);
                });
 }
 
-// A warp's row of dh = (da | db) and dprobs, zeros behind *last: put(x, y, at, whole) gets sixteen values of
-// a lane, of dh's vectors `at` and lanes_of(MX) behind, if `whole`. The sum for dprobs is float64 over groups
-// of eight products, in a fixed order.
+// A warp's row of dh = (da | db) and dprobs, zeros behind *last: put(x, y, prob, at, whole) gets sixteen
+// values of a lane that are yet to be multiplied by the row's probability, of dh's vectors `at` and
+// lanes_of(MX) behind, if `whole`. The sum for dprobs is float64 over groups of eight products, in a fixed
+// order.
 template <class Put>
 __device__ __forceinline__ void backward_rows(const void* grad, const void* h, const void* probs,
                                               i64 probs_kind, const int* last, Activation act, i64 rows,
@@ -277,10 +286,10 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
         gates(g, act);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float gate = g.a[i] * g.s[i], scaled = grads[i] * prob;
-          part += grads[i] * gate * g.b[i];
-          da[u][i] = scaled * g.b[i] * (g.s[i] + (BARE ? gate : act.alpha * gate) * (1.f - g.s[i]));
-          db[u][i] = scaled * gate;
+          const float gate = g.a[i] * g.s[i], of_gate = grads[i] * g.b[i];
+          part = __fmaf_rn(of_gate, gate, part);
+          da[u][i] = of_gate * __fmaf_rn(BARE ? gate : act.alpha * gate, 1.f - g.s[i], g.s[i]);
+          db[u][i] = grads[i] * gate;
           if (!BARE && !(g.free >> i & 1u)) da[u][i] = 0.f;
           if (!BARE && !(g.free >> (8 + i) & 1u)) db[u][i] = 0.f;
         }
@@ -289,7 +298,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
     }
     if (first + 64 >= vectors) let_later_begin();
 #pragma unroll
-    for (int u = 0; u < 2; ++u) put(u ? db[0] : da[0], u ? db[1] : da[1], half + u * vectors, whole);
+    for (int u = 0; u < 2; ++u) put(u ? db[0] : da[0], u ? db[1] : da[1], prob, half + u * vectors, whole);
   }
   if (!dprobs) return;
   for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
@@ -307,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
   after_earlier();
   const Rule rule = {FMT, 1, MX, 0.f};
   backward_rows(grad, h, probs, probs_kind, last, {clamp, alpha, offset}, rows, vectors, dprobs,
-                [&](const float* x, const float* y, i64 at, bool whole) {
-                  write_block(x, y, rule, at, whole, codes, scales);
+                [&](float* x, float* y, float prob, i64 at, bool whole) {
+                  write_products(x, y, prob, rule, at, whole, codes, scales);
                 });
 }
 
@@ -318,10 +327,10 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
                          float alpha, float offset, i64 rows, i64 vectors, void* dh, float* dprobs) {
   after_earlier();
   backward_rows(grad, h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, vectors, dprobs,
-                [&](const float* x, const float* y, i64 at, bool whole) {
+                [&](const float* x, const float* y, float prob, i64 at, bool whole) {
                   if (!whole) return;
-                  store_eight<KIND>(dh, at, x);
-                  store_eight<KIND>(dh, at + lanes_of(MX), y);
+                  store_products<KIND>(dh, at, x, prob);
+                  store_products<KIND>(dh, at + lanes_of(MX), y, prob);
                 });
 }
 

@@ -43,14 +43,14 @@ __device__ __forceinline__ bool ends_line(const T* p) {
 }
 
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
-// launch of 3 us), by 256 threads of it. With `used` the rows behind the last expert, and before the first,
-// come after all others, as if they were two more; *used, in shared memory, is where their strips begin.
+// launch of 3 us), by 256 threads of it. The rows behind the last expert, and before the first, come after
+// all others, as if they were two more; *used, in shared memory, is where their strips begin.
 __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i64 rows, int height,
-                                              int* table, int* used = 0) {
+                                              int* table, int* used) {
   __shared__ int sums[8];
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const int ranges = offsets ? (int)experts + (used ? 2 : 0) : 0;
-  if (used && t == 0) *used = 0x7fffffff;
+  const int ranges = offsets ? (int)experts + 2 : 0;
+  if (t == 0) *used = 0x7fffffff;
   int before = 0;  // strips of the experts of earlier rounds
   for (int e0 = 0; e0 < ranges; e0 += 256) {
     const int e = t < 256 ? e0 + t : ranges;
@@ -72,7 +72,7 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
       table[e] = before + total - mine;
       table[ranges + e] = lo;
       table[2 * ranges + e] = max(lo, hi);
-      if (used && e == experts) *used = before + total - mine;
+      if (e == experts) *used = before + total - mine;
     }
     for (int w = 0; w < 8; ++w) before += sums[w];
     __syncthreads();

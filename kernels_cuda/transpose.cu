@@ -21,6 +21,9 @@
 // within SPREAD powers of two, and so are the rows' factors, normal halves.
 #define EMAX (FMT == 0 ? 8 : 15)
 #define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
+// Blocks on a multiprocessor that there are registers for: as many as need no more than that. One pass and
+// rows from L2 want many (permute_transpose to blocks 143 us with ten, 146 with eight, 156 with six).
+#define RESIDENT (TILE_TARGET && !MX ? FMT == 1 ? 4 : __CUDA_ARCH__ == 900 ? 9 : 8 : 5)
 #define RAISED (FMT == 0 ? 7 : 0)
 #define SPREAD (FMT == 0 ? 21 : 8)
 
@@ -61,16 +64,16 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
   return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
 }
 
-// A lane's part of a tile: eight successive rows of 8 columns. The 16 lanes of all 128 rows make half a piece
-// of 16 columns, a warp one piece.
+// A lane's part of a piece of a tile, 128 rows by 16 columns, that a warp makes: eight successive rows of 8
+// columns, so that 16 lanes have all rows of a column.
 //
 // A tile lies as rows of 128 bytes, piece c of 16 bytes of row r at c ^ r % 8. In step k a lane reads row
 // k ^ twist of its rows: half a warp meets no bank more than twice.
 struct Lane {
   u32 column, first_row;  // of the tile
   u32 twist;
-  __device__ __forceinline__ Lane()
-      : column(threadIdx.x / 32 * 16 + threadIdx.x % 2 * 8),
+  __device__ __forceinline__ Lane(u32 piece)
+      : column(piece * 16 + threadIdx.x % 2 * 8),
         first_row(threadIdx.x % 32 / 2 * 8),
         twist(threadIdx.x / 2 % 4) {}
   __device__ __forceinline__ u32 row(u32 step) const { return step ^ twist; }  // of its eight
@@ -78,6 +81,20 @@ struct Lane {
     return (first_row * TILE + column) ^ row * (TILE + 16);
   }
 };
+
+struct Tile {                     // where it lies
+  int base[PARTS], count[PARTS];  // of its strips: the first row, and how many
+  int row, column;                // in tiles
+};
+
+// One of a tile's, by its strip.
+__device__ __forceinline__ int of_strip(const int (&all)[PARTS], u32 q) {
+  int it = all[0];
+#pragma unroll
+  for (u32 p = 1; p < PARTS; ++p)
+    if (q == p) it = all[p];
+  return it;
+}
 
 struct Results {
   i64 rows, columns, strips;
@@ -227,24 +244,25 @@ __device__ __forceinline__ void write_lane(const Lane& mine, const u32 (&values)
   }
 }
 
-// A warp's part of a tile. exponents: [PARTS][TILE].
-__device__ __forceinline__ void transpose_tile(const Place& place, const u8* codes, const int* exponents,
-                                               Spread spread, const Results& to) {
+// A piece of a tile, by a warp. exponents: [PARTS][TILE].
+__device__ __forceinline__ void transpose_piece(const Tile& place, u32 piece, const u8* codes,
+                                                const int* exponents, Spread spread, const Results& to) {
   const int fmt = FMT, mx = MX;
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Lane mine;
-  const u32 part = mx ? warp / 2 : 0;  // block of a row that this warp's columns belong to
-  const u32 q = mx ? lane / 8 : 0;     // strip of this lane's rows
+  const u32 lane = threadIdx.x % 32;
+  const Lane mine(piece);
+  const u32 part = mx ? piece / 2 : 0;  // block of a row that these columns belong to
+  const u32 q = mx ? lane / 8 : 0;      // strip of this lane's rows
   const int* row_exponents = exponents + part * TILE + mine.first_row;
   // rows from the lane's first on. (NVRTC 13.0 takes "clamped to 8, is it 8?" for one instruction, VIMNMX
   // with a predicate, and that says no: all codes went byte by byte.)
-  const int left = place.count[q] - (int)(mine.first_row - q * 32);
+  const int left = of_strip(place.count, q) - (int)(mine.first_row - q * 32);
   const i64 first_column = (i64)place.column * TILE + mine.column;
   if (first_column >= to.columns) return;
-  const i64 strip = (i64)place.row * PARTS + q, base = place.base[q] + (int)(mine.first_row - q * 32);
-  const bool some_rows = place.count[q] > 0, keeps_scales = strip < to.strips;
-  u8* out = to.codes + first_column * to.rows + base;
-  const bool whole = (((size_t)to.codes | to.rows | base) & 7) == 0;
+  const i64 strip = (i64)place.row * PARTS + q;
+  const int first = of_strip(place.base, q) + (int)(mine.first_row - q * 32);
+  const bool some_rows = of_strip(place.count, q) > 0, keeps_scales = strip < to.strips;
+  u8* out = to.codes + first_column * to.rows + first;
+  const bool whole = (((size_t)to.codes | to.rows | first) & 7) == 0;
   Rows filled = {};
   if ((TILE_TARGET && mx) || (!TILE_TARGET && spread.high - spread.low > SPREAD)) {
     filled = filled_rows(codes, part);
@@ -283,8 +301,8 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
       write_lane(mine, seen, left, whole, out, to.rows);
       const float scale = some_rows ? power_of_two(target) : 0.f;
       if (!to.blocks && keeps_scales && lane < 16)
-        ((float*)to.scales)[strip * to.columns + place.column * TILE + warp * 16 + lane] = scale;
-      if (to.blocks && some_rows && threadIdx.x == 0)
+        ((float*)to.scales)[strip * to.columns + place.column * TILE + piece * 16 + lane] = scale;
+      if (to.blocks && some_rows && piece == 0 && lane == 0)
         ((float*)to.scales)[place.column * to.strips + place.base[0] / TILE] = scale;
       return;
     }
@@ -354,14 +372,48 @@ __device__ __forceinline__ void transpose_tile(const Place& place, const u8* cod
              keeps_scales ? strip * to.columns + first_column : -1, some_rows, to.scales);
 }
 
-// The scales of blocks that no expert has.
-__device__ __forceinline__ void clear_blocks(const Turns& turns, i64 strips, float* scales) {
-  const Strips& s = turns.strips;
-  if (!s.offsets) return;
-  const i64 first = clamped(s.offsets[0], s.rows), end = clamped(s.offsets[s.ranges], s.rows);
-  for (u32 c = blockIdx.x; c < turns.across; c += gridDim.x)
-    for (i64 b = threadIdx.x; b < strips; b += blockDim.x)
-      if (b * TILE < first || b * TILE >= end) scales[c * strips + b] = 0.f;
+// The scales of a column of blocks that no expert has, by the whole block.
+__device__ __forceinline__ void clear_blocks(const int* offsets, i64 experts, i64 rows, i64 strips,
+                                             float* scales) {
+  if (!offsets) return;
+  const i64 first = clamped(offsets[0], rows), end = clamped(offsets[experts], rows);
+  for (i64 b = threadIdx.x; b < strips; b += blockDim.x)
+    if (b * TILE < first || b * TILE >= end) scales[b] = 0.f;
+}
+
+// By a whole warp: where a tile's strips lie, from `strip` on; strips are numbered through all experts, and
+// none crosses one. The count of one that is not there is 0.
+__device__ __forceinline__ void find_tile(const int* offsets, int experts, int rows, int strip, Tile* tile) {
+  const int height = TILE / PARTS, lane = threadIdx.x % 32;
+  if (!offsets) {
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      tile->base[p] = min((strip + p) * height, rows);
+      tile->count[p] = min(rows - tile->base[p], height);
+    }
+    return;
+  }
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) tile->base[p] = tile->count[p] = 0;
+  int before = 0;  // strips of the experts before these 32
+#pragma unroll 1
+  for (int e0 = 0; e0 < experts && tile->count[PARTS - 1] == 0; e0 += 32) {
+    const int e = e0 + lane;
+    int first = 0, end = 0;
+    if (e < experts) first = (int)clamped(offsets[e], rows), end = (int)clamped(offsets[e + 1], rows);
+    const int own = end > first ? (end - first + height - 1) / height : 0;
+    const int behind = before + sum_up_to_here(own);
+    first -= (behind - own) * height;  // where strip 0 would be
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p) {
+      const u32 later = __ballot_sync(0xffffffffu, behind > strip + p);
+      if (later == 0 || tile->count[p] > 0) continue;
+      const int it = __ffs(later) - 1;
+      tile->base[p] = __shfl_sync(0xffffffffu, first, it) + (strip + p) * height;
+      tile->count[p] = min(__shfl_sync(0xffffffffu, end, it) - tile->base[p], height);
+    }
+    before = __shfl_sync(0xffffffffu, behind, 31);
+  }
 }
 
 // What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
@@ -369,93 +421,95 @@ __device__ __forceinline__ void clear_blocks(const Turns& turns, i64 strips, flo
 //   experts begin at multiples of 128. With `source` [rows] row r is row source[r] of q, or zeros (-1).
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
-// Launch: blocks of 256 threads, as many as fit at once; shared memory for the tiles and the table of strips.
-//   The next tile's codes and scales travel while this one is made. A warp has whole columns of a tile: so a
-//   column's largest is found by shuffles, a warp writes whole lines, and the only barrier is the one behind
-//   which a tile has arrived.
+// Launch: grid (strips / PARTS, columns / 128): blocks start in this order, so that what is read and written
+// at
+//   a time lies together. A block makes one tile, with few threads and little to do before it reads: many are
+//   at work on a multiprocessor, each at another point. (Blocks that stay, with the next tile on its
+//   way: 29.5 us for 28.5, 39.0 for 37.2, and 8 turns where there is work for 7.2. Twice the threads, half
+//   the blocks: 28.8 and 38.7.) A warp has whole columns of a tile, two pieces of 16: so a column's largest
+//   is found by shuffles, a warp writes whole lines, and the only barrier is the one behind which the tile
+//   has arrived.
 // How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
 //   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
 //   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
 //   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
-//   column, value by value. TILE_TARGET: E is every column's target, and one pass all there is; that takes 64
-//   registers (permute_transpose with four blocks a multiprocessor 138 us, with three 151).
-extern "C" __global__ void __launch_bounds__(256, TILE_TARGET && !MX && FMT == 0 ? 4 : 3)
+//   column, value by value. TILE_TARGET: E is every column's target, and one pass all there is.
+extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
-                            i64 experts, i64 rows, i64 columns, i64 strips, i64 blocks, int* taken, u8* out,
+                            i64 experts, i64 rows, i64 columns, i64 strips, i64 blocks, u8* out,
                             void* out_scales) {
-  if (!taken) after_earlier();
-  DYNAMIC_SHARED_TILES(shared);  // the tile at hand | the next | the table of strips
-  u8(*in)[TILE * TILE] = (u8(*)[TILE * TILE]) shared;
-  __shared__ Place places[PLACES];
-  __shared__ int row_of[2][TILE];  // of the codes; -1: no such row
-  __shared__ __align__(16) int exponents[2][PARTS][TILE];
-  __shared__ Spread spreads[2][4];
-  const int mx = MX;
+  after_earlier();
+  __shared__ __align__(1024) u8 in[TILE * TILE];
+  __shared__ __align__(16) int exponents[PARTS][TILE];
+  __shared__ Spread spreads[4];
+  __shared__ int row_of[TILE];  // of the codes, by `source`; -1: no such row
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
-  const Strips strips_of =
-      find_strips(offsets, experts, rows, mx ? 32 : TILE, (int*)(shared + 2 * TILE * TILE));
-  Turns turns(strips_of, columns, places, taken);
-  const Results to = {rows, columns, strips, out, out_scales, blocks != 0};
-  const u32 row_words = (u32)((columns + TILE - 1) / TILE);
-  u32 word = 0;  // a thread's row's scales in the next tile; 0 when there is no row
-  bool there = false;
-  auto look = [&](u32 turn) {
-    if (t >= TILE || !turns.has(turn)) return;
-    int row = turns.row(turn, t);
-    if (row >= 0 && source) row = source[row];
-    row_of[turn % 2][t] = row;
-    there = row >= 0;
-    word = 0u;
-    if (!there) return;
-    const u32 column = turns.place(turn).column;
-    const u32* at = (const u32*)scales + (u64)(u32)row * row_words + column;
-    word = load_kept(at, column + 1 == row_words || ((size_t)at & 127) == 124);
-  };
-  auto fetch = [&](u32 turn) {
-    if (turns.has(turn)) {
-      const int column = turns.place(turn).column * TILE + t % 8 * 16;
-      u8* into = in[turn % 2] + t / 8 * TILE + (t ^ t / 8) % 8 * 16;
+  Tile tile;
+  tile.row = (int)blockIdx.x, tile.column = (int)blockIdx.y;
+  find_tile(offsets, (int)experts, (int)rows, tile.row * PARTS, &tile);
+  if (TILE_TARGET && !MX && blocks && tile.row == 0)
+    clear_blocks(offsets, experts, rows, strips, (float*)out_scales + blockIdx.y * strips);
+  if (tile.count[0] <= 0) {  // there is room for more strips than there are
+    const i64 at = tile.row * PARTS * columns + blockIdx.y * TILE + t;
+    for (int p = 0; p < PARTS && !blocks && blockIdx.y * TILE + t < columns; ++p) {
+      if (tile.row * PARTS + p >= strips) return;
+      if (MX)
+        ((u8*)out_scales)[at + p * columns] = 0;
+      else
+        ((float*)out_scales)[at + p * columns] = 0.f;
+    }
+    return;
+  }
+  const u32 row_words = (u32)((columns + TILE - 1) / TILE), height = TILE / PARTS;
+  const int inside = (int)(t % height);
+  int row = inside < of_strip(tile.count, t / height) ? of_strip(tile.base, t / height) + inside : -1;
+  {
+    const u32 column = blockIdx.y * TILE + t % 8 * 16, wide = (u32)columns;
+    u8* into = in + t / 8 * TILE + (t ^ t / 8) % 8 * 16;
+    const u8* from = codes + column;
+    if (source) {
+      row_of[t] = row = row >= 0 ? source[row] : -1;
+      __syncthreads();
 #pragma unroll
-      for (u32 k = 0; k < 4; ++k) {
-        const int row = row_of[turn % 2][t / 8 + 32 * k];
-        copy_async16(into + k * (32 * TILE), codes + column + (u64)(u32)row * (u32)columns,
-                     row >= 0 && column < columns);
+      for (u32 k = 0; k < 8; ++k) {
+        const int theirs = row_of[t / 8 + 16 * k];
+        copy_async16(into + k * (16 * TILE), from + (u64)(u32)theirs * wide, theirs >= 0 && column < wide);
+      }
+    } else {  // no barrier, and no address that depends on a load
+#pragma unroll
+      for (u32 k = 0; k < 8; ++k) {
+        const u32 q = 16 * k / height, r = t / 8 + 16 * k - q * height;
+        copy_async16(into + k * (16 * TILE), from + (u64)(u32)(tile.base[q] + (int)r) * wide,
+                     (int)r < tile.count[q] && column < wide);
       }
     }
     copy_async_commit();
-  };
-  turns.start(look, fetch);
-  if (TILE_TARGET && !MX && blocks)
-    clear_blocks(turns, strips, (float*)out_scales);
-  else
-    clear_scales(turns, strips, columns, mx ? 1 : 4, out_scales);
-#pragma unroll 1
-  for (u32 turn = 0; turns.has(turn); ++turn) {
-    const u32 b = turn % 2;
-    if (t < TILE) {
-      Spread spread = NO_SPREAD;
-#pragma unroll
-      for (int p = 0; p < PARTS; ++p) {
-        const int e = there ? exponent_of(word, p, mx) : ZERO_SCALE;
-        exponents[b][p][exponent_at(t)] = e;
-        spread.add(e);
-      }
-      spread.of_warp();
-      if (lane == 0) spreads[b][warp] = spread;
-    }
-    turns.begin(turn);
-    look(turn + 1);
-    copy_async_wait<0>();
-    __syncthreads();  // this tile is here, and nobody reads the one before it
-    fetch(turn + 1);
-    Spread spread = NO_SPREAD;
-    for (int k = 0; k < 4; ++k) {
-      spread.low = min(spread.low, spreads[b][k].low);
-      spread.high = max(spread.high, spreads[b][k].high);
-    }
-    const Place& place = turns.place(turn);
-    transpose_tile(place, in[b], exponents[b][0], spread, to);
   }
+  u32 word = 0u;  // this thread's row's scales
+  if (row >= 0) {
+    const u32* at = (const u32*)scales + (u64)(u32)row * row_words + blockIdx.y;
+    word = load_kept(at, blockIdx.y + 1 == row_words || ((size_t)at & 127) == 124);
+  }
+  Spread spread = NO_SPREAD;
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) {
+    const int e = row >= 0 ? exponent_of(word, p, MX) : ZERO_SCALE;
+    exponents[p][exponent_at(t)] = e;
+    spread.add(e);
+  }
+  spread.of_warp();
+  if (lane == 0) spreads[warp] = spread;
+  copy_async_wait<0>();
+  let_later_begin();
+  __syncthreads();
+  for (int k = 0; k < 4; ++k) {
+    spread.low = min(spread.low, spreads[k].low);
+    spread.high = max(spread.high, spreads[k].high);
+  }
+  const Results to = {rows, columns, strips, out, out_scales, blocks != 0};
+#pragma unroll 1
+  for (u32 piece = warp; piece < TILE / 16; piece += 4)
+    transpose_piece(tile, piece, in, exponents[0], spread, to);
 }
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,

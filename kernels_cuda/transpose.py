@@ -14,24 +14,17 @@ from fp8moe.kernels_cuda.launch import (
     fill_bytes,
     formats,
     launch,
-    multiprocessors,
     scratch,
     threads,
 )
 from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import (
     TILE,
-    fits_in_shared,
     make_strips,
-    tile_bytes,
     tiles_down,
-    tiles_taken,
     with_experts,
 )
 from fp8moe.records import PermutationPlan, QuantTensor
-
-# Blocks of the tile kernel on a multiprocessor; one more for targets of tiles, e5m2 and MXFP8 apart.
-RESIDENT = 3
 
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
@@ -52,17 +45,12 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     blocks = target == "block"
     columns, count = q.data.shape[1], out.scales.shape[1 if blocks else 0]
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
-    shared = tile_bytes(1, offsets)
-    if whole and fits_in_shared(shared):
-        tiles = tiles_down(count, mx=mx) * threads(columns, TILE)
-        more = target != "column" and not mx and q.fmt == "e4m3"
-        resident = min(tiles, (RESIDENT + more) * multiprocessors())
-        taken = tiles_taken(tiles, resident)
+    if whole:
         launch(
             "transpose",
             "scaling_aware_transpose",
-            resident,
-            256,
+            (tiles_down(count, mx=mx), threads(columns, TILE)),
+            TILE,
             q.data,
             q.scales,
             source,
@@ -71,10 +59,8 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             columns,
             count,
             blocks,
-            taken,
             out.data,
             out.scales,
-            shared=shared,
             defines=(*formats(q), f"TILE_TARGET={int(target != 'column')}"),
         )
         return

@@ -117,7 +117,6 @@ def test_every_kernel_begins_after_the_launch_in_front_of_it():
         "move_rows": "  DYNAMIC_SHARED(shared);",
         "quantize_tiles": "  if (!taken) after_earlier();",
         "swiglu_quantize_tiles": "  if (!taken) after_earlier();",
-        "scaling_aware_transpose": "  if (!taken) after_earlier();",
     }
     sources = [path.read_text() for path in files("kernels_cuda", "*.cu")]
     kernels = [found for source in sources for found in kernel.findall(source)]
