@@ -30,8 +30,8 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
     launch(
         "swiglu",
         "swiglu_rows",
-        threads(rows * vectors, 2 * 256),
-        256,
+        threads(rows * vectors, 2 * 64),
+        64,
         h,
         *_probs(probs),
         *_constants(activation),
@@ -50,8 +50,8 @@ def swiglu_quantize(
         launch(
             "swiglu",
             "swiglu_quantize_rows",
-            threads(h.shape[0] * vectors, 2 * 256),
-            256,
+            threads(h.shape[0] * vectors, 2 * 64),
+            64,
             h,
             *_probs(probs),
             _last(expert_offsets),
