@@ -250,14 +250,6 @@ extern "C" __global__ void __launch_bounds__(64)
                });
 }
 
-// Blocks on a multiprocessor that there are registers for, in the backward, where a lane's next values are on
-// their way (with ten 143.3 to 142.0 us at 32,768 x 2048, and at 24,576 x 1408 73.4 to 73.6).
-#define BACKWARD_BLOCKS (KIND == F32 ? 6 : __CUDA_ARCH__ == 900 ? 10 : 8)
-
-struct Inputs {  // of the backward, a lane's
-  Eight<KIND> a[2], b[2], grad[2];
-};
-
 // A warp's row of dh = (da | db) and dprobs, zeros behind *last: put(x, y, prob, at, whole) gets sixteen
 // values of a lane that are yet to be multiplied by the row's probability, of dh's vectors `at` and
 // lanes_of(MX) behind, if `whole`. The sum for dprobs is float64 over groups of eight products, in a fixed
@@ -272,36 +264,27 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
   const bool real = !last || row < *last;
   const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
   double sum = 0.0;
-  auto ask = [&](i64 first) {
-    Inputs in;
-    const i64 at = vector_of(first, lane, MX), half = row * 2 * vectors + at;
-    if (at + lanes < vectors && real) {
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        in.a[u] = load_eight<KIND>(h, half + u * lanes);
-        in.b[u] = load_eight<KIND>(h, half + u * lanes + vectors);
-        in.grad[u] = load_eight<KIND>(grad, row * vectors + at + u * lanes);
-      }
-    }
-    return in;
-  };
-  Inputs next = ask(0);
   for (i64 first = 0; first < vectors; first += 64) {
     const i64 at = vector_of(first, lane, MX), half = row * 2 * vectors + at;
     const bool whole = at + lanes < vectors;
-    const Inputs in = next;
-    next = ask(first + 64);
     float da[2][8], db[2][8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) da[0][i] = da[1][i] = db[0][i] = db[1][i] = 0.f;
     if (whole && real) {
+      Eight<KIND> a[2], b[2], up[2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        a[u] = load_eight<KIND>(h, half + u * lanes);
+        b[u] = load_eight<KIND>(h, half + u * lanes + vectors);
+        up[u] = load_eight<KIND>(grad, row * vectors + at + u * lanes);
+      }
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         Gates g;
         float grads[8], part = 0.f;
-        floats<KIND>(in.a[u], g.a);
-        floats<KIND>(in.b[u], g.b);
-        floats<KIND>(in.grad[u], grads);
+        floats<KIND>(a[u], g.a);
+        floats<KIND>(b[u], g.b);
+        floats<KIND>(up[u], grads);
         gates(g, act);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -327,8 +310,8 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
 // What: dh, each half quantised by its own blocks, and dprobs; zeros behind *last.
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
-// Launch: blocks of 64 threads, a warp a row.
-extern "C" __global__ void __launch_bounds__(64, BACKWARD_BLOCKS)
+// Launch: a warp a row.
+extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
                                   i64 vectors, u8* codes, void* scales, float* dprobs) {
@@ -341,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(64, BACKWARD_BLOCKS)
 }
 
 // The same, dh as h is, not quantised; width a multiple of 128.
-extern "C" __global__ void __launch_bounds__(64, BACKWARD_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
     swiglu_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind, float clamp,
                          float alpha, float offset, i64 rows, i64 vectors, void* dh, float* dprobs) {
   after_earlier();

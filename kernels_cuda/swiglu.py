@@ -97,8 +97,8 @@ def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, ou
     launch(
         "swiglu",
         "swiglu_backward_rows",
-        threads(h.shape[0], 2),
-        64,
+        threads(h.shape[0], 4),
+        128,
         grad,
         h,
         *_probs(probs),
@@ -118,8 +118,8 @@ def swiglu_quantize_backward(
         launch(
             "swiglu",
             "swiglu_quantize_backward_rows",
-            threads(h.shape[0], 2),
-            64,
+            threads(h.shape[0], 4),
+            128,
             grad,
             h,
             *_probs(probs),
