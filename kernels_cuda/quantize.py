@@ -23,9 +23,9 @@ from fp8moe.records import Quantized, QuantTensor
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
 TILE, TILE_THREADS = 128, 512  # as in tile.cuh
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
-# Tiles of a block beyond which taking them when it is free pays for a launch more: 193 us in place of 199 for
-# 48,128 x 7168 transposed (53 tiles a block), 79.8 in place of 83.2 for 32,768 x 2048 both ways (15.5), but
-# 40.7 in place of 39.9 for 12,544 x 5120 transposed (10)
+# Tiles of a block beyond which taking them when it is free pays for a launch more: 79.8 us in place of 83.2
+# for 32,768 x 2048 both ways (15.5 tiles a block), but where the transpose was made like this 40.7 in place
+# of 39.9 for 12,544 x 5120 (10)
 MANY_TURNS = 12
 DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at most
 

@@ -1,8 +1,8 @@
-// Tiles of 128 rows by 128 columns that are written transposed: where their rows lie, and the way through
-// shared memory that makes whole lines of the result.
+// Tiles of 128 rows by 128 columns that are quantised and written transposed: where their rows lie, and the
+// way through shared memory that makes whole lines of the result. (What transpose.cu moves has ways of its
+// own, which with these, whose tiles hold more and take longer, are slower: kernels_cuda/README.md.)
 //
-// Where tiles are quantised a block is 16 warps; warp w has chunk w, 8 successive rows; lane l has columns 4
-// l to 4 l + 3.
+// A block is 16 warps; warp w has chunk w, 8 successive rows; lane l has columns 4 l to 4 l + 3.
 #pragma once
 #include "fp8.cuh"
 
