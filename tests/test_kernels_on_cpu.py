@@ -123,7 +123,8 @@ def test_transpose(fmt, width):
         ([130, 0, 16, 5], 256, 5),
         ([20, 44], odd, 100),
         ([20, 0, 33], 40, 60),
-        ([16, 0, 5] * 15, 128, 5),  # more experts than a warp looks at at a time
+        ([0, 16] * 20, 128, 5),  # more experts than lanes, and more than a warp looks at at a time
+        ([16, *[0] * 130, 5, 20], 128, 5),
     ):
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         q = random_rowwise(RNG, int(offsets[-1]), columns, fmt, width, spread)
