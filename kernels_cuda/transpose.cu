@@ -82,7 +82,7 @@ struct Lane {
   }
 };
 
-struct Tile {                     // where it lies
+struct Tile {                     // where it lies; tile.cuh's Place, in registers
   int base[PARTS], count[PARTS];  // of its strips: the first row, and how many
   int row, column;                // in tiles
 };
@@ -245,7 +245,7 @@ __device__ __forceinline__ void write_lane(const Lane& mine, const u32 (&values)
 }
 
 // A piece of a tile, by a warp. exponents: [PARTS][TILE].
-__device__ __forceinline__ void transpose_piece(const Tile& place, u32 piece, const u8* codes,
+__device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, const u8* codes,
                                                 const int* exponents, Spread spread, const Results& to) {
   const int fmt = FMT, mx = MX;
   const u32 lane = threadIdx.x % 32;
@@ -255,12 +255,12 @@ __device__ __forceinline__ void transpose_piece(const Tile& place, u32 piece, co
   const int* row_exponents = exponents + part * TILE + mine.first_row;
   // rows from the lane's first on. (NVRTC 13.0 takes "clamped to 8, is it 8?" for one instruction, VIMNMX
   // with a predicate, and that says no: all codes went byte by byte.)
-  const int left = of_strip(place.count, q) - (int)(mine.first_row - q * 32);
-  const i64 first_column = (i64)place.column * TILE + mine.column;
+  const int left = of_strip(tile.count, q) - (int)(mine.first_row - q * 32);
+  const i64 first_column = (i64)tile.column * TILE + mine.column;
   if (first_column >= to.columns) return;
-  const i64 strip = (i64)place.row * PARTS + q;
-  const int first = of_strip(place.base, q) + (int)(mine.first_row - q * 32);
-  const bool some_rows = of_strip(place.count, q) > 0, keeps_scales = strip < to.strips;
+  const i64 strip = (i64)tile.row * PARTS + q;
+  const int first = of_strip(tile.base, q) + (int)(mine.first_row - q * 32);
+  const bool some_rows = of_strip(tile.count, q) > 0, keeps_scales = strip < to.strips;
   u8* out = to.codes + first_column * to.rows + first;
   const bool whole = (((size_t)to.codes | to.rows | first) & 7) == 0;
   Rows filled = {};
@@ -301,9 +301,9 @@ __device__ __forceinline__ void transpose_piece(const Tile& place, u32 piece, co
       write_lane(mine, seen, left, whole, out, to.rows);
       const float scale = some_rows ? power_of_two(target) : 0.f;
       if (!to.blocks && keeps_scales && lane < 16)
-        ((float*)to.scales)[strip * to.columns + place.column * TILE + piece * 16 + lane] = scale;
+        ((float*)to.scales)[strip * to.columns + tile.column * TILE + piece * 16 + lane] = scale;
       if (to.blocks && some_rows && piece == 0 && lane == 0)
-        ((float*)to.scales)[place.column * to.strips + place.base[0] / TILE] = scale;
+        ((float*)to.scales)[tile.column * to.strips + tile.base[0] / TILE] = scale;
       return;
     }
     const int unit = spread.high - RAISED;  // 1 as a half stands for 2^unit

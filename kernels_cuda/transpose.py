@@ -8,22 +8,9 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import (
-    FORMATS,
-    copy_to_host,
-    fill_bytes,
-    formats,
-    launch,
-    scratch,
-    threads,
-)
+from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, formats, launch, scratch, threads
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import (
-    TILE,
-    make_strips,
-    tiles_down,
-    with_experts,
-)
+from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down, with_experts
 from fp8moe.records import PermutationPlan, QuantTensor
 
 

@@ -226,16 +226,24 @@ def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
     """Float32 SwiGLU tiles take 144 KB, which not every device has; the results are the same."""
     from fp8moe.kernels_cuda import launch
 
-    h = values(RNG, (40, 256), np.float32)
-    ours = fp8moe.quantize(h, columnwise=True), fp8moe.swiglu_quantize(h, columnwise=True)
+    h, q = values(RNG, (40, 256), np.float32), fp8moe.quantize(values(RNG, (40, 128), BF16))
+    ours = (
+        fp8moe.quantize(h, columnwise=True),
+        fp8moe.scaling_aware_transpose(q),
+        fp8moe.swiglu_quantize(h, columnwise=True),
+    )
     cuda_on_cpu.install(monkeypatch, shared_limit=40 << 10)
     launched, kernel = set(), launch._kernel
     monkeypatch.setattr(launch, "_kernel", lambda *a: launched.add(a[1]) or kernel(*a))
-    h = cuda_on_cpu.upload(h)
-    theirs = fp8moe.quantize(h, columnwise=True), fp8moe.swiglu_quantize(h, columnwise=True)
+    h, q = cuda_on_cpu.upload(h), cuda_on_cpu.upload(q)
+    theirs = (
+        fp8moe.quantize(h, columnwise=True),
+        fp8moe.scaling_aware_transpose(q),
+        fp8moe.swiglu_quantize(h, columnwise=True),
+    )
     for a, b in zip(ours, theirs, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
-    assert launched
+    assert "scaling_aware_transpose" in launched  # whose tiles are small
     assert not {"quantize_tiles", "swiglu_quantize_tiles"} & launched
 
 

@@ -39,7 +39,9 @@ def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
     x = values(rng, (rows, columns), BF16)
     h, probs = values(rng, (rows, 2 * columns), BF16), rng.random(rows).astype(np.float32)
     for width in (128, 32):
+        q = random_rowwise(rng, rows, columns, "e4m3", width, 5)
         block = {"block": (1, width), "columnwise": True}
+        assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets))  # one a block, however many
         assert_same(*both(fp8moe.quantize, x, **block))
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block))
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block, expert_offsets=offsets))
