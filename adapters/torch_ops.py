@@ -203,7 +203,7 @@ def quantize(
 
 def dequantize(q: QuantTensor, *, dtype: str = "float32") -> Tensor:
     """`fp8moe.dequantize`."""
-    if _eager(q.data):
+    if _eager(q):
         return fp8moe.dequantize(q, dtype=dtype)
     return _dequantize(q.data, q.scales, q.fmt, list(q.block or ()), q.layout, dtype)
 
@@ -212,7 +212,7 @@ def scaling_aware_transpose(
     q: QuantTensor, expert_offsets: Tensor | None = None, *, target: str = "column", align_size: int = 1
 ) -> QuantTensor:
     """`fp8moe.scaling_aware_transpose`."""
-    if _eager(q.data):
+    if _eager(q):
         return fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     assert q.block is not None
     data, scales = _transpose(q.data, q.scales, q.fmt, list(q.block), expert_offsets, target, align_size)
@@ -221,7 +221,7 @@ def scaling_aware_transpose(
 
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
     """`fp8moe.permute_transpose`."""
-    if _eager(q.data):
+    if _eager(q):
         return fp8moe.permute_transpose(q, plan, target=target)
     assert q.block is not None
     data, scales = _permute_transpose(q.data, q.scales, q.fmt, list(q.block), target, *_flat(plan))
@@ -350,11 +350,16 @@ def __getattr__(name: str) -> Any:
 # ---------------------------------------------------------------- eager mode
 
 
-def _eager(*tensors: Tensor | None) -> bool:
+def _eager(*values: Tensor | QuantTensor | None) -> bool:
     """Whether these are plain tensors of an eager call: not compiled, not fake, under no transform."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+    for v in values:  # of a record that a call returned no tensor need be made to see that
+        if type(v) is QuantTensor and "_raw" not in v.__dict__:
+            v = v.data
+        if v is not None and type(v) not in (Tensor, torch.nn.Parameter, QuantTensor):
+            return False
+    return True
 
 
 def _needs_grad(*values: Tensor | QuantTensor | None) -> bool:

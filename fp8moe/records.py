@@ -246,11 +246,17 @@ class MoEGrads(Record):
     dw2: Array
 
 
+PLAIN = frozenset((int, float, str, bool, type(None)))
+
+
 def is_metadata(value: Any) -> bool:
     """Whether a field is not an array: None, a number, a name, a block."""
-    if value is None or isinstance(value, (str, int, float)):
+    kind = type(value)
+    if kind in PLAIN:
         return True
-    return isinstance(value, tuple) and all(is_metadata(v) for v in value)
+    if kind is tuple:
+        return all(map(is_metadata, value))
+    return isinstance(value, (str, int, float))  # of a kind of their own, as numpy.float64
 
 
 _field_names: dict[type, tuple[str, ...] | None] = {ArraySpec: None, DeviceArray: None}

@@ -60,6 +60,11 @@ def silent() -> Iterator[None]:
         _active.reset(token)
 
 
+def active() -> bool:
+    """Whether anything counts."""
+    return bool(_active.get())
+
+
 def record_launch(verb: str) -> None:
     _also_at_replay(record_launch, verb)
     for counts in _active.get():

@@ -42,6 +42,11 @@ __device__ __forceinline__ bool ends_line(const T* p) {
   return (size_t)p % 128 == 128 - sizeof(T);
 }
 
+// How many strips, of so many rows each, the rows from `lo` to `hi` make.
+__device__ __forceinline__ int strips_between(int lo, int hi, int height) {
+  return hi > lo ? (hi - lo + height - 1) / height : 0;
+}
+
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
 // launch of 3 us), by 256 threads of it. The rows behind the last expert, and before the first, come after
 // all others, as if they were two more; *used, in shared memory, is where their strips begin.
@@ -61,7 +66,7 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
                  : e == experts ? rows
                                 : clamped(offsets[0], rows));
     }
-    const int mine = hi > lo ? (hi - lo + height - 1) / height : 0;
+    const int mine = strips_between(lo, hi, height);
     int total = sum_up_to_here(mine);
     if (lane == 31 && warp < 8) sums[warp] = total;
     __syncthreads();

@@ -397,7 +397,7 @@ __device__ __forceinline__ void find_tile(const int* offsets, int experts, int r
     for (int i = 0; i <= EACH; ++i) at[i] = (int)clamped(offsets[min(e0 + lane * EACH + i, experts)], rows);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      strips[i] = at[i + 1] > at[i] ? (at[i + 1] - at[i] + height - 1) / height : 0;
+      strips[i] = strips_between(at[i], at[i + 1], height);
       own += strips[i];
     }
     const int behind = before + sum_up_to_here(own);
@@ -466,14 +466,12 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   if (TILE_TARGET && !MX && blocks && tile.row == 0)
     clear_blocks(offsets, experts, rows, strips, (float*)out_scales + blockIdx.y * strips);
   if (tile.count[0] <= 0) {  // there is room for more strips than there are
-    const i64 at = tile.row * PARTS * columns + blockIdx.y * TILE + t;
-    for (int p = 0; p < PARTS && !blocks && blockIdx.y * TILE + t < columns; ++p) {
-      if (tile.row * PARTS + p >= strips) return;
+    const i64 first = (i64)tile.row * PARTS, column = blockIdx.y * TILE + t;
+    for (i64 p = first; p < first + PARTS && p < strips && !blocks && column < columns; ++p)
       if (MX)
-        ((u8*)out_scales)[at + p * columns] = 0;
+        ((u8*)out_scales)[p * columns + column] = 0;
       else
-        ((float*)out_scales)[at + p * columns] = 0.f;
-    }
+        ((float*)out_scales)[p * columns + column] = 0.f;
     return;
   }
   const u32 row_words = (u32)((columns + TILE - 1) / TILE), height = TILE / PARTS;
@@ -504,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   u32 word = 0u;  // this thread's row's scales
   if (row >= 0) {
     const u32* at = (const u32*)scales + (u64)(u32)row * row_words + blockIdx.y;
-    word = load_kept(at, blockIdx.y + 1 == row_words || ((size_t)at & 127) == 124);
+    word = load_kept(at, blockIdx.y + 1 == row_words || ends_line(at));
   }
   Spread spread = NO_SPREAD;
 #pragma unroll

@@ -16,7 +16,7 @@ from test_swiglu import tiny_values_under_large_probabilities, unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
-from fp8moe import expert_parallel
+from fp8moe import border, expert_parallel, replay
 from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
@@ -208,6 +208,27 @@ def test_which_swiglu_goes_by_vectors(monkeypatch):
         fp8moe.swiglu(h)
         fp8moe.swiglu_backward(cuda_on_cpu.upload(np.ones((3, width), dtype)), h)
     assert launched == 2 * ["swiglu_rows", "swiglu_backward_rows"] + 2 * ["swiglu_forward", "swiglu_backward"]
+
+
+def test_calls_on_what_remembered_calls_returned(monkeypatch):
+    """What a remembered call returns says of itself what looking at it would."""
+    transpose = fp8moe.scaling_aware_transpose
+    inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
+    wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(border, "_recipes", {})
+    signatures = set()
+    for x, transposed in zip(inputs, wanted, strict=True):
+        q = fp8moe.quantize(cuda_on_cpu.upload(x))
+        assert_same(transposed, cuda_on_cpu.download(transpose(q)))
+        raw = q.__dict__["_raw"][0]
+        remembered, inside = raw.__dict__.pop("_signature")
+        memory = []
+        assert replay.signature(raw, memory) == remembered
+        assert [a.ptr for a in memory] == [a.ptr for a in inside]
+        signatures.add(remembered)
+    assert len(signatures) == 1
+    assert sum(type(r) is replay.Recipe for r in border._recipes.values()) == 2
 
 
 def known(result, offsets):

@@ -1,0 +1,89 @@
+"""What the host spends on a call from eager torch before it returns: on one of many in a row, as a training
+step makes them, and on one behind an empty queue, for which it has waited.
+``python -m fp8moe.benchmarks.host [--out FILE]``, on CUDA."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp8moe
+from fp8moe.adapters import torch_ops
+from fp8moe.benchmarks.harness import commit, versions
+
+ROUNDS, IN_A_ROW = 21, 50  # medians; so many wait in no queue
+TOKENS, EXPERTS, HIDDEN, TOPK = 4096, 256, 7168, 8
+
+Case = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # its name, what it is given anew, the call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    for row in measure():
+        times = f"{row['host_us']:8.1f} us in a row, {row['first_us']:8.1f} us alone"
+        print(f"{row['name']:44} {row['shape']:16} {times}", flush=True)
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def cases() -> Iterator[Case]:
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weighed = x.clone().requires_grad_()
+    probs = torch.rand(TOKENS, TOPK, device="cuda")
+    ids = torch.rand(TOKENS, EXPERTS, device="cuda").topk(TOPK).indices.int()
+    rows = TOKENS * TOPK + EXPERTS * 16
+    offsets = torch.arange(0, TOKENS + 1, TOKENS // 8, device="cuda", dtype=torch.int32)
+
+    def moved(x: torch.Tensor) -> Any:
+        return torch_ops.permute_and_pad(
+            x, ids, probs, num_experts=EXPERTS, align_size=16, num_out_tokens=rows
+        )
+
+    def transposed(q: fp8moe.QuantTensor) -> Any:
+        return torch_ops.scaling_aware_transpose(q, offsets)
+
+    yield "permute+pad bf16, plan and rows", lambda: x, moved
+    yield "permute+pad bf16, plan and rows, for autograd", lambda: weighed, moved
+    yield "quantize 1x128", lambda: x, torch_ops.quantize
+    yield "scaling_aware_transpose", lambda: torch_ops.quantize(x), transposed
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    for name, given, call in cases():
+        first, in_a_row = [], []
+        for _ in range(ROUNDS):
+            first.append(seconds(call, [given()]))
+            in_a_row.append(seconds(call, [given() for _ in range(IN_A_ROW)]) / IN_A_ROW)
+        yield {
+            "topic": "host",
+            "name": name,
+            "shape": f"{TOKENS},{EXPERTS},{HIDDEN},{TOPK}" if "permute" in name else f"{TOKENS} x {HIDDEN}",
+            "device": torch.cuda.get_device_name(),
+            "host_us": statistics.median(in_a_row) * 1e6,
+            "first_us": statistics.median(first) * 1e6,
+            "versions": {**versions(), "torch": torch.__version__},
+            "commit": commit(),
+            "command": "python -m fp8moe.benchmarks.host",
+        }
+
+
+def seconds(call: Callable[[Any], Any], arguments: list[Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for argument in arguments:
+        call(argument)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
