@@ -364,7 +364,11 @@ def _eager(*values: Tensor | QuantTensor | None) -> bool:
 
 def _needs_grad(*values: Tensor | QuantTensor | None) -> bool:
     """A QuantTensor has no gradient."""
-    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+    if torch.is_grad_enabled():
+        for v in values:
+            if isinstance(v, Tensor) and v.requires_grad:
+                return True
+    return False
 
 
 class _EagerPermute(torch.autograd.Function):

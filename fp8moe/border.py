@@ -49,7 +49,9 @@ def enter(**values: Any) -> Call:
     Raises TypeError for what is not an array or lies on another device than the first, ValueError for
     an array that is not C-contiguous.
     """
-    return Call(values)
+    call = Call()
+    call.args = SimpleNamespace(**{k: call._take(k, v) for k, v in values.items()})
+    return call
 
 
 def replayed(function: Any) -> Any:
@@ -65,12 +67,15 @@ def replayed(function: Any) -> Any:
         if first is np.ndarray or _separate.get() or replay.current.recorder is not None:
             return function(*arguments, **options)
         given = (*arguments, *options.values())
-        call = Call({})
+        call = Call()
         memory: list[DeviceArray] = []
         try:
-            what = []
+            what: list[Any] = []
             for v in given:
-                if type(v) not in replay.PLAIN and not is_metadata(v):
+                if type(v) in replay.PLAIN:  # most are: a call of `signature` for each takes a microsecond
+                    what.append(v)
+                    continue
+                if not is_metadata(v):
                     v = call._take("", v)
                     if call.device == "cpu":
                         return function(*arguments, **options)
@@ -109,11 +114,12 @@ MOST_RECIPES = 512
 class Call:
     """One call through the border: ``args`` are raw, `empty` allocates, `run` computes, `leave` returns."""
 
-    def __init__(self, values: dict[str, Any]):
+    args: SimpleNamespace
+
+    def __init__(self) -> None:
         self.device: Device = "cpu"
         self.family: Family = NUMPY
         self._first = ""
-        self.args = SimpleNamespace(**{k: self._take(k, v) for k, v in values.items()})
 
     def _take(self, name: str, value: Any) -> Any:
         if value is None:

@@ -137,7 +137,7 @@ class Recorder:
         plain = {n: v for n, v in values if is_metadata(v)}
         arrays = [self._found(n, v) for n, v in values if type(v) is DeviceArray]
         nested = [(n, self._left(v)) for n, v in values if n not in plain and type(v) is not DeviceArray]
-        alignments, known = [v.ptr & 15 for _, v in values if type(v) is DeviceArray], signature(raw, [])
+        known = signature(raw, [])
 
         def record(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
             inner, outer = object.__new__(kind), object.__new__(kind)
@@ -150,9 +150,8 @@ class Recorder:
             for name, make in nested:
                 outer.__dict__[name] = part = make(call, arguments, memory)
                 fields[name] = part.__dict__["_raw"][0]
-            inside = [fields[name] for name, *_ in arrays]
-            if not nested and [a.ptr & 15 for a in inside] == alignments:
-                fields["_signature"] = known, inside
+            if not nested:
+                fields["_signature"] = known, [fields[name] for name, *_ in arrays]
             fields["_fits"] = True
             outer.__dict__["_raw"] = (inner, call.device, call.family)
             return outer

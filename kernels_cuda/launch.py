@@ -152,9 +152,8 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
 
 
 def _go(kernel: Kernel, x: int, y: int, block: int, shared: int, parameters: Any, extra: Any) -> None:
-    device, stream, *_ = _current.place
-    config, attribute = _current.config
-    _CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, stream, attribute, _has_early(device))
+    place, (config, attribute) = _current.place, _current.config
+    _CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, _has_early(place[0]))
     status = _launch_ex()(config, kernel.ptr, parameters, extra)
     if status:
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")
