@@ -149,7 +149,20 @@ def _inside(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside}
+def _host(rows: list[dict[str, Any]]) -> str:
+    first = rows[0]
+    lines = [
+        f"{first['device']}'s host; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        "",
+        "| call | shape | one of many in a row | alone |",
+        "|---|---|---:|---:|",
+    ]
+    for r in rows:
+        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['host_us'])} | {_time(r['first_us'])} |")
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host}
 
 
 if __name__ == "__main__":
