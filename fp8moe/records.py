@@ -246,17 +246,16 @@ class MoEGrads(Record):
     dw2: Array
 
 
-PLAIN = frozenset((int, float, str, bool, type(None)))
+METADATA_TYPES = frozenset((int, float, str, bool, type(None)))
 
 
 def is_metadata(value: Any) -> bool:
     """Whether a field is not an array: None, a number, a name, a block."""
-    kind = type(value)
-    if kind in PLAIN:
+    if type(value) in METADATA_TYPES:
         return True
-    if kind is tuple:
+    if isinstance(value, tuple):
         return all(map(is_metadata, value))
-    return isinstance(value, (str, int, float))  # of a kind of their own, as numpy.float64
+    return isinstance(value, (str, int, float))  # of a type of its own, as numpy.float64
 
 
 _field_names: dict[type, tuple[str, ...] | None] = {ArraySpec: None, DeviceArray: None}

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fp8moe.records import DeviceArray, field_names, is_metadata
+from fp8moe.records import METADATA_TYPES, DeviceArray, field_names, is_metadata
 
 Place = tuple[int, int]  # buffer, offset in bytes
 # function, arguments before its values, values, and (which value, buffer, offset) of those that are addresses
@@ -137,7 +137,7 @@ class Recorder:
         plain = {n: v for n, v in values if is_metadata(v)}
         arrays = [self._found(n, v) for n, v in values if type(v) is DeviceArray]
         nested = [(n, self._left(v)) for n, v in values if n not in plain and type(v) is not DeviceArray]
-        known = signature(raw, [])
+        known = None if nested else signature(raw, [])
 
         def record(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
             inner, outer = object.__new__(kind), object.__new__(kind)
@@ -150,7 +150,7 @@ class Recorder:
             for name, make in nested:
                 outer.__dict__[name] = part = make(call, arguments, memory)
                 fields[name] = part.__dict__["_raw"][0]
-            if not nested:
+            if known is not None:
                 fields["_signature"] = known, [fields[name] for name, *_ in arrays]
             fields["_fits"] = True
             outer.__dict__["_raw"] = (inner, call.device, call.family)
@@ -198,7 +198,7 @@ def signature(value: Any, memory: list[DeviceArray]) -> Any:
     return known[0]
 
 
-PLAIN = frozenset((int, float, str, type(None)))
+PLAIN = METADATA_TYPES - {bool}
 
 
 class _Current(threading.local):
