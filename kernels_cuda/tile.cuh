@@ -105,22 +105,17 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
 }
 
 // A block's tiles, by turn: which it makes, and where they lie. `taken`: how many have been taken beyond the
-// first two of each block, 0 from the launch before this one; null: the turns are fixed. `by_rows`: one row
-// of tiles after the other, where rows of codes and their scales are written too, so that neighbours are
-// written at a time (48,128 x 7168 both ways 384 to 372 us, SwiGLU's 109.8 to 108.0); else one column after
-// the other (16,384 x 7168 column-wise 91 to 88 us).
+// first two of each block, 0 from the launch before this one; null: the turns are fixed.
 struct Turns {
   Strips strips;
   Place* places;  // [PLACES] in shared memory
   int* taken;
-  bool by_rows;
   u32 down, across, claim;  // in tiles; warp 7, lane 0: the next tile that was taken
 
-  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, int* t, bool rows_first)
+  __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, int* t)
       : strips(s),
         places(p),
         taken(t),
-        by_rows(rows_first),
         down((s.total + TILE / s.height - 1) / (TILE / s.height)),
         across((u32)((columns + TILE - 1) / TILE)) {}
   __device__ __forceinline__ Place& place(u32 turn) const { return places[turn % PLACES]; }
@@ -139,8 +134,7 @@ struct Turns {
       if (leads) p.row = -1;
       return;
     }
-    const u32 length = by_rows ? across : down, line = tile / length, inside = tile - line * length;
-    const u32 row = by_rows ? line : inside, column = by_rows ? inside : line;
+    const u32 column = tile / down, row = tile - column * down;
     for (u32 q = 0; q < TILE / strips.height; ++q) {
       int base, count;
       find_strip(strips, (int)(row * (TILE / strips.height) + q), &base, &count);
@@ -342,6 +336,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
   const int mx = rule.mx;
   const i64 first_column = (i64)place.column * TILE, first_strip = (i64)place.row * (mx ? 4 : 1);
   const int q = strip_of_chunk(warp, mx), inside = warp * CHUNK_ROWS - 32 * q;
+  const bool last_column = first_column + TILE >= columns;
   float scale;
   u8 exponent;
   if (row_codes) {
@@ -363,7 +358,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
         if (i < count) *(u32*)to = four;
         to += columns;
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
-        if (i < count && lane % 8 == 0) *at = exponent;  // kept in L2 95 us, and not 92 (12,496 x 5120)
+        if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || ends_line(at));
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) mine = top;
@@ -374,7 +369,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
       const float factor = block_scale(v.float_bits(mine), rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
-      if (lane < count) store_kept(at, scale, first_column + TILE >= columns || ends_line(at));
+      if (lane < count) store_kept(at, scale, last_column || ends_line(at));
       __syncwarp();
       const float4 near = *(const float4*)factors, far = *(const float4*)(factors + 4);
       const float by[CHUNK_ROWS] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};
