@@ -365,7 +365,7 @@ def _eager(*values: Tensor | QuantTensor | None) -> bool:
 def _needs_grad(*values: Tensor | QuantTensor | None) -> bool:
     """A QuantTensor has no gradient."""
     if torch.is_grad_enabled():
-        for v in values:
+        for v in values:  # any() of a generator takes twice as long
             if isinstance(v, Tensor) and v.requires_grad:
                 return True
     return False

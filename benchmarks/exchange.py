@@ -12,7 +12,6 @@ device's alone, ten calls in a CUDA graph (graph_us).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import statistics
@@ -29,7 +28,7 @@ from fp8moe import expert_parallel
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
-from fp8moe.benchmarks.harness import commit, versions
+from fp8moe.benchmarks.harness import append, commit, versions
 from fp8moe.benchmarks.layer import training_step
 from fp8moe.expert_parallel import Counts
 
@@ -188,8 +187,7 @@ def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | 
             "versions": {**versions(), "torch": torch.__version__},
         }
         said = {"commit": commit(), "command": "python -m fp8moe.benchmarks.exchange"}
-        with out.open("a") as file:
-            file.write(json.dumps({**kept, **row, **said}) + "\n")
+        append(out, {**kept, **row, **said})
 
 
 if __name__ == "__main__":

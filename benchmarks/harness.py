@@ -265,11 +265,17 @@ def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_
                 bar.write(f"{case.name:34} {case.shape:34} WRONG RESULT, not timed")
                 continue
             bar.write(line(result))
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with out.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
+            append(out, asdict(result))
     return 1 if wrong else 0
+
+
+def append(out: Path | None, row: dict[str, Any]) -> None:
+    """One line more in a results file, if one is wanted."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: int) -> Result | None:

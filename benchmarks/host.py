@@ -5,7 +5,6 @@ step makes them, and on one behind an empty queue, for which it has waited.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 
 import fp8moe
 from fp8moe.adapters import torch_ops
-from fp8moe.benchmarks.harness import commit, versions
+from fp8moe.benchmarks.harness import append, commit, versions
 
 ROUNDS, IN_A_ROW = 21, 50  # medians; so many wait in no queue
 TOKENS, EXPERTS, HIDDEN, TOPK = 4096, 256, 7168, 8
@@ -31,9 +30,7 @@ def main() -> None:
     for row in measure():
         times = f"{row['host_us']:8.1f} us in a row, {row['first_us']:8.1f} us alone"
         print(f"{row['name']:44} {row['shape']:16} {times}", flush=True)
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        append(arguments.out, row)
 
 
 def cases() -> Iterator[Case]:

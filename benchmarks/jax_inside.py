@@ -10,7 +10,6 @@ operations'.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 import fp8moe
 from fp8moe.adapters import jax_ops
 from fp8moe.benchmarks import permute, plan, swiglu, transpose
-from fp8moe.benchmarks.harness import Case, Cuda, commit, host, versions
+from fp8moe.benchmarks.harness import Case, Cuda, append, commit, host, versions
 from fp8moe.records import arrays_in, map_arrays
 
 SETS, OPERATIONS, CALLS = 4, 16, 3
@@ -54,9 +53,7 @@ def main() -> None:
             f"{row['inside_us'] - row['us']:8.1f} {100 * row['inside_us'] / row['us'] - 100:6.1f}",
             flush=True,
         )
-        if arguments.out:
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        append(arguments.out, row)
 
 
 def measure(case: Case, machine: Cuda) -> dict[str, Any]:

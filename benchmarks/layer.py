@@ -4,7 +4,6 @@ products, memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.benchmarks.harness import commit, versions
+from fp8moe.benchmarks.harness import append, commit, versions
 
 # DeepSeek-V3's experts, as many as one GPU of an expert-parallel group holds
 SHAPES = [(4096, 8), (16_384, 8), (16_384, 32)]
@@ -36,9 +35,7 @@ def main() -> None:
                 f"{row['outside_percent']:9.1f} {row['kept_bytes'] / 2**20:9.0f}",
                 flush=True,
             )
-            if arguments.out:
-                with arguments.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            append(arguments.out, row)
 
 
 def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list[dict[str, Any]]:

@@ -33,6 +33,10 @@ def table(name: str) -> str:
     return _demo(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
+def _origin(row: dict[str, Any]) -> str:
+    return f"{row['device']}; {_packages(row)}; commit {row['commit']}: `{row['command']}`"
+
+
 def _packages(row: dict[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in row["versions"].items())
 
@@ -63,10 +67,9 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 
 def _layers(rows: list[dict[str, Any]]) -> str:
-    first = rows[0]
     base = {r["shape"]: r for r in rows if r["name"] == "bf16"}
     lines = [
-        f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        _origin(rows[0]),
         "",
         "| layer | recipe | forward + backward | against bf16 | outside the products | kept for backward |",
         "|---|---|---:|---:|---:|---:|",
@@ -110,10 +113,9 @@ BY = {"nccl": "NCCL", "peer": "peers' memory"}
 
 def _exchange(rows: list[dict[str, Any]]) -> str:
     """Each FP8 row beside bfloat16's."""
-    first = rows[0]
     known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
     lines = [
-        f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        _origin(rows[0]),
         "",
         "| rows, or layer | by | what | bf16 | FP8 | | the device alone | | bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
@@ -136,9 +138,8 @@ def _exchange(rows: list[dict[str, Any]]) -> str:
 
 
 def _inside(rows: list[dict[str, Any]]) -> str:
-    first = rows[0]
     lines = [
-        f"{first['device']}; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        _origin(rows[0]),
         "",
         "| operation | shape | kernels alone | inside jit | more |",
         "|---|---|---:|---:|---:|",
@@ -150,9 +151,8 @@ def _inside(rows: list[dict[str, Any]]) -> str:
 
 
 def _host(rows: list[dict[str, Any]]) -> str:
-    first = rows[0]
     lines = [
-        f"{first['device']}'s host; {_packages(first)}; commit {first['commit']}: `{first['command']}`",
+        _origin(rows[0]),
         "",
         "| call | shape | one of many in a row | alone |",
         "|---|---|---:|---:|",

@@ -180,9 +180,8 @@ class Call:
         return raw
 
     def _replay(self, recipe: replay.Recipe, given: tuple[Any, ...], memory: list[Any]) -> Any:
-        empty, scratch, device = self.family.empty, self.family.scratch, self.device
-        for spec, for_call in recipe.allocations:
-            memory.append((scratch if for_call else empty)(spec, device))
+        for spec, scratch in recipe.allocations:
+            memory.append((self.family.scratch if scratch else self.family.empty)(spec, self.device))
         if recipe.steps:
             with self._on_device():
                 replay.play(recipe.steps, [array.ptr for array in memory])
