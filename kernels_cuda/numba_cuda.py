@@ -10,11 +10,13 @@ Kernels take flat pointers and integers only.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +126,23 @@ def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
 
     def compile() -> bytes:
         compiler.prefetch(architecture)  # Numba takes longer than all the others
-        return _compile(kernel, kinds, architecture)
+        with _without_collecting():
+            return _compile(kernel, kinds, architecture)
 
     return compiler.cached(kernel.__name__, architecture, key, compile)
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Numba makes a million objects and keeps most: Python's collector looks through them in vain, for a
+    twelfth of the time (3.22 to 2.97 s for the kernels of `plan_topk`)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:

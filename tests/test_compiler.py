@@ -1,5 +1,6 @@
 """The cache of compiled kernels, and every kernel for every architecture, without a GPU."""
 
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -173,6 +174,37 @@ def test_the_plans_kernels_compile(architecture):
     for kernel, types in kinds.items():
         assert len(numba_cuda.cubin(kernel, types, architecture)) > 1000
         assert numba_cuda.cubin(kernel, types, architecture) == numba_cuda.cubin(kernel, types, architecture)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects, fails):
+    pytest.importorskip("cupy")
+    numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
+    from fp8moe.kernels_cuda import plan
+
+    meanwhile = []
+
+    def compile(*_):
+        meanwhile.append(gc.isenabled())
+        if fails:
+            raise ValueError
+        return b"code"
+
+    monkeypatch.setattr(numba_cuda, "_compile", compile)
+    monkeypatch.setattr(compiler, "prefetch", lambda architecture: None)
+    before = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        if fails:
+            with pytest.raises(ValueError):
+                numba_cuda.cubin(plan._count_entries, ("int32",), "sm_90a")
+        else:
+            assert numba_cuda.cubin(plan._count_entries, ("int32",), "sm_90a") == b"code"
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert meanwhile == [False]
 
 
 def test_every_kernel_that_is_launched_exists():
