@@ -119,7 +119,7 @@ class Call:
     def __init__(self) -> None:
         self.device: Device = "cpu"
         self.family: Family = NUMPY
-        self._first = ""
+        self._first: str | None = None
 
     def _take(self, name: str, value: Any) -> Any:
         if value is None:
@@ -144,7 +144,7 @@ class Call:
 
     def _locate(self, name: str, device: Device, family: Family) -> None:
         """The first array says where all lie."""
-        if not self._first:
+        if self._first is None:
             self.device, self.family, self._first = device, family, name
         elif device != self.device:
             raise TypeError(

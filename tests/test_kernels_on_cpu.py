@@ -401,6 +401,20 @@ def test_calls_that_are_done_again(monkeypatch):
         assert_same(a, cuda_on_cpu.download(b))
 
 
+@pytest.mark.parametrize("elsewhere", ["x", "probs"])
+def test_a_remembered_call_refuses_arrays_on_two_devices(monkeypatch, elsewhere):
+    arrays = {"x": values(RNG, (9, 64), BF16), "probs": RNG.random((9, 2)).astype(np.float32)}
+    plan = a_plan(9, 4, 2, 4)
+    cuda_on_cpu.install(monkeypatch)
+    arrays, plan = {n: cuda_on_cpu.upload(a) for n, a in arrays.items()}, cuda_on_cpu.upload(plan)
+    for _ in range(3):
+        fp8moe.permute(arrays["x"], plan, arrays["probs"])
+    assert any(type(r) is replay.Recipe for r in border._recipes.values())
+    arrays[elsewhere].device = 1
+    with pytest.raises(TypeError, match=r"got an array on CUDA device \d; wanted CUDA device \d"):
+        fp8moe.permute(arrays["x"], plan, arrays["probs"])
+
+
 def test_a_recorder_keeps_what_a_call_frees():
     """Else the next array might get its address, and one address would stand for two."""
     host = np.ones(4, np.float32)

@@ -61,11 +61,12 @@ class Array:
 
     def __init__(self, host):
         self.host = np.ascontiguousarray(host)
+        self.device = 0
 
 
 class Device(border.Family):
     def view(self, x, name):
-        return raw(x.host)
+        return raw(x.host, x.device)
 
     def empty(self, spec, device):
         host = np.empty(spec.shape, spec.dtype)
@@ -76,8 +77,8 @@ class Device(border.Family):
         return Array(whole_or_part(value))
 
 
-def raw(host):
-    return DeviceArray(host.ctypes.data, host.shape, host.dtype, 0, host)
+def raw(host, device=0):
+    return DeviceArray(host.ctypes.data, host.shape, host.dtype, device, host)
 
 
 def whole_or_part(value):
