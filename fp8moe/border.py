@@ -72,8 +72,18 @@ def replayed(function: Any) -> Any:
         try:
             what: list[Any] = []
             for v in given:
-                if type(v) in replay.PLAIN:  # most are: a call of `signature` for each takes a microsecond
+                kind = type(v)
+                if kind in replay.PLAIN:  # most are; a call of `signature` for each takes a microsecond
                     what.append(v)
+                    continue
+                family = _family_of_arrays(kind)  # type: ignore[arg-type]
+                if family is not None:  # and so do `_take` and `signature` for an array
+                    array = family.view(v, "")
+                    if type(array) is not DeviceArray:
+                        return function(*arguments, **options)
+                    call._locate("", array.device, family)
+                    memory.append(array)
+                    what.append((array.shape, array.dtype, array.ptr & 15))
                     continue
                 if not is_metadata(v):
                     v = call._take("", v)
@@ -192,14 +202,17 @@ class Call:
 
     def _packed(self, plan: PermutationPlan) -> PermutationPlan:
         """All arrays of a plan in one allocation: torch takes 3 us for each."""
-        layout, size = plan.__dict__.get("_layout") or _plan_layout(plan)
+        kept = plan.__dict__
+        layout, size = kept.get("_layout") or _plan_layout(plan)
         memory = self._allocate(ArraySpec((size,), INT32))
         assert isinstance(memory, DeviceArray)
         new = object.__new__(PermutationPlan)
-        new.__dict__.update(slots=None, num_out_tokens=plan.num_out_tokens, align_size=plan.align_size)
-        ptr, device, owner = memory.ptr, memory.device, memory.owner
-        for name, shape, start in layout:
-            new.__dict__[name] = DeviceArray(ptr + start, shape, INT32, device, owner)
+        numbers = plan.num_out_tokens, plan.align_size
+        new.__dict__.update(num_out_tokens=numbers[0], align_size=numbers[1], _packed=(memory, layout))
+        if plan.slots is None:
+            new.__dict__["slots"] = None
+        shapes = plan.row_id_map.shape, plan.num_experts, plan.slots is None
+        new.__dict__["_signature"] = (PermutationPlan, *shapes, *numbers, memory.ptr & 15), [memory]
         return new
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
@@ -317,15 +330,15 @@ def on_memory(memory: Any) -> Iterator[None]:
 _memory: ContextVar[Any] = ContextVar("fp8moe_memory")
 
 
-def _plan_layout(plan: PermutationPlan) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
-    """(name, shape, first byte) of a plan's arrays in one int32 buffer, each at 16 bytes, and its size.
+def _plan_layout(plan: PermutationPlan) -> tuple[dict[str, tuple[tuple[int, ...], int]], int]:
+    """Shape and first byte of each of a plan's arrays in one int32 buffer, each at 16 bytes, and its size.
 
     A spec keeps its own: the same few come again at every step of a training run."""
-    layout, size = [], 0
+    layout, size = {}, 0
     for name in field_names(PermutationPlan) or ():
         spec = getattr(plan, name)
         if isinstance(spec, ArraySpec):
-            layout.append((name, spec.shape, 4 * size))
+            layout[name] = spec.shape, 4 * size
             size += -(-spec.size // 4) * 4
     plan.__dict__["_layout"] = layout, size
     return layout, size
@@ -424,7 +437,8 @@ class _Torch(Family):
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
         torch, ordinal = sys.modules["torch"], int(device)
-        owner = torch.empty(spec.shape, dtype=_torch_dtype(spec.dtype), device=_torch_device(ordinal))
+        shape = spec.shape or ((),)  # lengths one by one: of a tuple torch takes a microsecond more
+        owner = torch.empty(*shape, dtype=_torch_dtype(spec.dtype), device=_torch_device(ordinal))
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, ordinal, owner)
 
     def wrap(self, raw: RawArray) -> Any:
@@ -588,6 +602,12 @@ def _family_of_type(kind: Any) -> Family | None:
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__"):
         return _EXCHANGED
     return None
+
+
+@lru_cache(maxsize=256)
+def _family_of_arrays(kind: Any) -> Family | None:
+    """Of a type of arrays; None for any other type, records among them."""
+    return None if kind is tuple or field_names(kind) is not None else _family_of_type(kind)
 
 
 def family_of(x: Any, name: str) -> Family:

@@ -72,15 +72,23 @@ class DeviceArray:
 class Record:
     """A record of arrays. One that a call returned remembers its raw form (`border.Call.leave`): the next
     call need not look at every array again, and on CUDA the caller's arrays are made when they are asked for.
+    So are a raw plan's, which lie in one allocation (`border.Call.empty`).
     """
 
     def __getattr__(self, name: str) -> Any:
         # only reached for what is not in __dict__
-        remembered = self.__dict__.get("_raw")
-        if remembered is None or name not in (field_names(type(self)) or ()):
+        kept = self.__dict__
+        array: Any = None
+        if "_raw" in kept and name in (field_names(type(self)) or ()):
+            raw, _, family = kept["_raw"]
+            array = family.wrap(getattr(raw, name))
+        elif "_packed" in kept and name in kept["_packed"][1]:
+            memory, layout = kept["_packed"]
+            shape, start = layout[name]
+            array = DeviceArray(memory.ptr + start, shape, memory.dtype, memory.device, memory.owner)
+        if array is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        raw, _, family = remembered
-        self.__dict__[name] = array = family.wrap(getattr(raw, name))
+        kept[name] = array
         return array
 
     def __getstate__(self) -> dict[str, Any]:

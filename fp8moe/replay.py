@@ -133,6 +133,8 @@ class Recorder:
                 )
 
             return array
+        if "_packed" in raw.__dict__:
+            return self._plan(raw)
         kind, values = type(raw), [(n, getattr(raw, n)) for n in field_names(type(raw)) or ()]
         plain = {n: v for n, v in values if is_metadata(v)}
         arrays = [self._found(n, v) for n, v in values if type(v) is DeviceArray]
@@ -157,6 +159,20 @@ class Recorder:
             return outer
 
         return record
+
+    def _plan(self, raw: Any) -> Template:
+        """The same for a plan in one allocation: nothing is made of it but what says where that is."""
+        kind, (held, layout), (known, _) = type(raw), raw.__dict__["_packed"], raw.__dict__["_signature"]
+        buffer = self._found("", held)[1]
+        plain = {n: getattr(raw, n) for n in field_names(kind) or () if n not in layout}
+
+        def plan(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
+            inner, outer, whole = object.__new__(kind), object.__new__(kind), memory[buffer]
+            inner.__dict__.update(plain, _packed=(whole, layout), _signature=(known, [whole]), _fits=True)
+            outer.__dict__.update(plain, _raw=(inner, call.device, call.family))
+            return outer
+
+        return plan
 
     def _found(self, name: str, raw: DeviceArray) -> tuple[str, int, int, tuple[int, ...], Any]:
         place = self.place(raw.ptr) if raw.size else None
