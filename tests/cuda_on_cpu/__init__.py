@@ -1,7 +1,7 @@
 """The CUDA backend on a CPU: launchers and kernels as they are, compiled by g++ against `cuda.h`.
 
-A block is as many threads, so cases must be small. What it cannot show: the hardware's own roundings, races
-that a CPU's memory model hides, and speed.
+The threads of a block take turns, so cases must be small. What it cannot show: the hardware's own roundings,
+what a race does between two barriers, and speed.
 """
 
 import contextlib
@@ -142,6 +142,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     family = Device()
     monkeypatch.setattr(border, "_recipes", {})
     monkeypatch.setattr(border, "family_of", lambda x, name: family)
+    monkeypatch.setattr(border, "_family_of_arrays", lambda kind: family if kind is Array else None)
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(launch, "go", go)
     monkeypatch.setattr(launch, "go_tiled", go_tiled)

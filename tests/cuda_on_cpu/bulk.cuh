@@ -14,14 +14,12 @@ inline void barrier_init(u64* barrier, u32 arrivals = 1) {
   *(Barrier*)barrier = {0, (u8)arrivals, (u8)arrivals, 0, 0};
 }
 inline void barrier_expect(u64* barrier, u32 bytes) {
-  std::lock_guard<std::mutex> hold(at_once);
   Barrier* b = (Barrier*)barrier;
   b->pending += (int)bytes;
   b->left--;
   settle(b);
 }
 inline void bytes_came(u64* barrier, u32 bytes) {
-  std::lock_guard<std::mutex> hold(at_once);
   ((Barrier*)barrier)->pending -= (int)bytes;
   settle((Barrier*)barrier);
 }
@@ -31,10 +29,7 @@ inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   bytes_came(barrier, bytes);
 }
 inline void barrier_wait(u64* barrier, u32 parity = 0) {
-  for (;; std::this_thread::yield()) {
-    std::lock_guard<std::mutex> hold(at_once);
-    if ((u32)((Barrier*)barrier)->phase != parity) return;
-  }
+  while ((u32)((Barrier*)barrier)->phase == parity) let_others();
 }
 inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();

@@ -1,14 +1,19 @@
-// CUDA C++ on a CPU, as far as the kernels use it: a thread for every thread of a block, block after block.
+// CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by turns. One
+// runs until it waits for others; who is next of those that can go on is drawn by lot, so that what a barrier
+// is missing for is found sooner or later, and a barrier that not all reach is found at once.
 #pragma once
+#include <ucontext.h>
+
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <random>
 #include <vector>
 
 #define __CUDA_ARCH__ 900
@@ -26,26 +31,76 @@
 struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
-static thread_local Index threadIdx, blockIdx;
-static Index blockDim, gridDim;
-static std::unique_ptr<std::barrier<>> of_block;
-static std::vector<std::unique_ptr<std::barrier<>>> of_warp;
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+#define STACK (128 << 10)  // bytes
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[STACK]};
+  bool done;
+};
+static std::vector<Thread> threads_of_block;
+static std::vector<unsigned> can_go_on;
+static ucontext_t between_turns;
+static std::function<void()> kernel_of_all;
+static std::mt19937 lot{std::random_device{}()};
+
+// Let others go on; can_go_on says whether and when this one may.
+inline void end_turn() {
+  const Index mine = threadIdx;
+  swapcontext(&threads_of_block[mine.x].context, &between_turns);
+  threadIdx = mine;
+}
+
+struct Meeting {  // of so many threads, again and again
+  unsigned members;
+  std::vector<unsigned> there;
+  void leave_if_all() {
+    if (there.size() < members) return;
+    can_go_on.insert(can_go_on.end(), there.begin(), there.end());
+    there.clear();
+  }
+  void wait() {
+    there.push_back(threadIdx.x);
+    leave_if_all();
+    end_turn();
+  }
+  void quit() {
+    --members;
+    leave_if_all();
+  }
+};
+static Meeting of_block;
+static std::vector<Meeting> of_warp;
+static std::map<unsigned, Meeting> named;  // by name and count
 static unsigned long long exchanged[32][32];
 
-inline void __syncthreads() { of_block->arrive_and_wait(); }
-inline void __syncwarp() { of_warp[threadIdx.x / 32]->arrive_and_wait(); }
+inline void __syncthreads() { of_block.wait(); }
+inline void __syncwarp() { of_warp[threadIdx.x / 32].wait(); }
+inline void let_others() {
+  can_go_on.push_back(threadIdx.x);
+  end_turn();
+}
 
-template <class T>
-T of_lane(T value, int lane) {
-  const int warp = threadIdx.x / 32;
+// f of what all lanes of the warp give.
+template <class T, class F>
+auto of_lanes(T value, F f) {
+  unsigned long long (&all)[32] = exchanged[threadIdx.x / 32];
   unsigned long long bits = 0;
   memcpy(&bits, &value, sizeof(T));
-  exchanged[warp][threadIdx.x % 32] = bits;
+  all[threadIdx.x % 32] = bits;
   __syncwarp();
-  bits = exchanged[warp][lane & 31];
+  const auto found = f([&](int lane) {
+    T theirs;
+    memcpy(&theirs, &all[lane & 31], sizeof(T));
+    return theirs;
+  });
   __syncwarp();
-  memcpy(&value, &bits, sizeof(T));
-  return value;
+  return found;
+}
+template <class T>
+T of_lane(T value, int lane) {
+  return of_lanes(value, [=](auto given) { return given(lane); });
 }
 template <class T>
 T __shfl_sync(unsigned, T v, int lane) {
@@ -67,20 +122,26 @@ T __shfl_xor_sync(unsigned, T v, int mask) {
 }
 template <class T>
 T __reduce_max_sync(unsigned, T v) {
-  T top = v;
-  for (int i = 0; i < 32; ++i) top = std::max(top, of_lane(v, i));
-  return top;
+  return of_lanes(v, [=](auto given) {
+    T top = v;
+    for (int i = 0; i < 32; ++i) top = std::max(top, given(i));
+    return top;
+  });
 }
 template <class T>
 T __reduce_min_sync(unsigned, T v) {
-  T low = v;
-  for (int i = 0; i < 32; ++i) low = std::min(low, of_lane(v, i));
-  return low;
+  return of_lanes(v, [=](auto given) {
+    T low = v;
+    for (int i = 0; i < 32; ++i) low = std::min(low, given(i));
+    return low;
+  });
 }
 inline unsigned __ballot_sync(unsigned, bool p) {
-  unsigned all = 0;
-  for (int i = 0; i < 32; ++i) all |= (unsigned)of_lane((int)p, i) << i;
-  return all;
+  return of_lanes((int)p, [](auto given) {
+    unsigned all = 0;
+    for (int i = 0; i < 32; ++i) all |= (unsigned)given(i) << i;
+    return all;
+  });
 }
 inline bool __any_sync(unsigned mask, bool p) { return __ballot_sync(mask, p) != 0; }
 inline int __syncthreads_or(int p) {
@@ -88,7 +149,7 @@ inline int __syncthreads_or(int p) {
   __syncthreads();
   if (threadIdx.x == 0) any = 0;
   __syncthreads();
-  if (p) __atomic_store_n(&any, 1, __ATOMIC_SEQ_CST);
+  if (p) any = 1;
   __syncthreads();
   return any;
 }
@@ -152,42 +213,70 @@ using std::fabs;
 using std::max;
 using std::min;
 
-static std::mutex at_once;
 inline int atomicMax(int* p, int v) {
-  std::lock_guard<std::mutex> hold(at_once);
   const int before = *p;
   *p = std::max(before, v);
   return before;
 }
+inline unsigned atomicOr(unsigned* p, unsigned v) {
+  const unsigned before = *p;
+  *p |= v;
+  return before;
+}
+inline int atomicAdd(int* p, int v) {
+  const int before = *p;
+  *p += v;
+  return before;
+}
 
-inline unsigned atomicOr(unsigned* p, unsigned v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
-inline int atomicAdd(int* p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
+inline void run_thread() {
+  kernel_of_all();
+  const unsigned t = threadIdx.x;
+  threads_of_block[t].done = true;
+  of_warp[t / 32].quit();
+  of_block.quit();
+  setcontext(&between_turns);
+}
 
-// The blocks one after the other; their threads are made once, which takes longer than a small block.
+inline void run_block(unsigned threads) {
+  of_block = {threads, {}};
+  of_warp.clear();
+  named.clear();
+  can_go_on.clear();
+  for (unsigned first = 0; first < threads; first += 32)
+    of_warp.push_back({std::min(32u, threads - first), {}});
+  for (unsigned t = 0; t < threads; ++t) {
+    Thread& thread = threads_of_block[t];
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = STACK;
+    makecontext(&thread.context, run_thread, 0);
+    thread.done = false;
+    can_go_on.push_back(t);
+  }
+  while (!can_go_on.empty()) {
+    std::swap(can_go_on[lot() % can_go_on.size()], can_go_on.back());
+    const unsigned t = can_go_on.back();
+    can_go_on.pop_back();
+    threadIdx = {t, 0, 0};
+    swapcontext(&between_turns, &threads_of_block[t].context);
+  }
+  for (unsigned t = 0; t < threads; ++t)
+    if (!threads_of_block[t].done) {
+      fprintf(stderr, "block (%u, %u): thread %u waits for ever\n", blockIdx.x, blockIdx.y, t);
+      abort();
+    }
+}
+
 template <class Kernel>
 void run_grid(unsigned blocks, unsigned blocks_y, unsigned threads, Kernel kernel) {
   gridDim = {blocks, blocks_y, 1};
   blockDim = {threads, 1, 1};
-  auto begin = [=]() noexcept {
-    of_block = std::make_unique<std::barrier<>>(threads);
-    of_warp.clear();
-    for (unsigned w = 0; w < (threads + 31) / 32; ++w)
-      of_warp.push_back(std::make_unique<std::barrier<>>(std::min(32u, threads - 32 * w)));
-  };
-  std::barrier between(threads, begin);
-  begin();
-  std::vector<std::thread> all;
-  for (unsigned t = 0; t < threads; ++t)
-    all.emplace_back([=, &between] {
-      threadIdx = {t, 0, 0};
-      for (unsigned y = 0; y < blocks_y; ++y)
-        for (unsigned x = 0; x < blocks; ++x) {
-          blockIdx = {x, y, 0};
-          kernel();
-          of_warp[t / 32]->arrive_and_drop();
-          of_block->arrive_and_drop();
-          between.arrive_and_wait();
-        }
-    });
-  for (auto& t : all) t.join();
+  if (threads_of_block.size() < threads) threads_of_block.resize(threads);
+  kernel_of_all = kernel;
+  for (unsigned y = 0; y < blocks_y; ++y)
+    for (unsigned x = 0; x < blocks; ++x) {
+      blockIdx = {x, y, 0};
+      run_block(threads);
+    }
 }

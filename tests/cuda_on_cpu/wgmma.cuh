@@ -12,10 +12,7 @@ struct TensorMap {  // what cuda_on_cpu passes in its place
 inline void cluster_wait() { __syncthreads(); }
 inline u32 cluster_rank() { return 0; }
 inline At at_of_block(const void* p, u32) { return (At)p; }
-inline bool barrier_ready_at(At barrier, u32 parity) {
-  std::lock_guard<std::mutex> hold(at_once);
-  return (u32)((Barrier*)barrier)->phase != parity;
-}
+inline bool barrier_ready_at(At barrier, u32 parity) { return (u32)((Barrier*)barrier)->phase != parity; }
 inline void barrier_wait_at(At barrier, u32 parity) { barrier_wait((u64*)barrier, parity); }
 inline void barrier_arrive_at(At barrier) { barrier_expect((u64*)barrier, 0); }
 inline void barrier_arrive_here(u64* barrier) { barrier_expect(barrier, 0); }
@@ -47,16 +44,9 @@ void products_wait() {}
 inline void products_seen(float (&)[64]) {}
 
 inline void named_wait(u32 name, u32 count) {
-  static std::mutex one;
-  static std::map<u32, std::unique_ptr<std::barrier<>>> all;
-  std::barrier<>* mine;
-  {
-    std::lock_guard<std::mutex> hold(one);
-    auto& found = all[name << 16 | count];
-    if (!found) found = std::make_unique<std::barrier<>>(count);
-    mine = found.get();
-  }
-  mine->arrive_and_wait();
+  Meeting& mine = named[name << 16 | count];
+  mine.members = count;
+  mine.wait();
 }
 
 inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
@@ -65,11 +55,19 @@ inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
 }
 inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
 
+inline const float* decoded(int fmt) {  // every code's value
+  static float all[2][256];
+  if (all[fmt][1] == 0)
+    for (u32 code = 0; code < 256; ++code) all[fmt][code] = decode(code, fmt);
+  return all[fmt];
+}
+
 template <int A, int B>
 void product(float (&d)[64], Tile a, Tile b, bool add) {
   auto row_of = [](Tile tile, u32 row, int fmt, float* values) {
+    const float* of_code = decoded(fmt);
     for (u32 k = 0; k < 32; ++k)
-      values[k] = decode(*(const u8*)swizzled((tile << 4) + row / 8 * 1024 + row % 8 * 128 + k), fmt);
+      values[k] = of_code[*(const u8*)swizzled((tile << 4) + row / 8 * 1024 + row % 8 * 128 + k)];
   };
   const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
   float rows[2][32], column[32];
