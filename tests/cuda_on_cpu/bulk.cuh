@@ -1,4 +1,5 @@
-// What kernels_cuda/bulk.cuh does, in C++: copies are done at once, and a barrier counts their bytes.
+// What kernels_cuda/bulk.cuh does, in C++: what comes in arrives when somebody waits for its barrier, which
+// counts its bytes, and what goes out is read when its thread waits for that.
 #pragma once
 #include "common.cuh"
 
@@ -25,20 +26,36 @@ inline void bytes_came(u64* barrier, u32 bytes) {
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();  // the copy engine would
-  memcpy(to, from, bytes);
-  bytes_came(barrier, bytes);
+  awaited[barrier].push_back([=] {
+    memcpy(to, from, bytes);
+    bytes_came(barrier, bytes);
+  });
 }
 inline void barrier_wait(u64* barrier, u32 parity = 0) {
-  while ((u32)((Barrier*)barrier)->phase == parity) let_others();
+  while ((u32)((Barrier*)barrier)->phase == parity) {
+    auto& coming = awaited[barrier];
+    if (coming.empty()) {
+      let_others();
+      continue;
+    }
+    const auto arrive = coming.front();
+    coming.erase(coming.begin());
+    arrive();
+  }
 }
 inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
-  memcpy(to, from, bytes);
+  this_thread().writes.push_back([=] { memcpy(to, from, bytes); });
 }
 inline void bulk_add_floats(void* to, const void* from, u32 bytes) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
-  for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += ((const float*)from)[i];
+  this_thread().writes.push_back([=] {
+    for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += ((const float*)from)[i];
+  });
 }
 inline u64 evict_first() { return 0; }
-inline void bulk_finish() {}
+inline void bulk_finish() {
+  for (const auto& write : this_thread().writes) write();
+  this_thread().writes.clear();
+}
 inline void fence_async() {}

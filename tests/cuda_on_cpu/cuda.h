@@ -34,16 +34,31 @@ struct Index {
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
 #define STACK (128 << 10)  // bytes
+
+struct Copy {  // of bytes, or zeros, on its way
+  void* to;
+  const void* from;
+  unsigned bytes;
+  bool there;
+  void arrive() const { there ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
+};
 struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool done;
+  // What the copy engines do for it, as late as they may: copies by the group (the last is not yet one), and
+  // what they write to memory.
+  std::vector<std::vector<Copy>> copies;
+  std::vector<std::function<void()>> writes;
 };
 static std::vector<Thread> threads_of_block;
 static std::vector<unsigned> can_go_on;
 static ucontext_t between_turns;
 static std::function<void()> kernel_of_all;
 static std::mt19937 lot{std::random_device{}()};
+
+static std::map<const void*, std::vector<std::function<void()>>> awaited;  // by the barrier that it is for
+inline Thread& this_thread() { return threads_of_block[threadIdx.x]; }
 
 // Let others go on; can_go_on says whether and when this one may.
 inline void end_turn() {
@@ -229,10 +244,16 @@ inline int atomicAdd(int* p, int v) {
   return before;
 }
 
+inline void give_up(const char* why) {
+  fprintf(stderr, "block (%u, %u): thread %u %s\n", blockIdx.x, blockIdx.y, threadIdx.x, why);
+  abort();
+}
+
 inline void run_thread() {
   kernel_of_all();
   const unsigned t = threadIdx.x;
-  threads_of_block[t].done = true;
+  if (!this_thread().writes.empty()) give_up("ends before what it writes has been read");
+  this_thread().done = true;
   of_warp[t / 32].quit();
   of_block.quit();
   setcontext(&between_turns);
@@ -242,7 +263,7 @@ inline void run_block(unsigned threads) {
   of_block = {threads, {}};
   of_warp.clear();
   named.clear();
-  can_go_on.clear();
+  awaited.clear();
   for (unsigned first = 0; first < threads; first += 32)
     of_warp.push_back({std::min(32u, threads - first), {}});
   for (unsigned t = 0; t < threads; ++t) {
@@ -252,6 +273,7 @@ inline void run_block(unsigned threads) {
     thread.context.uc_stack.ss_size = STACK;
     makecontext(&thread.context, run_thread, 0);
     thread.done = false;
+    thread.copies.assign(1, {});
     can_go_on.push_back(t);
   }
   while (!can_go_on.empty()) {
@@ -261,11 +283,8 @@ inline void run_block(unsigned threads) {
     threadIdx = {t, 0, 0};
     swapcontext(&between_turns, &threads_of_block[t].context);
   }
-  for (unsigned t = 0; t < threads; ++t)
-    if (!threads_of_block[t].done) {
-      fprintf(stderr, "block (%u, %u): thread %u waits for ever\n", blockIdx.x, blockIdx.y, t);
-      abort();
-    }
+  for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+    if (!this_thread().done) give_up("waits for ever");
 }
 
 template <class Kernel>

@@ -68,14 +68,20 @@ inline u32 larger_u16s(u32 a, u32 b) {
 inline u32 to_bf16x2(float a, float b) { return float_to_bf16(a) | (u32)float_to_bf16(b) << 16; }
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async16(void* to, const void* from, bool there) {
-  there ? memcpy(to, from, 16) : memset(to, 0, 16);
+  this_thread().copies.back().push_back({to, from, 16, there});
 }
 inline void copy_async4(void* to, const void* from, bool there) {
-  there ? memcpy(to, from, 4) : memset(to, 0, 4);
+  this_thread().copies.back().push_back({to, from, 4, there});
 }
-inline void copy_async_commit() {}
+inline void copy_async_commit() { this_thread().copies.push_back({}); }
 template <int LEFT>
-void copy_async_wait() {}
+void copy_async_wait() {
+  auto& groups = this_thread().copies;
+  while (groups.size() > LEFT + 1) {
+    for (const Copy& copy : groups.front()) copy.arrive();
+    groups.erase(groups.begin());
+  }
+}
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
 inline u32 load_kept(const u32* p, bool) { return *p; }
