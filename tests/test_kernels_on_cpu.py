@@ -51,9 +51,20 @@ def a_plan(tokens, experts, k, align, by_mask=False):
 @pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize("columns", [6200, 520, 24, 5])
 def test_rows_there_and_back(by_mask, columns):
-    plan = a_plan(21, 5, 3, 4, by_mask)
-    x, rows = values(RNG, (21, columns), BF16), values(RNG, (plan.num_out_tokens, columns), BF16)
-    probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
+    rows_there_and_back(a_plan(21, 5, 3, 4, by_mask), columns)
+
+
+@pytest.mark.parametrize("columns", [600, 5])
+def test_rows_of_more_experts_than_a_block_remembers(columns):
+    mask = RNG.random((5, 150)) < RNG.random((5, 1))
+    mask[2] = True
+    rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=150), columns)
+
+
+def rows_there_and_back(plan, columns):
+    x = values(RNG, (plan.num_tokens, columns), BF16)
+    rows = values(RNG, (plan.num_out_tokens, columns), BF16)
+    probs = RNG.random((plan.num_tokens, plan.prob_columns)).astype(np.float32)
     grads = RNG.random(plan.num_out_tokens).astype(np.float32)
     assert_same(*both(lambda x, p, w: cut(fp8moe.permute(x, p, w)), x, plan, probs))
     assert_same(*both(fp8moe.unpermute, rows, plan, probs))
@@ -80,7 +91,9 @@ def test_scales_and_pieces(columns):
     assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan))
 
 
-@pytest.mark.parametrize(("chunks", "columns"), [(1, 64), (7, 1024), (12, 256), (8, 9216), (9, 3)])
+@pytest.mark.parametrize(
+    ("chunks", "columns"), [(1, 64), (7, 1024), (12, 256), (8, 9216), (9, 3), (70, 64), (600, 16)]
+)
 def test_chunks(chunks, columns):
     sizes = RNG.integers(0, 6, chunks) * (RNG.random(chunks) < 0.7)
     order = RNG.permutation(chunks).astype(np.int32)

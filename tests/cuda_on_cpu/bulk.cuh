@@ -1,5 +1,5 @@
-// What kernels_cuda/bulk.cuh does, in C++: what comes in arrives when somebody waits for its barrier, which
-// counts its bytes, and what goes out is read when its thread waits for that.
+// What kernels_cuda/bulk.cuh does, in C++: what comes in arrives at once or when somebody waits for its
+// barrier, which counts its bytes, and what goes out is read at once or when its thread waits for that.
 #pragma once
 #include "common.cuh"
 
@@ -26,7 +26,7 @@ inline void bytes_came(u64* barrier, u32 bytes) {
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();  // the copy engine would
-  awaited[barrier].push_back([=] {
+  sooner_or_later(awaited[barrier], [=] {
     memcpy(to, from, bytes);
     bytes_came(barrier, bytes);
   });
@@ -45,11 +45,11 @@ inline void barrier_wait(u64* barrier, u32 parity = 0) {
 }
 inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
-  this_thread().writes.push_back([=] { memcpy(to, from, bytes); });
+  sooner_or_later(this_thread().writes, [=] { memcpy(to, from, bytes); });
 }
 inline void bulk_add_floats(void* to, const void* from, u32 bytes) {
   if (((size_t)to | (size_t)from | bytes) & 15) abort();
-  this_thread().writes.push_back([=] {
+  sooner_or_later(this_thread().writes, [=] {
     for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += ((const float*)from)[i];
   });
 }

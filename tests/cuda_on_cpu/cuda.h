@@ -46,8 +46,8 @@ struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool done;
-  // What the copy engines do for it, as late as they may: copies by the group (the last is not yet one), and
-  // what they write to memory.
+  // What the copy engines have yet to do for it: copies by the group (the last is not yet one), and what they
+  // write to memory.
   std::vector<std::vector<Copy>> copies;
   std::vector<std::function<void()>> writes;
 };
@@ -59,6 +59,15 @@ static std::mt19937 lot{std::random_device{}()};
 
 static std::map<const void*, std::vector<std::function<void()>>> awaited;  // by the barrier that it is for
 inline Thread& this_thread() { return threads_of_block[threadIdx.x]; }
+
+// What a copy engine does, at once or as late as it may: between them lies all that it could do.
+template <class Work>
+void sooner_or_later(std::vector<std::function<void()>>& later, Work work) {
+  if (lot() % 2)
+    work();
+  else
+    later.push_back(work);
+}
 
 // Let others go on; can_go_on says whether and when this one may.
 inline void end_turn() {

@@ -18,7 +18,7 @@ inline void barrier_arrive_at(At barrier) { barrier_expect((u64*)barrier, 0); }
 inline void barrier_arrive_here(u64* barrier) { barrier_expect(barrier, 0); }
 inline void barrier_arrive_copied(u64* barrier) {
   auto& mine = this_thread().copies;
-  awaited[barrier].push_back([=, groups = std::move(mine)] {
+  sooner_or_later(awaited[barrier], [=, groups = std::move(mine)] {
     for (const auto& group : groups)
       for (const Copy& copy : group) copy.arrive();
     barrier_expect(barrier, 0);
@@ -30,7 +30,7 @@ inline u64 swizzled(u64 address) { return address ^ (address >> 3 & 0x70); }
 
 inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier, u16 blocks) {
   if ((u64)to & 1023 || blocks != 1) abort();
-  awaited[barrier].push_back([=, map = *map] {
+  sooner_or_later(awaited[barrier], [=, map = *map] {
     for (i64 r = 0; r < map.box; ++r)
       for (i64 c = 0; c < 128; ++c) {
         const bool inside = y + r >= 0 && y + r < map.rows && x + c >= 0 && x + c < map.columns;
