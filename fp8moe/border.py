@@ -458,8 +458,8 @@ class _Cupy(Family):
     def view(self, x: Any, name: str) -> RawArray:
         if not x.flags.c_contiguous:
             raise _not_contiguous(name, x.shape, x.strides, "cupy.ascontiguousarray(x)")
-        dtype = _DTYPES.get(x.dtype.name) or dtype_named(x.dtype.name, name)
-        return DeviceArray(x.data.ptr, x.shape, dtype, x.device.id, x)
+        memory = x.data
+        return DeviceArray(memory.ptr, x.shape, _known_dtype(x.dtype, name), memory.device_id, x)
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         cupy = sys.modules["cupy"]
@@ -516,7 +516,7 @@ class _Raw(Family):
     def view(self, x: Any, name: str) -> RawArray:
         if type(x) is not DeviceArray:
             raise _no_array(x, name)
-        dtype_named(x.dtype.name, name)
+        _known_dtype(x.dtype, name)
         return x
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
@@ -562,6 +562,7 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
     strides = interface.get("strides")
     if strides and not dlpack.is_c_contiguous(shape, tuple(s // dtype.itemsize for s in strides)):
         raise _not_contiguous(name, shape, strides, "a contiguous copy")
+    dtype = _known_dtype(dtype, name)
     ptr, device = interface["data"][0], 0
     if 0 not in shape:
         runtime = require_cupy(f"{name} on CUDA").cuda.runtime
@@ -659,6 +660,21 @@ def dtype_named(name: str, argument: str) -> np.dtype:
     return _DTYPES[name]
 
 
+_KNOWN = {dtype: dtype for dtype in _DTYPES.values()}
+
+
+def _known_dtype(dtype: np.dtype, argument: str) -> np.dtype:
+    """NumPy makes a dtype's name anew whenever it is asked, 2 us and more."""
+    known = _KNOWN.get(dtype)
+    if known is None:
+        native = dtype_named(dtype.name, argument)
+        raise TypeError(
+            f"{argument}: got dtype {dtype.str}, whose bytes are in another order than this machine's; pass "
+            f"it .astype({native.name!r})"
+        )
+    return known
+
+
 def _plain(dtype: np.dtype) -> np.dtype:
     """The dtype of the same size that every framework exchanges: bfloat16 as int16, float8 as uint8."""
     if dtype.kind != "V" and dtype.name not in ("bfloat16",) and not dtype.name.startswith("float8"):
@@ -703,7 +719,7 @@ _CAPTURED: list[RawArray] = []
 
 def _cupy_empty(cupy: ModuleType, spec: ArraySpec) -> DeviceArray:
     owner = cupy.empty(spec.shape, _cupy_dtype(spec.dtype))
-    return DeviceArray(owner.data.ptr, spec.shape, spec.dtype, owner.device.id, owner)
+    return DeviceArray(owner.data.ptr, spec.shape, spec.dtype, owner.data.device_id, owner)
 
 
 def _cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:
@@ -714,6 +730,7 @@ def _cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:
     return cupy.ndarray(raw.shape, _cupy_dtype(raw.dtype), cupy.cuda.MemoryPointer(memory, 0))
 
 
+@cache
 def _cupy_dtype(dtype: np.dtype) -> np.dtype:
     """CuPy knows bfloat16 but no float8."""
     return np.dtype(np.uint8) if dtype.name.startswith("float8") else dtype
@@ -722,7 +739,7 @@ def _cupy_dtype(dtype: np.dtype) -> np.dtype:
 def _require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
     if not x.flags.c_contiguous:
         raise _not_contiguous(name, x.shape, x.strides, f"{fix}(x)")
-    dtype_named(x.dtype.name, name)
+    _known_dtype(x.dtype, name)
     return x
 
 

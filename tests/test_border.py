@@ -122,6 +122,17 @@ def test_strides():
     assert dlpack.is_c_contiguous((0, 3), (1, 2))
 
 
+class OnDevice:
+    """Says that it lies on a device."""
+
+    def __init__(self, shape, typestr):
+        self.shape, self.typestr = shape, typestr
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": self.typestr, "data": (256, False), "version": 3}
+
+
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [
@@ -131,6 +142,9 @@ def test_strides():
         ([[1.0]], TypeError, "x: got builtins.list; wanted an array"),
         (3.0, TypeError, "x: got"),
         (np.ones((2, 2), np.complex64), TypeError, "x: dtype complex64"),
+        (np.ones((2, 2), ">f4"), TypeError, r"x: got dtype >f4, .* \.astype\('float32'\)"),
+        (OnDevice((2, 2), ">i4"), TypeError, r"x: got dtype >i4, .* \.astype\('int32'\)"),
+        (OnDevice((2, 2), "<c8"), TypeError, "x: dtype complex64"),
         (torch.ones(2, 2, device="meta"), TypeError, "x: got a tensor on meta"),
     ],
 )
