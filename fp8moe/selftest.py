@@ -37,6 +37,7 @@ class Inputs:
         self.w13 = (rng.standard_normal((EXPERTS, 2 * FFN, HIDDEN)) / HIDDEN**0.5).astype(bf16)
         self.w2 = (rng.standard_normal((EXPERTS, HIDDEN, FFN)) / FFN**0.5).astype(bf16)
         self.dy = rng.standard_normal((TOKENS, HIDDEN)).astype(bf16)
+        self.wide = np.concatenate([self.x, self.dy], axis=1)
 
 
 def check_plan_and_permute(i: Inputs) -> None:
@@ -93,7 +94,7 @@ def check_transpose(i: Inputs) -> None:
 
 
 def check_swiglu(i: Inputs) -> None:
-    h = np.concatenate([i.x, i.dy], axis=1)
+    h = i.wide
     a, b = i.x.astype(np.float64), i.dy.astype(np.float64)
     y = fp8moe.swiglu(h.astype(np.float32)).astype(np.float64)
     _near(y, a / (1 + np.exp(-a)) * b, 1e-6, "values")
@@ -143,7 +144,7 @@ class AloneByWindows(Alone):
 
 
 def check_messages(i: Inputs) -> None:
-    x = np.concatenate([i.x, i.dy], axis=1)
+    x = i.wide
     q, routed = fp8moe.quantize(x), np.any(i.ids >= 0, axis=1)
     wide = fp8moe.dequantize(q).astype(i.x.dtype)
     for comm in (Alone(np), AloneByWindows(np)):
@@ -206,7 +207,8 @@ def main(device: str, seed: int | None) -> int:
 
 
 class CudaCheck:
-    """The same public calls on CuPy arrays and on NumPy arrays, compared."""
+    """The same public calls on CuPy arrays and on NumPy arrays, compared; three times with other numbers:
+    a call whose shapes come again is remembered, and the third is done from memory (`fp8moe.replay`)."""
 
     def __init__(self, seed: int):
         from fp8moe.border import BackendUnavailable, require_cupy
@@ -218,11 +220,9 @@ class CudaCheck:
             raise BackendUnavailable(f"no CUDA device: {error}") from error
         if count == 0:
             raise BackendUnavailable("no CUDA device")
-        self.inputs = Inputs(seed)
+        self.inputs = [Inputs(seed + n) for n in range(3)]
 
     def checks(self) -> dict[str, Callable[[], None]]:
-        i = self.inputs
-
         def layer(recipe: str) -> Callable[[], None]:
             def run(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, dy: Any) -> Any:
                 y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
@@ -230,7 +230,7 @@ class CudaCheck:
                 return y, g.dx, g.dprobs, g.dw13, g.dw2
 
             # sums in another order, then codes that fall to the other side: a few last bits
-            return lambda: self._compare(run, 2e-2, i.x, i.w13, i.w2, i.ids, i.probs, i.dy)
+            return lambda: self._compare(run, 2e-2, "x", "w13", "w2", "ids", "probs", "dy")
 
         def permute(x: Any, ids: Any, probs: Any) -> Any:
             moved = fp8moe.permute(fp8moe.quantize(x), fp8moe.plan_topk(ids, EXPERTS, align_size=16), probs)
@@ -256,18 +256,19 @@ class CudaCheck:
             return tuple(results)
 
         return {
-            "plan, permute": lambda: self._compare(permute, 0.0, i.x, i.ids, i.probs),
-            "transpose": lambda: self._compare(transpose, 0.0, i.x, i.ids),
-            "messages of ranks": lambda: self._compare(
-                messages, 0.0, np.concatenate([i.x, i.dy], axis=1), i.ids, i.probs
-            ),
+            "plan, permute": lambda: self._compare(permute, 0.0, "x", "ids", "probs"),
+            "transpose": lambda: self._compare(transpose, 0.0, "x", "ids"),
+            "messages of ranks": lambda: self._compare(messages, 0.0, "wide", "ids", "probs"),
             **{f"layer {r}": layer(r) for r in ("bf16", "fp8_blockwise", "fp8_flow")},
         }
 
-    def _compare(self, function: Callable[..., Any], bound: float, *arrays: np.ndarray) -> None:
-        wanted = function(*arrays)
-        got = function(*(self.cupy.asarray(a) for a in arrays))
-        self._compare_values(got, wanted, bound)
+    def _compare(self, function: Callable[..., Any], bound: float, *names: str) -> None:
+        """``names``: of the inputs that the function takes."""
+        for inputs in self.inputs:
+            arrays = [getattr(inputs, name) for name in names]
+            wanted = function(*arrays)
+            got = function(*(self.cupy.asarray(a) for a in arrays))
+            self._compare_values(got, wanted, bound)
 
     def _compare_values(self, got: Any, wanted: Any, bound: float) -> None:
         ours: list[np.ndarray] = []
