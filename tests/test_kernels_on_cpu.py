@@ -255,8 +255,10 @@ def known(result, offsets):
     )
 
 
-def test_tiles_are_taken_when_free(monkeypatch):
-    tiles_are_taken_when_free(both, monkeypatch, [144, 0, 176, 16, 33], 256)
+# the second: more experts than a block looks at at a time
+@pytest.mark.parametrize("counts", [[144, 0, 176, 16, 33], [16, *[0] * 290, 5, 20]])
+def test_tiles_are_taken_when_free(monkeypatch, counts):
+    tiles_are_taken_when_free(both, monkeypatch, counts, 256)
 
 
 def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):

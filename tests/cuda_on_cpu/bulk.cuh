@@ -9,7 +9,7 @@ struct Barrier {  // in the eight bytes of an mbarrier
 };
 
 inline void settle(Barrier* b) {
-  if (b->left == 0 && b->pending == 0) b->left = b->arrivals, b->phase ^= 1;
+  if (b->left == 0 && b->pending == 0) b->left = b->arrivals, b->phase ^= 1, looked_in_vain = 0;
 }
 inline void barrier_init(u64* barrier, u32 arrivals = 1) {
   *(Barrier*)barrier = {0, (u8)arrivals, (u8)arrivals, 0, 0};

@@ -1,4 +1,4 @@
-// CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by turns. One
+// CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by runnable. One
 // runs until it waits for others; who is next of those that can go on is drawn by lot, so that what a barrier
 // is missing for is found sooner or later, and a barrier that not all reach is found at once.
 #pragma once
@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <queue>
 #include <random>
 #include <vector>
 
@@ -52,13 +53,45 @@ struct Thread {
   std::vector<std::function<void()>> writes;
 };
 static std::vector<Thread> threads_of_block;
-static std::vector<unsigned> can_go_on;
 static ucontext_t between_turns;
 static std::function<void()> kernel_of_all;
+static unsigned looked_in_vain;
 static std::mt19937 lot{std::random_device{}()};
+
+// Who can go on, and who is first: in every other block drawn by lot each time, in the others by ranks, those
+// of a warp together, so that some warps are as far behind as barriers let them. Who looks in vain comes
+// last.
+struct Runnable {
+  bool by_rank;
+  std::vector<unsigned> ranks;
+  unsigned long long last;
+  std::priority_queue<std::pair<unsigned long long, unsigned>> who;
+  void begin(unsigned threads) {
+    by_rank = lot() % 2, last = 1ull << 32, who = {};
+    ranks.resize(threads);
+    unsigned of_warp = 0;
+    for (unsigned t = 0; t < threads; ++t) {
+      if (t % 32 == 0) of_warp = lot();
+      ranks[t] = of_warp >> 8 << 8 | lot() % 256;
+    }
+  }
+  void add(unsigned t) { who.push({(1ull << 32) + (by_rank ? ranks[t] : lot()), t}); }
+  void add_last(unsigned t) { who.push({--last, t}); }
+  unsigned next() {
+    const unsigned t = who.top().second;
+    who.pop();
+    return t;
+  }
+};
+static Runnable runnable;
 
 static std::map<const void*, std::vector<std::function<void()>>> awaited;  // by the barrier that it is for
 inline Thread& this_thread() { return threads_of_block[threadIdx.x]; }
+
+inline void give_up(const char* why) {
+  fprintf(stderr, "block (%u, %u): thread %u %s\n", blockIdx.x, blockIdx.y, threadIdx.x, why);
+  abort();
+}
 
 // What a copy engine does, at once or as late as it may: between them lies all that it could do.
 template <class Work>
@@ -69,7 +102,7 @@ void sooner_or_later(std::vector<std::function<void()>>& later, Work work) {
     later.push_back(work);
 }
 
-// Let others go on; can_go_on says whether and when this one may.
+// Let others go on; `runnable` says whether and when this one may.
 inline void end_turn() {
   const Index mine = threadIdx;
   swapcontext(&threads_of_block[mine.x].context, &between_turns);
@@ -81,7 +114,7 @@ struct Meeting {  // of so many threads, again and again
   std::vector<unsigned> there;
   void leave_if_all() {
     if (there.size() < members) return;
-    can_go_on.insert(can_go_on.end(), there.begin(), there.end());
+    for (unsigned t : there) runnable.add(t);
     there.clear();
   }
   void wait() {
@@ -101,8 +134,10 @@ static unsigned long long exchanged[32][32];
 
 inline void __syncthreads() { of_block.wait(); }
 inline void __syncwarp() { of_warp[threadIdx.x / 32].wait(); }
+// For who looks again and again; that nothing comes of it for so long is no accident.
 inline void let_others() {
-  can_go_on.push_back(threadIdx.x);
+  if (++looked_in_vain > 1000000) give_up("waits for ever");
+  runnable.add_last(threadIdx.x);
   end_turn();
 }
 
@@ -253,11 +288,6 @@ inline int atomicAdd(int* p, int v) {
   return before;
 }
 
-inline void give_up(const char* why) {
-  fprintf(stderr, "block (%u, %u): thread %u %s\n", blockIdx.x, blockIdx.y, threadIdx.x, why);
-  abort();
-}
-
 inline void run_thread() {
   kernel_of_all();
   const unsigned t = threadIdx.x;
@@ -273,6 +303,8 @@ inline void run_block(unsigned threads) {
   of_warp.clear();
   named.clear();
   awaited.clear();
+  looked_in_vain = 0;
+  runnable.begin(threads);
   for (unsigned first = 0; first < threads; first += 32)
     of_warp.push_back({std::min(32u, threads - first), {}});
   for (unsigned t = 0; t < threads; ++t) {
@@ -283,12 +315,10 @@ inline void run_block(unsigned threads) {
     makecontext(&thread.context, run_thread, 0);
     thread.done = false;
     thread.copies.assign(1, {});
-    can_go_on.push_back(t);
+    runnable.add(t);
   }
-  while (!can_go_on.empty()) {
-    std::swap(can_go_on[lot() % can_go_on.size()], can_go_on.back());
-    const unsigned t = can_go_on.back();
-    can_go_on.pop_back();
+  while (!runnable.who.empty()) {
+    const unsigned t = runnable.next();
     threadIdx = {t, 0, 0};
     swapcontext(&between_turns, &threads_of_block[t].context);
   }
