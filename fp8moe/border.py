@@ -76,7 +76,7 @@ def replayed(function: Any) -> Any:
                 if kind in replay.PLAIN:  # most are; a call of `signature` for each takes a microsecond
                     what.append(v)
                     continue
-                family = _family_of_arrays(kind)  # type: ignore[arg-type]
+                family = _family_of_type(kind)  # type: ignore[arg-type]
                 if family is not None:  # and so do `_take` and `signature` for an array
                     array = family.view(v, "")
                     if type(array) is not DeviceArray:
@@ -202,18 +202,11 @@ class Call:
 
     def _packed(self, plan: PermutationPlan) -> PermutationPlan:
         """All arrays of a plan in one allocation: torch takes 3 us for each."""
-        kept = plan.__dict__
-        layout, size = kept.get("_layout") or _plan_layout(plan)
+        layout, plain, size = plan.__dict__.get("_layout") or _plan_layout(plan)
         memory = self._allocate(ArraySpec((size,), INT32))
         assert isinstance(memory, DeviceArray)
-        new = object.__new__(PermutationPlan)
-        numbers = plan.num_out_tokens, plan.align_size
-        new.__dict__.update(num_out_tokens=numbers[0], align_size=numbers[1], _packed=(memory, layout))
-        if plan.slots is None:
-            new.__dict__["slots"] = None
-        shapes = plan.row_id_map.shape, plan.num_experts, plan.slots is None
-        new.__dict__["_signature"] = (PermutationPlan, *shapes, *numbers, memory.ptr & 15), [memory]
-        return new
+        known = PermutationPlan, plan.row_id_map.shape, plan.num_experts, *plain.values(), memory.ptr & 15
+        return replay.packed_plan(memory, layout, plain, known)
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
@@ -330,18 +323,20 @@ def on_memory(memory: Any) -> Iterator[None]:
 _memory: ContextVar[Any] = ContextVar("fp8moe_memory")
 
 
-def _plan_layout(plan: PermutationPlan) -> tuple[dict[str, tuple[tuple[int, ...], int]], int]:
-    """Shape and first byte of each of a plan's arrays in one int32 buffer, each at 16 bytes, and its size.
+def _plan_layout(plan: PermutationPlan) -> tuple[replay.Layout, dict[str, Any], int]:
+    """Where a plan's arrays lie in one int32 buffer, each at 16 bytes; its other fields; the buffer's size.
 
     A spec keeps its own: the same few come again at every step of a training run."""
-    layout, size = {}, 0
+    layout, plain, size = {}, {}, 0
     for name in field_names(PermutationPlan) or ():
         spec = getattr(plan, name)
         if isinstance(spec, ArraySpec):
             layout[name] = spec.shape, 4 * size
             size += -(-spec.size // 4) * 4
-    plan.__dict__["_layout"] = layout, size
-    return layout, size
+        else:
+            plain[name] = spec
+    plan.__dict__["_layout"] = layout, plain, size
+    return layout, plain, size
 
 
 def _as_codes(q: QuantTensor) -> QuantTensor:
@@ -596,6 +591,9 @@ _FAMILIES: dict[str, Family] = {
 
 @lru_cache(maxsize=256)
 def _family_of_type(kind: Any) -> Family | None:
+    """None for what is no array, records among it."""
+    if field_names(kind) is not None:
+        return None
     for base in kind.__mro__:
         family = _FAMILIES.get(base.__module__.partition(".")[0])
         if family is not None:
@@ -603,12 +601,6 @@ def _family_of_type(kind: Any) -> Family | None:
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__"):
         return _EXCHANGED
     return None
-
-
-@lru_cache(maxsize=256)
-def _family_of_arrays(kind: Any) -> Family | None:
-    """Of a type of arrays; None for any other type, records among them."""
-    return None if kind is tuple or field_names(kind) is not None else _family_of_type(kind)
 
 
 def family_of(x: Any, name: str) -> Family:

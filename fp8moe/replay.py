@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fp8moe.records import METADATA_TYPES, DeviceArray, field_names, is_metadata
+from fp8moe.records import METADATA_TYPES, DeviceArray, PermutationPlan, field_names, is_metadata
 
 Place = tuple[int, int]  # buffer, offset in bytes
+Layout = dict[str, tuple[tuple[int, ...], int]]  # arrays of one buffer: shape and first byte, by name
 # function, arguments before its values, values, and (which value, buffer, offset) of those that are addresses
 Step = tuple[Callable[..., None], tuple[Any, ...], list[Any], list[tuple[int, int, int]]]
 
@@ -162,13 +163,13 @@ class Recorder:
 
     def _plan(self, raw: Any) -> Template:
         """The same for a plan in one allocation: nothing is made of it but what says where that is."""
-        kind, (held, layout), (known, _) = type(raw), raw.__dict__["_packed"], raw.__dict__["_signature"]
+        (held, layout), (known, _) = raw.__dict__["_packed"], raw.__dict__["_signature"]
         buffer = self._found("", held)[1]
-        plain = {n: getattr(raw, n) for n in field_names(kind) or () if n not in layout}
+        plain = {n: getattr(raw, n) for n in field_names(PermutationPlan) or () if n not in layout}
 
         def plan(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
-            inner, outer, whole = object.__new__(kind), object.__new__(kind), memory[buffer]
-            inner.__dict__.update(plain, _packed=(whole, layout), _signature=(known, [whole]), _fits=True)
+            inner, outer = packed_plan(memory[buffer], layout, plain, known), object.__new__(PermutationPlan)
+            inner.__dict__["_fits"] = True
             outer.__dict__.update(plain, _raw=(inner, call.device, call.family))
             return outer
 
@@ -179,6 +180,14 @@ class Recorder:
         if place is None:  # an empty array has no place of its own
             raise LookupError
         return name, *place, raw.shape, raw.dtype
+
+
+def packed_plan(memory: DeviceArray, layout: Layout, plain: dict[str, Any], known: Any) -> PermutationPlan:
+    """A raw plan whose arrays lie in ``memory`` and are made when they are asked for. ``known``: what decides
+    how it is treated, in place of each array's."""
+    new = object.__new__(PermutationPlan)
+    new.__dict__.update(plain, _packed=(memory, layout), _signature=(known, [memory]))
+    return new
 
 
 Template = Callable[[Any, tuple[Any, ...], list[DeviceArray]], Any]

@@ -87,9 +87,7 @@ def on_cpu(monkeypatch):
     pytest.importorskip("cupy")
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
-    family_of = border.family_of
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(border, "family_of", family_of)
     monkeypatch.setattr(
         "fp8moe.placed._scratch", lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8))
     )

@@ -141,8 +141,8 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
 
     family = Device()
     monkeypatch.setattr(border, "_recipes", {})
-    monkeypatch.setattr(border, "family_of", lambda x, name: family)
-    monkeypatch.setattr(border, "_family_of_arrays", lambda kind: family if kind is Array else None)
+    others = border._family_of_type
+    monkeypatch.setattr(border, "_family_of_type", lambda kind: family if kind is Array else others(kind))
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(launch, "go", go)
     monkeypatch.setattr(launch, "go_tiled", go_tiled)

@@ -1,4 +1,4 @@
-// CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by runnable. One
+// CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by turns. One
 // runs until it waits for others; who is next of those that can go on is drawn by lot, so that what a barrier
 // is missing for is found sooner or later, and a barrier that not all reach is found at once.
 #pragma once
@@ -41,7 +41,7 @@ struct Copy {  // of bytes, or zeros, on its way
   const void* from;
   unsigned bytes;
   bool there;
-  void arrive() const { there ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
+  void operator()() const { there ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
 };
 struct Thread {
   ucontext_t context;
@@ -94,8 +94,8 @@ inline void give_up(const char* why) {
 }
 
 // What a copy engine does, at once or as late as it may: between them lies all that it could do.
-template <class Work>
-void sooner_or_later(std::vector<std::function<void()>>& later, Work work) {
+template <class All, class Work>
+void sooner_or_later(All& later, const Work& work) {
   if (lot() % 2)
     work();
   else
@@ -103,11 +103,7 @@ void sooner_or_later(std::vector<std::function<void()>>& later, Work work) {
 }
 
 // Let others go on; `runnable` says whether and when this one may.
-inline void end_turn() {
-  const Index mine = threadIdx;
-  swapcontext(&threads_of_block[mine.x].context, &between_turns);
-  threadIdx = mine;
-}
+inline void end_turn() { swapcontext(&this_thread().context, &between_turns); }
 
 struct Meeting {  // of so many threads, again and again
   unsigned members;
@@ -134,6 +130,7 @@ static unsigned long long exchanged[32][32];
 
 inline void __syncthreads() { of_block.wait(); }
 inline void __syncwarp() { of_warp[threadIdx.x / 32].wait(); }
+
 // For who looks again and again; that nothing comes of it for so long is no accident.
 inline void let_others() {
   if (++looked_in_vain > 1000000) give_up("waits for ever");
@@ -290,10 +287,9 @@ inline int atomicAdd(int* p, int v) {
 
 inline void run_thread() {
   kernel_of_all();
-  const unsigned t = threadIdx.x;
   if (!this_thread().writes.empty()) give_up("ends before what it writes has been read");
   this_thread().done = true;
-  of_warp[t / 32].quit();
+  of_warp[threadIdx.x / 32].quit();
   of_block.quit();
   setcontext(&between_turns);
 }
@@ -318,9 +314,8 @@ inline void run_block(unsigned threads) {
     runnable.add(t);
   }
   while (!runnable.who.empty()) {
-    const unsigned t = runnable.next();
-    threadIdx = {t, 0, 0};
-    swapcontext(&between_turns, &threads_of_block[t].context);
+    threadIdx = {runnable.next(), 0, 0};
+    swapcontext(&between_turns, &this_thread().context);
   }
   for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
     if (!this_thread().done) give_up("waits for ever");

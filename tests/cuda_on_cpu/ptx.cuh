@@ -67,12 +67,7 @@ inline u32 larger_u16s(u32 a, u32 b) {
 }
 inline u32 to_bf16x2(float a, float b) { return float_to_bf16(a) | (u32)float_to_bf16(b) << 16; }
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
-inline void copy_async(const Copy& copy) {
-  if (lot() % 2)
-    copy.arrive();
-  else
-    this_thread().copies.back().push_back(copy);
-}
+inline void copy_async(const Copy& copy) { sooner_or_later(this_thread().copies.back(), copy); }
 inline void copy_async16(void* to, const void* from, bool there) { copy_async({to, from, 16, there}); }
 inline void copy_async4(void* to, const void* from, bool there) { copy_async({to, from, 4, there}); }
 inline void copy_async_commit() { this_thread().copies.push_back({}); }
@@ -80,7 +75,7 @@ template <int LEFT>
 void copy_async_wait() {
   auto& groups = this_thread().copies;
   while (groups.size() > LEFT + 1) {
-    for (const Copy& copy : groups.front()) copy.arrive();
+    for (const Copy& copy : groups.front()) copy();
     groups.erase(groups.begin());
   }
 }

@@ -20,7 +20,7 @@ inline void barrier_arrive_copied(u64* barrier) {
   auto& mine = this_thread().copies;
   sooner_or_later(awaited[barrier], [=, groups = std::move(mine)] {
     for (const auto& group : groups)
-      for (const Copy& copy : group) copy.arrive();
+      for (const Copy& copy : group) copy();
     barrier_expect(barrier, 0);
   });
   mine.assign(1, {});
