@@ -11,10 +11,12 @@ import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, tall
 
 SHAPES = [(4096, 2048), (48_128, 7168)]
+WEIGHTS = [(8, 4096, 7168), (8, 7168, 2048), (32, 4096, 7168)]  # [experts, N, K]
 
 
 def cases(quick: bool) -> list[Case]:
-    return [case for shape in ([(512, 512)] if quick else SHAPES) for case in one_shape(*shape)]
+    rows = [case for shape in ([(512, 512)] if quick else SHAPES) for case in one_shape(*shape)]
+    return rows + [case for shape in ([(2, 256, 384)] if quick else WEIGHTS) for case in weights(*shape)]
 
 
 def one_shape(rows: int, columns: int) -> list[Case]:
@@ -54,6 +56,34 @@ def one_shape(rows: int, columns: int) -> list[Case]:
         )
     )
     return made
+
+
+def weights(experts: int, rows: int, columns: int) -> list[Case]:
+    """Both orientations by (128, 128) blocks."""
+    wide = tall(experts * rows, columns).reshape(experts, rows, columns)
+    return [
+        Case(
+            f"quantize weights, {w.dtype}",
+            f"{experts} x {rows} x {columns}",
+            (w,),
+            lambda w: fp8moe.quantize_weights(w),
+            _right_weights,
+            nbytes=int(w.nbytes + w.size * (2 + 8 / 128**2)),
+        )
+        for w in (wide.astype(ml_dtypes.bfloat16), wide)
+    ]
+
+
+def _right_weights(q: Any, w: np.ndarray) -> bool:
+    """The first block of rows of the last expert, and the columns that they are of its transpose, bit for bit."""
+    wanted = fp8moe.quantize_weights(w[-1:, :128])
+    pairs = (
+        (q.rowwise.data[-1, :128], wanted.rowwise.data[0]),
+        (q.rowwise.scales[-1, :1], wanted.rowwise.scales[0]),
+        (q.columnwise.data[-1, :, :128], wanted.columnwise.data[0]),
+        (q.columnwise.scales[-1, :, :1], wanted.columnwise.scales[0]),
+    )
+    return all(np.array_equal(host(a), b) for a, b in pairs)
 
 
 def _right(q: Any, x: np.ndarray) -> bool:

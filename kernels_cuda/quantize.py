@@ -22,6 +22,7 @@ from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
 TILE, TILE_THREADS = 128, 512  # as in tile.cuh
+WEIGHT_THREADS = 256  # as in quantize.cu
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
 # Tiles of a block beyond which taking them when it is free pays for a launch more: 79.8 us in place of 83.2
 # for 32,768 x 2048 both ways (15.5 tiles a block), but where the transpose was made like this 40.7 in place
@@ -33,6 +34,9 @@ DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at
 def quantize(
     x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
 ) -> None:
+    if blocks_are_whole(x, out):
+        _quantize_weights(x, pow2, eps, out)
+        return
     shared = tile_bytes(x.dtype.itemsize, expert_offsets)
     if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared):
         _quantize_tiles(x, pow2, eps, out.rowwise, out.columnwise, expert_offsets)
@@ -107,6 +111,36 @@ def quantize(
         column_stride,
         out.data,
         out.scales,
+    )
+
+
+def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
+    """Whether these are (128, 128) blocks without a remainder, at addresses for 16-byte accesses."""
+    sides = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out,)
+    return (
+        sides[0].block == (128, 128)
+        and x.shape[-1] % 128 == x.shape[-2] % 128 == 0
+        and all(a.ptr % 16 == 0 for a in (x, *(side.data for side in sides)))
+    )
+
+
+def _quantize_weights(x: Any, pow2: bool, eps: float, out: QuantTensor | Quantized) -> None:
+    *lead, rows, columns = x.shape
+    rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out, None)
+    launch(
+        "quantize",
+        "quantize_weights",
+        (rows // 128 * (columns // 128), int(np.prod(lead, dtype=np.int64))),
+        WEIGHT_THREADS,
+        x,
+        rows,
+        columns,
+        pow2,
+        float(eps),
+        rowwise.data,
+        rowwise.scales,
+        *((None, None) if columnwise is None else (columnwise.data, columnwise.scales)),
+        defines=conversion(x, rowwise),
     )
 
 

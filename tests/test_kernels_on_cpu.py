@@ -127,6 +127,18 @@ def test_quantize(fmt, rows, columns):
             np.testing.assert_array_equal(theirs.astype(np.float64), ours.astype(np.float64))
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_weights(dtype, fmt):
+    """Blocks without a remainder go through quantize_weights, others through the slower kernels."""
+    for shape in ((2, 256, 384), (128, 128), (3, 384, 128), (2, 200, 136), (0, 128, 128), (2, 0, 128)):
+        w = values(RNG, shape, dtype, awkward=True)
+        for pow2, eps in ((True, 0.0), (False, 0.0), (True, 2.0)):
+            options = {"fmt": fmt, "block": (128, 128), "pow2": pow2, "eps": eps}
+            assert_same(*both(fp8moe.quantize, w, **options))
+            assert_same(*both(fp8moe.quantize, w, columnwise=True, **options))
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("width", [128, 32])
 def test_transpose(fmt, width):
