@@ -5,22 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fp8moe
-from fp8moe import Quantized, checks
+from fp8moe import Quantized, QuantTensor, checks
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.expert_parallel import Engine, Transport
+from fp8moe.formats import BFLOAT16
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.placed import Layout
 from fp8moe.plan import static_bound
+from fp8moe.quantize import quantize_spec
 from fp8moe.records import ArraySpec, arrays_in, map_arrays
 
 
@@ -36,11 +42,25 @@ class FP8FlowMoE(nn.Module):
     dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32
         by default. The state dict holds these and nothing else.
 
-    The FP8 copies of the weights, one of each orientation, are made in the first forward after the weights
-    have changed (an optimizer's step, or a loaded state dict), so once a step, however many micro-batches it
-    has, into the same memory each time. `quantize_weights` makes them at another moment: before a CUDA graph
-    is captured, and after each step when a captured graph is replayed, which looks at no versions.
-    `fully_shard` gathers weights without counting a version: there they are made anew with every gathering.
+    FP8 copies of the weights (both orientations, 2 bytes a weight). Every forward makes them from the weights
+    as they are then, whoever wrote those and however: no version counter is trusted. They live from that
+    forward to its backward, which multiplies by these very codes, also where the weights have changed since;
+    without gradients they end with the forward. A CUDA graph contains the making of the copies, so a replay
+    sees the weights as they are. Where weights stay the same for several forwards, say so, and one set of
+    copies serves them all:
+
+        for batch in batches:                                    # gradient accumulation
+            with weights_unchanged(model):                       # all FP8FlowMoE layers of a model
+                for micro_batch in batch.chunk(4):
+                    loss(model(micro_batch)).backward()
+            optimizer.step(), optimizer.zero_grad()
+
+    `weights_unchanged` of one layer does the same for that layer, and ``layer(x, is_first_microbatch=...)``
+    (Transformer Engine's convention) where a loop has no place for a context. Copies are then held from
+    entering to leaving: 2 bytes a weight for all layers at once, of unsharded weights under `fully_shard`.
+    Inside, a changed weight is refused where that can be seen (a version, another storage, a step of a torch
+    optimizer over it); what writes through other memory must not run inside. `quantize_weights` makes copies
+    for forwards without gradients, and anew for a CUDA graph that reads kept ones.
 
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
@@ -52,9 +72,9 @@ class FP8FlowMoE(nn.Module):
         router is every rank's own: average its gradient as any other parameter's, and not those of w13 and
         w2.
 
-    `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the experts are one operator
-    and their gradient another, for each number of tokens anew; with a process_group there is a break before
-    and behind them.
+    `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the FP8 copies of the weights
+    are one operator each, the experts another and their gradient another, for each number of tokens anew;
+    with a process_group there is a break before and behind them.
     """
 
     def __init__(
@@ -94,7 +114,8 @@ class FP8FlowMoE(nn.Module):
         self.router = nn.Linear(hidden, num_experts, bias=False, **place)
         self.w13 = nn.Parameter(torch.empty(num_experts // ranks, 2 * ffn, hidden, **place))
         self.w2 = nn.Parameter(torch.empty(num_experts // ranks, hidden, ffn, **place))
-        self._fp8: dict[str, tuple[_MadeOf | None, Quantized]] = {}  # name -> what it was made of, and it
+        self._copies: _Copies | None = None  # those that outlive a forward
+        self._scopes = 0  # how many weights_unchanged() are open
         self._handle = _handle_of(self)
         self.reset_parameters()
 
@@ -104,15 +125,28 @@ class FP8FlowMoE(nn.Module):
         for w in (self.w13, self.w2):
             nn.init.normal_(w, std=1 / math.sqrt(w.shape[-1]))
 
-    def forward(self, x: Tensor, topk_ids: Tensor | None = None, topk_probs: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_probs: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
         """x [..., hidden], any float; y has its shape and dtype. topk_ids, topk_probs [tokens, k]: another
-        router's choice instead of this one's."""
+        router's choice instead of this one's.
+
+        is_first_microbatch: True makes the FP8 copies of the weights and keeps them, False says that the
+            weights are those of the last forward with True and uses its copies; None makes them for this
+            forward alone, unless it runs inside `weights_unchanged`. Compiled code takes False and None.
+        Raises RuntimeError for False where there are no copies, or weights that have visibly changed.
+        """
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
             topk_ids, topk_probs = self.route(tokens)
-        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs)
+        y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
         return y.to(x.dtype).reshape(x.shape)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +156,27 @@ class FP8FlowMoE(nn.Module):
         probs, ids = torch.softmax(tokens.float() @ weight.t(), dim=-1).topk(self.topk, dim=-1)
         return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
 
-    @torch.no_grad()
     def quantize_weights(self) -> None:
-        """Make the FP8 copies of the weights now, in the memory of those before."""
-        if self.recipe != "bf16":
-            for name in ("w13", "w2"):
-                self._quantize(name)
+        """Make FP8 copies of the weights now and keep them.
+
+        Forwards without gradients use them until one with gradients comes or the weights have visibly
+        changed; weights written through other memory since then need another call. Inside
+        `weights_unchanged` they replace its copies. A CUDA graph that was captured with kept copies reads
+        these: they are written where it finds them, and a backward that still needs the old ones refuses.
+        """
+        if self.recipe == "bf16":
+            return
+        for name in ("w13", "w2"):
+            if isinstance(getattr(self, name), DTensor):
+                raise TypeError(
+                    f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
+                    "forward only; use weights_unchanged() around the forwards"
+                )
+        self._keep()
+
+    def weights_unchanged(self) -> Any:
+        """`weights_unchanged` of this layer alone."""
+        return weights_unchanged(self)
 
     def extra_repr(self) -> str:
         return (
@@ -135,61 +184,96 @@ class FP8FlowMoE(nn.Module):
             f"recipe={self.recipe!r}, recompute={self.recompute!r}"
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # fully_shard gathers weights anew without counting a version, and sets them like this each time
-        fp8 = self.__dict__.get("_fp8", {})
-        if name in fp8:
-            fp8[name] = None, fp8[name][1]
-        super().__setattr__(name, value)
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fp8": {}}  # made anew where it is wanted
+        return {**super().__getstate__(), "_copies": None, "_scopes": 0}  # no copy of the layer shares them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = _handle_of(self)
 
-    def _experts(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    def _experts(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self._comm is not None or not torch.compiler.is_compiling():
-            return self._eagerly(x, ids, probs)
+            return self._eagerly(x, ids, probs, first)
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
         adds = [getattr(w, "main_grad", None) is not None for w in (self.w13, self.w2)]
         options = (self.recipe, self.recompute, *self.activation.values())
-        return _experts_op(x, self.w13, self.w2, ids, probs, self._handle, adds, *options)[0]
+        tensors = self._compiled_copies(first)
+        return _experts_op(x, self.w13, self.w2, tensors, ids, probs, self._handle, adds, *options)[0]
 
     # Compiled code calls this as it is: everything in it is one kernel after another already.
     @torch.compiler.disable
-    def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
-        fp8 = [self._fp8_weight(name) for name in ("w13", "w2")]
+        weights = self.w13, self.w2
+        recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
+        copies = self._copies_of_forward(recording, first)
         options = (self.recipe, self.recompute, self.activation, self._comm)
-        return _Experts.apply(x, self.w13, self.w2, ids, probs, fp8, options)
+        return _Experts.apply(x, *weights, ids, probs, copies, options)
 
-    def _fp8_weight(self, name: str) -> Quantized:
-        w = getattr(self, name)
-        made_of, fp8 = self._fp8.get(name, (None, None))
-        capturing = w.is_cuda and torch.cuda.is_current_stream_capturing()
-        if fp8 is not None and (capturing or (made_of is not None and made_of.still(w))):
-            return fp8
-        if capturing:
-            raise RuntimeError(
-                f"{name}: no FP8 copy of it while a CUDA graph is captured; call quantize_weights() before"
+    # ---- which FP8 copies a forward multiplies by
+
+    def _copies_of_forward(self, recording: bool, first: bool | None) -> list[Quantized]:
+        kept, capturing = self._copies, _capturing(self.w13)
+        usable = kept is not None and kept.current and (capturing or not kept.of_capture)
+        if first is None and not self._scopes:
+            if recording or kept is None or not usable or kept.recorded or kept.changed(self):
+                self._release()
+                return self._make()
+        elif first or not usable:
+            if first is False:
+                raise RuntimeError(
+                    "is_first_microbatch: got False, and there are no FP8 copies of the weights; wanted True "
+                    "for the first forward after the weights have changed"
+                )
+            kept = self._keep()
+        elif (changed := kept.changed(self)) is not None:  # type: ignore[union-attr]
+            raise _changed(changed)
+        assert kept is not None
+        kept.captured |= capturing
+        kept.recorded |= recording
+        return kept.records
+
+    def _compiled_copies(self, first: bool | None) -> list[Tensor]:
+        if first:
+            raise ValueError(
+                "is_first_microbatch: got True in compiled code; wanted None, inside weights_unchanged()"
             )
-        return self._quantize(name)
+        kept = self._copies
+        if first is not None or self._scopes:
+            if kept is not None and kept.stepped:
+                raise _changed("w13, w2")
+            if kept is not None and kept.current and not kept.of_capture:
+                return kept.tensors
+        elif kept is not None:
+            self._release()
+        return [*_quantize_op(self.w13.detach()), *_quantize_op(self.w2.detach())]
 
-    def _quantize(self, name: str) -> Quantized:
-        w = getattr(self, name)
-        _, old = self._fp8.get(name, (None, None))
-        if old is not None and old.rowwise.data.device != w.device:
-            old = None
-        # captured graphs know the addresses. NumPy may not see the memory of a CPU's weights: FSDP could not
-        # free it then
-        source = w.detach().clone() if w.device.type == "cpu" else w.detach()
-        new = fp8moe.quantize_weights(source, out=old)
-        self._fp8[name] = _MadeOf(w), new
+    def _keep(self) -> _Copies:
+        """Make copies and keep them, in the memory of those that a captured graph reads, if there are any."""
+        old, into = self._copies, None
+        if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
+            into = old.records
+        self._copies = old = None  # two sets at a time would be twice the memory
+        new = _Copies(self, self._make(into), captured=into is not None)
+        if into is not None:  # so that autograd refuses a backward that saved what was here
+            torch.autograd.graph.increment_version(new.tensors)
+        self._copies = new
         return new
+
+    def _make(self, into: list[Quantized] | None = None) -> list[Quantized]:
+        # not as inference tensors, which no backward may read
+        with torch.inference_mode(False), torch.no_grad():
+            pairs = zip((self.w13, self.w2), into or (None, None), strict=True)
+            return [_quantized(w.detach(), old) for w, old in pairs]
+
+    def _release(self) -> None:
+        """Kept copies are of no more use, but for a captured graph that reads them."""
+        if self._copies is not None and self._copies.captured:
+            self._copies.current = False
+        else:
+            self._copies = None
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         comm, rows, experts = self._comm, None, len(self.w13)
@@ -209,12 +293,109 @@ class FP8FlowMoE(nn.Module):
         return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
 
 
+@contextmanager
+def weights_unchanged(model: nn.Module) -> Iterator[None]:
+    """Inside, the caller says, the weights of all `FP8FlowMoE` layers of ``model`` (itself one, or holding
+    some) stay as they are: one set of FP8 copies serves all forwards. For the micro-batches of one optimizer
+    step, or for inference.
+
+    Copies are made on entering (of weights that are sharded: in the first forward inside, and not in compiled
+    code) and end on leaving, but for those that backwards still need or a CUDA graph was captured with; the
+    latter are made anew, in place, by ``quantize_weights()`` and by entering again. Contexts nest.
+
+    Raises RuntimeError in a forward of a layer whose weights have visibly changed inside: by a step of a
+    torch optimizer over them, an in-place operation, or other storage in their place.
+    """
+    layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # a fused step counts no version
+        written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for layer in layers:
+            if layer._copies is not None and not written.isdisjoint((id(layer.w13), id(layer.w2))):
+                layer._copies.stepped = True
+
+    hook = register_optimizer_step_post_hook(stepped)
+    entered = []
+    try:
+        for layer in layers:
+            entered.append(layer)
+            layer._scopes += 1
+            if layer._scopes == 1:
+                layer._release()
+                if not any(isinstance(w, DTensor) for w in (layer.w13, layer.w2)):
+                    layer._keep()
+        yield
+    finally:
+        hook.remove()
+        for layer in entered:
+            layer._scopes -= 1
+            if not layer._scopes:
+                layer._release()
+
+
+class _Copies:
+    """FP8 copies of a layer's weights that outlive a forward.
+
+    current: whether they may be used. stepped: an optimizer has changed the weights since. recorded: a
+        forward with gradients has used them, so that one may have, unseen.
+    captured: a CUDA graph reads them where they lie. of_capture: made while one was captured, so that they
+        hold something only when it is replayed.
+    """
+
+    def __init__(self, layer: FP8FlowMoE, records: list[Quantized], captured: bool):
+        self.records, self.tensors = records, arrays_in(tuple(records))
+        self.current, self.stepped, self.recorded, self.captured = True, False, False, captured
+        self.of_capture = _capturing(layer.w13)
+        weights = {"w13": layer.w13, "w2": layer.w2}
+        self._made_of = {name: (_storage(w), _version(w)) for name, w in weights.items()}
+
+    def changed(self, layer: FP8FlowMoE) -> str | None:
+        """The name of a weight that has visibly changed."""
+        for name, (storage, version) in self._made_of.items():
+            w = getattr(layer, name)
+            if self.stepped or version != _version(w) or storage.expired() or storage != _storage(w):
+                return name
+        return None
+
+
+def _storage(w: Tensor) -> StorageWeakRef:
+    """fully_shard gathers weights into the same storage, at another address."""
+    return StorageWeakRef(w.untyped_storage())
+
+
+def _version(w: Tensor) -> int | None:
+    return None if w.is_inference() else w._version
+
+
+def _changed(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: changed while the layer was told that it does not; leave weights_unchanged() before the "
+        "optimizer's step, or pass is_first_microbatch=True after it"
+    )
+
+
+def _capturing(w: Tensor) -> bool:
+    return w.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _quantized(w: Tensor, into: Quantized | None = None) -> Quantized:
+    # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
+    return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w, out=into)
+
+
+def _records_of(tensors: Any) -> list[Quantized]:
+    """The copies of w13 and w2 from their eight tensors, as `arrays_in` lists them."""
+    sides = [QuantTensor(tensors[i], tensors[i + 1], "e4m3", (128, 128)) for i in range(0, 8, 2)]
+    return [Quantized(*sides[:2]), Quantized(*sides[2:])]
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, ids, probs, fp8, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w13, w2, ids, probs, copies, options):  # type: ignore[no-untyped-def]
         recipe, recompute, activation, ctx.comm = options
-        w13_fp8, w2_fp8 = fp8
-        y, ctx.saved = fp8moe.moe_forward(
+        w13_fp8, w2_fp8 = copies
+        y, saved = fp8moe.moe_forward(
             x.contiguous(),
             w13_fp8,
             w2_fp8,
@@ -225,17 +406,27 @@ class _Experts(torch.autograd.Function):
             comm=ctx.comm,
             **activation,
         )
+        ctx.save_for_backward(*arrays_in((saved.w13, saved.w2)))
+        # autograd notices where saved codes were overwritten, wherever hooks may have moved them
+        ctx.saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
         ctx.weights, ctx.probs_dtype = (w13, w2), probs.dtype
-        ctx.versions = [w._version for w in ctx.weights]
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        if [w._version for w in ctx.weights] != ctx.versions:
-            raise RuntimeError("w13, w2: changed in place between the forward and its backward")
+        try:
+            w13, w2 = _records_of(ctx.saved_tensors)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                "w13, w2: got FP8 copies that quantize_weights() overwrote after the forward; wanted the "
+                "forward's own; run the backward first"
+            ) from error
+        saved = replace(ctx.saved, w13=w13, w2=w2)
         into = [getattr(w, "main_grad", None) for w in ctx.weights]
-        dx, dprobs, grads = _backward(ctx.saved, dy, ctx.weights, into, ctx.comm)
+        dx, dprobs, grads = _backward(saved, dy, ctx.weights, into, ctx.comm)
         return dx, *grads, None, dprobs.to(ctx.probs_dtype), None, None
 
 
@@ -264,22 +455,12 @@ def _backward(
     return g.dx, g.dprobs, grads
 
 
-class _MadeOf:
-    """The values of a weight at one time. In-place changes count versions, and an address means something as
-    long as its storage lives."""
-
-    def __init__(self, w: Tensor):
-        self.storage, self.at = StorageWeakRef(w.untyped_storage()), (w.data_ptr(), w._version)
-
-    def still(self, w: Tensor) -> bool:
-        return self.at == (w.data_ptr(), w._version) and not self.storage.expired()
-
-
 # ---------------------------------------------------------------- under torch.compile
 #
-# An operator takes tensors and plain values only. It finds its layer, with the FP8 copies of its weights, by
-# a number in a tensor (a plain one would have the same code compiled for every layer anew), and gives back,
-# behind y, what the backward needs. What that is follows from shapes.
+# An operator takes tensors and plain values only. It finds its layer's ``main_grad`` by a number in a tensor
+# (a plain one would have the same code compiled for every layer anew), and gives back, behind y, what the
+# backward needs. What that is follows from shapes. The weights themselves are arguments for their gradients'
+# sake and are not read: their FP8 copies are.
 
 _layers: weakref.WeakValueDictionary[int, FP8FlowMoE] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -289,6 +470,16 @@ def _handle_of(layer: FP8FlowMoE) -> Tensor:
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
+
+
+def _quantize_fake(w):  # type: ignore[no-untyped-def]
+    spec = quantize_spec(torch_ops.spec_of(w), "e4m3", (128, 128), "compact", True)
+    return [torch_ops.like(a, w.device) for a in arrays_in(spec)]
+
+
+@torch_ops.operator("quantize_weights", _quantize_fake)
+def _quantize_op(w: Tensor) -> list[Tensor]:
+    return arrays_in(_quantized(w))
 
 
 @lru_cache(maxsize=256)
@@ -304,18 +495,27 @@ def _layout(shapes: Any, recipe: str, recompute: str | None, activation: Any) ->
 
 
 def _results(
-    tensors: list[Tensor], recipe: str, recompute: str | None, *activation: Any
+    x: Tensor,
+    copies: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    recipe: str,
+    recompute: str | None,
+    *rest: Any,
 ) -> tuple[Any, Saved]:
     """Shapes and dtypes of y and of what is kept."""
     names = ("clamp", "alpha", "linear_offset")
-    shapes = tuple((tuple(map(int, s.shape)), s.dtype) for s in map(torch_ops.spec_of, tensors))  # no symbols
-    found = _layout(shapes, recipe, recompute, tuple(zip(names, activation, strict=True)))
-    y, kept = found.result(tensors, found.outputs)
+    arrays = (x, copies[0], copies[4], ids, probs)
+    specs = [torch_ops.spec_of(a) for a in arrays]
+    specs[1].dtype = specs[2].dtype = BFLOAT16  # of plain weights: what is kept is the same
+    shapes = tuple((tuple(map(int, s.shape)), s.dtype) for s in specs)  # no symbols
+    found = _layout(shapes, recipe, recompute, tuple(zip(names, rest, strict=True)))
+    y, kept = found.result(arrays, found.outputs)
     return y, kept
 
 
-def _experts_fake(x, w13, w2, ids, probs, handle, adds, *options):  # type: ignore[no-untyped-def]
-    return [torch_ops.like(a, x.device) for a in arrays_in(_results([x, w13, w2, ids, probs], *options))]
+def _experts_fake(x, w13, w2, copies, ids, probs, handle, adds, *options):  # type: ignore[no-untyped-def]
+    return [torch_ops.like(a, x.device) for a in arrays_in(_results(x, copies, ids, probs, *options))]
 
 
 @torch_ops.operator("experts", _experts_fake)
@@ -323,6 +523,7 @@ def _experts_op(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
+    copies: list[Tensor],
     ids: Tensor,
     probs: Tensor,
     handle: Tensor,
@@ -333,11 +534,11 @@ def _experts_op(
     alpha: float,
     linear_offset: float,
 ) -> list[Tensor]:
-    layer = _layers[int(handle)]
+    q13, q2 = _records_of(copies)
     y, saved = fp8moe.moe_forward(
         x.contiguous(),
-        layer._fp8_weight("w13"),
-        layer._fp8_weight("w2"),
+        q13,
+        q2,
         ids,
         probs.contiguous(),
         recipe=recipe,
@@ -350,9 +551,13 @@ def _experts_op(
 
 
 def _experts_backward_fake(  # type: ignore[no-untyped-def]
-    dy, kept, w13, w2, ids, probs, handle, adds, *options
+    dy, kept, copies, dtypes, ids, probs, handle, adds, *options
 ):
-    grads = [dy.new_empty(0) if add else torch.empty_like(w) for w, add in zip((w13, w2), adds, strict=True)]
+    shapes = copies[0].shape, copies[4].shape
+    grads = [
+        dy.new_empty(0 if add else shape, dtype=like.dtype)
+        for shape, like, add in zip(shapes, dtypes, adds, strict=True)
+    ]
     return [torch.empty_like(dy), torch.empty_like(probs, dtype=torch.float32), *grads]
 
 
@@ -360,8 +565,8 @@ def _experts_backward_fake(  # type: ignore[no-untyped-def]
 def _experts_backward_op(
     dy: Tensor,
     kept: list[Tensor],
-    w13: Tensor,
-    w2: Tensor,
+    copies: list[Tensor],
+    dtypes: list[Tensor],
     ids: Tensor,
     probs: Tensor,
     handle: Tensor,
@@ -375,27 +580,32 @@ def _experts_backward_op(
     layer = _layers[int(handle)]
     weights = (layer.w13, layer.w2)
     # dy has the shape and dtype of x, which nothing keeps
-    _, shapes = _results([dy, w13, w2, ids, probs], recipe, recompute, clamp, alpha, linear_offset)
+    _, shapes = _results(dy, copies, ids, probs, recipe, recompute, clamp, alpha, linear_offset)
     following = iter(kept)
     saved = map_arrays(lambda _, a: next(following), shapes)
-    fp8 = [layer._fp8_weight(name) for name in ("w13", "w2")]
+    w13, w2 = _records_of(copies)
     into = [getattr(w, "main_grad", None) if add else None for w, add in zip(weights, adds, strict=True)]
-    dx, dprobs, grads = _backward(replace(saved, w13=fp8[0], w2=fp8[1]), dy, weights, into)
-    return [dx, dprobs, *(dy.new_empty(0) if g is None else g for g in grads)]
+    dx, dprobs, grads = _backward(replace(saved, w13=w13, w2=w2), dy, weights, into)
+    return [
+        dx,
+        dprobs,
+        *(dy.new_empty(0, dtype=d.dtype) if g is None else g for g, d in zip(grads, dtypes, strict=True)),
+    ]
 
 
 def _experts_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, w13, w2, ids, probs, handle, ctx.adds, *ctx.options = inputs
-    ctx.save_for_backward(w13, w2, ids, probs, handle, *output[1:])
+    _, w13, w2, copies, ids, probs, handle, ctx.adds, *ctx.options = inputs
+    ctx.save_for_backward(ids, probs, handle, w13.new_empty(0), w2.new_empty(0), *copies, *output[1:])
 
 
 def _experts_grad(ctx, grads):  # type: ignore[no-untyped-def]
-    w13, w2, ids, probs, handle, *kept = ctx.saved_tensors
+    ids, probs, handle, w13, w2, *rest = ctx.saved_tensors
+    copies, kept = rest[:8], rest[8:]
     dx, dprobs, *dw = _experts_backward_op(
-        grads[0].contiguous(), kept, w13, w2, ids, probs, handle, ctx.adds, *ctx.options
+        grads[0].contiguous(), kept, copies, [w13, w2], ids, probs, handle, ctx.adds, *ctx.options
     )
     dw = [None if add else g for g, add in zip(dw, ctx.adds, strict=True)]
-    return dx, *dw, None, dprobs.to(probs.dtype), *[None] * 7
+    return dx, *dw, [None] * 8, None, dprobs.to(probs.dtype), *[None] * 7
 
 
 _experts_op.register_autograd(_experts_grad, setup_context=_experts_setup)

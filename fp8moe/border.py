@@ -339,6 +339,13 @@ def _plan_layout(plan: PermutationPlan) -> tuple[replay.Layout, dict[str, Any], 
     return layout, plain, size
 
 
+def place_of(raw: RawArray) -> tuple[Device, int] | None:
+    """Device and address of a raw array; None while only shapes are known."""
+    if isinstance(raw, np.ndarray):
+        return "cpu", raw.__array_interface__["data"][0]
+    return None if raw.device == NOWHERE else (raw.device, raw.ptr)
+
+
 def _as_codes(q: QuantTensor) -> QuantTensor:
     """Codes are bytes inside the library, whatever float8 dtype they came as."""
     if q.data.dtype != FLOAT8_DTYPES.get(q.fmt):

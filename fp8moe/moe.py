@@ -17,7 +17,7 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from fp8moe.plan import plan_topk, static_bound
-from fp8moe.quantize import dequantize, quantize
+from fp8moe.quantize import dequantize, quantize, times_overwritten
 from fp8moe.records import MoEGrads, PermutationPlan, Quantized, QuantTensor, nbytes
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
@@ -36,8 +36,9 @@ class Saved:
     x: the input of fc1. fp8_flow: FP8, not yet permuted (k times smaller), or permuted with recompute;
         fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted.
     h, a: fc1's output and the activation; None with recompute, which computes them again.
-    w13, w2: the weights as given or quantised; they live as long as the parameters, so ``nbytes`` leaves
-        them out.
+    w13, w2: the weights as given or quantised; ``nbytes`` leaves them out.
+    overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
+        when the forward read them; None for weights that it quantised itself.
     """
 
     recipe: str
@@ -51,6 +52,7 @@ class Saved:
     w2: Any
     activation: tuple[tuple[str, float | None], ...] = ()
     route: Any = None  # of expert parallelism
+    overwritten: tuple[int | None, int | None] = (None, None)
 
     @property
     def nbytes(self) -> int:
@@ -59,8 +61,9 @@ class Saved:
 
 
 def quantize_weights(x: Any, *, fmt: str = "e4m3", out: Quantized | None = None) -> Quantized:
-    """Weights x [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad. Once a step, however
-    many micro-batches use it; out: into the memory of the step before (see `quantize`)."""
+    """Weights x [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad, from one read. Once a
+    step, however many micro-batches use it; out: into the memory of the step before (see `quantize`), which
+    `moe_backward` of a forward that read the old codes then refuses."""
     return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)
 
 
@@ -134,6 +137,7 @@ def experts_forward(
     **activation: Any,
 ) -> tuple[Any, Saved]:
     """`moe_forward` behind its cast and dispatch: x as it travels, by `FORMAT_BETWEEN_RANKS`."""
+    overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
@@ -141,7 +145,8 @@ def experts_forward(
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
     y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
-    return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=tuple(activation.items()), **kept)
+    options = {"activation": tuple(activation.items()), "overwritten": overwritten}
+    return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, **options, **kept)
 
 
 def experts_backward(
@@ -171,9 +176,17 @@ def moe_backward(
 
     Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and
     dw2 [E, H, F], those given or new ones of ``dtype`` (float64 for float64).
+    Raises RuntimeError where the FP8 weights that the forward read have been overwritten since, with
+    ``quantize_weights(..., out=)``.
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
+    for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
+        if before is not None and times_overwritten(w) != before:
+            raise RuntimeError(
+                f"{name}: got FP8 codes that quantize_weights overwrote after the forward; wanted the "
+                "forward's own; run the backward first, or quantise into other memory"
+            )
     array = border.enter(dy=dy).args.dy
     checks.dtype("dy", array, checks.FLOATS if saved.recipe == "bf16" else (BFLOAT16,))
     route = saved.route

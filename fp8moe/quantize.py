@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,36 @@ QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
 _TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
+def _counts_overwriting(function: Any) -> Any:
+    """Count the calls that write to memory given as ``out``, for `times_overwritten`."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        if options.get("out") is not None and (place := _place_of_codes(options["out"])) is not None:
+            _overwritten[place] += 1
+        return result
+
+    return call
+
+
+#: by device and address of codes; as many entries as there ever were buffers to write to
+_overwritten: Counter[tuple[border.Device, int]] = Counter()
+
+
+def _place_of_codes(q: QuantTensor | Quantized) -> tuple[border.Device, int] | None:
+    raw = border.enter(q=q).args.q
+    return border.place_of((raw.rowwise if isinstance(raw, Quantized) else raw).data)
+
+
+def times_overwritten(q: QuantTensor | Quantized) -> int | None:
+    """How often `quantize` has written to these codes with ``out=``: who keeps them to read them later
+    compares this number. None while only shapes are known."""
+    place = _place_of_codes(q)
+    return None if place is None else _overwritten[place]
+
+
+@_counts_overwriting
 @border.replayed
 def quantize(
     x: Any,

@@ -180,3 +180,20 @@ def test_refusals_name_the_argument():
     quantised = fp8moe.quantize_weights(inputs["w13"])
     with pytest.raises(TypeError, match="w13: got quantised weights"):
         fp8moe.moe_forward(**{**inputs, "w13": quantised}, recipe="bf16")
+
+
+def test_weights_overwritten_before_the_backward_are_refused():
+    inputs, dy = layer_inputs(7)
+    for name in ("w13", "w2"):
+        given = {**inputs, name: fp8moe.quantize_weights(inputs[name])}
+        for overwrite in (
+            lambda w, q: fp8moe.quantize_weights(w, out=q),
+            lambda w, q: fp8moe.quantize(w, block=(128, 128), columnwise=True, out=q),
+        ):
+            _, saved = fp8moe.moe_forward(**given, recipe="fp8_flow")
+            fp8moe.moe_backward(saved, dy)
+            overwrite(inputs[name] * 2, given[name])
+            with pytest.raises(RuntimeError, match=f"{name}: got FP8 codes that quantize_weights overwrote"):
+                fp8moe.moe_backward(saved, dy)
+            _, saved = fp8moe.moe_forward(**given, recipe="fp8_flow")
+            fp8moe.moe_backward(saved, dy)

@@ -1,0 +1,558 @@
+"""Weights that change, whoever writes them: after every kind of write the layer equals, bit for bit, a new
+layer with the same weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+import fp8moe
+from fp8moe.adapters import torch_moe, torch_ops
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
+WEIGHTS = ("w13", "w2")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def module(device="cpu", experts=EXPERTS, **options):
+    torch.manual_seed(0)
+    return FP8FlowMoE(HIDDEN, FFN, experts, TOPK, device=device, **options)
+
+
+def tokens(device="cpu", seed=None):
+    g = torch.Generator()
+    g.seed() if seed is None else g.manual_seed(seed)
+    return torch.randn(TOKENS, HIDDEN, generator=g).bfloat16().to(device)
+
+
+def step(forward, layer, x, seed=2):
+    """[y, dx, gradients of the parameters] of one forward and backward."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = forward(x)
+    g = torch.Generator().manual_seed(seed)
+    y.backward(torch.randn(y.shape, generator=g).to(y))
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+def fresh(layer):
+    """A new layer with the values that the weights have now."""
+    new = module(next(layer.parameters()).device, experts=layer.w13.shape[0], recipe=layer.recipe)
+    for p, q in zip(new.parameters(), layer.parameters(), strict=True):
+        p.data = q.detach().clone()
+    return new
+
+
+def assert_fresh(layer, forward=None):
+    """Without gradients, with them, and without again."""
+    forward = layer if forward is None else forward
+    x, new = tokens(layer.w13.device), fresh(layer)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(forward(x), new(x))
+        for a, b in zip(step(forward, layer, x), step(new, new, x), strict=True):
+            assert torch.equal(a, b)
+
+
+def evaluate(layer, forward=None):
+    with torch.no_grad():
+        (layer if forward is None else forward)(tokens(layer.w13.device))
+
+
+# what happened before the weights are written: each leaves other copies behind, if it leaves any
+BEFORE = {
+    "training": lambda layer: step(layer, layer, tokens(layer.w13.device)),
+    "evaluation": evaluate,
+    "training, evaluation": lambda layer: (step(layer, layer, tokens(layer.w13.device)), evaluate(layer)),
+    "a scope": lambda layer: in_a_scope(layer),
+    "quantize_weights, training": lambda layer: (
+        layer.quantize_weights(),
+        step(layer, layer, tokens(layer.w13.device)),
+    ),
+}
+
+
+def in_a_scope(layer):
+    with torch_moe.weights_unchanged(layer):
+        step(layer, layer, tokens(layer.w13.device))
+
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.5, "momentum": 0.9},
+    "Adam": {"lr": 0.05},
+    "AdamW": {"lr": 0.05},
+    "Adagrad": {"lr": 0.5},
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(device, name, form):
+    layer = module(device)
+    how = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+    try:
+        optimizer = getattr(torch.optim, name)(layer.parameters(), **OPTIMIZERS[name], **how)
+    except RuntimeError as error:
+        pytest.skip(f"torch has none: {error}")
+    before = layer(tokens(device, 0)).detach()
+    for _ in range(2):
+        step(layer, layer, tokens(device))
+        optimizer.step()
+        assert_fresh(layer)
+    assert not torch.equal(layer(tokens(device, 0)), before)
+
+
+def multiply_data(layer):
+    for name in WEIGHTS:
+        getattr(layer, name).data.mul_(1.5)
+
+
+def multiply_in_no_grad(layer):
+    with torch.no_grad():
+        torch._foreach_mul_([layer.w13, layer.w2], 1.5)
+
+
+def other_data(layer):
+    """Memory that was freed may be used again, at the same address."""
+    for name in WEIGHTS:
+        w = getattr(layer, name)
+        new = w.detach() * 1.5
+        w.data = torch.empty(0, device=w.device)
+        w.data = new
+
+
+def other_parameters(layer):
+    for name in WEIGHTS:
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).detach() * 1.5))
+
+
+def by_another_library(layer):
+    """NumPy or CuPy, in the same memory: no version is counted."""
+    for name in WEIGHTS:
+        w = getattr(layer, name).detach()
+        array = w.numpy() if w.device.type == "cpu" else pytest.importorskip("cupy").from_dlpack(w)
+        array *= np.float32(1.5)
+
+
+def load_into(layer):
+    layer.load_state_dict({k: v * 1.5 for k, v in layer.state_dict().items()})
+
+
+def load_by_assignment(layer):
+    layer.load_state_dict({k: v * 1.5 for k, v in layer.state_dict().items()}, assign=True)
+
+
+def swap_an_average_in_and_out(layer):
+    kept = {name: getattr(layer, name).data for name in WEIGHTS}
+    for name in WEIGHTS:
+        getattr(layer, name).data = kept[name] * 1.5
+    assert_fresh(layer)
+    for name in WEIGHTS:
+        getattr(layer, name).data = kept[name]
+
+
+def copy_an_average_in_and_out(layer):
+    kept = {name: getattr(layer, name).detach().clone() for name in WEIGHTS}
+    for name in WEIGHTS:
+        getattr(layer, name).data.mul_(1.5)
+    evaluate(layer)
+    assert_fresh(layer)
+    for name in WEIGHTS:
+        getattr(layer, name).data.copy_(kept[name])
+
+
+WRITERS = [
+    multiply_data,
+    multiply_in_no_grad,
+    other_data,
+    other_parameters,
+    by_another_library,
+    load_into,
+    load_by_assignment,
+    swap_an_average_in_and_out,
+    copy_an_average_in_and_out,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("before", BEFORE)
+def test_writers(device, before, write):
+    layer = module(device)
+    assert_fresh(layer)
+    BEFORE[before](layer)
+    write(layer)
+    assert_fresh(layer)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_a_flat_buffer_that_parameters_view(device, before):
+    """As Megatron's distributed optimizer and DeepSpeed hold them."""
+    layer = module(device)
+    flat = torch.cat([getattr(layer, name).detach().reshape(-1) for name in WEIGHTS])
+    start = 0
+    for name in WEIGHTS:
+        w = getattr(layer, name)
+        w.data = flat[start : start + w.numel()].view(w.shape)
+        start += w.numel()
+    BEFORE[before](layer)
+    flat.mul_(1.5)
+    assert_fresh(layer)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
+def test_evaluation_between_training_steps(device, recipe):
+    layer = module(device, recipe=recipe)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=True)
+    for _ in range(3):
+        evaluate(layer)
+        step(layer, layer, tokens(device))
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(layer(tokens(device, 1)), fresh(layer)(tokens(device, 1)))
+    assert_fresh(layer)
+
+
+def accumulate(layer, optimizer, micro_batches, how):
+    """One optimizer step over some micro-batches; (sum of losses, casts of weights)."""
+    total = 0.0
+    with fp8moe.trace() as traced:
+        if how == "scope":
+            with torch_moe.weights_unchanged(torch.nn.Sequential(torch.nn.Identity(), layer)):
+                for x in micro_batches:
+                    loss = layer(x).float().square().mean()
+                    loss.backward()
+                    total += loss.item()
+        else:
+            for i, x in enumerate(micro_batches):
+                first = i == 0 if how == "argument" else None
+                loss = layer(x, is_first_microbatch=first).float().square().mean()
+                loss.backward()
+                total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total, traced.weight_casts
+
+
+@pytest.mark.parametrize("how", ["scope", "argument"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_accumulation(device, how, fused):
+    """Four micro-batches make one set of copies, and train as four sets do."""
+    layers = [module(device), module(device)]
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.05, fused=fused) for layer in layers]
+    for turn in range(3):
+        batch = [tokens(device, 10 * turn + i) for i in range(4)]
+        with_one = accumulate(layers[0], optimizers[0], batch, how)
+        with_four = accumulate(layers[1], optimizers[1], batch, "outside")
+        assert with_one[0] == with_four[0]
+        assert (with_one[1], with_four[1]) == (2, 8)
+    for p, q in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+    if how == "scope":
+        assert layers[0]._copies is None
+    assert_fresh(layers[0])
+
+
+def test_a_scope_serves_evaluation(device):
+    layer = module(device)
+    wanted = [fresh(layer)(tokens(device, seed)).detach() for seed in range(3)]
+    with torch_moe.weights_unchanged(layer), layer.weights_unchanged(), fp8moe.trace() as traced:
+        for guard in (torch.no_grad, torch.inference_mode):
+            with guard():
+                for seed in range(3):
+                    assert torch.equal(layer(tokens(device, seed)), wanted[seed])
+        step(layer, layer, tokens(device))
+    assert traced.weight_casts == 0  # made on entering
+    assert layer._copies is None
+
+
+def test_copies_made_in_inference_mode_can_be_trained_with(device):
+    layer = module(device)
+    with torch.inference_mode():
+        layer(tokens(device), is_first_microbatch=True)
+    x = tokens(device).requires_grad_()
+    layer(x, is_first_microbatch=False).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_what_changes_in_a_scope_is_refused(device):
+    x = tokens(device)
+    for fused in (False, True):
+        layer = module(device)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=fused)
+        with torch_moe.weights_unchanged(layer):
+            step(layer, layer, x)
+            optimizer.step()
+            for guard in (torch.enable_grad, torch.no_grad):
+                with guard(), pytest.raises(RuntimeError, match="w13: changed while the layer was told"):
+                    layer(x)
+        assert_fresh(layer)
+    for write in (multiply_in_no_grad, other_data, other_parameters, load_by_assignment):
+        layer = module(device)
+        with torch_moe.weights_unchanged(layer):
+            write(layer)
+            with pytest.raises(RuntimeError, match="w13: changed while the layer was told"):
+                layer(x)
+            layer.quantize_weights()  # says that they are others now
+            with torch.no_grad():
+                assert torch.equal(layer(x), fresh(layer)(x))
+        assert_fresh(layer)
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device=device))], fused=True)
+    other.param_groups[0]["params"][0].grad = torch.ones(3, device=device)
+    with torch_moe.weights_unchanged(layer):
+        other.step()
+        layer(x)
+
+
+def test_the_argument_without_copies_is_refused(device):
+    layer, x = module(device), tokens(device)
+    with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
+        layer(x, is_first_microbatch=False)
+    layer(x, is_first_microbatch=True)
+    layer(x, is_first_microbatch=False)
+    with torch.no_grad():
+        layer.w2.mul_(2.0)
+    with pytest.raises(RuntimeError, match="w2: changed while"):
+        layer(x, is_first_microbatch=False)
+    layer(x)  # for itself alone: the others are let go of
+    with pytest.raises(RuntimeError, match="there are no FP8 copies"):
+        layer(x, is_first_microbatch=False)
+
+
+def test_copies_for_forwards_without_gradients(device):
+    """Kept when the user asks for it, until a forward with gradients, or a change that can be seen."""
+    layer, x = module(device), tokens(device)
+    layer.quantize_weights()
+    with torch.no_grad(), fp8moe.trace() as traced:
+        layer(x), layer(x)
+        assert traced.weight_casts == 0
+        layer.w13.mul_(2.0)
+        assert torch.equal(layer(x), fresh(layer)(x))
+        assert traced.weight_casts == 2 + 2
+    layer.quantize_weights()
+    step(layer, layer, x)
+    assert layer._copies is None
+
+
+def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
+    """Weights that change between the two: gradients are those at the forward's weights."""
+    x = tokens(device)
+    wanted = step(*[module(device)] * 2, x)
+    for forward in ("eager", "compiled"):
+        layer = module(device)
+        inputs = x.clone().requires_grad_()
+        torch.compiler.reset()
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if forward == "compiled" else layer
+        y = run(inputs)
+        layer.w13.data.mul_(2.0)
+        layer.w2.data.zero_()
+        g = torch.Generator().manual_seed(2)
+        y.backward(torch.randn(y.shape, generator=g).to(y))
+        found = [y.detach(), inputs.grad, *(p.grad for p in layer.parameters())]
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_overwritten_codes_are_refused(device):
+    """Only copies that a CUDA graph reads are ever overwritten."""
+    layer, x = module(device), tokens(device).requires_grad_()
+    with torch_moe.weights_unchanged(layer):
+        layer._copies.captured = True
+        place = layer._copies.tensors[0].data_ptr()
+        y = layer(x)
+        layer.quantize_weights()
+        assert layer._copies.tensors[0].data_ptr() == place
+        with pytest.raises(RuntimeError, match="w13, w2: got FP8 copies that quantize_weights"):
+            y.sum().backward()
+        layer(x).sum().backward()
+    assert layer._copies.tensors[0].data_ptr() == place  # a graph may be replayed whenever
+    assert_fresh(layer)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("scope", [False, True])
+def test_activation_checkpointing(device, scope, reentrant):
+    """Copies are made again with the rest, unless a scope keeps them."""
+    from torch.utils.checkpoint import checkpoint
+
+    layer, x = module(device), tokens(device, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=True)
+    for _ in range(2):
+        wanted = step(*[fresh(layer)] * 2, x)
+        with fp8moe.trace() as traced:
+            run = lambda x: checkpoint(layer, x, use_reentrant=reentrant)  # noqa: E731
+            if scope:
+                with torch_moe.weights_unchanged(layer):
+                    found = step(run, layer, x)
+            else:
+                found = step(run, layer, x)
+        assert traced.weight_casts == (2 if scope else 4)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
+def test_compiled(device, recipe):
+    torch.compiler.reset()
+    layer = module(device, recipe=recipe)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=True)
+    for _ in range(2):
+        step(compiled, layer, tokens(device))
+        optimizer.step()
+        assert_fresh(layer, compiled)
+        evaluate(layer, compiled)
+        by_another_library(layer)
+        assert_fresh(layer, compiled)
+        with torch_moe.weights_unchanged(layer), fp8moe.trace() as traced:
+            assert_fresh_in_scope(layer, compiled)
+        assert traced.weight_casts == 0
+    with torch_moe.weights_unchanged(layer):
+        optimizer.step()
+        with pytest.raises(Exception, match="changed while the layer was told"):
+            compiled(tokens(device))
+    with pytest.raises(Exception, match="is_first_microbatch: got True in compiled code"):
+        compiled(tokens(device), is_first_microbatch=True)
+
+
+def assert_fresh_in_scope(layer, forward):
+    x = tokens(layer.w13.device, 5)
+    with fp8moe.tracing.silent():
+        new = fresh(layer)
+        wanted = step(new, new, x)
+    for _ in range(2):
+        for a, b in zip(step(forward, layer, x), wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_plain_weights_of_the_functional_layer(device):
+    """torch_ops.moe_layer and moe_forward quantise what they are given, each time."""
+    layer, x = module(device), tokens(device)
+    ids, probs = (t.detach() for t in layer.route(x))
+    optimizer = torch.optim.AdamW([layer.w13, layer.w2], lr=0.05, fused=True)
+    for _ in range(3):
+        y = torch_ops.moe_layer(x, layer.w13, layer.w2, ids, probs, recipe="fp8_flow")
+        assert torch.equal(y, fresh(layer)(x, ids, probs))
+        weights = layer.w13.detach(), layer.w2.detach()
+        again, _ = fp8moe.moe_forward(x, *weights, ids, probs, recipe="fp8_flow")
+        assert torch.equal(y, again)
+        y.float().square().mean().backward()
+        optimizer.step()
+    by_another_library(layer)
+    again, _ = fp8moe.moe_forward(x, *weights, ids, probs, recipe="fp8_flow")
+    assert torch.equal(again, fresh(layer)(x, ids, probs))
+
+
+def test_with_a_process_group(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = module(process_group=dist.group.WORLD)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05, fused=True)
+        for _ in range(2):
+            step(layer, layer, tokens())
+            optimizer.step()
+            assert_fresh(layer)
+        by_another_library(layer)
+        assert_fresh(layer)
+        batch = [tokens(seed=i) for i in range(4)]
+        assert accumulate(layer, optimizer, batch, "scope")[1] == 2
+        assert_fresh(layer)
+    finally:
+        dist.destroy_process_group()
+
+
+def copies_alive():
+    """FP8 tensors of the size of the layer's whole weights that anything holds."""
+    gc.collect()
+    sizes = {3 * 2 * FFN * HIDDEN, 3 * FFN * HIDDEN}
+    found = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8]
+    return sum(t.numel() in sizes for t in found)
+
+
+def sharded(rank, folder):
+    """One of two processes: three steps of fused AdamW with `fully_shard` around a parent of the layer, and
+    without. Three experts on two ranks would be padded to four."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from fp8moe.adapters.torch_fsdp import shard_placement
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    results = {}
+    for how in ("whole", "reshard", "keep", "reshard, scope", "keep, scope"):
+        block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN), module(experts=3))
+        if how != "whole":
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+            fully_shard(
+                block,
+                mesh=mesh,
+                shard_placement_fn=shard_placement(2),
+                reshard_after_forward="reshard" in how,
+            )
+            assert [p.placements[0].dim for p in block.parameters()] == [0, 0, 1, 1, 1]
+        optimizer = torch.optim.AdamW(block.parameters(), lr=0.05, fused=True)
+        outputs = []
+        for turn in range(3):
+            with fp8moe.trace() as traced:
+                if "scope" in how:
+                    with torch_moe.weights_unchanged(block):
+                        micro_batches(block, turn, outputs)
+                else:
+                    micro_batches(block, turn, outputs)
+            assert traced.weight_casts == (2 if "scope" in how else 8), how
+            assert copies_alive() == 0, how
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            outputs.append(block(tokens(seed=99).float()))
+        if "reshard" in how:
+            with pytest.raises(TypeError, match="w13: got a DTensor"):
+                block[1].quantize_weights()
+        results[how] = outputs
+    for how, outputs in results.items():
+        for a, b in zip(results["whole"], outputs, strict=True):
+            assert torch.equal(a, b), how
+    assert not torch.equal(results["whole"][0], results["whole"][8])
+    dist.destroy_process_group()
+
+
+def micro_batches(block, turn, outputs):
+    for micro_batch in range(4):
+        y = block(tokens(seed=10 * turn + micro_batch).float())
+        (y * y).mean().backward()
+        outputs.append(y.detach())
+
+
+def test_sharded_weights(tmp_path):
+    """FSDP gathers them into the same memory and counts no version; no copy of whole weights outlives a
+    step."""
+    torch.multiprocessing.spawn(sharded, (str(tmp_path),), nprocs=2)
+
+
+def test_copies_are_freed_with_the_backward(device):
+    layer = module(device)
+    copies = 2 * sum(getattr(layer, name).numel() for name in WEIGHTS)
+    x = tokens(device).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        y = layer(x)
+    assert sum(kept) >= copies  # what the backward holds, autograd knows of
+    before = gc_bytes()
+    y.sum().backward()
+    assert before - gc_bytes() >= copies
+    twin = copy.deepcopy(layer)
+    assert twin._copies is None
+
+
+def gc_bytes():
+    gc.collect()
+    return sum(o.nbytes for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8)
