@@ -1,24 +1,49 @@
-"""The expert layer in torch, forward and backward, in every recipe: time, time outside of the matrix
-products, memory kept for the backward. ``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA."""
+"""One training step's forward and backward of the expert layer in torch, router included, in every recipe: time,
+what making the weights' FP8 copies takes of it, time outside of the matrix products, memory kept for the
+backward. ``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
+
+A fused AdamW step changes the weights between any two steps; it is not in the time. Rows named "weights kept"
+run inside `weights_unchanged`, without it: a micro-batch behind the first, or inference with gradients.
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 from fp8moe.benchmarks.harness import append, commit, versions
 
-# DeepSeek-V3's experts, as many as one GPU of an expert-parallel group holds
-SHAPES = [(4096, 8), (16_384, 8), (16_384, 32)]
-HIDDEN, FFN, TOPK = 7168, 2048, 8
+# (tokens, experts, hidden, ffn, top-k). The first three: DeepSeek-V3's experts, as many as one GPU of an
+# expert-parallel group holds; then those of Qwen3-235B (with half the hidden tokens), finer and finer
+SHAPES = [
+    (4096, 8, 7168, 2048, 8),
+    (16_384, 8, 7168, 2048, 8),
+    (16_384, 32, 7168, 2048, 8),
+    (32_768, 128, 4096, 1024, 8),
+    (8192, 32, 4096, 1536, 8),
+    (16_384, 128, 2048, 768, 8),
+]
+QUICK = [(512, 4, 512, 256, 2)]
 ROUNDS, IN_A_ROW = 7, 4  # steps, as a training loop has them: the host waits for none
-RECIPES = [("bf16", None), ("fp8_blockwise", None), ("fp8_flow", None), ("fp8_flow", "moe_expert")]
+# (name, recipe, recompute, whether weights are kept)
+RECIPES = [
+    ("bf16", "bf16", None, False),
+    ("fp8_flow", "fp8_flow", None, False),
+    ("fp8_flow, weights kept", "fp8_flow", None, True),
+    ("fp8_flow, moe_expert", "fp8_flow", "moe_expert", False),
+    ("fp8_blockwise", "fp8_blockwise", None, False),
+]
+PRODUCTS = ("gemm", "nvjet", "cutlass")  # in the names of kernels
+COPIES = ("quantize_weights",)
 
 
 def main() -> None:
@@ -26,108 +51,165 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one small shape")
     arguments = parser.parse_args()
-    shapes = [(512, 4, 512, 256, 2)] if arguments.quick else [(t, e, HIDDEN, FFN, TOPK) for t, e in SHAPES]
-    print(f"{'shape':38} {'recipe':28} {'ms':>8} {'TFLOP/s':>8} {'outside %':>9} {'kept MiB':>9}")
-    for shape in shapes:
-        for row in measure(*shape):
+    print(
+        f"{'shape':46} {'recipe':24} {'ms':>7} {'of bf16':>8} {'copies %':>8} {'outside %':>9} {'kept MiB':>9}"
+    )
+    for shape in QUICK if arguments.quick else SHAPES:
+        rows = measure(*shape)
+        for row in rows:
             print(
-                f"{row['shape']:38} {row['name']:28} {row['ms']:8.2f} {row['tflops']:8.0f} "
-                f"{row['outside_percent']:9.1f} {row['kept_bytes'] / 2**20:9.0f}",
+                f"{row['shape']:46} {row['name']:24} {row['ms']:7.2f} {rows[0]['ms'] / row['ms']:7.2f}x "
+                f"{row['copies_percent']:8.1f} {row['outside_percent']:9.1f} {row['kept_bytes'] / 2**20:9.0f}",
                 flush=True,
             )
             append(arguments.out, row)
 
 
+@dataclass
+class Contender:
+    """One row: its step, and the context its steps run in."""
+
+    step: Callable[[], None]
+    inside: Callable[[], Any]
+    changes: bool
+    kept_bytes: int
+
+
 def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list[dict[str, Any]]:
-    """A row for each recipe. They take turns: what the first were timed with cool, and the others when the
-    device's power was short, would not compare."""
+    """A row for each recipe, of the same weights. They take turns: what the first were timed with cool, and the
+    others when the device's power was short, would not compare."""
     place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    steps, kept_bytes = [], []
-    for recipe, recompute in RECIPES:
-        torch.manual_seed(0)
-        layer = FP8FlowMoE(hidden, ffn, experts, topk, recipe=recipe, recompute=recompute, **place)
+    torch.manual_seed(0)
+    shared = FP8FlowMoE(hidden, ffn, experts, topk, **place)
+    optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-5, fused=True)
+    contenders = []
+    for _, recipe, recompute, kept in RECIPES:
+        layer = FP8FlowMoE(hidden, ffn, experts, topk, recipe=recipe, recompute=recompute, device="meta")
+        layer.router, layer.w13, layer.w2 = shared.router, shared.w13, shared.w2
         forward, backward = training_step(layer, tokens)
 
         def step(forward: Any = forward, backward: Any = backward) -> None:
             backward(forward())
 
-        for _ in range(3):
-            step()
-        before = torch.cuda.memory_allocated()
-        y = forward()
-        kept_bytes.append(torch.cuda.memory_allocated() - before - y.nbytes)
-        backward(y)
-        del y
-        steps.append(step)
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(ROUNDS):
-        for step, found in zip(steps, times, strict=True):
-            step()  # what it finds in the caches is its own
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(IN_A_ROW):
+        inside = (lambda layer=layer: weights_unchanged(layer)) if kept else nullcontext
+        with inside():
+            for _ in range(3):
                 step()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) / IN_A_ROW)
-    rows = []
-    for (recipe, recompute), step, found, kept in zip(RECIPES, steps, times, kept_bytes, strict=True):
-        seconds = statistics.median(found) / 1e3
-        inside, total = kernel_times(step)
-        rows.append(
-            {
-                "topic": "layer",
-                "name": recipe + ("" if recompute is None else f", {recompute}"),
-                "shape": f"{tokens} tokens, {hidden} x {ffn}, {experts} experts top-{topk}",
-                "device": torch.cuda.get_device_name(),
-                "ms": seconds * 1e3,
-                "tflops": 3 * 2 * 3 * tokens * topk * hidden * ffn / seconds / 1e12,
-                "gemm_ms": inside,
-                "kernel_ms": total,
-                "outside_percent": 100 * (1 - inside / total),
-                "kept_bytes": kept,
-                "versions": {**versions(), "torch": torch.__version__},
-                "commit": commit(),
-                "command": "python -m fp8moe.benchmarks.layer",
-            }
-        )
-    return rows
+                optimizer.zero_grad()
+            before = torch.cuda.memory_allocated()
+            y = forward()
+            kept_bytes = torch.cuda.memory_allocated() - before - y.nbytes
+            backward(y)
+            optimizer.zero_grad()
+            del y
+        contenders.append(Contender(step, inside, not kept, kept_bytes))
+    times = [statistics.median(found) for found in in_turn(contenders, optimizer, ROUNDS)]
+    kernels = kernel_times(contenders, optimizer)
+    return [
+        {
+            "topic": "layer",
+            "name": name,
+            "shape": f"{tokens} tokens, {hidden} x {ffn}, {experts} experts top-{topk}",
+            "device": torch.cuda.get_device_name(),
+            "ms": ms,
+            "tflops": 3 * 2 * 3 * tokens * topk * hidden * ffn / ms / 1e9,
+            **shares,
+            "kept_bytes": contender.kept_bytes,
+            "versions": {**versions(), "torch": torch.__version__},
+            "commit": commit(),
+            "command": "python -m fp8moe.benchmarks.layer",
+        }
+        for (name, *_), contender, ms, shares in zip(RECIPES, contenders, times, kernels, strict=True)
+    ]
+
+
+def in_turn(contenders: list[Contender], optimizer: Any, rounds: int) -> list[list[float]]:
+    """Milliseconds of every contender's steps: IN_A_ROW in a row, behind one more, and then the next one's.
+    Where the weights change the optimizer steps between the timed steps."""
+    events: list[list[Any]] = [[] for _ in contenders]
+    for _ in range(rounds):
+        for contender, found in zip(contenders, events, strict=True):
+            with contender.inside():
+                for i in range(IN_A_ROW + 1):
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    marker()
+                    start.record()
+                    contender.step()
+                    end.record()
+                    marker()
+                    if contender.changes:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    if i:  # the first finds others' data in the caches
+                        found.append((start, end))
+            torch.cuda.synchronize()
+    return [[start.elapsed_time(end) for start, end in found] for found in events]
+
+
+def marker() -> None:
+    """A kernel that nothing else launches, by which the profile is cut into steps: 2 us."""
+    torch.cuda._sleep(1)
 
 
 def training_step(
     layer: FP8FlowMoE, tokens: int
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """(forward, backward) on random rows, routed once. The weights' gradients come in their own dtype, as
-    `grad`, in every recipe."""
+    """(forward, backward) on random rows, through the layer's router. The weights' gradients come in their own
+    dtype, as ``grad``, in every recipe."""
     place: dict[str, Any] = {"device": layer.w13.device, "dtype": layer.w13.dtype}
     x = torch.randn(tokens, layer.hidden, **place).requires_grad_()
     dy = torch.randn(tokens, layer.hidden, **place)
-    ids, probs = layer.route(x.detach())
-    probs = probs.detach().requires_grad_()
 
     def forward() -> torch.Tensor:
-        return layer(x, ids, probs)
+        return layer(x)
 
     def backward(y: torch.Tensor) -> None:
         y.backward(dy)
-        x.grad = probs.grad = layer.w13.grad = layer.w2.grad = None
+        x.grad = None
 
     return forward, backward
 
 
-def kernel_times(step: Any) -> tuple[float, float]:
-    """(milliseconds in matrix products, in all kernels) of a step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
+def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, float]]:
+    """Milliseconds a step in products, in making FP8 copies, in all kernels, and shares of them: of the loop
+    that is timed, run once more under the profiler."""
+    with profiled() as profile:
+        in_turn(contenders, optimizer, 2)
+    found = profile.profiler.kineto_results.events()
+    kernels = sorted(
+        (e for e in found if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns()),
+        key=lambda e: e.start_ns(),
+    )
+    totals: list[dict[str, float]] = [defaultdict(float) for _ in contenders]
+    marks = 0  # steps lie between marks 2 n and 2 n + 1
+    for event in kernels:
+        name, ms = event.name().lower(), event.duration_ns() / 1e6
+        if "spin_kernel" in name:
+            marks += 1
+        elif marks % 2:
+            turn, inside = divmod(marks // 2, IN_A_ROW + 1)
+            if inside:
+                total = totals[turn % len(contenders)]
+                total["kernel_ms"] += ms
+                total["gemm_ms"] += ms if any(word in name for word in PRODUCTS) else 0.0
+                total["copies_ms"] += ms if any(word in name for word in COPIES) else 0.0
+    wanted = 2 * 2 * (IN_A_ROW + 1) * len(contenders)
+    if marks != wanted:
+        raise RuntimeError(f"the profile has {marks} marks between steps; wanted {wanted}")
+    rows = []
+    for total in totals:
+        row = {name: total[name] / (2 * IN_A_ROW) for name in ("kernel_ms", "gemm_ms", "copies_ms")}
+        row["outside_percent"] = 100 * (1 - row["gemm_ms"] / row["kernel_ms"])
+        row["copies_percent"] = 100 * row["copies_ms"] / (row["kernel_ms"] - row["copies_ms"])
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def profiled() -> Iterator[Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield profile
         torch.cuda.synchronize()
-    inside = total = 0.0
-    for event in profile.key_averages():
-        spent = event.self_device_time_total / 1e3
-        name = event.key.lower()
-        total += spent
-        inside += spent if any(word in name for word in ("gemm", "nvjet", "cutlass")) else 0.0
-    return inside, total
 
 
 if __name__ == "__main__":

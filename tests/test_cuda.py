@@ -1,5 +1,6 @@
 """The CUDA backend against the reference: the same public calls on the GPU's arrays, outputs poisoned."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -207,8 +208,11 @@ def test_layouts_and_weights():
     assert_same(*both(fp8moe.to_layout, ours, layout="compact"))
     assert_same(*both(fp8moe.to_layout, fp8moe.quantize(x), layout="gemm_ready"))
     assert_same(*both(fp8moe.quantize, x, columnwise=True))
-    w = values(rng, (3, 200, 136), BF16)
-    assert_same(*both(fp8moe.quantize_weights, w))
+    for shape in ((3, 200, 136), (3, 256, 384), (2, 1152, 640), (1, 128, 128)):
+        for dtype in KINDS:
+            w = values(rng, shape, dtype, awkward=True)
+            for fmt in ("e4m3", "e5m2"):
+                assert_same(*both(fp8moe.quantize_weights, w, fmt=fmt))
 
 
 @given(
@@ -1051,19 +1055,23 @@ def test_a_plan_survives_copies_and_pickles():
     assert torch.equal(fp8moe.dequantize(copy.deepcopy(q)), fp8moe.dequantize(q))
 
 
-def test_the_torch_module_in_a_cuda_graph():
-    """Forward and backward captured, replayed on other tokens, and after a step of the weights."""
-    torch = pytest.importorskip("torch")
-    from fp8moe.adapters.torch_moe import FP8FlowMoE
+@pytest.mark.parametrize("scope", [False, True])
+def test_the_torch_module_in_a_cuda_graph(scope):
+    """Forward and backward captured, replayed on other tokens and with weights that others have written. A
+    captured forward makes its FP8 copies itself; captured in a scope it reads those that quantize_weights()
+    makes."""
+    torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
+    from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 
     torch.manual_seed(0)
     layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
+    optimizer = torch.optim.AdamW([layer.w13, layer.w2], lr=0.05, fused=True)
     for w in (layer.w13, layer.w2):
         w.main_grad = torch.zeros_like(w)
-    inputs = [torch.randn(300, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    inputs = [torch.randn(300, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     dy = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
 
-    def step(x):
+    def step(layer, x):
         layer.w13.main_grad.zero_()
         layer.w2.main_grad.zero_()
         y = layer(x)
@@ -1075,22 +1083,80 @@ def test_the_torch_module_in_a_cuda_graph():
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(x)
+            step(layer, x)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(x)
+    with weights_unchanged(layer) if scope else contextlib.nullcontext(), torch.cuda.graph(graph):
+        captured = step(layer, x)
     for turn, tokens in enumerate(inputs):
         with torch.no_grad():
             x.copy_(tokens)
-            if turn == 2:  # a step of the weights
-                layer.w13.mul_(0.5)
-                layer.quantize_weights()
+            if turn == 1:
+                layer.w13.data.mul_(0.5)
+            if turn == 2:
+                for w in (layer.w13, layer.w2):
+                    w.grad = torch.randn_like(w)
+                optimizer.step()
+                for w in (layer.w13, layer.w2):
+                    w.grad = None
+            if turn == 3:
+                cupy.from_dlpack(layer.w2.detach())[:] *= np.float32(2)
+        if scope:
+            layer.quantize_weights()
         graph.replay()
         found = [v.clone() for v in captured]
-        wanted = step(tokens.clone().requires_grad_())
+        new = FP8FlowMoE(256, 128, 8, 2, device="cuda")
+        new.load_state_dict(layer.state_dict())
+        for name in ("w13", "w2"):
+            w = getattr(new, name)
+            w.main_grad = torch.zeros_like(w)
+        wanted = step(new, tokens.clone().requires_grad_())
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a, b)
+        step(layer, tokens.clone().requires_grad_())  # eager forwards leave alone what the graph reads
+
+
+def test_micro_batches_in_one_cuda_graph():
+    """A scope inside of a captured step makes one set of copies for all of it, at every replay."""
+    torch = pytest.importorskip("torch")
+    from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
+
+    torch.manual_seed(0)
+    layer = FP8FlowMoE(256, 128, 8, 2, device="cuda")
+    batch = torch.randn(4, 100, 256, device="cuda", dtype=torch.bfloat16)
+
+    def step(layer):
+        layer.zero_grad()
+        with weights_unchanged(layer):
+            for x in batch:
+                layer(x).float().square().mean().backward()
+        return [p.grad for p in layer.parameters()]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(layer)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with fp8moe.trace() as traced, torch.cuda.graph(graph):
+        captured = step(layer)
+    assert traced.weight_casts == 2
+    for _ in range(3):
+        layer.w13.data.mul_(1.5)
+        graph.replay()
+        found = [g.clone() for g in captured]
+        new = FP8FlowMoE(256, 128, 8, 2, device="cuda")
+        new.load_state_dict(layer.state_dict())
+        for a, b in zip(found, step(new), strict=True):
+            assert torch.equal(a, b)
+    with weights_unchanged(layer):
+        side_graph = torch.cuda.CUDAGraph()
+        layer._copies = None  # as where the first forward inside is a captured one
+        with torch.cuda.graph(side_graph), torch.no_grad():
+            layer(batch[0])
+        with torch.no_grad():  # copies that only a replay fills are not for eager forwards
+            assert torch.equal(layer(batch[0]), new(batch[0]))
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
