@@ -21,6 +21,7 @@ import fp8moe
 from fp8moe import Quantized, QuantTensor, checks
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_router import router_logits
 from fp8moe.expert_parallel import Engine, Transport
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import RECIPES, Saved
@@ -151,9 +152,9 @@ class FP8FlowMoE(nn.Module):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made
-        to sum to one again unless ``normalize_probs`` is False."""
-        weight = self.router.weight.float()
-        probs, ids = torch.softmax(tokens.float() @ weight.t(), dim=-1).topk(self.topk, dim=-1)
+        to sum to one again unless ``normalize_probs`` is False. In float32 under autocast, too."""
+        logits = router_logits(tokens, self.router.weight)
+        probs, ids = torch.softmax(logits, dim=-1).topk(self.topk, dim=-1)
         return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
 
     def quantize_weights(self) -> None:

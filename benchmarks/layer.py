@@ -1,6 +1,6 @@
-"""One training step's forward and backward of the expert layer in torch, router included, in every recipe: time,
-what making the weights' FP8 copies takes of it, time outside of the matrix products, memory kept for the
-backward. ``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
+"""Forward and backward of the expert layer in torch, router included, in every recipe: time, what making the
+weights' FP8 copies adds to it, time outside of the matrix products, memory kept for the backward.
+``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
 
 A fused AdamW step changes the weights between any two steps; it is not in the time. Rows named "weights kept"
 run inside `weights_unchanged`, without it: a micro-batch behind the first, or inference with gradients.
@@ -51,15 +51,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one small shape")
     arguments = parser.parse_args()
-    print(
-        f"{'shape':46} {'recipe':24} {'ms':>7} {'of bf16':>8} {'copies %':>8} {'outside %':>9} {'kept MiB':>9}"
-    )
+    titles = "ms", "of bf16", "copies %", "outside %", "kept MiB"
+    print(f"{'shape':46} {'recipe':24}", *(f"{title:>9}" for title in titles))
     for shape in QUICK if arguments.quick else SHAPES:
         rows = measure(*shape)
         for row in rows:
+            ratio, kept = rows[0]["ms"] / row["ms"], row["kept_bytes"] / 2**20
             print(
-                f"{row['shape']:46} {row['name']:24} {row['ms']:7.2f} {rows[0]['ms'] / row['ms']:7.2f}x "
-                f"{row['copies_percent']:8.1f} {row['outside_percent']:9.1f} {row['kept_bytes'] / 2**20:9.0f}",
+                f"{row['shape']:46} {row['name']:24} {row['ms']:9.2f} {ratio:8.2f}x "
+                f"{row['copies_percent']:9.1f} {row['outside_percent']:9.1f} {kept:9.0f}",
                 flush=True,
             )
             append(arguments.out, row)
@@ -76,8 +76,8 @@ class Contender:
 
 
 def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list[dict[str, Any]]:
-    """A row for each recipe, of the same weights. They take turns: what the first were timed with cool, and the
-    others when the device's power was short, would not compare."""
+    """A row for each recipe, of the same weights. They take turns: what the first were timed with cool, and
+    the others when the device's power was short, would not compare."""
     place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(0)
     shared = FP8FlowMoE(hidden, ffn, experts, topk, **place)
@@ -142,7 +142,7 @@ def in_turn(contenders: list[Contender], optimizer: Any, rounds: int) -> list[li
                     optimizer.zero_grad()
                     if i:  # the first finds others' data in the caches
                         found.append((start, end))
-            torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return [[start.elapsed_time(end) for start, end in found] for found in events]
 
 
@@ -154,8 +154,8 @@ def marker() -> None:
 def training_step(
     layer: FP8FlowMoE, tokens: int
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """(forward, backward) on random rows, through the layer's router. The weights' gradients come in their own
-    dtype, as ``grad``, in every recipe."""
+    """(forward, backward) on random rows, through the layer's router. The weights' gradients come in their
+    own dtype, as ``grad``, in every recipe."""
     place: dict[str, Any] = {"device": layer.w13.device, "dtype": layer.w13.dtype}
     x = torch.randn(tokens, layer.hidden, **place).requires_grad_()
     dy = torch.randn(tokens, layer.hidden, **place)

@@ -75,7 +75,7 @@ def weights(experts: int, rows: int, columns: int) -> list[Case]:
 
 
 def _right_weights(q: Any, w: np.ndarray) -> bool:
-    """The first block of rows of the last expert, and the columns that they are of its transpose, bit for bit."""
+    """The first rows of blocks of the last expert, and what they are of its transpose, bit for bit."""
     wanted = fp8moe.quantize_weights(w[-1:, :128])
     pairs = (
         (q.rowwise.data[-1, :128], wanted.rowwise.data[0]),

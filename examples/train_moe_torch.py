@@ -9,6 +9,7 @@ the curves to OUT.svg.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 from fp8moe.benchmarks.harness import commit, versions
 
 BYTES = 256
@@ -68,11 +69,23 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
+def backward(model, text, micro_batches):
+    """This micro-batch's part of the loss, whose gradients are added up."""
+    with torch.autocast(text.device.type, torch.bfloat16):
+        logits = model(text[:, :-1])
+    loss = F.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten()) / micro_batches
+    loss.backward()
+    return loss.detach()
+
+
 def train(a, recipe, text, device):
     """(losses, seconds) of one recipe; every recipe sees the same weights and the same batches."""
     torch.manual_seed(a.seed)
     model = Model(a, recipe, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    # fused: what trainers use on CUDA; it changes the weights and counts no version of them
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     starts = torch.Generator().manual_seed(a.seed)
     window = torch.arange(a.length + 1)
     losses, begun = [], time.perf_counter()
@@ -82,14 +95,13 @@ def train(a, recipe, text, device):
             group["lr"] = a.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
         at = torch.randint(len(text) - a.length, (a.batch, 1), generator=starts)
         batch = text[at + window].to(device).long()
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = model(batch[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        # between two optimizer steps the weights stay: one set of FP8 copies serves all micro-batches
+        with weights_unchanged(model) if a.micro_batches > 1 else contextlib.nullcontext():
+            loss = sum(backward(model, part, a.micro_batches) for part in batch.chunk(a.micro_batches))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(loss)
         if a.report and step % a.report == 0:
             print(f"{recipe:14} step {step:5} loss {loss.item():.4f}", flush=True)
     return torch.stack(losses).tolist(), time.perf_counter() - begun
@@ -115,6 +127,7 @@ def main():
         ("topk", 2, 2),
         ("ffn", 256, 128),
         ("seed", 0, 0),
+        ("micro-batches", 1, 1),
         ("report", 500, 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=at_size if full else as_toy)

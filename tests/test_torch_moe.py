@@ -10,6 +10,7 @@ import torch
 import fp8moe
 from fp8moe.adapters import torch_moe, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_router import parts, router_logits
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 
@@ -232,3 +233,34 @@ def test_compiled_gradients_are_added_to_main_grad():
 def test_refusals(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         FP8FlowMoE(*arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_routers_product_is_in_float32(dtype, device, autocast):
+    """Against float64: sums of 512 (experts: 8, tokens: 300) products, each rounded to float32."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 512, generator=g).bfloat16().to(device).requires_grad_()
+    w = torch.randn(8, 512, generator=g).to(dtype).to(device).requires_grad_()
+    grad = torch.randn(300, 8, generator=g).to(device)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        logits = router_logits(x, w)
+    assert logits.dtype == torch.float32
+    logits.backward(grad)
+    x64, w64, g64 = (t.detach().double() for t in (x, w, grad))
+    unit = 2.0**-24
+
+    def check(found, wanted, magnitudes, count, rounding=0.0):
+        error = (found.double() - wanted).abs()
+        assert (error <= count * unit * magnitudes + rounding * wanted.abs()).all()
+
+    check(logits, x64 @ w64.t(), x64.abs() @ w64.abs().t(), 512)
+    check(x.grad, g64 @ w64, g64.abs() @ w64.abs(), 8, 2.0**-8)
+    check(w.grad, g64.t() @ x64, g64.abs().t() @ x64.abs(), 300, 0.0 if dtype == torch.float32 else 2.0**-8)
+
+
+def test_a_float32_number_is_three_bfloat16_numbers():
+    x = torch.randn(10_000) * torch.exp2(torch.randint(-60, 60, (10_000,)))
+    high, middle, low = (part.double() for part in parts(x))
+    assert torch.equal(high + middle + low, x.double())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -90,16 +91,14 @@ class Model:
         normed, _ = _rms_norm(self.xp, self._forward(contexts)[0])
         return _softmax(self.xp, normed @ self.params["head"])
 
-    def adam(self, grads: dict[str, Any], lr: float) -> None:
-        """One step of Adam (arXiv 1412.6980) with betas 0.9 and 0.95."""
+    def adamw(self, grads: dict[str, Any], lr: float) -> None:
+        """One step of AdamW (arXiv 1711.05101), in place: betas 0.9 and 0.95, weight decay 0.01."""
         self.steps_taken += 1
-        t, xp = self.steps_taken, self.xp
-        rate = lr * (1 - 0.95**t) ** 0.5 / (1 - 0.9**t)
+        t = self.steps_taken
+        rate, decay = np.float32(lr * (1 - 0.95**t) ** 0.5 / (1 - 0.9**t)), np.float32(1 - lr * 0.01)
+        update = _adamw if self.xp is np else _fused_adamw(self.xp)
         for name, g in grads.items():
-            m, v = self.moments[name]
-            m += 0.1 * (g - m)
-            v += 0.05 * (g * g - v)
-            self.params[name] -= np.float32(rate) * m / (xp.sqrt(v) + np.float32(1e-8))
+            update(g, rate, decay, self.params[name], *self.moments[name])
 
     def _forward(self, contexts: Any) -> tuple[Any, list[Any]]:
         x = self.params["embed"][contexts].reshape(len(contexts), self.config.hidden)
@@ -140,6 +139,26 @@ class Model:
         grads[f"router{layer}"] = normed.T @ dscores
         dnormed = g.dx.astype(np.float32) / LOSS_SCALE + dscores @ self.params[f"router{layer}"].T
         return _rms_norm_backward(dnormed, normed, scale)
+
+
+def _adamw(g: Any, rate: Any, decay: Any, p: Any, m: Any, v: Any) -> None:
+    m += np.float32(0.1) * (g - m)
+    v += np.float32(0.05) * (g * g - v)
+    p *= decay
+    p -= rate * m / (np.sqrt(v) + np.float32(1e-8))
+
+
+@cache
+def _fused_adamw(cupy: ModuleType) -> Any:
+    """The same as one kernel a parameter."""
+    return cupy.ElementwiseKernel(
+        "float32 g, float32 rate, float32 decay",
+        "float32 p, float32 m, float32 v",
+        """m += 0.1f * (g - m);
+        v += 0.05f * (g * g - v);
+        p = p * decay - rate * m / (sqrtf(v) + 1e-8f);""",
+        "fused_adamw",
+    )
 
 
 #: gradients are means over some thousand bytes, small enough for E4M3's and bfloat16's range to matter

@@ -67,7 +67,7 @@ def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[s
             start = time.perf_counter()
             with fp8moe.trace() as traced:
                 loss, grads = model.loss(contexts, targets)
-            model.adam(grads, learning_rate(config, step))
+            model.adamw(grads, learning_rate(config, step))
             run = runs[recipe]
             run.losses.append(loss)  # a float: the device has finished
             run.seconds.append(time.perf_counter() - start)
