@@ -44,9 +44,10 @@ class FP8FlowMoE(nn.Module):
         by default. The state dict holds these and nothing else.
 
     FP8 copies of the weights (both orientations, 2 bytes a weight). Every forward makes them from the weights
-    as they are then, whoever wrote those and however: no version counter is trusted. They live from that
-    forward to its backward, which multiplies by these very codes, also where the weights have changed since;
-    without gradients they end with the forward. A CUDA graph contains the making of the copies, so a replay
+    as they are then, whoever wrote those and however: no version counter is trusted. The backward multiplies
+    by these very codes, also where the weights have changed since: the transposed half (1 byte a weight; with
+    recompute also w13's other half) is kept for it; the rest, and without gradients all, ends with the
+    forward. A CUDA graph contains the making of the copies, so a replay
     sees the weights as they are. Where weights stay the same for several forwards, say so, and one set of
     copies serves them all:
 
@@ -385,10 +386,16 @@ def _quantized(w: Tensor, into: Quantized | None = None) -> Quantized:
     return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w, out=into)
 
 
-def _records_of(tensors: Any) -> list[Quantized]:
-    """The copies of w13 and w2 from their eight tensors, as `arrays_in` lists them."""
-    sides = [QuantTensor(tensors[i], tensors[i + 1], "e4m3", (128, 128)) for i in range(0, 8, 2)]
-    return [Quantized(*sides[:2]), Quantized(*sides[2:])]
+def _sides_of(tensors: Any) -> list[QuantTensor]:
+    """Codes and scales in turn, as `arrays_in` lists those of weights."""
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return [QuantTensor(codes, scales, "e4m3", (128, 128)) for codes, scales in pairs]
+
+
+def _weights_for_backward(tensors: Any) -> tuple[Quantized, Quantized]:
+    """w13 and w2 as `Saved` has them, from their arrays."""
+    *w13, w2 = _sides_of(tensors)
+    return Quantized(*(w13 if len(w13) == 2 else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
 
 
 class _Experts(torch.autograd.Function):
@@ -417,7 +424,7 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         try:
-            w13, w2 = _records_of(ctx.saved_tensors)
+            w13, w2 = _weights_for_backward(ctx.saved_tensors)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise
@@ -497,26 +504,26 @@ def _layout(shapes: Any, recipe: str, recompute: str | None, activation: Any) ->
 
 def _results(
     x: Tensor,
-    copies: list[Tensor],
+    shapes: Any,
     ids: Tensor,
     probs: Tensor,
     recipe: str,
     recompute: str | None,
-    *rest: Any,
+    *activation: Any,
 ) -> tuple[Any, Saved]:
-    """Shapes and dtypes of y and of what is kept."""
+    """Shapes and dtypes of y and of what is kept, for weights of these shapes."""
     names = ("clamp", "alpha", "linear_offset")
-    arrays = (x, copies[0], copies[4], ids, probs)
-    specs = [torch_ops.spec_of(a) for a in arrays]
-    specs[1].dtype = specs[2].dtype = BFLOAT16  # of plain weights: what is kept is the same
-    shapes = tuple((tuple(map(int, s.shape)), s.dtype) for s in specs)  # no symbols
-    found = _layout(shapes, recipe, recompute, tuple(zip(names, rest, strict=True)))
-    y, kept = found.result(arrays, found.outputs)
+    weights = [ArraySpec(tuple(shape), BFLOAT16) for shape in shapes]
+    specs = [torch_ops.spec_of(x), *weights, torch_ops.spec_of(ids), torch_ops.spec_of(probs)]
+    known = tuple((tuple(map(int, s.shape)), s.dtype) for s in specs)  # no symbols
+    found = _layout(known, recipe, recompute, tuple(zip(names, activation, strict=True)))
+    y, kept = found.result([x, None, None, ids, probs], found.outputs)
     return y, kept
 
 
 def _experts_fake(x, w13, w2, copies, ids, probs, handle, adds, *options):  # type: ignore[no-untyped-def]
-    return [torch_ops.like(a, x.device) for a in arrays_in(_results(x, copies, ids, probs, *options))]
+    results = _results(x, (w13.shape, w2.shape), ids, probs, *options)
+    return [torch_ops.like(a, x.device) for a in arrays_in(results)]
 
 
 @torch_ops.operator("experts", _experts_fake)
@@ -535,11 +542,11 @@ def _experts_op(
     alpha: float,
     linear_offset: float,
 ) -> list[Tensor]:
-    q13, q2 = _records_of(copies)
+    sides = _sides_of(copies)
     y, saved = fp8moe.moe_forward(
         x.contiguous(),
-        q13,
-        q2,
+        Quantized(*sides[:2]),
+        Quantized(*sides[2:]),
         ids,
         probs.contiguous(),
         recipe=recipe,
@@ -554,12 +561,16 @@ def _experts_op(
 def _experts_backward_fake(  # type: ignore[no-untyped-def]
     dy, kept, copies, dtypes, ids, probs, handle, adds, *options
 ):
-    shapes = copies[0].shape, copies[4].shape
     grads = [
         dy.new_empty(0 if add else shape, dtype=like.dtype)
-        for shape, like, add in zip(shapes, dtypes, adds, strict=True)
+        for shape, like, add in zip(_shapes(copies), dtypes, adds, strict=True)
     ]
     return [torch.empty_like(dy), torch.empty_like(probs, dtype=torch.float32), *grads]
+
+
+def _shapes(copies: list[Tensor]) -> list[tuple[int, ...]]:
+    """Of w13 and w2, from the transposed codes of what `_weights_for_backward` takes."""
+    return [(experts, n, k) for experts, k, n in (copies[-4].shape, copies[-2].shape)]
 
 
 @torch_ops.operator("experts_backward", _experts_backward_fake)
@@ -581,10 +592,10 @@ def _experts_backward_op(
     layer = _layers[int(handle)]
     weights = (layer.w13, layer.w2)
     # dy has the shape and dtype of x, which nothing keeps
-    _, shapes = _results(dy, copies, ids, probs, recipe, recompute, clamp, alpha, linear_offset)
+    _, like = _results(dy, _shapes(copies), ids, probs, recipe, recompute, clamp, alpha, linear_offset)
     following = iter(kept)
-    saved = map_arrays(lambda _, a: next(following), shapes)
-    w13, w2 = _records_of(copies)
+    saved = map_arrays(lambda _, a: next(following), like)
+    w13, w2 = _weights_for_backward(copies)
     into = [getattr(w, "main_grad", None) if add else None for w, add in zip(weights, adds, strict=True)]
     dx, dprobs, grads = _backward(replace(saved, w13=w13, w2=w2), dy, weights, into)
     return [
@@ -596,12 +607,15 @@ def _experts_backward_op(
 
 def _experts_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
     _, w13, w2, copies, ids, probs, handle, ctx.adds, *ctx.options = inputs
-    ctx.save_for_backward(ids, probs, handle, w13.new_empty(0), w2.new_empty(0), *copies, *output[1:])
+    recompute = ctx.options[1] is not None
+    needed = [*(copies[:2] if recompute else ()), *copies[2:4], *copies[6:]]
+    ctx.num_copies = len(needed)
+    ctx.save_for_backward(ids, probs, handle, w13.new_empty(0), w2.new_empty(0), *needed, *output[1:])
 
 
 def _experts_grad(ctx, grads):  # type: ignore[no-untyped-def]
     ids, probs, handle, w13, w2, *rest = ctx.saved_tensors
-    copies, kept = rest[:8], rest[8:]
+    copies, kept = rest[: ctx.num_copies], rest[ctx.num_copies :]
     dx, dprobs, *dw = _experts_backward_op(
         grads[0].contiguous(), kept, copies, [w13, w2], ids, probs, handle, ctx.adds, *ctx.options
     )

@@ -36,7 +36,8 @@ class Saved:
     x: the input of fc1. fp8_flow: FP8, not yet permuted (k times smaller), or permuted with recompute;
         fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted.
     h, a: fc1's output and the activation; None with recompute, which computes them again.
-    w13, w2: the weights as given or quantised; ``nbytes`` leaves them out.
+    w13, w2: the weights as given or quantised, these without the row-wise codes where only the forward
+        multiplies by them (all of w2's, and w13's but for recompute); ``nbytes`` leaves weights out.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
     """
@@ -146,6 +147,8 @@ def experts_forward(
     forward, _ = _STEPS[recipe]
     y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
     options = {"activation": tuple(activation.items()), "overwritten": overwritten}
+    if recipe != "bf16":
+        w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
     return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, **options, **kept)
 
 

@@ -37,7 +37,7 @@ _overwritten: Counter[tuple[border.Device, int]] = Counter()
 
 def _place_of_codes(q: QuantTensor | Quantized) -> tuple[border.Device, int] | None:
     raw = border.enter(q=q).args.q
-    return border.place_of((raw.rowwise if isinstance(raw, Quantized) else raw).data)
+    return border.place_of((raw.columnwise if isinstance(raw, Quantized) else raw).data)
 
 
 def times_overwritten(q: QuantTensor | Quantized) -> int | None:

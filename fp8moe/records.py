@@ -138,7 +138,8 @@ def in_blocks(q: Any) -> bool:
 
 @dataclass(frozen=True)
 class Quantized(Record):
-    """Both orientations of one tensor: ``rowwise`` and the transposed ``columnwise`` one."""
+    """Both orientations of one tensor: ``rowwise`` and the transposed ``columnwise`` one. Weights that are
+    kept for a backward that does not need the row-wise one (`fp8moe.moe.Saved`) have None there."""
 
     rowwise: QuantTensor
     columnwise: QuantTensor

@@ -1,7 +1,6 @@
 """Weights that change, whoever writes them: after every kind of write the layer equals, bit for bit, a new
 layer with the same weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
 
-import copy
 import gc
 
 import numpy as np
@@ -474,8 +473,7 @@ def copies_alive():
     """FP8 tensors of the size of the layer's whole weights that anything holds."""
     gc.collect()
     sizes = {3 * 2 * FFN * HIDDEN, 3 * FFN * HIDDEN}
-    found = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8]
-    return sum(t.numel() in sizes for t in found)
+    return sum(t.numel() in sizes for t in fp8_tensors())
 
 
 def sharded(rank, folder):
@@ -538,21 +536,36 @@ def test_sharded_weights(tmp_path):
     torch.multiprocessing.spawn(sharded, (str(tmp_path),), nprocs=2)
 
 
-def test_copies_are_freed_with_the_backward(device):
-    layer = module(device)
-    copies = 2 * sum(getattr(layer, name).numel() for name in WEIGHTS)
-    x = tokens(device).requires_grad_()
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_what_copies_are_held_when(device, recompute):
+    """For the backward the transposed codes, which it multiplies by (with recompute, fc1's others too), and
+    nothing behind it."""
+    layer = module(device, recompute=recompute)
+    codes = layer.w13.numel() + layer.w2.numel() + (layer.w13.numel() if recompute else 0)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    x = tokens(device).requires_grad_()
+    start = code_sizes(layer)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)
-    assert sum(kept) >= copies  # what the backward holds, autograd knows of
-    before = gc_bytes()
+    assert sum(t.numel() for t in kept if t.dtype == torch.uint8) == codes
+    assert code_sizes(layer) - start == codes
+    kept.clear()
     y.sum().backward()
-    assert before - gc_bytes() >= copies
-    twin = copy.deepcopy(layer)
-    assert twin._copies is None
+    assert code_sizes(layer) == start
+    with torch.no_grad():
+        layer(x)
+    assert code_sizes(layer) == start
+    with layer.weights_unchanged():
+        assert code_sizes(layer) - start == 2 * (layer.w13.numel() + layer.w2.numel())
+    assert code_sizes(layer) == start
 
 
-def gc_bytes():
+def code_sizes(layer):
+    """Bytes of FP8 tensors with one code for each of a weight's numbers that anything holds."""
     gc.collect()
-    return sum(o.nbytes for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8)
+    sizes = {getattr(layer, name).numel() for name in WEIGHTS}
+    return sum(t.numel() for t in fp8_tensors() if t.numel() in sizes)
+
+
+def fp8_tensors():
+    return [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8]
