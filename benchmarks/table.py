@@ -13,6 +13,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
 README = Path(__file__).resolve().parents[1] / "README.md"
+HEADLINE = "headline"  # the layer whose weights change every step, from layer-h200.jsonl
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -26,6 +27,10 @@ def render(text: str) -> str:
 
 
 def table(name: str) -> str:
+    if name == HEADLINE:
+        return _headline(
+            [json.loads(line) for line in (RESULTS / "layer-h200.jsonl").read_text().splitlines()]
+        )
     times = RESULTS / f"{name}.jsonl"
     if times.exists():
         rows = [json.loads(line) for line in times.read_text().splitlines()]
@@ -66,19 +71,35 @@ def _times(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _headline(rows: list[dict[str, Any]]) -> str:
+    known = {(r["shape"], r["name"]): r for r in rows}
+    lines = [
+        "| layer | bf16 | fp8_flow | | of that the FP8 copies add | kept for backward |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for shape in dict.fromkeys(r["shape"] for r in rows):
+        plain, flow = known[shape, "bf16"], known[shape, "fp8_flow"]
+        lines.append(
+            f"| {shape} | {plain['ms']:.2f} ms | {flow['ms']:.2f} ms | {plain['ms'] / flow['ms']:.2f}x | "
+            f"{flow['copies_percent']:.1f} % | {100 * flow['kept_bytes'] / plain['kept_bytes']:.0f} % |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def _layers(rows: list[dict[str, Any]]) -> str:
     base = {r["shape"]: r for r in rows if r["name"] == "bf16"}
     lines = [
         _origin(rows[0]),
         "",
-        "| layer | recipe | forward + backward | against bf16 | outside the products | kept for backward |",
-        "|---|---|---:|---:|---:|---:|",
+        "| layer | recipe | forward + backward | against bf16 | FP8 copies add | outside the products "
+        "| kept for backward |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         plain = base[r["shape"]]
         lines.append(
             f"| {r['shape']} | {r['name']} | {r['ms']:.2f} ms | {plain['ms'] / r['ms']:.2f}x | "
-            f"{r['outside_percent']:.0f} % | {r['kept_bytes'] / 2**20:.0f} MiB "
+            f"{r['copies_percent']:.1f} % | {r['outside_percent']:.0f} % | {r['kept_bytes'] / 2**20:.0f} MiB "
             f"({100 * r['kept_bytes'] / plain['kept_bytes']:.0f} %) |"
         )
     return "\n".join(lines) + "\n"

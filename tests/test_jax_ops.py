@@ -123,6 +123,31 @@ def test_the_layers_gradients(recipe, recompute):
 IDS_ON_JAX = jnp.asarray(IDS)
 
 
+def test_a_jitted_step_sees_the_weights_it_is_given():
+    """Compiled once, given other weights at every step, in memory that is donated: never those before."""
+
+    def step(w13, w2, x, probs):
+        def loss(w13, w2):
+            return jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, probs, recipe="fp8_flow").astype(jnp.float32).sum()
+
+        value, grads = jax.value_and_grad(loss, argnums=(0, 1))(w13, w2)
+        return value, w13 - 10 * grads[0], w2 - 10 * grads[1]
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    held = tuple(map(to_jax, weights()))
+    values = []
+    for _ in range(3):
+        known = [np.array(w) for w in held]
+        value, *held = step(*held, to_jax(X), to_jax(PROBS))
+        y, saved = fp8moe.moe_forward(X, *known, IDS, PROBS, recipe="fp8_flow")
+        grads = fp8moe.moe_backward(saved, np.ones_like(y))
+        for found, w, grad in zip(held, known, (grads.dw13, grads.dw2), strict=True):
+            # w - 10 * grad is one rounding or two, as XLA fuses it
+            np.testing.assert_allclose(found, w - 10 * grad, rtol=2.0**-22, atol=2.0**-22 * np.abs(w).max())
+        values.append(float(value))
+    assert len(set(values)) == 3
+
+
 def test_weights_quantised_before_have_no_gradient():
     w13, w2 = (to_jax(fp8moe.quantize_weights(w)) for w in weights())
 
