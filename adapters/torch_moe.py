@@ -47,9 +47,8 @@ class FP8FlowMoE(nn.Module):
     as they are then, whoever wrote those and however: no version counter is trusted. The backward multiplies
     by these very codes, also where the weights have changed since: the transposed half (1 byte a weight; with
     recompute also w13's other half) is kept for it; the rest, and without gradients all, ends with the
-    forward. A CUDA graph contains the making of the copies, so a replay
-    sees the weights as they are. Where weights stay the same for several forwards, say so, and one set of
-    copies serves them all:
+    forward. A CUDA graph contains the making of the copies, so a replay sees the weights as they are. Where
+    weights stay the same for several forwards, say so, and one set of copies serves them all:
 
         for batch in batches:                                    # gradient accumulation
             with weights_unchanged(model):                       # all FP8FlowMoE layers of a model
@@ -60,9 +59,9 @@ class FP8FlowMoE(nn.Module):
     `weights_unchanged` of one layer does the same for that layer, and ``layer(x, is_first_microbatch=...)``
     (Transformer Engine's convention) where a loop has no place for a context. Copies are then held from
     entering to leaving: 2 bytes a weight for all layers at once, of unsharded weights under `fully_shard`.
-    Inside, a changed weight is refused where that can be seen (a version, another storage, a step of a torch
-    optimizer over it); what writes through other memory must not run inside. `quantize_weights` makes copies
-    for forwards without gradients, and anew for a CUDA graph that reads kept ones.
+    Inside, a changed weight is refused where that can be seen; what writes through other memory must not run
+    inside. `quantize_weights` makes copies for forwards without gradients, and anew for a CUDA graph that
+    reads kept ones.
 
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
@@ -140,7 +139,7 @@ class FP8FlowMoE(nn.Module):
 
         is_first_microbatch: True makes the FP8 copies of the weights and keeps them, False says that the
             weights are those of the last forward with True and uses its copies; None makes them for this
-            forward alone, unless it runs inside `weights_unchanged`. Compiled code takes False and None.
+            forward alone, unless it runs inside `weights_unchanged`. Compiled code takes None only.
         Raises RuntimeError for False where there are no copies, or weights that have visibly changed.
         """
         if (topk_ids is None) != (topk_probs is None):
@@ -238,12 +237,12 @@ class FP8FlowMoE(nn.Module):
         return kept.records
 
     def _compiled_copies(self, first: bool | None) -> list[Tensor]:
-        if first:
+        if first is not None:
             raise ValueError(
-                "is_first_microbatch: got True in compiled code; wanted None, inside weights_unchanged()"
+                f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
             )
         kept = self._copies
-        if first is not None or self._scopes:
+        if self._scopes:
             if kept is not None and kept.stepped:
                 raise _changed("w13, w2")
             if kept is not None and kept.current and not kept.of_capture:
@@ -257,7 +256,8 @@ class FP8FlowMoE(nn.Module):
         old, into = self._copies, None
         if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
             into = old.records
-        self._copies = old = None  # two sets at a time would be twice the memory
+        if into is None:
+            self._copies = old = None  # two sets at a time would be twice the memory
         new = _Copies(self, self._make(into), captured=into is not None)
         if into is not None:  # so that autograd refuses a backward that saved what was here
             torch.autograd.graph.increment_version(new.tensors)
@@ -306,7 +306,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     latter are made anew, in place, by ``quantize_weights()`` and by entering again. Contexts nest.
 
     Raises RuntimeError in a forward of a layer whose weights have visibly changed inside: by a step of a
-    torch optimizer over them, an in-place operation, or other storage in their place.
+    torch optimizer over them, an in-place operation, or other storage in their place; in compiled code by the
+    first of these only.
     """
     layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
 

@@ -417,8 +417,9 @@ def test_compiled(device, recipe):
         optimizer.step()
         with pytest.raises(Exception, match="changed while the layer was told"):
             compiled(tokens(device))
-    with pytest.raises(Exception, match="is_first_microbatch: got True in compiled code"):
-        compiled(tokens(device), is_first_microbatch=True)
+    for first in (True, False):
+        with pytest.raises(Exception, match=f"is_first_microbatch: got {first} in compiled code"):
+            compiled(tokens(device), is_first_microbatch=first)
 
 
 def assert_fresh_in_scope(layer, forward):
