@@ -35,9 +35,9 @@ SHAPES = [
 ]
 QUICK = [(512, 4, 512, 256, 2)]
 ROUNDS = 4
-# Milliseconds of one recipe's steps before the timed ones, and of those: a training run has one recipe, whose
-# products soon run at the clock that the power limit leaves them. With 5 steps of each of five recipes in turn
-# the cooler ones lend the others their share: fp8_flow was 1.27x bf16 for 16,384 x 2048 x 768, with three
+# Milliseconds of one recipe's steps before the timed ones, and of those. A training run has one recipe, and
+# its products soon run at the clock that the power limit leaves them; with 5 steps of each of five recipes in
+# turn the GPU cools during the lighter ones: fp8_flow was 1.27x bf16 for 16,384 x 2048 x 768, with three
 # recipes in turn (on another GPU) 1.39x.
 WARM, TIMED = 250.0, 250.0
 # (name, recipe, recompute, whether weights are kept)
