@@ -74,7 +74,7 @@ def test_bench_writes_json_lines(tmp_path, capsys):
     out = tmp_path / "results" / "cpu.jsonl"
     assert main(["bench", "quantize", "permute", "--device", "cpu", "--quick", "--out", str(out)]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 6
+    assert {line["topic"] for line in lines} == {"quantize", "permute"}
     for line in lines:
         assert line["us"] > 0
         assert line["versions"]["numpy"]
