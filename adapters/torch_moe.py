@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,17 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, checks
+from fp8moe import Quantized, checks
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_experts import experts, handle_of
 from fp8moe.adapters.torch_router import router_logits
 from fp8moe.expert_parallel import Engine, Transport
-from fp8moe.formats import BFLOAT16
-from fp8moe.moe import RECIPES, Saved
-from fp8moe.placed import Layout
+from fp8moe.moe import RECIPES
 from fp8moe.plan import static_bound
-from fp8moe.quantize import quantize_spec
-from fp8moe.records import ArraySpec, arrays_in, map_arrays
+from fp8moe.records import arrays_in
 
 
 class FP8FlowMoE(nn.Module):
@@ -117,7 +111,7 @@ class FP8FlowMoE(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts // ranks, hidden, ffn, **place))
         self._copies: _Copies | None = None  # those that outlive a forward
         self._scopes = 0  # how many weights_unchanged() are open
-        self._handle = _handle_of(self)
+        self._handle = handle_of(self)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -144,6 +138,10 @@ class FP8FlowMoE(nn.Module):
         """
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
+        if x.shape[-1:] != (self.hidden,):
+            raise ValueError(
+                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
+            )
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
             topk_ids, topk_probs = self.route(tokens)
@@ -190,17 +188,14 @@ class FP8FlowMoE(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle = _handle_of(self)
+        self._handle = handle_of(self)
 
     def _experts(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self._comm is not None or not torch.compiler.is_compiling():
             return self._eagerly(x, ids, probs, first)
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
-        adds = [getattr(w, "main_grad", None) is not None for w in (self.w13, self.w2)]
-        options = (self.recipe, self.recompute, *self.activation.values())
-        tensors = self._compiled_copies(first)
-        return _experts_op(x, self.w13, self.w2, tensors, ids, probs, self._handle, adds, *options)[0]
+        return self._multiply(x, ids, probs, self._compiled_copies(first))
 
     # Compiled code calls this as it is: everything in it is one kernel after another already.
     @torch.compiler.disable
@@ -209,9 +204,22 @@ class FP8FlowMoE(nn.Module):
             return self._in_bf16(x, ids, probs)
         weights = self.w13, self.w2
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *weights))
-        copies = self._copies_of_forward(recording, first)
-        options = (self.recipe, self.recompute, self.activation, self._comm)
-        return _Experts.apply(x, *weights, ids, probs, copies, options)
+        return self._multiply(x, ids, probs, self._copies_of_forward(recording, first))
+
+    def _multiply(self, x: Tensor, ids: Tensor, probs: Tensor, copies: list[Quantized]) -> Tensor:
+        return experts(
+            x.contiguous(),
+            self.w13,
+            self.w2,
+            ids.contiguous(),
+            probs.contiguous(),
+            copies,
+            recipe=self.recipe,
+            recompute=self.recompute,
+            activation=tuple(self.activation.values()),
+            comm=self._comm,
+            handle=self._handle,
+        )
 
     # ---- which FP8 copies a forward multiplies by
 
@@ -236,7 +244,7 @@ class FP8FlowMoE(nn.Module):
         kept.recorded |= recording
         return kept.records
 
-    def _compiled_copies(self, first: bool | None) -> list[Tensor]:
+    def _compiled_copies(self, first: bool | None) -> list[Quantized]:
         if first is not None:
             raise ValueError(
                 f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
@@ -246,10 +254,10 @@ class FP8FlowMoE(nn.Module):
             if kept is not None and kept.stepped:
                 raise _changed("w13, w2")
             if kept is not None and kept.current and not kept.of_capture:
-                return kept.tensors
+                return kept.records
         elif kept is not None:
             self._release()
-        return [*_quantize_op(self.w13.detach()), *_quantize_op(self.w2.detach())]
+        return [torch_ops.quantize_weights(w) for w in (self.w13, self.w2)]
 
     def _keep(self) -> _Copies:
         """Make copies and keep them, in the memory of those that a captured graph reads, if there are any."""
@@ -287,12 +295,52 @@ class FP8FlowMoE(nn.Module):
         plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
         moved = torch_ops.permute(x, plan, probs.float())
         ends = plan.expert_offsets[1:]
-        h = nn.functional.grouped_mm(moved.data, self.w13.bfloat16().transpose(1, 2), offs=ends)
-        a = torch_ops.swiglu(h, moved.probs, **self.activation)
-        y = torch_ops.unpermute(
-            nn.functional.grouped_mm(a, self.w2.bfloat16().transpose(1, 2), offs=ends), plan
-        )
+        weights = self.w13.bfloat16(), self.w2.bfloat16()
+        options = tuple(self.activation.values())
+        products = _products if self.recompute is None else _Recomputed.apply
+        y = torch_ops.unpermute(products(moved.data, moved.probs, *weights, ends, options), plan)
         return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
+
+
+def _products(x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, ends: Tensor, activation: Any) -> Tensor:
+    """The experts on permuted rows, by torch's grouped product."""
+    h = nn.functional.grouped_mm(x, w13.transpose(1, 2), offs=ends)
+    a = _activate(h, probs, activation)
+    return nn.functional.grouped_mm(a, w2.transpose(1, 2), offs=ends)
+
+
+def _activate(h: Tensor, probs: Tensor, activation: Any) -> Tensor:
+    clamp, alpha, linear_offset = activation
+    return torch_ops.swiglu(h, probs, clamp=clamp, alpha=alpha, linear_offset=linear_offset)
+
+
+class _Recomputed(torch.autograd.Function):
+    """`_products`, whose backward makes h and a again. torch.utils.checkpoint would not notice weights that
+    have changed since."""
+
+    @staticmethod
+    def forward(ctx, x, probs, w13, w2, ends, activation):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, probs, w13, w2, ends)
+        ctx.activation = activation
+        return _products(x, probs, w13, w2, ends, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, probs, w13, w2, ends = ctx.saved_tensors
+        of_x, of_probs, of_w13, of_w2, *_ = ctx.needs_input_grad
+        product, dy = nn.functional.grouped_mm, dy.contiguous()
+        h = product(x, w13.transpose(1, 2), offs=ends)
+        da = product(dy, w2, offs=ends)
+        dx, dw13, dw2 = None, None, None
+        if of_w2:
+            dw2 = product(dy.t(), _activate(h, probs, ctx.activation), offs=ends)
+        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, *ctx.activation)
+        if of_x:
+            dx = product(dh, w13, offs=ends)
+        if of_w13:
+            dw13 = product(dh.t(), x, offs=ends)
+        return dx, dprobs.to(probs.dtype) if of_probs else None, dw13, dw2, None, None
 
 
 @contextmanager
@@ -387,58 +435,6 @@ def _quantized(w: Tensor, into: Quantized | None = None) -> Quantized:
     return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w, out=into)
 
 
-def _sides_of(tensors: Any) -> list[QuantTensor]:
-    """Codes and scales in turn, as `arrays_in` lists those of weights."""
-    pairs = zip(tensors[::2], tensors[1::2], strict=True)
-    return [QuantTensor(codes, scales, "e4m3", (128, 128)) for codes, scales in pairs]
-
-
-def _weights_for_backward(tensors: Any) -> tuple[Quantized, Quantized]:
-    """w13 and w2 as `Saved` has them, from their arrays."""
-    *w13, w2 = _sides_of(tensors)
-    return Quantized(*(w13 if len(w13) == 2 else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w13, w2, ids, probs, copies, options):  # type: ignore[no-untyped-def]
-        recipe, recompute, activation, ctx.comm = options
-        w13_fp8, w2_fp8 = copies
-        y, saved = fp8moe.moe_forward(
-            x.contiguous(),
-            w13_fp8,
-            w2_fp8,
-            ids,
-            probs.contiguous(),
-            recipe=recipe,
-            recompute=recompute,
-            comm=ctx.comm,
-            **activation,
-        )
-        ctx.save_for_backward(*arrays_in((saved.w13, saved.w2)))
-        # autograd notices where saved codes were overwritten, wherever hooks may have moved them
-        ctx.saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
-        ctx.weights, ctx.probs_dtype = (w13, w2), probs.dtype
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        try:
-            w13, w2 = _weights_for_backward(ctx.saved_tensors)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                "w13, w2: got FP8 copies that quantize_weights() overwrote after the forward; wanted the "
-                "forward's own; run the backward first"
-            ) from error
-        saved = replace(ctx.saved, w13=w13, w2=w2)
-        into = [getattr(w, "main_grad", None) for w in ctx.weights]
-        dx, dprobs, grads = _backward(saved, dy, ctx.weights, into, ctx.comm)
-        return dx, *grads, None, dprobs.to(ctx.probs_dtype), None, None
-
-
 def _comm_of(group: Any) -> Any:
     if isinstance(group, torch.distributed.ProcessGroup):
         return ProcessGroup(group)
@@ -448,180 +444,3 @@ def _comm_of(group: Any) -> Any:
         f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, or a "
         "fp8moe.expert_parallel.Transport or Engine"
     )
-
-
-def _backward(
-    saved: Saved, dy: Tensor, weights: Any, into: Any, comm: Any = None
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """dx, dprobs, and the gradients of the weights that have none to add theirs to."""
-    dtype = torch_ops.gradient_dtype(*(w.dtype for w in weights))
-    g = fp8moe.moe_backward(saved, dy.contiguous(), dw13=into[0], dw2=into[1], dtype=dtype, comm=comm)
-    grads: list[Tensor | None] = []
-    for w, main, new in zip(weights, into, (g.dw13, g.dw2), strict=True):
-        if main is not None:
-            w.grad_added_to_main_grad = True
-        grads.append(new.to(w.dtype) if main is None else None)
-    return g.dx, g.dprobs, grads
-
-
-# ---------------------------------------------------------------- under torch.compile
-#
-# An operator takes tensors and plain values only. It finds its layer's ``main_grad`` by a number in a tensor
-# (a plain one would have the same code compiled for every layer anew), and gives back, behind y, what the
-# backward needs. What that is follows from shapes. The weights themselves are arguments for their gradients'
-# sake and are not read: their FP8 copies are.
-
-_layers: weakref.WeakValueDictionary[int, FP8FlowMoE] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _handle_of(layer: FP8FlowMoE) -> Tensor:
-    number = next(_numbers)
-    _layers[number] = layer
-    return torch.tensor(number, device="cpu")
-
-
-def _quantize_fake(w):  # type: ignore[no-untyped-def]
-    spec = quantize_spec(torch_ops.spec_of(w), "e4m3", (128, 128), "compact", True)
-    return [torch_ops.like(a, w.device) for a in arrays_in(spec)]
-
-
-@torch_ops.operator("quantize_weights", _quantize_fake)
-def _quantize_op(w: Tensor) -> list[Tensor]:
-    return arrays_in(_quantized(w))
-
-
-@lru_cache(maxsize=256)
-def _layout(shapes: Any, recipe: str, recompute: str | None, activation: Any) -> Layout:
-    """Of y and what is kept, the weights apart."""
-
-    def forward(arrays: Any) -> Any:
-        options = {"recipe": recipe, "recompute": recompute, **dict(activation)}
-        y, saved = fp8moe.moe_forward(*arrays, **options)
-        return y, replace(saved, w13=None, w2=None)
-
-    return Layout(forward, [ArraySpec(*s) for s in shapes])
-
-
-def _results(
-    x: Tensor,
-    shapes: Any,
-    ids: Tensor,
-    probs: Tensor,
-    recipe: str,
-    recompute: str | None,
-    *activation: Any,
-) -> tuple[Any, Saved]:
-    """Shapes and dtypes of y and of what is kept, for weights of these shapes."""
-    names = ("clamp", "alpha", "linear_offset")
-    weights = [ArraySpec(tuple(shape), BFLOAT16) for shape in shapes]
-    specs = [torch_ops.spec_of(x), *weights, torch_ops.spec_of(ids), torch_ops.spec_of(probs)]
-    known = tuple((tuple(map(int, s.shape)), s.dtype) for s in specs)  # no symbols
-    found = _layout(known, recipe, recompute, tuple(zip(names, activation, strict=True)))
-    y, kept = found.result([x, None, None, ids, probs], found.outputs)
-    return y, kept
-
-
-def _experts_fake(x, w13, w2, copies, ids, probs, handle, adds, *options):  # type: ignore[no-untyped-def]
-    results = _results(x, (w13.shape, w2.shape), ids, probs, *options)
-    return [torch_ops.like(a, x.device) for a in arrays_in(results)]
-
-
-@torch_ops.operator("experts", _experts_fake)
-def _experts_op(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    copies: list[Tensor],
-    ids: Tensor,
-    probs: Tensor,
-    handle: Tensor,
-    adds: list[bool],
-    recipe: str,
-    recompute: str | None,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
-) -> list[Tensor]:
-    sides = _sides_of(copies)
-    y, saved = fp8moe.moe_forward(
-        x.contiguous(),
-        Quantized(*sides[:2]),
-        Quantized(*sides[2:]),
-        ids,
-        probs.contiguous(),
-        recipe=recipe,
-        recompute=recompute,
-        clamp=clamp,
-        alpha=alpha,
-        linear_offset=linear_offset,
-    )
-    return [y, *arrays_in(replace(saved, w13=None, w2=None))]
-
-
-def _experts_backward_fake(  # type: ignore[no-untyped-def]
-    dy, kept, copies, dtypes, ids, probs, handle, adds, *options
-):
-    grads = [
-        dy.new_empty(0 if add else shape, dtype=like.dtype)
-        for shape, like, add in zip(_shapes(copies), dtypes, adds, strict=True)
-    ]
-    return [torch.empty_like(dy), torch.empty_like(probs, dtype=torch.float32), *grads]
-
-
-def _shapes(copies: list[Tensor]) -> list[tuple[int, ...]]:
-    """Of w13 and w2, from the transposed codes of what `_weights_for_backward` takes."""
-    return [(experts, n, k) for experts, k, n in (copies[-4].shape, copies[-2].shape)]
-
-
-@torch_ops.operator("experts_backward", _experts_backward_fake)
-def _experts_backward_op(
-    dy: Tensor,
-    kept: list[Tensor],
-    copies: list[Tensor],
-    dtypes: list[Tensor],
-    ids: Tensor,
-    probs: Tensor,
-    handle: Tensor,
-    adds: list[bool],
-    recipe: str,
-    recompute: str | None,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
-) -> list[Tensor]:
-    layer = _layers[int(handle)]
-    weights = (layer.w13, layer.w2)
-    # dy has the shape and dtype of x, which nothing keeps
-    _, like = _results(dy, _shapes(copies), ids, probs, recipe, recompute, clamp, alpha, linear_offset)
-    following = iter(kept)
-    saved = map_arrays(lambda _, a: next(following), like)
-    w13, w2 = _weights_for_backward(copies)
-    into = [getattr(w, "main_grad", None) if add else None for w, add in zip(weights, adds, strict=True)]
-    dx, dprobs, grads = _backward(replace(saved, w13=w13, w2=w2), dy, weights, into)
-    return [
-        dx,
-        dprobs,
-        *(dy.new_empty(0, dtype=d.dtype) if g is None else g for g, d in zip(grads, dtypes, strict=True)),
-    ]
-
-
-def _experts_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, w13, w2, copies, ids, probs, handle, ctx.adds, *ctx.options = inputs
-    recompute = ctx.options[1] is not None
-    needed = [*(copies[:2] if recompute else ()), *copies[2:4], *copies[6:]]
-    ctx.num_copies = len(needed)
-    ctx.save_for_backward(ids, probs, handle, w13.new_empty(0), w2.new_empty(0), *needed, *output[1:])
-
-
-def _experts_grad(ctx, grads):  # type: ignore[no-untyped-def]
-    ids, probs, handle, w13, w2, *rest = ctx.saved_tensors
-    copies, kept = rest[: ctx.num_copies], rest[ctx.num_copies :]
-    dx, dprobs, *dw = _experts_backward_op(
-        grads[0].contiguous(), kept, copies, [w13, w2], ids, probs, handle, ctx.adds, *ctx.options
-    )
-    dw = [None if add else g for g, add in zip(dw, ctx.adds, strict=True)]
-    return dx, *dw, [None] * 8, None, dprobs.to(probs.dtype), *[None] * 7
-
-
-_experts_op.register_autograd(_experts_grad, setup_context=_experts_setup)

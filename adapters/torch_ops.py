@@ -18,9 +18,11 @@ from fp8moe.border import dtype_named, separate_arrays
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
-from fp8moe.records import ArraySpec
+from fp8moe.records import METADATA_TYPES, ArraySpec, arrays_in
 from fp8moe.swiglu import activation_spec
 from fp8moe.transpose import transpose_spec, transposed_block
+
+METADATA_TYPES.add(torch.SymInt)
 
 # ---------------------------------------------------------------- the public functions
 
@@ -296,8 +298,8 @@ def as_float8(q: QuantTensor) -> QuantTensor:
 
 def moe_layer(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | Quantized,
+    w2: Tensor | Quantized,
     topk_ids: Tensor,
     topk_probs: Tensor,
     *,
@@ -307,30 +309,51 @@ def moe_layer(
     alpha: float = 1.0,
     linear_offset: float = 0.0,
 ) -> Tensor:
-    """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, w13, w2 and topk_probs.
+    """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, w13, w2 and topk_probs; also
+    compiled.
 
-    Weights' gradients come in the weights' dtype.
+    x: [..., H], any float; y has its shape and dtype. The FP8 recipes multiply it as bfloat16, "bf16" in x's
+        dtype, under autocast in that of the context.
+    w13: [E, 2F, H], w2: [E, H, F]: any float, or for the FP8 recipes what `fp8moe.quantize_weights` returned,
+        which has no gradient. Gradients come in the weights' dtype.
+    topk_ids, topk_probs: [..., k], of any strides.
     """
-    activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
-    return _MoELayer.apply(x, w13, w2, topk_ids, topk_probs, recipe, recompute, activation)
+    from fp8moe.adapters import torch_experts
+
+    hidden = x.shape[-1] if x.ndim else 0
+    ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
+    dtype = torch.bfloat16
+    if recipe == "bf16":
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    rows = x.reshape(-1, hidden).to(dtype).contiguous()
+    given: list[Any] = [w13, w2]
+    if recipe == "bf16":
+        given = [w if isinstance(w, Quantized) else w.to(dtype).contiguous() for w in given]
+    weights = [None if isinstance(w, Quantized) else w for w in given]
+    if recipe != "bf16":
+        given = [w if isinstance(w, Quantized) else quantize_weights(w) for w in given]
+    y = torch_experts.experts(
+        rows,
+        weights[0],
+        weights[1],
+        ids,
+        probs,
+        given,
+        recipe=recipe,
+        recompute=recompute,
+        activation=(clamp, alpha, linear_offset),
+    )
+    return y.to(x.dtype).reshape(x.shape)
 
 
-class _MoELayer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w13, w2, topk_ids, topk_probs, recipe, recompute, activation):  # type: ignore[no-untyped-def]
-        y, saved = fp8moe.moe_forward(
-            x, w13, w2, topk_ids, topk_probs, recipe=recipe, recompute=recompute, **activation
-        )
-        ctx.saved = saved
-        ctx.dtypes = (w13.dtype, w2.dtype, topk_probs.dtype)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        w13, w2, probs = ctx.dtypes
-        g = fp8moe.moe_backward(ctx.saved, dy.contiguous(), dtype=gradient_dtype(w13, w2))
-        return g.dx, g.dw13.to(w13), g.dw2.to(w2), None, g.dprobs.to(probs), None, None, None
+def quantize_weights(w: Tensor) -> Quantized:
+    """`fp8moe.quantize_weights`. Codes have no gradient."""
+    if _eager(w):
+        return fp8moe.quantize_weights(w.detach().contiguous())
+    data, scales, column_data, column_scales = _quantize_weights(w.detach())
+    sides = ((data, scales), (column_data, column_scales))
+    return Quantized(*(QuantTensor(*side, "e4m3", (128, 128)) for side in sides))
 
 
 def gradient_dtype(*weights: torch.dtype) -> str:
@@ -457,16 +480,19 @@ class _EagerSwiglu(torch.autograd.Function):
 _NONE = 0  # operators return tensors only: an empty one stands for None
 
 
-def operator(name: str, fake):  # type: ignore[no-untyped-def]
-    """Register a function as ``fp8moe::name`` with its fake, run below autograd."""
+def operator(name: str, fake, writes: tuple[str, ...] = ()):  # type: ignore[no-untyped-def]
+    """Register a function as ``fp8moe::name`` with its fake, run below autograd. writes: the arguments whose
+    memory it changes."""
 
     def register(function):  # type: ignore[no-untyped-def]
         def below_autograd(*args):  # type: ignore[no-untyped-def]
             with torch.no_grad(), separate_arrays():
                 return function(*args)
 
-        schema = torch.library.infer_schema(function, mutates_args=())
-        operator = torch.library.custom_op(f"fp8moe::{name}", below_autograd, mutates_args=(), schema=schema)
+        schema = torch.library.infer_schema(function, mutates_args=writes)
+        operator = torch.library.custom_op(
+            f"fp8moe::{name}", below_autograd, mutates_args=writes, schema=schema
+        )
         operator.register_fake(fake)
         return operator
 
@@ -516,7 +542,7 @@ def like(spec: ArraySpec | None, device: torch.device) -> Tensor:
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)
 
 
-def _or_empty(x: Tensor | None, device: torch.device) -> Tensor:
+def or_empty(x: Tensor | None, device: torch.device) -> Tensor:
     return torch.empty(_NONE, device=device) if x is None else x
 
 
@@ -565,7 +591,7 @@ def _permute(
     x: Tensor, plan: list[Tensor], rows: int, align: int, probs: Tensor | None, fill_padding: bool
 ) -> tuple[Tensor, Tensor]:
     moved = fp8moe.permute(x, _plan_of(plan, rows, align), probs, fill_padding=fill_padding)
-    return moved.data, _or_empty(moved.probs, x.device)
+    return moved.data, or_empty(moved.probs, x.device)
 
 
 def _permute_backward_fake(grad, plan, rows, align, grad_probs):  # type: ignore[no-untyped-def]
@@ -580,7 +606,7 @@ def _permute_backward(
     grad: Tensor, plan: list[Tensor], rows: int, align: int, grad_probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     grad_x, probs = fp8moe.permute_backward(grad, _plan_of(plan, rows, align), grad_probs)
-    return grad_x, _or_empty(probs, grad.device)
+    return grad_x, or_empty(probs, grad.device)
 
 
 def _unpermute_fake(x, plan, rows, align, merging_probs):  # type: ignore[no-untyped-def]
@@ -607,7 +633,7 @@ def _unpermute_backward(
     merging_probs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     grad_x, probs = fp8moe.unpermute_backward(grad, _plan_of(plan, rows, align), x, merging_probs)
-    return grad_x, _or_empty(probs, grad.device)
+    return grad_x, or_empty(probs, grad.device)
 
 
 def _sort_chunks_fake(x, sizes, indices, probs, align_size, chunks_per_group, rows):  # type: ignore[no-untyped-def]
@@ -637,7 +663,7 @@ def _sort_chunks(
         chunks_per_group=chunks_per_group,
         num_out_tokens=num_out_tokens,
     )
-    return got.data, _or_empty(got.probs, x.device), got.group_offsets
+    return got.data, or_empty(got.probs, x.device), got.group_offsets
 
 
 def _sort_chunks_backward_fake(grad, sizes, indices, grad_probs, align, group, tokens):  # type: ignore[no-untyped-def]
@@ -666,7 +692,7 @@ def _sort_chunks_backward(
         chunks_per_group=chunks_per_group,
         num_tokens=num_tokens,
     )
-    return grad_x, _or_empty(probs, grad.device)
+    return grad_x, or_empty(probs, grad.device)
 
 
 def _pad_fake(x, tokens_per_expert, align_size, num_out_tokens):  # type: ignore[no-untyped-def]
@@ -702,7 +728,7 @@ def _swiglu_backward_fake(grad, h, probs, clamp, alpha, linear_offset):  # type:
 
 
 @operator("swiglu_backward", _swiglu_backward_fake)
-def _swiglu_backward(
+def swiglu_backward(
     grad: Tensor,
     h: Tensor,
     probs: Tensor | None,
@@ -712,7 +738,7 @@ def _swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
     g = fp8moe.swiglu_backward(grad, h, probs, **activation)  # type: ignore[arg-type]
-    return g.dh, _or_empty(g.dprobs, h.device)
+    return g.dh, or_empty(g.dprobs, h.device)
 
 
 def _quantize_fake(x, fmt, block, pow2, eps, layout):  # type: ignore[no-untyped-def]
@@ -726,6 +752,16 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     q = fp8moe.quantize(x, fmt=fmt, block=tuple(block), pow2=pow2, eps=eps, layout=layout)  # type: ignore[arg-type]
     return q.data, q.scales
+
+
+def _quantize_weights_fake(w):  # type: ignore[no-untyped-def]
+    spec = quantize_spec(spec_of(w), "e4m3", (128, 128), "compact", True)
+    return [like(a, w.device) for a in arrays_in(spec)]
+
+
+@operator("quantize_weights", _quantize_weights_fake)
+def _quantize_weights(w: Tensor) -> list[Tensor]:
+    return arrays_in(fp8moe.quantize_weights(w.contiguous()))
 
 
 def _dequantize_fake(data, scales, fmt, block, layout, dtype):  # type: ignore[no-untyped-def]
@@ -801,7 +837,7 @@ def _parts(q: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _tensors_of(q: Any, device: Any) -> list[Tensor]:
-    return [_or_empty(part, device) for part in _parts(q)]
+    return [or_empty(part, device) for part in _parts(q)]
 
 
 @operator("swiglu_quantize", _swiglu_quantize_fake)
@@ -846,7 +882,7 @@ def _swiglu_quantize_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     how = _options(fmt, block, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
     g = fp8moe.swiglu_quantize_backward(grad, h, probs, **how)
-    return *_tensors_of(g.dh, h.device), _or_empty(g.dprobs, h.device)  # type: ignore[return-value]
+    return *_tensors_of(g.dh, h.device), or_empty(g.dprobs, h.device)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- gradients
@@ -932,7 +968,7 @@ def _swiglu_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _swiglu_grad(ctx, grad):  # type: ignore[no-untyped-def]
     h, *rest = ctx.saved_tensors
     probs = rest[0] if rest else None
-    dh, dprobs = _swiglu_backward(grad.contiguous(), h, probs, *ctx.activation)
+    dh, dprobs = swiglu_backward(grad.contiguous(), h, probs, *ctx.activation)
     return dh, None if probs is None else dprobs.to(probs.dtype), None, None, None
 
 

@@ -8,6 +8,7 @@ kernels, which dequantises and requantises for every column-wise operand: 12 cas
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
 ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
 #: in what format the caller's rows travel and are permuted; None: as they are
 FORMAT_BETWEEN_RANKS = {"fp8_flow": "e4m3", "fp8_blockwise": None, "bf16": None}
+GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Saved:
     def nbytes(self) -> int:
         """Bytes kept for the backward, the weights apart."""
         return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route)
+
+    def needed_for(self, gradients: Collection[str]) -> Saved:
+        """Without what only other gradients need: with frozen weights (LoRA) x and a."""
+        x = self.x if "dw13" in gradients or self.recompute else None
+        return replace(self, x=x, a=self.a if "dw2" in gradients else None)
 
 
 def quantize_weights(x: Any, *, fmt: str = "e4m3", out: Quantized | None = None) -> Quantized:
@@ -153,11 +160,16 @@ def experts_forward(
 
 
 def experts_backward(
-    saved: Saved, dy: Any, dw13: Any = None, dw2: Any = None, dtype: str = "float32"
+    saved: Saved,
+    dy: Any,
+    dw13: Any = None,
+    dw2: Any = None,
+    dtype: str = "float32",
+    gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
     """`moe_backward` behind its cast and dispatch, and before the sums between ranks."""
     _, backward = _STEPS[saved.recipe]
-    return backward(saved, dy, dw13, dw2, dtype)
+    return backward(saved, dy, dw13, dw2, dtype, gradients)
 
 
 def moe_backward(
@@ -168,6 +180,7 @@ def moe_backward(
     dw2: Any = None,
     dtype: str = "float32",
     comm: Comm | None = None,
+    gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
     """Gradients of `moe_forward`.
 
@@ -176,6 +189,9 @@ def moe_backward(
         micro-batches sum up.
     dtype: of the weights' gradients where none are given, "float32" or "bfloat16".
     comm: the forward's.
+    gradients: names of those that are wanted, of "dx", "dprobs", "dw13" and "dw2". What only the others need
+        is not computed (with frozen weights two of six matrix products), and they are None; "dx" and
+        "dprobs" come together.
 
     Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and
     dw2 [E, H, F], those given or new ones of ``dtype`` (float64 for float64).
@@ -184,6 +200,11 @@ def moe_backward(
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
+    for name in gradients:
+        checks.choice("gradients", name, GRADIENTS)
+    for name, kept, gradient in (("x", saved.x, "dw13"), ("a", saved.a, "dw2")):
+        if gradient in gradients and kept is None and not saved.recompute:
+            raise ValueError(f"gradients: got {gradient!r}, and saved.{name} is None; wanted it to be kept")
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         if before is not None and times_overwritten(w) != before:
             raise RuntimeError(
@@ -198,13 +219,23 @@ def moe_backward(
             f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
         )
     tokens = (saved.plan if route is None else route).num_tokens
-    checks.shape("dy", array, (tokens, saved.x.shape[1]))
+    checks.shape("dy", array, (tokens, _hidden(saved.w13)))
     if comm is None or route is None:
-        return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2, dtype)
+        return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2, dtype, gradients)
     arrived = dispatch_gradient(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    grads = experts_backward(saved, arrived, dw13, dw2, dtype)
+    grads = experts_backward(saved, arrived, dw13, dw2, dtype, gradients)
+    if grads.dx is None:
+        return grads
     dx, dprobs = combine_gradient(grads.dx, grads.dprobs, route, comm)
     return replace(grads, dx=dx, dprobs=dprobs)
+
+
+def _hidden(w13: Any) -> int:
+    return int(w13.columnwise.data.shape[1] if isinstance(w13, Quantized) else w13.shape[2])
+
+
+def _of_inputs(gradients: Collection[str]) -> bool:
+    return "dx" in gradients or "dprobs" in gradients
 
 
 def _cast(recipe: str, x: Any) -> Any:
@@ -255,31 +286,36 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute):  # type: 
     return y, {"probs": moved.probs, "x": x, "h": h, "a": a}
 
 
-def _backward_fp8_flow(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-def]
+def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    h, a = saved.h, saved.a
+    h, a, dx, dprobs = saved.h, saved.a, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-        a = _activate(h, saved.probs, plan, dict(saved.activation))
-    dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
-    da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    # not of dout, which is k times the rows to read: 360 us for 571 (131,072 x 7168, 32 experts)
-    turned = permute_transpose(dy, plan, target=_TARGET)
-    dw2 = grouped_gemm_wgrad(turned, _transpose(a, plan), offsets, dw2, dtype=dtype)
-    grad = swiglu_quantize_backward(
-        da,
-        h,
-        saved.probs,
-        expert_offsets=offsets,
-        align_size=plan.align_size,
-        **dict(saved.activation),
-    )
-    dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
-    turned = (
-        _transpose(saved.x, plan) if saved.recompute else permute_transpose(saved.x, plan, target=_TARGET)
-    )
-    dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), turned, offsets, dw13, dtype=dtype)
-    dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+    if "dw2" in gradients:
+        if saved.recompute:
+            a = _activate(h, saved.probs, plan, dict(saved.activation))
+        # not of permuted rows, which are k times those to read: 360 us for 571 (131,072 x 7168, 32 experts)
+        turned = permute_transpose(dy, plan, target=_TARGET)
+        dw2 = grouped_gemm_wgrad(turned, _transpose(a, plan), offsets, dw2, dtype=dtype)
+    if "dw13" in gradients or _of_inputs(gradients):
+        dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
+        da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+        grad = swiglu_quantize_backward(
+            da,
+            h,
+            saved.probs,
+            expert_offsets=offsets,
+            align_size=plan.align_size,
+            **dict(saved.activation),
+        )
+    if _of_inputs(gradients):
+        dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
+    if "dw13" in gradients:
+        x = saved.x
+        turned = _transpose(x, plan) if saved.recompute else permute_transpose(x, plan, target=_TARGET)
+        dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), turned, offsets, dw13, dtype=dtype)
+    if _of_inputs(gradients):
+        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 
@@ -308,22 +344,26 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute):  # t
     return y, {"probs": moved.probs, "x": q, **keep}
 
 
-def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-def]
+def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    h, a = saved.h, saved.a
+    h, a, dx, dprobs = saved.h, saved.a, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-        a = quantize(swiglu(h, saved.probs, **dict(saved.activation)))
+        a = quantize(swiglu(h, saved.probs, **dict(saved.activation))) if "dw2" in gradients else None
     dout = quantize(permute(dy, plan).data)  # cast 3
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    columnwise = _requantize(dout), _requantize(a)  # casts 4 to 7
-    dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
+    if "dw2" in gradients:
+        columnwise = _requantize(dout), _requantize(a)  # casts 4 to 7
+        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
     grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
     dh = quantize(grad.dh)  # cast 8
-    dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-    columnwise = _requantize(dh), _requantize(saved.x)  # casts 9 to 12
-    dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
-    dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+    if _of_inputs(gradients):
+        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
+    if "dw13" in gradients:
+        columnwise = _requantize(dh), _requantize(saved.x)  # casts 9 to 12
+        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
+    if _of_inputs(gradients):
+        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 
@@ -341,21 +381,25 @@ def _forward_bf16(x, w13, w2, plan, probs, activation, recompute):  # type: igno
     return y, {"probs": moved.probs, "x": moved.data, **keep}
 
 
-def _backward_bf16(saved, dy, dw13, dw2, dtype):  # type: ignore[no-untyped-def]
+def _backward_bf16(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    h, a = saved.h, saved.a
+    h, a, dx, dprobs = saved.h, saved.a, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13, offsets)
-        a = swiglu(h, saved.probs, **dict(saved.activation))
+        a = swiglu(h, saved.probs, **dict(saved.activation)) if "dw2" in gradients else None
     if dtype == "float32" and border.enter(dy=dy).args.dy.dtype == "float64":
         dtype = "float64"
     dout, _ = unpermute_backward(dy, plan)
     da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
-    dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=dtype)
+    if "dw2" in gradients:
+        dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=dtype)
     grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
-    dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
-    dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=dtype)
-    dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+    if _of_inputs(gradients):
+        dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
+    if "dw13" in gradients:
+        dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=dtype)
+    if _of_inputs(gradients):
+        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 

@@ -319,9 +319,9 @@ def _check_rows(name: str, x: Any, rows: int | str) -> int:
     if isinstance(x, QuantTensor):
         checks.quant_tensor(name, x, ROW_BLOCKS)
         checks.shape(f"{name}.data", x.data, (rows, "H"))
-        return int(x.data.shape[0])
+        return x.data.shape[0]  # type: ignore[no-any-return]
     checks.shape(name, x, (rows, "H"))
-    return int(x.shape[0])
+    return x.shape[0]  # type: ignore[no-any-return]
 
 
 def _check_merging_probs(probs: Any, plan: PermutationPlan) -> None:

@@ -45,10 +45,7 @@ class Layout:
     ):
         self._function, self._arguments = function, arguments
         self._known: dict[int, _Known] = {}  # by device
-        shapes = _Shapes()
-        given = [DeviceArray(0, tuple(a.shape), a.dtype, border.NOWHERE, ~i) for i, a in enumerate(arguments)]
-        with border.on_memory(shapes), tracing.silent():
-            result = function(given)
+        result, shapes = _dry_run(function, arguments)
         numbers = [a.owner if type(a.owner) is int else a.owner.number for a in arrays_in(result)]
         self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
         del result
@@ -118,6 +115,21 @@ class Layout:
         given = zip(addresses, self._arguments, strict=False)
         with border.on_memory(memory):
             self._function([DeviceArray(p, tuple(s.shape), s.dtype, memory.device, None) for p, s in given])
+
+
+def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> Any:
+    """Shapes and dtypes of what ``function`` returns, called with a list of such arrays. Lengths may be
+    symbols, as torch's compiler has them."""
+    result, _ = _dry_run(function, arguments)
+    return map_arrays(lambda _, a: ArraySpec(a.shape, a.dtype), result)
+
+
+def _dry_run(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> tuple[Any, _Shapes]:
+    """The call on arrays that are nowhere, where nothing is computed."""
+    shapes = _Shapes()
+    given = [DeviceArray(0, tuple(a.shape), a.dtype, border.NOWHERE, ~i) for i, a in enumerate(arguments)]
+    with border.on_memory(shapes), tracing.silent():
+        return function(given), shapes
 
 
 class _Known:

@@ -255,7 +255,8 @@ class MoEGrads(Record):
     dw2: Array
 
 
-METADATA_TYPES = frozenset((int, float, str, bool, type(None)))
+#: of fields that are no arrays; a compiler adds that of its symbolic sizes (`fp8moe.adapters.torch_ops`)
+METADATA_TYPES: set[type] = {int, float, str, bool, type(None)}
 
 
 def is_metadata(value: Any) -> bool:
@@ -305,4 +306,4 @@ def arrays_in(value: Any) -> list[Any]:
 def nbytes(*values: Any) -> int:
     """Bytes of all arrays in the given records, an array that appears twice counted once."""
     unique = {id(a): a for value in values for a in arrays_in(value)}
-    return sum(int(a.nbytes) for a in unique.values())
+    return sum(a.nbytes for a in unique.values())

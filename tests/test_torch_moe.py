@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import fp8moe
-from fp8moe.adapters import torch_moe, torch_ops
+from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import parts, router_logits
+from fp8moe.records import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 
@@ -166,15 +167,15 @@ def test_compiled_as_one_graph(recipe, recompute):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_the_operator_keeps_what_the_layer_keeps(recompute):
-    """For the backward, the weights and a few numbers apart: FP8 rows, and never the bfloat16 input."""
+    """For the backward, the weights and the router's choice apart: FP8 rows, and never the bfloat16 input."""
     layer, x = module(recompute=recompute), tokens()
     ids, probs = layer.route(x)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        options = (layer.recipe, recompute, *layer.activation.values())
-        copies = layer._compiled_copies(None)
-        weights = layer.w13, layer.w2, copies
-        torch_moe._experts_op(x, *weights, ids, probs, layer._handle, [False, False], *options)
+        how = (layer.recipe, recompute, *layer.activation.values(), "dx,dprobs,dw13,dw2")
+        copies = arrays_in(tuple(layer._compiled_copies(None)))
+        weights = layer.w13, layer.w2
+        torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, how, [None, None], None)
     places = {t.data_ptr() for t in copies}
     found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
     _, saved = fp8moe.moe_forward(
@@ -186,7 +187,7 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
         recipe=layer.recipe,
         recompute=recompute,
     )
-    assert found == saved.nbytes + ids.nbytes + probs.nbytes + layer._handle.nbytes
+    assert found == saved.nbytes + ids.nbytes + probs.nbytes
 
 
 def test_layers_share_compiled_code():

@@ -1,0 +1,397 @@
+"""The experts of a layer in torch, with gradients, in eager mode and in compiled code.
+
+`experts` takes what a router chose and the weights as they are multiplied; `fp8moe.adapters.torch_ops`'
+`moe_layer` and `fp8moe.adapters.torch_moe`'s module call it. Every tensor that the backward needs is saved
+by autograd: it ends with the backward, checkpointing and saved-tensor hooks see it, and a change of it in
+place is noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8moe
+from fp8moe import Quantized, QuantTensor, placed
+from fp8moe.adapters import torch_ops
+from fp8moe.formats import BFLOAT16
+from fp8moe.moe import Saved
+from fp8moe.records import ArraySpec, arrays_in, map_arrays
+
+#: of FP8 weights: codes and scales of both orientations
+FP8_BLOCK = (128, 128)
+
+
+def experts(
+    x: Tensor,
+    w13: Tensor | None,
+    w2: Tensor | None,
+    topk_ids: Tensor,
+    topk_probs: Tensor,
+    multiplied: Sequence[Any],
+    *,
+    recipe: str,
+    recompute: str | None,
+    activation: Sequence[Any],
+    comm: Any = None,
+    handle: Tensor | None = None,
+) -> Tensor:
+    """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, topk_probs, w13 and w2.
+
+    x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, of dtypes that `fp8moe.moe_forward` takes.
+    w13, w2: for their gradients alone; None where they have none.
+    multiplied: what stands for them in the products, `Quantized` or arrays.
+    activation: clamp, alpha, linear_offset.
+    handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
+        it has to set.
+
+    Only gradients that are needed are computed, and only what they need is kept. A parameter with
+    ``main_grad`` gets its gradient added to that, and ``grad_added_to_main_grad`` set; it gets zeros that
+    take no memory of their own as its ``grad`` where it had that attribute before, as Megatron's
+    DistributedDataParallel expects, which drops them, and otherwise none.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "x: torch.func's transforms (grad, vmap, ...) do not reach through the experts; "
+            "use torch.autograd.grad or backward()"
+        )
+    inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w13), ("dw2", w2))
+    recording = torch.is_grad_enabled()
+    wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
+    how = (recipe, recompute, *activation, ",".join(wanted))
+    if comm is not None or not torch.compiler.is_compiling():
+        return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, how, comm)
+    mains = [main_grad_of(w) if n in wanted else None for n, w in (("dw13", w13), ("dw2", w2))]
+    tensors = [t for w in multiplied for t in arrays_in(w)]
+    return _CompiledExperts.apply(x, w13, w2, topk_probs, topk_ids, tensors, how, mains, handle)
+
+
+def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
+    """w13 and w2 from their arrays, in the order of `arrays_in`."""
+    sides = _sides_of(tensors)
+    return Quantized(*sides[:2]), Quantized(*sides[2:])
+
+
+def main_grad_of(w: Tensor | None) -> Tensor | None:
+    """Where a parameter's gradient is to be added: Megatron's convention."""
+    return None if w is None else getattr(w, "main_grad", None)
+
+
+def _sides_of(tensors: Iterable[Any]) -> list[QuantTensor]:
+    """Codes and scales in turn."""
+    given = list(tensors)
+    pairs = zip(given[::2], given[1::2], strict=True)
+    return [QuantTensor(codes, scales, "e4m3", FP8_BLOCK) for codes, scales in pairs]
+
+
+def _options(recipe: str, recompute: str | None, *activation: Any) -> dict[str, Any]:
+    """As `fp8moe.moe_forward` takes them."""
+    names = ("clamp", "alpha", "linear_offset")
+    return {"recipe": recipe, "recompute": recompute, **dict(zip(names, activation, strict=True))}
+
+
+def _names(wanted: str) -> tuple[str, ...]:
+    return tuple(wanted.split(",")) if wanted else ()
+
+
+# ---------------------------------------------------------------- eager mode
+
+
+class _Here:
+    """Stands in a record for a tensor that autograd saved."""
+
+
+_HERE = _Here()
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, comm):  # type: ignore[no-untyped-def]
+        *options, wanted = how
+        w13_used, w2_used = multiplied
+        y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, **_options(*options))
+        if wanted:
+            # autograd notices where codes were overwritten, wherever hooks may have moved them
+            saved = replace(saved.needed_for(_names(wanted)), overwritten=(None, None))
+            ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
+            ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
+        ctx.weights, ctx.wanted, ctx.comm, ctx.dtype = (w13, w2), _names(wanted), comm, probs.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        try:
+            tensors = iter(ctx.saved_tensors)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            codes = ctx.saved.recipe != "bf16"
+            what = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
+            raise RuntimeError(
+                f"w13, w2: got {what} after the forward; wanted the forward's own; run the backward first"
+            ) from error
+        saved = map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)
+        into = [main_grad_of(w) for w in ctx.weights]
+        dx, dprobs, dw13, dw2 = _backward(saved, dy, ctx.weights, into, ctx.wanted, ctx.comm)
+        return dx, dw13, dw2, None if dprobs is None else dprobs.to(ctx.dtype), None, None, None, None
+
+
+def _backward(
+    saved: Saved, dy: Tensor, weights: Any, into: Any, wanted: tuple[str, ...], comm: Any = None
+) -> list[Tensor | None]:
+    """dx, dprobs, dw13 and dw2, None for those that are not wanted."""
+    dtype = torch_ops.gradient_dtype(*(w.dtype for w in weights if w is not None))
+    into = [main if name in wanted else None for name, main in zip(("dw13", "dw2"), into, strict=True)]
+    g = fp8moe.moe_backward(
+        saved, dy.contiguous(), dw13=into[0], dw2=into[1], dtype=dtype, comm=comm, gradients=wanted
+    )
+    grads: list[Tensor | None] = []
+    for w, main, new in zip(weights, into, (g.dw13, g.dw2), strict=True):
+        if main is None:
+            grads.append(None if new is None else new.to(w.dtype))
+        else:
+            grads.append(_zeros_like(w) if wants_zeros(w) else None)
+            set_added(w)
+    return [g.dx if "dx" in wanted else None, g.dprobs if "dprobs" in wanted else None, *grads]
+
+
+def wants_zeros(w: Tensor) -> bool:
+    """Whether whoever gave the parameter its ``main_grad`` also gave it ``grad_added_to_main_grad``, as
+    Megatron does: it asserts that there is a ``grad`` after the backward, and drops it."""
+    return hasattr(w, "grad_added_to_main_grad") and not hasattr(w, _SET_HERE)
+
+
+def set_added(w: Tensor) -> None:
+    if not hasattr(w, "grad_added_to_main_grad"):
+        setattr(w, _SET_HERE, True)
+    w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+_SET_HERE = "_fp8moe_set_grad_added_to_main_grad"
+
+
+_zeros: dict[Any, Tensor] = {}
+
+
+def _zeros_like(w: Tensor) -> Tensor:
+    """The same memory each time, as long as nobody has kept it or written to it. Autograd takes a tensor that
+    nobody else refers to as a ``grad`` without a copy."""
+    key = tuple(w.shape), w.dtype, w.device
+    known = _zeros.get(key)
+    # a detached tensor counts its versions with the one that it came from
+    if known is None or known._version or torch._C._storage_Use_Count(known.untyped_storage()._cdata) > 1:
+        known = _zeros[key] = torch.zeros_like(w, requires_grad=False)
+    return known.detach()
+
+
+# ---------------------------------------------------------------- compiled code
+#
+# Two operators, of tensors and plain values. What the first keeps for the second follows from shapes. What
+# the second writes, ``main_grad``, is declared, so that no compiler drops or reorders it.
+
+
+class _CompiledExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, mains, handle):  # type: ignore[no-untyped-def]
+        y, *kept = _experts_op(x, multiplied, ids, probs, *how)
+        recipe, recompute, *_, wanted = how
+        needed = multiplied
+        if recipe != "bf16":  # a forward without recompute multiplies by the row-wise codes once
+            needed = [*(multiplied[:2] if recompute else ()), *multiplied[2:4], *multiplied[6:]]
+        if wanted:
+            ctx.save_for_backward(ids, probs, *needed, *kept)
+        # not saved: autograd would refuse a backward after another one has added to them
+        ctx.mains, ctx.handle = mains, handle
+        ctx.how, ctx.num_needed, ctx.wanted = how, len(needed), wanted.split(",")
+        ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w13, w2)]
+        pairs = zip((w13, w2), mains, strict=True)
+        ctx.zeros = [main is not None and wants_zeros(w) for w, main in pairs]
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        ids, probs, *rest = ctx.saved_tensors
+        multiplied, kept = rest[: ctx.num_needed], rest[ctx.num_needed :]
+        dx, dprobs, dw13, dw2 = _experts_backward_op(
+            dy.contiguous(),
+            kept,
+            multiplied,
+            ids,
+            probs,
+            ctx.handle,
+            *ctx.mains,
+            *ctx.dtypes,
+            ctx.zeros,
+            *ctx.how,
+        )
+        wanted, (main13, main2) = ctx.wanted, ctx.mains
+        return (
+            dx if "dx" in wanted else None,
+            dw13 if "dw13" in wanted and (main13 is None or ctx.zeros[0]) else None,
+            dw2 if "dw2" in wanted and (main2 is None or ctx.zeros[1]) else None,
+            dprobs.to(probs.dtype) if "dprobs" in wanted else None,
+            *[None] * 5,
+        )
+
+
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(layer: Any) -> Tensor:
+    """A number by which operators find the layer, in a tensor: compiled code for a plain one would be
+    compiled for every layer anew."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def _weights(recipe: str, tensors: Any) -> Any:
+    return tuple(tensors) if recipe == "bf16" else fp8_weights(tensors)
+
+
+def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
+    """As `Saved` has them: codes that only the forward multiplies by are not kept."""
+    if recipe == "bf16":
+        return tuple(tensors)  # type: ignore[return-value]
+    *w13, w2 = _sides_of(tensors)
+    return Quantized(*(w13 if len(w13) == 2 else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
+
+
+def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any, Saved]:
+    """y, and what is kept apart from the weights."""
+    *options, wanted = how
+    w13, w2 = weights
+    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, **_options(*options))
+    saved = saved.needed_for(_names(wanted))
+    return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
+
+
+def _results(specs: Any, how: Any) -> tuple[Any, Saved]:
+    """Shapes and dtypes of these, from those of x, ids, probs and the weights."""
+    return placed.result_specs(  # type: ignore[no-any-return]
+        lambda a: _forward(a[0], a[1], a[2], a[3:], how), [ArraySpec(*s) for s in specs]
+    )
+
+
+_known_results = lru_cache(maxsize=256)(_results)
+
+
+def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
+    """What `_results` takes; x is any tensor like x. FP8 weights may have their transposed codes only."""
+    specs = [torch_ops.spec_of(t) for t in (x, ids, probs)]
+    for w in kept_weights:
+        if isinstance(w, Quantized):
+            experts, k, n = w.columnwise.data.shape
+            specs.append(ArraySpec((experts, n, k), BFLOAT16))
+        else:
+            specs.append(torch_ops.spec_of(w))
+    return tuple((s.shape, s.dtype) for s in specs)
+
+
+def _experts_fake(x, multiplied, ids, probs, *how):  # type: ignore[no-untyped-def]
+    y, saved = _results(_specs(x, ids, probs, _weights(how[0], multiplied)), how)
+    return [torch_ops.like(a, x.device) for a in (y, *(arrays_in(saved) if how[-1] else ()))]
+
+
+@torch_ops.operator("experts", _experts_fake)
+def _experts_op(
+    x: Tensor,
+    multiplied: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    recipe: str,
+    recompute: str | None,
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+    wanted: str,
+) -> list[Tensor]:
+    how = (recipe, recompute, clamp, alpha, linear_offset, wanted)
+    y, saved = _forward(x, ids, probs, _weights(recipe, multiplied), how)
+    return [y, *(arrays_in(saved) if wanted else ())]
+
+
+def _experts_backward_fake(  # type: ignore[no-untyped-def]
+    dy, kept, needed, ids, probs, handle, main13, main2, dtype13, dtype2, zeros, *how
+):
+    wanted = _names(how[-1])
+    _, like = _results(_specs(dy, ids, probs, _kept_weights(how[0], needed)), how)
+
+    def backward(arrays: Any) -> Any:
+        dy, *rest = arrays
+        saved = _saved(like, rest[: len(kept)], rest[len(kept) :])
+        return fp8moe.moe_backward(saved, dy, gradients=wanted)
+
+    g = placed.result_specs(backward, [torch_ops.spec_of(t) for t in (dy, *kept, *needed)])
+    found = [torch_ops.like(a, dy.device) for a in (g.dx, g.dprobs)]
+    mains, dtypes = (main13, main2), (dtype13, dtype2)
+    for new, main, dtype, zero in zip((g.dw13, g.dw2), mains, dtypes, zeros, strict=True):
+        shape = new.shape if new is not None and (main is None or zero) else _NOTHING
+        found.append(torch.empty(shape, dtype=dtype, device=dy.device))
+    return tuple(found)
+
+
+_NOTHING = (0,)  # the shape of what stands for None
+
+
+def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
+    """What `_forward` kept, with its arrays, and the weights."""
+    following = iter(kept)
+    saved = map_arrays(lambda _, a: next(following), like)
+    w13, w2 = _kept_weights(like.recipe, needed)
+    return replace(saved, w13=w13, w2=w2)
+
+
+@torch_ops.operator("experts_backward", _experts_backward_fake, writes=("main13", "main2"))
+def _experts_backward_op(
+    dy: Tensor,
+    kept: list[Tensor],
+    needed: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    handle: Tensor | None,
+    main13: Tensor | None,
+    main2: Tensor | None,
+    dtype13: torch.dtype,
+    dtype2: torch.dtype,
+    zeros: list[bool],
+    recipe: str,
+    recompute: str | None,
+    clamp: float | None,
+    alpha: float,
+    linear_offset: float,
+    wanted: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    how = (recipe, recompute, clamp, alpha, linear_offset, wanted)
+    _, like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
+    mains, dtypes, saved = (main13, main2), (dtype13, dtype2), _saved(like, kept, needed)
+    g = fp8moe.moe_backward(
+        saved,
+        dy,
+        dw13=main13,
+        dw2=main2,
+        dtype=torch_ops.gradient_dtype(*dtypes),
+        gradients=_names(wanted),
+    )
+    layer = None if handle is None else _layers.get(int(handle))
+    found = [torch_ops.or_empty(a, dy.device) for a in (g.dx, g.dprobs)]
+    for name, new, main, dtype, zero in zip(
+        ("w13", "w2"), (g.dw13, g.dw2), mains, dtypes, zeros, strict=True
+    ):
+        if main is None:
+            found.append(dy.new_empty(_NOTHING, dtype=dtype) if new is None else new.to(dtype))
+            continue
+        found.append(dy.new_zeros(main.shape if zero else _NOTHING, dtype=dtype))
+        if layer is not None:
+            set_added(getattr(layer, name))
+    return tuple(found)  # type: ignore[return-value]
