@@ -57,11 +57,6 @@ def experts(
     take no memory of their own as its ``grad`` where it had that attribute before, as Megatron's
     DistributedDataParallel expects, which drops them, and otherwise none.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "x: torch.func's transforms (grad, vmap, ...) do not reach through the experts; "
-            "use torch.autograd.grad or backward()"
-        )
     inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w13), ("dw2", w2))
     recording = torch.is_grad_enabled()
     wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]

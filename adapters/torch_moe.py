@@ -138,6 +138,7 @@ class FP8FlowMoE(nn.Module):
         """
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
+        torch_ops.refuse_transforms("FP8FlowMoE")
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"

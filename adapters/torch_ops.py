@@ -320,6 +320,7 @@ def moe_layer(
     """
     from fp8moe.adapters import torch_experts
 
+    refuse_transforms("moe_layer")
     hidden = x.shape[-1] if x.ndim else 0
     ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
     dtype = torch.bfloat16
@@ -345,6 +346,14 @@ def moe_layer(
         activation=(clamp, alpha, linear_offset),
     )
     return y.to(x.dtype).reshape(x.shape)
+
+
+def refuse_transforms(what: str) -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{what}: got a call inside one of torch.func's transforms (grad, vmap, ...), which do not reach "
+            "through the experts; use torch.autograd.grad or backward(), and a dimension of x for a batch"
+        )
 
 
 def quantize_weights(w: Tensor) -> Quantized:

@@ -205,6 +205,9 @@ def moe_backward(
     for name, kept, gradient in (("x", saved.x, "dw13"), ("a", saved.a, "dw2")):
         if gradient in gradients and kept is None and not saved.recompute:
             raise ValueError(f"gradients: got {gradient!r}, and saved.{name} is None; wanted it to be kept")
+    for name, given in (("dw13", dw13), ("dw2", dw2)):
+        if given is not None and name not in gradients:
+            raise ValueError(f"{name}: got an array to add to, and gradients without {name!r}; wanted both")
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         if before is not None and times_overwritten(w) != before:
             raise RuntimeError(

@@ -1,0 +1,556 @@
+"""The layer within what training loops put around it: saved tensors, checkpointing, compiled code, frozen
+weights, autocast, scaled losses, functional calls. Each against the plain eager layer, bit for bit."""
+
+import copy
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fp8moe
+from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.records import arrays_in
+
+HIDDEN, FFN, EXPERTS, TOPK = 256, 128, 4, 2
+RECIPES = ["bf16", "fp8_blockwise", "fp8_flow"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def module(recipe="fp8_flow", device="cpu", **options):
+    torch.manual_seed(0)
+    return FP8FlowMoE(HIDDEN, FFN, EXPERTS, TOPK, recipe=recipe, device=device, **options)
+
+
+def tokens(device="cpu", count=70, dtype=torch.bfloat16):
+    return torch.randn(count, HIDDEN, dtype=dtype, device=device).requires_grad_()
+
+
+def results(forward, layer, x):
+    """y and all gradients."""
+    x.grad = None
+    layer.zero_grad()
+    y = forward(x)
+    y.backward(gradient_of(y))
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def gradient_of(y):
+    g = torch.Generator().manual_seed(2)
+    return torch.randn(y.shape, generator=g).to(y)
+
+
+def assert_equal(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+def compiled(layer, **options):
+    torch.compiler.reset()
+    return torch.compile(layer, backend="aot_eager", fullgraph=True, **options)
+
+
+# ---------------------------------------------------------------- what is saved, and until when
+
+
+class Packed:
+    """What hooks leave in a saved tensor's place: autograd keeps it as long as it would keep the tensor."""
+
+    def __init__(self, t):
+        self.t = t
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_tensors_end_with_the_backward(recipe, recompute, device):
+    """Although the loss is still referred to."""
+    layer, x = module(recipe, device, recompute=recompute), tokens(device)
+    kept = []
+
+    def pack(t):
+        packed = Packed(t)
+        kept.append(weakref.ref(packed))
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.t):
+        loss = layer(x).float().sum()
+    assert len(kept) > 5
+    assert all(ref() is not None for ref in kept)
+    loss.backward()
+    assert all(ref() is None for ref in kept)
+
+
+def graph_of(y):
+    """The nodes behind a tensor."""
+    found, todo = [], [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            todo += [next_ for next_, _ in node.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
+def test_autograd_saves_all_that_is_kept(recipe, recompute, device):
+    """Hooks see as many bytes as `Saved` has, and no node holds a tensor beside those."""
+    layer, x = module(recipe, device, recompute=recompute), tokens(device)
+    ids, probs = (t.detach() for t in layer.route(x))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        y = layer(x, ids, probs.requires_grad_())
+    weights = layer.w13.detach(), layer.w2.detach()
+    options = {"recipe": recipe, "recompute": recompute}
+    _, saved = fp8moe.moe_forward(x.detach(), *weights, ids, probs.detach(), **options)
+    assert sum(sizes) == saved.nbytes + sum(a.nbytes for a in arrays_in((saved.w13, saved.w2)))
+    for node in graph_of(y):
+        held = [t for v in getattr(node, "__dict__", {}).values() for t in tensors_in(v)]
+        assert not [t for t in held if not isinstance(t, torch.nn.Parameter)]
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    if isinstance(value, fp8moe.moe.Saved):
+        return [t for t in arrays_in(value) if isinstance(t, torch.Tensor)]
+    return []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpointed(recipe, recompute, reentrant, device):
+    layer, x = module(recipe, device, recompute=recompute), tokens(device)
+    wanted = results(layer, layer, x)
+    found = results(lambda x: checkpoint(layer, x, use_reentrant=reentrant), layer, x)
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
+def test_a_checkpointed_layer_keeps_its_input_alone(recipe, device):
+    """Besides y, and a hundredth of what it keeps otherwise for autograd's own records."""
+    layer, x = module(recipe, device), tokens(device, count=1024)
+    held = []
+    for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        forward(x).sum().backward()
+        tracemalloc.start()
+        start = memory(device)
+        y = forward(x)
+        gc.collect()
+        held.append(memory(device) - start - y.nbytes)
+        tracemalloc.stop()
+        del y
+    assert held[1] < held[0] / 100
+
+
+def memory(device):
+    """Bytes; on the CPU those of NumPy, which what the library returns lies in."""
+    return torch.cuda.memory_allocated() if device == "cuda" else tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_tensors_on_the_cpu(recipe, recompute, device):
+    """Offloaded, and come back as other tensors."""
+    layer, x = module(recipe, device, recompute=recompute), tokens(device)
+    wanted = results(layer, layer, x)
+
+    def offloaded(x):
+        with torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"):
+            return layer(x)
+
+    assert_equal(results(offloaded, layer, x), wanted)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        y = layer(x)  # nothing is where it was
+    x.grad = None
+    layer.zero_grad()
+    y.backward(gradient_of(y))
+    assert_equal([y.detach(), x.grad, *(p.grad for p in layer.parameters())], wanted)
+
+
+def test_two_backwards_of_one_forward(device):
+    layer, x = module(device=device), tokens(device)
+    y = layer(x)
+    y.backward(gradient_of(y), retain_graph=True)
+    once = [t.grad.clone() for t in (x, layer.w13, layer.w2)]
+    y.backward(gradient_of(y))
+    for t, g in zip((x, layer.w13, layer.w2), once, strict=True):
+        assert torch.equal(t.grad, g + g)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(gradient_of(y))
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_weights_of_bf16_changed_before_the_backward_are_refused(recompute):
+    layer, x = module("bf16", dtype=torch.bfloat16, recompute=recompute), tokens()
+    y = layer(x)
+    with torch.no_grad():
+        layer.w2.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    a, b = (torch.randn(2, *s, dtype=torch.float64, requires_grad=True) for s in ((8, 8), (8, 4)))
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    ids, probs = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1, dtype=torch.float64)
+    y = torch_ops.moe_layer(x, a, b, ids, probs, recipe="bf16", recompute=recompute)
+    with torch.no_grad():
+        a.mul_(3)
+    with pytest.raises(RuntimeError, match="w13, w2: got weights that were changed after the forward"):
+        y.sum().backward()
+
+
+# ---------------------------------------------------------------- bf16 computes again
+
+
+def test_bf16_with_recompute(device):
+    plain, layer, x = module("bf16", device), module("bf16", device, recompute="moe_expert"), tokens(device)
+    assert_equal(results(layer, layer, x), results(plain, plain, x))
+    assert_equal(results(compiled(layer), layer, x), results(plain, plain, x))
+
+
+def test_bf16_with_recompute_keeps_neither_product_nor_activation(device):
+    widths = {}
+    for recompute in (None, "moe_expert"):
+        layer = FP8FlowMoE(HIDDEN, 384, EXPERTS, TOPK, recipe="bf16", recompute=recompute, device=device)
+        x, shapes = tokens(device), []
+        ids, probs = (t.detach() for t in layer.route(x))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, s=shapes: s.append(t.shape) or t, lambda t: t
+        ):
+            layer(x, ids, probs)
+        widths[recompute] = {shape[-1] for shape in shapes if len(shape) == 2}
+    assert {768, 384} <= widths[None]
+    assert not {768, 384} & widths["moe_expert"]
+
+
+# ---------------------------------------------------------------- only what is needed
+
+
+def products(traced):
+    return sum(n for name, n in traced.launches.items() if name.startswith("grouped_gemm"))
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2"), ("w13", "w2", "x", "router.weight")])
+def test_frozen(recipe, recompute, frozen, device):
+    """What needs no gradient gets none; the others get what they get where all do."""
+    if recompute and len(frozen) == 4:
+        pytest.skip("nothing is left to compute again for")
+    layer, x = module(recipe, device, recompute=recompute), tokens(device)
+    wanted = results(layer, layer, x)
+    names = ["y", "x", *(name for name, _ in layer.named_parameters())]
+    for name, p in layer.named_parameters():
+        p.requires_grad_(name not in frozen)
+    x.requires_grad_("x" not in frozen)
+    for forward in (layer, compiled(layer)):
+        layer.zero_grad()
+        x.grad = None
+        y = forward(x)
+        if y.requires_grad:
+            y.backward(gradient_of(y))
+        found = [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+        pairs = zip(names, wanted, strict=True)
+        assert_equal(found, [None if name in frozen else value for name, value in pairs])
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
+def test_frozen_experts_take_four_products_of_six(recipe):
+    layer, x = module(recipe), tokens()
+    counts = []
+    for frozen in (False, True):
+        layer.w13.requires_grad_(not frozen)
+        layer.w2.requires_grad_(not frozen)
+        sizes = []
+        hooks = (lambda t, s=sizes: s.append(t.nbytes) or t), (lambda t: t)
+        with torch.autograd.graph.saved_tensors_hooks(*hooks), fp8moe.trace() as traced:
+            results(layer, layer, x)
+        counts.append((products(traced), sum(sizes)))
+    assert [n for n, _ in counts] == [6, 4]
+    assert counts[1][1] < counts[0][1]  # nor is the input kept, nor the activation
+
+
+def test_unwanted_gradients_by_name():
+    x, w13, w2 = (torch.randn(s).bfloat16() for s in ((70, 256), (4, 256, 256), (4, 256, 128)))
+    ids, probs = torch.randint(0, 4, (70, 2)), torch.rand(70, 2)
+    _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
+    dy = torch.randn(70, 256).bfloat16()
+    g = fp8moe.moe_backward(saved, dy, gradients=("dx",))
+    assert g.dw13 is None
+    assert g.dw2 is None
+    assert torch.equal(g.dx, fp8moe.moe_backward(saved, dy).dx)
+    with pytest.raises(ValueError, match="gradients: got 'dw'; wanted one of 'dx', 'dprobs', 'dw13', 'dw2'"):
+        fp8moe.moe_backward(saved, dy, gradients=("dw",))
+    less = saved.needed_for(("dx", "dw2"))
+    assert less.x is None
+    with pytest.raises(ValueError, match=r"gradients: got 'dw13', and saved\.x is None"):
+        fp8moe.moe_backward(less, dy)
+    with pytest.raises(ValueError, match="dw13: got an array to add to, and gradients without 'dw13'"):
+        fp8moe.moe_backward(saved, dy, dw13=torch.zeros(4, 256, 256), gradients=("dx",))
+
+
+# ---------------------------------------------------------------- main_grad
+
+
+@pytest.mark.parametrize("inputs_need_gradients", [True, False])
+def test_main_grad_in_compiled_code(inputs_need_gradients, device):
+    """The backward has side effects only, where neither x nor the probabilities need a gradient."""
+    layer, x = module(device=device), tokens(device)
+    ids, probs = (t.detach() for t in layer.route(x))
+    x.requires_grad_(inputs_need_gradients)
+    found = []
+    for forward in (layer, compiled(layer)):
+        for w in (layer.w13, layer.w2):
+            w.main_grad = torch.ones_like(w)
+            w.grad_added_to_main_grad = False
+        y = forward(x, ids, probs)
+        y.backward(gradient_of(y))
+        found.append([w.main_grad for w in (layer.w13, layer.w2)])
+        assert layer.w13.grad_added_to_main_grad is True
+        assert layer.w2.grad_added_to_main_grad is True
+    assert_equal(*found)
+    assert not torch.equal(found[0][0], torch.ones_like(found[0][0]))
+
+
+@pytest.mark.parametrize("forward", ["eager", "compiled"])
+def test_main_grad_of_several_forwards_before_their_backwards(forward, device):
+    """As pipeline parallelism has it, and with the sum set to zero between forward and backward."""
+    layer = module(device=device)
+    call = layer if forward == "eager" else compiled(layer)
+    xs = [tokens(device) for _ in range(2)]
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.zeros_like(w)
+    for x in xs:
+        y = layer(x)
+        y.backward(gradient_of(y))
+    wanted = [w.main_grad.clone() for w in (layer.w13, layer.w2)]
+    ys = [call(x) for x in xs]
+    for w in (layer.w13, layer.w2):
+        w.main_grad.zero_()
+    for y in ys:
+        y.backward(gradient_of(y))
+    assert_equal([w.main_grad for w in (layer.w13, layer.w2)], wanted)
+
+
+@pytest.mark.parametrize("forward", ["eager", "compiled"])
+def test_a_grad_for_who_asserts_that_there_is_one(forward):
+    """Megatron's hook wants a ``grad`` where it gave ``grad_added_to_main_grad``, and drops it; nobody else
+    gets one, so that no optimizer steps by it."""
+    for megatron in (True, False):
+        layer, x = module(), tokens()
+        call = layer if forward == "eager" else compiled(layer)
+        for w in (layer.w13, layer.w2):
+            w.main_grad = torch.zeros_like(w)
+            if megatron:
+                w.grad_added_to_main_grad = False
+        for _ in range(2):
+            y = call(x)
+            y.backward(gradient_of(y))
+            for w in (layer.w13, layer.w2):
+                assert w.grad_added_to_main_grad
+                assert (w.grad is not None) == megatron
+                if megatron:
+                    assert w.grad.shape == w.shape
+                    assert not w.grad.any()
+
+
+def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
+    layers = [module(), module()]
+    for layer in layers:
+        for w in (layer.w13, layer.w2):
+            w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), False
+        layer(tokens()).sum().backward()
+    with torch.no_grad():
+        layers[0].w13.grad.add_(1.0)
+    assert not layers[1].w13.grad.any()
+    for layer in layers:
+        layer.zero_grad()
+    layers[0](tokens()).sum().backward()
+    assert not layers[0].w13.grad.any()
+
+
+# ---------------------------------------------------------------- compiled code
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
+    layer = module(recipe)
+    call = compiled(layer, dynamic=dynamic)
+    counts = [64, 100, 7, 130, 33, 256, 300, 91, 77, 128, 5, 60]
+    for i, count in enumerate(counts):
+        x = tokens(count=count)
+        wanted = results(layer, layer, x)
+        # the first is compiled for its number, unless told otherwise, and the second for any
+        with torch._dynamo.config.patch(error_on_recompile=i > 1):
+            assert_equal(results(call, layer, x), wanted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_moe_layer_compiled(recipe, backend):
+    torch.compiler.reset()
+    layer, x = module(recipe), tokens()
+    ids, probs = (t.detach() for t in layer.route(x))
+    weights = [w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2)]
+    if recipe == "bf16":
+        weights = [w.detach().bfloat16().requires_grad_() for w in weights]
+    found = []
+    for call in (torch_ops.moe_layer, torch.compile(torch_ops.moe_layer, backend=backend, fullgraph=True)):
+        for t in (x, *weights):
+            t.grad = None
+        y = call(x, *weights, ids, probs, recipe=recipe)
+        y.backward(gradient_of(y))
+        found.append([y.detach(), x.grad, *(w.grad for w in weights)])
+    assert_equal(*found)
+
+
+# ---------------------------------------------------------------- what moe_layer takes
+
+
+@pytest.mark.parametrize("call", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_moe_layer_takes_what_the_module_takes(recipe, call):
+    torch.compiler.reset()
+    layer, x = module(recipe), tokens(count=60).detach()
+    ids, probs = (t.detach() for t in layer.route(x))
+    weights = [w.detach().bfloat16() if recipe == "bf16" else w.detach() for w in (layer.w13, layer.w2)]
+    plain = torch_ops.moe_layer(x, *weights, ids, probs, recipe=recipe).detach()
+    moe_layer = torch_ops.moe_layer
+    if call == "compiled":
+        moe_layer = torch.compile(moe_layer, backend="aot_eager", fullgraph=True)
+
+    def found(*given):
+        return moe_layer(*given, recipe=recipe)
+
+    wide = torch.cat([x, x], dim=1)[:, :HIDDEN]  # rows of a wider buffer
+    assert torch.equal(found(wide, *weights, ids, probs), plain)
+    strided = ids.t().contiguous().t(), torch.cat([probs, probs], dim=1)[:, :TOPK]
+    assert torch.equal(found(x, *weights, *strided), plain)
+    three = found(x.reshape(3, 20, HIDDEN), *weights, ids.reshape(3, 20, TOPK), probs.reshape(3, 20, TOPK))
+    assert torch.equal(three.reshape(plain.shape), plain)
+    if recipe != "bf16":
+        y = found(x.float(), *weights, ids, probs)
+        assert y.dtype == torch.float32
+        assert torch.equal(y, plain.float())
+        quantized = [fp8moe.quantize_weights(w) for w in weights]
+        assert torch.equal(found(x, *quantized, ids, probs), plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = found(x.float(), *weights, ids, probs)
+        assert y.dtype == torch.float32
+        assert torch.equal(y, plain.float())
+
+
+def test_moe_layer_refuses_by_name():
+    layer, x = module(), tokens()
+    ids, probs = (t.detach() for t in layer.route(x))
+    weights = layer.w13.detach(), layer.w2.detach()
+    with pytest.raises(TypeError, match="w13: got quantised weights"):
+        torch_ops.moe_layer(x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16")
+    with pytest.raises(ValueError, match="recipe: got 'fp4'"):
+        torch_ops.moe_layer(x, *weights, ids, probs, recipe="fp4")
+    for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,), ()):
+        with pytest.raises(ValueError, match=r"x: got shape .*; wanted \[..., 256\]"):
+            layer(torch.randn(shape))
+
+
+def test_torch_func_is_refused_by_name():
+    layer, x = module(), tokens().detach()
+    for call in (torch.func.grad(lambda x: layer(x).sum()), torch.func.vmap(layer)):
+        with pytest.raises(NotImplementedError, match=r"torch\.func's transforms"):
+            call(x.reshape(7, 10, HIDDEN))
+
+
+def test_twice_differentiated_is_refused_by_name():
+    layer, x = module(), tokens()
+    y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, gradient_of(y).requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
+# ---------------------------------------------------------------- around the layer
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_functional_call(recipe, device):
+    layer, x = module(recipe, device), tokens(device)
+    other = {name: (p.detach() * 2).requires_grad_() for name, p in layer.named_parameters()}
+    y = torch.func.functional_call(layer, other, (x,))
+    y.backward(gradient_of(y))
+    found = [y.detach(), x.grad, *(p.grad for p in other.values())]
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    assert_equal(found, results(twin, twin, x))
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_scaled_losses(device):
+    """A power of two as the loss's scale changes no code; an optimizer behind the scaler does as without."""
+    layer, x = module(device=device), tokens(device)
+    plain = copy.deepcopy(layer)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    for net, scale in ((plain, None), (layer, scaler)):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = net(x).float().square().mean()
+            (loss if scale is None else scale.scale(loss)).backward()
+            if scale is None:
+                optimizer.step()
+            else:
+                scale.step(optimizer)
+                scale.update()
+    for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_deterministic_algorithms(recipe, device):
+    layer, x = module(recipe, device), tokens(device)
+    wanted = results(layer, layer, x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_equal(results(layer, layer, x), wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode(recipe, device):
+    layer, x = module(recipe, device), tokens(device)
+    with torch.inference_mode():
+        y = layer(x.clone())
+    wanted = results(layer, layer, x)  # what was made there is not used here
+    assert torch.equal(y, wanted[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(recipe, dtype):
+    layer, x = module(recipe), tokens()
+    twin = copy.deepcopy(layer).to(dtype)
+    assert twin.w13.dtype == dtype
+    y, _, *grads = results(twin, twin, x)
+    assert y.dtype == x.dtype
+    assert all(g.dtype == dtype for g in grads)
+    same = module(recipe)
+    with torch.no_grad():
+        for p, q in zip(same.parameters(), twin.parameters(), strict=True):
+            p.copy_(q)
+    wanted = results(same, same, x)
+    assert torch.equal(y, wanted[0])
+    assert_equal(grads[1:], [g.to(dtype) for g in wanted[3:]])
