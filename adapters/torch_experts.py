@@ -21,6 +21,7 @@ from torch import Tensor
 import fp8moe
 from fp8moe import Quantized, QuantTensor, placed
 from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
 from fp8moe.records import ArraySpec, arrays_in, map_arrays
@@ -42,6 +43,7 @@ def experts(
     activation: Sequence[Any],
     comm: Any = None,
     handle: Tensor | None = None,
+    collector: Collector | None = None,
 ) -> Tensor:
     """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, topk_probs, w13 and w2.
 
@@ -51,6 +53,7 @@ def experts(
     activation: clamp, alpha, linear_offset.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
         it has to set.
+    collector: of statistics, in eager mode.
 
     Only gradients that are needed are computed, and only what they need is kept. A parameter with
     ``main_grad`` gets its gradient added to that, and ``grad_added_to_main_grad`` set; it gets zeros that
@@ -62,7 +65,7 @@ def experts(
     wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
     how = (recipe, recompute, *activation, ",".join(wanted))
     if comm is not None or not torch.compiler.is_compiling():
-        return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, how, comm)
+        return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, how, comm, collector)
     mains = [main_grad_of(w) if n in wanted else None for n, w in (("dw13", w13), ("dw2", w2))]
     tensors = [t for w in multiplied for t in arrays_in(w)]
     return _CompiledExperts.apply(x, w13, w2, topk_probs, topk_ids, tensors, how, mains, handle)
@@ -108,16 +111,19 @@ _HERE = _Here()
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, comm):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, comm, collector):  # type: ignore[no-untyped-def]
         *options, wanted = how
         w13_used, w2_used = multiplied
         y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, **_options(*options))
+        if collector is not None:
+            collector.forward(x, saved)
         if wanted:
             # autograd notices where codes were overwritten, wherever hooks may have moved them
             saved = replace(saved.needed_for(_names(wanted)), overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
         ctx.weights, ctx.wanted, ctx.comm, ctx.dtype = (w13, w2), _names(wanted), comm, probs.dtype
+        ctx.collector = collector
         return y
 
     @staticmethod
@@ -134,9 +140,11 @@ class _Experts(torch.autograd.Function):
                 f"w13, w2: got {what} after the forward; wanted the forward's own; run the backward first"
             ) from error
         saved = map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)
+        if ctx.collector is not None:
+            ctx.collector.backward(dy)
         into = [main_grad_of(w) for w in ctx.weights]
         dx, dprobs, dw13, dw2 = _backward(saved, dy, ctx.weights, into, ctx.wanted, ctx.comm)
-        return dx, dw13, dw2, None if dprobs is None else dprobs.to(ctx.dtype), None, None, None, None
+        return dx, dw13, dw2, None if dprobs is None else dprobs.to(ctx.dtype), *[None] * 5
 
 
 def _backward(

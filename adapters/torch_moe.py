@@ -19,6 +19,7 @@ from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_experts import experts, handle_of
 from fp8moe.adapters.torch_router import router_logits
+from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.expert_parallel import Engine, Transport
 from fp8moe.moe import RECIPES
 from fp8moe.plan import static_bound
@@ -67,6 +68,9 @@ class FP8FlowMoE(nn.Module):
         router is every rank's own: average its gradient as any other parameter's, and not those of w13 and
         w2.
 
+    collect_stats: may be set at any time; while it is true, in eager mode, `stats` tells of the last forward
+    and backward what was lost by quantising and how full the experts are.
+
     `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the FP8 copies of the weights
     are one operator each, the experts another and their gradient another, for each number of tokens anew;
     with a process_group there is a break before and behind them.
@@ -112,6 +116,8 @@ class FP8FlowMoE(nn.Module):
         self._copies: _Copies | None = None  # those that outlive a forward
         self._scopes = 0  # how many weights_unchanged() are open
         self._handle = handle_of(self)
+        self.collect_stats = False
+        self._collector = Collector()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -174,6 +180,17 @@ class FP8FlowMoE(nn.Module):
                 )
         self._keep()
 
+    def stats(self) -> LayerStats:
+        """Of the last forward, and the last backward, since ``collect_stats`` was set (see
+        `fp8moe.adapters.torch_stats`). Tensors on the layer's device: reading them synchronises, nothing else
+        does. Raises RuntimeError where there was none."""
+        if self._collector.stats is None:
+            raise RuntimeError(
+                "stats: nothing was collected; set layer.collect_stats = True before the forward, in an FP8 "
+                "recipe and outside of torch.compile"
+            )
+        return self._collector.stats
+
     def weights_unchanged(self) -> Any:
         """`weights_unchanged` of this layer alone."""
         return weights_unchanged(self)
@@ -185,7 +202,8 @@ class FP8FlowMoE(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_copies": None, "_scopes": 0}  # no copy of the layer shares them
+        # no copy of the layer shares them
+        return {**super().__getstate__(), "_copies": None, "_scopes": 0, "_collector": Collector()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -196,6 +214,8 @@ class FP8FlowMoE(nn.Module):
             return self._eagerly(x, ids, probs, first)
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
+        if self.collect_stats:
+            raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
     # Compiled code calls this as it is: everything in it is one kernel after another already.
@@ -220,6 +240,7 @@ class FP8FlowMoE(nn.Module):
             activation=tuple(self.activation.values()),
             comm=self._comm,
             handle=self._handle,
+            collector=self._collector if self.collect_stats else None,
         )
 
     # ---- which FP8 copies a forward multiplies by

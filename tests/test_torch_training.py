@@ -6,6 +6,8 @@ import gc
 import tracemalloc
 import weakref
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -554,6 +556,73 @@ def test_other_dtypes(recipe, dtype):
     wanted = results(same, same, x)
     assert torch.equal(y, wanted[0])
     assert_equal(grads[1:], [g.to(dtype) for g in wanted[3:]])
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def lost(values):
+    """amax, non-finite, saturated and flushed values, from the codes of ml_dtypes, in float64."""
+    values = values.detach().cpu().double().numpy()
+    saturated = flushed = 0
+    for row in values:
+        for start in range(0, len(row), 128):
+            block = row[start : start + 128]
+            amax = np.abs(block).max()
+            scale = 1.0 if amax == 0 or not np.isfinite(amax) else 2.0 ** -np.floor(np.log2(448 / amax))
+            codes = np.clip(block / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            saturated += (np.abs(block) > 448 * scale).sum()
+            flushed += ((codes == 0) & (block != 0)).sum()
+    return np.abs(values).max(), (~np.isfinite(values)).sum(), saturated, flushed
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
+def test_stats(recipe, recompute, device):
+    layer, x = module(recipe, device, recompute=recompute), tokens(device)
+    with torch.no_grad():
+        x *= torch.exp2(torch.randint(-12, 12, x.shape, device=device))
+        x[3, 5], x[4, 200] = float("inf"), float("-inf")
+        x[9, :128] = 0
+    with pytest.raises(RuntimeError, match="stats: nothing was collected"):
+        layer.stats()
+    layer.collect_stats = True
+    y = layer(x)
+    dy = gradient_of(y)
+    y.backward(dy)
+    stats = layer.stats()
+    ids, _ = layer.route(x)
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    assert torch.equal(stats.rows_per_expert.long(), counts)
+    assert not stats.overflow.any()
+    for found, values in ((stats.x, x), (stats.dy, dy)):
+        counts = found.amax, found.nonfinite, found.saturated, found.flushed
+        assert tuple(c.item() for c in counts) == lost(values)
+        assert found.elements == values.numel()
+    assert stats.x.nonfinite.item() == 2
+    assert stats.x.flushed.item() > 100
+    assert (stats.a is None) == (recompute is not None)
+    with pytest.raises(RuntimeError, match="collect_stats: got True in compiled code"):
+        compiled(layer)(x)
+    twin = copy.deepcopy(layer)
+    with pytest.raises(RuntimeError, match="stats: nothing was collected"):
+        twin.stats()
+
+
+def test_stats_of_the_activation(device):
+    """Against the chain in float64: the same values but for a rounding of h and one of a to bfloat16."""
+    layer, x = module(device=device), tokens(device)
+    layer.collect_stats = True
+    layer(x)
+    ids, probs = layer.route(x)
+    largest = 0.0
+    for e in range(EXPERTS):
+        share = (probs.double() * (ids == e)).sum(dim=-1, keepdim=True)
+        gate, up = (x.double() @ layer.w13[e].double().t()).chunk(2, dim=-1)
+        largest = max(largest, (share * torch.nn.functional.silu(gate) * up).abs().max().item())
+    # two casts to E4M3 of x and w13 (2^-4 each at most) in each factor, as tests/test_moe.py has it
+    assert layer.stats().a.amax.item() == pytest.approx(largest, rel=4 * 2.0**-4)
+    assert layer.stats().a.nonfinite.item() == 0
 
 
 # ---------------------------------------------------------------- the operators
