@@ -18,7 +18,9 @@ _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'f
 ADAPTERS = {
     "torch_ops": _TORCH,
     "torch_moe": _TORCH,
+    "torch_experts": _TORCH,
     "torch_router": _TORCH,
+    "torch_stats": _TORCH,
     "torch_distributed": _TORCH,
     "torch_symmetric_memory": _TORCH,
     "torch_fsdp": _TORCH,
