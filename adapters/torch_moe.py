@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import fp8moe
 from fp8moe import Quantized, checks
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
@@ -145,6 +144,7 @@ class FP8FlowMoE(nn.Module):
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
         torch_ops.refuse_transforms("FP8FlowMoE")
+        torch_ops.check_float("x", x)
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
@@ -298,7 +298,7 @@ class FP8FlowMoE(nn.Module):
         # not as inference tensors, which no backward may read
         with torch.inference_mode(False), torch.no_grad():
             pairs = zip((self.w13, self.w2), into or (None, None), strict=True)
-            return [_quantized(w.detach(), old) for w, old in pairs]
+            return [torch_ops.quantize_weights(w, old) for w, old in pairs]
 
     def _release(self) -> None:
         """Kept copies are of no more use, but for a captured graph that reads them."""
@@ -450,11 +450,6 @@ def _changed(name: str) -> RuntimeError:
 
 def _capturing(w: Tensor) -> bool:
     return w.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _quantized(w: Tensor, into: Quantized | None = None) -> Quantized:
-    # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
-    return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w, out=into)
 
 
 def _comm_of(group: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fp8moe
-from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad
+from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.border import dtype_named, separate_arrays
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import plan_spec, static_bound
@@ -321,7 +321,10 @@ def moe_layer(
     from fp8moe.adapters import torch_experts
 
     refuse_transforms("moe_layer")
-    hidden = x.shape[-1] if x.ndim else 0
+    named: tuple[tuple[str, Any], ...] = (("x", x), ("w13", w13), ("w2", w2), ("topk_probs", topk_probs))
+    for name, t in named:
+        check_float(name, t, 3 if name in ("w13", "w2") else 1)
+    hidden = x.shape[-1]
     ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
     dtype = torch.bfloat16
     if recipe == "bf16":
@@ -333,6 +336,9 @@ def moe_layer(
         given = [w if isinstance(w, Quantized) else w.to(dtype).contiguous() for w in given]
     weights = [None if isinstance(w, Quantized) else w for w in given]
     if recipe != "bf16":
+        for name, w in (("w13", weights[0]), ("w2", weights[1])):
+            if w is not None:
+                checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
         given = [w if isinstance(w, Quantized) else quantize_weights(w) for w in given]
     y = torch_experts.experts(
         rows,
@@ -348,6 +354,18 @@ def moe_layer(
     return y.to(x.dtype).reshape(x.shape)
 
 
+def check_float(name: str, x: Any, dimensions: int = 1) -> None:
+    """A floating-point tensor of at least so many dimensions; of quantised weights nothing is asked here."""
+    if isinstance(x, Quantized):
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: got dtype {x.dtype}; wanted a floating-point dtype; pass {name}.float()")
+    if x.ndim < dimensions:
+        raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
+
+
 def refuse_transforms(what: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
@@ -356,10 +374,10 @@ def refuse_transforms(what: str) -> None:
         )
 
 
-def quantize_weights(w: Tensor) -> Quantized:
-    """`fp8moe.quantize_weights`. Codes have no gradient."""
+def quantize_weights(w: Tensor, out: Quantized | None = None) -> Quantized:
+    """`fp8moe.quantize_weights`. Codes have no gradient. out: in eager mode only."""
     if _eager(w):
-        return fp8moe.quantize_weights(w.detach().contiguous())
+        return _codes_of(w.detach(), out)
     data, scales, column_data, column_scales = _quantize_weights(w.detach())
     sides = ((data, scales), (column_data, column_scales))
     return Quantized(*(QuantTensor(*side, "e4m3", (128, 128)) for side in sides))
@@ -770,7 +788,12 @@ def _quantize_weights_fake(w):  # type: ignore[no-untyped-def]
 
 @operator("quantize_weights", _quantize_weights_fake)
 def _quantize_weights(w: Tensor) -> list[Tensor]:
-    return arrays_in(fp8moe.quantize_weights(w.contiguous()))
+    return arrays_in(_codes_of(w))
+
+
+def _codes_of(w: Tensor, out: Quantized | None = None) -> Quantized:
+    # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
+    return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w.contiguous(), out=out)
 
 
 def _dequantize_fake(data, scales, fmt, block, layout, dtype):  # type: ignore[no-untyped-def]

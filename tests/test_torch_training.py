@@ -462,6 +462,25 @@ def test_moe_layer_refuses_by_name():
         torch_ops.moe_layer(x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16")
     with pytest.raises(ValueError, match="recipe: got 'fp4'"):
         torch_ops.moe_layer(x, *weights, ids, probs, recipe="fp4")
+    good = (x, *weights, ids, probs)
+    integer, wide = torch.ones(70, HIDDEN, dtype=torch.int32), weights[1].double()
+    for number, bad, error, message in (
+        (0, integer, TypeError, "x: got dtype torch.int32; wanted a floating-point dtype"),
+        (0, torch.tensor(1.0), ValueError, r"x: got shape \[\]; wanted at least 1 dimensions"),
+        (0, None, TypeError, "x: got NoneType; wanted a tensor"),
+        (2, wide, TypeError, "w2: got dtype float64; wanted bfloat16, float16, float32"),
+        (1, weights[0][0], ValueError, "w13: got shape .*; wanted at least 3 dimensions"),
+        (1, weights[0][:, :, :128], ValueError, "w13: got shape"),
+        (3, ids[:60], ValueError, "topk_ids: got shape"),
+        (3, probs, TypeError, "topk_ids: got dtype float32"),
+        (4, ids, TypeError, "topk_probs: got dtype torch.int64"),
+        (4, probs[:, :1], ValueError, "topk_probs: got shape"),
+    ):
+        given = [bad if i == number else a for i, a in enumerate(good)]
+        with pytest.raises(error, match=message):
+            torch_ops.moe_layer(*given, recipe="fp8_flow")
+    with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
+        layer(integer)
     for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,), ()):
         with pytest.raises(ValueError, match=r"x: got shape .*; wanted \[..., 256\]"):
             layer(torch.randn(shape))
