@@ -481,7 +481,7 @@ def test_moe_layer_refuses_by_name():
             torch_ops.moe_layer(*given, recipe="fp8_flow")
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
         layer(integer)
-    for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,), ()):
+    for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,)):
         with pytest.raises(ValueError, match=r"x: got shape .*; wanted \[..., 256\]"):
             layer(torch.randn(shape))
 
