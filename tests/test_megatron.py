@@ -239,6 +239,82 @@ def test_the_moe_layer(device, dispatcher):
     assert "the layer is the same" in done.stdout, done.stderr[-3000:]
 
 
+DDP = """
+import sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+rank, overlap, compiled, port = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3] == "True", sys.argv[4]
+torch.cuda.current_device = lambda: torch.device("cpu")
+torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from fp8moe.adapters.torch_moe import FP8FlowMoE
+parallel_state.initialize_model_parallel()
+
+def layer():
+    torch.manual_seed(0)
+    return FP8FlowMoE(256, 128, 4, 2)
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    return [[torch.randn(40, 256, generator=g).bfloat16() for _ in range(2)] for _ in range(2)]  # by rank
+
+plain = layer()
+wanted = {}
+for xs in batches():
+    plain.zero_grad()
+    for x in xs:
+        plain(x).float().square().mean().backward()
+    for name, p in plain.named_parameters():
+        wanted[name] = wanted.get(name, 0) + p.grad / 2
+
+config = TransformerConfig(num_layers=1, hidden_size=256, num_attention_heads=4)
+options = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True, bucket_size=1)
+ddp = DistributedDataParallel(config, options, layer())
+forward = torch.compile(ddp.module, backend="aot_eager", fullgraph=True) if compiled else ddp.module
+for step in range(2):
+    ddp.zero_grad_buffer()
+    first, last = batches()[rank]
+    with ddp.no_sync():
+        forward(first).float().square().mean().backward()
+    forward(last).float().square().mean().backward()
+    ddp.finish_grad_sync()
+    for name, p in ddp.module.named_parameters():
+        assert p.grad is None, name
+        # four float32 numbers in another order: three sums of 2^-24 each, of what may cancel
+        error = (p.main_grad - wanted[name]).abs().max()
+        assert error <= 3 * 2.0**-24 * 4 * wanted[name].abs().max(), (name, error)
+    assert ddp.module.w13.grad_added_to_main_grad and not ddp.module.router.weight.grad_added_to_main_grad
+print("right")
+"""
+
+
+@pytest.mark.parametrize(("overlap", "compiled"), [(True, False), (True, True), (False, False)])
+def test_the_gradients_of_distributed_data_parallel(overlap, compiled):
+    """FP8FlowMoE in Megatron's wrapper, which reduces ``main_grad`` as soon as a parameter has its gradient:
+    the mean over two ranks of two micro-batches, as one process without ``main_grad`` finds it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", DDP, str(rank), str(overlap), str(compiled), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in running:
+            said, _ = process.communicate(timeout=120)
+            assert "right" in said, said[-3000:]
+    finally:
+        for process in running:
+            process.kill()
+
+
 def test_without_megatron():
     code = "import sys; sys.modules['megatron.core'] = None\n"
     code += "from fp8moe.adapters import megatron; megatron.enable()"
