@@ -217,9 +217,10 @@ class Call:
             return
         tracing.record_launch(verb)
         if self.device == "cpu":
-            getattr(backend, verb)(*args, out=out, **options)
-            return
-        with self._on_device():
+            context = _module("fp8moe.reference.numerics").DefaultArithmetic()
+        else:
+            context = self._on_device()
+        with context:
             getattr(backend, verb)(*args, out=out, **options)
 
     def _on_device(self) -> Any:

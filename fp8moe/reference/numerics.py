@@ -1,9 +1,12 @@
-"""Decoding and encoding of FP8 codes and scales; splitting rows among threads."""
+"""Decoding and encoding of FP8 codes and scales; compiled loops, their threads and their arithmetic."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -12,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES, FORMATS, Block
 
@@ -22,6 +26,50 @@ DECODE = {
     **{fmt: _ALL_CODES.view(dtype).astype(np.float32) for fmt, dtype in FLOAT8_DTYPES.items()},
     "e2m1": _ALL_CODES[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32),
 }
+
+
+@cache
+def _environment() -> tuple[Any, Any, Any] | None:
+    """libm's fegetenv and fesetenv, and its FE_DFL_ENV; None where there is no libm of POSIX."""
+    if os.name != "posix":
+        return None
+    libm = ctypes.PyDLL(None)
+    libm.fegetenv.argtypes = libm.fesetenv.argtypes = [ctypes.c_void_p]
+    if sys.platform == "darwin":
+        default: Any = ctypes.addressof(ctypes.c_char.in_dll(libm, "_FE_DFL_ENV"))
+    else:
+        default = ctypes.c_void_p(-1)
+    return libm.fegetenv, libm.fesetenv, default
+
+
+def set_default_arithmetic() -> None:
+    """From here on this thread keeps subnormals and rounds to nearest."""
+    if (environment := _environment()) is not None:
+        _, set_environment, default = environment
+        set_environment(default)
+
+
+class DefaultArithmetic:
+    """Inside this context a thread keeps subnormals and rounds to nearest, and NumPy says nothing of what is
+    too large or too small, as on a GPU.
+
+    XLA's threads flush subnormals to zero, threads begin as the one that makes them, and torch and NumPy let
+    the caller choose: results would depend on who computes, and on what ran before.
+    """
+
+    def __enter__(self) -> None:
+        self._before = ctypes.create_string_buffer(128)  # a fenv_t has 32 bytes at most
+        if (environment := _environment()) is not None:
+            get_environment, set_environment, default = environment
+            get_environment(self._before)
+            set_environment(default)
+        self._errors = np.errstate(all="ignore")
+        self._errors.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._errors.__exit__(None, None, None)
+        if (environment := _environment()) is not None:
+            environment[1](self._before)
 
 
 #: Around what may be too large for its dtype: infinity, and no warning, as on a GPU. Rows that belong to no
@@ -52,7 +100,55 @@ def decode_blocks(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int],
     return out
 
 
-@numba.njit(nogil=True, cache=True)
+class _Cache(FunctionCache):
+    """Numba's, where a missing folder, a full disk or a broken file costs a compilation, and no call."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:
+            _warn_of_cache(error)
+            try:
+                self.flush()  # what cannot be read is written anew
+            except Exception:
+                self.disable()
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except Exception as error:
+            _warn_of_cache(error)
+            self.disable()
+
+
+_warned_of_cache = False
+
+
+def _warn_of_cache(error: Exception) -> None:
+    """Once in a process: every loop has the same trouble."""
+    global _warned_of_cache
+    if not _warned_of_cache:
+        _warned_of_cache = True
+        warnings.warn(
+            f"fp8moe: Numba's cache of compiled loops does not work ({type(error).__name__}: {error}): every "
+            "process compiles them again; set NUMBA_CACHE_DIR to a folder that can be written to",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A loop in machine code that runs without the GIL, kept in Numba's cache where that works."""
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    try:
+        dispatcher._cache = _Cache(function)  # as cache=True does with Numba's own
+    except Exception as error:
+        _warn_of_cache(error)
+    return dispatcher
+
+
+@compiled
 def _decode_loop(first, last, codes, scales, block_rows, block_columns, table, out):  # type: ignore[no-untyped-def]
     columns = codes.shape[1]
     for r in range(first, last):
@@ -62,7 +158,7 @@ def _decode_loop(first, last, codes, scales, block_rows, block_columns, table, o
                 out[r, i] = table[codes[r, i]] * scale
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def transpose_into(rows, out):  # type: ignore[no-untyped-def]
     """out[c, r] = rows[r, c], in tiles of 64 x 64: a plain transposed copy misses the cache at every byte."""
     for r0 in range(0, rows.shape[0], 64):
@@ -83,7 +179,11 @@ def decode_scales(scales: np.ndarray, block: Block) -> np.ndarray:
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="fp8moe")
+    return ThreadPoolExecutor(threads, "fp8moe", initializer=set_default_arithmetic)
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> None:

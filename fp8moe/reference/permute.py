@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import PermutationPlan, QuantTensor, SortedChunks
-from fp8moe.reference.numerics import DECODE, decode_scales, quietly, split_rows, to_f32
+from fp8moe.reference.numerics import DECODE, compiled, decode_scales, quietly, split_rows, to_f32
 
 # ---------------------------------------------------------------- gathers
 
@@ -113,7 +112,7 @@ def gather_rows(x: Any, source: np.ndarray, fill: bool, out: Any) -> None:
     split_rows(_gather_loop, len(out), rows_in, source, fill, rows_out, work=rows_out.size)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _gather_loop(first, last, x, source, fill, out):  # type: ignore[no-untyped-def]
     for i in range(first, last):
         row = source[i]
@@ -240,7 +239,7 @@ def merge_plain(x: Any, rows: np.ndarray, weights: np.ndarray | None, out: np.nd
     out[:] = total.astype(out.dtype)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _merge_loop(first, last, bits, shift, rows, weights, has_weights, out):  # type: ignore[no-untyped-def]
     width = bits.shape[1]
     value_bits = np.empty(width, np.uint32)

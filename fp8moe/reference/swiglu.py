@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 
 from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
-from fp8moe.reference.numerics import quietly, split_rows, to_f32
+from fp8moe.reference.numerics import compiled, quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
 
 
@@ -170,7 +169,7 @@ def _constants(activation: Activation) -> tuple[np.float32, ...]:
     return np.float32(clamp), np.float32(activation.alpha), np.float32(activation.linear_offset)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _value(a, b, clamp, alpha, offset):  # type: ignore[no-untyped-def]
     """(a', b', sigmoid(alpha * a')): one element of `_clamped` and `_sigmoid`."""
     if a > clamp:
@@ -184,7 +183,7 @@ def _value(a, b, clamp, alpha, offset):  # type: ignore[no-untyped-def]
     return a, b, np.float32(1.0 / (1.0 + math.exp(-np.float64(alpha * a))))
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _forward_loop(first, last, h, probs, clamp, alpha, offset, y):  # type: ignore[no-untyped-def]
     width = y.shape[1]
     for r in range(first, last):
@@ -196,7 +195,7 @@ def _forward_loop(first, last, h, probs, clamp, alpha, offset, y):  # type: igno
                 y[r, i] *= probs[r]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled
 def _backward_loop(  # type: ignore[no-untyped-def]
     first, last, grad, h, probs, clamp, alpha, offset, dh, dprobs
 ):

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from functools import cache
 
-import numba
 import numpy as np
 
 from fp8moe.formats import FORMATS, MIN_SCALE_EXPONENT, is_mx
 from fp8moe.records import PermutationPlan, QuantTensor
-from fp8moe.reference.numerics import DECODE, encode, split_rows, transpose_into
+from fp8moe.reference.numerics import DECODE, compiled, encode, split_rows, transpose_into
 from fp8moe.reference.permute import Entries, gather_rows, inverse
 from fp8moe.reference.quantize import strips_of
 
@@ -116,7 +115,7 @@ def shift_table(fmt: str) -> np.ndarray:
     return encode(values, fmt)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _transpose_loop(  # type: ignore[no-untyped-def]
     first, last, codes, exponents, strips, width, tile, needed, smallest, table, targets, out
 ):

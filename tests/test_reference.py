@@ -1,0 +1,169 @@
+"""What the CPU backend's results must not depend on: the caller's arithmetic, threads, and Numba's cache."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_same
+
+import fp8moe
+from fp8moe.reference import numerics
+
+
+def in_a_thread(function):
+    """Run in a thread of its own, whose arithmetic nobody else sees."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def flushes():
+    return float(np.float32(1e-40) * np.float32(1)) == 0
+
+
+def flushing(function):
+    """What a function returns where subnormals are flushed to zero, and whether they are afterwards."""
+
+    def run():
+        if not torch.set_flush_denormal(True) or not flushes():
+            pytest.skip("this machine does not flush subnormals")
+        return function(), flushes()
+
+    return in_a_thread(run)
+
+
+@pytest.fixture
+def new_threads():
+    """The pool's threads begin as the thread that asks for them first."""
+    numerics._pool.cache_clear()
+    yield
+    numerics._pool.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's
+@pytest.mark.usefixtures("new_threads")
+def test_subnormals_stay_whatever_the_callers_arithmetic(rows):
+    rng = np.random.default_rng()
+    tiny = (rng.standard_normal((rows, 256)) * 1e-36).astype(np.float32)
+    small = (rng.standard_normal((rows, 256)) * 1e-40).astype(np.float32)  # subnormal themselves
+    h = np.concatenate([small, np.ones_like(small)], axis=1)
+    wide, offsets = small.astype(np.float64), np.array([0, rows], np.int32)
+    wide_h = np.concatenate([wide * 1e-270, np.ones_like(wide)], axis=1)
+    weights = np.ones((1, 8, 256), np.float32)
+
+    def work():
+        q = fp8moe.quantize(tiny, block=(1, 32), fmt="e5m2")
+        plain = fp8moe.swiglu(h), fp8moe.swiglu(wide_h)
+        return q, fp8moe.dequantize(q), plain, fp8moe.grouped_gemm(small, weights, offsets)
+
+    theirs, still = flushing(work)
+    assert still  # the caller's arithmetic is the caller's again
+    assert_same(theirs, in_a_thread(work))
+    _, decoded, plain, product = theirs
+    # the scale 2^-127 is subnormal; e5m2 has two bits of mantissa, and codes below 2^-14 steps of 2^-16
+    assert (np.abs(decoded - tiny) <= np.maximum(np.abs(tiny) / 8, 2.0 ** -(127 + 17))).all()
+    assert np.abs(plain[0] - wide / 2).max() <= 2.0**-149  # sigmoid(0) * 1 is a half
+    assert np.count_nonzero(plain[1])
+    wanted = wide.sum(axis=1)
+    assert (product == wanted[:, None]).all()  # sums of subnormals are exact
+
+
+def test_numpy_errors_that_are_raised_break_no_call():
+    rng = np.random.default_rng()
+    x = (rng.standard_normal((6, 256)) * 1e-30).astype(np.float32)
+    large = np.full((6, 256), 3e38, np.float32)
+    plan = fp8moe.plan_topk(np.array([[0, 1], [1, 2], [0, 2]], np.int32), 3)
+    wide, probs = x.astype(np.float64), np.full((3, 2), 1e-320)
+
+    def work():
+        q = fp8moe.quantize(large, columnwise=True)
+        return (
+            fp8moe.unpermute(wide, plan, probs),
+            fp8moe.swiglu(wide, np.full(6, 1e-300)),
+            fp8moe.swiglu_backward(x[:, :128].copy(), x, np.full(6, 1e-30, np.float32)),
+            fp8moe.grouped_gemm(large, large[None], np.array([0, 6], np.int32)),
+            q,
+            fp8moe.dequantize(q.rowwise, dtype="bfloat16"),
+            fp8moe.scaling_aware_transpose(q.rowwise),
+        )
+
+    wanted = work()
+    with np.errstate(all="raise"):
+        assert_same(work(), wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_threads_of_its_own():
+    code = (
+        "import os, numpy as np, fp8moe\n"
+        "x = np.random.default_rng().standard_normal((1024, 256)).astype(np.float32)\n"
+        "here = fp8moe.quantize(x)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    there = fp8moe.quantize(x)\n"
+        "    os._exit(7 if (there.data == here.data).all() else 8)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    # a session of its own, so that a child that hangs ends with it
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], start_new_session=True)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+
+
+TWICE = "def twice(x):\n    return 2 * x\n"
+RUN = """
+import os, sys, warnings
+import numpy as np
+case, folder = sys.argv[1:]
+os.environ["NUMBA_CACHE_DIR"] = folder + "/cache"
+sys.path.insert(0, folder)
+import twice
+from fp8moe.reference import numerics
+
+if case == "no place":
+    numerics._Cache._impl_class._locator_classes = []
+if case == "full":
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loops = [numerics.compiled(twice.twice) for _ in range(2)]
+    assert [loop(3) for loop in loops] == [6, 6]
+    assert [loop(1.5) for loop in loops] == [3, 3]
+hits = sum(sum(loop.stats.cache_hits.values()) for loop in loops) if case in ("works", "again") else 0
+print(len(caught), hits, *(str(w.message) for w in caught))
+"""
+
+
+def test_without_numbas_cache_loops_still_run(tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE)
+
+    def run(case):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, case, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        warned, hits, text = (done.stdout.strip() + " ").split(" ", 2)
+        assert int(warned) == 0 or "NUMBA_CACHE_DIR" in text
+        return int(warned), int(hits)
+
+    assert run("works") == (0, 2)  # the second finds what the first has kept
+    assert run("again") == (0, 4)
+    assert run("no place") == (1, 0)
+    indices = [*tmp_path.rglob("*.nbi")]
+    assert len(indices) == 1
+    indices[0].write_bytes(b"")
+    assert run("broken") == (1, 0)
+    assert run("again") == (0, 4)  # which mended it
+    for data in tmp_path.rglob("*.nb?"):
+        data.unlink()
+    assert run("full") == (1, 0)
