@@ -6,6 +6,7 @@ Exit codes: 0 done and right, 1 a check failed, 2 the command line or the machin
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--tokens", type=_positive, default=None, help="bytes predicted a step")
     demo.add_argument("--layers", type=_positive, default=None, help="MoE layers")
     demo.add_argument("--experts", type=_positive, default=None, help="experts a layer, 2 or more")
-    demo.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
+    demo.add_argument("--seed", type=_seed, default=0, help="seed of weights and batches (default: 0)")
     demo.add_argument("--text", type=Path, help="a file to learn (default: the standard library's source)")
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results")
     demo.add_argument("--no-check", action="store_true", help="report only: exit 0 whatever the losses")
@@ -42,12 +43,15 @@ def parser() -> argparse.ArgumentParser:
 
     selftest = verbs.add_parser("selftest", help="every operation of every backend here against the oracle")
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
-    selftest.add_argument("--seed", type=int, default=None, help="seed of the inputs (default: a fresh one)")
+    selftest.add_argument(
+        "--seed", type=_seed, default=None, help="seed of the inputs (default: a fresh one)"
+    )
 
     compile_ = verbs.add_parser("compile", help="compile every kernel, with or without a GPU")
     compile_.add_argument(
         "--arch",
         action="append",
+        type=_architecture,
         metavar="SM",
         help="an architecture such as sm_90a; repeat for several (default: sm_80 sm_90a sm_100a sm_120a)",
     )
@@ -71,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         "bench": _bench,
     }[arguments.verb]
     try:
+        if arguments.verb in ("demo", "bench") and arguments.device == "cuda":
+            _require_cuda()
         return verb(arguments)
     except (fp8moe.BackendUnavailable, OSError, ValueError) as error:
         print(f"fp8moe {arguments.verb}: {error}", file=sys.stderr)
@@ -127,11 +133,38 @@ def _bench(arguments: argparse.Namespace) -> int:
     )
 
 
+def _require_cuda() -> None:
+    from fp8moe import info
+
+    if (missing := info.missing_for_cuda()) is not None:
+        raise fp8moe.BackendUnavailable(
+            f"--device cuda: {missing}; wanted a CUDA device with its driver and CuPy (pip install "
+            "'fp8moe[cuda13]'); python -m fp8moe info says what is here"
+        )
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}; wanted 1 or more")
+    return _integer(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"got {text}; wanted an integer of {least} or more")
     return value
+
+
+def _architecture(text: str) -> str:
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", text):
+        raise argparse.ArgumentTypeError(f"got {text}; wanted one such as sm_90a")
+    return text
 
 
 if __name__ == "__main__":

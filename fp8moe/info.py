@@ -62,13 +62,18 @@ def report() -> str:
 
 def cuda_is_ready() -> bool:
     """Whether every operation can run on a CUDA device here."""
+    return missing_for_cuda() is None
+
+
+def missing_for_cuda() -> str | None:
+    """Why operations cannot run on a CUDA device here, or None if they can."""
     if importlib.util.find_spec("cupy") is None:
-        return False
+        return "CuPy is not installed"
     try:
         _require_device()
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _require_device() -> None:

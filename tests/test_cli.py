@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fp8moe
-from fp8moe import selftest
+from fp8moe import info, selftest
 from fp8moe.__main__ import main
 from fp8moe.demo.train import standard_library_text
 
@@ -68,6 +68,33 @@ def test_cuda_selftest_without_cuda_says_what_to_install():
     if got.returncode != 0:
         assert got.returncode == 2
         assert "pip install" in got.stdout or "no CUDA" in got.stdout
+
+
+@pytest.mark.parametrize("verb", [("bench", "plan", "--quick"), ("demo", "--steps", "1")])
+def test_cuda_without_a_device_is_said_in_a_line(verb, capsys):
+    if info.cuda_is_ready():
+        pytest.skip("there is a device")
+    assert main([*verb, "--device", "cuda"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"fp8moe {verb[0]}: --device cuda: ")
+    assert "pip install" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["selftest", "--device", "cpu", "--seed", "-1"], "argument --seed: got -1; wanted an integer of 0"),
+        (["demo", "--seed", "x"], "argument --seed: got x; wanted an integer of 0"),
+        (["demo", "--layers", "x"], "argument --layers: got x; wanted an integer of 1"),
+        (["compile", "--arch", "hopper"], "argument --arch: got hopper; wanted one such as sm_90a"),
+    ],
+)
+def test_arguments_that_are_refused_by_name(arguments, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_bench_writes_json_lines(tmp_path, capsys):
