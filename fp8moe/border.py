@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ from fp8moe.records import (
     ArraySpec,
     DeviceArray,
     PermutationPlan,
+    Quantized,
     QuantTensor,
+    arrays_in,
     field_names,
     is_metadata,
     map_arrays,
@@ -47,10 +50,15 @@ def enter(**values: Any) -> Call:
     """Take the arguments of one public call. The first array decides what kind the results are.
 
     Raises TypeError for what is not an array or lies on another device than the first, ValueError for
-    an array that is not C-contiguous.
+    an array that is not C-contiguous, or for ``out``, which is written to, that is read-only.
     """
+    first, *_ = values
+    if values[first] is None:
+        raise TypeError(f"{first}: got None; wanted an array")
     call = Call()
     call.args = SimpleNamespace(**{k: call._take(k, v) for k, v in values.items()})
+    if values.get("out") is not None:
+        map_arrays(_require_writable, values["out"], "out")
     return call
 
 
@@ -60,12 +68,18 @@ def replayed(function: Any) -> Any:
 
     A call that looked at values, or that refused something, is not remembered.
     """
+    parameters = list(inspect.signature(function).parameters)
+    place_of_out = parameters.index("out") if "out" in parameters else None
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         first = type(arguments[0]) if arguments else None
         if first is np.ndarray or _separate.get() or replay.current.recorder is not None:
             return function(*arguments, **options)
+        if place_of_out is not None:
+            out = arguments[place_of_out] if len(arguments) > place_of_out else options.get("out")
+            if out is not None and not _always_writable(out):
+                return function(*arguments, **options)
         given = (*arguments, *options.values())
         call = Call()
         memory: list[DeviceArray] = []
@@ -75,6 +89,9 @@ def replayed(function: Any) -> Any:
                 kind = type(v)
                 if kind in replay.PLAIN:  # most are; a call of `signature` for each takes a microsecond
                     what.append(v)
+                    continue
+                if kind is bool or kind is float:
+                    what.append((kind, v))
                     continue
                 family = _family_of_type(kind)  # type: ignore[arg-type]
                 if family is not None:  # and so do `_take` and `signature` for an array
@@ -135,12 +152,14 @@ class Call:
         if value is None:
             return None
         if field_names(type(value)) is None:
-            if isinstance(value, tuple):
+            if isinstance(value, tuple) and not (value and is_metadata(value)):
                 return map_arrays(self._take_array, value, name)
             return self._take_array(name, value)
+        if not isinstance(value, (QuantTensor, Quantized, PermutationPlan)):
+            raise _no_array(value, name)
         remembered = value.__dict__.get("_raw")
-        if remembered is not None:
-            raw, device, family = remembered
+        if remembered is not None and _is_unchanged(value, remembered):
+            raw, device, family, _ = remembered
             self._locate(name, device, family)
             return raw
         value = map_arrays(self._take_array, value, name)
@@ -149,7 +168,10 @@ class Call:
     def _take_array(self, name: str, array: Any) -> RawArray:
         family = family_of(array, name)
         raw = family.view(array, name)
-        self._locate(name, "cpu" if isinstance(raw, np.ndarray) else raw.device, family)
+        if isinstance(raw, np.ndarray):
+            self._locate(name, "cpu", family.beside(array) if self._first is None else family)
+        else:
+            self._locate(name, raw.device, family)
         return raw
 
     def _locate(self, name: str, device: Device, family: Family) -> None:
@@ -161,6 +183,10 @@ class Call:
                 f"{name}: got an array on {describe(device)}; wanted {describe(self.device)}, where "
                 f"{self._first} lies; move one of them first"
             )
+        elif family is not self.family and device != "cpu":
+            before, after = family.stream(device), self.family.stream(device)
+            if before != after:
+                order(before, after, int(device))
 
     def empty(self, spec: Any) -> Any:
         """Allocate every `ArraySpec` in a record of them, by the caller's framework on CUDA."""
@@ -228,7 +254,7 @@ class Call:
         return launching_on(int(self.device), self.family.stream(self.device), self._scratch)
 
     def leave(self, out: Any) -> Any:
-        """Raw buffers back to the caller's kind of array; records remember their raw form."""
+        """Raw buffers back to the caller's kind of array; on CUDA, records remember their raw form."""
         left = self._leave(out)
         if replay.current.recorder is not None and not is_metadata(left):
             replay.current.recorder.left.append((left, out))
@@ -247,8 +273,11 @@ class Call:
             value = getattr(out, name)
             if type(value) is not DeviceArray:  # those are made when they are asked for: Record.__getattr__
                 new.__dict__[name] = self._leave(value)
-        out.__dict__["_fits"] = True  # its arrays came from one spec: see checks.fits
-        new.__dict__["_raw"] = (out, self.device, self.family)
+        if self.device != "cpu":
+            out.__dict__["_fits"] = True  # its arrays came from one spec: see checks.fits
+            packed = out.__dict__.get("_packed")
+            names = tuple(packed[1] if packed else (n for n in names if not is_metadata(getattr(out, n))))
+            new.__dict__["_raw"] = (out, self.device, self.family, names)
         return new
 
     def upload(self, host: np.ndarray) -> RawArray:
@@ -281,9 +310,39 @@ def launching_on(device: int, stream: int, scratch: Any) -> Any:
     return launch.On(device, stream, scratch, replay.current.recorder)
 
 
+def order(before: int, after: int, device: int) -> None:
+    """Have one stream of a device wait for what is on another one now; the host waits for nothing."""
+    _module("fp8moe.kernels_cuda.launch").order(before, after, device)
+
+
 def while_capturing() -> Any:
     """A context in which kernels may be loaded and memory allocated whatever stream is captured."""
     return _module("fp8moe.kernels_cuda.launch").while_capturing()
+
+
+def _is_unchanged(record: Any, remembered: tuple[Any, Device, Family, tuple[str, ...]]) -> bool:
+    """Whether a record's arrays are still what it remembers: torch can give a tensor other memory, shape and
+    dtype (``resize_``, ``set_``, ``.data``). What nobody has asked for is where its memory is."""
+    raw, _, family, names = remembered
+    kept, there = record.__dict__, raw.__dict__
+    packed = there.get("_packed")
+    if packed is not None and not family.lies(packed[0]):
+        return False
+    for name in names:
+        array = kept.get(name)
+        if array is None:
+            if packed is None and not family.lies(there[name]):
+                return False
+            continue
+        known = getattr(raw, name)
+        if type(known) is DeviceArray:
+            if not family.is_unchanged(array, known):
+                return False
+        else:  # a record
+            inside = array.__dict__.get("_raw")
+            if inside is None or inside[0] is not known or not _is_unchanged(array, inside):
+                return False
+    return True
 
 
 def _is_empty(out: Any) -> bool:
@@ -390,6 +449,7 @@ class Family:
     """How one framework's arrays are viewed, allocated and handed back."""
 
     name = "numpy"
+    always_writable = False  # whether none of its arrays is read-only
 
     def view(self, x: Any, name: str) -> RawArray:
         return _require_contiguous(x, name, "numpy.ascontiguousarray")
@@ -412,26 +472,60 @@ class Family:
         """Address of the CUDA stream that this family's arrays are ordered on; 0: the default stream."""
         return 0
 
+    def lies(self, memory: DeviceArray) -> bool:
+        """Whether memory that was viewed or allocated is where it was. Only torch's can move."""
+        return True
+
+    def is_unchanged(self, x: Any, raw: DeviceArray) -> bool:
+        """Whether `view` of an array would be what it was."""
+        now = self.view(x, "")
+        return type(now) is DeviceArray and (now.ptr, now.shape, now.dtype) == (raw.ptr, raw.shape, raw.dtype)
+
+    def beside(self, x: Any) -> Family:
+        """The family whose results on the CPU lie where this array does."""
+        return self
+
+    def is_read_only(self, x: Any) -> bool:
+        return not self.always_writable and not x.flags.writeable
+
 
 class _Torch(Family):
     name = "torch"
+    always_writable = True
 
     def view(self, x: Any, name: str) -> RawArray:
         torch = sys.modules["torch"]
-        if x.requires_grad and torch.is_grad_enabled():
+        try:
+            if x.requires_grad and torch.is_grad_enabled():
+                raise TypeError(
+                    f"{name}: got a tensor that requires grad, which this function would cut off; use "
+                    "fp8moe.adapters.torch_ops, or pass x.detach()"
+                )
+            if not x.is_contiguous():
+                if x.layout is not torch.strided:
+                    raise RuntimeError("no strides")
+                raise _not_contiguous(name, tuple(x.shape), x.stride(), "x.contiguous()")
+            if x.is_neg():
+                raise ValueError(f"{name}: got a view that negates its memory; pass x.resolve_neg()")
+            dtype = _NUMPY_DTYPES.get(x.dtype)
+            if dtype is None:
+                dtype = _NUMPY_DTYPES[x.dtype] = dtype_named(str(x.dtype).removeprefix("torch."), name)
+            if not (x.is_cuda or x.is_cpu):
+                raise TypeError(f"{name}: got a tensor on {x.device}; wanted cpu or cuda")
+            ptr = x.data_ptr()
+            if not ptr and x.numel():
+                raise TypeError(
+                    f"{name}: got a tensor whose memory was freed, or that never had any; wanted its values "
+                    "in memory, as FSDP's unshard brings them back"
+                )
+            if x.is_cuda:
+                return DeviceArray(ptr, x.shape, dtype, x.get_device(), x)
+        except RuntimeError as error:  # sparse, MKL-DNN's and nested ones, and those inside torch.func.vmap
             raise TypeError(
-                f"{name}: got a tensor that requires grad, which this function would cut off; use "
-                "fp8moe.adapters.torch_ops, or pass x.detach()"
-            )
-        if not x.is_contiguous():
-            raise _not_contiguous(name, tuple(x.shape), x.stride(), "x.contiguous()")
-        dtype = _NUMPY_DTYPES.get(x.dtype)
-        if dtype is None:
-            dtype = _NUMPY_DTYPES[x.dtype] = dtype_named(str(x.dtype).removeprefix("torch."), name)
-        if x.is_cuda:
-            return DeviceArray(x.data_ptr(), x.shape, dtype, x.get_device(), x)
-        if x.device.type != "cpu":
-            raise TypeError(f"{name}: got a tensor on {x.device}; wanted cpu or cuda")
+                f"{name}: got a tensor of layout {x.layout} that is not one piece of memory "
+                f"({str(error).splitlines()[0]}); wanted a strided one outside of torch.func's transforms; "
+                "pass x.to_dense(), or go through fp8moe.adapters.torch_ops"
+            ) from None
         if _plain(dtype) == dtype:
             return x.detach().numpy()
         return x.detach().view(getattr(torch, _plain(dtype).name)).numpy().view(dtype)
@@ -442,6 +536,11 @@ class _Torch(Family):
         torch, ordinal = sys.modules["torch"], int(device)
         shape = spec.shape or ((),)  # lengths one by one: of a tuple torch takes a microsecond more
         owner = torch.empty(*shape, dtype=_torch_dtype(spec.dtype), device=_torch_device(ordinal))
+        if type(owner) is not torch.Tensor:
+            raise TypeError(
+                f"a result: torch made a {type(owner).__name__}, which has no memory; call this outside of "
+                "FakeTensorMode, or through fp8moe.adapters.torch_ops"
+            )
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, ordinal, owner)
 
     def wrap(self, raw: RawArray) -> Any:
@@ -454,9 +553,35 @@ class _Torch(Family):
     def stream(self, device: Device) -> int:
         return _torch_stream()(device)
 
+    def lies(self, memory: DeviceArray) -> bool:
+        return memory.owner.data_ptr() == memory.ptr
+
+    def is_unchanged(self, x: Any, raw: DeviceArray) -> bool:
+        return (
+            x.data_ptr() == raw.ptr
+            and x.shape == raw.shape
+            and _NUMPY_DTYPES.get(x.dtype) is raw.dtype
+            and x.is_contiguous()
+            and not (x.requires_grad or x.is_neg())
+        )
+
+
+class _StandsForOthers(Family):
+    """Tensors that are not the memory they own, as DTensor and FakeTensor, whose address is null."""
+
+    def view(self, x: Any, name: str) -> RawArray:
+        fix = "its plain tensors"
+        if hasattr(x, "to_local"):
+            fix = "x.to_local()"
+        raise TypeError(
+            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, which only stands for other tensors; "
+            f"wanted a plain tensor; pass {fix}"
+        )
+
 
 class _Cupy(Family):
     name = "cupy"
+    always_writable = True
 
     def view(self, x: Any, name: str) -> RawArray:
         if not x.flags.c_contiguous:
@@ -473,34 +598,78 @@ class _Cupy(Family):
 
     def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
         raw = self.empty(spec, device)
-        if sys.modules["cupy"].cuda.get_current_stream().is_capturing():
+        if sys.modules["cupy"].cuda.get_current_stream(device).is_capturing():
             _CAPTURED.append(raw)
         return raw
 
     def stream(self, device: Device) -> int:
-        return sys.modules["cupy"].cuda.get_current_stream().ptr
+        return sys.modules["cupy"].cuda.get_current_stream(device).ptr
 
 
 class _Jax(Family):
     name = "jax"
 
+    def __init__(self, device: Any = None, committed: bool = True):
+        """device: JAX's own, of results on the CPU, which has several where XLA is told so."""
+        self._device, self._committed = device, committed
+
     def view(self, x: Any, name: str) -> RawArray:
-        if isinstance(x, sys.modules["jax"].core.Tracer):
+        jax = sys.modules["jax"]
+        if isinstance(x, jax.core.Tracer):
             raise TypeError(
                 f"{name}: got {type(x).__name__}, a value being traced by JAX; call this outside "
                 "jax.jit, or through jax.pure_callback"
             )
-        return _EXCHANGED.view(x, name)
+        try:
+            return _EXCHANGED.view(x, name)
+        except TypeError:
+            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+                raise TypeError(
+                    f"{name}: got dtype {x.dtype}; wanted numbers; of keys pass jax.random.key_data(x)"
+                ) from None
+            if x.is_deleted():
+                raise ValueError(
+                    f"{name}: got an array that was deleted or donated; wanted one that is alive"
+                ) from None
+            if len(x.devices()) != 1:
+                raise TypeError(
+                    f"{name}: got an array on {len(x.devices())} devices; wanted it on one; call this inside "
+                    "jax.shard_map, through fp8moe.adapters.jax_ops"
+                ) from None
+            raise
+
+    def beside(self, x: Any) -> Family:
+        return self if isinstance(x, np.ndarray) else _jax_on(*x.devices(), x.committed)
+
+    def empty(self, spec: ArraySpec, device: Device) -> RawArray:
+        if spec.dtype.itemsize == 8 and not sys.modules["jax"].config.jax_enable_x64:
+            raise TypeError(
+                f"dtype: got {spec.dtype.name}, of which JAX would keep 32 bits; wanted another, or "
+                'jax.config.update("jax_enable_x64", True)'
+            )
+        return super().empty(spec, device)
 
     def wrap(self, raw: RawArray) -> Any:
         jax = sys.modules["jax"]
-        if isinstance(raw, np.ndarray):
-            return jax.numpy.asarray(raw)
-        return jax.dlpack.from_dlpack(_cupy_view(require_cupy("a result"), raw))
+        if not isinstance(raw, np.ndarray):
+            return jax.dlpack.from_dlpack(_cupy_view(require_cupy("a result"), raw))
+        if self._committed:  # and nothing is compiled for, as jax.numpy.asarray does for each new shape
+            return jax.device_put(raw, self._device)
+        with jax.default_device(self._device):
+            return jax.device_put(raw)
+
+    def is_read_only(self, x: Any) -> bool:
+        return True
+
+
+@cache
+def _jax_on(device: Any, committed: bool) -> _Jax:
+    return _Jax(device, committed)
 
 
 class _Numba(Family):
     name = "numba"
+    always_writable = True
 
     def view(self, x: Any, name: str) -> RawArray:
         return _EXCHANGED.view(x, name)
@@ -515,6 +684,7 @@ class _Raw(Family):
     """Raw buffers themselves, inside `on_memory`."""
 
     name = "raw"
+    always_writable = True
 
     def view(self, x: Any, name: str) -> RawArray:
         if type(x) is not DeviceArray:
@@ -541,12 +711,10 @@ class _Exchanged(Family):
     name = "dlpack"
 
     def view(self, x: Any, name: str) -> RawArray:
-        interface = getattr(x, "__cuda_array_interface__", None) if not _has_host_dlpack(x) else None
+        interface = _cuda_array_interface(x)
         if interface is not None:
             return _from_cuda_array_interface(interface, x, name)
-        # stream=1: the legacy default stream, which this family runs on; the producer orders itself before it
-        on_cuda = x.__dlpack_device__()[0] in (2, 13)
-        exchanged = dlpack.read_capsule(x.__dlpack__(stream=1) if on_cuda else x.__dlpack__())
+        exchanged = _exchange(x, name)
         if not dlpack.is_c_contiguous(exchanged.shape, exchanged.strides):
             raise _not_contiguous(name, exchanged.shape, exchanged.strides, "a contiguous copy")
         if exchanged.device_type == dlpack.CPU:
@@ -555,9 +723,35 @@ class _Exchanged(Family):
             exchanged.ptr, exchanged.shape, exchanged.dtype, exchanged.device_id, (x, exchanged)
         )
 
+    def is_read_only(self, x: Any) -> bool:
+        interface = _cuda_array_interface(x)
+        return interface["data"][1] if interface is not None else _exchange(x, "out").read_only
 
-def _has_host_dlpack(x: Any) -> bool:
-    return hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] in (1, 2, 3, 13)
+
+def _exchange(x: Any, name: str) -> dlpack.Exchanged:
+    """What the DLPack capsule of an array says."""
+    if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
+        raise _no_array(x, name)
+    try:
+        # stream=1: the legacy default stream, which this family runs on; the producer orders itself before it
+        options = {"stream": 1} if x.__dlpack_device__()[0] in (2, 13) else {}
+        try:  # read-only memory has its mark since version 1.0, and else no capsule
+            capsule = x.__dlpack__(max_version=(1, 0), **options)
+        except TypeError:  # from before there were versions
+            capsule = x.__dlpack__(**options)
+        return dlpack.read_capsule(capsule)
+    except Exception as error:
+        raise TypeError(
+            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, whose __dlpack__ gives nothing to "
+            f"read ({error}); wanted an array of a dtype and on a device that DLPack and this library know"
+        ) from error
+
+
+def _cuda_array_interface(x: Any) -> Any:
+    """What an array says by this protocol, where it has no DLPack."""
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return None
+    return getattr(x, "__cuda_array_interface__", None)
 
 
 def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArray:
@@ -580,11 +774,38 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
                 f"{name}: got an array at {ptr:#x}, no CUDA device's memory; wanted a device array"
             )
         device = attributes.device
+        stream = interface.get("stream")
+        if stream == 0:
+            raise ValueError(
+                f"{name}: got stream 0 in __cuda_array_interface__, which the protocol forbids; wanted None, "
+                "1 (the legacy default stream), 2 (the thread's), or a stream's address"
+            )
+        if stream is not None and stream != 1:
+            order(stream, 0, device)  # 0: what this family runs on
     return DeviceArray(ptr, shape, dtype, device, x)
+
+
+def _require_writable(name: str, x: Any) -> None:
+    if family_of(x, name).is_read_only(x):
+        raise ValueError(
+            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, which is read-only; wanted memory to "
+            "write to, or None for new memory"
+        )
+
+
+def _always_writable(value: Any) -> bool:
+    if field_names(type(value)) is None:
+        family = _family_of_type(type(value))  # type: ignore[arg-type]
+        return family is not None and family.always_writable
+    remembered = value.__dict__.get("_raw")
+    if remembered is not None:
+        return bool(remembered[2].always_writable)
+    return all(map(_always_writable, arrays_in(value)))
 
 
 NUMPY = Family()
 _EXCHANGED = _Exchanged()
+_STANDS_FOR_OTHERS = _StandsForOthers()
 _FAMILIES: dict[str, Family] = {
     "numpy": NUMPY,
     "torch": _Torch(),
@@ -597,15 +818,32 @@ _FAMILIES: dict[str, Family] = {
 }
 
 
+def _array_types(home: str) -> Any:
+    """What is an array among the types of a package."""
+    if home == "torch":
+        return sys.modules["torch"].Tensor
+    if home in ("jax", "jaxlib"):
+        return sys.modules["jax"].Array, sys.modules["jax"].core.Tracer, np.ndarray
+    return {"numpy": np.ndarray, "cupy": getattr(sys.modules.get("cupy"), "ndarray", object)}.get(
+        home, object
+    )
+
+
 @lru_cache(maxsize=256)
 def _family_of_type(kind: Any) -> Family | None:
     """None for what is no array, records among it."""
     if field_names(kind) is not None:
         return None
     for base in kind.__mro__:
-        family = _FAMILIES.get(base.__module__.partition(".")[0])
-        if family is not None:
-            return family if family is not NUMPY or issubclass(kind, np.ndarray) else None
+        home = base.__module__.partition(".")[0]
+        family = _FAMILIES.get(home)
+        if family is None:
+            continue
+        if not issubclass(kind, _array_types(home)):
+            return None
+        if home == "torch" and kind.__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+            return _STANDS_FOR_OTHERS
+        return family
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__"):
         return _EXCHANGED
     return None
@@ -687,7 +925,9 @@ _NUMPY_DTYPES: dict[Any, np.dtype] = {}  # by torch's
 
 @cache
 def _torch_dtype(dtype: np.dtype) -> Any:
-    return getattr(sys.modules["torch"], dtype.name)
+    found = getattr(sys.modules["torch"], dtype.name)
+    _NUMPY_DTYPES[found] = dtype
+    return found
 
 
 @cache

@@ -26,6 +26,8 @@ MAX_INT32 = 2**31 - 1
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
     if isinstance(x, QuantTensor):
         raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
+    if x is None:
+        raise TypeError(f"{name}: got None; wanted an array{_fix(fix)}")
     if x.dtype not in wanted:
         names = ", ".join(d.name for d in wanted)
         raise TypeError(f"{name}: got dtype {x.dtype.name}; wanted {names}{_fix(fix)}")
@@ -33,6 +35,8 @@ def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> Non
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """``wanted``: an int must match, a str names a free size."""
+    if x is None:
+        raise TypeError(f"{name}: got None; wanted an array{_fix(fix)}")
     got = x.shape
     if len(got) == len(wanted):
         for g, w in zip(got, wanted, strict=True):

@@ -80,6 +80,7 @@ class Exchanged:
     device_type: int
     device_id: int
     capsule: Any
+    read_only: bool  # what is older than version 1.0 cannot say it
 
 
 def read_capsule(capsule: Any) -> Exchanged:
@@ -108,6 +109,7 @@ def read_capsule(capsule: Any) -> Exchanged:
         device_type=_DEVICES[t.device_type],
         device_id=t.device_id,
         capsule=capsule,
+        read_only=bool(getattr(managed, "flags", 0) & 1),
     )
 
 

@@ -80,8 +80,15 @@ class Record:
         kept = self.__dict__
         array: Any = None
         if "_raw" in kept and name in (field_names(type(self)) or ()):
-            raw, _, family = kept["_raw"]
-            array = family.wrap(getattr(raw, name))
+            raw, _, family, _ = kept["_raw"]
+            found = getattr(raw, name)
+            memory = raw.__dict__["_packed"][0] if "_packed" in raw.__dict__ else found
+            if not family.lies(memory):
+                raise RuntimeError(
+                    f"{type(self).__name__}.{name}: its memory was freed or moved, by resize_, set_ or .data "
+                    "of a tensor that shares it"
+                )
+            array = family.wrap(found)
         elif "_packed" in kept and name in kept["_packed"][1]:
             memory, layout = kept["_packed"]
             shape, start = layout[name]

@@ -141,6 +141,7 @@ class Recorder:
         arrays = [self._found(n, v) for n, v in values if type(v) is DeviceArray]
         nested = [(n, self._left(v)) for n, v in values if n not in plain and type(v) is not DeviceArray]
         known = None if nested else signature(raw, [])
+        names = tuple(n for n, v in values if n not in plain)
 
         def record(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
             inner, outer = object.__new__(kind), object.__new__(kind)
@@ -156,7 +157,7 @@ class Recorder:
             if known is not None:
                 fields["_signature"] = known, [fields[name] for name, *_ in arrays]
             fields["_fits"] = True
-            outer.__dict__["_raw"] = (inner, call.device, call.family)
+            outer.__dict__["_raw"] = (inner, call.device, call.family, names)
             return outer
 
         return record
@@ -166,11 +167,12 @@ class Recorder:
         (held, layout), (known, _) = raw.__dict__["_packed"], raw.__dict__["_signature"]
         buffer = self._found("", held)[1]
         plain = {n: getattr(raw, n) for n in field_names(PermutationPlan) or () if n not in layout}
+        names = tuple(layout)
 
         def plan(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
             inner, outer = packed_plan(memory[buffer], layout, plain, known), object.__new__(PermutationPlan)
             inner.__dict__["_fits"] = True
-            outer.__dict__.update(plain, _raw=(inner, call.device, call.family))
+            outer.__dict__.update(plain, _raw=(inner, call.device, call.family, names))
             return outer
 
         return plan
@@ -207,12 +209,12 @@ def signature(value: Any, memory: list[DeviceArray]) -> Any:
     if kind is DeviceArray:
         memory.append(value)
         return value.shape, value.dtype, value.ptr & 15
-    if kind is bool:
-        return (value,)  # it equals 1 or 0, and is not always welcome where they are
-    if kind in PLAIN or is_metadata(value):
+    if kind in PLAIN:
         return value
     if kind is tuple:
         return tuple([signature(v, memory) for v in value])
+    if is_metadata(value):  # True, 1 and 1.0 are equal, and not all welcome everywhere
+        return kind, value
     known = value.__dict__.get("_signature")
     if known is None:
         inside: list[DeviceArray] = []
@@ -223,7 +225,7 @@ def signature(value: Any, memory: list[DeviceArray]) -> Any:
     return known[0]
 
 
-PLAIN = METADATA_TYPES - {bool}
+PLAIN = METADATA_TYPES - {bool, float}
 
 
 class _Current(threading.local):

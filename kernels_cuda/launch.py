@@ -229,6 +229,25 @@ def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any
     function(*before, values)
 
 
+def order(before: int, after: int, device: int) -> None:
+    """What goes to the stream ``after`` from here on waits for what is on ``before``. A stream that is being
+    captured in a graph cannot wait for what is not in it: there the caller has to."""
+    try:
+        if runtime.streamIsCapturing(after):
+            return
+    except runtime.CUDARuntimeError:  # the default stream, while another one is captured
+        return
+    current = runtime.getDevice()
+    runtime.setDevice(device)
+    try:
+        event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+        runtime.eventRecord(event, before)
+        runtime.streamWaitEvent(after, event)
+        runtime.eventDestroy(event)  # which waits for nothing, and lives as long as it is waited for
+    finally:
+        runtime.setDevice(current)
+
+
 @contextmanager
 def while_capturing() -> Iterator[None]:
     """Inside, this thread may load kernels and allocate although it captures a stream in a graph."""

@@ -1,12 +1,16 @@
 """Arrays of every framework come in without a copy and results leave as the caller's kind."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
 from cases import BF16, same_bits, values
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8moe
 from fp8moe import border, dlpack
@@ -125,12 +129,38 @@ def test_strides():
 class OnDevice:
     """Says that it lies on a device."""
 
-    def __init__(self, shape, typestr):
-        self.shape, self.typestr = shape, typestr
+    def __init__(self, shape, typestr, read_only=False, **more):
+        self.shape, self.typestr, self.read_only, self.more = shape, typestr, read_only, more
 
     @property
     def __cuda_array_interface__(self):
-        return {"shape": self.shape, "typestr": self.typestr, "data": (256, False), "version": 3}
+        data = (256, self.read_only)
+        return {"shape": self.shape, "typestr": self.typestr, "data": data, "version": 3, **self.more}
+
+
+class OnlyCapsules:
+    """Has half of the protocol."""
+
+    def __dlpack__(self, **options):
+        return np.ones(3).__dlpack__()
+
+
+def freed(x):
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(4, 128)
+
+
+def jagged():
+    return torch.nested.nested_tensor([torch.ones(2, 128), torch.ones(3, 128)], layout=torch.jagged)
+
+
+class Named(torch.Tensor):
+    """A subclass that is its memory."""
 
 
 @pytest.mark.parametrize(
@@ -146,11 +176,249 @@ class OnDevice:
         (OnDevice((2, 2), ">i4"), TypeError, r"x: got dtype >i4, .* \.astype\('int32'\)"),
         (OnDevice((2, 2), "<c8"), TypeError, "x: dtype complex64"),
         (torch.ones(2, 2, device="meta"), TypeError, "x: got a tensor on meta"),
+        (fake(), TypeError, r"x: got torch\..*FakeTensor, which only stands for other tensors"),
+        (jagged(), TypeError, r"x: got torch\..*NestedTensor, which only stands for other tensors"),
+        (freed(torch.ones(4, 128)), TypeError, "x: got a tensor whose memory was freed"),
+        (
+            torch._efficientzerotensor(4, 128),
+            TypeError,
+            "x: got a tensor whose memory was freed, or that never",
+        ),
+        (torch._neg_view(torch.ones(4, 128)), ValueError, r"x: got a view .*; pass x\.resolve_neg\(\)"),
+        (torch.eye(128).to_sparse(), TypeError, r"x: got a tensor of layout torch\.sparse_coo .*x\.to_dense"),
+        (torch.ones(4, 128).to_mkldnn(), TypeError, r"x: got a tensor of layout .*x\.to_dense\(\)"),
+        (torch.nn.Linear(2, 2), TypeError, "x: got torch.nn.modules.linear.Linear; wanted an array"),
+        (OnlyCapsules(), TypeError, "x: got test_border.OnlyCapsules; wanted an array"),
+        (None, TypeError, "x: got None; wanted an array"),
+        (((0, 1), (1, 2)), TypeError, "x: got builtins.tuple; wanted an array"),
+        (fp8moe.Permuted(1, 2, 3), TypeError, "x: got fp8moe.records.Permuted; wanted an array"),
     ],
 )
 def test_refusals(x, error, words):
     with pytest.raises(error, match=words):
         fp8moe.quantize(x)
+
+
+def test_what_else_is_refused_by_name():
+    x = torch.ones(2, 4, 128)
+    with pytest.raises(TypeError, match=r"x: got a tensor of layout .* outside of torch\.func"):
+        torch.func.vmap(lambda x: fp8moe.quantize(x).data)(x)
+    with pytest.raises(TypeError, match="routing_map: got None"):
+        fp8moe.plan_routing_map(None)
+    with pytest.raises(TypeError, match=r"q\.scales: got None"):
+        fp8moe.dequantize(fp8moe.QuantTensor(np.zeros((3, 128), np.uint8), None))
+    with pytest.raises(TypeError, match="w: got None"):
+        fp8moe.grouped_gemm(x[0], None, torch.zeros(2, dtype=torch.int32))
+
+
+def test_a_subclass_that_is_its_memory_is_taken():
+    x = torch.randn(4, 128)
+    assert torch.equal(fp8moe.quantize(x.as_subclass(Named)).data, fp8moe.quantize(x).data)
+    assert fp8moe.quantize(torch.nn.Parameter(x, requires_grad=False)).data.shape == (4, 128)
+
+
+def test_dtensors_are_refused_with_their_fix():
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        x = DTensor.from_local(torch.ones(4, 128), init_device_mesh("cpu", (1,)), [Replicate()])
+        for dtensor in (x, torch.nn.Parameter(x)):
+            with torch.no_grad(), pytest.raises(TypeError, match=r"DTensor, .*; pass x\.to_local\(\)"):
+                fp8moe.quantize(dtensor)
+        assert fp8moe.quantize(x.to_local()).data.shape == (4, 128)
+    finally:
+        destroy_process_group()
+
+
+def test_no_results_in_fake_tensor_mode():
+    """A fake tensor's address is null, which a kernel would write to."""
+    family = border._FAMILIES["torch"]
+    spec = fp8moe.records.ArraySpec((4, 128), np.dtype(np.uint8))
+    with FakeTensorMode(), pytest.raises(TypeError, match="a result: torch made a FakeTensor"):
+        family.empty(spec, 0)
+
+
+# ---------------------------------------------------------------- what is written to
+
+
+def read_only(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+def written_to():
+    jnp = pytest.importorskip("jax.numpy")
+    out = np.zeros((1, 8, 128), np.float32)
+    return {
+        "numpy": read_only(out),
+        "dlpack": Exported(read_only(out)),
+        "jax": jnp.zeros(out.shape),
+        "cuda_array_interface": OnDevice(out.shape, "<f4", read_only=True),
+    }
+
+
+@pytest.mark.parametrize("kind", ["numpy", "dlpack", "jax", "cuda_array_interface"])
+def test_memory_that_is_read_only_is_not_written_to(kind, monkeypatch):
+    out, x = written_to()[kind], np.ones((3, 128), np.float32)
+    if kind == "cuda_array_interface":
+        monkeypatch.setattr(border.Call, "_locate", lambda *_: None)
+        monkeypatch.setattr(
+            border, "_from_cuda_array_interface", lambda *_: np.zeros((1, 8, 128), np.float32)
+        )
+    dy = np.ones((3, 8), np.float32)
+    for _ in range(4):
+        with pytest.raises(ValueError, match=r"out: got .*, which is read-only"):
+            fp8moe.grouped_gemm_wgrad(dy, x, np.array([0, 3], np.int32), out)
+
+
+def test_parts_of_records_are_not_written_to_either():
+    x = np.ones((3, 128), np.float32)
+    q = fp8moe.quantize(x)
+    q = fp8moe.QuantTensor(q.data, read_only(q.scales))
+    with pytest.raises(ValueError, match=r"out\.scales: got numpy\.ndarray, which is read-only"):
+        fp8moe.quantize(x, out=q)
+    writable = fp8moe.quantize(x)
+    assert fp8moe.quantize(x, out=writable) is writable
+    assert fp8moe.quantize(Exported(read_only(x))).data.any()  # what is only read may be
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """CUDA's runtime, as far as streams are concerned."""
+    launch = pytest.importorskip("fp8moe.kernels_cuda.launch")
+
+    runtime = cuda_on_cpu.Runtime()
+    runtime.pointerGetAttributes = lambda ptr: SimpleNamespace(type=2, device=0)
+    runtime.CUDARuntimeError = RuntimeError
+    monkeypatch.setattr(launch, "runtime", runtime)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(border, "require_cupy", lambda purpose: cupy)
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("stream", "waits"), [({}, []), ({"stream": None}, []), ({"stream": 1}, []), ({"stream": 77}, [(0, 77)])]
+)
+def test_the_stream_of_a_cuda_array_interface_is_waited_for(runtime, stream, waits):
+    assert border.enter(x=OnDevice((2, 2), "<i4", **stream)).args.x.ptr == 256
+    assert runtime.waits == waits
+
+
+def test_stream_zero_is_refused(runtime):
+    with pytest.raises(ValueError, match="x: got stream 0"):
+        border.enter(x=OnDevice((2, 2), "<i4", stream=0))
+
+
+def test_arrays_on_two_streams_are_ordered(runtime, monkeypatch):
+    """The call runs on the first one's; what is captured in a graph cannot wait for what is not in it."""
+
+    class OnStream(border.Family):
+        def __init__(self, number):
+            self.number = number
+
+        def view(self, x, name):
+            return fp8moe.records.DeviceArray(16, (2, 128), np.dtype(np.float32), 0, x)
+
+        def stream(self, device):
+            return self.number
+
+    families = {A: OnStream(n) for n, A in ((5, type("A", (), {})), (6, type("B", (), {})))}
+    family_of = border.family_of
+    monkeypatch.setattr(border, "family_of", lambda x, name: families.get(type(x)) or family_of(x, name))
+    a, b = (kind() for kind in families)
+    border.enter(x=a, y=a)
+    assert runtime.waits == []
+    border.enter(x=a, y=b)
+    assert runtime.waits == [(5, 6)]
+    border.enter(x=b, y=OnDevice((2, 2), "<i4", stream=77))
+    assert runtime.waits[1:] == [(0, 77), (6, 0)]
+    runtime.streamIsCapturing = lambda stream: True
+    border.enter(x=a, y=b)
+    assert len(runtime.waits) == 3
+
+
+def test_cupys_stream_is_that_of_the_arrays_device(monkeypatch):
+    streams = {-1: 100, 0: 100, 1: 101}
+    current = lambda device=-1: SimpleNamespace(ptr=streams[device])  # noqa: E731
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=current))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert [border._FAMILIES["cupy"].stream(d) for d in (0, 1)] == [100, 101]
+
+
+# ---------------------------------------------------------------- JAX
+
+
+def in_jax(code, **environment):
+    """Run with several CPU devices, which JAX has to be told before it starts."""
+    pytest.importorskip("jax")
+    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    code = "import jax, jax.numpy as jnp, numpy as np, fp8moe\n" + code
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **flags, **environment})
+
+
+def test_jax_results_lie_where_their_input_does_and_compile_nothing():
+    in_jax(
+        "from jax._src import monitoring\n"
+        "import re\n"
+        "here, there = jax.devices()\n"
+        "compiled = []\n"
+        "listen = lambda name, *_, **__: compiled.append(name) if 'compile' in name else None\n"
+        "monitoring.register_event_duration_secs_listener(listen)\n"
+        "jax.jit(lambda x: x * 3)(np.ones(7))\n"
+        "assert compiled\n"
+        "for device in (here, there):\n"
+        "    for committed in (True, False):\n"
+        "        with jax.default_device(device):\n"
+        "            put = lambda x: jax.device_put(x, device if committed else None)\n"
+        "            xs = [put(np.random.rand(n, 128).astype(np.float32)) for n in range(1, 9)]\n"
+        "            compiled.clear()\n"
+        "        for x in xs:\n"
+        "            q = fp8moe.quantize(x)\n"
+        "            for a in (q.data, q.scales, fp8moe.dequantize(q)):\n"
+        "                assert a.devices() == {device} and a.committed == committed, (a.devices(), device)\n"
+        "            wanted = fp8moe.quantize(np.asarray(x))\n"
+        "            assert (np.asarray(q.data) == wanted.data).all()\n"
+        "        assert not compiled, compiled\n"
+    )
+
+
+def test_jax_arrays_that_are_none():
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    deleted = jnp.ones((4, 128))
+    deleted.delete()
+    with pytest.raises(ValueError, match="x: got an array that was deleted or donated"):
+        fp8moe.quantize(deleted)
+    with pytest.raises(TypeError, match=r"x: got dtype key<.*; of keys pass jax\.random\.key_data"):
+        fp8moe.quantize(jax.random.key(0))
+    with pytest.raises(TypeError, match=r"x: got .* whose __dlpack__ gives nothing to read"):
+        fp8moe.quantize(jnp.ones((3, 8), jnp.int4))
+    with pytest.raises(TypeError, match=r"x: got jax.*; wanted an array"):
+        fp8moe.quantize(jax.ShapeDtypeStruct((2, 128), jnp.float32))
+    x = jnp.ones((3, 128))
+    with pytest.raises(TypeError, match="dtype: got float64, of which JAX would keep 32 bits"):
+        fp8moe.grouped_gemm_wgrad(x, x, jnp.array([0, 3], jnp.int32), dtype="float64")
+
+
+def test_jax_arrays_on_several_devices_are_refused():
+    in_jax(
+        "from jax.sharding import PartitionSpec as P\n"
+        "mesh = jax.make_mesh((2,), ('x',))\n"
+        "x = jax.device_put(jnp.ones((4, 128)), jax.NamedSharding(mesh, P('x')))\n"
+        "try:\n"
+        "    fp8moe.quantize(x)\n"
+        "except TypeError as error:\n"
+        "    assert str(error).startswith('x: got an array on 2 devices'), error\n"
+        "else:\n"
+        "    raise AssertionError('nothing was raised')\n"
+    )
 
 
 def test_a_tensor_that_requires_grad_is_fine_without_grad():

@@ -65,6 +65,8 @@ class Array:
 
 
 class Device(border.Family):
+    always_writable = True
+
     def view(self, x, name):
         return raw(x.host, x.device)
 
@@ -102,10 +104,11 @@ def download(value):
 class Runtime:
     """What launch.py asks of CuPy."""
 
-    memcpyHostToDevice = memcpyDeviceToHost = 0
+    memcpyHostToDevice = memcpyDeviceToHost = eventDisableTiming = 0
 
     def __init__(self):
         self.bound_threads = []  # threads that have asked for a device's context
+        self.waits = []  # which stream was told to wait for which
 
     def getDevice(self):
         return 0
@@ -120,6 +123,20 @@ class Runtime:
         ctypes.memmove(to, source, size)
 
     def streamSynchronize(self, stream): ...
+
+    def streamIsCapturing(self, stream):
+        return False
+
+    def eventCreateWithFlags(self, flags):
+        return [None]
+
+    def eventRecord(self, event, stream):
+        event[0] = stream
+
+    def streamWaitEvent(self, stream, event):
+        self.waits.append((stream, event[0]))
+
+    def eventDestroy(self, event): ...
 
 
 def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):

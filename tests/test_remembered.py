@@ -1,0 +1,219 @@
+"""What is remembered never outlives a change: records follow their tensors, and calls are told apart by the
+types of their options."""
+
+import cuda_on_cpu
+import numpy as np
+import pytest
+import torch
+from cases import BF16, same_bits, values
+
+import fp8moe
+from fp8moe import border, replay
+from fp8moe.plan import plan_spec
+from fp8moe.records import DeviceArray, arrays_in, map_arrays
+
+RNG = np.random.default_rng()
+A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_size=4)
+
+
+class TorchOnDevice(border._Torch):
+    """Torch's tensors, in the CPU's memory, as if they lay on a device."""
+
+    def view(self, x, name):
+        if not x.data_ptr() or not x.is_contiguous():
+            super().view(x, name)  # refuses it
+        dtype = border.dtype_named(str(x.dtype).removeprefix("torch."), name)
+        return DeviceArray(x.data_ptr(), x.shape, dtype, 0, x)  # .numpy() would fix its memory
+
+    def empty(self, spec, device):
+        owner = torch.empty(*(spec.shape or ((),)), dtype=border._torch_dtype(spec.dtype))
+        return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, 0, owner)
+
+    def stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    cuda_on_cpu.install(monkeypatch)
+    family, others = TorchOnDevice(), border._family_of_type
+    monkeypatch.setattr(
+        border, "_family_of_type", lambda kind: family if kind is torch.Tensor else others(kind)
+    )
+
+
+def tensor(x):
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BF16 else torch.tensor(x)
+
+
+def on_cpu(record):
+    """The same record of NumPy arrays, which remembers nothing."""
+    arrays = {n: getattr(record, n) for n in ("data", "scales")}
+    return fp8moe.QuantTensor(
+        *(a.clone().numpy() for a in arrays.values()), record.fmt, record.block, record.layout
+    )
+
+
+def set_data(q, to):
+    q.data.data = to.data.clone()
+
+
+def set_scales(q, to):
+    q.scales.set_(to.scales.clone())
+
+
+def resized(q, to):
+    freed_and_back(q.data)
+    q.data.copy_(to.data)
+
+
+def freed_and_back(x):
+    """As FSDP does between uses of a parameter: the memory comes back somewhere else."""
+    storage = x.untyped_storage()
+    size, before = storage.nbytes(), storage.data_ptr()
+    storage.resize_(0)
+    held = []
+    while not held or (held[-1].data_ptr() != before and len(held) < 10_000):
+        held.append(torch.empty(size, dtype=torch.uint8))
+    storage.resize_(size)
+    assert storage.data_ptr() != before
+
+
+def replaced(q, to):
+    object.__setattr__(q, "data", to.data.clone())
+
+
+def turned(q, to):
+    q.data.t_()
+    q.data.data = to.data.clone()
+
+
+CHANGES = [set_data, set_scales, resized, replaced, turned]
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("seen", [False, True])
+def test_records_follow_their_tensors(change, seen):
+    inputs = [tensor(values(RNG, (128, 128), BF16)) for _ in range(6)]
+    *_, other = records = [fp8moe.quantize(x) for x in inputs]
+    assert sum(type(r) is replay.Recipe for r in border._recipes.values()) == 1
+    for q in records[:5]:  # the call that takes them is remembered from the third on, too
+        if seen:
+            assert same_bits(fp8moe.dequantize(q).numpy(), fp8moe.dequantize(on_cpu(q)))
+        change(q, other)
+        assert same_bits(fp8moe.dequantize(q).numpy(), fp8moe.dequantize(on_cpu(q)))
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("change", CHANGES)
+def test_so_do_records_inside_of_records(change):
+    weights = [tensor(values(RNG, (2, 128, 128), BF16)) for _ in range(4)]
+    *_, other = [fp8moe.quantize_weights(w) for w in weights]
+    if change is turned:
+        pytest.skip("three dimensions")
+    for w in weights[:3]:
+        q = fp8moe.quantize_weights(w)
+        raw = border.enter(q=q).args.q
+        assert border.enter(q=q).args.q is raw
+        for side in ("rowwise", "columnwise"):
+            change(getattr(q, side), getattr(other, side))
+            again = border.enter(q=q).args.q
+            assert again is not raw
+            for now, array in zip(arrays_in(again), arrays_in(q), strict=True):
+                assert now.ptr == array.data_ptr()
+
+
+@pytest.mark.usefixtures("on_device")
+def test_what_lost_its_memory_is_refused():
+    records = [fp8moe.quantize(tensor(values(RNG, (5, 128), BF16))) for _ in range(4)]
+    for q in records:
+        q.data.untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match=r"q\.data: got a tensor whose memory was freed"):
+            fp8moe.dequantize(q)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_plan_whose_memory_moved():
+    """Its arrays share one allocation: those that nobody has asked for are gone with it."""
+    spec = plan_spec(7, 3, 2, 4, None, has_slots=True)
+
+    @border.replayed
+    def make(x):
+        call = border.enter(x=x)
+        return call.leave(call.empty(spec))
+
+    def seen(plan):
+        return border.enter(plan=plan).args.plan
+
+    x = torch.ones(3)
+    for _ in range(4):
+        plan = make(x)
+        raw, offsets = seen(plan), plan.expert_offsets
+        assert seen(plan) is raw
+        offsets.data = offsets + 1  # this one alone
+        assert seen(plan).expert_offsets.ptr == offsets.data_ptr()
+        assert seen(plan).row_id_map.ptr == raw.row_id_map.ptr
+        plan = make(x)
+        freed_and_back(plan.expert_offsets)
+        with pytest.raises(RuntimeError, match=r"PermutationPlan\.\w+: its memory was freed or moved"):
+            seen(plan)
+    assert [type(r) for r in border._recipes.values()] == [replay.Recipe]
+
+
+@pytest.mark.usefixtures("on_device")
+def test_what_shares_memory_with_an_argument_follows_it():
+    """One scale a tensor is handed on as it is, by a record that nobody has asked for it."""
+    for _ in range(4):
+        plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
+        x = torch.tensor(RNG.integers(0, 120, (6, 64)).astype(np.uint8))
+        q = fp8moe.QuantTensor(x, torch.tensor([0.5]), "e4m3", None)
+        moved = fp8moe.permute(q, plan).data
+        fp8moe.unpermute(moved, plan)
+        q.scales.set_(torch.tensor([[2.0], [3.0]])[1])
+        with pytest.raises(RuntimeError, match=r"QuantTensor\.scales: its memory was freed or moved"):
+            fp8moe.unpermute(moved, plan)
+
+
+def test_on_the_cpu_nothing_is_remembered():
+    q = fp8moe.quantize(torch.randn(4, 128))
+    q.data.data = torch.zeros_like(q.data)
+    assert not fp8moe.dequantize(q).any()
+    q.scales.resize_(1, 1)
+    with pytest.raises(ValueError, match=r"q\.scales: got shape"):
+        fp8moe.dequantize(q)
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@pytest.mark.parametrize("given", [4, 4.0, np.float64(4), True, np.True_, "4", None])
+def test_remembered_calls_refuse_what_first_calls_refuse(monkeypatch, given):
+    cuda_on_cpu.install(monkeypatch)
+    x, counts = (
+        cuda_on_cpu.upload(np.ones((3, 8), np.float32)),
+        cuda_on_cpu.upload(np.array([1, 2], np.int32)),
+    )
+
+    def outcome():
+        try:
+            return fp8moe.pad(x, counts, given).host.shape
+        except Exception as error:
+            return type(error), str(error)
+
+    first = outcome()
+    for align in (4, 1):
+        for _ in range(4):
+            fp8moe.pad(x, counts, align)
+    assert sum(type(r) is replay.Recipe for r in border._recipes.values()) == 2
+    assert [outcome() for _ in range(4)] == [first] * 4
+
+
+def test_signatures_tell_types_apart():
+    options = [1, True, 1.0, np.float64(1), "1", (1, 128), (True, 128), (1.0, 128), (1, (128,)), None, ()]
+    signatures = [replay.signature(v, []) for v in options]
+    assert len(set(signatures)) == len(options)
+    assert signatures == [replay.signature(v, []) for v in options]
