@@ -33,7 +33,9 @@ def _environment() -> tuple[Any, Any, Any] | None:
     """libm's fegetenv and fesetenv, and its FE_DFL_ENV; None where there is no libm of POSIX."""
     if os.name != "posix":
         return None
-    libm = ctypes.PyDLL(None)
+    libm = ctypes.PyDLL(None)  # Python itself is linked to it, as a rule
+    if not hasattr(libm, "fesetenv"):
+        libm = ctypes.PyDLL("libm.so.6")
     libm.fegetenv.argtypes = libm.fesetenv.argtypes = [ctypes.c_void_p]
     if sys.platform == "darwin":
         default: Any = ctypes.addressof(ctypes.c_char.in_dll(libm, "_FE_DFL_ENV"))
