@@ -224,7 +224,7 @@ def test_memory_that_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="out: got"):
             fp8moe.quantize(x, **how, out=q)
     q.data.flags.writeable = False
-    with pytest.raises(ValueError, match="out: got read-only memory"):
+    with pytest.raises(ValueError, match=r"out\.data: got .*, which is read-only"):
         fp8moe.quantize(x, out=q)
 
 
