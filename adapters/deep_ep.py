@@ -35,6 +35,7 @@ class Engine:
 
     def __init__(self, buffer: Any, rank: int, world_size: int):
         self._buffer, self.rank, self.world_size = buffer, rank, world_size
+        self.group = getattr(buffer, "group", None)  # the torch.distributed.ProcessGroup
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None

@@ -45,7 +45,7 @@ class ProcessGroup:
     """
 
     def __init__(self, group: Any = None):
-        self._group: Any = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
@@ -58,7 +58,7 @@ class ProcessGroup:
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         told = torch.cat([*known, self._headers[values, device]])
         heard = told.new_empty(world * len(told))
-        self._call(lambda: _all_gather(heard, told, self._group))
+        self._call(lambda: _all_gather(heard, told, self.group))
         if device.type == "cuda":
             self._wait_for(device)
         said = heard.view(world, -1).tolist()  # the one synchronisation
@@ -70,7 +70,7 @@ class ProcessGroup:
         width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
         octets, into = (_octets(x)[: sum(s)] for x, s in zip((ours, theirs), reversed(splits), strict=True))
-        work = self._call(lambda: dist.all_to_all_single(into, octets, *splits, self._group, async_op=True))
+        work = self._call(lambda: dist.all_to_all_single(into, octets, *splits, self.group, async_op=True))
 
         def finish(kept: Tensor = octets) -> Any:  # its memory is read until then
             self._watched(work.wait)
@@ -86,14 +86,14 @@ class ProcessGroup:
         try:
             return action()
         except RuntimeError as error:
-            if dist.get_backend(self._group) != "gloo" and not isinstance(error, dist.DistError):
+            if dist.get_backend(self.group) != "gloo" and not isinstance(error, dist.DistError):
                 raise
             raise self._lost(str(error), GRACE) from error
 
     def _wait_for(self, device: torch.device) -> None:
         """Until the device has done what it was given; it never will where a rank is gone."""
         arrived = torch.cuda.current_stream(device).record_event()
-        start, timeout = time.monotonic(), _timeout(self._group, device)
+        start, timeout = time.monotonic(), _timeout(self.group, device)
         while not arrived.query():
             waited = (time.monotonic() - start) / timeout
             if waited > GIVE_UP:
@@ -104,7 +104,7 @@ class ProcessGroup:
 
     def _say_so(self) -> str:
         """Tell the group's store that this rank is there; returns where in it."""
-        name = f"fp8moe/{dist.get_process_group_ranks(self._group)}/{self._calls}"
+        name = f"fp8moe/{dist.get_process_group_ranks(self.group)}/{self._calls}"
         if name != self._here:
             dist.distributed_c10d._get_default_store().set(f"{name}/{self.rank}", "here")
             self._here = name

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import fp8moe
 from fp8moe import Quantized, QuantTensor, placed
@@ -42,6 +43,7 @@ def experts(
     recompute: str | None,
     activation: Sequence[Any],
     comm: Any = None,
+    parameters: Sequence[Tensor | None] | None = None,
     handle: Tensor | None = None,
     collector: Collector | None = None,
 ) -> Tensor:
@@ -51,6 +53,7 @@ def experts(
     w13, w2: for their gradients alone; None where they have none.
     multiplied: what stands for them in the products, `Quantized` or arrays.
     activation: clamp, alpha, linear_offset.
+    parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
         it has to set.
     collector: of statistics, in eager mode.
@@ -61,11 +64,13 @@ def experts(
     DistributedDataParallel expects, which drops them, and otherwise none.
     """
     inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w13), ("dw2", w2))
+    parameters = (w13, w2) if parameters is None else parameters
     recording = torch.is_grad_enabled()
     wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
     how = (recipe, recompute, *activation, ",".join(wanted))
     if comm is not None or not torch.compiler.is_compiling():
-        return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, how, comm, collector)
+        rest = how, parameters, comm, collector
+        return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, *rest)
     mains = [main_grad_of(w) if n in wanted else None for n, w in (("dw13", w13), ("dw2", w2))]
     tensors = [t for w in multiplied for t in arrays_in(w)]
     return _CompiledExperts.apply(x, w13, w2, topk_probs, topk_ids, tensors, how, mains, handle)
@@ -79,7 +84,8 @@ def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
 
 def main_grad_of(w: Tensor | None) -> Tensor | None:
     """Where a parameter's gradient is to be added: Megatron's convention."""
-    return None if w is None else getattr(w, "main_grad", None)
+    main = None if w is None else getattr(w, "main_grad", None)
+    return main.to_local() if isinstance(main, DTensor) else main
 
 
 def _sides_of(tensors: Iterable[Any]) -> list[QuantTensor]:
@@ -111,7 +117,7 @@ _HERE = _Here()
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, comm, collector):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, parameters, comm, collector):  # type: ignore[no-untyped-def]
         *options, wanted = how
         w13_used, w2_used = multiplied
         y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, **_options(*options))
@@ -122,7 +128,8 @@ class _Experts(torch.autograd.Function):
             saved = replace(saved.needed_for(_names(wanted)), overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
-        ctx.weights, ctx.wanted, ctx.comm, ctx.dtype = (w13, w2), _names(wanted), comm, probs.dtype
+        ctx.parameters, ctx.wanted, ctx.comm = parameters, _names(wanted), comm
+        ctx.dtypes = [None if w is None else w.dtype for w in (w13, w2)], probs.dtype
         ctx.collector = collector
         return y
 
@@ -142,26 +149,32 @@ class _Experts(torch.autograd.Function):
         saved = map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)
         if ctx.collector is not None:
             ctx.collector.backward(dy)
-        into = [main_grad_of(w) for w in ctx.weights]
-        dx, dprobs, dw13, dw2 = _backward(saved, dy, ctx.weights, into, ctx.wanted, ctx.comm)
-        return dx, dw13, dw2, None if dprobs is None else dprobs.to(ctx.dtype), *[None] * 5
+        dtypes, of_probs = ctx.dtypes
+        dx, dprobs, dw13, dw2 = _backward(saved, dy, ctx.parameters, dtypes, ctx.wanted, ctx.comm)
+        return dx, dw13, dw2, None if dprobs is None else dprobs.to(of_probs), *[None] * 6
 
 
 def _backward(
-    saved: Saved, dy: Tensor, weights: Any, into: Any, wanted: tuple[str, ...], comm: Any = None
+    saved: Saved, dy: Tensor, parameters: Any, dtypes: Any, wanted: tuple[str, ...], comm: Any
 ) -> list[Tensor | None]:
     """dx, dprobs, dw13 and dw2, None for those that are not wanted."""
-    dtype = torch_ops.gradient_dtype(*(w.dtype for w in weights if w is not None))
-    into = [main if name in wanted else None for name, main in zip(("dw13", "dw2"), into, strict=True)]
+    pairs = zip(("dw13", "dw2"), parameters, strict=True)
+    into = [main_grad_of(w) if name in wanted else None for name, w in pairs]
     g = fp8moe.moe_backward(
-        saved, dy.contiguous(), dw13=into[0], dw2=into[1], dtype=dtype, comm=comm, gradients=wanted
+        saved,
+        dy.contiguous(),
+        dw13=into[0],
+        dw2=into[1],
+        dtype=torch_ops.gradient_dtype(*(d for d in dtypes if d is not None)),
+        comm=comm,
+        gradients=wanted,
     )
     grads: list[Tensor | None] = []
-    for w, main, new in zip(weights, into, (g.dw13, g.dw2), strict=True):
+    for w, main, dtype, new in zip(parameters, into, dtypes, (g.dw13, g.dw2), strict=True):
         if main is None:
-            grads.append(None if new is None else new.to(w.dtype))
+            grads.append(None if new is None else new.to(dtype))
         else:
-            grads.append(_zeros_like(w) if wants_zeros(w) else None)
+            grads.append(_zeros_like(main, dtype) if wants_zeros(w) else None)
             set_added(w)
     return [g.dx if "dx" in wanted else None, g.dprobs if "dprobs" in wanted else None, *grads]
 
@@ -184,14 +197,14 @@ _SET_HERE = "_fp8moe_set_grad_added_to_main_grad"
 _zeros: dict[Any, Tensor] = {}
 
 
-def _zeros_like(w: Tensor) -> Tensor:
+def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory each time, as long as nobody has kept it or written to it. Autograd takes a tensor that
     nobody else refers to as a ``grad`` without a copy."""
-    key = tuple(w.shape), w.dtype, w.device
+    key = tuple(main.shape), dtype, main.device
     known = _zeros.get(key)
     # a detached tensor counts its versions with the one that it came from
     if known is None or known._version or torch._C._storage_Use_Count(known.untyped_storage()._cdata) > 1:
-        known = _zeros[key] = torch.zeros_like(w, requires_grad=False)
+        known = _zeros[key] = torch.zeros_like(main, dtype=dtype)
     return known.detach()
 
 

@@ -15,11 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, checks
 from fp8moe.adapters import torch_distributed, torch_ops
-from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_experts import experts, handle_of
-from fp8moe.adapters.torch_router import router_logits
+from fp8moe.adapters.torch_router import Router
+from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
-from fp8moe.expert_parallel import Engine, Transport
 from fp8moe.moe import RECIPES
 from fp8moe.plan import static_bound
 from fp8moe.records import arrays_in
@@ -60,12 +59,16 @@ class FP8FlowMoE(nn.Module):
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
 
-    process_group: the ranks of expert parallelism, or what moves rows between them: a
-        `fp8moe.expert_parallel.Transport`, as `fp8moe.adapters.torch_symmetric_memory` has one. Of
-        num_experts each rank holds an equal share, w13 and w2 are this rank's, and rows travel in FP8 for
-        "fp8_flow". The counts of rows are looked at once a forward, so that no CUDA graph can hold it. The
-        router is every rank's own: average its gradient as any other parameter's, and not those of w13 and
-        w2.
+    process_group: the ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what
+        moves rows between them, a `fp8moe.expert_parallel.Transport`, as
+        `fp8moe.adapters.torch_symmetric_memory` has one. Of num_experts each rank holds an equal share: w13
+        and w2 are DTensors sharded along the experts, so that torch.distributed.checkpoint saves all of them,
+        loads into another number of ranks, and ``fully_shard`` over another dimension of the mesh composes
+        (see `fp8moe.adapters.torch_sharding`, which has optimizer groups and gradient clipping for models
+        with plain tensors, too). A state dict with plain tensors, of all experts or of this rank's, loads.
+        Rows travel in FP8 for "fp8_flow". The counts of rows are looked at once a forward, so that no CUDA
+        graph can hold it. The router is every rank's own: average its gradient as any other parameter's, and
+        not those of w13 and w2.
 
     collect_stats: may be set at any time; while it is true, in eager mode, `stats` tells of the last forward
     and backward what was lost by quantising and how full the experts are.
@@ -102,16 +105,16 @@ class FP8FlowMoE(nn.Module):
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
         self.activation: dict[str, Any] = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
-        self._comm = _comm_of(process_group)
-        ranks = 1 if self._comm is None else self._comm.world_size
-        if num_experts % ranks:
-            raise ValueError(
-                f"num_experts: got {num_experts}; wanted a multiple of {ranks}, the group's ranks"
-            )
         place = {"device": device, "dtype": dtype}
-        self.router = nn.Linear(hidden, num_experts, bias=False, **place)
-        self.w13 = nn.Parameter(torch.empty(num_experts // ranks, 2 * ffn, hidden, **place))
-        self.w2 = nn.Parameter(torch.empty(num_experts // ranks, hidden, ffn, **place))
+        self.router = Router(hidden, num_experts, bias=False, **place)
+        self._ranks = ranks = Ranks(process_group, self.router.weight.device)
+        if num_experts % ranks.size:
+            raise ValueError(
+                f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
+            )
+        self.w13 = self._weight(num_experts, 2 * ffn, hidden, **place)
+        self.w2 = self._weight(num_experts, hidden, ffn, **place)
+        self.register_load_state_dict_pre_hook(_shards_given)
         self._copies: _Copies | None = None  # those that outlive a forward
         self._scopes = 0  # how many weights_unchanged() are open
         self._handle = handle_of(self)
@@ -119,11 +122,27 @@ class FP8FlowMoE(nn.Module):
         self._collector = Collector()
         self.reset_parameters()
 
+    def _weight(self, experts: int, *shape: int, **place: Any) -> nn.Parameter:
+        local = torch.empty(experts // self._ranks.size, *shape, **place)
+        return nn.Parameter(local) if self._ranks.mesh is None else shard_of(local, self._ranks.mesh)
+
     def reset_parameters(self) -> None:
-        """Normal with variance 1 / fan-in."""
+        """Normal with variance 1 / fan-in. Drawn expert by expert, so that a seed gives the same weights on
+        any number of ranks."""
         self.router.reset_parameters()
-        for w in (self.w13, self.w2):
-            nn.init.normal_(w, std=1 / math.sqrt(w.shape[-1]))
+        for name in ("w13", "w2"):
+            w = getattr(self, name)
+            std = 1 / math.sqrt(w.shape[-1])
+            if not is_whole(w, self._ranks.mesh):
+                nn.init.normal_(w, std=std)
+                continue
+            with torch.no_grad():
+                local = local_of(w)
+                first = self._ranks.rank * len(local)
+                for expert in range(self.num_experts):
+                    drawn = torch.empty_like(local[0]).normal_(std=std)
+                    if first <= expert < first + len(local):
+                        local[expert - first].copy_(drawn)
 
     def forward(
         self,
@@ -153,13 +172,13 @@ class FP8FlowMoE(nn.Module):
         if topk_ids is None or topk_probs is None:
             topk_ids, topk_probs = self.route(tokens)
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
-        return y.to(x.dtype).reshape(x.shape)
+        # not as a view: an in-place operation on one would take hooks off that fully_shard puts on y
+        return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made
         to sum to one again unless ``normalize_probs`` is False. In float32 under autocast, too."""
-        logits = router_logits(tokens, self.router.weight)
-        probs, ids = torch.softmax(logits, dim=-1).topk(self.topk, dim=-1)
+        probs, ids = torch.softmax(self.router(tokens), dim=-1).topk(self.topk, dim=-1)
         return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
 
     def quantize_weights(self) -> None:
@@ -173,7 +192,7 @@ class FP8FlowMoE(nn.Module):
         if self.recipe == "bf16":
             return
         for name in ("w13", "w2"):
-            if isinstance(getattr(self, name), DTensor):
+            if not is_whole(getattr(self, name), self._ranks.mesh):
                 raise TypeError(
                     f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
                     "forward only; use weights_unchanged() around the forwards"
@@ -210,7 +229,7 @@ class FP8FlowMoE(nn.Module):
         self._handle = handle_of(self)
 
     def _experts(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
-        if self._comm is not None or not torch.compiler.is_compiling():
+        if self._ranks.comm is not None or not torch.compiler.is_compiling():
             return self._eagerly(x, ids, probs, first)
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
@@ -230,15 +249,16 @@ class FP8FlowMoE(nn.Module):
     def _multiply(self, x: Tensor, ids: Tensor, probs: Tensor, copies: list[Quantized]) -> Tensor:
         return experts(
             x.contiguous(),
-            self.w13,
-            self.w2,
+            local_of(self.w13),
+            local_of(self.w2),
             ids.contiguous(),
             probs.contiguous(),
             copies,
             recipe=self.recipe,
             recompute=self.recompute,
             activation=tuple(self.activation.values()),
-            comm=self._comm,
+            comm=self._ranks.comm,
+            parameters=(self.w13, self.w2),
             handle=self._handle,
             collector=self._collector if self.collect_stats else None,
         )
@@ -298,7 +318,7 @@ class FP8FlowMoE(nn.Module):
         # not as inference tensors, which no backward may read
         with torch.inference_mode(False), torch.no_grad():
             pairs = zip((self.w13, self.w2), into or (None, None), strict=True)
-            return [torch_ops.quantize_weights(w, old) for w, old in pairs]
+            return [torch_ops.quantize_weights(local_of(w), old) for w, old in pairs]
 
     def _release(self) -> None:
         """Kept copies are of no more use, but for a captured graph that reads them."""
@@ -308,7 +328,8 @@ class FP8FlowMoE(nn.Module):
             self._copies = None
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        comm, rows, experts = self._comm, None, len(self.w13)
+        w13, w2 = local_of(self.w13), local_of(self.w2)
+        comm, rows, experts = self._ranks.comm, None, len(w13)
         if comm is not None:
             arrived = torch_distributed.dispatch(x, ids, probs, self.num_experts, comm)
             x, ids, probs = arrived.x, arrived.topk_ids, arrived.topk_probs
@@ -317,7 +338,7 @@ class FP8FlowMoE(nn.Module):
         plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
         moved = torch_ops.permute(x, plan, probs.float())
         ends = plan.expert_offsets[1:]
-        weights = self.w13.bfloat16(), self.w2.bfloat16()
+        weights = w13.bfloat16(), w2.bfloat16()
         options = tuple(self.activation.values())
         products = _products if self.recompute is None else _Recomputed.apply
         y = torch_ops.unpermute(products(moved.data, moved.probs, *weights, ends, options), plan)
@@ -365,6 +386,13 @@ class _Recomputed(torch.autograd.Function):
         return dx, dprobs.to(probs.dtype) if of_probs else None, dw13, dw2, None, None
 
 
+def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in ("w13", "w2"):
+        if prefix + name in state:
+            given = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
+            state[prefix + name] = given
+
+
 @contextmanager
 def weights_unchanged(model: nn.Module) -> Iterator[None]:
     """Inside, the caller says, the weights of all `FP8FlowMoE` layers of ``model`` (itself one, or holding
@@ -396,7 +424,7 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
             layer._scopes += 1
             if layer._scopes == 1:
                 layer._release()
-                if not any(isinstance(w, DTensor) for w in (layer.w13, layer.w2)):
+                if all(is_whole(w, layer._ranks.mesh) for w in (layer.w13, layer.w2)):
                     layer._keep()
         yield
     finally:
@@ -434,11 +462,16 @@ class _Copies:
 
 def _storage(w: Tensor) -> StorageWeakRef:
     """fully_shard gathers weights into the same storage, at another address."""
-    return StorageWeakRef(w.untyped_storage())
+    return StorageWeakRef(_memory(w).untyped_storage())
 
 
 def _version(w: Tensor) -> int | None:
+    w = _memory(w)
     return None if w.is_inference() else w._version
+
+
+def _memory(w: Tensor) -> Tensor:
+    return w._local_tensor if isinstance(w, DTensor) else w
 
 
 def _changed(name: str) -> RuntimeError:
@@ -450,14 +483,3 @@ def _changed(name: str) -> RuntimeError:
 
 def _capturing(w: Tensor) -> bool:
     return w.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _comm_of(group: Any) -> Any:
-    if isinstance(group, torch.distributed.ProcessGroup):
-        return ProcessGroup(group)
-    if group is None or isinstance(group, Transport | Engine):
-        return group
-    raise TypeError(
-        f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, or a "
-        "fp8moe.expert_parallel.Transport or Engine"
-    )

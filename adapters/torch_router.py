@@ -11,7 +11,14 @@ where w is bfloat16 it has one part.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class Router(nn.Linear):
+    """x [T, H] to float32 logits [T, E]. A module, so that what wraps modules (``fully_shard``) can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return router_logits(x, self.weight)
 
 
 def router_logits(x: Tensor, w: Tensor) -> Tensor:

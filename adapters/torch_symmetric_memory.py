@@ -56,7 +56,7 @@ class SymmetricMemory(ProcessGroup):
         self._timeout = round(timeout * 1e3)
         self._device = torch.device("cuda", torch.cuda.current_device())
         memory = symmetric_memory.empty(WINDOWS * self._size, dtype=torch.uint8, device=self._device)
-        self._memory = symmetric_memory.rendezvous(memory, self._group)
+        self._memory = symmetric_memory.rendezvous(memory, self.group)
         shape = (WINDOWS, self._size)
         self._windows = [self._memory.get_buffer(r, shape, torch.uint8, 0) for r in range(self.world_size)]
         self._stream = torch.cuda.Stream(self._device)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.adapters.torch_sharding import param_groups
 from fp8moe.adapters.torch_symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 256, 256, 128, 8, 2  # of a rank; all ranks' experts
@@ -25,7 +26,8 @@ def train(rank: int, world: int, gpus: bool, store: str) -> None:
         ranks = SymmetricMemory(None, window_bytes(world, TOKENS, HIDDEN, TOPK, itemsize=4))
     torch.manual_seed(0)  # the same router everywhere
     layer = FP8FlowMoE(HIDDEN, FFN, EXPERTS * world, TOPK, process_group=ranks, device=device)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    # experts are sharded DTensors, the router is a plain tensor: torch wants them in groups of their own
+    optimizer = torch.optim.AdamW(param_groups(layer.parameters()), lr=1e-2)
     torch.manual_seed(rank)
     x = torch.randn(TOKENS, HIDDEN, device=device)
     for step in range(4):

@@ -1,18 +1,31 @@
 """One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE,.. RANK WORLD FILE DEVICE``;
 CASE/peer: by writing into each other's memory."""
 
+import copy
 import datetime
 import os
+import pickle
 import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from cases import BF16, same_bits
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fp8moe
 from fp8moe import expert_parallel
+from fp8moe.adapters import torch_sharding
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
@@ -178,6 +191,11 @@ def refusals(comm):
         SymmetricMemory(None, 0)
     with pytest.raises(TypeError, match="process_group: got str; wanted a torch"):
         FP8FlowMoE(H, F, E, 2, process_group="all")
+    with pytest.raises(ValueError, match="process_group: got a DeviceMesh of 2 dimensions; wanted one"):
+        FP8FlowMoE(H, F, E, 2, process_group=meshes()[0])
+    no_group = types.SimpleNamespace(rank=RANK, world_size=WORLD, counts=print, exchange=print)
+    with pytest.raises(TypeError, match="process_group: got SimpleNamespace without an attribute `group`"):
+        FP8FlowMoE(H, F, E, 2, process_group=no_group)
     again = expert_parallel.dispatch(x, ids, probs, E, comm)  # and all goes on
     assert len(again.x) == (4 * WORLD if RANK == 0 else 0)
 
@@ -190,10 +208,7 @@ def module(comm):
         alone = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE)
         ours = FP8FlowMoE(H, F, E, 2, recipe=recipe, device=DEVICE, process_group=group)
         mine = slice(2 * RANK, 2 * RANK + 2)
-        with torch.no_grad():
-            ours.router.weight.copy_(alone.router.weight)
-            ours.w13.copy_(alone.w13[mine])
-            ours.w2.copy_(alone.w2[mine])
+        ours.load_state_dict(alone.state_dict())
         start = sum(COUNTS[:RANK])
         own = slice(start, start + COUNTS[RANK])
         x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
@@ -203,11 +218,154 @@ def module(comm):
         y_ours.backward(dy[own])
         for a, b in ((y_ours, y_alone[own]), (x_ours.grad, x_alone.grad[own])):
             torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6 * b.abs().max().item())
-        for a, b in ((ours.w13.grad, alone.w13.grad[mine]), (ours.w2.grad, alone.w2.grad[mine])):
+        for w, other in ((ours.w13, alone.w13), (ours.w2, alone.w2)):
+            a, b = w.grad.to_local(), other.grad[mine]
             torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-7 * b.abs().max().item())
         gathered = ours.router.weight.grad.clone()
         dist.all_reduce(gathered)
         torch.testing.assert_close(gathered, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
+
+
+def seeded(recipe="fp8_flow", **options):
+    torch.manual_seed(3)
+    return FP8FlowMoE(H, F, 8, 2, recipe=recipe, device=DEVICE, **options)
+
+
+def stepped(layer):
+    """A layer and its optimizer after two steps along gradients that follow from the weights."""
+    optimizer = torch.optim.AdamW(torch_sharding.param_groups(layer.parameters()), lr=0.1, fused=True)
+    for _ in range(2):
+        for p in layer.parameters():
+            p.grad = torch.sin(p.detach())
+        optimizer.step()
+    return layer, optimizer
+
+
+def whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def same_state(layer, optimizer):
+    """As one process has it."""
+    alone, wanted = stepped(seeded())
+    for p, q in zip(layer.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(whole(p.detach()), q.detach())
+        for name, value in wanted.state[q].items():
+            assert torch.equal(whole(optimizer.state[p][name]), value), name
+
+
+def meshes():
+    """Both ranks' kinds: along "dp" copies of the experts, along "ep" their shards."""
+    mesh = init_device_mesh(DEVICE, (WORLD // 2, 2), mesh_dim_names=("dp", "ep"))
+    return mesh, mesh["dp", "ep"]._flatten("all")
+
+
+def saved(comm):
+    """torch.distributed.checkpoint of the experts' weights and of their optimizer's state."""
+    group = dist.group.WORLD if WORLD == 4 else meshes()[0]["ep"]
+    layer, optimizer = stepped(seeded(process_group=group))
+    same_state(layer, optimizer)
+    state = get_state_dict(layer, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=f"{FILE}-saved")
+
+
+def loaded(comm):
+    """By another number of ranks, with `fully_shard` over a second dimension of the mesh."""
+    layer = seeded(process_group=dist.group.WORLD)
+    with torch.no_grad():
+        layer.w13.zero_()
+    restored(layer, f"{FILE}-saved")
+
+
+def restored(layer, folder):
+    optimizer = torch.optim.AdamW(torch_sharding.param_groups(layer.parameters()), lr=0.1, fused=True)
+    model_state, optimizer_state = get_state_dict(layer, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(layer, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    same_state(layer, optimizer)
+
+
+def composed(comm):
+    """Expert parallelism by `fully_shard`: forward, backward, norm, checkpoint as one process's."""
+    mesh, everybody = meshes()
+    alone, layer = seeded(), seeded(process_group=mesh["ep"])
+    fully_shard(layer.router, mesh=everybody)
+    fully_shard(layer, mesh=mesh["dp"])
+    x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
+    starts = [sum(COUNTS[:r]) for r in range(WORLD + 1)]
+    own = slice(*starts[RANK : RANK + 2])
+    for copies in range(0, WORLD, 2):  # an expert's rows in tiles as there
+        rows = slice(starts[copies], starts[copies + 2])
+        alone(x[rows]).backward(dy[rows])
+    for _ in range(2):  # of two micro-batches
+        layer(x[own]).backward(dy[own] / 2)
+    for (name, p), q in zip(layer.named_parameters(), alone.parameters(), strict=True):
+        # the mean over the copies of a parameter, of which the tokens are apart
+        copies = WORLD if name == "router.weight" else WORLD // 2
+        far = (whole(p.grad) * copies - q.grad).abs().max()
+        # rows of a token are summed by rank, so that y and the router's gradient round in another order
+        assert far <= (2.0**-6 if name == "router.weight" else 2.0**-20) * q.grad.abs().max(), (name, far)
+        p.grad = torch.sin(p.detach())
+        q.grad = torch.sin(q.detach())
+    norm = torch_sharding.clip_grad_norm_(layer.parameters(), 1.0)
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+    for p, q in zip(layer.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=0)
+    again, optimizer = stepped(layer)
+    same_state(again, optimizer)
+    state = get_state_dict(layer, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), state, strict=True)), checkpoint_id=f"{FILE}-composed")
+    restored(seeded(process_group=mesh["ep"]), f"{FILE}-composed")
+
+
+def copied(comm):
+    """An average of weights copies the layer; a copy exchanges rows with the same ranks. Pickles, too."""
+    layer = seeded(process_group=dist.group.WORLD)
+    x = torch.randn(COUNTS[RANK], H, device=DEVICE)
+    y = layer(x)
+    for twin in (
+        copy.deepcopy(layer),
+        torch.optim.swa_utils.AveragedModel(layer).module,
+        pickle.loads(pickle.dumps(layer)),
+    ):
+        assert torch.equal(twin(x), y)
+        with torch.no_grad():
+            twin.w2.mul_(2)
+        assert torch.equal(layer(x), y)
+    full = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+    alone = seeded()
+    alone.load_state_dict(full)
+    for p, q in zip(alone.parameters(), seeded().parameters(), strict=True):
+        assert torch.equal(p, q)
+    other = seeded(process_group=dist.group.WORLD)
+    mine = {name: getattr(value, "_local_tensor", value) for name, value in layer.state_dict().items()}
+    for state in (full, mine):
+        with torch.no_grad():
+            other.w13.zero_()
+        other.load_state_dict(state)
+        assert torch.equal(other(x), y)
+
+
+def data_parallel(comm):
+    """torch's DistributedDataParallel: gradients are the ranks' mean, also of several micro-batches."""
+    layer, alone = seeded(), seeded()
+    parallel = torch.nn.parallel.DistributedDataParallel(layer)
+    x, dy = torch.randn(2, WORLD, 2, 24, H, device=DEVICE)
+    wanted = []
+    for r in range(WORLD):
+        alone.zero_grad()
+        for i in range(2):
+            alone(x[r, i]).backward(dy[r, i])
+        wanted.append([p.grad.clone() for p in alone.parameters()])
+    with parallel.no_sync():
+        parallel(x[RANK, 0]).backward(dy[RANK, 0])
+    parallel(x[RANK, 1]).backward(dy[RANK, 1])
+    for p, *grads in zip(layer.parameters(), *wanted, strict=True):
+        mean = sum(g / WORLD for g in grads)
+        # WORLD float32 numbers, added in another order
+        assert (p.grad - mean).abs().max() <= WORLD * 2.0**-23 * mean.abs().max()
 
 
 def in_turn(comm):
@@ -250,7 +408,10 @@ dist.init_process_group(
     world_size=WORLD,
     timeout=datetime.timedelta(seconds=20 if CASE.startswith("lost") else 120),
 )
-cases = {"layers": layers, "rows": rows, "refusals": refusals, "module": module, "lost": lost}
+cases = {
+    f.__name__: f
+    for f in (layers, rows, refusals, module, saved, loaded, composed, copied, data_parallel, lost)
+}
 for case in CASE.split(","):
     if case.endswith("/peer"):
         {**cases, "in_turn": in_turn}[case.removesuffix("/peer")](SymmetricMemory(None, 1 << 24))

@@ -51,10 +51,18 @@ def together(world, arguments, limit):
 
 
 @pytest.mark.parametrize(
-    ("cases", "world"), [("layers,rows,refusals,module", 2), ("layers,rows", 4), ("lost", 3)]
+    ("cases", "world"),
+    [("layers,rows,refusals,module,copied,data_parallel", 2), ("layers,rows,composed", 4), ("lost", 3)],
 )
 def test_ranks(cases, world, tmp_path):
     ranks(cases, world, tmp_path)
+
+
+def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
+    file = tmp_path / "checkpoint"
+    for case, world in (("saved", 4), ("loaded", 2)):
+        file.unlink(missing_ok=True)
+        together(world, lambda r, c=case, w=world: [str(RANK), c, str(r), str(w), str(file), "cpu"], 300)
 
 
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (2, 4)])
@@ -98,7 +106,7 @@ def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
             return self
 
     comm = object.__new__(module.ProcessGroup)
-    comm._group, comm.rank, comm.world_size, comm._calls, comm._here = Group(), 0, 3, 4, ""
+    comm.group, comm.rank, comm.world_size, comm._calls, comm._here = Group(), 0, 3, 4, ""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Never())
     monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
     monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", lambda: board)

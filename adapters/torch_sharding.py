@@ -1,0 +1,153 @@
+"""Weights of expert parallelism as the shards that they are.
+
+Each rank holds the weights of its own experts. As plain tensors of one name they would be taken for copies of
+one tensor, by `torch.distributed.checkpoint` for one, which keeps a single rank's. So they are `DTensor`s,
+sharded along the experts over the ranks' mesh: checkpoints, optimizer states and norms see all experts, and
+``fully_shard`` over another dimension of the same mesh shards each rank's further.
+
+    layer = FP8FlowMoE(..., process_group=mesh["ep"])
+    fully_shard(layer, mesh=mesh["dp"])
+
+The router's gradient is every rank's own, of its own tokens: ``fully_shard(layer.router, mesh=...)`` over
+all ranks before that averages it. torch's optimizers do not take plain tensors and DTensors in one group, nor
+does `torch.nn.utils.clip_grad_norm_`: `param_groups` and `clip_grad_norm_` are for models that have both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.expert_parallel import Engine, Transport
+
+EXPERTS = (Shard(0),)  # of weights [E, N, K]
+
+
+class Ranks:
+    """Who holds the experts: how rows move between them, and their mesh, None for a single one.
+
+    group: a process group, a one-dimensional DeviceMesh, or a `fp8moe.expert_parallel.Transport` or `Engine`
+        whose attribute ``group`` is the process group; None for one rank.
+    """
+
+    def __init__(self, group: Any, device: torch.device):
+        self.comm: Any = group
+        self.mesh: DeviceMesh | None = None
+        self.size, self.rank = 1, 0
+        if group is None:
+            return
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"process_group: got a DeviceMesh of {group.ndim} dimensions; wanted one, as mesh['ep']"
+                )
+            self.mesh, group = group, group.get_group()
+        if isinstance(group, dist.ProcessGroup):
+            self.comm = ProcessGroup(group)
+        elif not isinstance(group, Transport | Engine):
+            raise TypeError(
+                f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, a "
+                "one-dimensional DeviceMesh, or a fp8moe.expert_parallel.Transport or Engine"
+            )
+        self.size, self.rank = self.comm.world_size, self.comm.rank
+        if self.size == 1:
+            self.mesh = None
+        elif self.mesh is None:
+            group = getattr(self.comm, "group", None)
+            if group is None:
+                raise TypeError(
+                    f"process_group: got {type(self.comm).__qualname__} without an attribute `group`; wanted "
+                    "its torch.distributed.ProcessGroup there, for checkpoints to know whose experts they get"
+                )
+            kind = device.type
+            if kind == "meta":
+                kind = dist.distributed_c10d._get_pg_default_device(group).type
+            self.mesh = DeviceMesh.from_group(group, kind)
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # a copy of a layer exchanges rows with the same ranks
+
+    def __reduce__(self) -> Any:
+        if self.comm is None:
+            return Ranks, (None, torch.device("cpu"))
+        if type(self.comm) is not ProcessGroup:
+            raise TypeError(
+                f"process_group: got {type(self.comm).__qualname__}, which cannot be pickled; wanted a "
+                "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
+            )
+        kind = "cpu" if self.mesh is None else self.mesh.device_type
+        return _ranks_named, (self.comm.group.group_name, kind)
+
+
+def _ranks_named(name: str, kind: str) -> Ranks:
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except Exception as error:
+        raise RuntimeError(
+            f"process_group: got a layer of the process group {name!r}, which is not here ({error}); wanted "
+            "torch.distributed initialized as where the layer was pickled; or load a state_dict()"
+        ) from error
+    return Ranks(group, torch.device(kind))
+
+
+def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's experts as a parameter that says so."""
+    return nn.Parameter(DTensor.from_local(local, mesh, EXPERTS, run_check=False))
+
+
+def local_of(w: Tensor) -> Tensor:
+    """This rank's part of a weight, with its gradient; a plain tensor is its own."""
+    return w.to_local() if isinstance(w, DTensor) else w  # type: ignore[no-any-return]
+
+
+def is_whole(w: Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether all weights of this rank's experts are here, and not sharded further, as ``fully_shard`` does
+    outside of the forward. mesh: of the ranks."""
+    return not isinstance(w, DTensor) or (mesh is not None and w.device_mesh == mesh)
+
+
+def as_shard(given: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
+    """A state dict's value for a weight as the weight is: all experts as a plain tensor, or this rank's."""
+    if not isinstance(w, DTensor) or type(given) not in (Tensor, nn.Parameter) or not is_whole(w, mesh):
+        return given
+    if given.shape == w.shape:
+        return distribute_tensor(given.to(w.device), w.device_mesh, EXPERTS, src_data_rank=None)
+    if given.shape == w.to_local().shape:
+        return DTensor.from_local(given.to(w.device), w.device_mesh, EXPERTS, run_check=False)
+    return given
+
+
+def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: plain tensors and the DTensors of each mesh apart. ``options``: of every
+    group."""
+    return [{"params": group, **options} for group in _by_mesh(parameters)]
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of plain tensors and DTensors together: the norm is that of all ranks'
+    experts and of this rank's plain tensors, which are the same on all. Returns it, a scalar."""
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    groups = _by_mesh([p for p in given if p.grad is not None])
+    norms = []
+    for group in groups:
+        norm = nn.utils.get_total_norm([p.grad for p in group], norm_type)  # type: ignore[misc]
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for p in parameters:
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
