@@ -37,7 +37,7 @@ def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> 
     """(rows in expert order, row map). tokens [T, H]; routing_map bool [T, E]; num_out_tokens: how many rows,
     a number or a tensor of one; None: counted, which synchronises once on CUDA."""
     plan = _plan(routing_map, num_out_tokens)
-    return torch_ops.permute(tokens, plan).data, plan.row_id_map
+    return torch_ops.permute(te.contiguous(tokens), plan).data, plan.row_id_map
 
 
 def permute_with_probs(
@@ -45,7 +45,7 @@ def permute_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(rows, their probabilities, row map) as `permute`; probs [T, E]."""
     plan = _plan(routing_map, num_out_tokens)
-    moved = torch_ops.permute(tokens, plan, probs)
+    moved = torch_ops.permute(te.contiguous(tokens), plan, te.contiguous(probs))
     return moved.data, moved.probs, plan.row_id_map
 
 
@@ -57,15 +57,15 @@ def permute_and_pad_with_probs(
     rows: Any = "exact"
     if tokens_per_expert.device.type == "cpu":
         rows = int((-(-tokens_per_expert // align_size) * align_size).sum())
-    plan = torch_ops.plan_routing_map(routing_map, align_size=align_size, num_out_tokens=rows)
-    moved = torch_ops.permute(tokens, plan, probs)
+    plan = torch_ops.plan_routing_map(te.contiguous(routing_map), align_size=align_size, num_out_tokens=rows)
+    moved = torch_ops.permute(te.contiguous(tokens), plan, te.contiguous(probs))
     padded = plan.padded_tokens_per_expert.to(tokens_per_expert.device).long()
     return moved.data, moved.probs, plan.row_id_map, plan.pad_offsets, padded
 
 
 def _plan(routing_map: Tensor, num_out_tokens: Any) -> fp8moe.PermutationPlan:
     rows = "exact" if num_out_tokens is None else int(num_out_tokens)
-    return torch_ops.plan_routing_map(routing_map, num_out_tokens=rows)
+    return torch_ops.plan_routing_map(te.contiguous(routing_map), num_out_tokens=rows)
 
 
 FUSED = {

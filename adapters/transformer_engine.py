@@ -3,7 +3,8 @@
 Same arguments, order and results: the row map's layout, ``pad_offsets=None`` when every expert is aligned,
 and zero rows for a probability of exactly 0.0 (`moe_permute_with_probs` and its padded twin only), which
 their callers use to drop tokens from a routing of fixed width. FP8 goes through
-`fp8moe.QuantTensor` in place of Transformer Engine's own tensor classes.
+`fp8moe.QuantTensor` in place of Transformer Engine's own tensor classes. Tensors may have any strides: those
+that are not contiguous are copied first.
 
     import fp8moe.adapters.transformer_engine as te   # in place of: import transformer_engine.pytorch as te
 """
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fp8moe
 from fp8moe import PermutationPlan, QuantTensor
 from fp8moe.adapters import torch_ops
 
@@ -35,19 +35,23 @@ def moe_permute(
     here may also be -1: counted, which synchronises once. The map is int32 [T, 2E+1].
     map_type "index": routing_map int32 [T, k] of expert ids; num_out_tokens <= 0 means T * k; rows
     past it are dropped. The map is int32 [k * T]: the row of entry (t, j) at j * T + t, -1 if dropped.
+    Only the order of the ids counts, not how large they are; a negative one takes no row.
     max_token_num is a hint for a workspace that is not needed here.
     """
     if map_type == "index":
         return _permute_by_index(inp, routing_map, num_out_tokens)
     _check_map_type(map_type)
     plan = _mask_plan(routing_map, num_out_tokens)
-    return torch_ops.permute(inp, plan).data, plan.row_id_map
+    return torch_ops.permute(contiguous(inp), plan).data, plan.row_id_map
 
 
 def moe_permute_with_probs(
-    inp: Rows, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
+    inp: Rows, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Rows, Tensor, Tensor]:
-    """(rows, probs [rows], row map) by a mask; probs [T, E]. A row whose probability is 0.0 is zeros."""
+    """(rows, probs [rows], row map) by a mask; probs [T, E]. A row whose probability is 0.0 is zeros.
+
+    num_out_tokens: as for `moe_permute`.
+    """
     plan = _mask_plan(routing_map, num_out_tokens)
     rows, moved = _permute_with_probs(inp, probs, plan)
     return rows, moved, plan.row_id_map
@@ -65,7 +69,7 @@ def moe_permute_and_pad_with_probs(
         raise ValueError("tokens_per_expert: got None; wanted the counts [E] of the mask")
     if align_size <= 0:
         raise ValueError(f"align_size: got {align_size}; wanted 1 or more")
-    plan = fp8moe.plan_routing_map(routing_map, align_size=align_size, num_out_tokens="exact")
+    plan = torch_ops.plan_routing_map(contiguous(routing_map), align_size=align_size, num_out_tokens="exact")
     rows, moved = _permute_with_probs(inp, probs, plan)
     padded = plan.padded_tokens_per_expert.long()
     aligned = plan.num_out_tokens == int(plan.tokens_per_expert.sum())
@@ -92,6 +96,7 @@ def moe_unpermute(
             raise ValueError("probs: got it beside merging_probs; wanted one of them; probs is deprecated")
         warnings.warn("probs is deprecated; use merging_probs", DeprecationWarning, stacklevel=2)
         merging_probs = probs
+    inp, row_id_map, merging_probs = contiguous(inp), contiguous(row_id_map), contiguous(merging_probs)
     if map_type == "index":
         return _unpermute_by_index(inp, row_id_map, merging_probs)
     _check_map_type(map_type)
@@ -109,14 +114,16 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tensor) -> Rows:
     """Chunks of rows in another order: chunk j of the result is chunk ``sorted_index[j]`` of inp."""
-    return torch_ops.sort_chunks(inp, split_sizes, sorted_index).data
+    chunks = contiguous(split_sizes), contiguous(sorted_index)
+    return torch_ops.sort_chunks(contiguous(inp), *chunks).data
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: Rows, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Rows, Tensor]:
     """`moe_sort_chunks_by_index` that moves probs [N] along."""
-    got = torch_ops.sort_chunks(inp, split_sizes, sorted_index, probs)
+    chunks = contiguous(split_sizes), contiguous(sorted_index)
+    got = torch_ops.sort_chunks(contiguous(inp), *chunks, contiguous(probs))
     return got.data, got.probs
 
 
@@ -160,9 +167,18 @@ def _padded_splits(module: Fp8Padding | Fp8Unpadding, m_splits: list[int]) -> li
 
 
 def _resize(verb, inp: Tensor, m_splits: list[int], align_size: int, rows: int) -> Tensor:  # type: ignore[no-untyped-def]
-    flat = inp.reshape(-1, inp.shape[-1])
+    flat = contiguous(inp.reshape(-1, inp.shape[-1]))
     counts = torch.tensor(m_splits, dtype=torch.int32).to(inp.device)
     return verb(flat, counts, align_size, num_out_tokens=rows)
+
+
+def contiguous(x: Any) -> Any:
+    """A tensor, the tensors of a QuantTensor, or None, as the kernels take them."""
+    if isinstance(x, Tensor):
+        return x.contiguous()
+    if x is None or "_raw" in x.__dict__:  # a call's result is
+        return x
+    return replace(x, data=x.data.contiguous(), scales=x.scales.contiguous())
 
 
 def _check_map_type(map_type: str) -> None:
@@ -172,11 +188,11 @@ def _check_map_type(map_type: str) -> None:
 
 def _mask_plan(routing_map: Tensor, num_out_tokens: int) -> PermutationPlan:
     rows = "exact" if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
-    return torch_ops.plan_routing_map(routing_map, num_out_tokens=rows)
+    return torch_ops.plan_routing_map(contiguous(routing_map), num_out_tokens=rows)
 
 
 def _permute_with_probs(inp: Rows, probs: Tensor, plan: PermutationPlan) -> tuple[Rows, Tensor]:
-    moved = torch_ops.permute(inp, plan, probs)
+    moved = torch_ops.permute(contiguous(inp), plan, contiguous(probs))
     dropped = (moved.probs == 0).unsqueeze(1)
     if isinstance(moved.data, QuantTensor):
         return replace(moved.data, data=moved.data.data.masked_fill(dropped, 0)), moved.probs
@@ -195,7 +211,7 @@ class _ZeroRows(torch.autograd.Function):
 
 
 def _plan_from_map(
-    row_id_map: Tensor, pad_offsets: Tensor | None, experts: int, rows: int, slots: Tensor | None = None
+    row_id_map: Tensor, pad_offsets: Tensor | None, experts: int, rows: int
 ) -> PermutationPlan:
     """The plan that a row map and padding offsets belong to, counted again from the map.
 
@@ -206,11 +222,11 @@ def _plan_from_map(
     bins = row_id_map.new_zeros(experts + 1)  # the last one takes the blanks
     expert_of = torch.where(expert_of < 0, experts, expert_of)
     counts = bins.scatter_add(0, expert_of, torch.ones_like(expert_of, dtype=torch.int32))[:-1]
-    pads = torch.zeros_like(counts) if pad_offsets is None else pad_offsets.to(torch.int32)
+    pads = torch.zeros_like(counts) if pad_offsets is None else pad_offsets.to(torch.int32).contiguous()
     ends = (counts.cumsum(0) + pads).to(torch.int32)
     return PermutationPlan(
         row_id_map=row_id_map,
-        slots=slots,
+        slots=None,
         tokens_per_expert=counts,
         padded_tokens_per_expert=counts,
         pad_offsets=pads,
@@ -221,21 +237,24 @@ def _plan_from_map(
     )
 
 
-# Index maps: the same movement, with the row map in another layout.
+# Index maps: the same movement, with the row map in another layout. Where an entry's row is depends on the
+# order of the ids alone, so the plan has one expert, which all entries are of.
 
 
 def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[Rows, Tensor]:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"routing_map: got dtype {indices.dtype}; wanted int32 or int64, the ids of experts")
+    if indices.dim() != 2:
+        raise ValueError(f"routing_map: got shape {list(indices.shape)}; wanted [T, k]")
     tokens, k = indices.shape
-    if tokens == 0:
-        return inp, torch.empty(0, dtype=torch.int32, device=indices.device)
-    rows = num_out_tokens if num_out_tokens > 0 else tokens * k
-    experts = int(indices.max()) + 1  # the map does not say how many there are
-    plan = torch_ops.plan_topk(indices, max(experts, 1), num_out_tokens=rows)
-    flat = indices.new_full((tokens, k + 1), -1, dtype=torch.int32)
-    slots = plan.slots.long()
-    slots = torch.where(slots < 0, k, slots)  # blanks go to a column that is cut off
-    flat.scatter_(1, slots, plan.row_id_map[:, :k])
-    return torch_ops.permute(inp, plan).data, flat[:, :k].t().reshape(-1).contiguous()
+    num_rows = num_out_tokens if tokens and num_out_tokens > 0 else tokens * k
+    flat = indices.reshape(-1)
+    order = flat.sort(stable=True).indices
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=order.device))
+    row = rank - (flat < 0).sum()  # those come first
+    row = torch.where((row >= 0) & (row < num_rows), row, -1).to(torch.int32).view(tokens, k)
+    rows = torch_ops.permute(contiguous(inp), _plan_of_rows(row, num_rows)).data
+    return rows, row.t().contiguous().view(-1)
 
 
 def _unpermute_by_index(inp: Rows, row_id_map: Tensor, probs: Tensor | None) -> Tensor:
@@ -243,14 +262,25 @@ def _unpermute_by_index(inp: Rows, row_id_map: Tensor, probs: Tensor | None) -> 
         warnings.warn(f"probs of {probs.dtype} are converted to float32", stacklevel=3)
         probs = probs.to(torch.float32)
     tokens, k = (row_id_map.shape[0], 1) if probs is None else probs.shape
-    if row_id_map.shape[0] == 0:
-        return inp
-    by_token = row_id_map.view(k, tokens).t()
-    rows, order = by_token.sort(dim=1, descending=True, stable=True)
-    count = (rows >= 0).sum(dim=1, keepdim=True)
-    expert = torch.where(rows >= 0, 0, -1)  # without padding the expert does not matter
-    full = torch.cat([rows, expert, count], dim=1).to(torch.int32).contiguous()
-    slots = torch.where(rows >= 0, order, -1).to(torch.int32).contiguous()
     num_rows = inp.data.shape[0] if isinstance(inp, QuantTensor) else inp.shape[0]
-    plan = _plan_from_map(full, None, 1, num_rows, slots)
-    return torch_ops.unpermute(inp, plan, probs)
+    return torch_ops.unpermute(inp, _plan_of_rows(row_id_map.view(k, tokens).t(), num_rows), probs)
+
+
+def _plan_of_rows(row: Tensor, num_rows: int) -> PermutationPlan:
+    """The plan of one expert that moves token t to row[t, j], int32, nowhere where that is negative."""
+    rows, order = row.sort(dim=1, descending=True, stable=True)
+    expert = torch.where(rows >= 0, 0, -1).to(torch.int32)
+    count = (rows >= 0).sum(dim=1, keepdim=True, dtype=torch.int32)
+    total = count.sum(dim=0, dtype=torch.int32)
+    zero = torch.zeros_like(total)
+    return PermutationPlan(
+        row_id_map=torch.cat([rows, expert, count], dim=1),
+        slots=torch.where(rows >= 0, order, -1).to(torch.int32).contiguous(),
+        tokens_per_expert=total,
+        padded_tokens_per_expert=total,
+        pad_offsets=zero,
+        expert_offsets=torch.cat([zero, total]),
+        overflow=zero,
+        num_out_tokens=num_rows,
+        align_size=1,
+    )

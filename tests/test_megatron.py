@@ -92,6 +92,23 @@ def test_chunk_sort(device, with_probs):
         assert a is b is None or torch.equal(a, b)
 
 
+def test_strided_arguments():
+    x, mask, probs = inputs("cpu")
+    strided = [torch.stack([a, a], -1)[..., 0] for a in (x, probs, mask)]
+    count = int(mask.sum())
+    for a, b in zip(
+        megatron.permute_with_probs(*strided, count),
+        megatron.permute_with_probs(x, probs, mask, count),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+    assert torch.equal(megatron.permute(*strided[::2], count)[0], megatron.permute(x, mask, count)[0])
+    got = megatron.permute_and_pad_with_probs(*strided, mask.sum(0), 16)
+    wanted = megatron.permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
+    assert torch.equal(got[0], wanted[0])
+    assert torch.equal(got[1], wanted[1])
+
+
 @pytest.mark.parametrize("counts_on_cpu", [True, False])
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("device", DEVICES)

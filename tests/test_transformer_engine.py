@@ -1,5 +1,8 @@
 """The drop-in names against what Transformer Engine's callers rely on, written out in plain torch."""
 
+import tracemalloc
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -232,3 +235,122 @@ def test_refusals():
         te.moe_unpermute(rows, row_map, probs, (T, H), probs=probs)
     with pytest.raises(ValueError, match="m_splits: got 1 sizes"):
         te.Fp8Padding(2)(x, [T])
+
+
+def wider(x):
+    """The same values as every other column of a buffer."""
+    buffer = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+    buffer[..., ::2] = x.detach()
+    return buffer[..., ::2]
+
+
+def transposed(x):
+    return x.detach().t().contiguous().t()
+
+
+@pytest.mark.parametrize("strided", [wider, transposed])
+def test_strided_arguments(strided):
+    """Every other column of a wider buffer and transposed views, as the original takes them."""
+    x, probs, mask = mask_case(7)
+    x, probs, count, counts = x.detach(), probs.detach(), int(mask.sum()), mask.sum(0)
+    xs, ps, ms = strided(x), strided(probs), strided(mask)
+    assert not any(a.is_contiguous() for a in (xs, ps, ms))
+
+    def same(got, wanted):
+        for a, b in zip(got, wanted, strict=True):
+            assert torch.equal(a, b)
+
+    same(te.moe_permute(xs, ms, count), te.moe_permute(x, mask, count))
+    same(te.moe_permute_with_probs(xs, ps, ms, count), te.moe_permute_with_probs(x, probs, mask, count))
+    wanted = te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 8)
+    same(te.moe_permute_and_pad_with_probs(xs, ps, ms, wider(counts), 8), wanted)
+    rows, _, row_map, pads, _ = wanted
+    again = te.moe_unpermute(
+        strided(rows), strided(row_map), merging_probs=ps, restore_shape=(T, H), pad_offsets=wider(pads)
+    )
+    same([again], [te.moe_unpermute(rows, row_map, probs, (T, H), pad_offsets=pads)])
+    ids = torch.rand(T, E).argsort(1)[:, :3].int()
+    by_index = te.moe_permute(x, ids, T * 3, map_type="index")
+    same(te.moe_permute(xs, strided(ids), T * 3, map_type="index"), by_index)
+    merging = torch.rand(T, 3)
+    again = te.moe_unpermute(strided(by_index[0]), wider(by_index[1]), strided(merging), map_type="index")
+    same([again], [te.moe_unpermute(*by_index, merging, map_type="index")])
+    sizes, order = torch.tensor([30, 0, 7]), torch.tensor([2, 0, 1])
+    same(
+        te.moe_sort_chunks_by_index_with_probs(xs, ps[:, 1], wider(sizes), wider(order)),
+        te.moe_sort_chunks_by_index_with_probs(x, probs[:, 1].contiguous(), sizes, order),
+    )
+    plain = te.moe_sort_chunks_by_index(x, sizes, order)
+    same([te.moe_sort_chunks_by_index(xs, wider(sizes), order)], [plain])
+    same([te.Fp8Padding(3)(xs, [30, 0, 7])[0]], [te.Fp8Padding(3)(x, [30, 0, 7])[0]])
+    q = fp8moe.quantize(torch.randn(T, 256))
+    cut = replace(q, data=strided(q.data), scales=strided(q.scales))
+    same([te.moe_permute(cut, ms, count)[0].scales], [te.moe_permute(q, mask, count)[0].scales])
+
+
+def test_strided_arguments_have_gradients():
+    x, probs, mask = mask_case(8)
+    count, weight = int(mask.sum()), torch.randn(int(mask.sum()), H)
+    wide = torch.cat([x, x], 1).detach().requires_grad_()
+    both = torch.cat([probs, probs], 1).detach().requires_grad_()
+    rows, moved, _ = te.moe_permute_with_probs(wide[:, :H], both[:, E:], mask, count)
+    got = torch.autograd.grad((rows * weight).sum() + moved.square().sum(), (wide, both))
+    rows, moved, _ = te.moe_permute_with_probs(x, probs, mask, count)
+    wanted = torch.autograd.grad((rows * weight).sum() + moved.square().sum(), (x, probs))
+    assert torch.equal(got[0], torch.cat([wanted[0], torch.zeros_like(wanted[0])], 1))
+    assert torch.equal(got[1], torch.cat([torch.zeros_like(wanted[1]), wanted[1]], 1))
+
+
+def test_an_index_of_any_size_costs_the_same():
+    """Only the order of ids counts. Negative ones are no expert's, and take no row."""
+    large, largest = 100_000_000, 2**31 - 1
+    ids = torch.tensor([[5, large], [largest, 5], [-7, 5], [large, largest]], dtype=torch.int32)
+    x = torch.randn(4, H, requires_grad=True)
+    tracemalloc.start()
+    rows, row_map = te.moe_permute(x, ids, 8, map_type="index")
+    assert tracemalloc.get_traced_memory()[1] < 2**22  # an array by id would be NumPy's, 400 MB and more
+    tracemalloc.stop()
+    order = [(0, 0), (1, 1), (2, 1), (0, 1), (3, 0), (1, 0), (3, 1)]  # by id, then by token
+    assert torch.equal(rows, torch.cat([x[[t for t, _ in order]], torch.zeros(1, H)]))
+    wanted = torch.full((2, 4), -1, dtype=torch.int32)
+    for row, (t, j) in enumerate(order):
+        wanted[j, t] = row
+    assert torch.equal(row_map, wanted.reshape(-1))
+    (grad,) = torch.autograd.grad(rows.sum(), x)
+    assert torch.equal(grad, torch.tensor([2.0, 2, 1, 2]).unsqueeze(1).expand(4, H))
+    few, few_map = te.moe_permute(x, ids, 3, map_type="index")
+    assert torch.equal(few, rows[:3])
+    assert torch.equal(few_map, torch.where(row_map < 3, row_map, -1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("keep", [0, T * 3 - 20])
+def test_index_map_compiled(keep, dynamic):
+    """One graph: no value is looked at."""
+    ids = torch.rand(T, E).argsort(1)[:, :3].int()
+    x, probs = torch.randn(T, H).requires_grad_(), torch.rand(T, 3).requires_grad_()
+
+    def there_and_back(x, ids, probs):
+        rows, row_map = te.moe_permute(x, ids, keep, map_type="index")
+        return rows, row_map, te.moe_unpermute(rows * 2, row_map, probs, map_type="index")
+
+    compiled = torch.compile(there_and_back, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    both = [f(x, ids, probs) for f in (there_and_back, compiled)]
+    dy, dr = torch.randn(T, H), torch.randn_like(both[0][0])
+    grads = [torch.autograd.grad((r * dr).sum() + (y * dy).sum(), (x, probs)) for r, _, y in both]
+    for a, b in zip((*both[0], *grads[0]), (*both[1], *grads[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_count_of_rows_has_no_default_beside_probs():
+    x, probs, mask = mask_case(9)
+    with pytest.raises(TypeError, match="num_out_tokens"):
+        te.moe_permute_with_probs(x, probs, mask)
+
+
+def test_ids_that_are_no_ids():
+    x = torch.randn(4, H)
+    with pytest.raises(TypeError, match=r"routing_map: got dtype torch\.float32; wanted int32 or int64"):
+        te.moe_permute(x, torch.zeros(4, 2), 8, map_type="index")
+    with pytest.raises(ValueError, match=r"routing_map: got shape \[4\]; wanted \[T, k\]"):
+        te.moe_permute(x, torch.zeros(4, dtype=torch.int32), 4, map_type="index")
