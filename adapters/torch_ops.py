@@ -4,6 +4,9 @@ Names and arguments are those of `fp8moe`; tensors in, tensors out. Every operat
 `torch.library.custom_op` in the namespace ``fp8moe``; its shapes come from the same ``*_spec`` functions
 that allocate in the library. A `QuantTensor` has no gradient: it passes straight to the library. So do plain
 tensors in eager mode, where an operator with its gradient would cost the host some 25 us a call.
+
+Not supported, and refused: transforms of `torch.func` (vmap, grad, jvp and the like), forward-mode
+differentiation, and a gradient of a gradient.
 """
 
 from dataclasses import replace
@@ -11,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import fp8moe
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.border import dtype_named, separate_arrays
+from fp8moe.formats import COLUMN_BLOCK
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
-from fp8moe.plan import plan_spec, static_bound
+from fp8moe.plan import places, plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
 from fp8moe.records import METADATA_TYPES, ArraySpec, arrays_in
 from fp8moe.swiglu import activation_spec
@@ -31,7 +36,7 @@ def plan_topk(
     topk_ids: Tensor, num_experts: int, *, align_size: int = 1, num_out_tokens: Any = None
 ) -> PermutationPlan:
     """`fp8moe.plan_topk`. "exact" reads the row count back, so it cannot be compiled."""
-    if num_out_tokens == "exact" or _eager(topk_ids):
+    if _eager(topk_ids=topk_ids) or num_out_tokens == "exact":
         return fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
     tensors = _plan_topk(topk_ids, num_experts, align_size, num_out_tokens)
     rows = num_out_tokens
@@ -45,7 +50,7 @@ def plan_routing_map(
 ) -> PermutationPlan:
     """`fp8moe.plan_routing_map`. Compiled, it needs ``topk`` or an int ``num_out_tokens``."""
     counts = num_out_tokens == "exact" or (topk is None and num_out_tokens is None)
-    if counts or _eager(routing_map):
+    if _eager(routing_map=routing_map) or counts:
         return fp8moe.plan_routing_map(
             routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
         )
@@ -53,7 +58,7 @@ def plan_routing_map(
     tokens, experts = routing_map.shape
     rows = num_out_tokens
     if rows is None:
-        rows = static_bound(tokens * min(topk or experts, experts), experts, align_size)
+        rows = static_bound(tokens * places(topk, experts), experts, align_size)
     return _plan_of(tensors, rows, align_size)
 
 
@@ -65,9 +70,13 @@ def permute(
     fill_padding: bool = True,
 ) -> Permuted:
     """`fp8moe.permute`, with gradients for x and probs."""
+    eager = _eager(x=x, probs=probs)
+    if _needs_grad(x, probs) and not _may_need_grad(x):
+        moved = permute(_no_columns(probs), plan, probs, fill_padding=fill_padding).probs
+        return Permuted(permute(x, plan, fill_padding=fill_padding).data, moved, plan)
     if isinstance(x, QuantTensor):
         return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
-    if _eager(x, probs):
+    if eager:
         if not _needs_grad(x, probs):
             return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
         data, moved = _EagerPermute.apply(x, probs, plan, fill_padding)
@@ -88,7 +97,7 @@ def permute_and_pad(
     fill_padding: bool = True,
 ) -> Permuted:
     """`fp8moe.permute_and_pad`, with gradients for x and probs."""
-    if isinstance(x, QuantTensor) or (_eager(x, routing_map, probs) and not _needs_grad(x, probs)):
+    if _eager(x=x, routing_map=routing_map, probs=probs) and not _needs_grad(x, probs):
         return fp8moe.permute_and_pad(
             x,
             routing_map,
@@ -108,9 +117,15 @@ def permute_and_pad(
 
 def unpermute(x: Tensor | QuantTensor, plan: PermutationPlan, merging_probs: Tensor | None = None) -> Tensor:
     """`fp8moe.unpermute`, with gradients for x and merging_probs."""
+    eager = _eager(x=x, merging_probs=merging_probs)
     if isinstance(x, QuantTensor):
+        if _needs_grad(merging_probs):
+            raise TypeError(
+                "merging_probs: got a tensor that requires grad with a QuantTensor; wanted plain rows, whose "
+                "products with the gradient it is; pass fp8moe.dequantize(x)"
+            )
         return fp8moe.unpermute(x, plan, merging_probs)
-    if _eager(x, merging_probs):
+    if eager:
         if not _needs_grad(x, merging_probs):
             return fp8moe.unpermute(x, plan, merging_probs)
         return _EagerUnpermute.apply(x, merging_probs, plan)
@@ -128,21 +143,17 @@ def sort_chunks(
     num_out_tokens: int | None = None,
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
-    eager = isinstance(x, QuantTensor) or _eager(x, split_sizes, sorted_indices, probs)
-    if eager and not _needs_grad(x, probs):
-        return fp8moe.sort_chunks(
-            x,
-            split_sizes,
-            sorted_indices,
-            probs,
-            align_size=align_size,
-            chunks_per_group=chunks_per_group,
-            num_out_tokens=num_out_tokens,
-        )
+    eager = _eager(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
+    options: dict[str, Any] = {"align_size": align_size, "chunks_per_group": chunks_per_group}
+    how = {**options, "num_out_tokens": num_out_tokens}
+    if _needs_grad(x, probs) and not _may_need_grad(x):
+        moved = sort_chunks(_no_columns(probs), split_sizes, sorted_indices, probs, **how)
+        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **how).data)
+    if isinstance(x, QuantTensor) or (eager and not _needs_grad(x, probs)):
+        return fp8moe.sort_chunks(x, split_sizes, sorted_indices, probs, **how)
     if eager:
-        options = {"align_size": align_size, "chunks_per_group": chunks_per_group}
-        moved = _EagerSortChunks.apply(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
-        return SortedChunks(*moved)
+        found = _EagerSortChunks.apply(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
+        return SortedChunks(*found)
     data, moved, offsets = _sort_chunks(
         x, split_sizes, sorted_indices, probs, align_size, chunks_per_group, num_out_tokens
     )
@@ -150,24 +161,51 @@ def sort_chunks(
 
 
 def pad(
-    x: Tensor, tokens_per_expert: Tensor, align_size: int, *, num_out_tokens: int | None = None
-) -> Tensor:
-    """`fp8moe.pad`, with a gradient for x. num_out_tokens: an int, or None for the static bound."""
-    if num_out_tokens is None:
-        num_out_tokens = static_bound(x.shape[0], tokens_per_expert.shape[0], align_size)
-    if _eager(x, tokens_per_expert):
-        return _EagerPad.apply(x, tokens_per_expert, align_size, num_out_tokens, fp8moe.pad, fp8moe.unpad)
-    return _pad(x, tokens_per_expert, align_size, num_out_tokens)
+    x: Tensor | QuantTensor,
+    tokens_per_expert: Tensor | list[int] | tuple[int, ...],
+    align_size: int,
+    *,
+    num_out_tokens: Any = None,
+) -> Any:
+    """`fp8moe.pad`, with a gradient for x. "exact" reads the row count back, so it cannot be compiled."""
+    return _resize("pad", x, tokens_per_expert, align_size, num_out_tokens)
 
 
 def unpad(
-    x: Tensor, tokens_per_expert: Tensor, align_size: int, *, num_out_tokens: int | None = None
-) -> Tensor:
-    """`fp8moe.unpad`, with a gradient for x. num_out_tokens: an int, or None for as many as x has."""
-    rows = x.shape[0] if num_out_tokens is None else num_out_tokens
-    if _eager(x, tokens_per_expert):
-        return _EagerPad.apply(x, tokens_per_expert, align_size, rows, fp8moe.unpad, fp8moe.pad)
-    return _unpad(x, tokens_per_expert, align_size, rows)
+    x: Tensor | QuantTensor,
+    tokens_per_expert: Tensor | list[int] | tuple[int, ...],
+    align_size: int,
+    *,
+    num_out_tokens: Any = None,
+) -> Any:
+    """`fp8moe.unpad`, with a gradient for x. "exact" reads the row count back, so it cannot be compiled."""
+    return _resize("unpad", x, tokens_per_expert, align_size, num_out_tokens)
+
+
+def _resize(verb: str, x: Any, counts: Any, align_size: int, rows: Any) -> Any:
+    listed = isinstance(counts, (list, tuple))
+    eager = _eager(x=x, tokens_per_expert=None if listed else counts)
+    back = "unpad" if verb == "pad" else "pad"
+    if isinstance(x, QuantTensor) or (eager and not _needs_grad(x)):
+        return getattr(fp8moe, verb)(x, counts, align_size, num_out_tokens=rows)
+    align_size = checks.integer("align_size", align_size, 1)
+    checks.shape("x", x, ("N", "H"))
+    if listed:
+        counts = [checks.integer("tokens_per_expert", c, 0) for c in counts]
+        if rows is None or rows == "exact":
+            rows = sum(counts) if verb == "unpad" else sum(-(-c // align_size) * align_size for c in counts)
+        counts = torch.tensor(counts, dtype=torch.int32, device=x.device)
+    checks.shape("tokens_per_expert", counts, ("E",))
+    if rows is None:
+        rows = static_bound(x.shape[0], counts.shape[0], align_size) if verb == "pad" else x.shape[0]
+    if eager:
+        return _EagerPad.apply(x, counts, align_size, rows, getattr(fp8moe, verb), getattr(fp8moe, back))
+    if rows == "exact":
+        raise ValueError(
+            'num_out_tokens: got "exact", which reads the counts back, in compiled code; wanted an int, or '
+            "None for the static bound"
+        )
+    return (_pad if verb == "pad" else _unpad)(x, counts, align_size, rows)
 
 
 def swiglu(
@@ -179,7 +217,7 @@ def swiglu(
     linear_offset: float = 0.0,
 ) -> Tensor:
     """`fp8moe.swiglu`, with gradients for h and probs."""
-    if _eager(h, probs):
+    if _eager(h=h, probs=probs):
         activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
         if not _needs_grad(h, probs):
             return fp8moe.swiglu(h, probs, **activation)  # type: ignore[arg-type]
@@ -191,42 +229,43 @@ def quantize(
     x: Tensor,
     *,
     fmt: str = "e4m3",
-    block: tuple[int, int] = (1, 128),
+    block: tuple[int, int] | None = (1, 128),
     pow2: bool = True,
     eps: float = 0.0,
     layout: str = "compact",
 ) -> QuantTensor:
     """`fp8moe.quantize` in one orientation. Codes have no gradient."""
-    if _eager(x):
-        return fp8moe.quantize(x.detach(), fmt=fmt, block=block, pow2=pow2, eps=eps, layout=layout)
-    data, scales = _quantize(x.detach(), fmt, list(block), pow2, eps, layout)
-    return QuantTensor(data, scales, fmt, block, layout)
+    eager, x = _eager(x=x), _detached("x", x)
+    if eager:
+        return fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps, layout=layout)
+    data, scales = _quantize(x, fmt, _listed(block), pow2, eps, layout)
+    return QuantTensor(data, scales, fmt, block, layout)  # type: ignore[arg-type]
 
 
 def dequantize(q: QuantTensor, *, dtype: str = "float32") -> Tensor:
     """`fp8moe.dequantize`."""
-    if _eager(q):
+    if _eager(q=q):
         return fp8moe.dequantize(q, dtype=dtype)
-    return _dequantize(q.data, q.scales, q.fmt, list(q.block or ()), q.layout, dtype)
+    return _dequantize(q.data, q.scales, q.fmt, _listed(q.block), q.layout, dtype)
 
 
 def scaling_aware_transpose(
     q: QuantTensor, expert_offsets: Tensor | None = None, *, target: str = "column", align_size: int = 1
 ) -> QuantTensor:
     """`fp8moe.scaling_aware_transpose`."""
-    if _eager(q):
+    if _eager(q=q, expert_offsets=expert_offsets):
         return fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
-    assert q.block is not None
-    data, scales = _transpose(q.data, q.scales, q.fmt, list(q.block), expert_offsets, target, align_size)
+    checks.choice("q.block", q.block, COLUMN_BLOCK)
+    data, scales = _transpose(q.data, q.scales, q.fmt, _listed(q.block), expert_offsets, target, align_size)
     return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target))
 
 
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
     """`fp8moe.permute_transpose`."""
-    if _eager(q):
+    if _eager(q=q):
         return fp8moe.permute_transpose(q, plan, target=target)
-    assert q.block is not None
-    data, scales = _permute_transpose(q.data, q.scales, q.fmt, list(q.block), target, *_flat(plan))
+    checks.choice("q.block", q.block, COLUMN_BLOCK)
+    data, scales = _permute_transpose(q.data, q.scales, q.fmt, _listed(q.block), target, *_flat(plan))
     return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target))
 
 
@@ -244,9 +283,10 @@ def swiglu_quantize(
     align_size: int = 1,
 ) -> Any:
     """`fp8moe.swiglu_quantize`. Codes have no gradient: `swiglu_quantize_backward` is called by hand."""
-    h, probs = h.detach(), None if probs is None else probs.detach()
-    how = (fmt, list(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
-    if _eager(h, probs, expert_offsets):
+    eager = _eager(h=h, probs=probs, expert_offsets=expert_offsets)
+    h, probs = _detached("h", h), None if probs is None else probs.detach()
+    how = (fmt, _listed(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    if eager:
         return fp8moe.swiglu_quantize(h, probs, **_options(*how))
     return _quantized(_swiglu_quantize(h, probs, *how), fmt, block, columnwise)
 
@@ -266,9 +306,11 @@ def swiglu_quantize_backward(
     align_size: int = 1,
 ) -> SwigluGrad:
     """`fp8moe.swiglu_quantize_backward`."""
-    grad, h, probs = grad.detach(), h.detach(), None if probs is None else probs.detach()
-    how = (fmt, list(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
-    if _eager(grad, h, probs, expert_offsets):
+    eager = _eager(grad=grad, h=h, probs=probs, expert_offsets=expert_offsets)
+    grad, h = _detached("grad", grad), _detached("h", h)
+    probs = None if probs is None else probs.detach()
+    how = (fmt, _listed(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    if eager:
         return fp8moe.swiglu_quantize_backward(grad, h, probs, **_options(*how))
     *dh, dprobs = _swiglu_quantize_backward(grad, h, probs, *how)
     return SwigluGrad(_quantized(dh, fmt, block, columnwise), None if probs is None else dprobs)
@@ -279,7 +321,7 @@ _OPTIONS = ("fmt", "block", "clamp", "alpha", "linear_offset", "columnwise", "ex
 
 def _options(fmt: str, block: list[int], *others: Any) -> dict[str, Any]:
     """What SwiGLU with quantise takes by name, from the order in which its operators take it."""
-    return dict(zip(_OPTIONS, (fmt, tuple(block), *others), strict=True))
+    return dict(zip(_OPTIONS, (fmt, tuple(block) or None, *others), strict=True))
 
 
 def _quantized(tensors: Any, fmt: str, block: tuple[int, int], columnwise: bool) -> Any:
@@ -400,16 +442,44 @@ def __getattr__(name: str) -> Any:
 # ---------------------------------------------------------------- eager mode
 
 
-def _eager(*values: Tensor | QuantTensor | None) -> bool:
-    """Whether these are plain tensors of an eager call: not compiled, not fake, under no transform."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+def _eager(**values: Any) -> bool:
+    """Whether these are plain tensors of an eager call: not compiled, not fake. Refuses what is neither a
+    tensor nor a QuantTensor nor None, and tensors that are differentiated or batched by other means than
+    autograd, whose operators here have no rules for that."""
+    if torch.compiler.is_compiling():
         return False
-    for v in values:  # of a record that a call returned no tensor need be made to see that
+    plain = True
+    for name, v in values.items():
+        # of a record that a call returned no tensor need be made to see that
         if type(v) is QuantTensor and "_raw" not in v.__dict__:
             v = v.data
-        if v is not None and type(v) not in (Tensor, torch.nn.Parameter, QuantTensor):
-            return False
-    return True
+        if v is None or type(v) in _PLAIN:
+            continue
+        if not isinstance(v, Tensor):
+            raise _no_tensor(name, v)
+        plain = False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        _refuse_transforms(values)
+    return plain
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, QuantTensor))
+
+
+def _refuse_transforms(values: dict[str, Any]) -> None:
+    if torch._C._are_functorch_transforms_active():  # where tensors of the outside have no address either
+        first = next(iter(values))
+        raise TypeError(
+            f"{first}: got under a transform of torch.func (vmap, grad, vjp, jvp or jacrev); wanted "
+            "outside of any, there are no rules for them here; differentiate with torch.autograd.grad or "
+            "backward(), and in place of vmap put the batch into the rows or loop over it"
+        )
+    for name, v in values.items():
+        if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None:
+            raise TypeError(
+                f"{name}: got a tensor with a tangent of forward-mode differentiation; wanted a plain one; "
+                "differentiate with torch.autograd.grad or backward()"
+            )
 
 
 def _needs_grad(*values: Tensor | QuantTensor | None) -> bool:
@@ -421,6 +491,68 @@ def _needs_grad(*values: Tensor | QuantTensor | None) -> bool:
     return False
 
 
+_DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _may_need_grad(x: Any) -> bool:
+    """Whether rows are of a kind that has a gradient; codes are not, and their probabilities, which may have
+    one, move apart from them, beside rows of no columns."""
+    if isinstance(x, QuantTensor):
+        return False
+    if not isinstance(x, Tensor):
+        raise _no_tensor("x", x)
+    if x.dtype not in _DIFFERENTIABLE and x.requires_grad:
+        raise TypeError(
+            f"x: got {x.dtype} rows that require grad; wanted bfloat16, float16, float32 or float64 ones; "
+            "pass x.detach()"
+        )
+    return x.dtype in _DIFFERENTIABLE
+
+
+def _no_columns(probs: Any) -> Tensor:
+    return probs.detach().new_empty((probs.shape[0], 0))
+
+
+def _detached(name: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise _no_tensor(name, x)
+    return x.detach()
+
+
+def _no_tensor(name: str, x: Any) -> TypeError:
+    return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
+
+
+_TWICE = (
+    "the gradient of a function of fp8moe.adapters.torch_ops is differentiated, which is not twice "
+    "differentiable; leave out create_graph=True, or detach() its results"
+)
+
+
+class _Once(torch.autograd.Function):
+    """A backward as a function of the incoming gradients and of what was kept, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, backward, kept, count, *tensors):  # type: ignore[no-untyped-def]
+        return backward(kept, *tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        raise RuntimeError(_TWICE)
+
+
+def _once_differentiable(backward):  # type: ignore[no-untyped-def]
+    """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
+    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them."""
+
+    def run(ctx, *grads):  # type: ignore[no-untyped-def]
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return _Once.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+
+    return run
+
+
 class _EagerPermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
@@ -429,7 +561,7 @@ class _EagerPermute(torch.autograd.Function):
         return moved.data, moved.probs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
         grads = fp8moe.permute_backward(grad.contiguous(), ctx.plan, _given(grad_probs, ctx.has_probs))
         return *grads, None, None
@@ -443,7 +575,7 @@ class _EagerUnpermute(torch.autograd.Function):
         return fp8moe.unpermute(x, plan, probs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return *fp8moe.unpermute_backward(grad.contiguous(), ctx.plan, *ctx.saved_tensors), None
 
@@ -458,7 +590,7 @@ class _EagerSortChunks(torch.autograd.Function):
         return got.data, got.probs, got.group_offsets
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, grad, grad_probs, _):  # type: ignore[no-untyped-def]
         grads = fp8moe.sort_chunks_backward(
             grad.contiguous(),
@@ -480,7 +612,7 @@ class _EagerPad(torch.autograd.Function):
         return verb(x, counts, align_size, num_out_tokens=rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         align_size, rows, back = ctx.how
         found = back(grad.contiguous(), *ctx.saved_tensors, align_size, num_out_tokens=rows)
@@ -495,7 +627,7 @@ class _EagerSwiglu(torch.autograd.Function):
         return fp8moe.swiglu(h, probs, **activation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         h, *probs = ctx.saved_tensors
         g = fp8moe.swiglu_backward(grad.contiguous(), h, *probs, **ctx.activation)
@@ -558,6 +690,13 @@ def spec_of(x: Tensor) -> ArraySpec:
     return ArraySpec(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch."), "x"))
 
 
+def _listed(block: Any) -> list[int]:
+    """A block as operators take it, empty for None."""
+    if block is not None and not isinstance(block, tuple):
+        raise ValueError(f"block: got {block!r}; wanted a tuple of two ints, or None")
+    return list(block or ())
+
+
 def _quant_spec(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str) -> QuantTensor:
     return QuantTensor(spec_of(data), spec_of(scales), fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
 
@@ -593,8 +732,7 @@ def _plan_topk(
 
 def _plan_routing_map_fake(routing_map, align_size, topk, num_out_tokens):  # type: ignore[no-untyped-def]
     tokens, experts = routing_map.shape
-    width = experts if topk is None else min(topk, experts)
-    spec = plan_spec(tokens, experts, width, align_size, num_out_tokens, has_slots=False)
+    spec = plan_spec(tokens, experts, places(topk, experts), align_size, num_out_tokens, has_slots=False)
     return _fake_plan(spec, routing_map.device)
 
 
@@ -769,7 +907,7 @@ def swiglu_backward(
 
 
 def _quantize_fake(x, fmt, block, pow2, eps, layout):  # type: ignore[no-untyped-def]
-    spec = quantize_spec(spec_of(x), fmt, tuple(block), layout, False)
+    spec = quantize_spec(spec_of(x), fmt, tuple(block) or None, layout, False)
     return like(spec.data, x.device), like(spec.scales, x.device)
 
 
@@ -777,7 +915,7 @@ def _quantize_fake(x, fmt, block, pow2, eps, layout):  # type: ignore[no-untyped
 def _quantize(
     x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str
 ) -> tuple[Tensor, Tensor]:
-    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block), pow2=pow2, eps=eps, layout=layout)  # type: ignore[arg-type]
+    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block) or None, pow2=pow2, eps=eps, layout=layout)  # type: ignore[arg-type]
     return q.data, q.scales
 
 
@@ -824,7 +962,7 @@ def _transpose(
     target: str,
     align_size: int,
 ) -> tuple[Tensor, Tensor]:
-    q = QuantTensor(data, scales, fmt, tuple(block))  # type: ignore[arg-type]
+    q = QuantTensor(data, scales, fmt, tuple(block) or None)  # type: ignore[arg-type]
     got = fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     return got.data, got.scales
 
@@ -846,13 +984,13 @@ def _permute_transpose(
     rows: int,
     align: int,
 ) -> tuple[Tensor, Tensor]:
-    q = QuantTensor(data, scales, fmt, tuple(block))  # type: ignore[arg-type]
+    q = QuantTensor(data, scales, fmt, tuple(block) or None)  # type: ignore[arg-type]
     got = fp8moe.permute_transpose(q, _plan_of(plan, rows, align), target=target)
     return got.data, got.scales
 
 
 def _quantized_fake(shape, device, fmt, block, columnwise, offsets, align):  # type: ignore[no-untyped-def]
-    spec = activation_spec(shape, fmt, tuple(block), columnwise, offsets, align)
+    spec = activation_spec(shape, fmt, tuple(block) or None, columnwise, offsets, align)
     return [like(part, device) for part in _parts(spec)]
 
 
@@ -1010,3 +1148,11 @@ _gradient(_sort_chunks, _sort_chunks_setup, _sort_chunks_grad)
 _gradient(_pad, _pad_setup, _pad_grad)
 _gradient(_unpad, _pad_setup, _unpad_grad)
 _gradient(_swiglu, _swiglu_setup, _swiglu_grad)
+
+
+def _no_gradient(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise RuntimeError(_TWICE)
+
+
+for _operator in (_permute_backward, _unpermute_backward, _sort_chunks_backward, _swiglu_backward):
+    _operator.register_autograd(_no_gradient)

@@ -82,12 +82,15 @@ def raw_plan_routing_map(
         raise TypeError(f"routing_map: got dtype {mask.dtype.name}; wanted bool or an integer type")
     checks.shape("routing_map", mask, ("T", "E"))
     if topk is None:
-        width = mask.shape[1]
         num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
-    else:
-        width = min(checks.integer("topk", topk, 0), mask.shape[1])
-    spec = plan_spec(mask.shape[0], mask.shape[1], width, align_size, num_out_tokens, has_slots=False)
+    tokens, experts = mask.shape
+    spec = plan_spec(tokens, experts, places(topk, experts), align_size, num_out_tokens, has_slots=False)
     return _run(call, "plan_routing_map", mask, spec, num_out_tokens)
+
+
+def places(topk: int | None, num_experts: int) -> int:
+    """Entries of a token in a mask's row map."""
+    return num_experts if topk is None else min(checks.integer("topk", topk, 0), num_experts)
 
 
 def plan_spec(
@@ -111,8 +114,10 @@ def plan_spec(
             f"{rows} rows; wanted at most {checks.MAX_INT32}, what an int32 row map can name; pass topk= "
             "or num_out_tokens="
         )
-    build = _spec if type(num_tokens) is int else _spec.__wrapped__  # torch's symbolic sizes have no hash
-    return build(num_tokens, num_experts, width, align_size, rows, has_slots)
+    sizes = num_tokens, num_experts, width, align_size, rows
+    # torch's symbolic sizes have no hash
+    build = _spec if all(type(n) is int for n in sizes) else _spec.__wrapped__
+    return build(*sizes, has_slots)
 
 
 @lru_cache(maxsize=1024)  # a training run has a handful

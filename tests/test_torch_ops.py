@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from cases import same_bits
-from torch.autograd import gradcheck
+from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import fp8moe
@@ -125,6 +126,8 @@ def opcheck_cases():
         (ops.plan_topk, (routing(), E, 4, None)),
         (ops.plan_topk, (routing(), E, 4, 9)),
         (ops.plan_routing_map, (mask, 4, 2, None)),
+        (ops.plan_routing_map, (mask, 4, 0, None)),
+        (ops.plan_routing_map, (mask, 1, None, 11)),
         (ops.permute, (x, *flat, probs, True)),
         (ops.permute, (x, *flat, None, True)),
         (ops.permute, (x, *flat_mask, doubles(T, E), True)),
@@ -137,6 +140,7 @@ def opcheck_cases():
         (ops.sort_chunks, (doubles(7, H), sizes, order, doubles(7), 4, 1, None)),
         (ops.sort_chunks, (doubles(7, H), sizes, order, None, 1, 2, None)),
         (ops.sort_chunks_backward, (torch.randn(7, H), sizes, order, None, 1, 1, 7)),
+        (ops.sort_chunks_backward, (torch.randn(9, H), sizes, order, torch.rand(9), 4, 1, 7)),
         (ops.pad, (doubles(7, H), counts, 4, 8)),
         (ops.unpad, (doubles(8, H), counts, 4, 7)),
         (ops.swiglu, (doubles(5, 6), doubles(5), None, 1.0, 0.0)),
@@ -144,8 +148,11 @@ def opcheck_cases():
         (ops.swiglu_backward, (torch.randn(5, 3), torch.randn(5, 6), torch.rand(5), None, 1.0, 0.0)),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 128], True, 0.0, "compact")),
         (ops.quantize, (torch.randn(6, 200), "e5m2", [32, 1], True, 0.0, "compact")),
+        (ops.quantize, (torch.randn(6, 200), "e4m3", [], True, 0.0, "compact")),
+        (ops.quantize, (torch.randn(2, 130, 200), "e4m3", [128, 128], True, 0.0, "compact")),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 128], False, 1e-4, "gemm_ready")),
         (ops.dequantize, (q.data, q.scales, "e4m3", [1, 128], "compact", "bfloat16")),
+        (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", "float32")),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], None, "column", 1)),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], offsets, "tile", 1)),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], None, "block", 1)),
@@ -158,6 +165,13 @@ def opcheck_cases():
             (dy, h, torch.rand(6), "e4m3", [1, 32], 7.0, 1.0, 0.0, False, offsets, 1),
         ),
     ]
+
+
+def test_every_operator_is_among_the_cases():
+    """Those of the experts, which another module declares, are checked there."""
+    declared = {v._name for v in vars(torch_ops).values() if isinstance(v, CustomOpDef)}
+    declared = {name.removeprefix("fp8moe::").partition(".")[0] for name in declared}
+    assert declared == {o.__name__ for o, _ in opcheck_cases()}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -223,3 +237,218 @@ def test_fp8_operations_compiled_give_the_same_bits():
     compiled = torch.compile(work, fullgraph=True, backend="aot_eager")(h, dy, x)
     for a, b in zip(work(h, dy, x), compiled, strict=True):
         assert torch.equal(a, b)
+
+
+# ---------------------------------------------------------------- compiled
+
+
+def compiled(function, **options):
+    return torch.compile(function, backend="aot_eager", fullgraph=True, **options)
+
+
+def work_of(tokens, experts):
+    """What a step does, from its sizes, each a list of tensors: for every function that is compiled."""
+    g = torch.Generator().manual_seed(100 * tokens + experts)
+    ids = torch.randint(-1, experts, (tokens, K), generator=g, dtype=torch.int32)
+    mask = torch.rand(tokens, experts, generator=g) < 0.5
+    x, probs = torch.randn(tokens, 256, generator=g), torch.rand(tokens, experts, generator=g)
+    sizes = torch.tensor([tokens, 0], dtype=torch.int32)
+    return ids, mask, x, probs, sizes, torch.tensor([1, 0])
+
+
+def step(ids, mask, x, probs, sizes, order):
+    by_ids = torch_ops.plan_topk(ids, mask.shape[1], align_size=4)
+    plans = [by_ids] + [torch_ops.plan_routing_map(mask, topk=k, align_size=4) for k in (0, 1, K)]
+    plans.append(torch_ops.plan_routing_map(mask, num_out_tokens=5))
+    results = []
+    for plan in plans:
+        columns = (
+            probs[:, : plan.prob_columns].contiguous() if plan is not by_ids else probs[:, :1].repeat(1, K)
+        )
+        moved = torch_ops.permute(x, plan, columns)
+        results += [plan.row_id_map, plan.expert_offsets, moved.data, moved.probs]
+        results.append(torch_ops.unpermute(moved.data, plan, columns))
+    chunks = torch_ops.sort_chunks(x, sizes, order, x[:, 0].contiguous(), align_size=4)
+    results += [chunks.data, chunks.probs, chunks.group_offsets]
+    padded = torch_ops.pad(x, sizes, 4)
+    results += [padded, torch_ops.unpad(padded, sizes, 4, num_out_tokens=x.shape[0])]
+    for block in ((1, 128), (128, 1), None):
+        q = torch_ops.quantize(x, block=block)
+        results += [q.data, q.scales, torch_ops.dequantize(q)]
+    q = torch_ops.quantize(x)
+    for t in (torch_ops.scaling_aware_transpose(q), torch_ops.permute_transpose(q, by_ids)):
+        results += [t.data, t.scales]
+    results.append(torch_ops.swiglu(x, x[:, 0].contiguous()))
+    return results
+
+
+def test_compiled_with_any_sizes():
+    """One token, and none, are sizes of their own to the compiler; so is what else stays symbolic then."""
+    torch._dynamo.reset()
+    run = compiled(step, dynamic=True)
+    for sizes in ((5, 3), (1, 3), (1, 4), (6, 1), (0, 3), (7, 8)):
+        for a, b in zip(run(*work_of(*sizes)), step(*work_of(*sizes)), strict=True):
+            assert torch.equal(a, b), sizes
+
+
+def test_a_mask_of_no_experts_a_token_compiled():
+    mask = torch.ones(4, E, dtype=torch.bool)
+
+    def rows(mask):
+        return torch_ops.permute(torch.ones(4, H), torch_ops.plan_routing_map(mask, topk=0)).data
+
+    assert compiled(rows)(mask).shape == rows(mask).shape == (0, H)
+
+
+# ---------------------------------------------------------------- what has a gradient, and what has none
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_probabilities_of_codes_have_a_gradient(dtype, compile_it):
+    plan, sizes, order = plans()[0], torch.tensor([2, 0, 5]), torch.tensor([2, 0, 1])
+    codes = torch.randint(0, 2, (T, H)).to(dtype)
+    probs, weights = torch.rand(T, K), torch.randn(plan.num_out_tokens)
+    chunk_probs, chunk_weights = torch.rand(T), torch.randn(T)
+
+    def move(x, probs, chunk_probs):
+        moved, chunks = torch_ops.permute(x, plan, probs), torch_ops.sort_chunks(x, sizes, order, chunk_probs)
+        return moved.data, moved.probs, chunks.data, chunks.probs
+
+    def grads(x):
+        given = probs.clone().requires_grad_(), chunk_probs.clone().requires_grad_()
+        data, moved, chunks, moved_chunks = (compiled(move) if compile_it else move)(x, *given)
+        assert not data.requires_grad or data.dtype.is_floating_point
+        loss = (moved * weights).sum() + (moved_chunks * chunk_weights).sum()
+        return data, chunks, *torch.autograd.grad(loss, given)
+
+    found, wanted = grads(codes), grads(codes.float())
+    for a, b in zip(found[:2], wanted[:2], strict=True):
+        assert torch.equal(a.float(), b)
+    for a, b in zip(found[2:], wanted[2:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_probabilities_of_quantised_rows_have_a_gradient():
+    plan = plans()[0]
+    q, probs, weights = torch_ops.quantize(torch.randn(T, 256)), torch.rand(T, K), torch.randn(100)
+    found = []
+    for x in (q, torch.zeros(T, 256)):
+        p = probs.clone().requires_grad_()
+        moved = torch_ops.permute(x, plan, p)
+        found.append(torch.autograd.grad((moved.probs * weights[: plan.num_out_tokens]).sum(), p)[0])
+    assert torch.equal(*found)
+    assert torch.equal(torch_ops.permute(q, plan, p).data.data, fp8moe.permute(q, plan).data.data)
+    with pytest.raises(TypeError, match="merging_probs: got a tensor that requires grad with a QuantTensor"):
+        torch_ops.unpermute(torch_ops.permute(q, plan).data, plan, probs.requires_grad_())
+
+
+def test_float8_rows_that_require_grad_are_refused():
+    x = torch.ones(T, H).to(torch.float8_e4m3fn).requires_grad_()
+    with pytest.raises(
+        TypeError, match=r"x: got torch\.float8_e4m3fn rows that require grad; wanted bfloat16"
+    ):
+        torch_ops.permute(x, plans()[0])
+    with pytest.raises(TypeError, match=r"pass x\.detach"):
+        torch_ops.sort_chunks(x, torch.tensor([T]), torch.tensor([0]))
+
+
+def differentiable():
+    plan, sizes, order = plans()[0], torch.tensor([2, 0, 5]), torch.tensor([2, 0, 1])
+    counts = torch.tensor([3, 0, 4], dtype=torch.int32)
+    rows = doubles(plan.num_out_tokens, H, seed=3)
+    return {
+        "permute": (lambda x, p: torch_ops.permute(x, plan, p).data, (doubles(T, H), doubles(T, K))),
+        "unpermute": (lambda x, p: torch_ops.unpermute(x, plan, p), (rows, doubles(T, K))),
+        "sort_chunks": (lambda x: torch_ops.sort_chunks(x, sizes, order).data, (doubles(T, H),)),
+        "pad": (lambda x: torch_ops.pad(x, counts, 4), (doubles(T, H),)),
+        "unpad": (lambda x: torch_ops.unpad(x, counts, 4, num_out_tokens=7), (doubles(8, H),)),
+        "swiglu": (torch_ops.swiglu, (doubles(5, 2 * H), doubles(5, seed=4))),
+    }
+
+
+@pytest.mark.parametrize("name", differentiable())
+def test_a_gradient_of_a_gradient_is_refused(name):
+    function, inputs = differentiable()[name]
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        gradgradcheck(function, inputs)
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        torch.autograd.functional.hessian(lambda *x: function(*x).square().sum(), inputs)
+    # asking for it is no mistake as long as nobody uses it
+    grads = torch.autograd.grad(function(*inputs).sum(), inputs, create_graph=True)
+    for a, b in zip(grads, torch.autograd.grad(function(*inputs).sum(), inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_operators_refuse_a_gradient_of_a_gradient():
+    h = doubles(5, 2 * H)
+    y = torch.ops.fp8moe.swiglu(h, None, None, 1.0, 0.0)
+    (grad,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        torch.autograd.grad(grad.sum(), h)
+
+
+@pytest.mark.parametrize("name", differentiable())
+def test_transforms_are_refused(name):
+    function, inputs = differentiable()[name]
+    plain = [x.detach() for x in inputs]
+    batched = [torch.stack([x, x]) for x in plain]
+    tangents = tuple(torch.ones_like(x) for x in plain)
+    for transformed in (
+        lambda: torch.func.vmap(function)(*batched),
+        lambda: torch.func.grad(lambda *x: function(*x).sum())(*plain),
+        lambda: torch.func.vjp(function, *plain),
+        lambda: torch.func.jacrev(function)(*plain),
+        lambda: torch.func.jvp(function, tuple(plain), tangents),
+    ):
+        with pytest.raises(TypeError, match=r"(x|h): got under a transform of torch\.func"):
+            transformed()
+    with forward_ad.dual_level(), pytest.raises(TypeError, match=r"(x|h): got a tensor with a tangent"):
+        function(*(forward_ad.make_dual(x, t) for x, t in zip(plain, tangents, strict=True)))
+
+
+def test_transforms_of_what_has_no_gradient_are_refused():
+    with pytest.raises(TypeError, match="x: got under a transform"):
+        torch.func.vmap(torch_ops.quantize)(torch.randn(2, T, 128))
+    with pytest.raises(TypeError, match="topk_ids: got under a transform"):
+        torch.func.vmap(lambda i: torch_ops.plan_topk(i, E).row_id_map)(torch.stack([routing()] * 2))
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_refusals_name_the_argument():
+    x = torch.ones(4, 8)
+    for grad in (False, True):
+        x.requires_grad_(grad)
+        for verb in (torch_ops.pad, torch_ops.unpad):
+            with pytest.raises(ValueError, match="align_size: got 0"):
+                verb(x, torch.tensor([2, 2]), 0)
+            with pytest.raises(TypeError, match="tokens_per_expert: got str"):
+                verb(x, ["2"], 4)
+            with pytest.raises(ValueError, match=r"tokens_per_expert: got shape \[\]"):
+                verb(x, torch.tensor(2), 4)
+            with pytest.raises(TypeError, match=r"tokens_per_expert: got builtins\.int"):
+                verb(x, 2, 4)
+    with pytest.raises(TypeError, match=r"x: got builtins\.NoneType; wanted a torch tensor"):
+        torch_ops.quantize(None)
+    with pytest.raises(TypeError, match=r"x: got numpy\.ndarray; wanted a torch tensor"):
+        torch_ops.permute(np.ones((T, H)), plans()[0])
+    with pytest.raises(TypeError, match=r"x: got .*QuantTensor; wanted a torch tensor"):
+        torch_ops.quantize(fp8moe.quantize(torch.ones(4, 128)))
+    with pytest.raises(TypeError, match=r"h: got builtins\.NoneType"):
+        torch_ops.swiglu_quantize(None)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_padding_by_a_list(grad):
+    counts, x = [3, 0, 4], torch.randn(7, H, requires_grad=grad)
+    padded = torch_ops.pad(x, counts, 4)
+    assert torch.equal(padded, fp8moe.pad(x.detach(), counts, 4))
+    assert padded.requires_grad == grad
+    assert torch.equal(torch_ops.unpad(padded, counts, 4), x)
+    assert torch.equal(compiled(lambda x: torch_ops.unpad(torch_ops.pad(x, counts, 4), counts, 4))(x), x)
+    q = fp8moe.quantize(torch.randn(7, 128))
+    assert torch.equal(torch_ops.pad(q, counts, 4).data, fp8moe.pad(q, counts, 4).data)
