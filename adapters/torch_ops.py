@@ -233,12 +233,14 @@ def quantize(
     pow2: bool = True,
     eps: float = 0.0,
     layout: str = "compact",
+    scale_rounding: str = "up",
 ) -> QuantTensor:
     """`fp8moe.quantize` in one orientation. Codes have no gradient."""
     eager, x = _eager(x=x), _detached("x", x)
     if eager:
-        return fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps, layout=layout)
-    data, scales = _quantize(x, fmt, _listed(block), pow2, eps, layout)
+        how = {"pow2": pow2, "eps": eps, "layout": layout, "scale_rounding": scale_rounding}
+        return fp8moe.quantize(x, fmt=fmt, block=block, **how)
+    data, scales = _quantize(x, fmt, _listed(block), pow2, eps, layout, scale_rounding)
     return QuantTensor(data, scales, fmt, block, layout)  # type: ignore[arg-type]
 
 
@@ -906,16 +908,17 @@ def swiglu_backward(
     return g.dh, or_empty(g.dprobs, h.device)
 
 
-def _quantize_fake(x, fmt, block, pow2, eps, layout):  # type: ignore[no-untyped-def]
-    spec = quantize_spec(spec_of(x), fmt, tuple(block) or None, layout, False)
+def _quantize_fake(x, fmt, block, pow2, eps, layout, scale_rounding="up"):  # type: ignore[no-untyped-def]
+    spec = quantize_spec(spec_of(x), fmt, tuple(block) or None, layout, False, scale_rounding)
     return like(spec.data, x.device), like(spec.scales, x.device)
 
 
 @operator("quantize", _quantize_fake)
 def _quantize(
-    x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str
+    x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str, scale_rounding: str = "up"
 ) -> tuple[Tensor, Tensor]:
-    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block) or None, pow2=pow2, eps=eps, layout=layout)  # type: ignore[arg-type]
+    how = {"pow2": pow2, "eps": eps, "layout": layout, "scale_rounding": scale_rounding}
+    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block) or None, **how)  # type: ignore[arg-type]
     return q.data, q.scales
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe import border, checks, tracing
-from fp8moe.formats import BFLOAT16, BLOCKS, COLUMN_BLOCK, FORMATS, Block, data_shape, scale_shape
+from fp8moe.formats import BFLOAT16, BLOCKS, COLUMN_BLOCK, FORMATS, Block, data_shape, is_mx, scale_shape
 from fp8moe.records import ArraySpec, Quantized, QuantTensor
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
@@ -58,6 +58,7 @@ def quantize(
     eps: float = 0.0,
     layout: str = "compact",
     columnwise: bool = False,
+    scale_rounding: str = "up",
     out: Any = None,
 ) -> Any:
     """Quantise by blocks.
@@ -70,13 +71,20 @@ def quantize(
     layout: "compact", or "gemm_ready" for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M.
     columnwise: return `Quantized`, with the transposed tensor beside the row-wise one, from one read.
         For (128, 128) it is the transposed weight [E, K, N], what dgrad multiplies by.
+    scale_rounding: of MXFP8's scales: "up", so that no value saturates, or "floor". Only here: whatever
+        else makes MXFP8 scales, `swiglu_quantize` and `scaling_aware_transpose`, rounds them up.
     out: what the same call returned before, to write to and return; None: new memory.
 
     Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax with its mantissa cleared for
     pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN. An amax of 0,
-    infinity or NaN gives scale 1; inv is at most 2^126, so that no scale is subnormal. MXFP8: the shared
-    exponent is floor(log2(amax)) - emax of the format, the rounding of the OCP MX specification 1.0,
-    section 6.3, so values in the top binade saturate; stored as E8M0.
+    infinity or NaN gives scale 1; inv is at most 2^126, so that no scale is subnormal.
+
+    MXFP8: the scale is 2^e, stored as E8M0, the byte e + 127. "up" is NVIDIA's recipe for training (arXiv
+    2506.08027; torchao calls it RCEIL), and bit for bit Transformer Engine's scale for every finite amax: e =
+    ceil(log2(amax / max_of_format)), the quotient rounded to float32. "floor" is the OCP MX specification
+    1.0, section 6.3: e = floor(log2(amax)) - emax of the format, so what lies above max_of_format * 2^e
+    saturates. Both: e is at least -127, which zeros have; an infinite amax gives 2^127, under which infinity
+    stays infinity; NaN gives 1.
 
     Raises TypeError for a wrong dtype or format, ValueError for a wrong shape, block or option.
     """
@@ -84,21 +92,28 @@ def quantize(
     array, result = call.args.x, call.args.out
     checks.dtype("x", array, checks.QUANTIZABLE)
     eps = checks.number("eps", eps, 0.0)
-    spec = quantize_spec(array, fmt, block, layout, columnwise)
+    spec = quantize_spec(array, fmt, block, layout, columnwise, scale_rounding)
     if result is None:
         result = call.empty(spec)
     else:
         checks.like("out", result, spec)
     tracing.record_cast(weight=block == (128, 128))
-    call.run("quantize", "quantize", array, pow2=bool(pow2), eps=eps, out=result)
+    round_up = scale_rounding == "up" if is_mx(block) else bool(pow2)
+    call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
     return call.leave(result) if out is None else out
 
 
-def quantize_spec(x: Any, fmt: str, block: Block, layout: str, columnwise: bool) -> Any:
+def quantize_spec(
+    x: Any, fmt: str, block: Block, layout: str, columnwise: bool, scale_rounding: str = "up"
+) -> Any:
     """Shapes of what `quantize` returns; refuses combinations that do not exist."""
     checks.choice("block", block, QUANTIZE_BLOCKS)
     checks.choice("fmt", fmt, FORMATS)
     checks.choice("layout", layout, ("compact", "gemm_ready"))
+    if checks.choice("scale_rounding", scale_rounding, ("up", "floor")) != "up" and not is_mx(block):
+        raise ValueError(
+            f"scale_rounding: got {scale_rounding!r} with block {block}; wanted it with (1, 32) or (32, 1)"
+        )
     if layout == "gemm_ready" and block != (1, 128):
         raise ValueError(f"layout: got 'gemm_ready' with block {block}; wanted it with (1, 128) only")
     if block == (128, 128) and x.ndim == 3:

@@ -32,7 +32,7 @@ def quantize_and_pack(
             _pack(parts, row_id_map, tuple(replace(w, ptr=w.ptr + sum(octets)) for w in out))
         return
     codes, scales = (scratch(s.shape, s.dtype) for s in (like.data, like.scales))
-    quantize(x, pow2=True, eps=0.0, out=replace(like, data=codes, scales=scales))
+    quantize(x, round_up=True, eps=0.0, out=replace(like, data=codes, scales=scales))
     _pack((codes, scales, *parts), row_id_map, out)
 
 

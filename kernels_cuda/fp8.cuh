@@ -45,9 +45,13 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // of a normal fl
 // ---- the scale of a block
 
 struct Rule {
-  int fmt, pow2, mx;
+  int fmt, up, mx;  // up: scales are rounded up to powers of two; else down to them (mx), or not
   float eps;
 };
+
+// Added to the bits of a float this carries into the exponent where it is above 1.75 times a power of two, as
+// 448 and 57344 are.
+#define ABOVE_LIMIT 0x1fffffu
 
 // Factor to multiply by; *scale is the float32 scale, *exponent_code the E8M0 one. `amax` as its bits. The
 // rule is in fp8moe/reference/quantize.py, step for step.
@@ -56,13 +60,16 @@ __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, 
   const bool degenerate = amax == 0u || amax >= 0x7f800000u;
   const int emax = rule.fmt == 0 ? 8 : 15, exponent = (int)(amax >> 23) - 127;
   if (rule.mx) {
-    const int shared = degenerate ? 0 : max(exponent - emax, -127);
-    *exponent_code = (u8)(shared + 127);
-    return __uint_as_float((u32)(127 - shared) << 23);
+    // the quotient amax / max is a subnormal float there: one bit of amax above 2^-127 is rounded away
+    const u32 above = rule.up ? ABOVE_LIMIT - (amax < (u32)(emax + 1) << 23) : 0u;
+    int code = max((int)((amax + above) >> 23) - emax, 0);
+    if (amax >= 0x7f800000u) code = amax == 0x7f800000u ? 254 : 127;
+    *exponent_code = (u8)code;
+    return __uint_as_float(max((u32)(254 - code) << 23, 1u << 22));  // 2^-127 for infinity
   }
-  if (rule.pow2) {
-    // the exponent of 448 / amax (57344 / amax), rounded down: both are 1.75 times a power of two
-    int up = emax - exponent - ((amax & 0x7fffffu) > 0x600000u);
+  if (rule.up) {
+    // the exponent of 448 / amax (57344 / amax), rounded down
+    int up = emax + 127 - (int)((amax + ABOVE_LIMIT) >> 23);
     up = degenerate ? 0 : min(up, 126);  // scales stay normal: 2^-126
     *scale = power_of_two(-up);
     return power_of_two(up);
@@ -177,7 +184,8 @@ __device__ __forceinline__ u32 encode_products(float* x, float* y, float by, Rul
   const float top = __uint_as_float(largest_of_block(x, y, rule)) * fabsf(by);
   const float factor = block_scale(__float_as_uint(top), rule, &scale, &exponent);
   float both = factor * by;
-  if (!(fabsf(both) >= 0x1p-126f && fabsf(both) <= 0x1p127f)) {
+  const bool overflows = rule.mx && top == __uint_as_float(0x7f800000u);  // `both` may be normal then, too
+  if (overflows || !(fabsf(both) >= 0x1p-126f && fabsf(both) <= 0x1p127f)) {
     both = factor;
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] *= by, y[i] *= by;

@@ -19,10 +19,10 @@
 //   thread has PAIRS times sixteen values.
 // Why: every load and store is whole lines, no shared memory, no barrier.
 extern "C" __global__ void __launch_bounds__(64)
-    quantize_rows(const void* x, i64 vectors, i64 blocks, i64 pow2, float eps, i64 ready, u8* codes,
+    quantize_rows(const void* x, i64 vectors, i64 blocks, i64 up, float eps, i64 ready, u8* codes,
                   void* scales) {
   after_earlier();
-  const Rule rule = {FMT, (int)pow2, MX, eps};
+  const Rule rule = {FMT, (int)up, MX, eps};
   uint2* const to = (uint2*)codes;
   quantize_warp<KIND>(
       x, vectors, rule, [&](i64 at, uint2 a, uint2 b) { to[at] = a, to[at + lanes_of(MX)] = b; },
@@ -37,9 +37,8 @@ extern "C" __global__ void __launch_bounds__(64)
 // Launch: blocks of 512 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
 //   and the table of strips. The next tile travels while this one, in registers, is quantised.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
-    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips,
-                   i64 pow2, float eps, int* taken, u8* row_codes, void* row_scales, u8* codes,
-                   void* scales) {
+    quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips, i64 up,
+                   float eps, int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
   if (!taken) after_earlier();
   const int size = KIND == F32 ? 4 : 2;
   DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
@@ -48,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   __shared__ Place places[PLACES];
   __shared__ int used;
   const u32 t = threadIdx.x;
-  const Rule rule = {FMT, (int)pow2, MX, eps};
+  const Rule rule = {FMT, (int)up, MX, eps};
   const Strips strips_of =
       find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
   Turns turns(strips_of, columns, places, taken);
@@ -115,7 +114,7 @@ __device__ __forceinline__ void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 
 //   16 KB of shared memory, swizzled so that no bank is met twice, in lines of 128 bytes too. Streaming
 //   stores: 32 x 4096 x 7168 bfloat16 969 us, with ordinary ones 1005. Order of blocks: no difference.
 extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5)
-    quantize_weights(const void* x, i64 rows, i64 columns, i64 pow2, float eps, u8* codes, float* scales,
+    quantize_weights(const void* x, i64 rows, i64 columns, i64 up, float eps, u8* codes, float* scales,
                      u8* turned, float* turned_scales) {
   after_earlier();
   __shared__ __align__(128) u8 stage[TILE * TILE];  // [columns][rows]
@@ -140,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
   for (int w = 0; w < WEIGHT_THREADS / 32; ++w) top = max(top, largest[w]);
   float scale;
   u8 unused;
-  const Rule rule = {FMT, (int)pow2, 0, eps};
+  const Rule rule = {FMT, (int)up, 0, eps};
   const float factor = block_scale(magnitude_bits<KIND>(top), rule, &scale, &unused);
   if (t == 0) {
     scales[(matrix * down + block_row) * across + block_column] = scale;
@@ -208,7 +207,7 @@ extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead
 // Blocks of `width` columns, 32 or more: one thread block (128 threads) each, grid (strips, column blocks).
 // scales[strip * row_stride + block * column_stride].
 extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* strips, i64 columns, i64 width,
-                                           i64 fmt, i64 pow2, i64 mx, float eps, i64 row_stride,
+                                           i64 fmt, i64 up, i64 mx, float eps, i64 row_stride,
                                            i64 column_stride, u8* codes, void* scales) {
   after_earlier();
   __shared__ u32 largest[128];
@@ -222,7 +221,7 @@ extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* s
   top = block_reduce(top, largest, [](u32 a, u32 b) { return a > b ? a : b; });
   float scale;
   u8 exponent;
-  const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
+  const Rule rule = {(int)fmt, (int)up, (int)mx, eps};
   const float factor = block_scale(top, rule, &scale, &exponent);
   for (i64 r = lo; r < hi; ++r)
     for (i64 c = begin + threadIdx.x; c < end; c += blockDim.x)
@@ -239,7 +238,7 @@ extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* s
 // Blocks one column wide, stored transposed: one thread a column, grid (strips, columns / 128).
 // codes [columns, rows], scales [strip, columns]; scales of empty strips are zeros.
 extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* strips, i64 rows, i64 columns,
-                                            i64 fmt, i64 pow2, i64 mx, float eps, u8* codes, void* scales) {
+                                            i64 fmt, i64 up, i64 mx, float eps, u8* codes, void* scales) {
   after_earlier();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= columns) return;
@@ -250,7 +249,7 @@ extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* 
   float scale = 0.f;
   u8 exponent = 0;
   if (hi > lo) {
-    const Rule rule = {(int)fmt, (int)pow2, (int)mx, eps};
+    const Rule rule = {(int)fmt, (int)up, (int)mx, eps};
     const float factor = block_scale(top, rule, &scale, &exponent);
     for (i64 r = lo; r < hi; ++r)
       codes[c * rows + r] = encode(load(x, r * columns + c, (int)kind) * factor, (int)fmt);

@@ -32,17 +32,17 @@ DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at
 
 
 def quantize(
-    x: Any, *, pow2: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
+    x: Any, *, round_up: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
 ) -> None:
     if blocks_are_whole(x, out):
-        _quantize_weights(x, pow2, eps, out)
+        _quantize_weights(x, round_up, eps, out)
         return
     shared = tile_bytes(x.dtype.itemsize, expert_offsets)
     if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared):
-        _quantize_tiles(x, pow2, eps, out.rowwise, out.columnwise, expert_offsets)
+        _quantize_tiles(x, round_up, eps, out.rowwise, out.columnwise, expert_offsets)
         return
     if isinstance(out, Quantized):
-        quantize(x, pow2=pow2, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
+        quantize(x, round_up=round_up, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
         if out.columnwise.block == (128, 128):
             for source, target in (
                 (out.rowwise.data, out.columnwise.data),
@@ -50,13 +50,13 @@ def quantize(
             ):
                 _transpose(source, target)
         else:
-            quantize(x, pow2=pow2, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
+            quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
         return
     *lead, rows, columns = x.shape
-    rule = (FORMATS[out.fmt], pow2, is_mx(out.block), float(eps))
+    rule = (FORMATS[out.fmt], round_up, is_mx(out.block), float(eps))
     if is_columnwise(out.block):
         if tiles_are_whole(x, columns, None, shared):
-            _quantize_tiles(x, pow2, eps, None, out, expert_offsets)
+            _quantize_tiles(x, round_up, eps, None, out, expert_offsets)
             return
         assert out.block is not None
         count = out.scales.shape[0]
@@ -84,7 +84,7 @@ def quantize(
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
         blocks = columns // (32 if is_mx(out.block) else 128)
-        arguments = (x, x.size // 8, blocks, pow2, float(eps), ready, out.data, out.scales)
+        arguments = (x, x.size // 8, blocks, round_up, float(eps), ready, out.data, out.scales)
         launch("quantize", "quantize_rows", *by_warps(x), *arguments, defines=conversion(x, out))
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
@@ -124,7 +124,7 @@ def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
     )
 
 
-def _quantize_weights(x: Any, pow2: bool, eps: float, out: QuantTensor | Quantized) -> None:
+def _quantize_weights(x: Any, round_up: bool, eps: float, out: QuantTensor | Quantized) -> None:
     *lead, rows, columns = x.shape
     rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out, None)
     launch(
@@ -135,7 +135,7 @@ def _quantize_weights(x: Any, pow2: bool, eps: float, out: QuantTensor | Quantiz
         x,
         rows,
         columns,
-        pow2,
+        round_up,
         float(eps),
         rowwise.data,
         rowwise.scales,
@@ -150,7 +150,7 @@ def by_warps(x: Any) -> tuple[int, int]:
 
 
 def _quantize_tiles(
-    x: Any, pow2: bool, eps: float, rowwise: QuantTensor | None, columnwise: QuantTensor, offsets: Any
+    x: Any, round_up: bool, eps: float, rowwise: QuantTensor | None, columnwise: QuantTensor, offsets: Any
 ) -> None:
     rows, columns = x.shape
     blocks, taken = tile_blocks(columnwise, columns, offsets)
@@ -164,7 +164,7 @@ def _quantize_tiles(
         columns,
         *with_experts(offsets),
         columnwise.scales.shape[0],
-        pow2,
+        round_up,
         float(eps),
         taken,
         *tile_results(rowwise, columnwise),

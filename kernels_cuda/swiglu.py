@@ -87,7 +87,7 @@ def swiglu_quantize(
         return
     y = scratch((rows, width), np.float32)
     _forward(h, probs, activation, expert_offsets, y)
-    quantize(y, pow2=True, eps=0.0, out=out, expert_offsets=expert_offsets)
+    quantize(y, round_up=True, eps=0.0, out=out, expert_offsets=expert_offsets)
 
 
 def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, out: SwigluGrad) -> None:
@@ -135,7 +135,7 @@ def swiglu_quantize_backward(
         return
     dh = scratch(h.shape, np.float32)
     _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh))
-    quantize(dh, pow2=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)
+    quantize(dh, round_up=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)
 
 
 def _forward(h: Any, probs: Any, activation: Activation, offsets: Any, y: Any) -> None:

@@ -14,6 +14,7 @@
 #define NAN_SCALE 10000
 #define NO_TARGET -20000
 #define NAN_TARGET 20000
+#define INFINITY_TARGET 1000  // and any scale's exponent beside it: beyond all others
 
 // Halves hold every multiple of 2^-24 of up to 11 bits below 2^16. The values of e4m3 codes are multiples of
 // 2^-9 up to 448 and may be raised by 2^7; those of e5m2 are multiples of 2^-16 up to 57344. So a tile's
@@ -27,17 +28,19 @@
 #define RAISED (FMT == 0 ? 7 : 0)
 #define SPREAD (FMT == 0 ? 21 : 8)
 
-// The smallest power of two that a block holding this value (at scale 1) would be given. Blocks of 32:
-// floor(log2 v) - emax; of 128: ceil(log2(v / max)), max = 1.75 * 2^emax. No half is a subnormal float.
+// The smallest power of two that a block holding this value (at scale 1) would be given: ceil(log2(v / max)),
+// max = 1.75 * 2^emax. No half is a subnormal float.
 __device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
   const u32 a = __float_as_uint(value) & 0x7fffffffu;
-  const int exponent = (int)((a + (mx ? 0u : 0x1fffffu)) >> 23) - 127 - (fmt == 0 ? 8 : 15);
+  const int exponent = (int)((a + ABOVE_LIMIT) >> 23) - 127 - (fmt == 0 ? 8 : 15);
+  if (mx && a == 0x7f800000u) return INFINITY_TARGET;
   return a == 0u ? NO_TARGET : a >= 0x7f800000u ? NAN_TARGET : exponent;
 }
 
 __device__ __forceinline__ int final_target(int target, int mx) {
-  if (target <= ZERO_SCALE || target >= NAN_SCALE) target = 0;  // nothing but zeros, or a NaN
-  return max(target, mx ? -127 : -126);
+  if (target >= NAN_SCALE) return 0;
+  if (mx) return min(max(target, -127), 127);  // nothing but zeros: -127
+  return target <= ZERO_SCALE ? 0 : max(target, -126);
 }
 
 // Value of a code of exponent e, as seen from a block of exponent `target`. Past 40 powers of two nothing is
@@ -342,9 +345,9 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const u32 most = top >> (16 * c) & 0xffffu;
-      const int exponent = (int)(most + (mx ? 0u : 0xffu)) >> 10;
+      const int exponent = (int)(most + (ABOVE_LIMIT >> 13)) >> 10;
       const bool some = most != 0;
-      const int power = some ? exponent - (15 + EMAX) + unit : 0;
+      const int power = some ? exponent - (15 + EMAX) + unit : mx ? -127 : 0;
       near = near && (!some || (exponent >= EMAX && exponent < 31)) && power >= (mx ? -127 : -126);
       target[c] = (u32)(power + 127);
       lift |= (u32)(some ? 30 + EMAX - exponent : 15) << (10 + 16 * c);

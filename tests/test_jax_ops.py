@@ -62,6 +62,7 @@ OPERATIONS = {
     "unpad": ((X, np.array([3, 0, 9, 1], np.int32), 8), {}),
     "quantize": ((X,), {"columnwise": True}),
     "quantize MXFP8": ((X,), {"block": (1, 32), "fmt": "e5m2"}),
+    "quantize MXFP8, as OCP has it": ((X,), {"block": (1, 32), "scale_rounding": "floor"}),
     "quantize_weights": ((np.ones((E, 128, 128), np.float32),), {}),
     "dequantize": ((Q,), {"dtype": "bfloat16"}),
     "to_layout": ((Q, "gemm_ready"), {}),

@@ -14,7 +14,8 @@ import pytest
 from cases import BF16, assert_nearly_same, assert_same, same_bits, values
 from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
-from test_swiglu import tiny_values_under_large_probabilities, unquantised
+from test_quantize import mxfp8_on_both_sides_of_every_boundary
+from test_swiglu import products_beyond_float32, tiny_values_under_large_probabilities, unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
@@ -127,6 +128,14 @@ def test_quantize(fmt, rows, columns):
             np.testing.assert_array_equal(theirs.astype(np.float64), ours.astype(np.float64))
 
 
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize(
+    ("dtype", "fmt"), [(BF16, "e4m3"), (np.dtype(np.float16), "e5m2"), (np.dtype(np.float32), "e4m3")]
+)
+def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
+    mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding)
+
+
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_weights(dtype, fmt):
@@ -223,6 +232,10 @@ def test_swiglu_unquantised(dtype, width, activation, with_probs):
 
 def test_swiglu_of_tiny_values_under_large_probabilities():
     tiny_values_under_large_probabilities(both)
+
+
+def test_mxfp8_of_products_beyond_float32():
+    products_beyond_float32(both)
 
 
 def test_which_swiglu_goes_by_vectors(monkeypatch):

@@ -18,13 +18,65 @@ from fp8moe.records import arrays_in
 reference = importlib.import_module("fp8moe.reference.quantize")
 
 
-def oracle_scale(amax, fmt, pow2, mx):
+EXPONENTS = np.arange(-127, 128)  # of E8M0, whose byte is the index
+MX_BLOCKS = ((1, 32), (32, 1))
+
+
+def e8m0(amax, fmt, rounding="up"):
+    """Bytes of MXFP8's scales for float32 ``amax``, by tables in float64, in which every entry is exact.
+
+    "up": the least scale under which the largest code holds amax. Transformer Engine divides in float32,
+    whose steps are 2^-149 below 2^-126, so 2^-127 has what lies up to half a step above it, too.
+    "floor": the largest power of two within amax, by the format's largest.
+    """
+    amax = np.asarray(amax, np.float64)
+    if rounding == "up":
+        scales = np.exp2(EXPONENTS)
+        scales[0] += 2.0**-150
+        byte = np.searchsorted(MAX[fmt] * scales, amax)
+    else:
+        emax = {"e4m3": 8, "e5m2": 15}[fmt]
+        byte = np.maximum(np.searchsorted(np.exp2(EXPONENTS + emax), amax, side="right") - 1, 0)
+    byte = np.where(np.isinf(amax), 254, byte)
+    return np.where(np.isnan(amax), 127, byte).astype(np.uint8)
+
+
+def transformer_engines_e8m0(amax, fmt):
+    """Its float_to_e8m0(amax * max_norm_rcp), line by line, for float32."""
+    value = np.asarray(amax, np.float32) * np.float32(1.0 / MAX[fmt])
+    u = value.view(np.uint32)
+    exponent, mantissa = u >> 23, u & 0x7FFFFF
+    up = ((mantissa > 0) & (exponent != 0xFE)) & ~((exponent == 0) & (mantissa <= 0x400000))
+    found = np.where(value == 0, 0, exponent + up)
+    return np.where(np.isinf(value), 0xFE, found).astype(np.uint8)
+
+
+def at_boundaries(fmt, dtype):
+    """Magnitudes on both sides of every one at which a block's exponent changes, by either rounding: five
+    successive bit patterns around each; the smallest, the largest and random ones."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    largest = int(np.array(ml_dtypes.finfo(dtype).max, dtype).view(unsigned))
+    edges = np.concatenate([np.exp2(EXPONENTS) * MAX[fmt], np.exp2(np.arange(-149.0, 128))])
+    edges = edges[edges <= float(ml_dtypes.finfo(dtype).max)].astype(dtype).view(unsigned).astype(np.int64)
+    near = (edges[:, None] + np.arange(-2, 3)).ravel()
+    some = np.random.default_rng().integers(0, largest, 1000, endpoint=True)
+    bits = np.unique(np.clip(np.concatenate([near, some, np.arange(3), [largest - 1, largest]]), 0, largest))
+    return bits.astype(unsigned).view(dtype)
+
+
+def blocks_of(amax, rng):
+    """[N, 32]: in each row its amax, anywhere and of any sign, and numbers no larger."""
+    x = (amax.astype(np.float64)[:, None] * rng.uniform(-1, 1, (len(amax), 32))).astype(amax.dtype)
+    x[np.arange(len(amax)), rng.integers(0, 32, len(amax))] = amax * rng.choice([-1, 1], len(amax))
+    return x
+
+
+def oracle_scale(amax, fmt, pow2, mx, rounding="up"):
     """The scale of one block from exact fractions; None means 1."""
+    if mx:
+        return 2.0 ** (float(e8m0(amax, fmt, rounding)) - 127)
     if amax == 0 or not math.isfinite(amax):
         return 1.0
-    if mx:
-        emax = {"e4m3": 8, "e5m2": 15}[fmt]
-        return 2.0 ** max(math.frexp(amax)[1] - 1 - emax, -127)
     if pow2:  # the smallest power of two that is at least amax / max: no division, no float
         ratio, exponent = Fraction(float(amax)) / Fraction(MAX[fmt]), -126
         while Fraction(2) ** exponent < ratio:
@@ -35,7 +87,7 @@ def oracle_scale(amax, fmt, pow2, mx):
     return float(np.float32(1) / inv)
 
 
-def oracle(x, fmt, block, pow2=True, eps=0.0):
+def oracle(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
     """(codes, scales), both in the order of x, by loops over blocks."""
     x32 = x.astype(np.float32)
     rows, cols = x.shape
@@ -48,7 +100,7 @@ def oracle(x, fmt, block, pow2=True, eps=0.0):
             part = (slice(i * bm, (i + 1) * bm), slice(j * bk, (j + 1) * bk))
             amax = np.abs(x32[part]).max()
             amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
-            scale = scales[i, j] = oracle_scale(float(amax), fmt, pow2, mx)
+            scale = scales[i, j] = oracle_scale(float(amax), fmt, pow2, mx, rounding)
             if mx or pow2:
                 y = x32[part].astype(np.float64) / scale  # a power of two: exact
             else:
@@ -74,14 +126,16 @@ SIZES_K = (0, 1, 31, 32, 33, 127, 128, 129, 300)
     st.booleans(),
     st.sampled_from((0.0, 1e-4, 2.0)),
     st.booleans(),
+    st.sampled_from(("up", "floor")),
     st.integers(0, 2**32 - 1),
 )
-def test_quantize_matches_float64(rows, cols, fmt, block, dtype, pow2, eps, awkward, seed):
+def test_quantize_matches_float64(rows, cols, fmt, block, dtype, pow2, eps, awkward, rounding, seed):
     x = values(np.random.default_rng(seed), (rows, cols), dtype, awkward)
-    q = fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps)
+    rounding = rounding if block in MX_BLOCKS else "up"
+    q = fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps, scale_rounding=rounding)
     assert q.shape == (rows, cols)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        codes, scales = oracle(x, fmt, block, pow2, eps)
+        codes, scales = oracle(x, fmt, block, pow2, eps, rounding)
     assert same_bits(q.scales, stored(scales, 32 in block))
     assert same_bits(q.data, codes.T if q.columnwise else codes)
     assert not (q.scales == 0).any() or 32 in block
@@ -95,7 +149,7 @@ def test_quantize_matches_float64(rows, cols, fmt, block, dtype, pow2, eps, awkw
     st.booleans(),
     st.integers(0, 2**32 - 1),
 )
-def test_compiled_form_equals_the_plain_one(rows, cols, fmt, block, pow2, seed):
+def test_compiled_form_equals_the_plain_one(rows, cols, fmt, block, round_up, seed):
     x = values(np.random.default_rng(seed), (rows, cols), np.float32, awkward=True)
     kind = fp8moe.QuantTensor(None, None, fmt, block)
     strips = reference.strips_of(x.shape, block)
@@ -104,7 +158,7 @@ def test_compiled_form_equals_the_plain_one(rows, cols, fmt, block, pow2, seed):
     for form in (reference.quantize_strips, reference.quantize_strips_plain):
         codes = poisoned(x.shape, np.uint8)
         scales = poisoned((len(strips), -(-cols // block[1])), dtype)
-        form(x, strips, block[1], kind, pow2, 0.0, codes, scales)
+        form(x, strips, block[1], kind, round_up, 0.0, codes, scales)
         results.append((codes, scales))
     assert same_bits(results[0][0], results[1][0])
     assert same_bits(results[0][1], results[1][1])
@@ -153,6 +207,98 @@ def test_special_values(fmt):
     assert q.scales[3] == 2.0**-126
     assert q.scales[4] > 2.0**100
     assert q.scales[5] == 2
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
+def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
+    amax = at_boundaries(fmt, dtype)
+    if dtype.itemsize == 2:  # every finite number instead
+        every = np.arange(0x8000, dtype=np.uint16).view(dtype)
+        amax = every[np.isfinite(every.astype(np.float32))]
+    x = blocks_of(amax, np.random.default_rng())
+    wanted = e8m0(amax, fmt, rounding)
+    if dtype == np.float32:  # every byte of a finite block, which no other has
+        assert set(wanted.tolist()) == set(range(int(e8m0(np.finfo(np.float32).max, fmt, rounding)) + 1))
+    scaled = x.astype(np.float64) / np.exp2(wanted.astype(np.float64) - 127)[:, None]
+    q = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding)
+    assert same_bits(q.scales, wanted[:, None])
+    assert same_bits(q.data, to_float8(scaled, fmt))
+    turned = fp8moe.quantize(x.T.copy(), fmt=fmt, block=(32, 1), scale_rounding=rounding)
+    assert same_bits(turned.scales, wanted[None])
+    assert same_bits(turned.data, q.data)
+    both = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding, columnwise=True)
+    assert_same(both.rowwise, q)
+    assert_same(both.columnwise, fp8moe.quantize(x, fmt=fmt, block=(32, 1), scale_rounding=rounding))
+    if rounding == "up":  # all of a block's range is used and nothing saturates
+        assert np.abs(scaled).max() <= MAX[fmt] * (1 + 2.0**-23)
+        assert (np.abs(scaled).max(axis=1)[wanted > 0] > MAX[fmt] / 2).all()
+
+
+def mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding):
+    """As above, with infinities and NaN, by every kernel that makes such scales."""
+    rng = np.random.default_rng()
+    x = blocks_of(at_boundaries(fmt, dtype), rng)
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype)
+    spoilt = rng.choice(len(x), 40, replace=False)
+    x[spoilt, rng.integers(0, 32, 40)] = rng.choice(special, 40)
+    x = x[rng.permutation(len(x))[: len(x) // 128 * 128]]
+    options = {"fmt": fmt, "scale_rounding": rounding}
+    rows, columns = x.reshape(-1, 128), x.reshape(-1, 128, 32).swapaxes(1, 2).reshape(-1, 128)
+    assert_same(*both(fp8moe.quantize, rows, block=(1, 32), **options))
+    assert_same(*both(fp8moe.quantize, rows[:, :100].copy(), block=(1, 32), **options))
+    assert_same(*both(fp8moe.quantize, columns[:, :100].copy(), block=(32, 1), **options))
+    both_ways = {"block": (1, 32), "columnwise": True, **options}
+    assert_same(*both(fp8moe.quantize, np.concatenate([rows, columns]), **both_ways))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
+def test_mxfp8_scales_are_transformer_engines(dtype, fmt):
+    amax = np.append(at_boundaries(fmt, dtype), np.array(np.inf, dtype))
+    q = fp8moe.quantize(amax[:, None], fmt=fmt, block=(1, 32))
+    assert same_bits(q.scales[:, 0], transformer_engines_e8m0(amax, fmt))
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+def test_special_values_of_mxfp8(fmt, rounding):
+    x, emax = np.zeros((6, 32), np.float32), {"e4m3": 8, "e5m2": 15}[fmt]
+    x[1, 3] = -0.0
+    x[2, :3] = np.inf, -np.inf, 3e38
+    x[3, :3] = np.nan, np.inf, 3.0
+    x[4, 0] = -1e-45
+    x[5, 0] = np.finfo(np.float32).max
+    q = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding)
+    assert q.scales[:5, 0].tolist() == [0, 0, 254, 127, 0]
+    assert q.scales[5, 0] == 127 - emax + {"up": 128, "floor": 127}[rounding]
+    assert not (q.data[:2] & 0x7F).any()
+    assert q.data[1, 3] == 0x80
+    back = fp8moe.dequantize(q)
+    assert back[2, :2].tolist() == [np.inf, -np.inf]  # 448 * 2^127 is none that float32 has
+    assert back[2, 2] == 1.75 * 2.0**127
+    assert q.data[3, 0] == 0x7F
+    assert back[3, 1:3].tolist() == [MAX[fmt], 3.0]
+    assert np.isinf(back[5, 0]) == (rounding == "up")  # 2^128 is the nearest, or 1.75 * 2^127
+    assert not fp8moe.quantize(np.zeros((32, 3), BF16), block=(32, 1)).scales.any()
+
+
+def test_no_normal_number_saturates():
+    x = np.random.default_rng().standard_normal((1024, 2048)).astype(np.float32)
+    for rounding, saturates in (("up", False), ("floor", True)):
+        q = fp8moe.quantize(x, block=(1, 32), scale_rounding=rounding)
+        scales = np.repeat(np.exp2(q.scales.astype(np.float64) - 127), 32, axis=1)
+        assert (np.abs(x) > MAX["e4m3"] * scales).any() == saturates
+
+
+def test_other_roundings_are_refused():
+    x = np.ones((32, 128), np.float32)
+    with pytest.raises(ValueError, match=r"scale_rounding: got 'ceil'; wanted .*'up'.*'floor'"):
+        fp8moe.quantize(x, block=(1, 32), scale_rounding="ceil")
+    for block in ((1, 128), (128, 1), (128, 128), None):
+        with pytest.raises(ValueError, match=r"scale_rounding: got 'floor' with block .*\(1, 32\)"):
+            fp8moe.quantize(x, block=block, scale_rounding="floor")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 127, 130])
@@ -255,8 +401,6 @@ def test_dequantize_is_code_times_scale(fmt, block, seed):
     # half an ulp of the code (relative 2^-4 or 2^-3), or of the smallest subnormal step, at its scale
     half = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}[fmt]
     bound = np.maximum(np.abs(x) * half[0], factors * half[1])
-    if 32 in block:  # floor rounding of the exponent: up to 1/8 of a value saturates
-        bound = np.maximum(bound, np.abs(x) * 0.125)
     assert (np.abs(got - x) <= bound).all()
     assert same_bits(fp8moe.dequantize(q, dtype="bfloat16"), got.astype(BF16))
 

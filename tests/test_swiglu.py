@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from cases import BF16, from_float8, same_bits, to_float8, values
+from cases import BF16, assert_same, from_float8, same_bits, to_float8, values
 from hypothesis import given
 from hypothesis import strategies as st
 from test_quantize import oracle, stored
@@ -187,6 +187,27 @@ def tiny_values_under_large_probabilities(both):
         assert (ours.data != 0).any()
         # a sigmoid within 2^-20 of itself may take a code to the other side
         assert (np.abs(ours.data.astype(int) - theirs.data) <= 1).all()
+
+
+def products_beyond_float32(both):
+    """MXFP8's blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
+    a = np.zeros((4, 128), np.float32)
+    a[1, :4] = 1.5 * 2.0**126, -1.5 * 2.0**126, 1.25 * 2.0**123, 1.25 * 2.0**40
+    a[2, :2], a[3] = (np.nan, 1.0), a[1]
+    h = np.concatenate([np.full((4, 128), 64), a / 64], axis=1).astype(BF16)  # whose sigmoid is 1
+    probs = np.array([3, 8, 1, 1], np.float32)
+    for options in ({}, {"columnwise": True}):
+        options |= {"block": (1, 32)}
+        ours, theirs = both(fp8moe.swiglu_quantize, h, probs, **options)
+        assert_same(ours, theirs)
+        q = theirs.rowwise if "columnwise" in options else theirs
+        assert q.scales.tolist() == [[0] * 4, [254, 0, 0, 0], [127, 0, 0, 0], [245, 0, 0, 0]]
+        # 1.25 * 2^126 by 2^127 is 0.625; 1.5 * 2^126 by 2^118 is 384
+        wanted = [[448, -448, 0.625, 0], [384, -384, 40, 0]]
+        assert from_float8(q.data[[1, 3], :4], "e4m3").tolist() == wanted
+        assert (q.data[2, 0], q.data[2, 1]) == (0x7F, 0x38)
+    grads = both(fp8moe.swiglu_quantize_backward, a.astype(BF16), h, probs, block=(1, 32))
+    assert same_bits(grads[0].dh.scales, grads[1].dh.scales)
 
 
 def unquantised(both, dtype, rows, width, activation, with_probs):

@@ -150,6 +150,7 @@ def opcheck_cases():
         (ops.quantize, (torch.randn(6, 200), "e5m2", [32, 1], True, 0.0, "compact")),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [], True, 0.0, "compact")),
         (ops.quantize, (torch.randn(2, 130, 200), "e4m3", [128, 128], True, 0.0, "compact")),
+        (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 32], True, 0.0, "compact", "floor")),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 128], False, 1e-4, "gemm_ready")),
         (ops.dequantize, (q.data, q.scales, "e4m3", [1, 128], "compact", "bfloat16")),
         (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", "float32")),
@@ -231,7 +232,8 @@ def test_fp8_operations_compiled_give_the_same_bits():
         turned = torch_ops.permute_transpose(torch_ops.quantize(x), plan)
         blocks = torch_ops.scaling_aware_transpose(torch_ops.quantize(x), target="block")
         assert blocks.block == (128, 128)
-        tensors = (both.rowwise, both.columnwise, grad.dh, bare, turned, blocks)
+        floor = torch_ops.quantize(x, block=(1, 32), scale_rounding="floor")
+        tensors = (both.rowwise, both.columnwise, grad.dh, bare, turned, blocks, floor)
         return [a for q in tensors for a in (q.data, q.scales)] + [grad.dprobs]
 
     compiled = torch.compile(work, fullgraph=True, backend="aot_eager")(h, dy, x)

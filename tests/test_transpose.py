@@ -78,7 +78,8 @@ def tile_scales(q, lo, hi):
         scales = q.scales[lo:hi, c // q.block[1]]
         scales = np.exp2(scales.astype(float) - 127) if q.block[1] == 32 else scales
         scales = scales[occupied & (scales != 0)]
-        row += [float(scales.max()) if len(scales) else 1.0] * part.shape[1]
+        nothing = 2.0**-127 if q.block[1] == 32 else 1.0
+        row += [float(scales.max()) if len(scales) else nothing] * part.shape[1]
     return row
 
 
@@ -260,16 +261,17 @@ def error_inputs(seed):
     }
 
 
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [("rows * 2^U[-6,6]", 2.6e-6), ("lognormal rows", 4.0e-6), ("one zero row", 0.0)],
 )
-def test_the_error_table(kind, limit):
+def test_the_error_table(kind, limit, block):
     """Relative L2 error against the row-wise tensor, 256 x 512: the median of 9 draws at or under what the
     library's specification sets (the published kernel: 4.7e-5, 1.25e-4 and 4.9), a column's own target
-    never worse than a tile's."""
+    never worse than a tile's. Blocks of 32 have fewer rows to agree with."""
     column, tile = (
-        [error_against_rowwise(error_inputs(seed)[kind], target) for seed in range(9)]
+        [error_against_rowwise(error_inputs(seed)[kind], target, block=block) for seed in range(9)]
         for target in ("column", "tile")
     )
     print(f"{kind}: column {np.median(column):.2e}, tile {np.median(tile):.2e}")

@@ -20,7 +20,7 @@ def quantize_and_pack(
     out: tuple[np.ndarray, ...],
 ) -> None:
     made = [np.empty(s.shape, s.dtype) for s in (like.data, like.scales)]
-    quantize(x, pow2=True, eps=0.0, out=replace(like, data=made[0], scales=made[1]))
+    quantize(x, round_up=True, eps=0.0, out=replace(like, data=made[0], scales=made[1]))
     pack_rows((*made, *parts), row_id_map, out=out)
 
 

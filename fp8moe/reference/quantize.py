@@ -1,8 +1,12 @@
 """Quantise and dequantise by blocks.
 
-Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax, its mantissa cleared for powers of
-two; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. An amax of 0, infinity or NaN
-gives scale 1. MXFP8 takes the OCP MX rule instead: exponent = floor(log2(amax)) - emax of the format.
+Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax, its mantissa cleared where scales are
+rounded up to powers of two; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. An amax of
+0, infinity or NaN gives scale 1.
+
+MXFP8's scale is 2^e with e = ceil(log2(amax / max_of_format)), as Transformer Engine has it, or, not rounded
+up, by the OCP MX rule e = floor(log2(amax)) - emax of the format; e is at least -127, that of zeros. An
+infinite amax gives 2^127, NaN gives 1.
 """
 
 from __future__ import annotations
@@ -36,25 +40,26 @@ from fp8moe.reference.numerics import (
 def quantize(
     x: np.ndarray,
     *,
-    pow2: bool,
+    round_up: bool,
     eps: float,
     out: QuantTensor | Quantized,
     expert_offsets: np.ndarray | None = None,
 ) -> None:
-    """Fill ``out``, whose records say format, blocks and layout. ``expert_offsets``: column-wise blocks
-    start anew with every expert; rows past the last offset are left out."""
+    """Fill ``out``, whose records say format, blocks and layout. ``round_up``: scales, to powers of two; else
+    they are rounded down to them for MXFP8, or not at all. ``expert_offsets``: column-wise blocks start anew
+    with every expert; rows past the last offset are left out."""
     if isinstance(out, Quantized):
-        quantize(x, pow2=pow2, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
+        quantize(x, round_up=round_up, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
         if out.columnwise.block == (128, 128):
             out.columnwise.data[:] = np.swapaxes(out.rowwise.data, -1, -2)
             out.columnwise.scales[:] = np.swapaxes(out.rowwise.scales, -1, -2)
         else:
-            quantize(x, pow2=pow2, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
+            quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
         return
     if out.block is None:
         flat = x.reshape(1, -1)
         scales, codes = np.empty((1, 1), np.float32), np.empty(flat.shape, np.uint8)
-        quantize_strips(flat, np.array([[0, 1]]), max(x.size, 1), out, pow2, eps, codes, scales)
+        quantize_strips(flat, np.array([[0, 1]]), max(x.size, 1), out, round_up, eps, codes, scales)
         out.data[:], out.scales[:] = codes.reshape(x.shape), scales[0]
         return
     strips = strips_of(x.shape, out.block, expert_offsets)
@@ -62,12 +67,12 @@ def quantize(
     width = out.block[1]
     if is_columnwise(out.block):
         codes = np.zeros(rows.shape, np.uint8)
-        quantize_strips(rows, strips, width, out, pow2, eps, codes, out.scales)
+        quantize_strips(rows, strips, width, out, round_up, eps, codes, out.scales)
         out.scales[len(strips) :] = 0
         transpose_into(codes, out.data)
     elif out.layout == "gemm_ready":
         scales = np.empty((len(rows), ceil_div(x.shape[-1], width)), np.float32)
-        quantize_strips(rows, strips, width, out, pow2, eps, out.data, scales)
+        quantize_strips(rows, strips, width, out, round_up, eps, out.data, scales)
         out.scales[:, : len(rows)] = scales.T
         out.scales[:, len(rows) :] = 0
     else:
@@ -76,7 +81,7 @@ def quantize(
             strips,
             width,
             out,
-            pow2,
+            round_up,
             eps,
             out.data.reshape(rows.shape),
             out.scales.reshape(len(strips), -1),
@@ -107,7 +112,7 @@ def quantize_strips(
     strips: np.ndarray,
     width: int,
     kind: QuantTensor,
-    pow2: bool,
+    round_up: bool,
     eps: float,
     codes: np.ndarray,
     scales: np.ndarray,
@@ -130,7 +135,8 @@ def quantize_strips(
         np.int32(fmt.bias),
         np.int32(fmt.emax),
         np.uint32(fmt.nan),
-        2 if is_mx(kind.block) else int(pow2),
+        is_mx(kind.block),
+        round_up,
         np.float32(eps),
         codes,
         scales,
@@ -143,7 +149,7 @@ def quantize_strips_plain(
     strips: np.ndarray,
     width: int,
     kind: QuantTensor,
-    pow2: bool,
+    round_up: bool,
     eps: float,
     codes: np.ndarray,
     scales: np.ndarray,
@@ -156,27 +162,37 @@ def quantize_strips_plain(
             amax = np.max(np.abs(block), initial=np.float32(0))
             if not np.isnan(amax):
                 amax = max(amax, np.float32(eps))
-            inv, scales[s, c] = block_scale(amax, kind.fmt, kind.block, pow2)
+            inv, scales[s, c] = block_scale(amax, kind.fmt, kind.block, round_up)
             with np.errstate(over="ignore", invalid="ignore"):
                 codes[lo:hi, c * width : (c + 1) * width] = encode(block * inv, kind.fmt)
 
 
-def block_scale(amax: np.float32, fmt: str, block: Block, pow2: bool) -> tuple[np.float32, Any]:
+def block_scale(amax: np.float32, fmt: str, block: Block, round_up: bool) -> tuple[np.float32, Any]:
     """(factor to multiply by, scale to store) for one block."""
     one, limit = np.float32(1), np.float32(2.0**-MIN_SCALE_EXPONENT)
-    degenerate = amax == 0 or not np.isfinite(amax)
     if is_mx(block):
-        exponent = 0 if degenerate else int(np.frexp(amax)[1]) - 1 - FORMATS[fmt].emax
-        exponent = max(exponent, -127)
+        exponent = mx_exponent(amax, fmt, round_up)
         return np.float32(2.0**-exponent), np.uint8(exponent + 127)
-    if degenerate:
+    if amax == 0 or not np.isfinite(amax):
         return one, one
     with np.errstate(over="ignore"):
         inv = np.float32(FORMATS[fmt].max) / amax
-    if pow2 and np.isfinite(inv):
+    if round_up and np.isfinite(inv):
         inv = np.float32(2.0 ** (int(np.frexp(inv)[1]) - 1))
     inv = min(inv, limit)
     return inv, one / inv
+
+
+def mx_exponent(amax: np.float32, fmt: str, round_up: bool) -> int:
+    """log2 of MXFP8's scale."""
+    if not np.isfinite(amax):
+        return 0 if np.isnan(amax) else 127
+    if not round_up:
+        exponent = int(np.frexp(amax)[1]) - 1 - FORMATS[fmt].emax
+    else:
+        mantissa, above = np.frexp(amax / np.float32(FORMATS[fmt].max))  # the mantissa is in [1/2, 1)
+        exponent = int(above) - int(mantissa == 0.5)
+    return -127 if amax == 0 else max(exponent, -127)
 
 
 @compiled
@@ -201,7 +217,8 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
     bias,
     emax,
     nan_code,
-    rule,
+    mx,
+    round_up,
     eps,
     codes,
     scales,
@@ -230,6 +247,11 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
     # Adding 2^(23 - e), with 2^-e the smallest subnormal, makes the float adder round a subnormal code.
     one_bits[0] = np.uint32(127 + 23 - (bias - 1 + np.int32(mantissa_bits))) << np.uint32(23)
     magic, magic_bits = one_value[0], one_bits[0]
+    # MXFP8: amax / limit is above a power of two where this, added to amax's bits, carries into the exponent.
+    # Before `normal_from` the quotient is a subnormal float32, of whose steps a bit of amax is 2/7: one bit
+    # above 2^-127 is rounded away.
+    above_limit = np.uint32(0x7FFFFF) - (limit_bits & np.uint32(0x7FFFFF))
+    normal_from = np.uint32(np.uint32(emax + 1) << np.uint32(23))
 
     for s in range(first, last):
         lo, hi = strips[s, 0], strips[s, 1]
@@ -241,20 +263,20 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
         for c in range(scales.shape[1]):
             begin, end = c * width, min((c + 1) * width, columns)
             top = max(_largest(amax[begin:end]), eps_bits)  # a NaN's bits are above any eps
-            degenerate = top == np.uint32(0) or top >= infinity
             factor = np.float32(1)
-            if rule == 2:
-                exponent = np.int32(0)
-                if not degenerate:
-                    exponent = max(np.int32(top >> np.uint32(23)) - np.int32(127) - emax, np.int32(-127))
-                scales[s, c] = exponent + np.int32(127)
-                one_bits[0] = np.uint32(127 - exponent) << np.uint32(23)
+            if mx:
+                byte = np.int32(254 if top == infinity else 127)
+                if top < infinity:
+                    above = np.uint32(above_limit - np.uint32(top < normal_from) if round_up else 0)
+                    byte = max(np.int32(np.uint32(top + above) >> np.uint32(23)) - emax, np.int32(0))
+                scales[s, c] = byte
+                one_bits[0] = max(np.uint32(254 - byte) << np.uint32(23), np.uint32(1 << 22))  # 2^-127
                 factor = one_value[0]
             else:
-                if not degenerate:
+                if np.uint32(0) < top < infinity:
                     one_bits[0] = top
                     one_value[0] = limit / one_value[0]
-                    if rule == 1:
+                    if round_up:
                         one_bits[0] &= infinity
                     one_bits[0] = min(one_bits[0], np.uint32(253 << 23))  # scales stay normal: 2^-126
                     factor = one_value[0]

@@ -34,7 +34,7 @@ def swiglu_quantize(
     y = np.zeros((len(h), h.shape[1] // 2), np.float32)
     real = slice(0, _rows_of(expert_offsets, len(h)))
     y[real] = forward(h[real], _part(probs, real), activation)
-    quantize(y, pow2=True, eps=0.0, out=out, expert_offsets=expert_offsets)
+    quantize(y, round_up=True, eps=0.0, out=out, expert_offsets=expert_offsets)
 
 
 @quietly
@@ -65,7 +65,7 @@ def swiglu_quantize_backward(
     real = slice(0, _rows_of(expert_offsets, len(h)))
     dh = np.zeros(h.shape, np.float32)
     dh[real], dprobs = backward(grad[real], h[real], _part(probs, real), activation)
-    quantize(dh, pow2=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)  # type: ignore[arg-type]
+    quantize(dh, round_up=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)  # type: ignore[arg-type]
     if out.dprobs is not None:
         out.dprobs[:] = 0
         out.dprobs[real] = dprobs.astype(out.dprobs.dtype, copy=False)

@@ -22,6 +22,7 @@ from fp8moe.reference.quantize import strips_of
 
 _REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 leaves nothing, or saturates
 _ZERO, _NAN = -10_000, 10_000  # exponents of a scale of 0 and of an E8M0 NaN
+_INFINITY = 1_000  # the exponent that an infinite code of MXFP8 asks for: the largest, whatever its scale
 
 
 def scaling_aware_transpose(
@@ -43,7 +44,7 @@ def scaling_aware_transpose(
         height,
         target != "column",
         needed_exponents(q.fmt, is_mx(q.block)),
-        -127 if is_mx(q.block) else MIN_SCALE_EXPONENT,
+        *((-127, -127) if is_mx(q.block) else (MIN_SCALE_EXPONENT, 0)),
         shift_table(q.fmt),
         targets,
         out.data,
@@ -93,17 +94,16 @@ def row_exponents(q: QuantTensor) -> np.ndarray:
 def needed_exponents(fmt: str, mx: bool) -> np.ndarray:
     """For each code, the smallest power of two that a block holding it (at scale 1) would be given.
 
-    _ZERO for zeros, which ask for nothing; _NAN for NaN and infinity, which set the scale to 1.
+    _ZERO for zeros, which ask for nothing; _NAN for NaN, which sets the scale to 1, and for infinity, if
+    not of MXFP8.
     """
     value = np.abs(DECODE[fmt].astype(np.float64))
     with np.errstate(invalid="ignore"):
-        mantissa, exponent = np.frexp(value if mx else value / FORMATS[fmt].max)
-    if mx:
-        needed = exponent - 1 - FORMATS[fmt].emax  # floor(log2 v) - emax
-    else:
-        needed = np.where(mantissa == 0.5, exponent - 1, exponent)  # ceil(log2(v / max))
+        mantissa, exponent = np.frexp(value / FORMATS[fmt].max)
+    needed = np.where(mantissa == 0.5, exponent - 1, exponent)  # ceil(log2(v / max))
     needed = np.where(value == 0, _ZERO, needed)
-    return np.where(np.isfinite(value), needed, _NAN).astype(np.int32)
+    needed = np.where(np.isinf(value), _INFINITY if mx else _NAN, needed)
+    return np.where(np.isnan(value), _NAN, needed).astype(np.int32)
 
 
 @cache
@@ -117,7 +117,7 @@ def shift_table(fmt: str) -> np.ndarray:
 
 @compiled
 def _transpose_loop(  # type: ignore[no-untyped-def]
-    first, last, codes, exponents, strips, width, tile, needed, smallest, table, targets, out
+    first, last, codes, exponents, strips, width, tile, needed, smallest, of_zeros, table, targets, out
 ):
     columns = codes.shape[1]
     index = np.empty(columns, np.int32)
@@ -148,9 +148,11 @@ def _transpose_loop(  # type: ignore[no-untyped-def]
                         elif n != _ZERO and e != _ZERO and target[i] != _NAN:
                             target[i] = max(target[i], e + n)
         for i in range(columns):
-            if target[i] == _ZERO or target[i] == _NAN:
+            if target[i] == _ZERO:
+                target[i] = of_zeros
+            elif target[i] == _NAN:
                 target[i] = 0
-            target[i] = max(target[i], smallest)
+            target[i] = min(max(target[i], smallest), 127)
         for r in range(lo, hi):
             for b in range(exponents.shape[1]):
                 e = exponents[r, b]
