@@ -70,7 +70,7 @@ def swiglu_quantize(
     expert_offsets: Any = None,
     align_size: int = 1,
 ) -> Any:
-    """`swiglu` in float32, then `quantize` with power-of-two scales, in one pass.
+    """`swiglu` in float32, then `quantize` with scales rounded up to powers of two, in one pass.
 
     h: bfloat16, float16 or float32 [P, 2F]. probs: float [P] or None. block: (1, 128) or (1, 32).
     columnwise: return `Quantized`, with the (128, 1) transposed tensor beside the row-wise one; both are

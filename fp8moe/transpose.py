@@ -31,10 +31,10 @@ def scaling_aware_transpose(
         ceil(M/B) rows, else `column_scale_rows`.
 
     Every code is exact when representable, else rounded to nearest even, subnormals too; -0 and NaN
-    survive; rows of zeros or of scale 0 raise no target. MXFP8 e4m3: the OCP rule for a block's scale lets
-    the top of its range, 1.875 * 2^8, saturate at 448, so "column" can change a block's largest codes;
-    "tile" does not. What a tile's scale rounds that a column's does not is at most 2^-10 times that scale,
-    and so, of rows that `quantize` made, 2^-17 of the tile's largest value.
+    survive; rows of zeros or of scale 0 raise no target. MXFP8's targets are rounded up, whatever
+    ``scale_rounding`` its rows had, so nothing saturates. What a tile's scale rounds that a column's does
+    not is at most 2^-10 times that scale, and so, of rows that `quantize` made, 2^-17 of the tile's largest
+    value.
 
     Returns a column-wise QuantTensor: data [K, M], scales [blocks, K]; for "block" one of block (128, 128):
     data [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.

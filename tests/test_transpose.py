@@ -19,6 +19,7 @@ def random_rowwise(rng, rows, cols, fmt, width, spread):
     if rng.random() < 0.7:  # mostly without NaN, which would set every block's scale to 1
         codes[~np.isfinite(from_float8(codes, fmt))] = 0x80
     codes[rng.random(rows) < 0.15] = 0
+    codes[:, rng.random(cols) < 0.1] = rng.choice([0x00, 0x80])
     shape = (rows, -(-cols // width))
     exponents = rng.integers(-spread, spread + 1, shape)
     if width == 32:
