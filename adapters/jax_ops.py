@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ except ImportError as error:
     ) from None
 
 import fp8moe
-from fp8moe import dlpack
+from fp8moe import checks, dlpack
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
 from fp8moe.placed import Layout
@@ -171,10 +172,35 @@ _swiglu_op = traceable(fp8moe.swiglu)
 
 def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
     """`fp8moe.permute`, with gradients for x and probs."""
-    if isinstance(x, QuantTensor):
+    if may_need_grad(x):
+        data, moved = _permute(x, probs, plan, fill_padding)
+    elif isinstance(probs, jax.core.Tracer):
+        _, moved = _permute(no_columns(probs), probs, plan, fill_padding)
+        data = permute(x, plan, fill_padding=fill_padding).data
+    elif isinstance(x, QuantTensor):
         return _permute_op(x, plan, probs, fill_padding=fill_padding)
-    data, moved = _permute(x, probs, plan, fill_padding)
+    else:
+        data, moved = _permute(x, probs, plan, fill_padding)
     return Permuted(data, moved, plan)
+
+
+def may_need_grad(x: Any) -> bool:
+    """Whether rows are of a kind that has a gradient. Codes are not: their probabilities, which may have one,
+    move apart from them, beside rows of no columns."""
+    return not isinstance(x, QuantTensor) and x.dtype in checks.FLOATS
+
+
+def no_columns(probs: Any) -> Any:
+    return jax.numpy.zeros((probs.shape[0], 0), probs.dtype)
+
+
+def refuse_codes(grad: Any) -> None:
+    """Float8 rows have a cotangent in JAX, of their own dtype."""
+    if grad.dtype not in checks.FLOATS:
+        raise TypeError(
+            f"x: got {grad.dtype} rows that are differentiated; wanted bfloat16, float16, float32 or float64 "
+            "ones; pass jax.lax.stop_gradient(x)"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -189,6 +215,7 @@ def _permute_fwd(x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
 
 def _permute_bwd(fill_padding, kept, grads):  # type: ignore[no-untyped-def]
     plan, probs = kept
+    refuse_codes(grads[0])
     dx, dprobs = permute_backward(grads[0], plan, None if probs is None else grads[1])
     return dx, None if probs is None else dprobs.astype(probs.dtype), None
 
@@ -249,11 +276,16 @@ def sort_chunks(
     align_size: int = 1,
     chunks_per_group: int = 1,
     num_out_tokens: int | None = None,
+    keep_rest: bool = False,
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
-    options = (("align_size", align_size), ("chunks_per_group", chunks_per_group))
+    options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
+    how = {"num_out_tokens": num_out_tokens, **dict(options)}
+    if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
+        moved = _sort(no_columns(probs), probs, split_sizes, sorted_indices, options, num_out_tokens)
+        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **how).data)  # type: ignore[arg-type]
     if isinstance(x, QuantTensor):
-        return _sort_op(x, split_sizes, sorted_indices, probs, num_out_tokens=num_out_tokens, **dict(options))
+        return _sort_op(x, split_sizes, sorted_indices, probs, **how)
     return _sort(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
 
 
@@ -269,6 +301,7 @@ def _sort_fwd(x, probs, sizes, indices, options, num_out_tokens):  # type: ignor
 
 def _sort_bwd(options, num_out_tokens, kept, grads):  # type: ignore[no-untyped-def]
     sizes, indices, probs, like = kept
+    refuse_codes(grads.data)
     dprobs = None if probs is None else grads.probs
     dx, dprobs = sort_chunks_backward(
         grads.data, sizes, indices, dprobs, num_tokens=like.shape[0], **dict(options)

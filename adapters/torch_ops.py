@@ -141,10 +141,12 @@ def sort_chunks(
     align_size: int = 1,
     chunks_per_group: int = 1,
     num_out_tokens: int | None = None,
+    keep_rest: bool = False,
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
     eager = _eager(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
     options: dict[str, Any] = {"align_size": align_size, "chunks_per_group": chunks_per_group}
+    options["keep_rest"] = keep_rest
     how = {**options, "num_out_tokens": num_out_tokens}
     if _needs_grad(x, probs) and not _may_need_grad(x):
         moved = sort_chunks(_no_columns(probs), split_sizes, sorted_indices, probs, **how)
@@ -155,7 +157,7 @@ def sort_chunks(
         found = _EagerSortChunks.apply(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
         return SortedChunks(*found)
     data, moved, offsets = _sort_chunks(
-        x, split_sizes, sorted_indices, probs, align_size, chunks_per_group, num_out_tokens
+        x, split_sizes, sorted_indices, probs, align_size, chunks_per_group, num_out_tokens, keep_rest
     )
     return SortedChunks(data, None if probs is None else moved, offsets)
 
@@ -803,7 +805,7 @@ def _unpermute_backward(
     return grad_x, or_empty(probs, grad.device)
 
 
-def _sort_chunks_fake(x, sizes, indices, probs, align_size, chunks_per_group, rows):  # type: ignore[no-untyped-def]
+def _sort_chunks_fake(x, sizes, indices, probs, align_size, chunks_per_group, rows, keep_rest):  # type: ignore[no-untyped-def]
     groups = sizes.shape[0] // chunks_per_group
     if rows is None:
         rows = x.shape[0] if align_size == 1 else static_bound(x.shape[0], groups, align_size)
@@ -820,6 +822,7 @@ def _sort_chunks(
     align_size: int,
     chunks_per_group: int,
     num_out_tokens: int | None,
+    keep_rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     got = fp8moe.sort_chunks(
         x,
@@ -829,11 +832,12 @@ def _sort_chunks(
         align_size=align_size,
         chunks_per_group=chunks_per_group,
         num_out_tokens=num_out_tokens,
+        keep_rest=keep_rest,
     )
     return got.data, or_empty(got.probs, x.device), got.group_offsets
 
 
-def _sort_chunks_backward_fake(grad, sizes, indices, grad_probs, align, group, tokens):  # type: ignore[no-untyped-def]
+def _sort_chunks_backward_fake(grad, sizes, indices, grad_probs, align, group, tokens, keep_rest):  # type: ignore[no-untyped-def]
     probs = torch.empty(_NONE, device=grad.device)
     return grad.new_empty((tokens, grad.shape[1])), (
         probs if grad_probs is None else grad_probs.new_empty(tokens)
@@ -849,6 +853,7 @@ def _sort_chunks_backward(
     align_size: int,
     chunks_per_group: int,
     num_tokens: int,
+    keep_rest: bool,
 ) -> tuple[Tensor, Tensor]:
     grad_x, probs = fp8moe.sort_chunks_backward(
         grad,
@@ -858,6 +863,7 @@ def _sort_chunks_backward(
         align_size=align_size,
         chunks_per_group=chunks_per_group,
         num_tokens=num_tokens,
+        keep_rest=keep_rest,
     )
     return grad_x, or_empty(probs, grad.device)
 
@@ -1101,7 +1107,7 @@ def _unpermute_grad(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 def _sort_chunks_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, sizes, indices, probs, ctx.align_size, ctx.chunks_per_group, _ = inputs
+    x, sizes, indices, probs, ctx.align_size, ctx.chunks_per_group, _, ctx.keep_rest = inputs
     ctx.tokens, ctx.has_probs = x.shape[0], probs is not None
     ctx.save_for_backward(sizes, indices)
 
@@ -1114,8 +1120,9 @@ def _sort_chunks_grad(ctx, grad, grad_probs, _):  # type: ignore[no-untyped-def]
         ctx.align_size,
         ctx.chunks_per_group,
         ctx.tokens,
+        ctx.keep_rest,
     )
-    return grad_x, None, None, grad_probs if ctx.has_probs else None, None, None, None
+    return grad_x, None, None, grad_probs if ctx.has_probs else None, None, None, None, None
 
 
 def _pad_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -113,9 +113,10 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tensor) -> Rows:
-    """Chunks of rows in another order: chunk j of the result is chunk ``sorted_index[j]`` of inp."""
+    """Chunks of rows in another order: chunk j of the result is chunk ``sorted_index[j]`` of inp. Rows past
+    the chunks stay where they are."""
     chunks = contiguous(split_sizes), contiguous(sorted_index)
-    return torch_ops.sort_chunks(contiguous(inp), *chunks).data
+    return torch_ops.sort_chunks(contiguous(inp), *chunks, keep_rest=True).data
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -123,7 +124,7 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[Rows, Tensor]:
     """`moe_sort_chunks_by_index` that moves probs [N] along."""
     chunks = contiguous(split_sizes), contiguous(sorted_index)
-    got = torch_ops.sort_chunks(contiguous(inp), *chunks, contiguous(probs))
+    got = torch_ops.sort_chunks(contiguous(inp), *chunks, contiguous(probs), keep_rest=True)
     return got.data, got.probs
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fp8moe import PermutationPlan
-from fp8moe.adapters import jax_ops
+from fp8moe.adapters import jax_ops, jax_tokens
 
 
 def token_dispatch(
@@ -31,20 +30,27 @@ def token_dispatch(
         it; the result then has (num_out_tokens + E * (align_size - 1)) // align_size * align_size rows, zeros
         past the last expert, and tokens_per_expert counts padded rows.
     row_id_map is int32 [T, 2E+1]; it and pad_offsets are what `token_combine` takes.
+
+    Where ``jax.jit`` gets tokens sharded over n devices, each device moves its own, as in the original: of the
+    rows, num_out_tokens with its padding, each has a n-th, row numbers count from 0 on each, counts and
+    pad_offsets are those of all. Pass num_out_tokens=tokens * topk, so that every device has room; the rows of
+    one that has not are NaN.
     """
     if not isinstance(num_out_tokens, int) or num_out_tokens <= 0:
         raise ValueError(
             f"num_out_tokens: got {num_out_tokens!r}; wanted the number of routed rows, 1 or more; pass "
             "tokens * topk"
         )
-    x, mask = _rows(inp), _rows(routing_map)
-    experts, align = mask.shape[1], align_size or 1
-    rows = (num_out_tokens + experts * (align - 1)) // align * align
-    plan = jax_ops.plan_routing_map(mask.astype(jnp.int32), align_size=align, num_out_tokens=rows)
-    moved = jax_ops.permute(x, plan, None if probs is None else _rows(probs))
-    if align_size is None:
-        return moved.data, moved.probs, plan.row_id_map, None, plan.tokens_per_expert
-    return moved.data, moved.probs, plan.row_id_map, plan.pad_offsets, plan.padded_tokens_per_expert
+    x, mask = _rows(inp), _rows(routing_map).astype(jnp.int32)
+    align = align_size or 1
+    rows = (num_out_tokens + mask.shape[1] * (align - 1)) // align * align
+    flat = None if probs is None else _rows(probs)
+    apart = flat is not None and not jax_ops.may_need_grad(x)
+    found = jax_tokens.dispatch(x, mask, None if apart else flat, rows, align)
+    data, moved, row_map, pads, counts = found
+    if apart:
+        moved = jax_tokens.dispatch(jax_ops.no_columns(flat), mask, flat, rows, align)[1]
+    return data, moved, row_map, None if align_size is None else pads, counts
 
 
 def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offsets: Any = None) -> Any:
@@ -52,8 +58,9 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
 
     inp: [rows, H] in the order of `token_dispatch`. merging_probs: [T, E] or [batch, sequence, E].
     """
-    plan = _plan_from_map(row_id_map, pad_offsets, inp.shape[0])
-    return jax_ops.unpermute(inp, plan, None if merging_probs is None else _rows(merging_probs))
+    experts = (row_id_map.shape[1] - 1) // 2
+    pads = jnp.zeros(experts, jnp.int32) if pad_offsets is None else pad_offsets.astype(jnp.int32)
+    return jax_tokens.combine(inp, row_id_map, None if merging_probs is None else _rows(merging_probs), pads)
 
 
 def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[Any, Any]:
@@ -68,25 +75,3 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
 
 def _rows(x: Any) -> Any:
     return x.reshape(-1, x.shape[-1])
-
-
-def _plan_from_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
-    """The plan that a row map and padding offsets belong to, counted again from the map. The last expert's
-    padding cannot be told from the tail behind it, and need not be."""
-    experts = (row_id_map.shape[1] - 1) // 2
-    expert_of = row_id_map[:, experts : 2 * experts].reshape(-1)
-    expert_of = jnp.where(expert_of < 0, experts, expert_of)  # the last bin takes the blanks
-    counts = jnp.zeros(experts + 1, jnp.int32).at[expert_of].add(1)[:experts]
-    pads = jnp.zeros_like(counts) if pad_offsets is None else pad_offsets.astype(jnp.int32)
-    ends = jnp.cumsum(counts).astype(jnp.int32) + pads
-    return PermutationPlan(
-        row_id_map=row_id_map,
-        slots=None,
-        tokens_per_expert=counts,
-        padded_tokens_per_expert=counts,
-        pad_offsets=pads,
-        expert_offsets=jnp.concatenate([ends - counts, ends[-1:]]),
-        overflow=jnp.zeros(1, jnp.int32),
-        num_out_tokens=rows,
-        align_size=1,
-    )

@@ -183,6 +183,7 @@ def sort_chunks(
     align_size: int = 1,
     chunks_per_group: int = 1,
     num_out_tokens: int | None = None,
+    keep_rest: bool = False,
 ) -> SortedChunks:
     """Put chunks of rows into another order: chunk j of the result is input chunk ``sorted_indices[j]``.
 
@@ -192,11 +193,13 @@ def sort_chunks(
         ranks, say) is padded with zero rows to a multiple of it.
     num_out_tokens: rows of the result; None: N for align_size 1, else the static bound
         ``((N + min(G, N) * (A - 1)) // A) * A`` for G groups. Rows past the last group are zeros.
+    keep_rest: rows of x past the last chunk stay where they are; for align_size 1 only.
     """
     call = border.enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
     a = call.args
     rows = _check_rows("x", a.x, "N")
     groups = _check_chunks(a.split_sizes, a.sorted_indices, align_size, chunks_per_group)
+    _check_rest(keep_rest, align_size)
     if a.probs is not None:
         checks.dtype("probs", a.probs, checks.FLOATS)
         checks.shape("probs", a.probs, (rows,))
@@ -213,6 +216,7 @@ def sort_chunks(
         a.probs,
         align_size=align_size,
         chunks_per_group=chunks_per_group,
+        keep_rest=bool(keep_rest),
         out=out,
     )
     return call.leave(out)
@@ -236,6 +240,7 @@ def sort_chunks_backward(
     align_size: int = 1,
     chunks_per_group: int = 1,
     num_tokens: int | None = None,
+    keep_rest: bool = False,
 ) -> tuple[Any, Any]:
     """(grad_x, grad_probs) of `sort_chunks`: every row back to where it came from.
 
@@ -247,6 +252,7 @@ def sort_chunks_backward(
     a = call.args
     rows = _check_rows("grad", a.grad, "N")
     _check_chunks(a.split_sizes, a.sorted_indices, align_size, chunks_per_group)
+    _check_rest(keep_rest, align_size)
     if a.grad_probs is not None:
         checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
         checks.shape("grad_probs", a.grad_probs, (rows,))
@@ -262,6 +268,7 @@ def sort_chunks_backward(
         a.grad_probs,
         align_size=align_size,
         chunks_per_group=chunks_per_group,
+        keep_rest=bool(keep_rest),
         out=out,
     )
     return call.leave(out)
@@ -332,6 +339,11 @@ def _check_merging_probs(probs: Any, plan: PermutationPlan) -> None:
 
 def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:
     return None if probs is None else ArraySpec((plan.num_tokens, plan.prob_columns), probs.dtype)
+
+
+def _check_rest(keep_rest: bool, align_size: int) -> None:
+    if keep_rest and align_size != 1:
+        raise ValueError(f"keep_rest: got {keep_rest} with align_size={align_size}; wanted it with align_size=1")
 
 
 def _check_chunks(sizes: Any, indices: Any, align_size: int, chunks_per_group: int) -> int:

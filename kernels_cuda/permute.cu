@@ -552,10 +552,11 @@ __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, 
   return c;
 }
 
-// Source of every output row, -1 where there is none, and its probability. One thread a row.
+// Source of every output row, -1 where there is none, and its probability. One thread a row. Rows past the
+// chunks are their own source, if `keep_rest`; they are the same on both sides then.
 extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
-                                         i64 chunks, i64 align, i64 per_group, i64 backward, i64 rows_in,
-                                         i64 rows, const u8* probs, i64 prob_size, int* source, u8* out_probs,
+                                         i64 chunks, i64 align, i64 per_group, i64 keep_rest, i64 backward,
+                                         i64 rows_in, i64 rows, const u8* probs, i64 prob_size, int* source, u8* out_probs,
                                          int* group_offsets) {
   after_earlier();
   let_later_begin();
@@ -567,7 +568,8 @@ extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i
               backward != 0, c, start, c.from + chunks, sums, blockIdx.x == 0 ? group_offsets : 0);
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows) return;
-  const i64 from = source_of(row, c, chunks, rows_in);
+  const bool rest = keep_rest && row >= start[chunks];
+  const i64 from = !rest ? source_of(row, c, chunks, rows_in) : row < rows_in ? row : -1;
   source[row] = (int)from;
   for (i64 b = 0; probs && b < prob_size; ++b)
     out_probs[row * prob_size + b] = from < 0 ? 0 : probs[from * prob_size + b];

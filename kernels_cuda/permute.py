@@ -194,9 +194,10 @@ def sort_chunks(
     *,
     align_size: int,
     chunks_per_group: int,
+    keep_rest: bool,
     out: SortedChunks,
 ) -> None:
-    chunks = (split_sizes, sorted_indices, align_size, chunks_per_group)
+    chunks = (split_sizes, sorted_indices, align_size, chunks_per_group, keep_rest)
     _move(x, probs, chunks, False, out.data, out.probs, out.group_offsets)
 
 
@@ -208,25 +209,27 @@ def sort_chunks_backward(
     *,
     align_size: int,
     chunks_per_group: int,
+    keep_rest: bool,
     out: Any,
 ) -> None:
-    chunks = (split_sizes, sorted_indices, align_size, chunks_per_group)
+    chunks = (split_sizes, sorted_indices, align_size, chunks_per_group, keep_rest)
     _move(grad, grad_probs, chunks, True, out[0], out[1], None)
 
 
 def pad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) -> None:
-    _move(x, None, (tokens_per_expert, None, align_size, 1), False, out, None, None)
+    _move(x, None, (tokens_per_expert, None, align_size, 1, False), False, out, None, None)
 
 
 def unpad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) -> None:
-    _move(x, None, (tokens_per_expert, None, align_size, 1), True, out, None, None)
+    _move(x, None, (tokens_per_expert, None, align_size, 1, False), True, out, None, None)
 
 
 def _move(
     x: Any, probs: Any, chunks: tuple[Any, ...], backward: bool, out: Any, out_probs: Any, offsets: Any
 ) -> None:
-    """Rows of chunks, (sizes, order, align, chunks per group), to their places, or back."""
-    sizes, order, align, per_group = chunks
+    """Rows of chunks, (sizes, order, align, chunks per group, whether the rest stays), to their places, or
+    back."""
+    sizes, order, align, per_group, keep_rest = chunks
     data, scales = (x.data, x.scales) if isinstance(x, QuantTensor) else (x, None)
     moved, moved_scales = (out.data, out.scales) if isinstance(x, QuantTensor) else (out, None)
     if isinstance(x, QuantTensor) and x.block is None:
@@ -245,6 +248,7 @@ def _move(
         count,
         align,
         per_group,
+        keep_rest,
         backward,
         rows_in,
         rows,

@@ -60,11 +60,12 @@ def sort_chunks(
     *,
     align_size: int,
     chunks_per_group: int,
+    keep_rest: bool,
     out: SortedChunks,
 ) -> None:
     rows_in, rows_out = len(_data(x)), len(_data(out.data))
     source, group_offsets = _chunk_sources(
-        split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, rows_out
+        split_sizes, sorted_indices, align_size, chunks_per_group, keep_rest, rows_in, rows_out
     )
     gather_rows(x, source, True, out.data)
     if probs is not None:
@@ -80,10 +81,13 @@ def sort_chunks_backward(
     *,
     align_size: int,
     chunks_per_group: int,
+    keep_rest: bool,
     out: tuple[Any, Any],
 ) -> None:
     rows_in, rows_out = len(_data(out[0])), len(_data(grad))
-    source, _ = _chunk_sources(split_sizes, sorted_indices, align_size, chunks_per_group, rows_in, rows_out)
+    source, _ = _chunk_sources(
+        split_sizes, sorted_indices, align_size, chunks_per_group, keep_rest, rows_in, rows_out
+    )
     moved = np.nonzero(source >= 0)[0]
     back = inverse(source[moved], moved, rows_in)
     gather_rows(grad, back, True, out[0])
@@ -162,6 +166,7 @@ def _chunk_sources(
     sorted_indices: np.ndarray,
     align: int,
     chunks_per_group: int,
+    keep_rest: bool,
     rows_in: int,
     rows_out: int,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -187,6 +192,9 @@ def _chunk_sources(
         target = group_offsets[group] + np.arange(len(rows))
         inside = target < rows_out
         source[target[inside]] = rows[inside]
+    if keep_rest:
+        rest = np.arange(sizes.sum(), min(rows_in, rows_out))
+        source[rest] = rest
     return source, group_offsets
 
 

@@ -1,0 +1,278 @@
+"""Rows of tokens to their experts and back, in programs that XLA spreads over devices.
+
+Where ``jax.jit`` gets tokens sharded over devices, each device moves its own to rows of its own, as
+Transformer Engine's operations do: row numbers count from 0 on every device, and of R rows each of n devices has
+R / n. Where a device sees nothing but its own arrays, alone or inside ``shard_map``, these are the kernels; what
+XLA partitions is made of XLA's operations, because a callback cannot be partitioned.
+
+Tokens and their row map are to stay sharded alike: row numbers mean nothing on another device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8moe import PermutationPlan
+from fp8moe.adapters import jax_ops
+
+# ---------------------------------------------------------------- with gradients
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def dispatch(x: Any, mask: Any, probs: Any, rows: int, align: int) -> tuple[Any, Any, Any, Any, Any]:
+    """(rows, their probs or None, row map, pad_offsets, tokens_per_expert) by an int32 mask [T, E]."""
+    return _dispatch_fwd(x, mask, probs, rows, align)[0]
+
+
+def _dispatch_fwd(x, mask, probs, rows, align):  # type: ignore[no-untyped-def]
+    given = [] if probs is None else [probs]
+    kinds = "tt" + "t" * len(given), "rt.." + "r" * len(given)
+    data, row_map, pads, counts, *moved = _spread(_dispatch, _dispatch_part, *kinds, rows, align)(
+        x, mask, *given
+    )
+    results = data, moved[0] if moved else None, row_map, pads, counts
+    return results, (row_map, pads, probs)
+
+
+def _dispatch_bwd(rows, align, kept, grads):  # type: ignore[no-untyped-def]
+    row_map, pads, probs = kept
+    jax_ops.refuse_codes(grads[0])
+    given = [] if probs is None else [grads[1]]
+    kinds = "t.r" + "r" * len(given), "t" + "t" * len(given)
+    dx, *dprobs = _spread(_gather, _gather_part, *kinds)(row_map, pads, grads[0], *given)
+    return dx, None, dprobs[0].astype(probs.dtype) if dprobs else None
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@jax.custom_vjp
+def combine(data: Any, row_map: Any, probs: Any, pads: Any) -> Any:
+    """[T, H]: each token's rows summed, each times its probability where given."""
+    return _combine_fwd(data, row_map, probs, pads)[0]
+
+
+def _combine_fwd(data, row_map, probs, pads):  # type: ignore[no-untyped-def]
+    given = [] if probs is None else [probs]
+    (out,) = _spread(_combine, _combine_part, "t.r" + "t" * len(given), "t")(row_map, pads, data, *given)
+    return out, (row_map, pads, data if given else data[:, :0], probs)
+
+
+def _combine_bwd(kept, grad):  # type: ignore[no-untyped-def]
+    row_map, pads, data, probs = kept
+    given = [] if probs is None else [data, probs]
+    kinds = "t.t" + "rt"[: len(given)], "rt"[: max(1, len(given))]
+    found = _spread(_scatter, _scatter_part, *kinds, data.shape[0])(row_map, pads, grad, *given)
+    return found[0], None, found[1].astype(probs.dtype) if given else None, None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+# ---------------------------------------------------------------- the kernels: all tokens are here
+
+
+def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
+    plan = jax_ops.plan_routing_map(mask, align_size=align, num_out_tokens=rows)
+    moved = jax_ops._permute_op(x, plan, *probs)
+    counts = plan.padded_tokens_per_expert if align > 1 else plan.tokens_per_expert
+    found = moved.data, plan.row_id_map, plan.pad_offsets, counts
+    return (*found, moved.probs) if probs else found
+
+
+def _gather(row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
+    dx, dprobs = jax_ops.permute_backward(grad, _plan_from_map(row_map, pads, grad.shape[0]), *grad_probs)
+    return (dx, dprobs) if grad_probs else (dx,)
+
+
+def _combine(row_map, pads, data, *probs):  # type: ignore[no-untyped-def]
+    return (jax_ops._unpermute_op(data, _plan_from_map(row_map, pads, data.shape[0]), *probs),)
+
+
+def _scatter(rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-untyped-def]
+    found = jax_ops.unpermute_backward(grad, _plan_from_map(row_map, pads, rows), *data_and_probs)
+    return found if data_and_probs else found[:1]
+
+
+def _plan_from_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
+    """The plan that a row map and padding offsets belong to, counted again from the map. The last expert's
+    padding cannot be told from the tail behind it, and need not be."""
+    experts = (row_id_map.shape[1] - 1) // 2
+    expert_of = row_id_map[:, experts : 2 * experts].reshape(-1)
+    expert_of = jnp.where(expert_of < 0, experts, expert_of)  # the last bin takes the blanks
+    counts = jnp.zeros(experts + 1, jnp.int32).at[expert_of].add(1)[:experts]
+    ends = jnp.cumsum(counts).astype(jnp.int32) + pad_offsets
+    return PermutationPlan(
+        row_id_map=row_id_map,
+        slots=None,
+        tokens_per_expert=counts,
+        padded_tokens_per_expert=counts,
+        pad_offsets=pad_offsets,
+        expert_offsets=jnp.concatenate([ends - counts, ends[-1:] if experts else jnp.zeros(1, jnp.int32)]),
+        overflow=jnp.zeros(1, jnp.int32),
+        num_out_tokens=rows,
+        align_size=1,
+    )
+
+
+# ---------------------------------------------------------------- XLA's operations: a device's own tokens
+#
+# ``axes``: the mesh's, over which tokens are spread. Counts and paddings are those of all devices together,
+# as Transformer Engine has them. Its operations write past the end where a device's tokens have more rows than
+# its share; here all rows of that device are NaN then.
+
+
+def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
+    if rows % devices:
+        raise ValueError(
+            f"num_out_tokens: got {rows} rows, padding included, for tokens on {devices} devices; wanted a "
+            "multiple of the devices"
+        )
+    rows, (tokens, experts) = rows // devices, mask.shape
+    mask = (mask != 0).astype(jnp.int32)
+    here = mask.sum(axis=0, dtype=jnp.int32)
+    counts = jax.lax.psum(here, axes) if axes else here
+    padding = -counts % align
+    pads = jnp.cumsum(padding, dtype=jnp.int32) - padding
+    # ones before it of the same expert, and the rows of the experts before
+    row = jnp.cumsum(mask, axis=0, dtype=jnp.int32) - mask + jnp.cumsum(here, dtype=jnp.int32) - here
+    row = jnp.where((mask != 0) & (row + pads < rows), row, -1)
+    expert = jnp.argsort(-row, axis=1, stable=True).astype(jnp.int32)
+    row = jnp.take_along_axis(row, expert, axis=1)
+    count = (row >= 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
+    row_map = jnp.concatenate([row, jnp.where(row < 0, -1, expert), count], axis=1)
+    token, expert = _sources(row_map, pads, rows)
+    data = _rows_of(x, token)
+    if jnp.issubdtype(data.dtype, jnp.floating):
+        data = jnp.where(count.sum() < here.sum(), jnp.nan, data).astype(data.dtype)
+    found = data, row_map, pads, counts + padding
+    return (*found, _entries_of(probs[0], token, expert)) if probs else found
+
+
+def _gather_part(axes, devices, row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
+    token, expert = _sources(row_map, pads, grad.shape[0])
+    dx = _sums(grad, token, row_map.shape[0])
+    return (dx, _to_entries(grad_probs[0], token, expert, row_map)) if grad_probs else (dx,)
+
+
+def _combine_part(axes, devices, row_map, pads, data, *probs):  # type: ignore[no-untyped-def]
+    token, expert = _sources(row_map, pads, data.shape[0])
+    weights = [_entries_of(p, token, expert) for p in probs]
+    return (_sums(data, token, row_map.shape[0], *weights),)
+
+
+def _scatter_part(axes, devices, rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-untyped-def]
+    token, expert = _sources(row_map, pads, rows // devices)
+    moved = _rows_of(grad, token)
+    if not data_and_probs:
+        return (moved,)
+    data, probs = data_and_probs
+    wide = _wide(grad)
+    weights = _entries_of(probs, token, expert).astype(wide)
+    products = (moved.astype(wide) * data.astype(wide)).sum(axis=1).astype(probs.dtype)
+    moved = (moved.astype(wide) * weights[:, None]).astype(grad.dtype)
+    return moved, _to_entries(products, token, expert, row_map)
+
+
+def _sources(row_map: Any, pads: Any, rows: int) -> tuple[Any, Any]:
+    """The token and the expert of each row; past the last token where a row has none."""
+    tokens, experts = row_map.shape[0], (row_map.shape[1] - 1) // 2
+    row, expert = row_map[:, :experts], row_map[:, experts : 2 * experts]
+    to = jnp.where(row < 0, rows, row + pads[jnp.maximum(expert, 0)] if experts else row)
+    token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], row.shape)
+    of = (jnp.full(rows, blank, jnp.int32) for blank in (tokens, experts))
+    return tuple(a.at[to].set(v, mode="drop") for a, v in zip(of, (token, expert), strict=True))  # type: ignore[return-value]
+
+
+def _wide(x: Any) -> Any:
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def _rows_of(x: Any, token: Any) -> Any:
+    return x.at[token].get(mode="fill", fill_value=0)
+
+
+def _entries_of(x: Any, token: Any, expert: Any) -> Any:
+    return x.at[token, expert].get(mode="fill", fill_value=0)
+
+
+def _to_entries(values: Any, token: Any, expert: Any, row_map: Any) -> Any:
+    shape = row_map.shape[0], (row_map.shape[1] - 1) // 2
+    return jnp.zeros(shape, values.dtype).at[token, expert].set(values, mode="drop")
+
+
+def _sums(x: Any, token: Any, tokens: int, weights: Any = None) -> Any:
+    """Sum of each token's rows; what no token reads is not read."""
+    values = x.astype(_wide(x))
+    if weights is not None:
+        values *= weights.astype(values.dtype)[:, None]
+    return jnp.zeros((tokens, x.shape[1]), values.dtype).at[token].add(values, mode="drop").astype(x.dtype)
+
+
+# ---------------------------------------------------------------- one or the other
+
+
+def _spread(whole: Any, part: Any, arguments: str, results: str, *static: int) -> Callable[..., Any]:
+    """``whole(*static, *arrays)``, of which each device does its ``part(axes, devices, *static, *arrays)``
+    where XLA partitions the program.
+
+    arguments, results: for each array what its first dimension is. "t": tokens; "r": the tokens' rows, spread
+    over the same devices; ".": the same on every device.
+    """
+    traced = _traced(whole, part, arguments, results, static)
+
+    def run(*arrays: Any) -> Any:
+        return (traced if any(map(_is_spread, arrays)) else functools.partial(whole, *static))(*arrays)
+
+    return run
+
+
+def _is_spread(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and len(x.sharding.device_set) > 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[int, ...]) -> Any:
+    function = custom_partitioning(functools.partial(_flat, whole, static))
+
+    def shardings(mesh: Any, given: Any) -> tuple[Any, list[Any], list[Any]]:
+        specs = [getattr(a.sharding, "spec", ()) for a, kind in zip(given, arguments, strict=True) if kind == "t"]
+        axes = next((s[0] for s in specs if s and s[0] is not None), None)
+        of = {"t": PartitionSpec(axes), "r": PartitionSpec(axes), ".": PartitionSpec()}
+        first, last = ([NamedSharding(mesh, of[kind]) for kind in kinds] for kinds in (arguments, results))
+        return axes, first, last
+
+    def partition(mesh: Any, given: Any, made: Any) -> Any:
+        axes, first, last = shardings(mesh, given)
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        devices = math.prod(mesh.shape[n] for n in names)
+        return mesh, functools.partial(part, names, devices, *static), tuple(last), tuple(first)
+
+    def infer_sharding(mesh: Any, given: Any, made: Any) -> Any:
+        return tuple(shardings(mesh, given)[2])
+
+    def rule(mesh: Any, given: Any, made: Any) -> str:
+        other = (f"d{i}" for i in range(1000))
+
+        def factors(kinds: str, types: Any) -> str:
+            return ", ".join(
+                " ".join((next(other) if kind == "." else kind, *(next(other) for _ in t.shape[1:])))
+                for kind, t in zip(kinds, types, strict=True)
+            )
+
+        return f"{factors(arguments, given)} -> {factors(results, made)}"
+
+    function.def_partition(partition, infer_sharding_from_operands=infer_sharding, sharding_rule=rule)
+    return jax.jit(sequential_vmap(function))
+
+
+def _flat(whole: Any, static: tuple[int, ...], *arrays: Any) -> tuple[Any, ...]:
+    return tuple(whole(*static, *arrays))
