@@ -292,6 +292,14 @@ class Call:
                 launching.copy_to_device(host, raw)
         return raw
 
+    def values(self, raw: RawArray) -> np.ndarray | None:
+        """What an array holds, for checks: on the CPU; on CUDA with FP8MOE_CHECK=1, as it synchronises."""
+        if isinstance(raw, np.ndarray):
+            return raw
+        if self.device == NOWHERE or os.environ.get("FP8MOE_CHECK") != "1":
+            return None
+        return self.to_host(raw)
+
     def to_host(self, raw: RawArray) -> np.ndarray:
         """Bring a small array to the host. On CUDA this synchronises with the call's stream."""
         if isinstance(raw, np.ndarray):
@@ -977,6 +985,11 @@ def _cupy_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
+    if isinstance(x, (np.ma.MaskedArray, np.matrix)):
+        raise TypeError(
+            f"{name}: got a {type(x).__name__}, whose mask or shapes would be lost; wanted an array; pass "
+            "x.filled(value), or numpy.asarray(x)"
+        )
     if not x.flags.c_contiguous:
         raise _not_contiguous(name, x.shape, x.strides, f"{fix}(x)")
     _known_dtype(x.dtype, name)

@@ -2,6 +2,10 @@
 
 TypeError for a wrong dtype, device or format; ValueError for shapes and ranges. The optional ``fix`` is
 the call that mends it.
+
+Offsets, counts and row maps index other arrays. Where their values can be read (`border.Call.values`) they
+are held to what they index here; on CUDA, where reading them would synchronise, the kernels are handed the
+bounds and take what lies outside for nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16, BLOCKS, scale_shape
-from fp8moe.records import PermutationPlan, QuantTensor, arrays_in, map_arrays
+from fp8moe.formats import BFLOAT16, BLOCKS, Block, scale_shape
+from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, arrays_in, is_metadata, map_arrays
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -21,22 +25,27 @@ INTEGERS = (INT32, np.dtype(np.int64))
 FLOATS = (BFLOAT16, np.dtype(np.float16), FLOAT32, np.dtype(np.float64))
 QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_EXPERTS = 2**20  # the arrays of a plan are as long
 
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
     if isinstance(x, QuantTensor):
         raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
-    if x is None:
-        raise TypeError(f"{name}: got None; wanted an array{_fix(fix)}")
+    _array(name, x, fix)
     if x.dtype not in wanted:
         names = ", ".join(d.name for d in wanted)
         raise TypeError(f"{name}: got dtype {x.dtype.name}; wanted {names}{_fix(fix)}")
 
 
+def _array(name: str, x: Any, fix: str) -> None:
+    if is_metadata(x):
+        raise TypeError(f"{name}: got {x!r}; wanted an array{_fix(fix)}")
+
+
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """``wanted``: an int must match, a str names a free size."""
-    if x is None:
-        raise TypeError(f"{name}: got None; wanted an array{_fix(fix)}")
+    _array(name, x, fix)
     got = x.shape
     if len(got) == len(wanted):
         for g, w in zip(got, wanted, strict=True):
@@ -58,11 +67,33 @@ def like(name: str, given: Any, wanted: Any) -> None:
         raise ValueError(
             f"{name}: got {described(given)}; wanted {described(wanted)}, as the same call returns without it"
         )
-    for a in arrays_in(given):
+
+
+def writable(name: str, out: Any, **inputs: Any) -> None:
+    """Arrays to write to, which are nobody else's memory: neither an input's nor each other's."""
+    taken = [(other, b) for other, value in inputs.items() for b in arrays_in(value)]
+    for a in arrays_in(out):
         if isinstance(a, np.ndarray) and not a.flags.writeable:
             raise ValueError(
                 f"{name}: got read-only memory; wanted memory to write to, or None for new memory"
             )
+        for other, b in taken:
+            if overlap(a, b):
+                raise ValueError(
+                    f"{name}: got memory that overlaps {other}'s; wanted memory of its own, or None for new "
+                    "memory"
+                )
+        taken.append((name, a))
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two raw arrays have a byte in common; those that are only shapes have none."""
+    first, second = _address(a), _address(b)
+    return 0 < first < second + b.nbytes and 0 < second < first + a.nbytes and 0 not in (a.size, b.size)
+
+
+def _address(a: Any) -> int:
+    return a.ptr if type(a) is DeviceArray else a.__array_interface__["data"][0]
 
 
 def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:
@@ -78,18 +109,35 @@ def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:
 
 
 def number(name: str, value: Any, low: float) -> float:
+    """A number that float32 has."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: got {type(value).__name__}; wanted a number")
-    if not (np.isfinite(value) and value >= low):
-        raise ValueError(f"{name}: got {value}; wanted a finite number of at least {low}")
+    if not max(low, -MAX_FLOAT32) <= value <= MAX_FLOAT32:
+        raise ValueError(
+            f"{name}: got {value}; wanted a number from {max(low, -MAX_FLOAT32)} to {MAX_FLOAT32}"
+        )
     return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: got {type(value).__name__}; wanted True or False")
+    return bool(value)
 
 
 def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:
     wanted = tuple(wanted)
-    if value not in wanted:
+    if not (value is None or isinstance(value, (str, tuple))) or value not in wanted:
         raise ValueError(f"{name}: got {value!r}; wanted one of {', '.join(map(repr, wanted))}")
     return value
+
+
+def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
+    """One of some blocks, its sizes as Python's integers."""
+    if isinstance(value, tuple):
+        value = tuple([integer(name, size, 1) for size in value])
+    found: Block = choice(name, value, wanted)
+    return found
 
 
 def fits(record: Any) -> bool:
@@ -97,29 +145,62 @@ def fits(record: Any) -> bool:
     return "_fits" in record.__dict__
 
 
-def plan(value: Any) -> PermutationPlan:
-    """A plan whose arrays fit each other."""
+def plan(call: Any, value: Any) -> PermutationPlan:
+    """A plan whose arrays fit each other, and whose entries name rows, experts and slots that there are."""
     if not isinstance(value, PermutationPlan):
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
-    if fits(value):
-        return value
-    experts = value.num_experts
-    shape("plan.row_id_map", value.row_id_map, ("T", 2 * value.max_experts_per_token + 1))
-    if value.slots is not None:
-        shape("plan.slots", value.slots, (value.num_tokens, value.max_experts_per_token))
-    for name, length in (
-        ("tokens_per_expert", experts),
-        ("padded_tokens_per_expert", experts),
-        ("pad_offsets", experts),
-        ("expert_offsets", experts + 1),
-        ("overflow", 1),
-    ):
-        shape(f"plan.{name}", getattr(value, name), (length,))
-        dtype(f"plan.{name}", getattr(value, name), (INT32,))
-    dtype("plan.row_id_map", value.row_id_map, (INT32,))
+    if not fits(value):
+        shape("plan.row_id_map", value.row_id_map, ("T", "2R+1"))
+        shape("plan.tokens_per_expert", value.tokens_per_expert, ("E",))
+        experts = value.num_experts
+        integer("plan.num_out_tokens", value.num_out_tokens, 0)
+        integer("plan.align_size", value.align_size, 1)
+        shape("plan.row_id_map", value.row_id_map, ("T", 2 * value.max_experts_per_token + 1))
+        dtype("plan.row_id_map", value.row_id_map, (INT32,))
+        if value.slots is not None:
+            shape("plan.slots", value.slots, (value.num_tokens, value.max_experts_per_token))
+            dtype("plan.slots", value.slots, (INT32,))
+        for name, length in (
+            ("tokens_per_expert", experts),
+            ("padded_tokens_per_expert", experts),
+            ("pad_offsets", experts),
+            ("expert_offsets", experts + 1),
+            ("overflow", 1),
+        ):
+            shape(f"plan.{name}", getattr(value, name), (length,))
+            dtype(f"plan.{name}", getattr(value, name), (INT32,))
+    known = call.values(value.row_id_map)
+    if known is not None:
+        slots = None if value.slots is None else call.values(value.slots)
+        _entries(known, call.values(value.pad_offsets), slots, value)
     return value
+
+
+def _entries(row_id_map: np.ndarray, pads: np.ndarray, slots: np.ndarray | None, of: PermutationPlan) -> None:
+    width, counts = of.max_experts_per_token, row_id_map[:, -1]
+    _within("plan.row_id_map", counts, width, "{} experts of a token")
+    used = np.arange(width, dtype=np.int32) < counts[:, None]
+    experts = row_id_map[:, width : 2 * width][used]
+    _within("plan.row_id_map", experts, of.num_experts - 1, "expert {}")
+    rows = row_id_map[:, :width][used].astype(np.int64)
+    _within("plan.row_id_map", rows, MAX_INT32, "row {}")
+    why = f", of plan.num_out_tokens = {of.num_out_tokens}"
+    _within(
+        "plan.row_id_map", rows + pads[experts], of.num_out_tokens - 1, "row {}, its padding included", why
+    )
+    if slots is not None:
+        _within("plan.slots", slots[used], of.prob_columns - 1, "column {}")
+
+
+def _within(name: str, values: np.ndarray, high: int, what: str, why: str = "") -> None:
+    if not values.size:
+        return
+    low, top = int(values.min()), int(values.max())
+    if low < 0 or top > high:
+        wrong = what.format(low if low < 0 else top)
+        raise ValueError(f"{name}: got {wrong}; wanted 0 to {high}{why}")
 
 
 def quant_tensor(
@@ -160,11 +241,77 @@ def quant_tensor(
     return q
 
 
-def offsets(name: str, x: Any, experts: int | str = "E+1") -> None:
+def offsets(
+    call: Any,
+    name: str,
+    x: Any,
+    *,
+    experts: int | str = "E+1",
+    align_size: int = 1,
+    align: str = "align_size",
+) -> None:
+    """First rows of the experts and the last one's end, ascending. They may leave out rows, and ask for more
+    than there are; an expert begins at a multiple of ``align_size``, which the argument ``align`` named."""
     dtype(name, x, (INT32,))
     shape(name, x, (experts,))
     if x.shape[0] < 1:
         raise ValueError(f"{name}: got an empty array; wanted the E + 1 offsets of E experts")
+    values = call.values(x)
+    if values is None:
+        return
+    if values[0] < 0:
+        raise ValueError(f"{name}: got {values[0]}; wanted offsets of 0 and more, ascending")
+    back = np.flatnonzero(values[1:] < values[:-1])
+    if len(back):
+        before, here = values[back[0] : back[0] + 2]
+        raise ValueError(f"{name}: got {here} behind {before}; wanted offsets that ascend")
+    if align_size > 1:
+        odd = values[:-1][(values[:-1] % align_size != 0) & (values[1:] > values[:-1])]
+        if len(odd):
+            raise ValueError(
+                f"{name}: got {odd[0]} for an expert that has rows; wanted multiples of {align}, {align_size}"
+            )
+
+
+def column_scales(call: Any, name: str, q: QuantTensor, expert_offsets: Any) -> None:
+    """As many scales of a column-wise tensor as the experts' rows ask for."""
+    values = call.values(expert_offsets)
+    if values is None or q.block is None:
+        return
+    sizes = np.diff(values.clip(0, q.shape[0]).astype(np.int64))
+    wanted, got = int((-(-sizes // q.block[0])).sum()), q.scales.shape[0]
+    if got < wanted:
+        raise ValueError(
+            f"{name}.scales: got {got} rows of blocks; wanted {wanted}, as expert_offsets asks for; pass the "
+            "expert_offsets and align_size to what makes the tensor, too"
+        )
+
+
+def counts(name: str, x: np.ndarray, rows: int, of: str) -> None:
+    """Counts of rows that an array has: none negative, and together no more."""
+    low, top = x.min(initial=0), x.max(initial=0)
+    if low < 0 or top > rows or int(x.sum()) > rows:
+        total = sum(x.tolist())
+        raise ValueError(
+            f"{name}: got sizes that sum to {total}, the smallest {low}, the largest {top}; wanted none "
+            f"negative and together at most the {rows} rows of {of}"
+        )
+
+
+def room(name: str, rows: int, wanted: int | None, by: str) -> None:
+    """Rows for all that is moved; ``wanted`` is None where that is not known."""
+    if wanted is not None and rows < wanted:
+        raise ValueError(f"{name}: got {rows} rows; wanted {wanted} for {by}, or some would be lost")
+
+
+def int32_offsets(rows: int, groups: int, align_size: int, most: int) -> None:
+    """Refuse what may come to more rows, ``most``, than int32 offsets can name."""
+    if most > MAX_INT32:
+        raise ValueError(
+            f"align_size: got {align_size}, to multiples of which up to {rows} rows of {groups} experts are "
+            f"padded, to as many as {most}; wanted at most {MAX_INT32}, what int32 offsets can name; pass a "
+            "smaller one, or fewer rows, as topk= may make them"
+        )
 
 
 def _fix(fix: str) -> str:

@@ -164,6 +164,7 @@ def dispatch(
     beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA.
     """
     world = comm.world_size
+    num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
         raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
     a = border.enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args

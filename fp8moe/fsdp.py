@@ -94,6 +94,10 @@ def plan_buckets(
     """
     size = checks.integer("data_parallel_size", data_parallel_size, 1)
     checks.choice("policy", policy, POLICIES)
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"params: got {type(params).__name__}; wanted (name, shape, is_expert) of each parameter"
+        )
     known = [_param(i, p) for i, p in enumerate(params)]
     names = [p.name for p in known]
     if len(set(names)) != len(names):
@@ -159,7 +163,7 @@ def _param(index: int, value: Any) -> _Param:
         name, shape, is_expert = value
     except (TypeError, ValueError):
         raise TypeError(f"params[{index}]: got {value!r}; wanted (name, shape, is_expert)") from None
-    if not isinstance(name, str) or not isinstance(is_expert, bool):
+    if not isinstance(name, str) or not isinstance(is_expert, bool) or not isinstance(shape, Iterable):
         raise TypeError(f"params[{index}]: got {value!r}; wanted (str, shape, bool)")
     dims = tuple(checks.integer(f"params[{index}].shape", d, 0, 2**62) for d in shape)
     return _Param(name, dims, is_expert)

@@ -13,6 +13,12 @@ from fp8moe.records import ArraySpec, QuantTensor, in_blocks
 BACKENDS = (None, "wgmma", "cublas", "plain")
 
 
+def _check_backend(call: border.Call, backend: str | None) -> None:
+    checks.choice("backend", backend, BACKENDS)
+    if backend is not None and call.device == "cpu":
+        raise ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
+
+
 @border.replayed
 def grouped_gemm(
     x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False, backend: str | None = None
@@ -36,7 +42,8 @@ def grouped_gemm(
     """
     call = border.enter(x=x, w=w, expert_offsets=expert_offsets)
     a = call.args
-    checks.choice("backend", backend, BACKENDS)
+    _check_backend(call, backend)
+    transpose_w = checks.flag("transpose_w", transpose_w)
     quantized = isinstance(a.x, QuantTensor)
     if quantized:
         checks.quant_tensor("x", a.x, ((1, 128),), ("compact", "gemm_ready"))
@@ -54,7 +61,7 @@ def grouped_gemm(
     checks.shape("w", a.w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
     experts, *_ = a.w.shape
     width = a.w.shape[2 if transpose_w else 1]
-    checks.offsets("expert_offsets", a.expert_offsets, experts + 1)
+    checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
     out = call.empty(ArraySpec((a.x.shape[0], width), BFLOAT16 if quantized else a.x.dtype))
     call.run(
         "grouped_gemm",
@@ -62,7 +69,7 @@ def grouped_gemm(
         a.x,
         a.w,
         a.expert_offsets,
-        transpose_w=bool(transpose_w),
+        transpose_w=transpose_w,
         backend=backend,
         out=out,
     )
@@ -92,7 +99,7 @@ def grouped_gemm_wgrad(
     """
     call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args
-    checks.choice("backend", backend, BACKENDS)
+    _check_backend(call, backend)
     if isinstance(a.dy, QuantTensor):
         checks.quant_tensor("dy", a.dy, ((128, 1), (128, 128)))
         checks.quant_tensor("x", a.x, (a.dy.block,))
@@ -107,7 +114,11 @@ def grouped_gemm_wgrad(
         checks.shape("dy", a.dy, ("P", "N"))
         checks.shape("x", a.x, (a.dy.shape[0], "K"))
         width, depth = a.dy.shape[1], a.x.shape[1]
-    checks.offsets("expert_offsets", a.expert_offsets)
+    height = 128 if in_blocks(a.dy) else 1
+    checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=height, align="the block's rows")
+    for name, q in (("dy", a.dy), ("x", a.x)):
+        if isinstance(q, QuantTensor) and q.columnwise:
+            checks.column_scales(call, name, q, a.expert_offsets)
     shape = (a.expert_offsets.shape[0] - 1, width, depth)
     if a.out is None:
         checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
@@ -115,6 +126,7 @@ def grouped_gemm_wgrad(
     else:
         checks.dtype("out", a.out, checks.FLOATS)
         checks.shape("out", a.out, shape)
+        checks.writable("out", a.out, dy=a.dy, x=a.x, expert_offsets=a.expert_offsets)
         result = a.out
     call.run(
         "grouped_gemm",

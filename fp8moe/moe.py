@@ -113,6 +113,7 @@ def moe_forward(
     """
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("recompute", recompute, (None, "moe_expert"))
+    _check_comm(comm)
     _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
     how: dict[str, Any] = {"recipe": recipe, "recompute": recompute}
     how |= {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
@@ -214,15 +215,13 @@ def moe_backward(
                 f"{name}: got FP8 codes that quantize_weights overwrote after the forward; wanted the "
                 "forward's own; run the backward first, or quantise into other memory"
             )
-    array = border.enter(dy=dy).args.dy
-    checks.dtype("dy", array, checks.FLOATS if saved.recipe == "bf16" else (BFLOAT16,))
     route = saved.route
+    _check_comm(comm)
     if (comm is None) != (route is None):
         raise ValueError(
             f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
         )
-    tokens = (saved.plan if route is None else route).num_tokens
-    checks.shape("dy", array, (tokens, _hidden(saved.w13)))
+    _check_backward(saved, dy, dw13, dw2, dtype)
     if comm is None or route is None:
         return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2, dtype, gradients)
     arrived = dispatch_gradient(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
@@ -239,6 +238,36 @@ def _hidden(w13: Any) -> int:
 
 def _of_inputs(gradients: Collection[str]) -> bool:
     return "dx" in gradients or "dprobs" in gradients
+
+
+def _check_comm(comm: Any) -> None:
+    if comm is not None and not hasattr(comm, "world_size"):
+        raise TypeError(
+            f"comm: got {type(comm).__name__}; wanted what moves rows between ranks, as "
+            "fp8moe.adapters.torch_distributed has, or None"
+        )
+
+
+def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> None:
+    """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
+    a = border.enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=dw13, dw2=dw2).args
+    quantized = saved.recipe != "bf16"
+    checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
+    tokens = (saved.plan if saved.route is None else saved.route).num_tokens
+    checks.shape("dy", a.dy, (tokens, _hidden(a.w13)))
+    checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
+    kept = {"dy": a.dy, "x": a.x, "a": a.a, "w13": a.w13, "w2": a.w2}
+    for name, w, out in (("dw13", a.w13, a.dw13), ("dw2", a.w2, a.dw2)):
+        if out is None:
+            continue
+        if quantized:  # of the transposed copy, which is always kept
+            experts, depth, width = w.columnwise.shape
+        else:
+            experts, width, depth = w.shape
+        checks.dtype(name, out, checks.FLOATS)
+        checks.shape(name, out, (experts, width, depth))
+        checks.writable(name, out, **kept)
+        kept[name] = out
 
 
 def _cast(recipe: str, x: Any) -> Any:
@@ -259,6 +288,9 @@ def _check_layer(recipe: str, **arrays: Any) -> None:
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
             for side in ("rowwise", "columnwise"):
                 checks.quant_tensor(f"{name}.{side}", getattr(w, side), ((128, 128),))
+            checks.shape(f"{name}.rowwise", w.rowwise, ("E", "N", "K"))
+            experts, width, depth = w.rowwise.shape
+            checks.shape(f"{name}.columnwise", w.columnwise, (experts, depth, width))
             setattr(a, name, w.rowwise)
         else:
             checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,))

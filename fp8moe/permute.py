@@ -9,7 +9,7 @@ import numpy as np
 
 from fp8moe import border, checks
 from fp8moe.formats import BFLOAT16
-from fp8moe.plan import NumOutTokens, raw_plan_routing_map, raw_plan_topk, static_bound
+from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
 from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 #: blocks whose scales travel with their rows
@@ -32,7 +32,7 @@ def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: b
     """
     call = border.enter(x=x, plan=plan, probs=probs)
     a = call.args
-    data, probs = _permute(call, a.x, checks.plan(a.plan), a.probs, fill_padding)
+    data, probs = _permute(call, a.x, checks.plan(call, a.plan), a.probs, fill_padding)
     return Permuted(data, probs, plan)
 
 
@@ -41,8 +41,9 @@ def _permute(call: border.Call, x: Any, plan: PermutationPlan, probs: Any, fill:
     if probs is not None:
         checks.dtype("probs", probs, checks.FLOATS)
         checks.shape("probs", probs, (plan.num_tokens, plan.prob_columns))
+    fill = checks.flag("fill_padding", fill)
     out = call.empty(permute_spec(x, plan, probs))
-    call.run("permute", "permute", x, plan, probs, fill_padding=bool(fill), out=out)
+    call.run("permute", "permute", x, plan, probs, fill_padding=fill, out=out)
     return call.leave(out.data), call.leave(out.probs)
 
 
@@ -101,7 +102,7 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
     """
     call = border.enter(x=x, plan=plan, merging_probs=merging_probs)
     a = call.args
-    checks.plan(a.plan)
+    checks.plan(call, a.plan)
     _check_rows("x", a.x, a.plan.num_out_tokens)
     if not isinstance(a.x, QuantTensor):
         checks.dtype("x", a.x, checks.FLOATS)
@@ -126,7 +127,7 @@ def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -
     """
     call = border.enter(grad=grad, plan=plan, grad_probs=grad_probs)
     a = call.args
-    checks.plan(a.plan)
+    checks.plan(call, a.plan)
     _check_rows("grad", a.grad, a.plan.num_out_tokens)
     if not isinstance(a.grad, QuantTensor):
         checks.dtype("grad", a.grad, checks.FLOATS)
@@ -153,7 +154,7 @@ def unpermute_backward(
     """
     call = border.enter(grad=grad, plan=plan, x=x, merging_probs=merging_probs)
     a = call.args
-    checks.plan(a.plan)
+    checks.plan(call, a.plan)
     _check_rows("grad", a.grad, a.plan.num_tokens)
     if (a.x is None) != (a.merging_probs is None):
         given, missing = ("x", "merging_probs") if a.merging_probs is None else ("merging_probs", "x")
@@ -198,14 +199,20 @@ def sort_chunks(
     call = border.enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
     a = call.args
     rows = _check_rows("x", a.x, "N")
-    groups = _check_chunks(a.split_sizes, a.sorted_indices, align_size, chunks_per_group)
-    _check_rest(keep_rest, align_size)
+    align_size = checks.integer("align_size", align_size, 1)
+    chunks_per_group = checks.integer("chunks_per_group", chunks_per_group, 1)
+    groups = _check_chunks(a.split_sizes, a.sorted_indices, chunks_per_group)
+    keep_rest = _check_rest(keep_rest, align_size)
     if a.probs is not None:
         checks.dtype("probs", a.probs, checks.FLOATS)
         checks.shape("probs", a.probs, (rows,))
-    if num_out_tokens is None:
-        num_out_tokens = rows if align_size == 1 else static_bound(rows, groups, align_size)
-    spec = sort_chunks_spec(a.x, a.probs, groups, checks.integer("num_out_tokens", num_out_tokens, 0))
+    bound = _most_rows(rows, groups, align_size)
+    if num_out_tokens is not None:
+        num_out_tokens = checks.integer("num_out_tokens", num_out_tokens, 0)
+    rows_out = bound if num_out_tokens is None else num_out_tokens
+    end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
+    checks.room("num_out_tokens", rows_out, end, "split_sizes")
+    spec = sort_chunks_spec(a.x, a.probs, groups, rows_out)
     out = call.empty(spec)
     call.run(
         "permute",
@@ -216,7 +223,7 @@ def sort_chunks(
         a.probs,
         align_size=align_size,
         chunks_per_group=chunks_per_group,
-        keep_rest=bool(keep_rest),
+        keep_rest=keep_rest,
         out=out,
     )
     return call.leave(out)
@@ -250,13 +257,18 @@ def sort_chunks_backward(
         grad=grad, split_sizes=split_sizes, sorted_indices=sorted_indices, grad_probs=grad_probs
     )
     a = call.args
-    rows = _check_rows("grad", a.grad, "N")
-    _check_chunks(a.split_sizes, a.sorted_indices, align_size, chunks_per_group)
-    _check_rest(keep_rest, align_size)
+    moved = rows = _check_rows("grad", a.grad, "N")
+    align_size = checks.integer("align_size", align_size, 1)
+    chunks_per_group = checks.integer("chunks_per_group", chunks_per_group, 1)
+    groups = _check_chunks(a.split_sizes, a.sorted_indices, chunks_per_group)
+    keep_rest = _check_rest(keep_rest, align_size)
     if a.grad_probs is not None:
         checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
         checks.shape("grad_probs", a.grad_probs, (rows,))
     rows = rows if num_tokens is None else checks.integer("num_tokens", num_tokens, 0)
+    _most_rows(rows, groups, align_size)
+    end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
+    checks.room("grad", moved, end, "split_sizes")
     probs_spec = None if a.grad_probs is None else ArraySpec((rows,), a.grad_probs.dtype)
     out = call.empty((rows_spec(a.grad, rows), probs_spec))
     call.run(
@@ -268,7 +280,7 @@ def sort_chunks_backward(
         a.grad_probs,
         align_size=align_size,
         chunks_per_group=chunks_per_group,
-        keep_rest=bool(keep_rest),
+        keep_rest=keep_rest,
         out=out,
     )
     return call.leave(out)
@@ -298,26 +310,34 @@ def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: Nu
 
 def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_tokens: NumOutTokens) -> Any:
     align_size = checks.integer("align_size", align_size, 1)
+    known: np.ndarray | None = None
     if isinstance(counts, (list, tuple)):
-        host = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)
+        known = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)
         call = border.enter(x=x)
-        counts = call.upload(host)
+        counts = call.upload(known)
         num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
     else:
         call = border.enter(x=x, tokens_per_expert=counts)
-        counts, host = call.args.tokens_per_expert, None
+        counts = call.args.tokens_per_expert
         checks.dtype("tokens_per_expert", counts, checks.INTEGERS)
         checks.shape("tokens_per_expert", counts, ("E",))
     rows = _check_rows("x", call.args.x, "N")
-    if num_out_tokens == "exact":
-        host = call.to_host(counts) if host is None else host
-        exact = host if verb == "unpad" else -(-host // align_size) * align_size
-        rows = int(exact.astype(np.int64).sum())
-    elif num_out_tokens is not None:
-        rows = checks.integer("num_out_tokens", num_out_tokens, 0)
-    elif verb == "pad":
-        rows = static_bound(rows, counts.shape[0], align_size)
-    out = call.empty(rows_spec(call.args.x, rows))
+    bound = _most_rows(rows, counts.shape[0], align_size)
+    exact = is_exact(num_out_tokens)
+    if known is None:
+        known = call.to_host(counts) if exact else call.values(counts)
+    rows_out = bound if verb == "pad" else rows
+    if num_out_tokens is not None and not exact:
+        rows_out = checks.integer("num_out_tokens", num_out_tokens, 0)
+    if known is not None:
+        checks.counts("tokens_per_expert", known, rows, "x")
+        end, end_padded = int(known.sum()), _last_row(known, align_size)
+        if exact:
+            rows_out = int(_padded(known, align_size).sum()) if verb == "pad" else end
+        if verb == "unpad":
+            checks.room("x", rows, end_padded, "tokens_per_expert, padded to align_size")
+        checks.room("num_out_tokens", rows_out, end_padded if verb == "pad" else end, "tokens_per_expert")
+    out = call.empty(rows_spec(call.args.x, rows_out))
     call.run("permute", verb, call.args.x, counts, align_size=align_size, out=out)
     return call.leave(out)
 
@@ -341,20 +361,51 @@ def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:
     return None if probs is None else ArraySpec((plan.num_tokens, plan.prob_columns), probs.dtype)
 
 
-def _check_rest(keep_rest: bool, align_size: int) -> None:
-    if keep_rest and align_size != 1:
+def _check_rest(keep_rest: bool, align_size: int) -> bool:
+    if checks.flag("keep_rest", keep_rest) and align_size != 1:
         raise ValueError(f"keep_rest: got {keep_rest} with align_size={align_size}; wanted it with align_size=1")
+    return bool(keep_rest)
 
 
-def _check_chunks(sizes: Any, indices: Any, align_size: int, chunks_per_group: int) -> int:
+def _check_chunks(sizes: Any, indices: Any, chunks_per_group: int) -> int:
     checks.dtype("split_sizes", sizes, checks.INTEGERS)
     checks.shape("split_sizes", sizes, ("C",))
     checks.dtype("sorted_indices", indices, checks.INTEGERS)
     checks.shape("sorted_indices", indices, tuple(sizes.shape))
-    checks.integer("align_size", align_size, 1)
-    checks.integer("chunks_per_group", chunks_per_group, 1)
     if sizes.shape[0] % chunks_per_group:
         raise ValueError(
             f"chunks_per_group: got {chunks_per_group} for {sizes.shape[0]} chunks; wanted a divisor"
         )
     return int(sizes.shape[0]) // chunks_per_group
+
+
+def _end_of_chunks(
+    call: border.Call, sizes: Any, indices: Any, align_size: int, chunks_per_group: int, rows: int
+) -> int | None:
+    """Where the chunks of the forward's result end, if that can be known; ``rows`` are those of its input."""
+    known, order = call.values(sizes), call.values(indices)
+    if known is None or order is None:
+        return None
+    checks.counts("split_sizes", known, rows, "the unsorted array")
+    if not np.array_equal(np.sort(order), np.arange(len(known))):
+        raise ValueError(f"sorted_indices: wanted every chunk from 0 to {len(known) - 1} once; got {order}")
+    return _last_row(known[order].reshape(-1, chunks_per_group).sum(axis=1), align_size)
+
+
+def _padded(counts: np.ndarray, align_size: int) -> np.ndarray:
+    return -(-counts.astype(np.int64) // align_size) * align_size
+
+
+def _last_row(counts: np.ndarray, align_size: int) -> int:
+    """Where the last of so many rows ends, when those in front are padded."""
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return 0
+    return int(_padded(counts[: filled[-1]], align_size).sum()) + int(counts[filled[-1]])
+
+
+def _most_rows(rows: int, groups: int, align_size: int) -> int:
+    """Rows of a result that is padded, whatever the groups' counts."""
+    bound = static_bound(rows, groups, align_size)
+    checks.int32_offsets(rows, groups, align_size, bound)
+    return bound

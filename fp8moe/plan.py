@@ -69,7 +69,7 @@ def raw_plan_topk(
     """`plan_topk` inside a call: raw arrays in and out."""
     checks.dtype("topk_ids", ids, checks.INTEGERS)
     checks.shape("topk_ids", ids, ("T", "k"))
-    num_experts = checks.integer("num_experts", num_experts, 0)
+    num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
     spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
     return _run(call, "plan_topk", ids, spec, num_out_tokens)
 
@@ -104,16 +104,14 @@ def plan_spec(
 ) -> PermutationPlan:
     """Shapes of a plan; for "exact", with the static bound in place of the rows not yet counted."""
     align_size = checks.integer("align_size", align_size, 1)
-    if num_out_tokens is None or num_out_tokens == "exact":
-        rows = static_bound(num_tokens * width, num_experts, align_size)
-    else:
-        rows = checks.integer("num_out_tokens", num_out_tokens, 0)
-    if rows > checks.MAX_INT32:
-        raise ValueError(
-            f"num_out_tokens: {num_tokens} tokens of up to {width} experts, aligned to {align_size}, need "
-            f"{rows} rows; wanted at most {checks.MAX_INT32}, what an int32 row map can name; pass topk= "
-            "or num_out_tokens="
-        )
+    if num_experts > checks.MAX_EXPERTS:
+        raise ValueError(f"num_experts: got {num_experts}; wanted at most {checks.MAX_EXPERTS}")
+    given = None if num_out_tokens is None or is_exact(num_out_tokens) else num_out_tokens
+    rows = 0 if given is None else checks.integer("num_out_tokens", given, 0)
+    if given is None or type(num_tokens) is int:  # torch would compile anew by what it learns of its sizes
+        bound = static_bound(num_tokens * width, num_experts, align_size)
+        checks.int32_offsets(num_tokens * width, num_experts, align_size, bound)
+        rows = bound if given is None else rows
     sizes = num_tokens, num_experts, width, align_size, rows
     # torch's symbolic sizes have no hash
     build = _spec if all(type(n) is int for n in sizes) else _spec.__wrapped__
@@ -140,6 +138,10 @@ def _spec(
     )
 
 
+def is_exact(num_out_tokens: Any) -> bool:
+    return isinstance(num_out_tokens, str) and num_out_tokens == "exact"
+
+
 def static_bound(entries: int, num_experts: int, align_size: int) -> int:
     """The most rows that ``entries`` routed rows can take, whatever the routing."""
     padding = min(num_experts, entries) * (align_size - 1)
@@ -151,7 +153,7 @@ def _run(
 ) -> PermutationPlan:
     out = call.empty(spec)
     call.run("plan", verb, routing, out=out)
-    if num_out_tokens == "exact":
+    if is_exact(num_out_tokens):
         # The static bound drops nothing, so the maps are those of an exact plan already.
         rows = int(call.to_host(out.expert_offsets)[-1])
         out = replace(out, num_out_tokens=rows)

@@ -92,13 +92,15 @@ def quantize(
     array, result = call.args.x, call.args.out
     checks.dtype("x", array, checks.QUANTIZABLE)
     eps = checks.number("eps", eps, 0.0)
+    pow2 = checks.flag("pow2", pow2)
     spec = quantize_spec(array, fmt, block, layout, columnwise, scale_rounding)
     if result is None:
         result = call.empty(spec)
     else:
         checks.like("out", result, spec)
+        checks.writable("out", result, x=array)
     tracing.record_cast(weight=block == (128, 128))
-    round_up = scale_rounding == "up" if is_mx(block) else bool(pow2)
+    round_up = scale_rounding == "up" if is_mx(block) else pow2
     call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
     return call.leave(result) if out is None else out
 
@@ -107,7 +109,8 @@ def quantize_spec(
     x: Any, fmt: str, block: Block, layout: str, columnwise: bool, scale_rounding: str = "up"
 ) -> Any:
     """Shapes of what `quantize` returns; refuses combinations that do not exist."""
-    checks.choice("block", block, QUANTIZE_BLOCKS)
+    block = checks.block("block", block, QUANTIZE_BLOCKS)
+    columnwise = checks.flag("columnwise", columnwise)
     checks.choice("fmt", fmt, FORMATS)
     checks.choice("layout", layout, ("compact", "gemm_ready"))
     if checks.choice("scale_rounding", scale_rounding, ("up", "floor")) != "up" and not is_mx(block):
@@ -160,7 +163,9 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = 
     checks.quant_tensor("q", a.q, BLOCKS, ("compact", "gemm_ready"))
     checks.choice("dtype", dtype, ("float32", "bfloat16"))
     if a.expert_offsets is not None:
-        checks.offsets("expert_offsets", a.expert_offsets)
+        checks.offsets(call, "expert_offsets", a.expert_offsets)
+        if a.q.columnwise:
+            checks.column_scales(call, "q", a.q, a.expert_offsets)
     out = call.empty(ArraySpec(a.q.shape, BFLOAT16 if dtype == "bfloat16" else checks.FLOAT32))
     tracing.record_cast(weight=a.q.block == (128, 128))
     call.run("quantize", "dequantize", a.q, expert_offsets=a.expert_offsets, out=out)

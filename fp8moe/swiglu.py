@@ -47,6 +47,8 @@ def swiglu_backward(
 ) -> SwigluGrad:
     """Gradient of `swiglu`: dh [P, 2F] in h's dtype, dprobs float32 (float64 for float64) [P], or None.
 
+    grad: [P, F] in h's dtype.
+
     The sum over F in dprobs has a fixed order: the result is the same from run to run.
     """
     call, a, activation = _enter(clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs, grad=grad)
@@ -85,6 +87,7 @@ def swiglu_quantize(
         alpha,
         linear_offset,
         checks.QUANTIZABLE,
+        align_size,
         h=h,
         probs=probs,
         expert_offsets=expert_offsets,
@@ -120,8 +123,8 @@ def swiglu_quantize_backward(
 ) -> SwigluGrad:
     """`swiglu_backward` in float32, then `quantize` of dh, in one pass.
 
-    grad: [P, F], h: [P, 2F], both bfloat16, float16 or float32. F must be a multiple of the block, so that
-        no block holds values of both halves of dh. The rest is as in `swiglu_quantize`.
+    grad: [P, F], h: [P, 2F], both bfloat16, both float16 or both float32. F must be a multiple of the block,
+        so that no block holds values of both halves of dh. The rest is as in `swiglu_quantize`.
 
     Returns `SwigluGrad`: dh a `QuantTensor` [P, 2F] or `Quantized`, dprobs float32 [P] or None.
     """
@@ -130,12 +133,13 @@ def swiglu_quantize_backward(
         alpha,
         linear_offset,
         checks.QUANTIZABLE,
+        align_size,
         h=h,
         probs=probs,
         grad=grad,
         expert_offsets=expert_offsets,
     )
-    width = checks.choice("block", block, COLUMN_BLOCK)[1]
+    width = checks.block("block", block, COLUMN_BLOCK)[1]  # type: ignore[index]
     if a.grad.shape[1] % width:
         raise ValueError(
             f"grad: got F = {a.grad.shape[1]}; wanted a multiple of {width}, so that no block spans both "
@@ -160,13 +164,14 @@ def activation_spec(
     shape: tuple[int, int], fmt: str, block: Block, columnwise: bool, offsets: Any, align_size: int
 ) -> Any:
     """Shapes of a quantised activation [P, F], row-wise or in both orientations."""
-    checks.choice("block", block, COLUMN_BLOCK)
+    block = checks.block("block", block, COLUMN_BLOCK)
+    columnwise = checks.flag("columnwise", columnwise)
     checks.choice("fmt", fmt, ("e4m3", "e5m2"))
     align_size = checks.integer("align_size", align_size, 1)
     rowwise = quant_spec(shape, fmt, block, "compact")
     if not columnwise:
         return rowwise
-    column = COLUMN_BLOCK[block]  # type: ignore[index]
+    column = COLUMN_BLOCK[block]
     rows = None
     if offsets is not None:
         rows = column_scale_rows(shape[0], offsets.shape[0] - 1, column[0], align_size)
@@ -178,6 +183,7 @@ def _enter(
     alpha: float,
     linear_offset: float,
     dtypes: tuple[np.dtype, ...],
+    align_size: int = 1,
     **arrays: Any,
 ) -> tuple[border.Call, Any, Activation]:
     call = border.enter(**arrays)
@@ -190,11 +196,12 @@ def _enter(
     if a.probs is not None:
         checks.dtype("probs", a.probs, checks.FLOATS)
         checks.shape("probs", a.probs, (rows,))
-    if getattr(a, "grad", None) is not None:
-        checks.dtype("grad", a.grad, dtypes)
+    if "grad" in arrays:
+        checks.dtype("grad", a.grad, (a.h.dtype,), "as h is")
         checks.shape("grad", a.grad, (rows, width // 2))
     if getattr(a, "expert_offsets", None) is not None:
-        checks.offsets("expert_offsets", a.expert_offsets)
+        align_size = checks.integer("align_size", align_size, 1)
+        checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
     activation = Activation(
         clamp=None if clamp is None else checks.number("clamp", clamp, 0.0),
         alpha=checks.number("alpha", alpha, 0.0),

@@ -46,7 +46,7 @@ def scaling_aware_transpose(
     align_size = checks.integer("align_size", align_size, 1)
     experts = None
     if a.expert_offsets is not None:
-        checks.offsets("expert_offsets", a.expert_offsets)
+        checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
         experts = a.expert_offsets.shape[0] - 1
     out = call.empty(transpose_spec(a.q, a.q.shape[0], experts, align_size, target))
     call.run("transpose", "scaling_aware_transpose", a.q, a.expert_offsets, target=target, out=out)
@@ -62,7 +62,9 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
     """
     call = border.enter(q=q, plan=plan)
     a = call.args
-    checks.plan(a.plan)
+    checks.plan(call, a.plan)
+    align = {"align_size": a.plan.align_size, "align": "plan.align_size"}
+    checks.offsets(call, "plan.expert_offsets", a.plan.expert_offsets, **align)
     checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
     spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size, target)
@@ -98,8 +100,9 @@ def column_scale_rows(rows: int, experts: int, block_rows: int, align_size: int)
     """Rows of scales of a column-wise tensor of several experts.
 
     Expert e needs ceil(m_e / block_rows); they lie end to end. Where every m_e is a multiple of
-    block_rows that is ceil(rows / block_rows); else the most it can come to, whatever the routing.
+    block_rows that is ceil(rows / block_rows), as without experts; else the most it can come to, whatever
+    the routing.
     """
-    if align_size % block_rows == 0:
+    if align_size % block_rows == 0 or experts == 0:
         return ceil_div(rows, block_rows)
     return (rows + min(experts, rows) * (block_rows - 1)) // block_rows

@@ -105,7 +105,7 @@ def test_4096_tokens_257_experts():
 def test_too_many_rows_for_an_int32_map_are_refused():
     from fp8moe.plan import plan_spec
 
-    with pytest.raises(ValueError, match="int32 row map"):
+    with pytest.raises(ValueError, match="int32 offsets can name"):
         plan_spec(2**20, 256, 2**12, 1, None, has_slots=True)
 
 

@@ -47,7 +47,7 @@ CALLS = {
     "sort_chunks": {"x": X, "split_sizes": SIZES, "sorted_indices": ORDER, "align_size": 4},
     "sort_chunks_backward": {"grad": X, "split_sizes": SIZES, "sorted_indices": ORDER},
     "pad": {"x": X, "tokens_per_expert": SIZES, "align_size": 16},
-    "unpad": {"x": X, "tokens_per_expert": SIZES, "align_size": 16},
+    "unpad": {"x": ROWS, "tokens_per_expert": SIZES, "align_size": 16},
     "quantize": {"x": X},
     "dequantize": {"q": Q},
     "to_layout": {"q": Q, "layout": "gemm_ready"},

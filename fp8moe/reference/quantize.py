@@ -62,6 +62,8 @@ def quantize(
         quantize_strips(flat, np.array([[0, 1]]), max(x.size, 1), out, round_up, eps, codes, scales)
         out.data[:], out.scales[:] = codes.reshape(x.shape), scales[0]
         return
+    if not x.size:
+        return  # and neither has the result an element
     strips = strips_of(x.shape, out.block, expert_offsets)
     rows = x.reshape(-1, x.shape[-1])
     width = out.block[1]

@@ -1,0 +1,391 @@
+"""Offsets, counts, scales and row maps are held to what they index: refused by name where values can be read,
+and on CUDA, where they cannot, bounded by the kernels."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cases import BF16, assert_same, same_bits
+
+import fp8moe
+
+RNG = np.random.default_rng()
+IDS = np.array([[0, 1], [1, 2], [0, 2]], np.int32)
+X = RNG.standard_normal((3, 256)).astype(np.float32)
+PROBS = np.ones((3, 2), np.float32)
+PLAN = fp8moe.plan_topk(IDS, 3, align_size=4)  # 12 rows
+ROWS = RNG.standard_normal((12, 256)).astype(np.float32)
+MASK_PLAN = fp8moe.plan_routing_map(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]], bool), align_size=4, topk=2)
+ROW_MAP = PLAN.row_id_map
+H2 = np.ones((64, 256), np.float32)
+COLUMNS = fp8moe.quantize(RNG.standard_normal((256, 128)).astype(np.float32), block=(128, 1))
+BLOCKS = fp8moe.scaling_aware_transpose(fp8moe.quantize(np.ones((256, 128), np.float32)), target="block")
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def changed(array, place, value):
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+def mapped(place, value, plan=PLAN):
+    return replace(plan, row_id_map=changed(plan.row_id_map, place, value))
+
+
+REFUSED = {
+    "offsets that are no multiples": (
+        lambda: fp8moe.swiglu_quantize(
+            H2, columnwise=True, expert_offsets=np.arange(65, dtype=np.int32), align_size=128
+        ),
+        r"expert_offsets: got 1 .*multiples of align_size, 128",
+    ),
+    "offsets that go back": (
+        lambda: fp8moe.swiglu_quantize(H2, columnwise=True, expert_offsets=ints(*[0, 64] * 51)),
+        r"expert_offsets: got 0 behind 64",
+    ),
+    "offsets below zero": (
+        lambda: fp8moe.swiglu_quantize(H2, expert_offsets=ints(-5, 64)),
+        r"expert_offsets: got -5",
+    ),
+    "offsets of a backward": (
+        lambda: fp8moe.swiglu_quantize_backward(H2[:, :128].copy(), H2, expert_offsets=ints(0, 60, 50)),
+        r"expert_offsets: got 50 behind 60",
+    ),
+    "offsets of a transpose": (
+        lambda: fp8moe.scaling_aware_transpose(fp8moe.quantize(H2), ints(0, 20, 64), align_size=16),
+        r"expert_offsets: got 20 .*align_size, 16",
+    ),
+    "offsets of a transpose to blocks": (
+        lambda: fp8moe.scaling_aware_transpose(
+            fp8moe.quantize(np.ones((256, 128), np.float32)), ints(0, 20, 64), align_size=128, target="block"
+        ),
+        r"expert_offsets: got 20 .*128",
+    ),
+    "offsets of a product": (
+        lambda: fp8moe.grouped_gemm(ROWS, np.ones((2, 8, 256), np.float32), ints(0, 9, 6)),
+        r"expert_offsets: got 6 behind 9",
+    ),
+    "offsets of a weight gradient": (
+        lambda: fp8moe.grouped_gemm_wgrad(ROWS, ROWS, ints(3, 2, 6)),
+        r"expert_offsets: got 2 behind 3",
+    ),
+    "offsets of a weight gradient of blocks": (
+        lambda: fp8moe.grouped_gemm_wgrad(BLOCKS, BLOCKS, ints(0, 100, 256)),
+        r"expert_offsets: got 100 .*128",
+    ),
+    "offsets of a plan": (
+        lambda: fp8moe.permute_transpose(fp8moe.quantize(X), replace(PLAN, align_size=128)),
+        r"plan.expert_offsets: got 4 .*plan.align_size, 128",
+    ),
+    "scales of a dequantize": (
+        lambda: fp8moe.dequantize(COLUMNS, expert_offsets=ints(0, 100, 200, 256)),
+        r"q.scales: got 2 rows of blocks; wanted 3.*expert_offsets",
+    ),
+    "scales of a weight gradient": (
+        lambda: fp8moe.grouped_gemm_wgrad(COLUMNS, COLUMNS, ints(0, 100, 200, 256)),
+        r"dy.scales: got 2 rows of blocks; wanted 3.*expert_offsets",
+    ),
+    "scales of a weight gradient's other operand": (
+        lambda: fp8moe.grouped_gemm_wgrad(
+            replace(COLUMNS, scales=np.ones((9, 128), np.float32)), COLUMNS, ints(0, 100, 200, 256)
+        ),
+        r"x.scales: got 2 rows of blocks; wanted 3",
+    ),
+    "a row past x": (
+        lambda: fp8moe.unpermute(ROWS, mapped((1, 0), 12)),
+        r"plan.row_id_map: got row .* wanted 0 to 11",
+    ),
+    "a row past a smaller x": (
+        lambda: fp8moe.unpermute(ROWS[:4].copy(), replace(PLAN, num_out_tokens=4)),
+        r"plan.row_id_map: got row .*num_out_tokens",
+    ),
+    "a row before x": (lambda: fp8moe.permute(X, mapped((0, 0), -7)), r"plan.row_id_map: got row -"),
+    "a row that padding takes past x": (
+        lambda: fp8moe.permute_backward(ROWS, replace(PLAN, pad_offsets=ints(0, 0, 2**30))),
+        r"plan.row_id_map: got row 10737",
+    ),
+    "no such expert": (lambda: fp8moe.permute(X, mapped((0, 2), 3)), r"plan.row_id_map: got expert 3"),
+    "no such expert, of a mask": (
+        lambda: fp8moe.unpermute_backward(X, mapped((0, 3), -1, MASK_PLAN)),
+        r"plan.row_id_map: got expert -1",
+    ),
+    "more experts than places": (
+        lambda: fp8moe.permute(X, mapped((2, 4), 3)),
+        r"plan.row_id_map: got 3 experts of a token; wanted 0 to 2",
+    ),
+    "no such slot": (
+        lambda: fp8moe.permute(X, replace(PLAN, slots=changed(PLAN.slots, (0, 0), 2)), PROBS),
+        r"plan.slots: got column 2",
+    ),
+    "slots of floats": (
+        lambda: fp8moe.permute(X, replace(PLAN, slots=PLAN.slots.astype(np.float32)), PROBS),
+        r"plan.slots: got dtype float32; wanted int32",
+    ),
+    "no rows at all": (
+        lambda: fp8moe.permute(X, replace(PLAN, num_out_tokens=-3)),
+        r"plan.num_out_tokens: got -3",
+    ),
+    "no alignment": (lambda: fp8moe.permute(X, replace(PLAN, align_size=0)), r"plan.align_size: got 0"),
+    "chunks that wrap": (
+        lambda: fp8moe.sort_chunks(X, ints(1, 1, 1), ints(0, 1, 2), align_size=2**30, num_out_tokens=8),
+        r"align_size: got 1073741824.* int32",
+    ),
+    "a plan that wraps": (
+        lambda: fp8moe.plan_topk(ints(0, 1, 2, 3, 4)[None], 5, align_size=2**30, num_out_tokens=8),
+        r"align_size: got 1073741824.* int32",
+    ),
+    "a mask that wraps": (
+        lambda: fp8moe.plan_routing_map(np.ones((1, 5), bool), align_size=2**30, num_out_tokens=8),
+        r"align_size: got 1073741824.* int32",
+    ),
+    "padding that wraps": (
+        lambda: fp8moe.pad(X, ints(1, 1, 1), 2**30, num_out_tokens=3),
+        r"align_size: got 1073741824.* int32",
+    ),
+    "experts past memory": (lambda: fp8moe.plan_topk(IDS, 2**31 - 1), r"num_experts: got 2147483647"),
+    "sizes that sum past int64": (
+        lambda: fp8moe.sort_chunks(X, np.full(4, 2**62), np.arange(4)),
+        r"split_sizes: got sizes that sum",
+    ),
+    "chunks that do not fit": (
+        lambda: fp8moe.sort_chunks(X, ints(2, 1), ints(1, 0), num_out_tokens=2),
+        r"num_out_tokens: got 2 rows; wanted 3",
+    ),
+    "chunks of a backward that do not fit": (
+        lambda: fp8moe.sort_chunks_backward(X, ints(2, 1), ints(1, 0), align_size=4),
+        r"grad: got 3 rows; wanted 6",
+    ),
+    "counts past x": (lambda: fp8moe.pad(X, [2, 9], 4), r"tokens_per_expert: got .*11.* 3 rows of x"),
+    "counts past x in an array": (
+        lambda: fp8moe.pad(X, ints(2, 9), 4),
+        r"tokens_per_expert: got .*11.* 3 rows of x",
+    ),
+    "negative counts": (lambda: fp8moe.pad(X, ints(-2, 3), 4), r"tokens_per_expert: got .*-2"),
+    "negative counts, exact": (
+        lambda: fp8moe.pad(X, ints(-5), 4, num_out_tokens="exact"),
+        r"tokens_per_expert: got .*-5",
+    ),
+    "huge counts": (lambda: fp8moe.pad(X, np.array([10**12]), 4), r"tokens_per_expert: got .*1000000000000"),
+    "huge counts that wrap": (lambda: fp8moe.pad(X, np.full(4, 2**62), 4), r"tokens_per_expert: got"),
+    "a result too small to pad into": (
+        lambda: fp8moe.pad(X, ints(2, 1), 4, num_out_tokens=4),
+        r"num_out_tokens: got 4 rows; wanted 5",
+    ),
+    "padded counts past x": (
+        lambda: fp8moe.unpad(X, ints(1, 1), 4),
+        r"x: got 3 rows; wanted 5 for tokens_per_expert",
+    ),
+    "a result too small to unpad into": (
+        lambda: fp8moe.unpad(ROWS, ints(3, 2), 4, num_out_tokens=4),
+        r"num_out_tokens: got 4 rows; wanted 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_indexes_past_an_array_is_refused(case):
+    call, words = REFUSED[case]
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
+
+
+def test_offsets_may_leave_rows_out():
+    """In front, behind, and past the rows there are: a plan with too little room says what the routing asks
+    for."""
+    for offsets in (ints(4, 8, 12), ints(0, 4, 4), ints(0, 8, 400), ints(0, 64, 64)):
+        h = RNG.standard_normal((60, 256)).astype(np.float32)
+        got = fp8moe.swiglu_quantize(h, columnwise=True, expert_offsets=offsets, align_size=4)
+        y = fp8moe.swiglu(h)
+        strip = 0
+        for lo, hi in zip(offsets.clip(0, 60), offsets[1:].clip(0, 60), strict=False):
+            if lo < hi:
+                alone = fp8moe.quantize(y[lo:hi].copy(), block=(128, 1))
+                assert same_bits(got.columnwise.data[:, lo:hi], alone.data)
+                assert same_bits(got.columnwise.scales[strip], alone.scales[0])
+                strip += 1
+
+
+def test_what_a_map_says_past_its_count_is_nothing():
+    plan = fp8moe.plan_topk(ints([0, -1], [-1, -1], [1, 0]), 2)
+    junk = plan.row_id_map.copy()
+    junk[0, [1, 3]] = 77, 99
+    junk[1, :4] = -77
+    other = replace(plan, row_id_map=junk)
+    rows = fp8moe.permute(X, plan).data
+    assert same_bits(fp8moe.permute(X, other).data, rows)
+    for function in (fp8moe.unpermute, lambda r, p: fp8moe.permute_backward(r, p)[0]):
+        assert same_bits(function(rows, other), function(rows, plan))
+    assert_same(*(fp8moe.unpermute_backward(X, p, rows, PROBS) for p in (other, plan)))
+
+
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_no_experts(by_mask):
+    """Every token gives zeros, and every gradient is there, empty or zero."""
+    if by_mask:
+        plan = fp8moe.plan_routing_map(np.ones((3, 0), bool), num_out_tokens=8)
+    else:
+        plan = fp8moe.plan_topk(np.full((3, 2), -1, np.int32), 0, num_out_tokens=8)
+    probs = np.ones((3, plan.prob_columns), np.float32)
+    moved = fp8moe.permute(X, plan, probs)
+    assert moved.data.shape == (8, 256)
+    assert not moved.data.any()
+    rows = np.full((8, 256), np.nan, np.float32)
+    for back in (fp8moe.unpermute(rows, plan), fp8moe.unpermute(rows, plan, probs)):
+        assert back.shape == (3, 256)
+        assert not back.any()
+    assert all(not g.any() for g in fp8moe.permute_backward(rows, plan, rows[:, 0].copy()))
+    assert all(not g.any() for g in fp8moe.unpermute_backward(X, plan, rows, probs))
+    q = fp8moe.scaling_aware_transpose(fp8moe.quantize(np.ones((300, 128), np.float32)), ints(0))
+    again = fp8moe.QuantTensor(q.data, q.scales, q.fmt, q.block)
+    assert not fp8moe.dequantize(again, expert_offsets=ints(0)).any()
+    assert fp8moe.grouped_gemm_wgrad(q, q, ints(0)).shape == (0, 128, 128)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_a_layer_of_no_experts(recipe):
+    x, probs = np.ones((4, 128), BF16), np.ones((4, 2), np.float32)
+    w13, w2 = np.ones((0, 256, 128), BF16), np.ones((0, 128, 128), BF16)
+    y, saved = fp8moe.moe_forward(x, w13, w2, np.full((4, 2), -1, np.int32), probs, recipe=recipe)
+    assert y.shape == (4, 128)
+    assert not y.any()
+    grads = fp8moe.moe_backward(saved, x)
+    assert not grads.dx.any()
+    assert not grads.dprobs.any()
+    assert (grads.dw13.shape, grads.dw2.shape) == ((0, 256, 128), (0, 128, 128))
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)])
+def test_no_columns(columnwise, block):
+    h, grad, probs = np.ones((4, 0), np.float32), np.ones((4, 0), np.float32), np.ones(4, np.float32)
+    options = {"columnwise": columnwise, "block": block}
+    got = fp8moe.swiglu_quantize_backward(grad, h, probs, **options)
+    assert not got.dprobs.any()
+    assert not fp8moe.swiglu_backward(grad, h, probs).dprobs.any()
+    fp8moe.swiglu_quantize(h, probs, **options)
+
+
+X32 = RNG.standard_normal((512, 128)).astype(np.float32)
+LAYER = {
+    "x": np.ones((4, 128), BF16),
+    "w13": np.ones((2, 256, 128), BF16),
+    "w2": np.ones((2, 128, 128), BF16),
+    "topk_ids": np.zeros((4, 1), np.int32),
+    "topk_probs": np.ones((4, 1), np.float32),
+}
+
+
+def overlapping_quantize():
+    fresh = fp8moe.quantize(X)
+    codes = X.view(np.uint8).reshape(-1)[-fresh.data.size :].reshape(fresh.data.shape)
+    fp8moe.quantize(X, out=replace(fresh, data=codes, scales=fresh.scales.copy()))
+
+
+def quantize_into_itself():
+    memory = np.zeros(3 * 256, np.uint8)
+    scales = memory[: 3 * 2 * 4].view(np.float32).reshape(3, 2)
+    fp8moe.quantize(X, out=fp8moe.QuantTensor(memory.reshape(3, 256), scales))
+
+
+OVERLAPS = {
+    "quantize": (overlapping_quantize, "out: got memory that overlaps x"),
+    "quantize, codes and scales": (quantize_into_itself, "out: got memory that overlaps out"),
+    "a weight gradient": (
+        lambda: fp8moe.grouped_gemm_wgrad(X32, X32, ints(0, 10, 512), X32[:256].reshape(2, 128, 128)),
+        "out: got memory that overlaps dy",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_memory_to_write_to_is_nobody_elses(case):
+    call, words = OVERLAPS[case]
+    before = X.copy(), X32.copy()
+    with pytest.raises(ValueError, match=words):
+        call()
+    assert same_bits(before[0], X)
+    assert same_bits(before[1], X32)
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def sums(*shape):
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dw13": sums(3)}, r"dw13: got shape \[3\]; wanted \[2, 256, 128\]"),
+        ({"dw13": sums(2, 256, 128).astype(np.int32)}, "dw13: got dtype int32"),
+        ({"dw13": sums(2, 128, 256)}, "dw13: got shape"),
+        ({"dw13": read_only(sums(2, 256, 128))}, "dw13: got read-only memory"),
+        ({"dw13": sums(2, 256, 128)[:, ::2]}, r"dw13: got shape .* with strides"),
+        ({"dw2": sums(2, 256, 128)}, r"dw2: got shape .*wanted \[2, 128, 128\]"),
+        ({"dtype": "int8"}, "dtype: got 'int8'"),
+        ({"comm": 3}, "comm: got"),
+        ({"dy": np.ones((4, 128), np.float16)}, "dy: got dtype float16; wanted bfloat16"),
+    ],
+)
+def test_a_backward_is_checked_before_anything_is_written(recipe, given, words):
+    y, saved = fp8moe.moe_forward(**LAYER, recipe=recipe)
+    arguments = {"dy": y, "dw13": sums(2, 256, 128), "dw2": sums(2, 128, 128), **given}
+    with pytest.raises((ValueError, TypeError), match=words):
+        fp8moe.moe_backward(saved, **arguments)
+    assert not arguments["dw13"].any()
+    assert not arguments["dw2"].any()
+
+
+def test_sums_of_a_backward_do_not_overlap():
+    y, saved = fp8moe.moe_forward(**LAYER, recipe="fp8_flow")
+    memory = sums(2 * 256 * 128 + 100)
+    dw13, dw2 = memory[: 2 * 256 * 128].reshape(2, 256, 128), memory[-2 * 128 * 128 :].reshape(2, 128, 128)
+    with pytest.raises(ValueError, match="dw2: got memory that overlaps dw13"):
+        fp8moe.moe_backward(saved, y, dw13=dw13, dw2=dw2)
+    assert not memory.any()
+
+
+def test_weights_whose_sides_do_not_fit_are_refused():
+    w13, w2 = (fp8moe.quantize_weights(LAYER[name]) for name in ("w13", "w2"))
+    torn = replace(w13, columnwise=w2.columnwise)
+    with pytest.raises(ValueError, match=r"w13.columnwise: got shape"):
+        fp8moe.moe_forward(**{**LAYER, "w13": torn, "w2": w2}, recipe="fp8_flow")
+
+
+@pytest.mark.parametrize("given", [np.uint8, np.int8, np.uint16, np.int64])
+def test_integers_of_few_bits_are_what_they_say(given):
+    """Of every public function's options: 100 and 120, with which products and sums leave 8 bits."""
+    sizes, order, many = ints(10, 20, 10), ints(2, 0, 1), np.ones((40, 256), np.float32)
+    for align in (100, 120):
+        few = given(align)
+        assert_same(
+            fp8moe.sort_chunks(many, sizes, order, align_size=few, chunks_per_group=given(1)),
+            fp8moe.sort_chunks(many, sizes, order, align_size=align),
+        )
+        padded = fp8moe.sort_chunks(many, sizes, order, align_size=align).data
+        assert_same(
+            fp8moe.sort_chunks_backward(padded, sizes, order, align_size=few, num_tokens=given(40)),
+            fp8moe.sort_chunks_backward(padded, sizes, order, align_size=align, num_tokens=40),
+        )
+        assert_same(fp8moe.pad(many, sizes, few), fp8moe.pad(many, sizes, align))
+        assert_same(fp8moe.unpad(padded, sizes, few), fp8moe.unpad(padded, sizes, align))
+        plans = [fp8moe.plan_topk(IDS, a, align_size=a, num_out_tokens=a) for a in (few, align)]
+        assert plans[0].num_out_tokens == plans[1].num_out_tokens
+        assert_same(*plans)
+        assert_same(*(fp8moe.plan_routing_map(IDS, topk=a, align_size=a) for a in (few, align)))
+        q = fp8moe.quantize(many)
+        assert_same(*(fp8moe.scaling_aware_transpose(q, ints(0, 40), align_size=a) for a in (few, align)))
+        h = {"expert_offsets": ints(0, 40), "columnwise": True}
+        assert_same(*(fp8moe.swiglu_quantize(many, align_size=a, **h) for a in (few, align)))
+    block = (given(1), given(127) + given(1)) if given is not np.int8 else (given(1), given(32))
+    q = fp8moe.quantize(many, block=block)
+    assert [type(n) for n in q.block] == [int, int]
+    assert fp8moe.fsdp.plan_buckets([("w", (given(8), given(100)), True)], given(100)).numel == 800
