@@ -186,7 +186,7 @@ def _entries(row_id_map: np.ndarray, pads: np.ndarray, slots: np.ndarray | None,
     _within("plan.row_id_map", experts, of.num_experts - 1, "expert {}")
     rows = row_id_map[:, :width][used].astype(np.int64)
     _within("plan.row_id_map", rows, MAX_INT32, "row {}")
-    why = f", of plan.num_out_tokens = {of.num_out_tokens}"
+    why = ", the rows of plan.num_out_tokens; pass all that the map was made for"
     _within(
         "plan.row_id_map", rows + pads[experts], of.num_out_tokens - 1, "row {}, its padding included", why
     )

@@ -45,9 +45,9 @@ extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i6
 
 // out[e, n, k] (+)= sum over e's rows m of dy[m, n] * x[m, k]. Column-wise codes [N, rows] and [K, rows] with
 // scales [block, N] and [block, K], or (by_blocks) [N / 128, blocks] and [K / 128, blocks]; or plain arrays.
-// Grid (E * N, K / 128).
+// `known`: blocks that have scales; those of others are NaN. Grid (E * N, K / 128).
 extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_scales, i64 dy_fmt,
-                                              const void* x, const float* x_scales, i64 x_fmt,
+                                              const void* x, const float* x_scales, i64 x_fmt, i64 known,
                                               const int* offsets, i64 rows, i64 width, i64 depth,
                                               i64 quantized, i64 by_blocks, i64 kind, i64 accumulate,
                                               i64 out_kind, void* out) {
@@ -76,7 +76,8 @@ extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_sc
       const i64 blocks = (rows + 127) / 128;
       part = part * dy_scales[n / 128 * blocks + m / 128] * x_scales[k / 128 * blocks + m / 128];
     } else if (quantized) {
-      part = part * dy_scales[block * width + n] * x_scales[block * depth + k];
+      part = block < known ? part * dy_scales[block * width + n] * x_scales[block * depth + k]
+                           : __uint_as_float(0x7fc00000u);
     }
     total += part;
   }

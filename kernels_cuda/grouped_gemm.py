@@ -43,7 +43,8 @@ def grouped_gemm(
     if quantized:
         ready = x.layout == "gemm_ready"
         strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
-    if _by_wgmma(backend, quantized, x, w, out, expert_offsets, {"N": (width, 8), "K": (x.shape[1], 16)}):
+    multiples = {"N": (width, 8), "K": (x.shape[1], 16)}
+    if _by_wgmma(backend, quantized, x, w, out, expert_offsets, rows, multiples):
         experts = w.shape[0]
         _launch_tiles(
             "grouped_gemm_tiles",
@@ -92,7 +93,8 @@ def grouped_gemm_wgrad(
     blocks = in_blocks(dy)
     rows = dy.shape[1 if blocks else 0]
     multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
-    if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, multiples):
+    known = min(dy.scales.shape[0], x.scales.shape[0]) if quantized else 0  # scales of columns
+    if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, rows, multiples):
         _launch_tiles(
             "grouped_gemm_wgrad_tiles",
             dy,
@@ -102,6 +104,7 @@ def grouped_gemm_wgrad(
             x.data,
             dy.scales,
             x.scales,
+            known,
             expert_offsets,
             experts,
             rows,
@@ -120,6 +123,7 @@ def grouped_gemm_wgrad(
         128,
         *((dy.data, dy.scales, FORMATS[dy.fmt]) if quantized else (dy, None, 0)),
         *((x.data, x.scales, FORMATS[x.fmt]) if quantized else (x, None, 0)),
+        known,
         expert_offsets,
         rows,
         width,
@@ -144,6 +148,7 @@ def _by_wgmma(
     b: Any,
     out: Any,
     expert_offsets: Any,
+    rows: int,
     multiples: dict[str, tuple[int, int]],
 ) -> bool:
     """Whether the tensor cores' kernel makes this product. That FP8 goes another way unasked is not passed
@@ -160,6 +165,8 @@ def _by_wgmma(
         why.append("codes, scales or out do not begin at a multiple of 16 bytes")
     if expert_offsets.size * 8 > TABLE_BYTES:
         why.append(f"{expert_offsets.size - 1} experts are too many")
+    if expert_offsets.size * threads(rows, 128) * threads(out.shape[-1], TILE_COLUMNS) >= 2**30:
+        why.append(f"{rows} rows are too many")  # the kernel counts tiles of every expert in 32 bits
     if not why:
         return True
     reason = f"FP8 operands that the tensor cores' kernel does not take: {'; '.join(why)}"

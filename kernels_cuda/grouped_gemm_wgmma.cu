@@ -466,20 +466,24 @@ __device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a
   __syncwarp();
 }
 
+// In place of scales that are not there: NaN.
+__device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7fc00000u, 0x7fc00000u};
+
 // What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
 //   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
-//   blocks of 128 rows, anew with every expert; out float32 or bfloat16 [experts, width, depth]. BLOCKS:
-//   dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise, and experts begin at multiples of
-//   128 rows. Those of columns take two instructions a sum, and loads beside the products; these one, and
-//   made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
+//   blocks of 128 rows, anew with every expert, of which `known` have scales; out float32 or bfloat16
+//   [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise,
+//   and experts begin at multiples of 128 rows. Those of columns take two instructions a sum, and loads
+//   beside the products; these one, and made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
 // Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
 //   rows are slow, and multiples of 128 rows fastest.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
-                             const float* dy_scales, const float* x_scales, const int* offsets, i64 experts,
-                             i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out) {
+                             const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
+                             i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind,
+                             void* out) {
   after_earlier();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -539,10 +543,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           if (BLOCKS) {
             if (lane < 3) copy_async4(to, from, true);
           } else {
-            copy_async16(to, from, row < width);
+            const bool some = s.first[e] + k < known;
+            copy_async16(to, some ? (const void*)from : NO_SCALES, row < width);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              copy_async16(to + ROWS + 128 * i, x_from + 128 * i, column + 128 * i < depth);
+              copy_async16(to + ROWS + 128 * i, some ? (const void*)(x_from + 128 * i) : NO_SCALES,
+                           column + 128 * i < depth);
           }
           barrier_arrive_copied(&s.full[turn.stage]);
         }

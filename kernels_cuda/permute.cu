@@ -5,6 +5,29 @@
 // way of an int32 source index for every output row.
 #include "bulk.cuh"
 
+// ---- entries of a row map. Its values are not looked at before: what names a place, an expert, a column or
+// a row that is not there is no entry.
+
+__device__ __forceinline__ int count_of(const int* mine, i64 places) {
+  return (int)clamped(mine[2 * places], places);
+}
+
+// Destination row of place j, or -1.
+__device__ __forceinline__ i64 row_of(const int* mine, const int* pad_offsets, i64 places, i64 j, i64 experts,
+                                      i64 rows) {
+  const int expert = mine[places + j], compact = mine[j];
+  if ((u32)expert >= (u32)experts || compact < 0) return -1;
+  const i64 row = (i64)compact + pad_offsets[expert];
+  return row >= 0 && row < rows ? row : -1;
+}
+
+// Column of a [tokens, columns] array that belongs to place j of a token's map, or -1.
+__device__ __forceinline__ int column_of(const int* mine, const int* slots, i64 token, i64 places, i64 j,
+                                         i64 columns) {
+  const int column = slots ? slots[token * places + j] : mine[places + j];
+  return (u32)column < (u32)columns ? column : -1;
+}
+
 // Number of rows that no token goes to: the experts' padding and the tail.
 __device__ __forceinline__ i64 unmapped_rows(const int* tokens_per_expert, const int* pad_offsets,
                                              const int* expert_offsets, i64 experts, i64 rows, i64* padding) {
@@ -13,7 +36,7 @@ __device__ __forceinline__ i64 unmapped_rows(const int* tokens_per_expert, const
   const i64 last = experts - 1;
   const i64 real = experts ? expert_offsets[last] - pad_offsets[last] + tokens_per_expert[last] : 0;
   *padding = end - real;
-  return *padding + (rows > end ? rows - end : 0);
+  return clamped(*padding + (rows > end ? rows - end : 0), rows);
 }
 
 // The i-th of them: pad_offsets are the running sums of padding, so a binary search finds the expert.
@@ -52,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32, 16)
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
   const bool leads = piece == 0;
   const int* mine = row_id_map + token * (2 * width + 1);
-  const int count = mine[2 * width];
+  const int count = count_of(mine, width);
 #if __CUDA_ARCH__ >= 900
   const u64 policy = evict_first();
   // A long piece goes out in four parts: 192.9 to 191.3 us for bfloat16, A=128 (in two 191.9, in seven
@@ -98,11 +121,12 @@ extern "C" __global__ void __launch_bounds__(32, 16)
     const i64 j = j0 + lane;
     i64 row = rows;
     if (j < count) {
-      const int expert = mine[width + j];
-      row = (i64)mine[j] + pad_offsets[expert];
-      if (leads && probs && row >= 0 && row < rows) {
-        const i64 from = token * prob_columns + (slots ? slots[token * width + j] : expert);
-        for (i64 b = 0; b < prob_size; ++b) out_probs[row * prob_size + b] = probs[from * prob_size + b];
+      row = row_of(mine, pad_offsets, width, j, experts, rows);
+      if (leads && probs && row >= 0) {
+        const int column = column_of(mine, slots, token, width, j, prob_columns);
+        const i64 from = token * prob_columns + column;
+        for (i64 b = 0; b < prob_size; ++b)
+          out_probs[row * prob_size + b] = column < 0 ? 0 : probs[from * prob_size + b];
       }
     }
 #if __CUDA_ARCH__ >= 900
@@ -142,27 +166,17 @@ __device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighte
   }
 }
 
-// Column of a [tokens, columns] array that belongs to place j of a token's map.
-__device__ __forceinline__ i64 column_of(const int* mine, const int* slots, i64 token, i64 places, i64 j) {
-  return slots ? slots[token * places + j] : mine[places + j];
-}
-
-// Destination row of place j, or -1 when it lies outside.
-__device__ __forceinline__ i64 row_of(const int* mine, const int* pad_offsets, i64 places, i64 j, i64 rows) {
-  const i64 row = (i64)mine[j] + pad_offsets[mine[places + j]];
-  return row >= 0 && row < rows ? row : -1;
-}
-
 // out[token, column] = grad[row] for each of a token's rows, zero in its other columns: a token's share of
 // the gradient of probabilities that travelled with the rows. `grad` null: only the zeros.
 __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mine, const int* slots,
-                                         const int* pad_offsets, i64 token, i64 places, i64 columns, i64 rows,
-                                         u8* out) {
-  const int count = mine[2 * places];
+                                         const int* pad_offsets, i64 token, i64 places, i64 columns,
+                                         i64 experts, i64 rows, u8* out) {
+  const int count = count_of(mine, places);
   for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {
     i64 row = -1;
     for (int j = 0; j < count; ++j)
-      if (column_of(mine, slots, token, places, j) == c) row = row_of(mine, pad_offsets, places, j, rows);
+      if (column_of(mine, slots, token, places, j, columns) == c)
+        row = row_of(mine, pad_offsets, places, j, experts, rows);
     if (row >= 0 && !grad) continue;
     for (i64 b = 0; b < size; ++b) out[(token * columns + c) * size + b] = row < 0 ? 0 : grad[row * size + b];
   }
@@ -181,14 +195,14 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mi
 template <bool PROBS>
 __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, const int* slots,
                                       const int* pad_offsets, const void* probs, i64 probs_kind, i64 columns,
-                                      i64 places, i64 rows, i64 vectors, i64 share, uint4* out,
+                                      i64 places, i64 experts, i64 rows, i64 vectors, i64 share, uint4* out,
                                       const u8* grad_probs, i64 grad_size, u8* out_probs) {
   __shared__ i64 from[MERGE_PLACES];
   __shared__ int column[PROBS ? MERGE_PLACES : 1];
   __shared__ float weight[MERGE_PLACES];
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = mine[2 * places];
+  const int count = count_of(mine, places);
   const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
   for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
@@ -198,11 +212,11 @@ __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, con
       if (first == begin || count > MERGE_PLACES) {
         __syncthreads();
         for (int j = threadIdx.x; j < here; j += blockDim.x) {
-          from[j] = row_of(mine, pad_offsets, places, j0 + j, rows);
-          if (PROBS) column[j] = (int)column_of(mine, slots, token, places, j0 + j);
-          if (probs)
-            weight[j] =
-                load(probs, token * columns + column_of(mine, slots, token, places, j0 + j), (int)probs_kind);
+          from[j] = row_of(mine, pad_offsets, places, j0 + j, experts, rows);
+          if (!PROBS && !probs) continue;
+          const int c = column_of(mine, slots, token, places, j0 + j, columns);
+          if (PROBS) column[j] = c;
+          if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
         }
         __syncthreads();
       }
@@ -225,7 +239,8 @@ __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, con
   }
   if (!PROBS || blockIdx.y > 0) return;
   if (count > MERGE_PLACES) {
-    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, experts, rows,
+                out_probs);
     return;
   }
   for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // the rows are known by now
@@ -239,20 +254,21 @@ __device__ __forceinline__ void merge(const uint4* x, const int* row_id_map, con
 
 extern "C" __global__ void __launch_bounds__(128)
     merge_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
-               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors, i64 share,
-               uint4* out) {
+               const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows, i64 vectors,
+               i64 share, uint4* out) {
   after_earlier();
-  merge<false>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, rows, vectors, share,
-               out, 0, 0, 0);
+  merge<false>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, experts, rows, vectors,
+               share, out, 0, 0, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
     merge_bf16_and_probs(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
-                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows, i64 vectors,
-                         i64 share, uint4* out, const u8* grad_probs, i64 grad_size, u8* out_probs) {
+                         const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
+                         i64 vectors, i64 share, uint4* out, const u8* grad_probs, i64 grad_size,
+                         u8* out_probs) {
   after_earlier();
-  merge<true>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, rows, vectors, share,
-              out, grad_probs, grad_size, out_probs);
+  merge<true>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, experts, rows, vectors,
+              share, out, grad_probs, grad_size, out_probs);
 }
 
 #define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, that a lane has in flight
@@ -284,28 +300,30 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   }
   const i64 token = blockIdx.x - fillers, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = mine[2 * places];
+  const int count = count_of(mine, places);
   const uint4* g = grad + token * vectors;
   if (count < columns)  // zeros in the columns that are not this token's
     token_probs(0,
                 probs_kind == F64   ? 8
                 : probs_kind == F32 ? 4
                                     : 2,
-                mine, slots, pad_offsets, token, places, columns, rows, (u8*)grad_probs);
+                mine, slots, pad_offsets, token, places, columns, experts, rows, (u8*)grad_probs);
   int my_row = -1, my_column = 0;
   float my_weight = 0.f;
   for (int j = threadIdx.x / 32, turn = 0; j < count; j += warps, ++turn) {
     if (turn % 32 == 0) {
       const i64 place = j + lane * warps;
       if (place < count) {
-        my_row = (int)row_of(mine, pad_offsets, places, place, rows);
-        my_column = (int)column_of(mine, slots, token, places, place);
-        my_weight = load(probs, token * columns + my_column, (int)probs_kind);
+        my_row = (int)row_of(mine, pad_offsets, places, place, experts, rows);
+        my_column = column_of(mine, slots, token, places, place, columns);
+        if (my_column >= 0) my_weight = load(probs, token * columns + my_column, (int)probs_kind);
       }
     }
     const i64 row = __shfl_sync(0xffffffffu, my_row, turn % 32);
-    const i64 entry = token * columns + __shfl_sync(0xffffffffu, my_column, turn % 32);
+    const int column = __shfl_sync(0xffffffffu, my_column, turn % 32);
+    const i64 entry = token * columns + column;
     const float w = __shfl_sync(0xffffffffu, my_weight, turn % 32);
+    if (column < 0) continue;
     if (row < 0) {
       if (lane == 0) store(grad_probs, entry, (int)probs_kind, 0.0);
       continue;
@@ -345,18 +363,18 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 // Row map to sources: for every destination row its token and the column of its probability.
 // One thread an entry. `source` and `column` are -1 where no token goes.
 extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, const int* pad_offsets,
-                                       i64 tokens, i64 width, i64 rows, int* source, int* column) {
+                                       i64 tokens, i64 width, i64 columns, i64 experts, i64 rows, int* source,
+                                       int* column) {
   after_earlier();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= tokens * width) return;
   const i64 token = i / width, place = i % width;
   const int* mine = row_id_map + token * (2 * width + 1);
   if (place >= mine[2 * width]) return;
-  const int expert = mine[width + place];
-  const i64 row = (i64)mine[place] + pad_offsets[expert];
-  if (row < 0 || row >= rows) return;
+  const i64 row = row_of(mine, pad_offsets, width, place, experts, rows);
+  if (row < 0) return;
   source[row] = (int)token;
-  column[row] = slots ? slots[token * width + place] : expert;
+  column[row] = column_of(mine, slots, token, width, place, columns);
 }
 
 // out[row] = x[source[row]], `width` bytes each; zeros where source is -1, if `fill`. One block a row.
@@ -382,35 +400,36 @@ extern "C" __global__ void gather_probs(const u8* probs, const int* source, cons
   after_earlier();
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows || (source[row] < 0 && !fill)) return;
+  const bool has = source[row] >= 0 && column[row] >= 0;
   for (i64 b = 0; b < size; ++b)
-    out[row * size + b] = source[row] < 0 ? 0 : probs[(source[row] * columns + column[row]) * size + b];
+    out[row * size + b] = has ? probs[(source[row] * columns + column[row]) * size + b] : 0;
 }
 
 // out[t] = sum over t's rows of row * prob, in the map's order, in float32 (float64 for float64).
 // One block a token.
 extern "C" __global__ void merge_rows(const void* x, const void* scales, i64 kind, i64 fmt, i64 layout,
                                       const int* row_id_map, const int* slots, const int* pad_offsets,
-                                      const void* probs, i64 probs_kind, i64 columns, i64 places, i64 rows,
-                                      i64 width, i64 out_kind, void* out, const u8* grad_probs, i64 grad_size,
-                                      u8* out_probs) {
+                                      const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts,
+                                      i64 rows, i64 width, i64 out_kind, void* out, const u8* grad_probs,
+                                      i64 grad_size, u8* out_probs) {
   after_earlier();
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = mine[2 * places];
+  const int count = count_of(mine, places);
   if (grad_probs)
-    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, rows, out_probs);
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, experts, rows,
+                out_probs);
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
     float total = 0.f;
     double wide = 0.0;
     for (int j = 0; j < count; ++j) {
-      const int expert = mine[places + j];
-      const i64 row = (i64)mine[j] + pad_offsets[expert];
-      if (row < 0 || row >= rows) continue;
+      const i64 row = row_of(mine, pad_offsets, places, j, experts, rows);
+      if (row < 0) continue;
       const double value = row_value(x, scales, row, i, width, (int)kind, (int)fmt, (int)layout);
       double weight = 1.0;
       if (probs) {
-        const i64 column = slots ? slots[token * places + j] : expert;
-        weight = load_wide(probs, token * columns + column, (int)probs_kind);
+        const int column = column_of(mine, slots, token, places, j, columns);
+        weight = column < 0 ? 0.0 : load_wide(probs, token * columns + column, (int)probs_kind);
       }
       if (out_kind == F64)
         wide += value * weight;
@@ -429,7 +448,7 @@ extern "C" __global__ void merge_rows_backward(const void* grad, const void* x, 
   after_earlier();
   __shared__ double partial[256];
   const i64 row = blockIdx.x, token = source[row];
-  if (token < 0) return;
+  if (token < 0 || column[row] < 0) return;
   const i64 entry = token * columns + column[row];
   const double weight = load_wide(probs, entry, (int)probs_kind);
   double sum = 0.0;

@@ -117,6 +117,7 @@ def _merge(
         0 if merging_probs is None else KINDS[merging_probs.dtype],
         plan.prob_columns,
         plan.max_experts_per_token,
+        plan.num_experts,
         plan.num_out_tokens,
     )
     back = (grad_probs, 0 if grad_probs is None else grad_probs.dtype.itemsize, out_probs)
@@ -302,6 +303,8 @@ def sources(plan: PermutationPlan) -> tuple[Any, Any]:
         plan.pad_offsets,
         plan.num_tokens,
         width,
+        plan.prob_columns,
+        plan.num_experts,
         plan.num_out_tokens,
         source,
         column,

@@ -327,15 +327,17 @@ extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales
   store(out, i, (int)out_kind, value * scale);
 }
 
-// Column-wise tensors, back to [rows, columns]; out starts as zeros. Grid (strips, columns / 128).
-extern "C" __global__ void dequantize_columns(const u8* codes, const void* scales, const int* strips,
-                                              i64 rows, i64 columns, i64 fmt, i64 mx, i64 out_kind,
-                                              void* out) {
+// Column-wise tensors, back to [rows, columns]; out starts as zeros. `known`: strips that have scales, the
+// values of others are NaN. Grid (strips, columns / 128).
+extern "C" __global__ void dequantize_columns(const u8* codes, const void* scales, i64 known,
+                                              const int* strips, i64 rows, i64 columns, i64 fmt, i64 mx,
+                                              i64 out_kind, void* out) {
   after_earlier();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= columns) return;
   const i64 at = strip * columns + c;
-  const float scale = mx ? e8m0_to_float(((const u8*)scales)[at]) : ((const float*)scales)[at];
+  float scale = __uint_as_float(0x7fc00000u);
+  if (strip < known) scale = mx ? e8m0_to_float(((const u8*)scales)[at]) : ((const float*)scales)[at];
   for (i64 r = strips[2 * strip]; r < strips[2 * strip + 1]; ++r)
     store(out, r * columns + c, (int)out_kind, decode(codes[c * rows + r], (int)fmt) * scale);
 }

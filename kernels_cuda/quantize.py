@@ -38,7 +38,7 @@ def quantize(
         _quantize_weights(x, round_up, eps, out)
         return
     shared = tile_bytes(x.dtype.itemsize, expert_offsets)
-    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared):
+    if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared, expert_offsets):
         _quantize_tiles(x, round_up, eps, out.rowwise, out.columnwise, expert_offsets)
         return
     if isinstance(out, Quantized):
@@ -55,7 +55,7 @@ def quantize(
     *lead, rows, columns = x.shape
     rule = (FORMATS[out.fmt], round_up, is_mx(out.block), float(eps))
     if is_columnwise(out.block):
-        if tiles_are_whole(x, columns, None, shared):
+        if tiles_are_whole(x, columns, None, shared, expert_offsets):
             _quantize_tiles(x, round_up, eps, None, out, expert_offsets)
             return
         assert out.block is not None
@@ -173,10 +173,13 @@ def _quantize_tiles(
     )
 
 
-def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: int) -> bool:
-    """Whether columns come in tiles of 128, at addresses for 16-byte loads, and a block can hold them."""
+def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: int, offsets: Any) -> bool:
+    """Whether columns come in tiles of 128, at addresses for 16-byte loads, a block can hold them, and 32
+    bits count their strips, though each expert had all rows."""
     blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout == "compact")
-    return blocks and x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0 and fits_in_shared(shared)
+    whole = x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
+    ranges = 1 if offsets is None else offsets.shape[0] + 1
+    return blocks and whole and fits_in_shared(shared) and ranges * threads(x.shape[0], 32) < 2**31
 
 
 def tiles_down(strips: int, *, mx: bool) -> int:
@@ -236,11 +239,13 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     kind, fmt = KINDS[out.dtype], FORMATS[q.fmt]
     if q.columnwise:
         assert q.block is not None
-        count = q.scales.shape[0]
+        known = count = q.scales.shape[0]
+        if expert_offsets is not None:  # the most strips that they can make
+            count = max(known, threads(rows, q.block[0]) + expert_offsets.shape[0] - 1)
         strips = make_strips(expert_offsets, 1, rows, q.block[0], count)
         fill_bytes(out, 0)
         grid = (count, threads(columns, 128))
-        arguments = (q.data, q.scales, strips, rows, columns, fmt, is_mx(q.block), kind, out)
+        arguments = (q.data, q.scales, known, strips, rows, columns, fmt, is_mx(q.block), kind, out)
         launch("quantize", "dequantize_columns", grid, 128, *arguments)
         return
     height, width = q.block or (max(rows, 1), max(columns, 1))

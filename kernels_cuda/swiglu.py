@@ -65,7 +65,7 @@ def swiglu_quantize(
         return
     rows, width = h.shape[0], h.shape[1] // 2
     shared = tile_bytes(2 * h.dtype.itemsize, expert_offsets)
-    if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared):
+    if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared, expert_offsets):
         blocks, taken = tile_blocks(out.columnwise, width, expert_offsets)
         launch(
             "swiglu",

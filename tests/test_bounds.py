@@ -1,13 +1,17 @@
 """Offsets, counts, scales and row maps are held to what they index: refused by name where values can be read,
 and on CUDA, where they cannot, bounded by the kernels."""
 
+import importlib.util
+import itertools
 from dataclasses import replace
 
+import cuda_on_cpu
 import numpy as np
 import pytest
-from cases import BF16, assert_same, same_bits
+from cases import BF16, assert_same, same_bits, values
 
 import fp8moe
+from fp8moe.records import map_arrays
 
 RNG = np.random.default_rng()
 IDS = np.array([[0, 1], [1, 2], [0, 2]], np.int32)
@@ -389,3 +393,180 @@ def test_integers_of_few_bits_are_what_they_say(given):
     q = fp8moe.quantize(many, block=block)
     assert [type(n) for n in q.block] == [int, int]
     assert fp8moe.fsdp.plan_buckets([("w", (given(8), given(100)), True)], given(100)).numel == 800
+
+
+# ---------------------------------------------------------------- on CUDA: bounded, whatever the values are
+
+GUARD = 1 << 16  # bytes before and behind every array
+needs_emulation = pytest.mark.skipif(
+    not cuda_on_cpu.available or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy"
+)
+
+
+class Memory:
+    """Every array lies between two pieces of memory that are nobody's, which hold numbers by ``junk``."""
+
+    def __init__(self, junk):
+        self.junk, self.made = junk, []
+
+    def array(self, shape, dtype):
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        # small integers: what is read of them leads no further away
+        number = (
+            self.junk if dtype.kind == "i" else 0x38 + self.junk if dtype.kind == "u" else 1.0 + self.junk
+        )
+        whole = np.full((size + 2 * GUARD) // dtype.itemsize + 16, number, dtype).view(np.uint8)
+        start = GUARD - whole.ctypes.data % 16
+        self.made.append((whole, start, start + size, whole.copy()))
+        whole[start : start + size] = 0xA5
+        return whole[start : start + size].view(dtype).reshape(shape)
+
+    def upload(self, value):
+        def placed(_, array):
+            host = self.array(array.shape, array.dtype)
+            host[...] = array
+            return cuda_on_cpu.Array(host)
+
+        return map_arrays(placed, value)
+
+    def assert_untouched(self):
+        for whole, start, end, before in self.made:
+            assert (whole[:start] == before[:start]).all()
+            assert (whole[end:] == before[end:]).all()
+
+
+def stays_inside(function, *arguments, alike=True, **options):
+    """The CUDA backend's result: nothing around the arrays is written, and (``alike``) the same whatever lies
+    there."""
+    results = []
+    for junk in range(1 + alike):
+        memory = Memory(junk)
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            patch.setattr(
+                cuda_on_cpu.Device,
+                "empty",
+                lambda _, spec, device, m=memory: cuda_on_cpu.raw(m.array(spec.shape, spec.dtype)),
+            )
+            given = [memory.upload(a) for a in arguments]
+            result = function(*given, **{k: memory.upload(v) for k, v in options.items()})
+            results.append(cuda_on_cpu.download(result))
+        memory.assert_untouched()
+    assert_same(results[0], results[-1])
+    return results[0]
+
+
+FAR = (-(2**31), -1000, 3000, 2**31 - 1)  # no two of which make up for each other
+
+
+def ruined(array, wrong=FAR, rate=0.3):
+    """Some of an array's integers replaced."""
+    array = array.copy()
+    which = RNG.random(array.shape) < rate
+    array[which] = RNG.choice(wrong, which.sum())
+    return array
+
+
+def ruined_plan(plan):
+    """No two entries get the same row: which of them it has would be a matter of chance."""
+    names = ["pad_offsets", "tokens_per_expert", "expert_offsets", *["slots"] * (plan.slots is not None)]
+    row_id_map = ruined(plan.row_id_map, (*FAR, -1))
+    return replace(plan, row_id_map=row_id_map, **{name: ruined(getattr(plan, name)) for name in names})
+
+
+def cut(moved):
+    return moved.data, moved.probs
+
+
+@needs_emulation
+@pytest.mark.parametrize("columns", [512, 5])
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
+def test_a_plan_of_any_values_leads_nowhere_else(columns, dtype):
+    for by_mask in (False, True):
+        ids = RNG.integers(-1, 5, (21, 3)).astype(np.int32)
+        if by_mask:
+            plan = fp8moe.plan_routing_map(RNG.random((21, 5)) < 0.5, align_size=4, topk=5)
+        else:
+            plan = fp8moe.plan_topk(ids, 5, align_size=4)
+        plan = ruined_plan(plan)
+        x = RNG.standard_normal((21, columns)).astype(dtype)
+        rows = RNG.standard_normal((plan.num_out_tokens, columns)).astype(dtype)
+        probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
+        grads = RNG.random(plan.num_out_tokens).astype(np.float32)
+        stays_inside(lambda x, p, w: cut(fp8moe.permute(x, p, w, fill_padding=False)), x, plan, probs)
+        stays_inside(fp8moe.unpermute, rows, plan)
+        stays_inside(fp8moe.unpermute, rows, plan, probs)
+        stays_inside(fp8moe.permute_backward, rows, plan, grads)
+        # what is taken for padding may be a row, too, and then either is written last
+        stays_inside(lambda x, p, w: cut(fp8moe.permute(x, p, w)), x, plan, probs, alike=False)
+        stays_inside(fp8moe.unpermute_backward, x, plan, alike=False)
+        stays_inside(fp8moe.unpermute_backward, x, plan, rows, probs, alike=False)
+        q = fp8moe.quantize(values(RNG, (21, columns), BF16))
+        stays_inside(lambda q, p: cut(fp8moe.permute(q, p, fill_padding=False)), q, plan)
+        stays_inside(fp8moe.permute_transpose, q, plan)
+
+
+@needs_emulation
+@pytest.mark.parametrize("ascending", [True, False])
+def test_offsets_of_any_values_lead_nowhere_else(ascending):
+    rows = 272
+    h = RNG.standard_normal((rows, 256)).astype(BF16)
+    q = fp8moe.quantize(RNG.standard_normal((rows, 128)).astype(np.float32))
+    odd = fp8moe.quantize(RNG.standard_normal((rows, 40)).astype(np.float32))
+    columns = fp8moe.quantize(RNG.standard_normal((rows, 128)).astype(np.float32), block=(128, 1))
+    turned = fp8moe.scaling_aware_transpose(q, target="block")
+    w = fp8moe.quantize(np.ones((5, 16, 128), np.float32), block=(128, 128))
+    offsets = ruined(np.sort(RNG.integers(0, rows + 1, 6)).astype(np.int32), (*FAR, 3, 130), 0.4)
+    if ascending:
+        offsets.sort()
+    else:  # experts that overlap: whose rows are written last is a matter of chance
+        offsets = offsets[::-1].copy()
+
+    def inside(function, *arguments, **options):
+        stays_inside(function, *arguments, alike=ascending, **options)
+
+    for columnwise, align in itertools.product((False, True), (1, 128)):
+        options = {"expert_offsets": offsets, "columnwise": columnwise, "align_size": align}
+        inside(fp8moe.swiglu_quantize, h, **options)
+        inside(fp8moe.swiglu_quantize_backward, h[:, :128].copy(), h, **options)
+    for target, align in (("column", 1), ("column", 128), ("tile", 1), ("block", 128)):
+        for x in (q, odd):
+            inside(fp8moe.scaling_aware_transpose, x, offsets, target=target, align_size=align)
+    inside(fp8moe.dequantize, columns, expert_offsets=offsets)
+    for backend in ("wgmma", "plain"):
+        inside(fp8moe.grouped_gemm, q, w, offsets, backend=backend)
+        for pair in (columns, turned):
+            inside(fp8moe.grouped_gemm_wgrad, pair, pair, offsets, backend=backend)
+
+
+@needs_emulation
+@pytest.mark.parametrize("backend", ["wgmma", "plain"])
+def test_scales_that_are_missing_are_nan(backend):
+    """Offsets in device memory that ask for more blocks than there are scales: what is without is NaN."""
+    x = RNG.standard_normal((272, 128)).astype(np.float32)
+    columns, offsets = (
+        fp8moe.quantize(x, block=(128, 1)),
+        ints(0, 64, 128, 192, 272),
+    )  # 3 scales for 4 experts
+    got = stays_inside(fp8moe.dequantize, columns, expert_offsets=offsets)
+    assert np.isfinite(got[:192]).all()
+    assert np.isnan(got[192:]).all()
+    got = stays_inside(fp8moe.grouped_gemm_wgrad, columns, columns, offsets, backend=backend)
+    assert np.isfinite(got[:3]).all()
+    assert np.isnan(got[3]).all()
+
+
+@needs_emulation
+@pytest.mark.parametrize("columns", [128, 3])
+def test_chunks_of_any_sizes_lead_nowhere_else(columns):
+    x = RNG.standard_normal((40, columns)).astype(BF16)
+    probs = RNG.random(40).astype(np.float32)
+    for _ in range(4):
+        sizes = ruined(RNG.integers(0, 8, 7).astype(np.int32))
+        order = ruined(RNG.permutation(7).astype(np.int32))
+        for align in (1, 16):
+            options = {"align_size": align}
+            stays_inside(fp8moe.sort_chunks, x, sizes.astype(np.int64), order, probs, **options)
+            stays_inside(fp8moe.sort_chunks_backward, x, sizes, order, probs, **options)
+            stays_inside(fp8moe.pad, x, sizes, align)
+            stays_inside(fp8moe.unpad, x, sizes, align)

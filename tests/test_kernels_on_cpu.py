@@ -14,6 +14,7 @@ import pytest
 from cases import BF16, assert_nearly_same, assert_same, same_bits, values
 from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
+from test_permute import rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
 from test_swiglu import products_beyond_float32, tiny_values_under_large_probabilities, unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
@@ -31,7 +32,7 @@ RNG = np.random.default_rng()
 
 def both(function, *arguments, **options):
     """(the reference's result, the CUDA backend's)."""
-    ours = function(*arguments, **options)
+    ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.install(patch)
         uploaded = [cuda_on_cpu.upload(a) for a in arguments]
@@ -110,6 +111,15 @@ def test_chunks(chunks, columns):
     q = fp8moe.quantize(values(RNG, (int(sizes.sum()), 512), BF16))
     if q.data.size:
         assert_same(*both(fp8moe.sort_chunks, q, sizes, order))
+
+
+@pytest.mark.parametrize("columns", [256, 3])
+def test_chunks_without_room(monkeypatch, columns):
+    cuda_on_cpu.install(monkeypatch)
+    sizes, order = np.array([5, 0, 7, 4], np.int32), np.array([2, 0, 3, 1], np.int32)
+    x = values(RNG, (18, columns), BF16)
+    for rows in (x, fp8moe.quantize(x)):
+        rows_without_room_are_left_out(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
