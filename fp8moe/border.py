@@ -114,6 +114,8 @@ def replayed(function: Any) -> Any:
         except Exception:  # the function itself says what is wrong
             return function(*arguments, **options)
         if type(recipe) is replay.Recipe:
+            if recipe.written and not recipe.apart(memory):
+                return function(*arguments, **options)
             return call._replay(recipe, given, memory)
         if recipe is None:
             return function(*arguments, **options)
@@ -127,10 +129,26 @@ def replayed(function: Any) -> Any:
             result = function(*arguments, **options)
         finally:
             replay.current.recorder = None
-        _recipes[key] = recorder.recipe(result, given)
+        _recipes[key] = recipe = recorder.recipe(result, given)
+        if recipe is not None:
+            recipe.written = _written([*parameters[: len(arguments)], *options], given)
+            recipe.sizes = [a.nbytes for a in memory]
         return result
 
     return call
+
+
+def _written(names: list[str], given: tuple[Any, ...]) -> range:
+    """Which of a call's arrays, in the order of `replay.signature`, are those of ``out``."""
+    if "out" not in names:
+        return range(0)
+    ends = []
+    found: list[DeviceArray] = []
+    for value in given[: names.index("out") + 1]:
+        ends.append(len(found))
+        if not is_metadata(value):
+            replay.signature(Call()._take("", value), found)
+    return range(ends[-1], len(found))
 
 
 #: by what came in: how often so far, or how to do it again, or None where that cannot be

@@ -200,6 +200,18 @@ class Recipe:
 
     def __init__(self, allocations: Any, steps: Any, traced: Any, result: Template):
         self.allocations, self.steps, self.traced, self.result = allocations, steps, traced, result
+        self.written = range(0)  # which of the arrays that come in are written to
+        self.sizes: list[int] = []  # of all of them, in bytes
+
+    def apart(self, memory: list[DeviceArray]) -> bool:
+        """Whether what is written to overlaps nothing else that came in."""
+        for i in self.written:
+            start = memory[i].ptr
+            end = start + self.sizes[i]
+            for j, other in enumerate(memory):
+                if i != j and other.ptr < end and start < other.ptr + self.sizes[j]:
+                    return False
+        return True
 
 
 def signature(value: Any, memory: list[DeviceArray]) -> Any:

@@ -71,6 +71,11 @@ def inlined(function: Kernel) -> Any:
     return cuda.jit(function, device=True, inline="always")
 
 
+def shared_limit() -> int:
+    """Bytes of shared memory that a block can have."""
+    return 1 << 30 if SIMULATED else launch.shared_limit()
+
+
 def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None:
     """Launch blocks of BLOCK threads on the current stream. None is a null pointer."""
     if blocks == 0:

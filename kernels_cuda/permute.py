@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, threads
+from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, shared_limit, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.
@@ -236,6 +236,12 @@ def _move(
     if isinstance(x, QuantTensor) and x.block is None:
         scales = moved_scales = None
     count, rows_in, rows = sizes.shape[0], data.shape[0], moved.shape[0]
+    table = CHUNK_THREADS // 4 + 4 * (5 * count + 1)
+    if table > shared_limit():
+        name, most = "tokens_per_expert" if order is None else "split_sizes", shared_limit() // 20 - 4
+        raise ValueError(
+            f"{name}: got {count} chunks; wanted at most {most}, which this device's blocks can hold"
+        )
     source = scratch((rows,), np.int32)
     launch(
         "permute",
@@ -258,7 +264,7 @@ def _move(
         source,
         out_probs,
         offsets,
-        shared=CHUNK_THREADS // 4 + 4 * (5 * count + 1),
+        shared=table,
     )
     if not _whole_vectors(data, scales, moved, moved_scales):
         gather(x, source, True, out)

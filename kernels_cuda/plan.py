@@ -25,6 +25,7 @@ from fp8moe.kernels_cuda.numba_cuda import (
     let_later_begin,
     run,
     scratch,
+    shared_limit,
     uint32,
     uint64,
 )
@@ -45,6 +46,7 @@ def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
     tokens, width = topk_ids.shape
     experts = out.num_experts
     per_chunk, chunks = _chunks(tokens, width)
+    _refuse_too_many(out)
     (counts,) = scratch(_counted(chunks) * (experts + 1))
     arguments = (topk_ids, tokens * width, per_chunk * width, experts, counts)
     run(_count_entries, _counted(chunks), 4 * (experts + 1), *arguments)
@@ -55,6 +57,7 @@ def plan_topk(topk_ids: Any, *, out: PermutationPlan) -> None:
 def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     tokens, width, experts = out.num_tokens, out.max_experts_per_token, out.num_experts
     per_chunk, chunks = _chunks(tokens, width)
+    _refuse_too_many(out)
     ids, counts = scratch(tokens * width, _counted(chunks) * (experts + 1))
     words = max(1, -(-experts // 32))  # of a token
     shift = (words - 1).bit_length()  # that many threads have a token, or more turns
@@ -81,18 +84,32 @@ def _counted(chunks: int) -> int:
     return -(-chunks // IN_FLIGHT) * IN_FLIGHT
 
 
-def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> tuple[int, tuple[Any, ...]]:
-    """(bytes of shared memory, what `_place_entries` takes behind the ids)."""
+def _piece(out: PermutationPlan) -> tuple[int, int, int]:
+    """What `_place_entries` has room for: tokens at a time, words of 32 entries, bytes of shared memory."""
     width, experts = out.max_experts_per_token, out.num_experts
     groups = -(-experts // GROUP)
-    piece = max(1, BLOCK // max(width, 1))  # tokens that a block places at a time
-    words = max(1, min(-(-piece * width // 32), BITS // max(experts, 1)))  # 32 entries each
-    shared = 4 * ((4 + words) * experts + 2 * groups + piece * (2 * width + 1) + 2)
+    piece = max(1, BLOCK // max(width, 1))
+    words = max(1, min(-(-piece * width // 32), BITS // max(experts, 1)))
+    return piece, words, 4 * ((4 + words) * experts + 2 * groups + piece * (2 * width + 1) + 2)
+
+
+def _refuse_too_many(out: PermutationPlan) -> None:
+    *_, shared = _piece(out)
+    if shared > shared_limit():
+        raise ValueError(
+            f"num_experts: got {out.num_experts}, {out.max_experts_per_token} of a token, whose counts take "
+            f"{shared} bytes; wanted at most {shared_limit()}, the shared memory of this device's blocks"
+        )
+
+
+def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> tuple[int, tuple[Any, ...]]:
+    """(bytes of shared memory, what `_place_entries` takes behind the ids)."""
+    piece, words, shared = _piece(out)
     return shared, (
         counts,
         tokens,
-        width,
-        experts,
+        out.max_experts_per_token,
+        out.num_experts,
         chunks,
         per_chunk,
         piece,

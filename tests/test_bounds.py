@@ -2,16 +2,22 @@
 and on CUDA, where they cannot, bounded by the kernels."""
 
 import importlib.util
+import inspect
 import itertools
-from dataclasses import replace
+import re
+import warnings
+from dataclasses import fields, replace
 
 import cuda_on_cpu
 import numpy as np
 import pytest
 from cases import BF16, assert_same, same_bits, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_refusals import CALLS
 
 import fp8moe
-from fp8moe.records import map_arrays
+from fp8moe.records import arrays_in, map_arrays
 
 RNG = np.random.default_rng()
 IDS = np.array([[0, 1], [1, 2], [0, 2]], np.int32)
@@ -570,3 +576,175 @@ def test_chunks_of_any_sizes_lead_nowhere_else(columns):
             stays_inside(fp8moe.sort_chunks_backward, x, sizes, order, probs, **options)
             stays_inside(fp8moe.pad, x, sizes, align)
             stays_inside(fp8moe.unpad, x, sizes, align)
+
+
+@needs_emulation
+def test_what_this_device_has_no_room_for_is_refused(monkeypatch):
+    cuda_on_cpu.install(monkeypatch, shared_limit=64 << 10)
+    x, sizes = cuda_on_cpu.upload(X), cuda_on_cpu.upload(np.zeros(4000, np.int32))
+    with pytest.raises(ValueError, match="split_sizes: got 4000 chunks; wanted at most"):
+        fp8moe.sort_chunks(x, sizes, cuda_on_cpu.upload(np.arange(4000, dtype=np.int32)))
+    with pytest.raises(ValueError, match="tokens_per_expert: got 4000"):
+        fp8moe.pad(x, sizes, 4)
+    with pytest.raises(ValueError, match="num_experts: got 4000"):
+        fp8moe.plan_topk(cuda_on_cpu.upload(IDS), 4000)
+    with pytest.raises(ValueError, match="num_experts: got 4000"):
+        fp8moe.plan_routing_map(cuda_on_cpu.upload(np.ones((3, 4000), bool)), topk=2)
+
+
+@needs_emulation
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_remembered_call_does_not_write_into_its_inputs(monkeypatch, by_name):
+    cuda_on_cpu.install(monkeypatch)
+    offsets = cuda_on_cpu.upload(ints(0, 100, 512))
+
+    def add(dy, x, out):
+        given = [cuda_on_cpu.upload(a) for a in (dy, x)]
+        out = cuda_on_cpu.Array(out)
+        if by_name:
+            return fp8moe.grouped_gemm_wgrad(*given, offsets, out=out)
+        return fp8moe.grouped_gemm_wgrad(*given, offsets, out)
+
+    sums = [add(X32, X32.copy(), np.zeros((2, 128, 128), np.float32)).host for _ in range(4)]
+    assert [type(r) for r in fp8moe.border._recipes.values()] == [fp8moe.replay.Recipe]
+    assert same_bits(sums[0], sums[-1])
+    memory = X32.copy()
+    with pytest.raises(ValueError, match="out: got memory that overlaps dy's"):
+        add(memory, X32.copy(), memory[:256].reshape(2, 128, 128))
+    assert same_bits(memory, X32)
+
+
+@needs_emulation
+def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setenv("FP8MOE_CHECK", "1")
+    rows, plan = cuda_on_cpu.upload(ROWS), cuda_on_cpu.upload(mapped((1, 0), 12))
+    with pytest.raises(ValueError, match=r"plan\.row_id_map: got row"):
+        fp8moe.unpermute(rows, plan)
+    with pytest.raises(ValueError, match="expert_offsets: got 6 behind 9"):
+        fp8moe.grouped_gemm_wgrad(rows, rows, cuda_on_cpu.upload(ints(0, 9, 6)))
+    with pytest.raises(ValueError, match="tokens_per_expert: got sizes that sum to 20"):
+        fp8moe.pad(rows, cuda_on_cpu.upload(ints(0, 20)), 4)
+
+
+# ---------------------------------------------------------------- any arguments: a right answer, or a name
+
+NUMBERS = (-1, 0, 1, 2, 3, 5, 16, 100, 128, 2**30, 2**31 - 1, 2**31, 2**63, 1.5, np.nan, np.inf, 10**400)
+OTHERS = (
+    None,
+    True,
+    "e4m3",
+    "exact",
+    "",
+    (1, 128),
+    (1, 32),
+    (1.0, 128.0),
+    [2, 4],
+    {},
+    np.uint8(200),
+    np.float32(1),
+)
+DTYPES = (np.int32, np.int64, np.uint8, np.float32, np.float64, np.float16, BF16, np.bool_)
+
+
+def another_array(draw, array):
+    """Another shape, dtype or values of an array."""
+    how = draw(
+        st.sampled_from(("values", "values", "values", "shape", "dtype", "empty", "masked", "strided"))
+    )
+    if how == "values" and array.size:
+        array = array.copy()
+        flat = array.reshape(-1)
+        for _ in range(draw(st.integers(1, 3))):
+            value = draw(st.sampled_from((-(2**31), -5, -1, 0, 1, 2, 3, 7, 64, 100, 1000, 2**31 - 1)))
+            with np.errstate(all="ignore"):
+                flat[draw(st.integers(0, flat.size - 1))] = np.array(value).astype(array.dtype)
+        return array
+    if how == "shape":
+        axis = draw(st.integers(0, max(array.ndim - 1, 0)))
+        size = draw(st.sampled_from((0, 1, 2, 3, 65, 128, 200)))
+        return np.resize(array, (*array.shape[:axis], size, *array.shape[axis + 1 :])).astype(array.dtype)
+    if how == "dtype":
+        with np.errstate(all="ignore"):
+            return array.astype(draw(st.sampled_from(DTYPES)))
+    if how == "empty":
+        return np.zeros(draw(st.sampled_from(((0,), (0, 128), (0, 0), (4, 0), ()))), array.dtype)
+    if how == "masked":
+        return np.ma.masked_array(array, mask=np.zeros(array.shape, bool))
+    return np.repeat(array, 2, axis=-1)[..., ::2] if array.ndim else array
+
+
+@st.composite
+def calls(draw):
+    """A call of a public function that works, one to three of its arguments, or fields of them, changed."""
+    function = draw(st.sampled_from(sorted(CALLS)))
+    call = dict(CALLS[function])
+    names = list(inspect.signature(getattr(fp8moe, function)).parameters)
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from(names))
+        value = call.get(name)
+        if isinstance(value, np.ndarray):
+            call[name] = another_array(draw, value)
+        elif isinstance(value, (fp8moe.QuantTensor, fp8moe.PermutationPlan)):
+            field = draw(st.sampled_from([f.name for f in fields(value)]))
+            old = getattr(value, field)
+            if isinstance(old, np.ndarray):
+                call[name] = replace(value, **{field: another_array(draw, old)})
+            else:
+                call[name] = replace(value, **{field: draw(st.sampled_from(NUMBERS + OTHERS))})
+        elif name not in ("saved", "comm"):
+            call[name] = draw(st.sampled_from(NUMBERS + OTHERS))
+    return function, call
+
+
+def outcome(function, call, junk):
+    """What a call returns, or how it fails, when all new memory holds junk."""
+    memory = Memory(junk)
+
+    def empty(self, spec, device):
+        if spec.nbytes > 1 << 28:
+            raise MemoryError
+        array = memory.array(tuple(spec.shape), np.dtype(spec.dtype))
+        array.reshape(-1).view(np.uint8)[...] = 0x11 * junk
+        return array
+
+    def placed(_, array):
+        if type(array) is not np.ndarray or not array.flags.c_contiguous:
+            return array
+        copied = memory.array(array.shape, array.dtype)
+        copied[...] = array
+        return copied
+
+    given = {
+        k: v if k == "saved" else map_arrays(placed, v) if is_array_or_record(v) else v
+        for k, v in call.items()
+    }
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(fp8moe.border.Family, "empty", empty)
+        try:
+            result = getattr(fp8moe, function)(**given)
+        except (ValueError, TypeError, MemoryError) as error:
+            return error
+    memory.assert_untouched()
+    return result
+
+
+def is_array_or_record(value):
+    return isinstance(value, (np.ndarray, fp8moe.QuantTensor, fp8moe.PermutationPlan))
+
+
+@given(calls())
+@settings(max_examples=300)
+def test_any_arguments_give_an_answer_of_them_alone_or_an_error_that_names_one(case):
+    function, call = case
+    first, second = (outcome(function, call, junk) for junk in (0, 1))
+    if isinstance(first, MemoryError):
+        return
+    if isinstance(first, Exception):
+        names = "|".join(inspect.signature(getattr(fp8moe, function)).parameters)
+        assert re.match(rf"({names})\b", str(first)) or "unexpected keyword" in str(first), (function, first)
+        return
+    numbers = [a for a in arrays_in(first) if isinstance(a, np.ndarray)]
+    for a, b in zip(numbers, arrays_in(second), strict=True):
+        assert same_bits(a, b), function
