@@ -84,7 +84,7 @@ def permute_and_pad(
     if num_experts is None:
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
     else:
-        plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens)
+        plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens, "routing_map")
     data, probs = _permute(call, a.x, plan, a.probs, fill_padding)
     return Permuted(data, probs, call.leave(plan))
 

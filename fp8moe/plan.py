@@ -64,12 +64,23 @@ def plan_routing_map(
 
 
 def raw_plan_topk(
-    call: border.Call, ids: Any, num_experts: int, align_size: int, num_out_tokens: NumOutTokens
+    call: border.Call,
+    ids: Any,
+    num_experts: int,
+    align_size: int,
+    num_out_tokens: NumOutTokens,
+    name: str = "topk_ids",
 ) -> PermutationPlan:
-    """`plan_topk` inside a call: raw arrays in and out."""
-    checks.dtype("topk_ids", ids, checks.INTEGERS)
-    checks.shape("topk_ids", ids, ("T", "k"))
+    """`plan_topk` inside a call: raw arrays in and out. ``name``: of the ids."""
+    checks.dtype(name, ids, checks.INTEGERS)
+    checks.shape(name, ids, ("T", "k"))
     num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
+    known = call.values(ids)
+    if known is not None and known.max(initial=-1) >= num_experts:
+        raise ValueError(
+            f"{name}: got an expert id of {known.max()}; wanted ids below num_experts={num_experts}, or "
+            "negative ones for no expert"
+        )
     spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
     return _run(call, "plan_topk", ids, spec, num_out_tokens)
 

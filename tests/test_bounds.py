@@ -735,7 +735,7 @@ def is_array_or_record(value):
 
 
 @given(calls())
-@settings(max_examples=300)
+@settings(max_examples=1000)
 def test_any_arguments_give_an_answer_of_them_alone_or_an_error_that_names_one(case):
     function, call = case
     first, second = (outcome(function, call, junk) for junk in (0, 1))

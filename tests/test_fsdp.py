@@ -108,3 +108,12 @@ def test_refusals(params, ranks, policy, words):
 def test_malformed_params(params):
     with pytest.raises(TypeError, match=r"params\[0\]"):
         plan_buckets(params, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [(None, "params: got NoneType"), ([("a", 5, True)], r"params\[0\]: got \('a', 5, True\)")],
+)
+def test_what_is_no_list_of_parameters_is_refused_by_name(params, words):
+    with pytest.raises(TypeError, match=words):
+        plan_buckets(params, 8)
