@@ -95,7 +95,8 @@ def grouped_gemm_wgrad(
     out: float32 or bfloat16 [E, N, K] to add to, in place, and return; None: a new one of ``dtype``.
     backend: as `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or
         bfloat16 out.
-    An expert without rows gives zeros.
+    An expert without rows gives zeros. Offsets that ask for more blocks than there are scales are refused on
+    the CPU; on CUDA, where looking would synchronise, their products are NaN.
     """
     call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args

@@ -193,7 +193,8 @@ def sort_chunks(
     align_size: every group of ``chunks_per_group`` successive result chunks (one expert's rows from all
         ranks, say) is padded with zero rows to a multiple of it.
     num_out_tokens: rows of the result; None: N for align_size 1, else the static bound
-        ``((N + min(G, N) * (A - 1)) // A) * A`` for G groups. Rows past the last group are zeros.
+        ``((N + min(G, N) * (A - 1)) // A) * A`` for G groups. Rows past the last group are zeros. Rows that
+        have no room are refused on the CPU, and left out on CUDA, where looking would synchronise.
     keep_rest: rows of x past the last chunk stay where they are; for align_size 1 only.
     """
     call = border.enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
@@ -294,6 +295,9 @@ def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumO
         [E], or a list or tuple of ints.
     num_out_tokens: None is exact for a list and the static bound for an array; "exact" **synchronises
         once** on CUDA.
+
+    Raises ValueError for counts of more rows than x has, or ``num_out_tokens`` room for; on CUDA an array's
+    are not looked at, and such rows are left out.
     """
     return _pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
 
