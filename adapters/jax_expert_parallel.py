@@ -44,7 +44,8 @@ def moe_ffn(
     """`jax_ops.moe_ffn` of each device's tokens, with the experts of all devices along ``axis_name``: to be
     called inside ``jax.shard_map(..., check_vma=False)``.
 
-    x, topk_ids, topk_probs: this device's tokens [T, H], [T, k]; ids are of all E experts, negative for none.
+    x, topk_ids, topk_probs: this device's tokens [T, H], [T, k]; ids are of all E experts, below 0 or E and
+        more for none.
     w13, w2: this device's E / W experts, or what `quantize_weights` returned of them, which then have no
         gradient.
     capacity: rows that a device sends another at most; what would go beyond is left out, as if those ids were

@@ -1,9 +1,9 @@
 """Rows of tokens to their experts and back, in programs that XLA spreads over devices.
 
 Where ``jax.jit`` gets tokens sharded over devices, each device moves its own to rows of its own, as
-Transformer Engine's operations do: row numbers count from 0 on every device, and of R rows each of n devices has
-R / n. Where a device sees nothing but its own arrays, alone or inside ``shard_map``, these are the kernels; what
-XLA partitions is made of XLA's operations, because a callback cannot be partitioned.
+Transformer Engine's operations do: row numbers count from 0 on every device, and each of n devices has 1/n of
+the rows. Where a device sees nothing but its own arrays, alone or inside ``shard_map``, these are the
+kernels; what XLA partitions is made of XLA's operations, because a callback cannot be partitioned.
 
 Tokens and their row map are to stay sharded alike: row numbers mean nothing on another device.
 """
@@ -126,8 +126,8 @@ def _plan_from_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationP
 # ---------------------------------------------------------------- XLA's operations: a device's own tokens
 #
 # ``axes``: the mesh's, over which tokens are spread. Counts and paddings are those of all devices together,
-# as Transformer Engine has them. Its operations write past the end where a device's tokens have more rows than
-# its share; here all rows of that device are NaN then.
+# as Transformer Engine has them. Its operations write past the end where a device's tokens have more rows
+# than its share; here all rows of that device are NaN then.
 
 
 def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
@@ -136,7 +136,7 @@ def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore
             f"num_out_tokens: got {rows} rows, padding included, for tokens on {devices} devices; wanted a "
             "multiple of the devices"
         )
-    rows, (tokens, experts) = rows // devices, mask.shape
+    rows //= devices
     mask = (mask != 0).astype(jnp.int32)
     here = mask.sum(axis=0, dtype=jnp.int32)
     counts = jax.lax.psum(here, axes) if axes else here
@@ -244,7 +244,9 @@ def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[i
     function = custom_partitioning(functools.partial(_flat, whole, static))
 
     def shardings(mesh: Any, given: Any) -> tuple[Any, list[Any], list[Any]]:
-        specs = [getattr(a.sharding, "spec", ()) for a, kind in zip(given, arguments, strict=True) if kind == "t"]
+        specs = [
+            getattr(a.sharding, "spec", ()) for a, kind in zip(given, arguments, strict=True) if kind == "t"
+        ]
         axes = next((s[0] for s in specs if s and s[0] is not None), None)
         of = {"t": PartitionSpec(axes), "r": PartitionSpec(axes), ".": PartitionSpec()}
         first, last = ([NamedSharding(mesh, of[kind]) for kind in kinds] for kinds in (arguments, results))

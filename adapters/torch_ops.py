@@ -422,7 +422,7 @@ def refuse_transforms(what: str) -> None:
 
 def quantize_weights(w: Tensor, out: Quantized | None = None) -> Quantized:
     """`fp8moe.quantize_weights`. Codes have no gradient. out: in eager mode only."""
-    if _eager(w):
+    if _eager(w=w):
         return _codes_of(w.detach(), out)
     data, scales, column_data, column_scales = _quantize_weights(w.detach())
     sides = ((data, scales), (column_data, column_scales))
@@ -1164,5 +1164,5 @@ def _no_gradient(ctx, *grads):  # type: ignore[no-untyped-def]
     raise RuntimeError(_TWICE)
 
 
-for _operator in (_permute_backward, _unpermute_backward, _sort_chunks_backward, _swiglu_backward):
+for _operator in (_permute_backward, _unpermute_backward, _sort_chunks_backward, swiglu_backward):
     _operator.register_autograd(_no_gradient)

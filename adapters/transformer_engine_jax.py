@@ -31,10 +31,10 @@ def token_dispatch(
         past the last expert, and tokens_per_expert counts padded rows.
     row_id_map is int32 [T, 2E+1]; it and pad_offsets are what `token_combine` takes.
 
-    Where ``jax.jit`` gets tokens sharded over n devices, each device moves its own, as in the original: of the
-    rows, num_out_tokens with its padding, each has a n-th, row numbers count from 0 on each, counts and
-    pad_offsets are those of all. Pass num_out_tokens=tokens * topk, so that every device has room; the rows of
-    one that has not are NaN.
+    Where ``jax.jit`` gets tokens sharded over n devices, each device moves its own, as in the original: each
+    has 1/n of the rows (num_out_tokens with its padding), row numbers count from 0 on each, counts and
+    pad_offsets are those of all. Pass num_out_tokens=tokens * topk, so that every device has room; the rows
+    of one that has not are NaN.
     """
     if not isinstance(num_out_tokens, int) or num_out_tokens <= 0:
         raise ValueError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp8moe import dlpack, replay, tracing
+from fp8moe import checks, dlpack, replay, tracing
 from fp8moe.checks import INT32
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
 from fp8moe.records import (
@@ -107,7 +106,7 @@ def replayed(function: Any) -> Any:
                     if call.device == "cpu":
                         return function(*arguments, **options)
                 what.append(replay.signature(v, memory))
-            if "FP8MOE_CHECK" in os.environ:
+            if checks.LOOK_AT_VALUES:
                 return function(*arguments, **options)
             key = (function, call.device, len(arguments), *options, *what)
             recipe = _recipes.get(key, 0)
@@ -314,7 +313,7 @@ class Call:
         """What an array holds, for checks: on the CPU; on CUDA with FP8MOE_CHECK=1, as it synchronises."""
         if isinstance(raw, np.ndarray):
             return raw
-        if self.device == NOWHERE or os.environ.get("FP8MOE_CHECK") != "1":
+        if self.device == NOWHERE or not checks.LOOK_AT_VALUES:
             return None
         return self.to_host(raw)
 

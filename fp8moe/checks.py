@@ -11,6 +11,7 @@ bounds and take what lies outside for nothing.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ FLOATS = (BFLOAT16, np.dtype(np.float16), FLOAT32, np.dtype(np.float64))
 QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
+#: look at values in CUDA memory too, which synchronises; read once, as each look costs a call 1 us
+LOOK_AT_VALUES = os.environ.get("FP8MOE_CHECK") == "1"
 MAX_EXPERTS = 2**20  # the arrays of a plan are as long
 
 
@@ -239,6 +242,16 @@ def quant_tensor(
     else:
         shape(f"{name}.scales", q.scales, wanted)
     return q
+
+
+def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
+    """With FP8MOE_CHECK=1: ids of experts that there are, num_experts, or negative."""
+    known = call.values(ids) if LOOK_AT_VALUES else None
+    if known is not None and known.max(initial=-1) > num_experts:
+        raise ValueError(
+            f"{name}: got an expert id of {known.max()}; wanted ids below num_experts={num_experts}, or for "
+            "no expert that or negative ones"
+        )
 
 
 def offsets(

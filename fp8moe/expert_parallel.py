@@ -156,9 +156,9 @@ def dispatch(
     """Send every token to the ranks of its experts.
 
     x: row-wise compact `QuantTensor` or array [T, H]. topk_ids: int32 or int64 [T, k], of all ranks' experts,
-    negative for none. topk_probs: float [T, k]. num_experts: E of all ranks together. fmt: "e4m3" or "e5m2":
-    x is quantised by 1x128 blocks with power-of-two scales on its way into the message, in the same pass, and
-    arrives as a `QuantTensor`.
+    below 0 or E and more for none. topk_probs: float [T, k]. num_experts: E of all ranks together. fmt:
+    "e4m3" or "e5m2": x is quantised by 1x128 blocks with power-of-two scales on its way into the message, in
+    the same pass, and arrives as a `QuantTensor`.
 
     Returns `Dispatched`, or with ``async_op`` a `Pending` of it: what is launched before its ``wait()`` runs
     beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA.

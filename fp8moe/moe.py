@@ -99,7 +99,7 @@ def moe_forward(
     x: bfloat16 [T, H] (for "bf16" also float32 or float64, which then is the dtype of everything).
     w13: [E, 2F, H] and w2: [E, H, F] in x's dtype or float32, or, for the FP8 recipes, what
         `quantize_weights` returned. F must be a multiple of 128 for FP8.
-    topk_ids: int32 or int64 [T, k], negative for no expert. topk_probs: float [T, k].
+    topk_ids: int32 or int64 [T, k], below 0 or E and more for no expert. topk_probs: float [T, k].
     recipe: "fp8_flow", "fp8_blockwise" or "bf16".
     recompute: None, or "moe_expert": keep only the input of fc1; the backward computes fc1 and the
         activation again, but never dispatch or permute.
@@ -201,6 +201,8 @@ def moe_backward(
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
+    if isinstance(gradients, str) or not isinstance(gradients, Collection):
+        raise TypeError(f"gradients: got {type(gradients).__name__}; wanted names, as of {GRADIENTS}")
     for name in gradients:
         checks.choice("gradients", name, GRADIENTS)
     for name, kept, gradient in (("x", saved.x, "dw13"), ("a", saved.a, "dw2")):

@@ -367,7 +367,9 @@ def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:
 
 def _check_rest(keep_rest: bool, align_size: int) -> bool:
     if checks.flag("keep_rest", keep_rest) and align_size != 1:
-        raise ValueError(f"keep_rest: got {keep_rest} with align_size={align_size}; wanted it with align_size=1")
+        raise ValueError(
+            f"keep_rest: got {keep_rest} with align_size={align_size}; wanted it with align_size=1"
+        )
     return bool(keep_rest)
 
 

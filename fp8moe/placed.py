@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import border, replay, tracing
+from fp8moe import border, checks, replay, tracing
 from fp8moe.records import ArraySpec, DeviceArray, arrays_in, map_arrays
 
 ALIGNMENT = 256  # bytes, of a temporary in the workspace: as cudaMalloc's
@@ -54,7 +53,7 @@ class Layout:
         self.outputs = [arguments[~n] if n < 0 else shapes.specs[n] for n in made]
         self.aliases = {~n: i for n, i in number_of.items() if n < 0}
         self.leaves = [number_of.get(n, n) for n in numbers]
-        self.only_launches = not shapes.uploads and "FP8MOE_CHECK" not in os.environ
+        self.only_launches = not shapes.uploads and not checks.LOOK_AT_VALUES
         self._offsets, size = _pack(shapes, made)
         self._places = [number_of.get(n, -1) for n in range(len(shapes.specs))]
         if size:

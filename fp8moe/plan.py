@@ -21,10 +21,9 @@ def plan_topk(
 ) -> PermutationPlan:
     """Plan from the expert ids of every token.
 
-    topk_ids: int32 or int64 [T, k]; a negative id means no expert; an expert named twice by one token
-        makes two rows.
-    num_experts: E. An id of E or more is refused on the CPU, and dropped and counted in ``overflow`` on
-        CUDA, where looking would synchronise.
+    topk_ids: int32 or int64 [T, k]; an id below 0 or of E and more means no expert, on every device (with
+        FP8MOE_CHECK=1 ids above E are refused); an expert named twice by one token makes two rows.
+    num_experts: E.
     align_size: each expert's rows are padded to a multiple of it.
     num_out_tokens: rows of the permuted buffer. None: the static bound
         ``((B + min(E, B) * (A - 1)) // A) * A`` with B = T * k, which needs no host synchronisation.
@@ -75,12 +74,7 @@ def raw_plan_topk(
     checks.dtype(name, ids, checks.INTEGERS)
     checks.shape(name, ids, ("T", "k"))
     num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
-    known = call.values(ids)
-    if known is not None and known.max(initial=-1) >= num_experts:
-        raise ValueError(
-            f"{name}: got an expert id of {known.max()}; wanted ids below num_experts={num_experts}, or "
-            "negative ones for no expert"
-        )
+    checks.expert_ids(call, name, ids, num_experts)
     spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)
     return _run(call, "plan_topk", ids, spec, num_out_tokens)
 

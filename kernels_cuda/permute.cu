@@ -575,8 +575,8 @@ __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, 
 // chunks are their own source, if `keep_rest`; they are the same on both sides then.
 extern "C" __global__ void chunk_sources(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
                                          i64 chunks, i64 align, i64 per_group, i64 keep_rest, i64 backward,
-                                         i64 rows_in, i64 rows, const u8* probs, i64 prob_size, int* source, u8* out_probs,
-                                         int* group_offsets) {
+                                         i64 rows_in, i64 rows, const u8* probs, i64 prob_size, int* source,
+                                         u8* out_probs, int* group_offsets) {
   after_earlier();
   let_later_begin();
   DYNAMIC_SHARED(shared);

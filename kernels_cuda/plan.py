@@ -127,8 +127,8 @@ def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) ->
 
 
 def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no-untyped-def]
-    """One block a chunk of entries. counts [chunk, experts + 1]: entries of each expert, and those of no
-    expert that exists."""
+    """One block a chunk of entries. counts [chunk, experts + 1]: entries of each expert, and 0, where
+    `_count_places` has those that a mask's token has too many."""
     shared = cuda.shared.array(0, uint32)  # the counts
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins = uint32(experts + 1)
@@ -144,8 +144,8 @@ def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no
     i = uint32(begin + thread)
     while i < end:
         expert = ids[i]
-        if expert >= 0:
-            cuda.atomic.add(shared, uint32(min(expert, experts)), uint32(1))
+        if expert >= 0 and expert < experts:
+            cuda.atomic.add(shared, uint32(expert), uint32(1))
         i = uint32(i + threads)
     cuda.syncthreads()
     i = thread

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 
+from fp8moe import checks
 from fp8moe.formats import is_mx
 from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, formats, launch, scratch, threads
 from fp8moe.kernels_cuda.permute import sources
@@ -27,7 +27,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     assert q.block is not None
     assert out.block is not None
     mx = is_mx(q.block)
-    if os.environ.get("FP8MOE_CHECK") == "1" and not mx:
+    if checks.LOOK_AT_VALUES and not mx:
         _refuse_other_scales(q.scales)
     blocks = target == "block"
     columns, count = q.data.shape[1], out.scales.shape[1 if blocks else 0]

@@ -31,7 +31,8 @@ def routings(draw, sizes=SIZES, experts=EXPERTS):
         ids = np.full((tokens, k), rng.integers(0, num_experts))
     else:
         ids = rng.integers(0, max(1, num_experts // 4), (tokens, k))
-    ids = np.where(rng.random(ids.shape) < dropped, -1, ids)
+    none = rng.choice([-1, -7, num_experts, num_experts + 1, 2**31 - 1], ids.shape)
+    ids = np.where(rng.random(ids.shape) < dropped, none, ids)
     return ids.astype(draw(st.sampled_from((np.int32, np.int64)))), num_experts, align
 
 
@@ -40,7 +41,7 @@ def rows_by_expert(ids, num_experts):
     lists = [[] for _ in range(num_experts)]
     for token, row in enumerate(ids.tolist()):
         for slot, expert in enumerate(row):
-            if expert >= 0:
+            if 0 <= expert < num_experts:
                 lists[expert].append((token, slot))
     return lists
 
@@ -59,7 +60,7 @@ def mask_of(ids, num_experts):
     mask = np.zeros((len(ids), num_experts), bool)
     for token, row in enumerate(ids.tolist()):
         for expert in row:
-            if expert >= 0:
+            if 0 <= expert < num_experts:
                 mask[token, expert] = True
     return mask
 

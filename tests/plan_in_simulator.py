@@ -33,7 +33,7 @@ for chunk, block, most, words, shapes in (
 ):
     kernels.CHUNK, kernels.BLOCK, kernels.MAX_CHUNKS, kernels.BITS = chunk, block, most, words
     for tokens, experts, k in shapes:
-        ids = rng.integers(-1, experts, (tokens, k)).astype(np.int32)
+        ids = rng.integers(-2, experts + 2, (tokens, k)).astype(np.int32)
         for align, capacity in ((1, None), (4, tokens)):
             compare("plan_topk", ids, plan_spec(tokens, experts, k, align, capacity, has_slots=True))
         mask = mask_of(ids, experts)

@@ -617,7 +617,7 @@ def test_a_remembered_call_does_not_write_into_its_inputs(monkeypatch, by_name):
 @needs_emulation
 def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setenv("FP8MOE_CHECK", "1")
+    monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     rows, plan = cuda_on_cpu.upload(ROWS), cuda_on_cpu.upload(mapped((1, 0), 12))
     with pytest.raises(ValueError, match=r"plan\.row_id_map: got row"):
         fp8moe.unpermute(rows, plan)
@@ -625,6 +625,12 @@ def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
         fp8moe.grouped_gemm_wgrad(rows, rows, cuda_on_cpu.upload(ints(0, 9, 6)))
     with pytest.raises(ValueError, match="tokens_per_expert: got sizes that sum to 20"):
         fp8moe.pad(rows, cuda_on_cpu.upload(ints(0, 20)), 4)
+    here = ints(0, 4, -1).reshape(3, 1)
+    for ids in (here, cuda_on_cpu.upload(here)):
+        with pytest.raises(
+            ValueError, match="topk_ids: got an expert id of 4; wanted ids below num_experts=3"
+        ):
+            fp8moe.plan_topk(ids, 3)
 
 
 # ---------------------------------------------------------------- any arguments: a right answer, or a name

@@ -369,7 +369,7 @@ def test_permute_transpose_and_checked_scales(monkeypatch):
         assert same_bits(ours.data[:, :end], theirs.data[:, :end])
         assert same_bits(ours.scales, theirs.scales)
     q = fp8moe.quantize(values(rng, (50, 72), BF16))
-    monkeypatch.setenv("FP8MOE_CHECK", "1")
+    monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     bad = QuantTensor(q.data, np.full_like(q.scales, 0.3))
     with pytest.raises(ValueError, match="power of two"):
         fp8moe.scaling_aware_transpose(upload(bad))

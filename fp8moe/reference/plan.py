@@ -19,8 +19,8 @@ from fp8moe.records import PermutationPlan
 
 
 def plan_topk(topk_ids: np.ndarray, *, out: PermutationPlan) -> None:
-    """Entries are the non-negative ids, token by token."""
-    token, slot = np.nonzero(topk_ids >= 0)
+    """Entries are the ids of experts that there are, token by token."""
+    token, slot = np.nonzero((topk_ids >= 0) & (topk_ids < len(out.tokens_per_expert)))
     _place(token, topk_ids[token, slot], slot, dropped=0, out=out)
 
 

@@ -4,6 +4,7 @@ The threads of a block take turns, so cases must be small. What it cannot show: 
 what a race does between two barriers, and speed.
 """
 
+import atexit
 import contextlib
 import ctypes
 import re
@@ -29,6 +30,7 @@ available = shutil.which("g++") is not None
 def library(source, defines):
     """One source, with a C function ``run_NAME`` for every kernel of it."""
     folder = Path(tempfile.mkdtemp(prefix="fp8moe-cuda-on-cpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for path in [*compiler.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "cuda.h"]:
         (folder / path.name).write_text(path.read_text())
     text = (folder / f"{source}.cu").read_text()
