@@ -217,6 +217,46 @@ def _sums(x: Any, token: Any, tokens: int, weights: Any = None) -> Any:
     return jnp.zeros((tokens, x.shape[1]), values.dtype).at[token].add(values, mode="drop").astype(x.dtype)
 
 
+# ---------------------------------------------------------------- by a sort of (token, expert) entries
+#
+# Each is the other's gradient, so that both ways are gathers, where XLA would make a scatter of one.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sort_entries(x: Any, order: Any, topk: int) -> Any:
+    """[len(order), H]: row r is that of the token of entry order[r], of x [T, H]'s ``topk`` entries a token;
+    zeros for numbers past them."""
+    return x.at[order // topk].get(mode="fill", fill_value=0)
+
+
+def _sort_entries_fwd(x, order, topk):  # type: ignore[no-untyped-def]
+    return sort_entries(x, order, topk), (order, x[:, :0])
+
+
+def _sort_entries_bwd(topk, kept, grad):  # type: ignore[no-untyped-def]
+    order, like = kept
+    tokens = like.shape[0]
+    rows = unsort_entries(grad, order, tokens * topk).reshape(tokens, topk, -1)
+    return rows.astype(_wide(like)).sum(axis=1).astype(like.dtype), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def unsort_entries(rows: Any, order: Any, entries: int) -> Any:
+    """[entries, H]: of rows sorted by ``order`` those of the first entries, in their order."""
+    return rows[jnp.argsort(order)[:entries]]
+
+
+def _unsort_entries_fwd(rows, order, entries):  # type: ignore[no-untyped-def]
+    return unsort_entries(rows, order, entries), order
+
+
+def _unsort_entries_bwd(entries, order, grad):  # type: ignore[no-untyped-def]
+    return sort_entries(grad, order, 1), None
+
+
+sort_entries.defvjp(_sort_entries_fwd, _sort_entries_bwd)
+unsort_entries.defvjp(_unsort_entries_fwd, _unsort_entries_bwd)
+
 # ---------------------------------------------------------------- one or the other
 
 

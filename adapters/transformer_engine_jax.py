@@ -9,7 +9,7 @@ no token reads, is never read.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -64,13 +64,146 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
 
 
 def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[Any, Any]:
-    """(rows with their chunks in another order, the row each came to, int32 [T])."""
+    """(rows with their chunks in another order, the row each came to, int32 [T]). Rows past the chunks stay
+    where they are."""
     x = _rows(inp)
-    rows = jax_ops.sort_chunks(x, split_sizes, sorted_indices, num_out_tokens=x.shape[0]).data
+    rows = jax_ops.sort_chunks(x, split_sizes, sorted_indices, keep_rest=True).data
     ends, there = jnp.cumsum(split_sizes), jnp.cumsum(split_sizes[sorted_indices])
-    moved_by = jnp.zeros_like(ends).at[sorted_indices].set(there) - ends
+    moved_by = jnp.append(jnp.zeros_like(ends).at[sorted_indices].set(there) - ends, 0)
     row = jnp.arange(x.shape[0])
     return rows, (row + moved_by[jnp.searchsorted(ends, row, side="right")]).astype(jnp.int32)
+
+
+# ---------------------------------------------------------------- by sorting, of XLA's operations alone
+
+
+def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: int) -> tuple[Any, Any]:
+    """(ids [T, topk] of each token's experts, ascending; their entries of sparse_probs [T, E]) of a mask
+    [T, E] with topk experts in each row."""
+    experts = routing_map.shape[-1]
+    ids = jnp.argsort(routing_map != 0, axis=-1, stable=True)[..., experts - topk :]
+    return ids, jnp.take_along_axis(sparse_probs, ids, axis=-1)
+
+
+class PureJaxPermState(NamedTuple):
+    """What `pure_jax_token_combine` needs of a dispatch. sorted_indices: [R], row r's entry, numbered token
+    by token, paddings behind; num_real_tokens: entries, T * topk; padding_size: R less those."""
+
+    sorted_indices: Any
+    num_real_tokens: int
+    padding_size: int
+
+
+def pure_jax_token_dispatch(
+    inputs: Any,
+    selected_experts: Any,
+    num_experts: int,
+    num_experts_per_tok: int,
+    align_size: int = 0,
+    roll_to_expert_id: int | None = None,
+) -> tuple[Any, PureJaxPermState, Any]:
+    """(rows by expert [R, H], state, group_sizes [num_experts]) by sorting, of XLA's operations alone.
+
+    inputs: [T, H] or [batch, sequence, H]. selected_experts: ids [T, num_experts_per_tok], or in three
+    dimensions. align_size: where it is not 0, each expert's rows are padded with zeros to a multiple of it,
+    in R = T * topk + num_experts * (align_size - 1) rows; those past the last expert are zeros.
+    roll_to_expert_id: the expert that comes first, those before it last. (Then the original has
+    group_sizes rolled twice without align_size, and with it the zeros that are left among the experts.)
+    """
+    if selected_experts.shape[-1] != num_experts_per_tok:
+        raise ValueError(
+            f"num_experts_per_tok: got {num_experts_per_tok}; wanted {selected_experts.shape[-1]}, as "
+            "selected_experts has"
+        )
+    if align_size < 0:
+        raise ValueError(f"align_size: got {align_size}; wanted 0 or more")
+    ids = selected_experts.reshape(-1)
+    if roll_to_expert_id is not None:
+        ids = (ids - roll_to_expert_id) % num_experts
+    entries, counts = len(ids), jnp.bincount(ids, length=num_experts)
+    if align_size > 1:
+        missing = -counts % align_size
+        wanted = jnp.arange(align_size - 1) < missing[:, None]
+        padding = jnp.where(wanted, jnp.arange(num_experts)[:, None], num_experts).reshape(-1)
+        ids, counts = jnp.concatenate([ids, padding.astype(ids.dtype)]), counts + missing
+    order = jnp.argsort(ids, stable=True)
+    state = PureJaxPermState(order, entries, len(ids) - entries)
+    return jax_tokens.sort_entries(_rows(inputs), order, num_experts_per_tok), state, counts
+
+
+def pure_jax_token_combine(
+    expert_outputs: Any,
+    perm_state: PureJaxPermState,
+    routing_weights: Any,
+    num_experts_per_tok: int,
+    batch_size: int,
+    sequence_length: int,
+) -> Any:
+    """[batch_size, sequence_length, H]: each token's rows of `pure_jax_token_dispatch`'s order, summed by
+    routing_weights [batch * sequence, num_experts_per_tok], in the rows' dtype as in the original."""
+    entries, hidden = batch_size * sequence_length * num_experts_per_tok, expert_outputs.shape[-1]
+    rows = jax_tokens.unsort_entries(expert_outputs, perm_state.sorted_indices, entries)
+    weights = routing_weights.reshape(-1, num_experts_per_tok).astype(rows.dtype)
+    y = jnp.einsum("tkh,tk->th", rows.reshape(-1, num_experts_per_tok, hidden), weights)
+    return y.reshape(batch_size, sequence_length, hidden)
+
+
+# ---------------------------------------------------------------- around ``jax.lax.ragged_all_to_all``
+
+
+def compute_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+) -> tuple[Any, Any, Any, Any]:
+    """(input_offsets, send_sizes, output_offsets, recv_sizes), each [num_expert_shards], with which shard
+    shard_id (may be traced) sends rows, sorted by expert, to the shards of their experts.
+
+    all_shards_tokens_per_expert: [num_expert_shards, E], of each shard the counts of its own tokens.
+    """
+    sends = _between_shards(all_shards_tokens_per_expert, num_expert_shards).sum(axis=2)
+    return _exchange(sends, shard_id)
+
+
+def compute_reverse_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+) -> tuple[Any, Any, Any, Any]:
+    """The same for the way back."""
+    sends = _between_shards(all_shards_tokens_per_expert, num_expert_shards).sum(axis=2)
+    return _exchange(sends.T, shard_id)
+
+
+def _between_shards(counts: Any, shards: int) -> Any:
+    """[source, target, experts of each] of [source, experts]."""
+    if counts.shape[0] != shards or counts.shape[1] % shards:
+        raise ValueError(
+            f"all_shards_tokens_per_expert: got shape {list(counts.shape)}; wanted [{shards}, E], E a "
+            f"multiple of num_expert_shards={shards}"
+        )
+    return counts.reshape(shards, shards, -1)
+
+
+def _exchange(sends: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
+    """What `jax.lax.ragged_all_to_all` takes, of rows that each source sends each target."""
+    to, before = sends[shard], jnp.cumsum(sends, axis=0, dtype=sends.dtype) - sends
+    return jnp.cumsum(to, dtype=to.dtype) - to, to, before[shard], sends[:, shard]
+
+
+def local_permute_after_a2a(
+    x_recv: Any, all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+) -> tuple[Any, Any, dict[str, Any]]:
+    """(rows by local expert, shape as x_recv's; counts of the local experts; state) of the rows [R, H] that
+    arrived from shard after shard, each sorted by expert."""
+    counts = _between_shards(all_shards_tokens_per_expert, num_expert_shards)[:, shard_id]
+    shards, experts = counts.shape
+    by_expert = jnp.arange(shards * experts, dtype=jnp.int32).reshape(shards, experts).T.reshape(-1)
+    by_shard = jnp.arange(shards * experts, dtype=jnp.int32).reshape(experts, shards).T.reshape(-1)
+    state = {"sorted_split_sizes": counts.T.reshape(-1), "inverse_chunk_indices": by_shard}
+    return sort_chunks_by_index(x_recv, counts.reshape(-1), by_expert)[0], counts.sum(axis=0), state
+
+
+def local_unpermute_before_a2a(expert_outputs: Any, state: dict[str, Any]) -> Any:
+    """Rows [R, H] back in the order of `local_permute_after_a2a`'s input, whose state this is."""
+    chunks = state["sorted_split_sizes"], state["inverse_chunk_indices"]
+    return sort_chunks_by_index(expert_outputs, *chunks)[0]
 
 
 def _rows(x: Any) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_expert_parallel import messages
 from test_grouped_gemm import wgrad_takes_any_scales
 from test_moe import layer_inputs
-from test_permute import rows_without_room_are_left_out
+from test_permute import rest_stays, rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
 from test_swiglu import products_beyond_float32, tiny_values_under_large_probabilities, unquantised
 from test_transpose import (
@@ -173,6 +173,7 @@ def test_chunks_of_whole_vectors(kind, chunks):
         assert_same(*both(fp8moe.pad, x, sizes, align, num_out_tokens=tokens))
         assert_same(*both(fp8moe.unpad, ours.data, sizes, align, num_out_tokens=rows))
     rows_without_room_are_left_out(upload, download, x, sizes, order)
+    rest_stays(upload, download, x, sizes // 2, order)
 
 
 @given(

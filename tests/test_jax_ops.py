@@ -400,3 +400,126 @@ def test_dispatch_wants_a_count():
 
     with pytest.raises(ValueError, match="num_out_tokens: got -1"):
         te.token_dispatch(jnp.ones((4, 8)), jnp.ones((4, 2)), -1)
+
+
+# ---------------------------------------------------------------- Transformer Engine's other names
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_rows_past_the_chunks_stay(jit):
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    sizes, order = np.array([3, 0, 4, 2], np.int32), np.array([2, 3, 1, 0], np.int32)
+    x = RNG.standard_normal((12, 8)).astype(np.float32)
+    wanted = np.array([3, 4, 5, 6, 7, 8, 0, 1, 2, 9, 10, 11])
+
+    def run(x):
+        return te.sort_chunks_by_index(x, jnp.asarray(sizes), jnp.asarray(order))
+
+    out, row_map = (jax.jit(run) if jit else run)(jnp.asarray(x))
+    np.testing.assert_array_equal(out, x[wanted])
+    np.testing.assert_array_equal(np.asarray(row_map)[wanted], np.arange(12))
+    weights = RNG.standard_normal((12, 8)).astype(np.float32)
+    dx = jax.grad(lambda x: (run(x)[0] * weights).sum())(jnp.asarray(x))
+    back = np.empty_like(weights)
+    back[wanted] = weights
+    np.testing.assert_array_equal(dx, back)
+
+
+@pytest.mark.parametrize("align", [0, 1, 4])
+@pytest.mark.parametrize("first", [None, 2])
+def test_dispatch_by_sorting(align, first):
+    """Against loops; gradients against those of the same sums over rows that are picked one by one."""
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    experts, k, hidden, batch = 5, 2, 8, (2, 7)
+    mask = np.zeros((14, experts), bool)
+    np.put_along_axis(mask, np.argsort(RNG.random((14, experts)), axis=1)[:, :k], True, axis=1)
+    probs = np.where(mask, RNG.random((14, experts)), 0).astype(np.float32)
+    ids, weights = te.routing_map_to_selected_experts(jnp.asarray(probs), jnp.asarray(mask), k)
+    assert [list(np.flatnonzero(row)) for row in mask] == np.asarray(ids).tolist()
+    np.testing.assert_array_equal(weights, np.take_along_axis(probs, np.asarray(ids), 1))
+
+    x = RNG.standard_normal((*batch, hidden)).astype(np.float32)
+    lists = [[(t, s) for t in range(14) for s in range(k) if ids[t, s] == e] for e in range(experts)]
+    lists = lists[first or 0 :] + lists[: first or 0]
+    source, sizes = [], []
+    for members in lists:
+        padding = -len(members) % (align or 1)
+        source += [*members, *[None] * padding]
+        sizes.append(len(members) + padding)
+    source += [None] * (28 + experts * max(align - 1, 0) - len(source))
+    factors = RNG.standard_normal((len(source), hidden)).astype(np.float32)
+
+    @jax.jit
+    def run(x, weights):
+        rows, state, counts = te.pure_jax_token_dispatch(x, ids.reshape(*batch, k), experts, k, align, first)
+        assert state.num_real_tokens == 28
+        assert state.padding_size == len(source) - 28
+        return rows, counts, te.pure_jax_token_combine(rows * factors, state, weights, k, *batch)
+
+    rows, counts, y = run(jnp.asarray(x), weights)
+    flat, w = x.reshape(14, hidden), np.asarray(weights)
+    wanted = np.array([np.zeros(hidden) if s is None else flat[s[0]] for s in source], np.float32)
+    np.testing.assert_array_equal(rows, wanted)
+    assert counts.tolist() == sizes
+    wanted_y, dy = np.zeros((14, hidden)), RNG.standard_normal((14, hidden)).astype(np.float32)
+    wanted_dx, wanted_dw = np.zeros((14, hidden)), np.zeros((14, k))
+    for row, place in enumerate(source):
+        if place is not None:
+            t, s = place
+            wanted_y[t] += w[t, s] * flat[t].astype(np.float64) * factors[row]
+            wanted_dx[t] += w[t, s] * dy[t].astype(np.float64) * factors[row]
+            wanted_dw[t, s] = (dy[t].astype(np.float64) * flat[t] * factors[row]).sum()
+    _, back = jax.vjp(lambda x, w: run(x, w)[2], jnp.asarray(x), weights)
+    dx, dw = back(jnp.asarray(dy.reshape(*batch, hidden)))
+    # sums of at most 8 products of float32, of values below some 30
+    for found, true in ((y, wanted_y), (dx, wanted_dx), (dw, wanted_dw)):
+        np.testing.assert_allclose(np.asarray(found).reshape(true.shape), true, rtol=0, atol=1e-4)
+
+
+def test_around_a_ragged_all_to_all():
+    """Every row comes to the shard of its expert, lies there with the expert's others, and comes back."""
+    from fp8moe.adapters import transformer_engine_jax as te
+
+    shards, local = 3, 2
+    table = RNG.integers(0, 4, (shards, shards * local)).astype(np.int32)
+    table[0, :2] = 0
+    sent = [
+        np.array([(s, e, i) for e in range(shards * local) for i in range(n[e])]).reshape(-1, 3)
+        for s, n in enumerate(table)
+    ]
+    room = int(table.sum()) + 2
+
+    def exchange(buffers, params):
+        """jax.lax.ragged_all_to_all, as it is documented."""
+        out = [np.full((room, 3), -1) for _ in range(shards)]
+        for source, (starts, sizes, places, _) in enumerate(params):
+            for target in range(shards):
+                n, at, to = sizes[target], starts[target], places[target]
+                assert params[target][3][source] == n
+                out[target][to : to + n] = buffers[source][at : at + n]
+        return out
+
+    def params(function):
+        run = jax.jit(function, static_argnums=2)
+        return [tuple(map(np.asarray, run(jnp.asarray(table), jnp.int32(s), shards))) for s in range(shards)]
+
+    arrived = exchange(sent, params(te.compute_ragged_all_to_all_params))
+    returned = []
+    for shard, rows in enumerate(arrived):
+        x = jnp.asarray(rows.astype(np.float32))
+        ours, sizes, state = te.local_permute_after_a2a(x, jnp.asarray(table), jnp.int32(shard), shards)
+        mine = range(shard * local, (shard + 1) * local)
+        wanted = [(s, e, i) for e in mine for s in range(shards) for i in range(table[s, e])]
+        np.testing.assert_array_equal(ours[: len(wanted)], np.array(wanted).reshape(-1, 3))
+        assert sizes.tolist() == [int(table[:, e].sum()) for e in mine]
+        returned.append(np.asarray(te.local_unpermute_before_a2a(ours, state)).astype(int))
+        np.testing.assert_array_equal(returned[-1], rows)
+    back = exchange(returned, params(te.compute_reverse_ragged_all_to_all_params))
+    for rows, before in zip(back, sent, strict=True):
+        np.testing.assert_array_equal(rows[: len(before)], before)
+    with pytest.raises(
+        ValueError, match=r"all_shards_tokens_per_expert: got shape \[3, 6\]; wanted \[4, E\]"
+    ):
+        te.compute_ragged_all_to_all_params(jnp.asarray(table), 0, 4)

@@ -14,7 +14,7 @@ import pytest
 from cases import BF16, assert_nearly_same, assert_same, same_bits, values
 from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
-from test_permute import rows_without_room_are_left_out
+from test_permute import rest_stays, rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
 from test_swiglu import products_beyond_float32, tiny_values_under_large_probabilities, unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
@@ -120,6 +120,7 @@ def test_chunks_without_room(monkeypatch, columns):
     x = values(RNG, (18, columns), BF16)
     for rows in (x, fp8moe.quantize(x)):
         rows_without_room_are_left_out(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
+        rest_stays(cuda_on_cpu.upload, cuda_on_cpu.download, rows, sizes, order)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

@@ -334,6 +334,34 @@ def rows_without_room_are_left_out(upload, download, x, sizes, order):
     assert_same(download(fp8moe.sort_chunks_backward(*given, num_tokens=len(arrays_in(x)[0])))[0], wanted[0])
 
 
+def rest_stays(upload, download, x, sizes, order):
+    """Rows past the chunks, where there is room for all of them and where there is not."""
+    assert sizes.sum() < len(arrays_in(x)[0])
+    starts = np.cumsum(sizes) - sizes
+    rows = [np.arange(starts[c], starts[c] + sizes[c]) for c in order]
+    rows = np.concatenate([*rows, np.arange(sizes.sum(), len(arrays_in(x)[0]))])
+    for count in (len(rows), int(sizes.sum()) + 1):
+        got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), keep_rest=True, num_out_tokens=count).data
+        assert_same(download(got), map_arrays(lambda _, a, n=count: a[rows[:n]], x))
+        back, _ = fp8moe.sort_chunks_backward(
+            got, *map(upload, (sizes, order)), keep_rest=True, num_tokens=len(rows)
+        )
+        kept = np.isin(np.arange(len(rows)), rows[:count])
+        for a, b in zip(arrays_in(download(back)), arrays_in(x), strict=True):
+            assert same_bits(a[kept], b[kept])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_rows_past_the_chunks_stay_where_told(quantized):
+    rng = np.random.default_rng()
+    x = values(rng, (17, 128), BF16)
+    x = fp8moe.quantize(x) if quantized else x
+    sizes, order = np.array([4, 0, 3, 5]), np.array([2, 3, 1, 0], np.int32)
+    rest_stays(lambda a: a, lambda a: a, x, sizes, order)
+    with pytest.raises(ValueError, match="keep_rest: got True with align_size=4"):
+        fp8moe.sort_chunks(x, sizes, order, align_size=4, keep_rest=True)
+
+
 @given(st.lists(st.integers(0, 40), max_size=6), st.sampled_from((1, 16, 128)))
 def test_pad_and_unpad_are_each_others_inverse(counts, align):
     rng = np.random.default_rng(9)
