@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8moe.adapters import jax_expert_parallel, jax_ops
+from fp8moe.adapters import transformer_engine_jax as te
 
 COUNT = int(sys.argv[1])
 H, F, T, E = 256, 128, 16, 2 * COUNT
@@ -83,7 +84,53 @@ def left_out():
         assert same_bits(a, b)
 
 
+def own_tokens_of_each(align):
+    """Transformer Engine's names where XLA spreads tokens over devices: each moves its own, counts and
+    paddings are those of all, and gradients are those of what was moved."""
+    k, size = 2, 16
+    mask = np.zeros((COUNT * T, E), bool)
+    np.put_along_axis(mask, np.argsort(RNG.random(mask.shape), axis=1)[:, :k], True, axis=1)
+    x, dy = RNG.integers(-8, 9, (2, COUNT * T, size)).astype(np.float32)
+    probs = RNG.integers(1, 9, mask.shape).astype(np.float32)
+    counts = mask.sum(0)
+    padded = -(-counts // (align or 1)) * (align or 1)
+    pads = np.cumsum(padded - counts) - (padded - counts)
+    asked = COUNT * T * k if align is None else COUNT * (T * k + E * align)
+    share = (asked if align is None else (asked + E * (align - 1)) // align * align) // COUNT
+    spread = [jax.device_put(a, jax.NamedSharding(MESH, P("ep"))) for a in (x, mask, probs, dy)]
+
+    def run(x, mask, probs):
+        rows, moved, row_map, pads, total = te.token_dispatch(x, mask, asked, probs, align)
+        y = te.token_combine(rows * moved[:, None], row_map, None, pads)
+        return rows, moved, total, y
+
+    @jax.jit
+    def both_ways(x, mask, probs, dy):
+        (rows, moved, total, y), back = jax.vjp(lambda x, p: run(x, mask, p), x, probs)
+        return rows, moved, total, y, *back((rows * 0, moved * 0, np.zeros(E, jax.dtypes.float0), dy))
+
+    rows, moved, total, y, dx, dprobs = map(np.asarray, both_ways(*spread))
+    assert total.tolist() == padded.tolist()
+    wanted_rows, wanted_moved = np.zeros((COUNT * share, size)), np.zeros(COUNT * share)
+    for device in range(COUNT):
+        at = device * share
+        for e in range(E):
+            for t in range(device * T, (device + 1) * T):
+                if mask[t, e]:
+                    wanted_rows[at + pads[e]], wanted_moved[at + pads[e]] = x[t], probs[t, e]
+                    at += 1
+    # small integers: every sum is exact
+    np.testing.assert_array_equal(rows, wanted_rows)
+    np.testing.assert_array_equal(moved, wanted_moved)
+    weights = np.where(mask, probs, 0).sum(1, keepdims=True)
+    np.testing.assert_array_equal(y, x * weights)
+    np.testing.assert_array_equal(dx, dy * weights)
+    np.testing.assert_array_equal(dprobs, np.where(mask, (x * dy).sum(1, keepdims=True), 0))
+
+
 assert len(MESH.devices) == COUNT
+for align in (None, 4):
+    own_tokens_of_each(align)
 for k, ids in ((1, anywhere(1)), (2, anywhere(2)), (2, to_one_device(2)), (2, np.full((COUNT * T, 2), -1))):
     same_as_one(k, ids, "fp8_flow")
 for recipe, recompute in (("fp8_flow", "moe_expert"), ("fp8_blockwise", None), ("bf16", None)):
