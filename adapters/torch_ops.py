@@ -9,6 +9,7 @@ Not supported, and refused: transforms of `torch.func` (vmap, grad, jvp and the 
 differentiation, and a gradient of a gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -560,28 +561,34 @@ def _once_differentiable(backward):  # type: ignore[no-untyped-def]
 class _EagerPermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
-        ctx.plan, ctx.has_probs = plan, probs is not None
+        tensors, *ctx.sizes = _flat(plan)
+        ctx.save_for_backward(*tensors)
+        ctx.has_probs = probs is not None
         moved = fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
         return moved.data, moved.probs
 
     @staticmethod
     @_once_differentiable
     def backward(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
-        grads = fp8moe.permute_backward(grad.contiguous(), ctx.plan, _given(grad_probs, ctx.has_probs))
+        plan = _plan_of(ctx.saved_tensors, *ctx.sizes)
+        grads = fp8moe.permute_backward(grad.contiguous(), plan, _given(grad_probs, ctx.has_probs))
         return *grads, None, None
 
 
 class _EagerUnpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, plan):  # type: ignore[no-untyped-def]
-        ctx.plan = plan
-        ctx.save_for_backward(*(() if probs is None else (x, probs)))
+        tensors, *ctx.sizes = _flat(plan)
+        ctx.rows = 0 if probs is None else 2
+        ctx.save_for_backward(*(x, probs)[: ctx.rows], *tensors)
         return fp8moe.unpermute(x, plan, probs)
 
     @staticmethod
     @_once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return *fp8moe.unpermute_backward(grad.contiguous(), ctx.plan, *ctx.saved_tensors), None
+        saved = ctx.saved_tensors
+        plan = _plan_of(saved[ctx.rows :], *ctx.sizes)
+        return *fp8moe.unpermute_backward(grad.contiguous(), plan, *saved[: ctx.rows]), None
 
 
 class _EagerSortChunks(torch.autograd.Function):
@@ -675,7 +682,7 @@ def _flat(plan: PermutationPlan) -> tuple[list[Tensor], int, int]:
     return tensors + ([] if plan.slots is None else [plan.slots]), plan.num_out_tokens, plan.align_size
 
 
-def _plan_of(tensors: list[Tensor], num_out_tokens: int, align_size: int) -> PermutationPlan:
+def _plan_of(tensors: Sequence[Tensor], num_out_tokens: int, align_size: int) -> PermutationPlan:
     row_id_map, counts, padded, pad_offsets, offsets, overflow, *slots = tensors
     return PermutationPlan(
         row_id_map=row_id_map,

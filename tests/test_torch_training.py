@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8moe
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.records import arrays_in
+from fp8moe.records import Record, arrays_in
 
 HIDDEN, FFN, EXPERTS, TOPK = 256, 128, 4, 2
 RECIPES = ["bf16", "fp8_blockwise", "fp8_flow"]
@@ -125,9 +125,34 @@ def tensors_in(value):
         return [value]
     if isinstance(value, (list, tuple)):
         return [t for v in value for t in tensors_in(v)]
-    if isinstance(value, fp8moe.moe.Saved):
+    if isinstance(value, Record):
         return [t for t in arrays_in(value) if isinstance(t, torch.Tensor)]
     return []
+
+
+def test_the_operations_alone_save_for_backward(device):
+    """Their plan, too: nothing stays when the backward has run, and changes of it are noticed."""
+
+    def run():
+        x, probs = (torch.rand(9, n, device=device, requires_grad=True) for n in (64, 2))
+        ids = torch.randint(-1, 5, (9, 2), device=device, dtype=torch.int32)
+        plan = torch_ops.plan_topk(ids, 4, align_size=4)
+        moved = torch_ops.permute(x, plan, probs)
+        rows = torch_ops.swiglu(moved.data, moved.probs)
+        return plan, torch_ops.unpermute(rows, plan, probs)
+
+    plan, y = run()
+    for node in graph_of(y):
+        assert not [t for v in getattr(node, "__dict__", {}).values() for t in tensors_in(v)], node
+    row_map = weakref.ref(plan.row_id_map)
+    del plan
+    y.sum().backward()
+    assert row_map() is None
+    for array in ("row_id_map", "pad_offsets"):
+        plan, y = run()
+        getattr(plan, array).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
