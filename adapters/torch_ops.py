@@ -24,11 +24,11 @@ from fp8moe.formats import COLUMN_BLOCK
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import places, plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
-from fp8moe.records import METADATA_TYPES, ArraySpec, arrays_in
+from fp8moe.records import SYMBOLIC_TYPES, ArraySpec, arrays_in
 from fp8moe.swiglu import activation_spec
 from fp8moe.transpose import transpose_spec, transposed_block
 
-METADATA_TYPES.add(torch.SymInt)
+SYMBOLIC_TYPES.add(torch.SymInt)
 
 # ---------------------------------------------------------------- the public functions
 

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16, BLOCKS, Block, scale_shape
-from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, arrays_in, is_metadata, map_arrays
+from fp8moe.records import (
+    SYMBOLIC_TYPES,
+    DeviceArray,
+    PermutationPlan,
+    QuantTensor,
+    arrays_in,
+    is_metadata,
+    map_arrays,
+)
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -102,6 +110,8 @@ def _address(a: Any) -> int:
 def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{name}: got a bool; wanted an integer from {low} to {high}")
+    if type(value) in SYMBOLIC_TYPES:  # a look would compile for this number alone; the call itself looks
+        return value  # type: ignore[no-any-return]
     try:
         value = operator.index(value)
     except TypeError:

@@ -262,13 +262,15 @@ class MoEGrads(Record):
     dw2: Array
 
 
-#: of fields that are no arrays; a compiler adds that of its symbolic sizes (`fp8moe.adapters.torch_ops`)
-METADATA_TYPES: set[type] = {int, float, str, bool, type(None)}
+#: of fields that are no arrays
+METADATA_TYPES = frozenset({int, float, str, bool, type(None)})
+#: of integers that a compiler has not fixed yet, which it adds itself (`fp8moe.adapters.torch_ops`)
+SYMBOLIC_TYPES: set[type] = set()
 
 
 def is_metadata(value: Any) -> bool:
     """Whether a field is not an array: None, a number, a name, a block."""
-    if type(value) in METADATA_TYPES:
+    if type(value) in METADATA_TYPES or type(value) in SYMBOLIC_TYPES:
         return True
     if isinstance(value, tuple):
         return all(map(is_metadata, value))
