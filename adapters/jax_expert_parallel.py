@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8moe import moe
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_ops
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
@@ -37,9 +38,7 @@ def moe_ffn(
     recompute: str | None = None,
     capacity: int | None = None,
     num_out_tokens: int | None = None,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> Any:
     """`jax_ops.moe_ffn` of each device's tokens, with the experts of all devices along ``axis_name``: to be
     called inside ``jax.shard_map(..., check_vma=False)``.
@@ -57,7 +56,6 @@ def moe_ffn(
     """
     if capacity is not None and not 0 < capacity <= x.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {x.shape[0]}")
-    activation = (("clamp", clamp), ("alpha", alpha), ("linear_offset", linear_offset))
     capacity = x.shape[0] if capacity is None else capacity
     how = _How(axis_name, recipe, recompute, capacity, num_out_tokens, activation)
     return _moe(x, w13, w2, topk_probs, topk_ids, how)
@@ -69,7 +67,7 @@ class _How(NamedTuple):
     recompute: str | None
     capacity: int
     num_out_tokens: int | None
-    activation: tuple[tuple[str, float | None], ...]
+    activation: Activation
 
 
 class Route(NamedTuple):
@@ -158,7 +156,7 @@ def _moe_fwd(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
         recipe=how.recipe,
         recompute=how.recompute,
         num_out_tokens=bound,
-        **dict(how.activation),
+        activation=how.activation,
     )
     return combine(y, way, how.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
 

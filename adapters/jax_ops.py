@@ -32,6 +32,7 @@ except ImportError as error:
 
 import fp8moe
 from fp8moe import checks, dlpack
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
 from fp8moe.placed import Layout
@@ -344,17 +345,15 @@ def swiglu(
     h: Any,
     probs: Any = None,
     *,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> Any:
     """`fp8moe.swiglu`, with gradients for h and probs."""
-    return _swiglu(h, probs, (("clamp", clamp), ("alpha", alpha), ("linear_offset", linear_offset)))
+    return _swiglu(h, probs, activation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _swiglu(h, probs, activation):  # type: ignore[no-untyped-def]
-    return _swiglu_op(h, probs, **dict(activation))
+    return _swiglu_op(h, probs, activation=activation)
 
 
 def _swiglu_fwd(h, probs, activation):  # type: ignore[no-untyped-def]
@@ -363,7 +362,7 @@ def _swiglu_fwd(h, probs, activation):  # type: ignore[no-untyped-def]
 
 def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
     h, probs = kept
-    found = swiglu_backward(grad, h, probs, **dict(activation))
+    found = swiglu_backward(grad, h, probs, activation=activation)
     return found.dh, None if probs is None else found.dprobs.astype(probs.dtype)
 
 
@@ -379,15 +378,12 @@ def moe_ffn(
     *,
     recipe: str,
     recompute: str | None = None,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> Any:
     """`fp8moe.moe_forward`, with gradients for x, w13, w2 and topk_probs in their dtypes.
 
     Weights are arrays, or what `quantize_weights` returned, which then have no gradient.
     """
-    activation = (("clamp", clamp), ("alpha", alpha), ("linear_offset", linear_offset))
     return _moe(x, w13, w2, topk_probs, topk_ids, recipe, recompute, activation)
 
 
@@ -397,7 +393,8 @@ def _moe(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore
 
 
 def _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
-    y, saved = moe_forward(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, **dict(activation))
+    how = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    y, saved = moe_forward(x, w13, w2, ids, probs, **how)
     return y, (saved, like_weights(w13, w2), probs[:0])
 
 

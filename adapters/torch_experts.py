@@ -1,7 +1,7 @@
 """The experts of a layer in torch, with gradients, in eager mode and in compiled code.
 
-`experts` takes what a router chose and the weights as they are multiplied; `fp8moe.adapters.torch_ops`'
-`moe_layer` and `fp8moe.adapters.torch_moe`'s module call it. Every tensor that the backward needs is saved
+`experts` takes what a router chose and the weights as they are multiplied; `fp8moe.adapters.torch_functional`
+and `fp8moe.adapters.torch_moe`'s module call it. Every tensor that the backward needs is saved
 by autograd: it ends with the backward, checkpointing and saved-tensor hooks see it, and a change of it in
 place is noticed.
 """
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import fp8moe
 from fp8moe import Quantized, QuantTensor, placed
+from fp8moe.activation import Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
@@ -41,7 +42,7 @@ def experts(
     *,
     recipe: str,
     recompute: str | None,
-    activation: Sequence[Any],
+    activation: Activation,
     comm: Any = None,
     parameters: Sequence[Tensor | None] | None = None,
     handle: Tensor | None = None,
@@ -52,7 +53,6 @@ def experts(
     x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, of dtypes that `fp8moe.moe_forward` takes.
     w13, w2: for their gradients alone; None where they have none.
     multiplied: what stands for them in the products, `Quantized` or arrays.
-    activation: clamp, alpha, linear_offset.
     parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
         it has to set.
@@ -67,7 +67,7 @@ def experts(
     parameters = (w13, w2) if parameters is None else parameters
     recording = torch.is_grad_enabled()
     wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
-    how = (recipe, recompute, *activation, ",".join(wanted))
+    how = (recipe, recompute, *torch_ops.scalars_of(activation), ",".join(wanted))
     if comm is not None or not torch.compiler.is_compiling():
         rest = how, parameters, comm, collector
         return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, *rest)
@@ -97,8 +97,7 @@ def _sides_of(tensors: Iterable[Any]) -> list[QuantTensor]:
 
 def _options(recipe: str, recompute: str | None, *activation: Any) -> dict[str, Any]:
     """As `fp8moe.moe_forward` takes them."""
-    names = ("clamp", "alpha", "linear_offset")
-    return {"recipe": recipe, "recompute": recompute, **dict(zip(names, activation, strict=True))}
+    return {"recipe": recipe, "recompute": recompute, "activation": Activation(*activation)}
 
 
 def _names(wanted: str) -> tuple[str, ...]:
@@ -327,12 +326,13 @@ def _experts_op(
     probs: Tensor,
     recipe: str,
     recompute: str | None,
+    kind: str,
     clamp: float | None,
     alpha: float,
     linear_offset: float,
     wanted: str,
 ) -> list[Tensor]:
-    how = (recipe, recompute, clamp, alpha, linear_offset, wanted)
+    how = (recipe, recompute, kind, clamp, alpha, linear_offset, wanted)
     y, saved = _forward(x, ids, probs, _weights(recipe, multiplied), how)
     return [y, *(arrays_in(saved) if wanted else ())]
 
@@ -383,12 +383,13 @@ def _experts_backward_op(
     zeros: list[bool],
     recipe: str,
     recompute: str | None,
+    kind: str,
     clamp: float | None,
     alpha: float,
     linear_offset: float,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how = (recipe, recompute, clamp, alpha, linear_offset, wanted)
+    how = (recipe, recompute, kind, clamp, alpha, linear_offset, wanted)
     _, like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
     mains, dtypes, saved = (main13, main2), (dtype13, dtype2), _saved(like, kept, needed)
     g = fp8moe.moe_backward(

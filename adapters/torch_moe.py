@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, checks
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_experts import experts, handle_of
 from fp8moe.adapters.torch_router import Router
@@ -32,7 +33,7 @@ class FP8FlowMoE(nn.Module):
     recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
         "bf16" (torch's grouped matrix product between this library's permutation).
     recompute: "moe_expert" keeps only the input of the first product for the backward.
-    clamp, alpha, linear_offset: of the activation, see `fp8moe.swiglu`.
+    activation: between the two products.
     dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32
         by default. The state dict holds these and nothing else.
 
@@ -88,9 +89,7 @@ class FP8FlowMoE(nn.Module):
         recipe: str = "fp8_flow",
         recompute: str | None = None,
         normalize_probs: bool = True,
-        clamp: float | None = None,
-        alpha: float = 1.0,
-        linear_offset: float = 0.0,
+        activation: Activation = SWIGLU,
         process_group: Any = None,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
@@ -104,7 +103,8 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
-        self.activation: dict[str, Any] = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+        checks.options("activation", activation, Activation)
+        self.activation = activation
         place = {"device": device, "dtype": dtype}
         self.router = Router(hidden, num_experts, bias=False, **place)
         self._ranks = ranks = Ranks(process_group, self.router.weight.device)
@@ -256,7 +256,7 @@ class FP8FlowMoE(nn.Module):
             copies,
             recipe=self.recipe,
             recompute=self.recompute,
-            activation=tuple(self.activation.values()),
+            activation=self.activation,
             comm=self._ranks.comm,
             parameters=(self.w13, self.w2),
             handle=self._handle,
@@ -339,22 +339,18 @@ class FP8FlowMoE(nn.Module):
         moved = torch_ops.permute(x, plan, probs.float())
         ends = plan.expert_offsets[1:]
         weights = w13.bfloat16(), w2.bfloat16()
-        options = tuple(self.activation.values())
         products = _products if self.recompute is None else _Recomputed.apply
-        y = torch_ops.unpermute(products(moved.data, moved.probs, *weights, ends, options), plan)
+        y = torch_ops.unpermute(products(moved.data, moved.probs, *weights, ends, self.activation), plan)
         return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
 
 
-def _products(x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, ends: Tensor, activation: Any) -> Tensor:
+def _products(
+    x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, ends: Tensor, activation: Activation
+) -> Tensor:
     """The experts on permuted rows, by torch's grouped product."""
     h = nn.functional.grouped_mm(x, w13.transpose(1, 2), offs=ends)
-    a = _activate(h, probs, activation)
+    a = torch_ops.swiglu(h, probs, activation=activation)
     return nn.functional.grouped_mm(a, w2.transpose(1, 2), offs=ends)
-
-
-def _activate(h: Tensor, probs: Tensor, activation: Any) -> Tensor:
-    clamp, alpha, linear_offset = activation
-    return torch_ops.swiglu(h, probs, clamp=clamp, alpha=alpha, linear_offset=linear_offset)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -377,8 +373,8 @@ class _Recomputed(torch.autograd.Function):
         da = product(dy, w2, offs=ends)
         dx, dw13, dw2 = None, None, None
         if of_w2:
-            dw2 = product(dy.t(), _activate(h, probs, ctx.activation), offs=ends)
-        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, *ctx.activation)
+            dw2 = product(dy.t(), torch_ops.swiglu(h, probs, activation=ctx.activation), offs=ends)
+        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, *torch_ops.scalars_of(ctx.activation))
         if of_x:
             dx = product(dh, w13, offs=ends)
         if of_w13:

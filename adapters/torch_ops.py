@@ -9,6 +9,7 @@ Not supported, and refused: transforms of `torch.func` (vmap, grad, jvp and the 
 differentiation, and a gradient of a gradient.
 """
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 
 import fp8moe
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.border import dtype_named, separate_arrays
 from fp8moe.formats import COLUMN_BLOCK
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
@@ -215,17 +217,14 @@ def swiglu(
     h: Tensor,
     probs: Tensor | None = None,
     *,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> Tensor:
     """`fp8moe.swiglu`, with gradients for h and probs."""
     if _eager(h=h, probs=probs):
-        activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
         if not _needs_grad(h, probs):
-            return fp8moe.swiglu(h, probs, **activation)  # type: ignore[arg-type]
+            return fp8moe.swiglu(h, probs, activation=activation)
         return _EagerSwiglu.apply(h, probs, activation)
-    return _swiglu(h, probs, clamp, alpha, linear_offset)
+    return _swiglu(h, probs, *scalars_of(activation))
 
 
 def quantize(
@@ -280,9 +279,7 @@ def swiglu_quantize(
     *,
     fmt: str = "e4m3",
     block: tuple[int, int] = (1, 128),
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
     columnwise: bool = False,
     expert_offsets: Tensor | None = None,
     align_size: int = 1,
@@ -290,7 +287,7 @@ def swiglu_quantize(
     """`fp8moe.swiglu_quantize`. Codes have no gradient: `swiglu_quantize_backward` is called by hand."""
     eager = _eager(h=h, probs=probs, expert_offsets=expert_offsets)
     h, probs = _detached("h", h), None if probs is None else probs.detach()
-    how = (fmt, _listed(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    how = (fmt, _listed(block), *scalars_of(activation), columnwise, expert_offsets, align_size)
     if eager:
         return fp8moe.swiglu_quantize(h, probs, **_options(*how))
     return _quantized(_swiglu_quantize(h, probs, *how), fmt, block, columnwise)
@@ -303,9 +300,7 @@ def swiglu_quantize_backward(
     *,
     fmt: str = "e4m3",
     block: tuple[int, int] = (1, 128),
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
     columnwise: bool = False,
     expert_offsets: Tensor | None = None,
     align_size: int = 1,
@@ -314,19 +309,30 @@ def swiglu_quantize_backward(
     eager = _eager(grad=grad, h=h, probs=probs, expert_offsets=expert_offsets)
     grad, h = _detached("grad", grad), _detached("h", h)
     probs = None if probs is None else probs.detach()
-    how = (fmt, _listed(block), clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    how = (fmt, _listed(block), *scalars_of(activation), columnwise, expert_offsets, align_size)
     if eager:
         return fp8moe.swiglu_quantize_backward(grad, h, probs, **_options(*how))
     *dh, dprobs = _swiglu_quantize_backward(grad, h, probs, *how)
     return SwigluGrad(_quantized(dh, fmt, block, columnwise), None if probs is None else dprobs)
 
 
-_OPTIONS = ("fmt", "block", "clamp", "alpha", "linear_offset", "columnwise", "expert_offsets", "align_size")
+def scalars_of(activation: Activation) -> tuple[str, float | None, float, float]:
+    """An activation as operators take it."""
+    checks.options("activation", activation, Activation)
+    return activation.kind, activation.clamp, activation.alpha, activation.linear_offset
 
 
 def _options(fmt: str, block: list[int], *others: Any) -> dict[str, Any]:
     """What SwiGLU with quantise takes by name, from the order in which its operators take it."""
-    return dict(zip(_OPTIONS, (fmt, tuple(block) or None, *others), strict=True))
+    *scalars, columnwise, expert_offsets, align_size = others
+    return {
+        "fmt": fmt,
+        "block": tuple(block) or None,
+        "activation": Activation(*scalars),
+        "columnwise": columnwise,
+        "expert_offsets": expert_offsets,
+        "align_size": align_size,
+    }
 
 
 def _quantized(tensors: Any, fmt: str, block: tuple[int, int], columnwise: bool) -> Any:
@@ -341,64 +347,6 @@ def as_float8(q: QuantTensor) -> QuantTensor:
     """The same tensor with its codes viewed as torch's float8 dtype instead of uint8."""
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[q.fmt]
     return replace(q, data=q.data.view(dtype))
-
-
-def moe_layer(
-    x: Tensor,
-    w13: Tensor | Quantized,
-    w2: Tensor | Quantized,
-    topk_ids: Tensor,
-    topk_probs: Tensor,
-    *,
-    recipe: str,
-    recompute: str | None = None,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
-) -> Tensor:
-    """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, w13, w2 and topk_probs; also
-    compiled.
-
-    x: [..., H], any float; y has its shape and dtype. The FP8 recipes multiply it as bfloat16, "bf16" in x's
-        dtype, under autocast in that of the context.
-    w13: [E, 2F, H], w2: [E, H, F]: any float, or for the FP8 recipes what `fp8moe.quantize_weights` returned,
-        which has no gradient. Gradients come in the weights' dtype.
-    topk_ids, topk_probs: [..., k], of any strides.
-    """
-    from fp8moe.adapters import torch_experts
-
-    refuse_transforms("moe_layer")
-    named: tuple[tuple[str, Any], ...] = (("x", x), ("w13", w13), ("w2", w2), ("topk_probs", topk_probs))
-    for name, t in named:
-        check_float(name, t, 3 if name in ("w13", "w2") else 1)
-    hidden = x.shape[-1]
-    ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
-    dtype = torch.bfloat16
-    if recipe == "bf16":
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    rows = x.reshape(-1, hidden).to(dtype).contiguous()
-    given: list[Any] = [w13, w2]
-    if recipe == "bf16":
-        given = [w if isinstance(w, Quantized) else w.to(dtype).contiguous() for w in given]
-    weights = [None if isinstance(w, Quantized) else w for w in given]
-    if recipe != "bf16":
-        for name, w in (("w13", weights[0]), ("w2", weights[1])):
-            if w is not None:
-                checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
-        given = [w if isinstance(w, Quantized) else quantize_weights(w) for w in given]
-    y = torch_experts.experts(
-        rows,
-        weights[0],
-        weights[1],
-        ids,
-        probs,
-        given,
-        recipe=recipe,
-        recompute=recompute,
-        activation=(clamp, alpha, linear_offset),
-    )
-    return y.to(x.dtype).reshape(x.shape)
 
 
 def check_float(name: str, x: Any, dimensions: int = 1) -> None:
@@ -435,13 +383,15 @@ def gradient_dtype(*weights: torch.dtype) -> str:
     return "bfloat16" if set(weights) == {torch.bfloat16} else "float32"
 
 
-def __getattr__(name: str) -> Any:
-    """`FP8FlowMoE`, which stands on this module, and has its own."""
-    if name == "FP8FlowMoE":
-        from fp8moe.adapters.torch_moe import FP8FlowMoE
+_ABOVE = {"FP8FlowMoE": "torch_moe", "moe_experts": "torch_functional"}
 
-        return FP8FlowMoE
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """What stands on this module and is looked for here."""
+    if name not in _ABOVE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(f"fp8moe.adapters.{_ABOVE[name]}"), name)
+    return found
 
 
 # ---------------------------------------------------------------- eager mode
@@ -635,13 +585,13 @@ class _EagerSwiglu(torch.autograd.Function):
     def forward(ctx, h, probs, activation):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(h, *(() if probs is None else (probs,)))
         ctx.activation = activation
-        return fp8moe.swiglu(h, probs, **activation)
+        return fp8moe.swiglu(h, probs, activation=activation)
 
     @staticmethod
     @_once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         h, *probs = ctx.saved_tensors
-        g = fp8moe.swiglu_backward(grad.contiguous(), h, *probs, **ctx.activation)
+        g = fp8moe.swiglu_backward(grad.contiguous(), h, *probs, activation=ctx.activation)
         return g.dh, g.dprobs.to(probs[0].dtype) if probs else None, None
 
 
@@ -889,18 +839,18 @@ def _unpad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens
     return fp8moe.unpad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
 
 
-def _swiglu_fake(h, probs, clamp, alpha, linear_offset):  # type: ignore[no-untyped-def]
+def _swiglu_fake(h, probs, *activation):  # type: ignore[no-untyped-def]
     return h.new_empty((h.shape[0], h.shape[1] // 2))
 
 
 @operator("swiglu", _swiglu_fake)
 def _swiglu(
-    h: Tensor, probs: Tensor | None, clamp: float | None, alpha: float, linear_offset: float
+    h: Tensor, probs: Tensor | None, kind: str, clamp: float | None, alpha: float, linear_offset: float
 ) -> Tensor:
-    return fp8moe.swiglu(h, probs, clamp=clamp, alpha=alpha, linear_offset=linear_offset)
+    return fp8moe.swiglu(h, probs, activation=Activation(kind, clamp, alpha, linear_offset))  # type: ignore[arg-type]
 
 
-def _swiglu_backward_fake(grad, h, probs, clamp, alpha, linear_offset):  # type: ignore[no-untyped-def]
+def _swiglu_backward_fake(grad, h, probs, *activation):  # type: ignore[no-untyped-def]
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     shape = _NONE if probs is None else h.shape[0]
     dtype = torch.float32 if probs is None else wide
@@ -912,12 +862,13 @@ def swiglu_backward(
     grad: Tensor,
     h: Tensor,
     probs: Tensor | None,
+    kind: str,
     clamp: float | None,
     alpha: float,
     linear_offset: float,
 ) -> tuple[Tensor, Tensor]:
-    activation = {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
-    g = fp8moe.swiglu_backward(grad, h, probs, **activation)  # type: ignore[arg-type]
+    activation = Activation(kind, clamp, alpha, linear_offset)  # type: ignore[arg-type]
+    g = fp8moe.swiglu_backward(grad, h, probs, activation=activation)
     return g.dh, or_empty(g.dprobs, h.device)
 
 
@@ -1010,7 +961,8 @@ def _quantized_fake(shape, device, fmt, block, columnwise, offsets, align):  # t
     return [like(part, device) for part in _parts(spec)]
 
 
-def _swiglu_quantize_fake(h, probs, fmt, block, clamp, alpha, linear_offset, columnwise, offsets, align):  # type: ignore[no-untyped-def]
+def _swiglu_quantize_fake(h, probs, fmt, block, *others):  # type: ignore[no-untyped-def]
+    columnwise, offsets, align = others[-3:]
     shape = h.shape[0], h.shape[1] // 2
     return tuple(_quantized_fake(shape, h.device, fmt, block, columnwise, offsets, align))
 
@@ -1032,6 +984,7 @@ def _swiglu_quantize(
     probs: Tensor | None,
     fmt: str,
     block: list[int],
+    kind: str,
     clamp: float | None,
     alpha: float,
     linear_offset: float,
@@ -1039,14 +992,15 @@ def _swiglu_quantize(
     expert_offsets: Tensor | None,
     align_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how = _options(fmt, block, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    how = _options(fmt, block, kind, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
     q = fp8moe.swiglu_quantize(h, probs, **how)
     return tuple(_tensors_of(q, h.device))  # type: ignore[return-value]
 
 
 def _swiglu_quantize_backward_fake(  # type: ignore[no-untyped-def]
-    grad, h, probs, fmt, block, clamp, alpha, linear_offset, columnwise, offsets, align
+    grad, h, probs, fmt, block, *others
 ):
+    columnwise, offsets, align = others[-3:]
     dh = _quantized_fake(tuple(h.shape), h.device, fmt, block, columnwise, offsets, align)
     shape = _NONE if probs is None else h.shape[0]
     return *dh, torch.empty(shape, dtype=torch.float32, device=h.device)
@@ -1059,6 +1013,7 @@ def _swiglu_quantize_backward(
     probs: Tensor | None,
     fmt: str,
     block: list[int],
+    kind: str,
     clamp: float | None,
     alpha: float,
     linear_offset: float,
@@ -1066,7 +1021,7 @@ def _swiglu_quantize_backward(
     expert_offsets: Tensor | None,
     align_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    how = _options(fmt, block, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+    how = _options(fmt, block, kind, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
     g = fp8moe.swiglu_quantize_backward(grad, h, probs, **how)
     return *_tensors_of(g.dh, h.device), or_empty(g.dprobs, h.device)  # type: ignore[return-value]
 
@@ -1156,7 +1111,7 @@ def _swiglu_grad(ctx, grad):  # type: ignore[no-untyped-def]
     h, *rest = ctx.saved_tensors
     probs = rest[0] if rest else None
     dh, dprobs = swiglu_backward(grad.contiguous(), h, probs, *ctx.activation)
-    return dh, None if probs is None else dprobs.to(probs.dtype), None, None, None
+    return dh, None if probs is None else dprobs.to(probs.dtype), None, None, None, None
 
 
 _gradient(_permute, _permute_setup, _permute_grad)

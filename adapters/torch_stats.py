@@ -72,7 +72,7 @@ def of_forward(x: Tensor, saved: Any) -> LayerStats:
     """From the layer's input and what `fp8moe.moe_forward` kept."""
     a = None
     if saved.h is not None:
-        activated = fp8moe.swiglu(saved.h, saved.probs, **dict(saved.activation))
+        activated = fp8moe.swiglu(saved.h, saved.probs, activation=saved.activation)
         rows = torch.arange(len(activated), device=x.device)
         # what lies in padding is nobody's
         activated = torch.where((rows < saved.plan.expert_offsets[-1])[:, None], activated, 0)

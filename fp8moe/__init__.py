@@ -6,6 +6,7 @@ with DLPack. Importing this package imports no framework and no GPU library.
 
 from fp8moe import fsdp
 from fp8moe._version import __version__
+from fp8moe.activation import Activation
 from fp8moe.border import BackendUnavailable
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.moe import moe_backward, moe_forward, quantize_weights
@@ -36,6 +37,7 @@ from fp8moe.tracing import Trace, trace
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 
 __all__ = [
+    "Activation",
     "BackendUnavailable",
     "MoEGrads",
     "PermutationPlan",

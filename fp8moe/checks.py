@@ -138,6 +138,11 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def options(name: str, value: Any, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name}: got {type(value).__name__}; wanted an fp8moe.{wanted.__name__}")
+
+
 def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:
     wanted = tuple(wanted)
     if not (value is None or isinstance(value, (str, tuple))) or value not in wanted:
@@ -307,6 +312,20 @@ def column_scales(call: Any, name: str, q: QuantTensor, expert_offsets: Any) -> 
         raise ValueError(
             f"{name}.scales: got {got} rows of blocks; wanted {wanted}, as expert_offsets asks for; pass the "
             "expert_offsets and align_size to what makes the tensor, too"
+        )
+
+
+def powers_of_two(call: Any, name: str, q: QuantTensor) -> None:
+    """Scales [M, blocks] that are powers of two, or zero."""
+    scales = call.values(q.scales) if q.scales.dtype == FLOAT32 else None
+    if scales is None:
+        return
+    wrong = np.argwhere((np.frexp(scales)[0] != 0.5) & (scales != 0))
+    if len(wrong):
+        row, block = wrong[0]
+        raise ValueError(
+            f"{name}.scales: got {scales[row, block]!r} at row {row}, block {block}; wanted powers of two, "
+            "which alone can move without rounding every value; quantise with pow2=True"
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8moe import border, checks, tracing
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.expert_parallel import Comm, combine, combine_gradient, dispatch, dispatch_gradient
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
@@ -53,7 +54,7 @@ class Saved:
     a: Any
     w13: Any
     w2: Any
-    activation: tuple[tuple[str, float | None], ...] = ()
+    activation: Activation = SWIGLU
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
 
@@ -89,9 +90,7 @@ def moe_forward(
     *,
     recipe: str,
     recompute: str | None = None,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
     comm: Comm | None = None,
 ) -> tuple[Any, Saved]:
     """y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
@@ -103,7 +102,7 @@ def moe_forward(
     recipe: "fp8_flow", "fp8_blockwise" or "bf16".
     recompute: None, or "moe_expert": keep only the input of fc1; the backward computes fc1 and the
         activation again, but never dispatch or permute.
-    clamp, alpha, linear_offset: of the activation, see `swiglu`.
+    activation: between the two products.
     comm: how rows move between ranks, for expert parallelism (`fp8moe.expert_parallel`): w13 and w2 are this
         rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
 
@@ -115,8 +114,8 @@ def moe_forward(
     checks.choice("recompute", recompute, (None, "moe_expert"))
     _check_comm(comm)
     _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
-    how: dict[str, Any] = {"recipe": recipe, "recompute": recompute}
-    how |= {"clamp": clamp, "alpha": alpha, "linear_offset": linear_offset}
+    checks.options("activation", activation, Activation)
+    how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
     if comm is None:
         y, saved = experts_forward(_cast(recipe, x), w13, w2, topk_ids, topk_probs, **how)
     else:
@@ -143,7 +142,7 @@ def experts_forward(
     recipe: str,
     recompute: str | None,
     num_out_tokens: int | None = None,
-    **activation: Any,
+    activation: Activation,
 ) -> tuple[Any, Saved]:
     """`moe_forward` behind its cast and dispatch: x as it travels, by `FORMAT_BETWEEN_RANKS`."""
     overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
@@ -154,7 +153,7 @@ def experts_forward(
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
     y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
-    options = {"activation": tuple(activation.items()), "overwritten": overwritten}
+    options = {"activation": activation, "overwritten": overwritten}
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
     return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, **options, **kept)
@@ -330,7 +329,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
     if "dw2" in gradients:
         if saved.recompute:
-            a = _activate(h, saved.probs, plan, dict(saved.activation))
+            a = _activate(h, saved.probs, plan, saved.activation)
         # not of permuted rows, which are k times those to read: 360 us for 571 (131,072 x 7168, 32 experts)
         turned = permute_transpose(dy, plan, target=_TARGET)
         dw2 = grouped_gemm_wgrad(turned, _transpose(a, plan), offsets, dw2, dtype=dtype)
@@ -343,7 +342,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
             saved.probs,
             expert_offsets=offsets,
             align_size=plan.align_size,
-            **dict(saved.activation),
+            activation=saved.activation,
         )
     if _of_inputs(gradients):
         dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
@@ -358,7 +357,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
 
 def _activate(h, probs, plan, activation):  # type: ignore[no-untyped-def]
     return swiglu_quantize(
-        h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, **activation
+        h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, activation=activation
     )
 
 
@@ -375,7 +374,7 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute):  # t
     moved = permute(x, plan, probs)
     q = quantize(moved.data)  # cast 1
     h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
-    a = quantize(swiglu(h, moved.probs, **activation))  # cast 2
+    a = quantize(swiglu(h, moved.probs, activation=activation))  # cast 2
     y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
     keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
     return y, {"probs": moved.probs, "x": q, **keep}
@@ -386,13 +385,13 @@ def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype, gradients):  # type: ig
     h, a, dx, dprobs = saved.h, saved.a, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-        a = quantize(swiglu(h, saved.probs, **dict(saved.activation))) if "dw2" in gradients else None
+        a = quantize(swiglu(h, saved.probs, activation=saved.activation)) if "dw2" in gradients else None
     dout = quantize(permute(dy, plan).data)  # cast 3
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
     if "dw2" in gradients:
         columnwise = _requantize(dout), _requantize(a)  # casts 4 to 7
         dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
-    grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
+    grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
     dh = quantize(grad.dh)  # cast 8
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
@@ -412,7 +411,7 @@ def _requantize(q: Any) -> QuantTensor:
 def _forward_bf16(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     h = grouped_gemm(moved.data, w13, plan.expert_offsets)
-    a = swiglu(h, moved.probs, **activation)
+    a = swiglu(h, moved.probs, activation=activation)
     y = unpermute(grouped_gemm(a, w2, plan.expert_offsets), plan)
     keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
     return y, {"probs": moved.probs, "x": moved.data, **keep}
@@ -423,14 +422,14 @@ def _backward_bf16(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-u
     h, a, dx, dprobs = saved.h, saved.a, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13, offsets)
-        a = swiglu(h, saved.probs, **dict(saved.activation)) if "dw2" in gradients else None
+        a = swiglu(h, saved.probs, activation=saved.activation) if "dw2" in gradients else None
     if dtype == "float32" and border.enter(dy=dy).args.dy.dtype == "float64":
         dtype = "float64"
     dout, _ = unpermute_backward(dy, plan)
     da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
     if "dw2" in gradients:
         dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=dtype)
-    grad = swiglu_backward(da, h, saved.probs, **dict(saved.activation))
+    grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
     if _of_inputs(gradients):
         dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
     if "dw13" in gradients:

@@ -69,6 +69,10 @@ class DeviceArray:
         return replace(self, dtype=np.dtype(dtype))
 
 
+class Options:
+    """A frozen record of plain values, which can be compared and hashed: no arrays."""
+
+
 class Record:
     """A record of arrays. One that a call returned remembers its raw form (`border.Call.leave`): the next
     call need not look at every array again, and on CUDA the caller's arrays are made when they are asked for.
@@ -234,15 +238,6 @@ class SortedChunks(Record):
 
 
 @dataclass(frozen=True)
-class Activation:
-    """alpha of the sigmoid, the clamp (None: none) and what is added to b (gpt-oss: 1)."""
-
-    clamp: float | None
-    alpha: float
-    linear_offset: float
-
-
-@dataclass(frozen=True)
 class SwigluGrad(Record):
     """dh: quantised gradient [P, 2F] (`Quantized` when both orientations were asked for), or a plain
     array from `swiglu_backward`; dprobs: float32 [P], None without probs."""
@@ -274,7 +269,7 @@ def is_metadata(value: Any) -> bool:
         return True
     if isinstance(value, tuple):
         return all(map(is_metadata, value))
-    return isinstance(value, (str, int, float))  # of a type of its own, as numpy.float64
+    return isinstance(value, (str, int, float, Options))  # of a type of its own, as numpy.float64
 
 
 _field_names: dict[type, tuple[str, ...] | None] = {ArraySpec: None, DeviceArray: None}

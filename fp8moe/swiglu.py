@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from fp8moe import border, checks
+from fp8moe.activation import SWIGLU, Activation
 from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.quantize import quant_spec
-from fp8moe.records import Activation, ArraySpec, Quantized, SwigluGrad
+from fp8moe.records import ArraySpec, Quantized, SwigluGrad
 from fp8moe.transpose import column_scale_rows
 
 
@@ -18,18 +19,15 @@ def swiglu(
     h: Any,
     probs: Any = None,
     *,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> Any:
-    """y = a * sigmoid(alpha * a) * (b + linear_offset) * prob, for h = (a | b).
+    """y = act(a) * (b + linear_offset) * prob, for h = (a | b): SwiGLU, or another `Activation`.
 
-    h: float [P, 2F]. probs: float [P] or None. clamp: a <= clamp and -clamp <= b <= clamp first (with
-        alpha 1.702, clamp 7 and linear_offset 1 this is gpt-oss's activation).
+    h: float [P, 2F]. probs: float [P] or None.
     Computed in float32 (float64 for float64), on CUDA for 16 bits with a sigmoid within 2^-20 of itself.
     Returns [P, F] in h's dtype.
     """
-    call, a, activation = _enter(clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs)
+    call, a = _enter(activation, checks.FLOATS, h=h, probs=probs)
     out = call.empty(ArraySpec((a.h.shape[0], a.h.shape[1] // 2), a.h.dtype))
     call.run("swiglu", "swiglu", a.h, a.probs, activation=activation, out=out)
     return call.leave(out)
@@ -41,9 +39,7 @@ def swiglu_backward(
     h: Any,
     probs: Any = None,
     *,
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
 ) -> SwigluGrad:
     """Gradient of `swiglu`: dh [P, 2F] in h's dtype, dprobs float32 (float64 for float64) [P], or None.
 
@@ -51,7 +47,7 @@ def swiglu_backward(
 
     The sum over F in dprobs has a fixed order: the result is the same from run to run.
     """
-    call, a, activation = _enter(clamp, alpha, linear_offset, checks.FLOATS, h=h, probs=probs, grad=grad)
+    call, a = _enter(activation, checks.FLOATS, h=h, probs=probs, grad=grad)
     spec = SwigluGrad(ArraySpec(tuple(a.h.shape), a.h.dtype), _dprobs_spec(a.h, a.probs))
     out = call.empty(spec)
     call.run("swiglu", "swiglu_backward", a.grad, a.h, a.probs, activation=activation, out=out)
@@ -65,9 +61,7 @@ def swiglu_quantize(
     *,
     fmt: str = "e4m3",
     block: Block = (1, 128),
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
     columnwise: bool = False,
     expert_offsets: Any = None,
     align_size: int = 1,
@@ -82,10 +76,8 @@ def swiglu_quantize(
 
     Returns a `QuantTensor` [P, F] or `Quantized`.
     """
-    call, a, activation = _enter(
-        clamp,
-        alpha,
-        linear_offset,
+    call, a = _enter(
+        activation,
         checks.QUANTIZABLE,
         align_size,
         h=h,
@@ -114,9 +106,7 @@ def swiglu_quantize_backward(
     *,
     fmt: str = "e4m3",
     block: Block = (1, 128),
-    clamp: float | None = None,
-    alpha: float = 1.0,
-    linear_offset: float = 0.0,
+    activation: Activation = SWIGLU,
     columnwise: bool = False,
     expert_offsets: Any = None,
     align_size: int = 1,
@@ -128,10 +118,8 @@ def swiglu_quantize_backward(
 
     Returns `SwigluGrad`: dh a `QuantTensor` [P, 2F] or `Quantized`, dprobs float32 [P] or None.
     """
-    call, a, activation = _enter(
-        clamp,
-        alpha,
-        linear_offset,
+    call, a = _enter(
+        activation,
         checks.QUANTIZABLE,
         align_size,
         h=h,
@@ -179,13 +167,12 @@ def activation_spec(
 
 
 def _enter(
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
+    activation: Activation,
     dtypes: tuple[np.dtype, ...],
     align_size: int = 1,
     **arrays: Any,
-) -> tuple[border.Call, Any, Activation]:
+) -> tuple[border.Call, Any]:
+    checks.options("activation", activation, Activation)
     call = border.enter(**arrays)
     a = call.args
     checks.dtype("h", a.h, dtypes)
@@ -202,12 +189,7 @@ def _enter(
     if getattr(a, "expert_offsets", None) is not None:
         align_size = checks.integer("align_size", align_size, 1)
         checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
-    activation = Activation(
-        clamp=None if clamp is None else checks.number("clamp", clamp, 0.0),
-        alpha=checks.number("alpha", alpha, 0.0),
-        linear_offset=checks.number("linear_offset", linear_offset, -np.inf),
-    )
-    return call, a, activation
+    return call, a
 
 
 def _dprobs_spec(h: Any, probs: Any) -> ArraySpec | None:

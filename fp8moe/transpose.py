@@ -49,6 +49,7 @@ def scaling_aware_transpose(
         checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
         experts = a.expert_offsets.shape[0] - 1
     out = call.empty(transpose_spec(a.q, a.q.shape[0], experts, align_size, target))
+    checks.powers_of_two(call, "q", a.q)
     call.run("transpose", "scaling_aware_transpose", a.q, a.expert_offsets, target=target, out=out)
     return call.leave(out)
 
@@ -68,6 +69,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
     checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
     spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size, target)
+    checks.powers_of_two(call, "q", a.q)
     out = call.empty(spec)
     call.run("transpose", "permute_transpose", a.q, a.plan, target=target, out=out)
     return call.leave(out)

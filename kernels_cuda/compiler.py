@@ -39,7 +39,15 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
     "quantize": _CONVERSIONS,
-    "swiglu": [(*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)],
+    "swiglu": [
+        *((*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)),
+        *(
+            (*c, f"BARE={bare}", f"ACT={act}")
+            for c in _CONVERSIONS[:1]
+            for bare in (1, 0)
+            for act in ("GEGLU", "GEGLU_TANH")
+        ),
+    ],
     "transpose": [(*formats, f"TILE_TARGET={tile}") for formats in _FORMATS for tile in (0, 1)],
 }
 

@@ -7,12 +7,47 @@
 // float32 buffer and quantize.cu.
 #include "tile.cuh"
 
+#define SWIGLU 0
+#define GEGLU 1
+#define GEGLU_TANH 2
+#ifndef ACT
+#define ACT SWIGLU
+#endif
+
 #ifndef KIND
 #define KIND BF16  // what the fast path reads
 #define FMT 0      // what it writes: e4m3
 #define MX 0       // blocks of 128
 #define BARE 1     // alpha 1, nothing clamped or added
 #endif
+
+#define LINE 1.5957691216057308   // 2 sqrt(2 / pi)
+#define CUBE 0.07135481282533645  // LINE * 0.044715
+#define HALF_ROOT 0.7071067811865476
+#define ROOT_PI 2.5066282746310002  // sqrt(2 pi)
+
+// z: a gate's weight s is the sigmoid of it.
+__device__ __forceinline__ float exponent(float a, float alpha) {
+  if (ACT != GEGLU_TANH) return alpha * a;
+  return a * ((float)LINE + (float)CUBE * (a * a));
+}
+
+// a * ds/da of a gate = a * s.
+__device__ __forceinline__ float slope(float a, float gate, float s, float alpha) {
+  if (ACT == GEGLU) return (float)((double)a * exp(-0.5 * (double)a * (double)a) / ROOT_PI);
+  if (ACT == GEGLU_TANH) alpha = (float)LINE + (float)(3 * CUBE) * (a * a);
+  return alpha * gate * (1.f - s);
+}
+
+__device__ __forceinline__ double wide_weight(double a, double alpha) {
+  if (ACT == GEGLU) return 0.5 * erfc(-a * HALF_ROOT);
+  return 1.0 / (1.0 + exp(-(ACT == GEGLU_TANH ? a * (LINE + CUBE * (a * a)) : alpha * a)));
+}
+
+__device__ __forceinline__ double wide_slope(double a, double s, double alpha) {
+  if (ACT == GEGLU) return a * exp(-0.5 * a * a) / ROOT_PI;
+  return (ACT == GEGLU_TANH ? LINE + 3 * CUBE * (a * a) : alpha) * a * s * (1.0 - s);
+}
 
 struct Element {
   float a, b, s;
@@ -29,7 +64,8 @@ __device__ __forceinline__ Element element(float a, float b, float clamp, float 
   if (offset != 0.f) b += offset;
   e.a = a;
   e.b = b;
-  e.s = (float)(1.0 / (1.0 + exp(-(double)(alpha * a))));
+  e.s = ACT == GEGLU ? (float)erfc(-(double)a * HALF_ROOT) * 0.5f
+                     : (float)(1.0 / (1.0 + exp(-(double)exponent(a, alpha))));
   return e;
 }
 
@@ -47,7 +83,7 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
       if (a > clamp) a = clamp;
       if (b > clamp) b = clamp;
       if (b < -clamp) b = -clamp;
-      double value = a / (1.0 + exp(-(double)alpha * a)) * (b + offset);
+      double value = a * wide_weight(a, alpha) * (b + offset);
       if (probs) value *= load_wide(probs, row, (int)probs_kind);
       store(y, row * width + i, (int)out_kind, value);
       continue;
@@ -84,9 +120,9 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
       if (b > clamp) b = clamp;
       if (b < -clamp) b = -clamp;
       b += offset;
-      const double s = 1.0 / (1.0 + exp(-(double)alpha * a));
+      const double s = wide_weight(a, alpha);
       const double scaled = probs ? g * load_wide(probs, row, (int)probs_kind) : g;
-      da = a_free ? scaled * b * (s + alpha * a * s * (1.0 - s)) : 0.0;
+      da = a_free ? scaled * b * (s + wide_slope(a, s, alpha)) : 0.0;
       db = b_free ? scaled * a * s : 0.0;
       sum += g * a * s * b;
     } else if (real) {
@@ -95,7 +131,7 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
       const float g = e.a * e.s;
       sum += (double)(scaled * g * e.b);
       if (probs) scaled *= load(probs, row, (int)probs_kind);
-      da = e.a_free ? scaled * e.b * (e.s + alpha * g * (1.f - e.s)) : 0.f;
+      da = e.a_free ? scaled * e.b * (e.s + slope(e.a, g, e.s, alpha)) : 0.f;
       db = e.b_free ? scaled * g : 0.f;
     }
     store(dh, at, (int)out_kind, da);
@@ -132,6 +168,15 @@ __device__ __forceinline__ float far_sigmoid(float x) {
   return __fmaf_rn(power, left * LN2, power) * power_of_two(half) * power_of_two((int)n - half);
 }
 
+// Phi(x), the normal distribution's: erfcf errs by 4 ulp at most (CUDA's math API, single precision), the
+// rounding of its argument by |x|^2 2^-24 of the result, 2^-20 where that is not yet lost beside 448's step.
+__device__ __forceinline__ float quick_normal(float x) { return 0.5f * erfcf(-(float)HALF_ROOT * x); }
+
+__device__ __forceinline__ float quick_slope(float a, float gate, float s) {
+  if (ACT == GEGLU) return a * (exp2_approx(a * a * (-0.5f * LOG2E)) * (float)(1 / ROOT_PI));
+  return slope(a, gate, s, 1.f);
+}
+
 struct Activation {
   float clamp, alpha, offset;
 };
@@ -159,7 +204,11 @@ __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   bool near = true;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float x = BARE ? g.a[i] : act.alpha * g.a[i];
+    if (ACT == GEGLU) {
+      g.s[i] = quick_normal(g.a[i]);
+      continue;
+    }
+    const float x = BARE && ACT == SWIGLU ? g.a[i] : exponent(g.a[i], act.alpha);
     near = near && fabsf(x) < FAR;
     g.s[i] = quick_sigmoid(x);
   }
@@ -170,7 +219,7 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
   if (quick_gates(g, act)) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {  // once in a blue moon
-    const float x = act.alpha * g.a[i];
+    const float x = exponent(g.a[i], act.alpha);
     if (!(fabsf(x) < FAR)) g.s[i] = far_sigmoid(x);
   }
 }
@@ -290,7 +339,10 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
         for (int i = 0; i < 8; ++i) {
           const float gate = g.a[i] * g.s[i], of_gate = grads[i] * g.b[i];
           part = __fmaf_rn(of_gate, gate, part);
-          da[u][i] = of_gate * __fmaf_rn(BARE ? gate : act.alpha * gate, 1.f - g.s[i], g.s[i]);
+          if (ACT == SWIGLU)
+            da[u][i] = of_gate * __fmaf_rn(BARE ? gate : act.alpha * gate, 1.f - g.s[i], g.s[i]);
+          else
+            da[u][i] = of_gate * (g.s[i] + quick_slope(g.a[i], gate, g.s[i]));
           db[u][i] = grads[i] * gate;
           if (!BARE && !(g.free >> i & 1u)) da[u][i] = 0.f;
           if (!BARE && !(g.free >> (8 + i) & 1u)) db[u][i] = 0.f;
@@ -435,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
-          const float x = act.alpha * e.a, s = fabsf(x) < FAR ? quick_sigmoid(x) : far_sigmoid(x);
+          const float x = exponent(e.a, act.alpha), s = fabsf(x) < FAR ? quick_sigmoid(x) : far_sigmoid(x);
           y[c] = i < there ? e.a * s * e.b * prob[i] : 0.f;
         }
         *(uint2*)row = make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1]));

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp8moe.activation import Activation
 from fp8moe.kernels_cuda.launch import KIND_NAMES, KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     TILE,
@@ -19,7 +20,7 @@ from fp8moe.kernels_cuda.quantize import (
     tiles_are_whole,
     with_experts,
 )
-from fp8moe.records import Activation, DeviceArray, Quantized, QuantTensor, SwigluGrad
+from fp8moe.records import DeviceArray, Quantized, QuantTensor, SwigluGrad
 
 
 def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
@@ -153,6 +154,7 @@ def _forward(h: Any, probs: Any, activation: Activation, offsets: Any, y: Any) -
         width,
         KINDS[y.dtype],
         y,
+        defines=_act(activation),
     )
 
 
@@ -174,6 +176,7 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
         out.dh,
         0 if out.dprobs is None else KINDS[out.dprobs.dtype],
         out.dprobs,
+        defines=_act(activation),
     )
 
 
@@ -184,16 +187,20 @@ def _by_vectors(h: Any, *others: Any) -> bool:
 
 
 def _variant(h: Any, activation: Activation, out: QuantTensor) -> tuple[str, ...]:
-    return *conversion(h, out), _bare(activation)
+    return *conversion(h, out), *_bare(activation)
 
 
 def _plain_variant(h: Any, activation: Activation) -> tuple[str, ...]:
-    return f"KIND={KIND_NAMES[h.dtype]}", "FMT=0", "MX=0", _bare(activation)
+    return f"KIND={KIND_NAMES[h.dtype]}", "FMT=0", "MX=0", *_bare(activation)
 
 
-def _bare(activation: Activation) -> str:
+def _bare(activation: Activation) -> tuple[str, ...]:
     bare = activation.clamp is None and activation.linear_offset == 0 and activation.alpha == 1
-    return f"BARE={int(bare)}"
+    return f"BARE={int(bare)}", *_act(activation)
+
+
+def _act(activation: Activation) -> tuple[str, ...]:
+    return () if activation.kind == "swiglu" else (f"ACT={activation.kind.upper()}",)
 
 
 def _probs(probs: Any) -> tuple[Any, int]:

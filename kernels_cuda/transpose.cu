@@ -585,14 +585,3 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
   else
     ((float*)out_scales)[at] = hi > lo ? power_of_two(target) : 0.f;
 }
-
-// Set *flag when a scale is no power of two (0 is fine). One thread a scale.
-extern "C" __global__ void check_pow2(const float* scales, i64 count, int* flag) {
-  after_earlier();
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  const u32 u = __float_as_uint(scales[i]);
-  const bool subnormal_pow2 = u < 0x800000u && (u & (u - 1u)) == 0u;
-  const bool normal_pow2 = u >= 0x800000u && u < 0x7f800000u && (u & 0x7fffffu) == 0u;
-  if (!subnormal_pow2 && !normal_pow2) *flag = 1;
-}

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from fp8moe import checks
 from fp8moe.formats import is_mx
-from fp8moe.kernels_cuda.launch import FORMATS, copy_to_host, fill_bytes, formats, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import FORMATS, fill_bytes, formats, launch, threads
 from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down, with_experts
 from fp8moe.records import PermutationPlan, QuantTensor
@@ -27,8 +24,6 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     assert q.block is not None
     assert out.block is not None
     mx = is_mx(q.block)
-    if checks.LOOK_AT_VALUES and not mx:
-        _refuse_other_scales(q.scales)
     blocks = target == "block"
     columns, count = q.data.shape[1], out.scales.shape[1 if blocks else 0]
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
@@ -58,14 +53,3 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     rule = (q.block[1], FORMATS[q.fmt], mx, target != "column", blocks)
     arguments = (q.data, q.scales, source, strips, rows, columns, *rule, out.data, out.scales)
     launch("transpose", "scaling_aware_transpose_plain", grid, 128, *arguments)
-
-
-def _refuse_other_scales(scales: Any) -> None:
-    """Look at every scale; this synchronises, which is why it is asked for."""
-    flag = scratch((1,), np.int32)
-    fill_bytes(flag, 0)
-    launch("transpose", "check_pow2", threads(scales.size), 256, scales, scales.size, flag)
-    if int(copy_to_host(flag)[0]):
-        raise ValueError(
-            "q.scales: got one that is no power of two; wanted powers of two; pow2=True gives them"
-        )

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8moe
-from fp8moe import expert_parallel
+from fp8moe import Activation, expert_parallel
 from fp8moe.adapters import torch_sharding
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
 from fp8moe.adapters.torch_moe import FP8FlowMoE
@@ -104,7 +104,7 @@ def layer(comm, counts, k, ids_of, recipe, recompute, seed):
     x, dy, ids, probs, w13, w2, own = problem(counts, k, ids_of, seed)
     if recipe == "bf16":
         w13, w2 = w13.astype(BF16), w2.astype(BF16)
-    how = {"recipe": recipe, "recompute": recompute, "clamp": 3.0}
+    how = {"recipe": recipe, "recompute": recompute, "activation": Activation(clamp=3.0)}
     mine = slice(2 * RANK, 2 * RANK + 2)
     with fp8moe.trace() as counted:
         given = map(put, (x[own], w13[mine], w2[mine], ids[own], probs[own]))

@@ -1,6 +1,7 @@
 """The CUDA backend against the reference: the same public calls on the GPU's arrays, outputs poisoned."""
 
 import contextlib
+import math
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from test_grouped_gemm import wgrad_takes_any_scales
 from test_moe import layer_inputs
 from test_permute import rest_stays, rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
-from test_swiglu import products_beyond_float32, tiny_values_under_large_probabilities, unquantised
+from test_swiglu import GPT_OSS, products_beyond_float32, tiny_values_under_large_probabilities, unquantised
 from test_transpose import (
     check,
     error_inputs,
@@ -24,6 +25,7 @@ from test_transpose import (
 )
 
 import fp8moe
+from fp8moe import Activation
 from fp8moe.records import DeviceArray, QuantTensor, arrays_in, map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -372,11 +374,11 @@ def test_permute_transpose_and_checked_scales(monkeypatch):
     q = fp8moe.quantize(values(rng, (50, 72), BF16))
     monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     bad = QuantTensor(q.data, np.full_like(q.scales, 0.3))
-    with pytest.raises(ValueError, match="power of two"):
+    with pytest.raises(ValueError, match="powers of two"):
         fp8moe.scaling_aware_transpose(upload(bad))
 
 
-ACTIVATIONS = ({}, {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0})
+ACTIVATIONS = (Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", clamp=7.0))
 
 
 @given(
@@ -397,12 +399,12 @@ def test_swiglu(rows, block, activation, dtype, seed):
         (fp8moe.swiglu_quantize, (h, probs)),
         (fp8moe.swiglu_quantize_backward, (grad, h, probs)),
     ):
-        ours, theirs = both(function, *arguments, block=block, columnwise=True, **activation)
+        ours, theirs = both(function, *arguments, block=block, columnwise=True, activation=activation)
         for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
             if function is fp8moe.swiglu_quantize or a.ndim > 1:  # not dprobs
                 assert (a != b).mean() <= 1e-4
-    assert_close(both(fp8moe.swiglu, h, probs, **activation), 2.0**-7)
-    ours, theirs = both(fp8moe.swiglu_backward, grad, h, probs, **activation)
+    assert_close(both(fp8moe.swiglu, h, probs, activation=activation), 2.0**-7)
+    ours, theirs = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
     assert_close((ours.dh, theirs.dh), 2.0**-7)
     # as in `unquantised`, for the fast path of 16 bits
     assert_close((ours.dprobs, theirs.dprobs), 1e-6 if dtype == np.float32 else 2.0**-18)
@@ -420,7 +422,7 @@ def test_swiglu_unquantised(dtype, rows, width, activation, with_probs):
 UNDERFLOW = 2.0**-110  # float32's sigmoid ends at 2^-149, and factors of up to 2^39 come to it here
 
 
-def swiglu_in_float64(h, probs, clamp=None, alpha=1.0, linear_offset=0.0, grad=None):
+def swiglu_in_float64(h, probs, activation, grad=None):
     """(value, how far float32 with a sigmoid within 2^-20.4 may be from it), of y, or of dh.
 
     A product of n float32 factors errs by n - 1 roundings of 2^-24 and what its factors err by: at most
@@ -428,18 +430,26 @@ def swiglu_in_float64(h, probs, clamp=None, alpha=1.0, linear_offset=0.0, grad=N
     """
     h, width = h.astype(np.float64), h.shape[1] // 2
     a, b = h[:, :width], h[:, width:]
-    limit = np.inf if clamp is None else clamp
+    limit = np.inf if activation.clamp is None else activation.clamp
+    alpha, kind = activation.alpha, activation.kind
     free_a, free_b = a <= limit, np.abs(b) <= limit
-    a, b = np.minimum(a, limit), np.clip(b, -limit, limit) + linear_offset
-    s = 1 / (1 + np.exp(-alpha * a))
+    a, b = np.minimum(a, limit), np.clip(b, -limit, limit) + activation.linear_offset
+    line = 2 * np.sqrt(2 / np.pi)
+    z = a * (line + line * 0.044715 * a**2) if kind == "geglu_tanh" else alpha * a
+    s = 1 / (1 + np.exp(-z))
+    if kind == "geglu":
+        s = np.array([math.erfc(-v * math.sqrt(0.5)) / 2 for v in a.ravel()]).reshape(a.shape)
     p = probs.astype(np.float64)[:, None]
     if grad is None:
         y = a * s * b * p
         return y, np.abs(y) * 2.0**-20 + UNDERFLOW
     scaled = grad.astype(np.float64) * p
-    inner = alpha * a * s * (1 - s)
+    by = line + 3 * line * 0.044715 * a**2 if kind == "geglu_tanh" else alpha
+    inner = by * a * s * (1 - s)
+    if kind == "geglu":
+        inner = a * np.exp(-(a**2) / 2) / np.sqrt(2 * np.pi)
     # 1 - s cancels: its error is that of s, whatever is left
-    slack = s * 2.0**-20 + np.abs(alpha * a * s) * (np.abs(1 - s) + s) * 2.0**-20
+    slack = s * 2.0**-20 + np.abs(by * a * s) * (np.abs(1 - s) + s) * 2.0**-20
     dh = np.concatenate([free_a * scaled * b * (s + inner), free_b * scaled * a * s], axis=1)
     error = np.concatenate([free_a * np.abs(scaled * b) * slack, np.abs(dh[:, width:]) * 2.0**-20], axis=1)
     return dh, error + np.abs(dh) * 2.0**-20 + UNDERFLOW
@@ -490,19 +500,19 @@ def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype
     h = (rng.standard_normal((rows, 2 * width)) * 4).astype(dtype)
     h[rng.random(h.shape) < 0.01] = -75
     grad, probs = rng.standard_normal((rows, width)).astype(dtype), rng.random(rows).astype(np.float32)
-    options = {"fmt": fmt, "block": block, **activation}
+    options = {"fmt": fmt, "block": block, "activation": activation}
     q = download(fp8moe.swiglu_quantize(upload(h), upload(probs), **options))
-    assert_rounded(q, *swiglu_in_float64(h, probs, **activation))
+    assert_rounded(q, *swiglu_in_float64(h, probs, activation=activation))
     got = download(fp8moe.swiglu_quantize_backward(upload(grad), upload(h), upload(probs), **options))
-    assert_rounded(got.dh, *swiglu_in_float64(h, probs, grad=grad, **activation))
-    y, _ = swiglu_in_float64(h, np.ones(rows), **activation)
+    assert_rounded(got.dh, *swiglu_in_float64(h, probs, grad=grad, activation=activation))
+    y, _ = swiglu_in_float64(h, np.ones(rows), activation=activation)
     terms = grad.astype(np.float64) * y
     # eight products at a time in float32
     bound = np.abs(terms).sum(axis=1) * 2.0**-19
     assert (np.abs(got.dprobs - terms.sum(axis=1)) <= bound).all()
     whole = download(fp8moe.swiglu_quantize(upload(h), upload(probs), columnwise=True, **options))
     assert_same(whole.rowwise, q)
-    y, error = swiglu_in_float64(h, probs, **activation)
+    y, error = swiglu_in_float64(h, probs, activation=activation)
     for lo in range(0, rows, block[1]):
         # a strip of the columns, as rows of one block each
         strip, slack = (np.zeros((width, block[1])) for _ in range(2))

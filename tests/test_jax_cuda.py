@@ -29,7 +29,7 @@ from test_jax_ops import (
 )
 
 import fp8moe
-from fp8moe import placed
+from fp8moe import Activation, placed
 from fp8moe.records import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -93,7 +93,9 @@ def test_the_layers_gradients(recipe, recompute, put):
     @jax.jit
     def gradients(x, w13, w2, probs, dy):
         def loss(x, w13, w2, probs):
-            y = jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, clamp=2.0)
+            y = jax_ops.moe_ffn(
+                x, w13, w2, ids, probs, recipe=recipe, recompute=recompute, activation=Activation(clamp=2.0)
+            )
             return (y.astype(jnp.float32) * dy).sum()
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(x, w13, w2, probs)
@@ -102,7 +104,10 @@ def test_the_layers_gradients(recipe, recompute, put):
         x, dy = (X * scale).astype(BF16), RNG.standard_normal((T, H)).astype(BF16)
         found = gradients(*map(put, (x, w13, w2, PROBS, dy)))
         _, saved = fp8moe.moe_forward(
-            *map(upload, (x, w13, w2, IDS, PROBS)), recipe=recipe, recompute=recompute, clamp=2.0
+            *map(upload, (x, w13, w2, IDS, PROBS)),
+            recipe=recipe,
+            recompute=recompute,
+            activation=Activation(clamp=2.0),
         )
         wanted = download(fp8moe.moe_backward(saved, upload(dy)))
         for a, b in zip(found, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):

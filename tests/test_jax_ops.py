@@ -10,6 +10,7 @@ import pytest
 from cases import BF16, assert_same
 
 import fp8moe
+from fp8moe import Activation
 from fp8moe.records import map_arrays
 
 jax = pytest.importorskip("jax")
@@ -70,7 +71,7 @@ OPERATIONS = {
     "permute_transpose": ((Q, PLAN), {}),
     "scaling_aware_transpose to blocks": ((Q,), {"target": "block"}),
     "permute_transpose to blocks": ((Q, fp8moe.plan_topk(IDS, E, align_size=128)), {"target": "block"}),
-    "swiglu": ((X,), {"clamp": 1.5}),
+    "swiglu": ((X,), {"activation": Activation(clamp=1.5)}),
     "swiglu_backward": ((X[:, :128].copy(), X), {}),
     "swiglu_quantize": ((X,), {"columnwise": True, "expert_offsets": OFFSETS}),
     "swiglu_quantize_backward": ((X[:, :128].copy(), X), {}),
@@ -111,11 +112,22 @@ def test_the_layers_gradients(recipe, recompute):
     dy = RNG.standard_normal((T, H)).astype(BF16)
 
     def loss(x, w13, w2, probs):
-        y = jax_ops.moe_ffn(x, w13, w2, IDS_ON_JAX, probs, recipe=recipe, recompute=recompute, clamp=2.0)
+        y = jax_ops.moe_ffn(
+            x,
+            w13,
+            w2,
+            IDS_ON_JAX,
+            probs,
+            recipe=recipe,
+            recompute=recompute,
+            activation=Activation(clamp=2.0),
+        )
         return (y.astype(jnp.float32) * to_jax(dy)).sum()
 
     found = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(to_jax, (X, w13, w2, PROBS)))
-    _, saved = fp8moe.moe_forward(X, w13, w2, IDS, PROBS, recipe=recipe, recompute=recompute, clamp=2.0)
+    _, saved = fp8moe.moe_forward(
+        X, w13, w2, IDS, PROBS, recipe=recipe, recompute=recompute, activation=Activation(clamp=2.0)
+    )
     wanted = fp8moe.moe_backward(saved, dy)
     for a, b in zip(found, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
         np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))

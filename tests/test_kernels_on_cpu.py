@@ -16,11 +16,11 @@ from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
 from test_permute import rest_stays, rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
-from test_swiglu import products_beyond_float32, tiny_values_under_large_probabilities, unquantised
+from test_swiglu import GPT_OSS, products_beyond_float32, tiny_values_under_large_probabilities, unquantised
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
-from fp8moe import border, expert_parallel, replay
+from fp8moe import Activation, border, expert_parallel, replay
 from fp8moe.plan import plan_spec
 from fp8moe.records import ArraySpec, PermutationPlan, arrays_in, field_names
 
@@ -28,6 +28,7 @@ pytest.importorskip("cupy")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = np.random.default_rng()
+ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0)
 
 
 def both(function, *arguments, **options):
@@ -201,14 +202,14 @@ def test_transpose_to_blocks(fmt, columns):
         assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
-@pytest.mark.parametrize("activation", [{}, {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 def test_swiglu(activation, block):
     h = RNG.standard_normal((140, 256)) * 4
     h[RNG.random(h.shape) < 0.01] *= 100  # far from where the quick sigmoid serves
     h = h.astype(BF16)
     grad, probs = RNG.standard_normal((140, 128)).astype(BF16), RNG.random(140).astype(np.float32)
-    options = {"block": block, **activation}
+    options = {"block": block, "activation": activation}
     for offsets in (None, np.array([20, 53, 53, 130], np.int32)):
         options["expert_offsets"] = offsets
         for columnwise in (False, True):
@@ -234,7 +235,7 @@ def test_swiglu_rows_of_several_blocks(width, block):
         assert_nearly_same(ours.dh, theirs.dh)
 
 
-@pytest.mark.parametrize("activation", [{}, {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("dtype", "width"), [(BF16, 128), (BF16, 1408), (np.float16, 640), (BF16, 72)])
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_swiglu_unquantised(dtype, width, activation, with_probs):

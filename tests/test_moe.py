@@ -6,10 +6,10 @@ import torch
 from cases import BF16, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_swiglu import ACTIVATIONS, torch_swiglu
 
 import fp8moe
-
-GPT_OSS = {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0}
+from fp8moe.activation import SWIGLU
 
 
 def layer_inputs(seed, tokens=96, hidden=128, ffn=128, experts=4, k=2, dtype=BF16, dropped=0.0):
@@ -25,16 +25,15 @@ def layer_inputs(seed, tokens=96, hidden=128, ffn=128, experts=4, k=2, dtype=BF1
     }, rng.standard_normal((tokens, hidden)).astype(dtype)
 
 
-def torch_layer(inputs, dy, clamp=None, alpha=1.0, linear_offset=0.0):
+def torch_layer(inputs, dy, activation=SWIGLU):
     """Every expert on every token, then the sum of those chosen: float64, no routing tricks."""
     x, w13, w2, probs = (
         torch.tensor(inputs[n].astype(np.float64), requires_grad=True)
         for n in ("x", "w13", "w2", "topk_probs")
     )
-    a, b = torch.einsum("th,enh->ten", x, w13).chunk(2, dim=-1)
-    if clamp is not None:
-        a, b = a.clamp(max=clamp), b.clamp(-clamp, clamp)
-    every = torch.einsum("tef,ehf->teh", a * torch.sigmoid(alpha * a) * (b + linear_offset), w2)
+    every = torch.einsum(
+        "tef,ehf->teh", torch_swiglu(torch.einsum("th,enh->ten", x, w13), None, activation), w2
+    )
     ids = torch.tensor(inputs["topk_ids"].astype(np.int64))
     chosen = torch.take_along_dim(every, ids.clamp(min=0)[:, :, None], 1)
     y = (chosen * (probs * (ids >= 0))[:, :, None]).sum(1)
@@ -42,8 +41,8 @@ def torch_layer(inputs, dy, clamp=None, alpha=1.0, linear_offset=0.0):
     return [v.detach().numpy() for v in (y, x.grad, probs.grad, w13.grad, w2.grad)]
 
 
-def run(inputs, dy, recipe, recompute=None, **activation):
-    y, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute, **activation)
+def run(inputs, dy, recipe, recompute=None, activation=SWIGLU):
+    y, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute, activation=activation)
     g = fp8moe.moe_backward(saved, dy)
     return [y, g.dx, g.dprobs, g.dw13, g.dw2], saved
 
@@ -53,23 +52,23 @@ def relative(a, b):
     return np.linalg.norm(a.astype(np.float64) - b) / norm if norm else np.abs(a).max(initial=0)
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.3, 1.0)), st.sampled_from(({}, GPT_OSS)))
+@given(st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.3, 1.0)), st.sampled_from(ACTIVATIONS))
 @settings(max_examples=15)
 def test_float64_layer_equals_torch_autograd(seed, dropped, activation):
     inputs, dy = layer_inputs(seed, 33, 12, 7, 3, dtype=np.float64, dropped=dropped)
     for recompute in (None, "moe_expert"):
-        got, _ = run(inputs, dy, "bf16", recompute, **activation)
-        for a, b in zip(got, torch_layer(inputs, dy, **activation), strict=True):
+        got, _ = run(inputs, dy, "bf16", recompute, activation=activation)
+        for a, b in zip(got, torch_layer(inputs, dy, activation=activation), strict=True):
             assert a.shape == b.shape
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-@pytest.mark.parametrize("activation", [{}, GPT_OSS])
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a.clamp != 0.5])  # its step shows roundings
 def test_recipes_stay_within_their_precision(recipe, activation):
     inputs, dy = layer_inputs(1, dropped=0.1)
-    exact = torch_layer(inputs, dy, **activation)
-    got, _ = run(inputs, dy, recipe, **activation)
+    exact = torch_layer(inputs, dy, activation=activation)
+    got, _ = run(inputs, dy, recipe, activation=activation)
     # A rounding to p significant bits is off by 2^-p / sqrt(3) in the mean square or less: e4m3 2^-4,
     # bfloat16 2^-8. The longest chain of factors, dw13, holds six roundings of operands (x, w13, a, dy,
     # w2, dh), and sigmoid's slope at most doubles those of h; errors add in squares:

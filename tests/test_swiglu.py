@@ -11,22 +11,31 @@ from hypothesis import strategies as st
 from test_quantize import oracle, stored
 
 import fp8moe
-from fp8moe.records import Activation
+from fp8moe import Activation
 
 reference = importlib.import_module("fp8moe.reference.swiglu")
 
+GPT_OSS = Activation(clamp=7.0, alpha=1.702, linear_offset=1.0)
 ACTIVATIONS = (
-    {},
-    {"alpha": 1.702, "clamp": 7.0, "linear_offset": 1.0},  # gpt-oss
-    {"clamp": 0.5},
+    Activation(),
+    GPT_OSS,
+    Activation(clamp=0.5),
+    Activation("geglu"),
+    Activation("geglu_tanh"),
+    Activation("geglu", clamp=0.5, linear_offset=1.0),
 )
 
 
-def torch_swiglu(h, probs, clamp=None, alpha=1.0, linear_offset=0.0):
+def torch_swiglu(h, probs, activation):
     a, b = h.chunk(2, dim=-1)
-    if clamp is not None:
-        a, b = a.clamp(max=clamp), b.clamp(-clamp, clamp)
-    y = a * torch.sigmoid(alpha * a) * (b + linear_offset)
+    if activation.clamp is not None:
+        a, b = a.clamp(max=activation.clamp), b.clamp(-activation.clamp, activation.clamp)
+    gates = {
+        "swiglu": lambda a: a * torch.sigmoid(activation.alpha * a),
+        "geglu": torch.nn.functional.gelu,
+        "geglu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"),
+    }
+    y = gates[activation.kind](a) * (b + activation.linear_offset)
     return y if probs is None else y * probs[:, None]
 
 
@@ -45,15 +54,18 @@ def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed)
     exact = torch_swiglu(
         torch.from_numpy(h.astype(np.float64)),
         None if probs is None else torch.from_numpy(probs.astype(np.float64)),
-        **activation,
+        activation=activation,
     ).numpy()
-    got = fp8moe.swiglu(h, probs, **activation)
+    got = fp8moe.swiglu(h, probs, activation=activation)
     assert got.dtype == dtype
     # Five float32 roundings (sigmoid, two or three products, b + offset), each 2^-24 of the value; where b
-    # + 1 cancels, 2^-24 of the operands. sigmoid's argument is rounded too: 2^-24 * |alpha a| (1 - s).
+    # + 1 cancels, 2^-24 of the operands. sigmoid's argument is rounded too: 2^-24 * |alpha a| (1 - s), and
+    # that of GELU by tanh three times more, z times 2^-24 each, z = a (1.6 + 0.0714 a^2) and past 20 nothing.
     a = np.abs(h[:, :width].astype(np.float64))
     operand = 1 + np.abs(h[:, width:].astype(np.float64))
-    float32 = np.abs(exact) * 2.0**-24 * (6 + 2 * a) + a * operand * 2.0**-23 * bool(activation)
+    z = 2 * a + 0.3 * a**3 * (activation.kind == "geglu_tanh")
+    shifted = activation.linear_offset != 0
+    float32 = np.abs(exact) * 2.0**-24 * (6 + z) + a * operand * 2.0**-23 * shifted
     cast = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11}.get(dtype, 0) * np.abs(exact) * 1.01
     assert (np.abs(got.astype(np.float64) - exact) <= float32 + cast + 1e-7).all()
 
@@ -70,9 +82,9 @@ def test_backward_matches_torch_autograd(rows, width, activation, with_probs, se
     h = torch.tensor(rng.standard_normal((rows, 2 * width)) * 3, requires_grad=True)
     probs = torch.tensor(rng.random(rows), requires_grad=True) if with_probs else None
     grad = rng.standard_normal((rows, width))
-    torch_swiglu(h, probs, **activation).backward(torch.tensor(grad))
+    torch_swiglu(h, probs, activation=activation).backward(torch.tensor(grad))
     arguments = (grad, h.detach().numpy(), probs.detach().numpy() if with_probs else None)
-    got = fp8moe.swiglu_backward(*arguments, **activation)
+    got = fp8moe.swiglu_backward(*arguments, activation=activation)
     # float64 throughout: about ten roundings of values up to 10^3, sums of 64
     np.testing.assert_allclose(got.dh, h.grad, rtol=1e-12, atol=1e-12)
     if with_probs:
@@ -80,9 +92,9 @@ def test_backward_matches_torch_autograd(rows, width, activation, with_probs, se
     else:
         assert got.dprobs is None
     single = fp8moe.swiglu_backward(
-        *(None if v is None else v.astype(np.float32) for v in arguments), **activation
+        *(None if v is None else v.astype(np.float32) for v in arguments), activation=activation
     )
-    edge = np.abs(np.abs(h.detach().numpy()) - activation.get("clamp", 1e9)) < 1e-5  # the clamp's step
+    edge = np.abs(np.abs(h.detach().numpy()) - (activation.clamp or 1e9)) < 1e-5  # the clamp's step
     close = np.isclose(single.dh, h.grad, rtol=1e-4, atol=1e-5) | edge
     assert close.all()
 
@@ -99,16 +111,20 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
     rng = np.random.default_rng(seed)
     h = values(rng, (rows, 2 * width)).clip(-30, 30).astype(BF16)
     probs, grad = rng.random(rows).astype(np.float32), values(rng, (rows, width), BF16)
-    both = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, columnwise=True, **activation)
-    y = fp8moe.swiglu(h.astype(np.float32), probs, **activation)
+    both = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, columnwise=True, activation=activation)
+    y = fp8moe.swiglu(h.astype(np.float32), probs, activation=activation)
     for q, b in ((both.rowwise, block), (both.columnwise, block[::-1])):
         codes, scales = oracle(y, fmt, b)
         assert same_bits(q.scales, stored(scales, 32 in b))
         assert same_bits(q.data, codes.T if q.columnwise else codes)
-    single = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, **activation)
+    single = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, activation=activation)
     assert same_bits(single.data, both.rowwise.data)
-    got = fp8moe.swiglu_quantize_backward(grad, h, probs, fmt=fmt, block=block, columnwise=True, **activation)
-    plain = fp8moe.swiglu_backward(grad.astype(np.float32), h.astype(np.float32), probs, **activation)
+    got = fp8moe.swiglu_quantize_backward(
+        grad, h, probs, fmt=fmt, block=block, columnwise=True, activation=activation
+    )
+    plain = fp8moe.swiglu_backward(
+        grad.astype(np.float32), h.astype(np.float32), probs, activation=activation
+    )
     for half in (slice(0, width), slice(width, 2 * width)):  # each half on its own
         codes, _ = oracle(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
         assert same_bits(got.dh.rowwise.data[:, half], codes)
@@ -151,7 +167,7 @@ def test_compiled_forms_equal_the_plain_ones(rows, width, activation, with_probs
     h = values(rng, (rows, 2 * width), awkward=True)
     probs = rng.random(rows).astype(np.float32) if with_probs else None
     grad = values(rng, (rows, width), awkward=True)
-    act = Activation(**{"clamp": None, "alpha": 1.0, "linear_offset": 0.0, **activation})
+    act = activation
     np.testing.assert_array_equal(reference.forward(h, probs, act), reference.forward_plain(h, probs, act))
     dh, _ = reference.backward(grad, h, probs, act)
     np.testing.assert_array_equal(dh, reference.backward_plain(grad, h, probs, act)[0])
@@ -222,9 +238,9 @@ def unquantised(both, dtype, rows, width, activation, with_probs):
     given = (h, probs) if with_probs else (h,)
     digits = 8 if dtype == BF16 else 11  # a rounding to the other side is 2^(1 - digits) of the value
     tiny = 2.0**-133 if dtype == BF16 else 2.0**-24  # the smallest there are
-    y, theirs = both(fp8moe.swiglu, *given, **activation)
+    y, theirs = both(fp8moe.swiglu, *given, activation=activation)
     same_but_for(y, theirs, digits, tiny)
-    ours, theirs = both(fp8moe.swiglu_backward, grad, *given, **activation)
+    ours, theirs = both(fp8moe.swiglu_backward, grad, *given, activation=activation)
     # where da = grad p b (s + g (1 - s)) nearly cancels, 2^-20 is of its terms, which are up to 1 + |alpha a|
     bare = np.where(np.isfinite(h), h, 0).astype(np.float64)
     a, b = np.abs(bare[:, :width]), np.abs(bare[:, width:]) + 1
@@ -245,3 +261,44 @@ def same_but_for(ours, theirs, digits, near):
     with np.errstate(invalid="ignore"):
         assert (~np.isfinite(a) | (np.abs(a - b) <= 2.0 ** (1 - digits) * np.abs(a) + near)).all()
     assert (a != b)[np.isfinite(a)].mean() < 0.01  # of 2^(20 - digits) one
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"kind": "reglu"}, ValueError, "kind: got 'reglu'; wanted one of 'swiglu', 'geglu', 'geglu_tanh'"),
+        ({"clamp": -1.0}, ValueError, "clamp: got -1.0"),
+        ({"clamp": True}, TypeError, "clamp: got bool"),
+        ({"alpha": "1"}, TypeError, "alpha: got str"),
+        ({"alpha": float("nan")}, ValueError, "alpha: got nan"),
+        ({"linear_offset": 1e39}, ValueError, "linear_offset: got 1e"),
+        ({"kind": "geglu", "alpha": 1.702}, ValueError, "alpha: got 1.702 with kind='geglu'"),
+    ],
+)
+def test_no_such_activation(given, kind, words):
+    with pytest.raises(kind, match=words):
+        Activation(**given)
+
+
+@pytest.mark.parametrize("kind", ["geglu", "geglu_tanh"])
+def test_gelu_of_every_bfloat16(kind):
+    """And its derivative, of every finite one, against torch's in float64."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(BF16)
+    every = every[np.isfinite(every.astype(np.float32))].astype(np.float32)
+    every = every[np.abs(every) < 1e12]  # beyond, the cube of a float32 overflows
+    h = np.stack([every, np.ones_like(every)], axis=1)
+    x = torch.from_numpy(every.astype(np.float64)).requires_grad_()
+    y = torch.nn.functional.gelu(x, approximate="tanh" if kind == "geglu_tanh" else "none")
+    y.sum().backward()
+    activation = Activation(kind)
+    found = fp8moe.swiglu(h, activation=activation)[:, 0]
+    slope = fp8moe.swiglu_backward(np.ones((len(h), 1), np.float32), h, activation=activation).dh[:, 0]
+    exact, a = y.detach().numpy(), np.abs(every.astype(np.float64))
+    # As above. torch's own 1 + erf errs by 2^-53 of one, and floats below 2^-126 by 2^-149.
+    z, torchs = 2 * a + 0.3 * a**3 * (kind == "geglu_tanh"), (1 + a) * 2.0**-51 + 2.0**-140
+    assert (np.abs(found - exact) <= np.abs(exact) * 2.0**-24 * (6 + z) + torchs).all()
+    # The derivative's two terms, s below 1 and a slope that is below 1.2 and falls as exp(-a^2 / 3) does,
+    # both with the error of z, which counts where neither s nor 1 - s has vanished.
+    fades = np.exp(-np.minimum(a, 30) / 2)
+    bound = 2.0**-24 * (8 + 2 * z * fades) * np.minimum(2.2, 4 * ((every > 0) + fades))
+    assert (np.abs(slope - x.grad.numpy()) <= bound + torchs).all()

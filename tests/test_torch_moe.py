@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fp8moe
+from fp8moe import Activation
 from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import parts, router_logits
@@ -36,12 +37,14 @@ def backward(layer, x, seed=2):
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
 def test_it_is_the_layer(recipe, recompute):
-    layer, x = module(recipe, recompute=recompute, clamp=7.0), tokens()
+    layer, x = module(recipe, recompute=recompute, activation=Activation(clamp=7.0)), tokens()
     y = backward(layer, x)
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
     other = x.detach().clone().requires_grad_()
     ids, probs = layer.route(other)
-    z = torch_ops.moe_layer(other, w13, w2, ids, probs, recipe=recipe, recompute=recompute, clamp=7.0)
+    z = torch_ops.moe_experts(
+        other, w13, w2, ids, probs, recipe=recipe, recompute=recompute, activation=Activation(clamp=7.0)
+    )
     g = torch.Generator().manual_seed(2)
     z.backward(torch.randn(z.shape, generator=g).to(z.dtype))
     for a, b in ((y, z), (x.grad, other.grad), (layer.w13.grad, w13.grad), (layer.w2.grad, w2.grad)):
@@ -148,7 +151,7 @@ def test_another_routers_choice():
     [("bf16", None), ("fp8_blockwise", None), ("fp8_flow", None), ("fp8_flow", "moe_expert")],
 )
 def test_compiled_as_one_graph(recipe, recompute):
-    layer, x = module(recipe, recompute=recompute, clamp=7.0), tokens()
+    layer, x = module(recipe, recompute=recompute, activation=Activation(clamp=7.0)), tokens()
     block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN, dtype=torch.bfloat16), layer)
     torch.compiler.reset()
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
@@ -172,7 +175,7 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
     ids, probs = layer.route(x)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        how = (layer.recipe, recompute, *layer.activation.values(), "dx,dprobs,dw13,dw2")
+        how = (layer.recipe, recompute, *torch_ops.scalars_of(layer.activation), "dx,dprobs,dw13,dw2")
         copies = arrays_in(tuple(layer._compiled_copies(None)))
         weights = layer.w13, layer.w2
         torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, how, [None, None], None)

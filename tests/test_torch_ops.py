@@ -9,6 +9,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
 import fp8moe
+from fp8moe import Activation
 from fp8moe.adapters import torch_ops
 
 E, K, T, H = 3, 2, 7, 8
@@ -62,7 +63,12 @@ def test_gradcheck_chunks_padding_and_swiglu():
     assert gradcheck(lambda x: torch_ops.pad(x, counts, 4), (x,))
     assert gradcheck(lambda x: torch_ops.unpad(x, counts, 4, num_out_tokens=7), (doubles(8, H),))
     h = doubles(5, 2 * H)
-    assert gradcheck(lambda h, p: torch_ops.swiglu(h, p, alpha=1.7, linear_offset=1.0), (h, doubles(5)))
+    for activation in (
+        Activation(alpha=1.7, linear_offset=1.0),
+        Activation("geglu"),
+        Activation("geglu_tanh"),
+    ):
+        assert gradcheck(lambda h, p, a=activation: torch_ops.swiglu(h, p, activation=a), (h, doubles(5)))
     assert gradcheck(lambda h: torch_ops.swiglu(h), (h,))
 
 
@@ -83,7 +89,7 @@ def test_gradcheck_in_float32():
 
 def test_gradcheck_of_the_layer():
     def layer(x, w13, w2, probs):
-        return torch_ops.moe_layer(x, w13, w2, routing(), probs, recipe="bf16")
+        return torch_ops.moe_experts(x, w13, w2, routing(), probs, recipe="bf16")
 
     inputs = (doubles(T, 4), doubles(E, 6, 4, seed=2), doubles(E, 4, 3, seed=3), doubles(T, K, seed=4))
     assert gradcheck(layer, inputs)
@@ -97,7 +103,7 @@ def test_the_layer_has_the_librarys_gradients(recipe):
         for shape in ((T, 128), (E, 256, 128), (E, 128, 128), (T, 128))
     )
     probs = torch.rand(T, K, generator=g).requires_grad_()
-    y = torch_ops.moe_layer(x, w13, w2, routing(), probs, recipe=recipe, recompute="moe_expert")
+    y = torch_ops.moe_experts(x, w13, w2, routing(), probs, recipe=recipe, recompute="moe_expert")
     y.backward(dy)
     plain = [t.detach() for t in (x, w13, w2)]
     wanted, saved = fp8moe.moe_forward(*plain, routing(), probs.detach(), recipe=recipe)
@@ -143,9 +149,9 @@ def opcheck_cases():
         (ops.sort_chunks_backward, (torch.randn(12, H), sizes, order, torch.rand(12), 4, 1, 7, False)),
         (ops.pad, (doubles(7, H), counts, 4, 8)),
         (ops.unpad, (doubles(8, H), counts, 4, 7)),
-        (ops.swiglu, (doubles(5, 6), doubles(5), None, 1.0, 0.0)),
-        (ops.swiglu, (doubles(5, 6), None, 7.0, 1.7, 1.0)),
-        (ops.swiglu_backward, (torch.randn(5, 3), torch.randn(5, 6), torch.rand(5), None, 1.0, 0.0)),
+        (ops.swiglu, (doubles(5, 6), doubles(5), "swiglu", None, 1.0, 0.0)),
+        (ops.swiglu, (doubles(5, 6), None, "swiglu", 7.0, 1.7, 1.0)),
+        (ops.swiglu_backward, (torch.randn(5, 3), torch.randn(5, 6), torch.rand(5), "geglu", None, 1.0, 0.0)),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 128], True, 0.0, "compact")),
         (ops.quantize, (torch.randn(6, 200), "e5m2", [32, 1], True, 0.0, "compact")),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [], True, 0.0, "compact")),
@@ -159,12 +165,15 @@ def opcheck_cases():
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], offsets, "tile", 1)),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], None, "block", 1)),
         (ops.permute_transpose, (wide.data, wide.scales, "e4m3", [1, 128], "tile", *flat)),
-        (ops.swiglu_quantize, (h, None, "e4m3", [1, 128], None, 1.0, 0.0, False, None, 1)),
-        (ops.swiglu_quantize, (h, torch.rand(6), "e5m2", [1, 32], 7.0, 1.7, 1.0, True, offsets, 1)),
-        (ops.swiglu_quantize_backward, (dy, h, None, "e4m3", [1, 128], None, 1.0, 0.0, True, None, 1)),
+        (ops.swiglu_quantize, (h, None, "e4m3", [1, 128], "swiglu", None, 1.0, 0.0, False, None, 1)),
+        (ops.swiglu_quantize, (h, torch.rand(6), "e5m2", [1, 32], "swiglu", 7.0, 1.7, 1.0, True, offsets, 1)),
         (
             ops.swiglu_quantize_backward,
-            (dy, h, torch.rand(6), "e4m3", [1, 32], 7.0, 1.0, 0.0, False, offsets, 1),
+            (dy, h, None, "e4m3", [1, 128], "swiglu", None, 1.0, 0.0, True, None, 1),
+        ),
+        (
+            ops.swiglu_quantize_backward,
+            (dy, h, torch.rand(6), "e4m3", [1, 32], "geglu_tanh", 7.0, 1.0, 0.0, False, offsets, 1),
         ),
     ]
 
@@ -226,7 +235,7 @@ def test_fp8_operations_compiled_give_the_same_bits():
     offsets, probs = torch.tensor([0, 2, 6], dtype=torch.int32), torch.rand(6)
 
     def work(h, dy, x):
-        options = {"expert_offsets": offsets, "clamp": 7.0}
+        options = {"expert_offsets": offsets, "activation": Activation(clamp=7.0)}
         both = torch_ops.swiglu_quantize(h, probs, columnwise=True, **options)
         grad = torch_ops.swiglu_quantize_backward(dy, h, probs, **options)
         bare = torch_ops.swiglu_quantize(h, fmt="e5m2", block=(1, 32))
@@ -387,7 +396,7 @@ def test_a_gradient_of_a_gradient_is_refused(name):
 
 def test_the_operators_refuse_a_gradient_of_a_gradient():
     h = doubles(5, 2 * H)
-    y = torch.ops.fp8moe.swiglu(h, None, None, 1.0, 0.0)
+    y = torch.ops.fp8moe.swiglu(h, None, "swiglu", None, 1.0, 0.0)
     (grad,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
     with pytest.raises(RuntimeError, match="not twice differentiable"):
         torch.autograd.grad(grad.sum(), h)

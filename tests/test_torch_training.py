@@ -230,7 +230,7 @@ def test_weights_of_bf16_changed_before_the_backward_are_refused(recompute):
     a, b = (torch.randn(2, *s, dtype=torch.float64, requires_grad=True) for s in ((8, 8), (8, 4)))
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     ids, probs = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1, dtype=torch.float64)
-    y = torch_ops.moe_layer(x, a, b, ids, probs, recipe="bf16", recompute=recompute)
+    y = torch_ops.moe_experts(x, a, b, ids, probs, recipe="bf16", recompute=recompute)
     with torch.no_grad():
         a.mul_(3)
     with pytest.raises(RuntimeError, match="w13, w2: got weights that were changed after the forward"):
@@ -426,7 +426,7 @@ def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_moe_layer_compiled(recipe, backend):
+def test_moe_experts_compiled(recipe, backend):
     torch.compiler.reset()
     layer, x = module(recipe), tokens()
     ids, probs = (t.detach() for t in layer.route(x))
@@ -434,7 +434,10 @@ def test_moe_layer_compiled(recipe, backend):
     if recipe == "bf16":
         weights = [w.detach().bfloat16().requires_grad_() for w in weights]
     found = []
-    for call in (torch_ops.moe_layer, torch.compile(torch_ops.moe_layer, backend=backend, fullgraph=True)):
+    for call in (
+        torch_ops.moe_experts,
+        torch.compile(torch_ops.moe_experts, backend=backend, fullgraph=True),
+    ):
         for t in (x, *weights):
             t.grad = None
         y = call(x, *weights, ids, probs, recipe=recipe)
@@ -443,23 +446,23 @@ def test_moe_layer_compiled(recipe, backend):
     assert_equal(*found)
 
 
-# ---------------------------------------------------------------- what moe_layer takes
+# ---------------------------------------------------------------- what moe_experts takes
 
 
 @pytest.mark.parametrize("call", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_moe_layer_takes_what_the_module_takes(recipe, call):
+def test_moe_experts_takes_what_the_module_takes(recipe, call):
     torch.compiler.reset()
     layer, x = module(recipe), tokens(count=60).detach()
     ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().bfloat16() if recipe == "bf16" else w.detach() for w in (layer.w13, layer.w2)]
-    plain = torch_ops.moe_layer(x, *weights, ids, probs, recipe=recipe).detach()
-    moe_layer = torch_ops.moe_layer
+    plain = torch_ops.moe_experts(x, *weights, ids, probs, recipe=recipe).detach()
+    moe_experts = torch_ops.moe_experts
     if call == "compiled":
-        moe_layer = torch.compile(moe_layer, backend="aot_eager", fullgraph=True)
+        moe_experts = torch.compile(moe_experts, backend="aot_eager", fullgraph=True)
 
     def found(*given):
-        return moe_layer(*given, recipe=recipe)
+        return moe_experts(*given, recipe=recipe)
 
     wide = torch.cat([x, x], dim=1)[:, :HIDDEN]  # rows of a wider buffer
     assert torch.equal(found(wide, *weights, ids, probs), plain)
@@ -479,14 +482,14 @@ def test_moe_layer_takes_what_the_module_takes(recipe, call):
         assert torch.equal(y, plain.float())
 
 
-def test_moe_layer_refuses_by_name():
+def test_moe_experts_refuses_by_name():
     layer, x = module(), tokens()
     ids, probs = (t.detach() for t in layer.route(x))
     weights = layer.w13.detach(), layer.w2.detach()
     with pytest.raises(TypeError, match="w13: got quantised weights"):
-        torch_ops.moe_layer(x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16")
+        torch_ops.moe_experts(x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16")
     with pytest.raises(ValueError, match="recipe: got 'fp4'"):
-        torch_ops.moe_layer(x, *weights, ids, probs, recipe="fp4")
+        torch_ops.moe_experts(x, *weights, ids, probs, recipe="fp4")
     good = (x, *weights, ids, probs)
     integer, wide = torch.ones(70, HIDDEN, dtype=torch.int32), weights[1].double()
     for number, bad, error, message in (
@@ -503,7 +506,7 @@ def test_moe_layer_refuses_by_name():
     ):
         given = [bad if i == number else a for i, a in enumerate(good)]
         with pytest.raises(error, match=message):
-            torch_ops.moe_layer(*given, recipe="fp8_flow")
+            torch_ops.moe_experts(*given, recipe="fp8_flow")
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
         layer(integer)
     for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,)):
@@ -684,7 +687,7 @@ def test_the_operators_declare_what_they_do(recipe, recompute):
         multiplied = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
     for wanted in ("dx,dprobs,dw13,dw2", "dx,dprobs", ""):
-        how = (recipe, recompute, None, 1.0, 0.0, wanted)
+        how = (recipe, recompute, "swiglu", None, 1.0, 0.0, wanted)
         forward = torch.ops.fp8moe.experts.default
         torch.library.opcheck(forward, (x, multiplied, ids, probs, *how), test_utils=tests)
         if not wanted:

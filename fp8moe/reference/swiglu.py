@@ -1,19 +1,25 @@
 """SwiGLU and its backward, plain or fused with quantise.
 
 h holds (a | b) side by side. a' = min(a, clamp), b' = clip(b, -clamp, clamp) + linear_offset, and
-y = ((a' * s) * b') * prob with s = sigmoid(alpha * a'), each step rounded to float32 in that order. The
-sigmoid itself is computed in float64 and rounded once, so it is the float32 nearest to the truth but for
-about one value in 10^8; an implementation with another exponential differs from it by its own error only.
+y = ((a' * s) * b') * prob, each step rounded to float32 in that order. s is the gate's weight: sigmoid(z)
+with z = alpha * a' for "swiglu", z = a' * (2c + 2c * 0.044715 * a'^2), c = sqrt(2 / pi), for "geglu_tanh"
+(where 1 + tanh(z / 2) = 2 sigmoid(z)), and the normal distribution's Phi(a') for "geglu". The sigmoid and Phi
+themselves are computed in float64 and rounded once, so each is the float32 nearest to the truth but for about
+one value in 10^8; an implementation with another exponential differs from it by its own error only.
+
+The derivative of a' * s is s + slope, slope = a' * ds/da': z' * (a' * s) * (1 - s), and a' * phi(a') for
+"geglu", with the normal distribution's density phi.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from fp8moe.records import Activation, Quantized, QuantTensor, SwigluGrad
+from fp8moe.activation import Activation, Kind
+from fp8moe.records import Quantized, QuantTensor, SwigluGrad
 from fp8moe.reference.numerics import compiled, quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
 
@@ -107,7 +113,7 @@ def backward(
 def forward_plain(h: np.ndarray, probs: np.ndarray | None, activation: Activation) -> np.ndarray:
     wide = _wide(h)
     a, b = _clamped(*_halves(h), activation)
-    y = a * _sigmoid(wide.type(activation.alpha) * a, wide) * b
+    y = a * _weight(a, activation, wide) * b
     return y if probs is None else y * probs.astype(wide)[:, None]
 
 
@@ -115,17 +121,16 @@ def forward_plain(h: np.ndarray, probs: np.ndarray | None, activation: Activatio
 def backward_plain(
     grad: np.ndarray, h: np.ndarray, probs: np.ndarray | None, activation: Activation
 ) -> tuple[np.ndarray, Any]:
-    """With g = a' * s: da = grad * prob * b' * (s + alpha * g * (1 - s)), db = grad * prob * g, each zero
-    where the clamp holds; dprob = sum of grad * g * b', summed in float64."""
+    """With g = a' * s: da = grad * prob * b' * (s + slope), db = grad * prob * g, each zero where the clamp
+    holds; dprob = sum of grad * g * b', summed in float64."""
     wide = _wide(h)
     raw_a, raw_b = _halves(h)
     a, b = _clamped(raw_a, raw_b, activation)
-    alpha = wide.type(activation.alpha)
     grad = grad if grad.dtype == wide else to_f32(grad)
-    s = _sigmoid(alpha * a, wide)
+    s = _weight(a, activation, wide)
     g = a * s
     scaled = grad if probs is None else grad * probs.astype(wide)[:, None]
-    da = scaled * b * (s + alpha * g * (wide.type(1) - s))
+    da = scaled * b * (s + _slope(a, g, s, activation, wide))
     db = scaled * g
     if activation.clamp is not None:
         limit = wide.type(activation.clamp)
@@ -153,8 +158,33 @@ def _clamped(a: np.ndarray, b: np.ndarray, activation: Activation) -> tuple[np.n
     return a, b
 
 
-def _sigmoid(z: np.ndarray, wide: np.dtype) -> np.ndarray:
+LINE = 2 * math.sqrt(2 / math.pi)  # 2c
+CUBE = LINE * 0.044715
+
+
+def _weight(a: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray:
+    """s of the gates."""
+    if activation.kind == "geglu":
+        return _erfc(-a.astype(np.float64) * math.sqrt(0.5)).astype(wide) / wide.type(2)
+    if activation.kind == "geglu_tanh":
+        z = a * (wide.type(LINE) + wide.type(CUBE) * (a * a))
+    else:
+        z = wide.type(activation.alpha) * a
     return (1.0 / (1.0 + np.exp(-z.astype(np.float64)))).astype(wide)
+
+
+def _slope(a: np.ndarray, g: np.ndarray, s: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray:
+    if activation.kind == "geglu":
+        x = a.astype(np.float64)
+        return (x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)).astype(wide)
+    by = wide.type(activation.alpha)
+    if activation.kind == "geglu_tanh":
+        by = wide.type(LINE) + wide.type(3 * CUBE) * (a * a)
+    return by * g * (wide.type(1) - s)
+
+
+def _erfc(x: np.ndarray) -> np.ndarray:
+    return np.array([math.erfc(v) for v in x.ravel().tolist()], np.float64).reshape(x.shape)
 
 
 # ---------------------------------------------------------------- the compiled forms
@@ -164,14 +194,21 @@ def _weights(probs: np.ndarray | None) -> np.ndarray:
     return np.empty(0, np.float32) if probs is None else probs.astype(np.float32)
 
 
-def _constants(activation: Activation) -> tuple[np.float32, ...]:
+def _constants(activation: Activation) -> tuple[Any, ...]:
     clamp = np.inf if activation.clamp is None else activation.clamp
-    return np.float32(clamp), np.float32(activation.alpha), np.float32(activation.linear_offset)
+    kind = KINDS.index(activation.kind)
+    return kind, np.float32(clamp), np.float32(activation.alpha), np.float32(activation.linear_offset)
+
+
+KINDS = get_args(Kind)
+GEGLU, GEGLU_TANH = KINDS.index("geglu"), KINDS.index("geglu_tanh")
+LINE32, CUBE32, SLOPE32 = np.float32(LINE), np.float32(CUBE), np.float32(3 * CUBE)
+HALF_ROOT, ROOT_PI = math.sqrt(0.5), math.sqrt(2 * math.pi)
 
 
 @compiled
-def _value(a, b, clamp, alpha, offset):  # type: ignore[no-untyped-def]
-    """(a', b', sigmoid(alpha * a')): one element of `_clamped` and `_sigmoid`."""
+def _value(a, b, kind, clamp, alpha, offset):  # type: ignore[no-untyped-def]
+    """(a', b', s): one element of `_clamped` and `_weight`."""
     if a > clamp:
         a = clamp
     if b > clamp:
@@ -180,15 +217,28 @@ def _value(a, b, clamp, alpha, offset):  # type: ignore[no-untyped-def]
         b = -clamp
     if offset != np.float32(0):
         b += offset
-    return a, b, np.float32(1.0 / (1.0 + math.exp(-np.float64(alpha * a))))
+    if kind == GEGLU:
+        return a, b, np.float32(math.erfc(-np.float64(a) * HALF_ROOT)) * np.float32(0.5)
+    z = a * (LINE32 + CUBE32 * (a * a)) if kind == GEGLU_TANH else alpha * a
+    return a, b, np.float32(1.0 / (1.0 + math.exp(-np.float64(z))))
 
 
 @compiled
-def _forward_loop(first, last, h, probs, clamp, alpha, offset, y):  # type: ignore[no-untyped-def]
+def _slope_of(a, g, s, kind, alpha):  # type: ignore[no-untyped-def]
+    """One element of `_slope`."""
+    if kind == GEGLU:
+        x = np.float64(a)
+        return np.float32(x * math.exp(-x * x / 2) / ROOT_PI)
+    by = LINE32 + SLOPE32 * (a * a) if kind == GEGLU_TANH else alpha
+    return by * g * (np.float32(1) - s)
+
+
+@compiled
+def _forward_loop(first, last, h, probs, kind, clamp, alpha, offset, y):  # type: ignore[no-untyped-def]
     width = y.shape[1]
     for r in range(first, last):
         for i in range(width):
-            a, b, s = _value(h[r, i], h[r, width + i], clamp, alpha, offset)
+            a, b, s = _value(h[r, i], h[r, width + i], kind, clamp, alpha, offset)
             y[r, i] = a * s * b
         if probs.size:
             for i in range(width):
@@ -197,20 +247,19 @@ def _forward_loop(first, last, h, probs, clamp, alpha, offset, y):  # type: igno
 
 @compiled
 def _backward_loop(  # type: ignore[no-untyped-def]
-    first, last, grad, h, probs, clamp, alpha, offset, dh, dprobs
+    first, last, grad, h, probs, kind, clamp, alpha, offset, dh, dprobs
 ):
     width = grad.shape[1]
-    one = np.float32(1)
     for r in range(first, last):
         total = 0.0
         for i in range(width):
-            a, b, s = _value(h[r, i], h[r, width + i], clamp, alpha, offset)
+            a, b, s = _value(h[r, i], h[r, width + i], kind, clamp, alpha, offset)
             g = a * s
             scaled = grad[r, i]
             total += np.float64(scaled * g * b)
             if probs.size:
                 scaled *= probs[r]
-            da = scaled * b * (s + alpha * g * (one - s))
+            da = scaled * b * (s + _slope_of(a, g, s, kind, alpha))
             db = scaled * g
             dh[r, i] = np.float32(0) if h[r, i] > clamp else da
             dh[r, width + i] = np.float32(0) if abs(h[r, width + i]) > clamp else db

@@ -1,0 +1,184 @@
+"""The experts of Hugging Face transformers' models: ``experts_implementation="fp8moe"``.
+
+    from fp8moe.adapters import transformers as fp8moe_transformers
+    fp8moe_transformers.enable(recipe="fp8_flow")
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fp8moe")
+
+Parameters keep their names, shapes and dtypes: checkpoints, optimizers, PEFT and FSDP see the model that they
+know. Every forward quantises the weights as they are then; nothing can be stale.
+
+What a class computes between its two products is found by evaluating its own gate on numbers, and comparing
+with every `fp8moe.Activation` of its constants. A class whose gate is none of them is refused by name, as are
+experts without a gate, with biases or with a norm of their own.
+
+Checked against transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import fp8moe
+from fp8moe import Activation, checks
+from fp8moe.activation import Kind
+from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.moe import RECIPES
+
+
+def enable(recipe: str = "fp8_flow", *, recompute: str | None = None, name: str = "fp8moe") -> None:
+    """Register the experts, and their expert parallelism, with transformers.
+
+    name: what ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their
+        expert parallelism, whose rows then travel between ranks in FP8. Another name for each recipe that is
+        used in one process; the same name again replaces what it stood for.
+    recipe, recompute: as of `fp8moe.moe_forward`.
+    """
+    options = {
+        "recipe": checks.choice("recipe", recipe, RECIPES),
+        "recompute": checks.choice("recompute", recompute, (None, "moe_expert")),
+    }
+
+    def experts_forward(
+        self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        return _multiply(self, hidden_states, top_k_index, top_k_weights, options)
+
+    class ExpertParallel(EPImplementation):
+        """Tokens to their experts' ranks and back by `fp8moe.expert_parallel`."""
+
+        def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
+            super().__init__(experts, ep_mesh, tp_mesh)
+            self._experts = experts
+            self._comm = ProcessGroup(ep_mesh.get_group())
+
+        def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            x, ids, probs = hidden_states, top_k_index, top_k_weights
+            if self.tp_mesh.size() > 1:  # the group's ranks hold one batch: each takes its part of the tokens
+                x, ids, probs = (_part(t, self.tp_mesh) for t in (x, ids, probs))
+            y = _multiply(self._experts, x, ids, probs, options, self._comm)
+            return _whole(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
+
+    ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    EPImplementationInterface.register(name, ExpertParallel)
+
+
+def _part(t: Tensor, mesh: Any) -> Tensor:
+    return (
+        DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
+    )
+
+
+def _whole(t: Tensor, mesh: Any, shape: Any) -> Tensor:
+    strides = shape[1], 1
+    return DTensor.from_local(t.contiguous(), mesh, [Shard(0)], shape=shape, stride=strides).full_tensor()
+
+
+def _multiply(
+    experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: dict[str, Any], comm: Any = None
+) -> Tensor:
+    activation = activation_of(experts)
+    w13, w2 = experts.gate_up_proj, experts.down_proj
+    if experts.is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    if not experts.is_concatenated:
+        w13 = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
+    return moe_experts(x, w13, w2, ids, probs, activation=activation, comm=comm, **options)
+
+
+# ---------------------------------------------------------------- what lies between the two products
+
+
+@torch.compiler.assume_constant_result
+def activation_of(experts: Any) -> Activation:
+    """What an experts module does with its gate and up projections.
+
+    Raises NotImplementedError, by the module's name, for what `fp8moe.Activation` does not describe.
+    """
+    known = _activations.get(experts)
+    constants = _constants(experts)
+    if known is not None and known[0] is getattr(experts, "act_fn", None) and known[1] == constants:
+        return known[2]
+    name = type(experts).__name__
+    for attribute, what in (
+        ("has_bias", "biases"),
+        ("has_post_expert_norm", "a norm after each expert"),
+    ):
+        if getattr(experts, attribute, False):
+            raise _unsupported(name, f"experts with {what}")
+    if not getattr(experts, "has_gate", False):
+        raise _unsupported(name, "experts without a gate")
+    probe = _probe(constants)
+    gated = _gated(experts, probe)
+    found = _matching(gated.tobytes(), constants)
+    if found is None:
+        act = getattr(experts, "act_fn", None)
+        raise _unsupported(
+            name, f"a gate ({getattr(act, '__name__', type(act).__name__)}) that is none of Activation's"
+        )
+    _activations[experts] = getattr(experts, "act_fn", None), constants, found
+    return found
+
+
+_activations: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def _unsupported(name: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name}: got {what}; wanted gated experts of one of {', '.join(get_args(Kind))}; pass "
+        'experts_implementation="grouped_mm"'
+    )
+
+
+def _constants(experts: Any) -> tuple[float, ...]:
+    """Numbers of the module by which its gate may clamp or multiply."""
+    named = ((n, v) for n, v in vars(experts).items() if isinstance(v, (int, float)) and v > 0)
+    return tuple(sorted({float(v) for n, v in named if any(word in n for word in _WORDS)}))
+
+
+_WORDS = ("limit", "clamp", "alpha")
+
+
+def _probe(constants: tuple[float, ...]) -> np.ndarray:
+    """Rows (gate, up) [N, 2] of all pairs of numbers, inside and past each constant."""
+    values = {*np.linspace(-6, 6, 25), -30.0, 30.0}
+    for c in constants:
+        values |= {0.9 * c, -0.9 * c, 1.5 * c, -1.5 * c}
+    grid = np.array(sorted(values))
+    return np.stack(np.meshgrid(grid, grid), axis=-1).reshape(-1, 2)
+
+
+def _gated(experts: Any, probe: np.ndarray) -> np.ndarray:
+    # as the module has its columns: of one gate and one up, interleaved and concatenated are the same
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.utils._python_dispatch._disable_current_modes(),
+    ):
+        return experts._apply_gate(torch.from_numpy(probe)).numpy()[:, 0]
+
+
+@functools.lru_cache(maxsize=256)
+def _matching(gated: bytes, constants: tuple[float, ...]) -> Activation | None:
+    probe, wanted = _probe(constants), np.frombuffer(gated, np.float64)
+    sigmoids = [("swiglu", alpha) for alpha in (1.0, 1.702, *constants)]
+    others = [(kind, 1.0) for kind in get_args(Kind) if kind != "swiglu"]
+    for (kind, alpha), clamp, offset in itertools.product(
+        [*sigmoids, *others], (None, *constants), (0.0, 1.0)
+    ):
+        activation = Activation(kind, clamp, alpha, offset)
+        found = fp8moe.swiglu(probe, activation=activation)[:, 0]
+        # some gates work in float32, 2^-24 of each of a handful of steps; the next kind differs by 4e-4
+        if np.allclose(found, wanted, rtol=1e-5, atol=1e-6):
+            return activation
+    return None

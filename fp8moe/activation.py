@@ -1,0 +1,49 @@
+"""What the experts compute between their two products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from fp8moe import checks
+from fp8moe.records import Options
+
+Kind = Literal["swiglu", "geglu", "geglu_tanh"]
+
+
+@dataclass(frozen=True)
+class Activation(Options):
+    """y = act(a) * (b + linear_offset), of the gates a and the ups b: h = (a | b).
+
+    kind: "swiglu": act(a) = a * sigmoid(alpha * a), with alpha = 1 SiLU, with 1.702 the quick GELU; "geglu":
+        GELU, a * Phi(a) with the normal distribution's Phi; "geglu_tanh": its approximation by tanh
+        (Hendrycks and Gimpel, arXiv 1606.08415), as torch's ``gelu(approximate="tanh")``. The GLU variants
+        are those of Shazeer (arXiv 2002.05202).
+    clamp: a <= clamp and -clamp <= b <= clamp first; None: neither.
+    alpha: of "swiglu" only.
+    linear_offset: with alpha 1.702, clamp 7 and linear_offset 1 "swiglu" is gpt-oss's activation.
+
+    Raises TypeError or ValueError for what is no such number.
+    """
+
+    kind: Kind = "swiglu"
+    clamp: float | None = None
+    alpha: float = 1.0
+    linear_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.choice("kind", self.kind, get_args(Kind))
+        clamp = None if self.clamp is None else checks.number("clamp", self.clamp, 0.0)
+        for name, value in (
+            ("clamp", clamp),
+            ("alpha", checks.number("alpha", self.alpha, 0.0)),
+            ("linear_offset", checks.number("linear_offset", self.linear_offset, -np.inf)),
+        ):
+            object.__setattr__(self, name, value)
+        if self.kind != "swiglu" and self.alpha != 1.0:
+            raise ValueError(f'alpha: got {self.alpha} with kind={self.kind!r}; wanted it with "swiglu" only')
+
+
+SWIGLU = Activation()

@@ -1,0 +1,258 @@
+"""`fp8moe.adapters.transformers` in Hugging Face transformers itself."""
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+warnings.filterwarnings("ignore", module="transformers")
+
+from fp8moe.adapters import transformers as adapter  # noqa: E402
+
+E, H, F, T, K = 4, 64, 48, 23, 2  # F: no multiple of 128
+FP8, BF16 = "fp8moe", "fp8moe_bf16"
+adapter.enable("fp8_flow", name=FP8)
+adapter.enable("bf16", name=BF16)
+
+# What rounding to e4m3 leaves: steps of 1/8 to 1/16 of a value, whose errors have a standard deviation of
+# 1 / sqrt(12) of that, 0.026 of the value on average. y and each gradient come from at most five products of
+# two rounded operands, one behind the other: 0.026 * sqrt(10) = 0.08. Twice that is more than chance.
+FP8_NOISE = 0.16
+
+
+class Config:
+    """Names that the models' configurations have for the sizes of experts."""
+
+    num_experts = num_local_experts = n_routed_experts = moe_num_experts = E
+    hidden_size = moe_hidden_size = H
+    intermediate_size = moe_intermediate_size = F
+    hidden_act, hidden_activation, mlp_hidden_act = "silu", "gelu_pytorch_tanh", "relu2"
+    swiglu_limit, swiglu_alpha, post_norm_eps = 6.0, 1.702, 1e-5  # one gate in a hundred is clamped
+    mlp_gate_softcap = mlp_up_softcap = 10.0
+    moe_latent_size = None
+
+    def __init__(self, **changed):
+        self.__dict__.update(changed)
+
+
+def expert_classes():
+    """(module, class) of all that choose by ``experts_implementation``, as the sources have them."""
+    found = []
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        for name in re.findall(
+            r"^@use_experts_implementation(?:\([^)]*\))?\s*\nclass (\w+)", file.read_text(), re.MULTILINE
+        ):
+            found.append((f"transformers.models.{file.parent.name}.{file.stem}", name))
+    return found
+
+
+REFUSED = {
+    "GptOssExperts": "biases",
+    "OpenAIPrivacyFilterExperts": "biases",
+    "MuseSparkExperts": "a norm after each expert",
+    "NemotronHExperts": "experts without a gate",
+    "Inkling2Experts": "a gate .Inkling2SoftcappedSwiGLU. that",
+}
+
+
+def experts_of(module, name, **changed):
+    experts = getattr(importlib.import_module(module), name)(Config(**changed))
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return experts
+
+
+def results(experts, implementation, x, ids, probs, dy):
+    """y and all gradients."""
+    experts.config._experts_implementation = implementation
+    inputs = [t.detach().clone().requires_grad_() for t in (x, probs)]
+    experts.zero_grad()
+    y = experts(inputs[0], ids, inputs[1])
+    assert y.dtype == x.dtype
+    y.backward(dy)
+    return [y.detach(), *(t.grad for t in inputs), *(p.grad.clone() for p in experts.parameters())]
+
+
+def routed(dtype=torch.float32):
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    return torch.randn(T, H).to(dtype), ids, torch.rand(T, K), torch.randn(T, H).to(dtype)
+
+
+@pytest.mark.parametrize(("module", "name"), expert_classes(), ids=lambda v: v.rpartition("_")[2])
+def test_every_class(module, name):
+    """The same as the model's own loop over experts, or refused by name."""
+    experts, given = experts_of(module, name), routed()
+    if name in REFUSED:
+        experts.config._experts_implementation = FP8
+        with pytest.raises(NotImplementedError, match=f"{name}: got .*{REFUSED[name]}.*grouped_mm"):
+            experts(*given[:3])
+        return
+    wanted = results(experts, "eager", *given)
+    # float32 sums of at most H + F products, one behind the other
+    for found, true in zip(results(experts, BF16, *given), wanted, strict=True):
+        assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+    for found, true in zip(results(experts, FP8, *given), wanted, strict=True):
+        assert (found - true).norm() <= FP8_NOISE * true.norm()
+
+
+def test_how_many_classes():
+    classes = {name for _, name in expert_classes()}
+    assert set(REFUSED) <= classes
+    assert len(classes - set(REFUSED)) >= 60
+
+
+QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts"
+
+
+@pytest.mark.parametrize(
+    "act", ["gelu", "gelu_pytorch_tanh", "gelu_python", "gelu_new", "silu", "swish", "quick_gelu"]
+)
+def test_the_activation_is_the_configured_one(act):
+    experts, given = experts_of(*QWEN, hidden_act=act), routed()
+    for found, true in zip(*(results(experts, i, *given) for i in (BF16, "eager")), strict=True):
+        assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+
+
+@pytest.mark.parametrize("act", ["gelu_10", "mish", "relu6", "hardswish", "linear", "tanh"])
+def test_other_activations_are_refused_by_name(act):
+    experts = experts_of(*QWEN, hidden_act=act, _experts_implementation=FP8)
+    with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts: got a gate \(\w+\) that is none"):
+        experts(*routed()[:3])
+
+
+def test_an_activation_that_changes_is_looked_at_again():
+    experts, given = experts_of(*QWEN), routed()
+    before = results(experts, BF16, *given)[0]
+    experts.act_fn = torch.nn.GELU()
+    found, true = (results(experts, i, *given)[0] for i in (BF16, "eager"))
+    assert (found - before).norm() > 0.01 * true.norm()
+    assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+
+
+def test_dropped_experts():
+    """Transformers names expert E where another rank has it."""
+    experts = experts_of(*QWEN)
+    x, ids, probs, dy = routed()
+    there = torch.rand(T, K) < 0.6
+    for none in (E, -1):
+        found = results(experts, BF16, x, torch.where(there, ids, none), probs, dy)
+        wanted = results(experts, BF16, x, ids, torch.where(there, probs, 0), dy)
+        wanted[2] = torch.where(there, wanted[2], 0)
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).abs().max() <= 4 * (H + F) * 2.0**-24 * b.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_for_other_numbers_of_tokens():
+    torch.compiler.reset()
+    experts = experts_of(*QWEN, _experts_implementation=FP8)
+    run = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    x, ids, probs, dy = (t.repeat(4, 1) for t in routed(torch.bfloat16))
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        torch._dynamo.utils.counters.clear()
+        for tokens in range(3, 43, 2):
+            given = x[:tokens].clone().requires_grad_()
+            run(given, ids[:tokens], probs[:tokens]).backward(dy[:tokens])
+            compiled = given.grad
+            given = x[:tokens].clone().requires_grad_()
+            experts(given, ids[:tokens], probs[:tokens]).backward(dy[:tokens])
+            assert torch.equal(compiled, given.grad)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+# ---------------------------------------------------------------- whole models
+
+
+def tiny_model(implementation, **changed):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        intermediate_size=64,
+        experts_implementation=implementation,
+        **changed,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+class Text(torch.utils.data.Dataset):
+    """Counting up from anywhere: learnt in a few steps."""
+
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, i):
+        ids = (torch.arange(24) + i * 7) % 64
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapted", [False, True])
+def test_trainer_with_its_defaults(tmp_path, adapted):
+    """Fused AdamW, bf16 over float32 weights, gradient checkpointing, accumulation; with PEFT's LoRA on
+    attention, experts are frozen."""
+    losses = {}
+    for implementation in ("eager", FP8):
+        model = tiny_model(implementation)
+        if adapted:
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=12,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=5e-3,
+            bf16=True,
+            gradient_checkpointing=True,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=1,
+        )
+        assert arguments.optim == "adamw_torch_fused"
+        trainer = transformers.Trainer(model, arguments, train_dataset=Text())
+        trainer.train()
+        losses[implementation] = [e["loss"] for e in trainer.state.log_history if "loss" in e]
+        grads = [p.grad for n, p in model.named_parameters() if "experts" in n]
+        assert not (adapted and any(g is not None for g in grads))
+    plain, ours = (torch.tensor(losses[i]) for i in ("eager", FP8))
+    assert len(ours) == 12
+    if not adapted:
+        assert ours[-1] < 0.8 * ours[0]
+    # The seed's spread of this run's last losses is 5 %; before the first step there is FP8's noise alone.
+    assert abs(ours[0] - plain[0]) < 0.01 * plain[0]
+    assert ((ours - plain).abs() < 0.08 * plain).all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_saved_and_loaded(tmp_path):
+    """Names, shapes and dtypes of parameters are the model's own."""
+    model = tiny_model(FP8)
+    before = model.state_dict()
+    assert {n: p.shape for n, p in before.items()} == {
+        n: p.shape for n, p in tiny_model("eager").state_dict().items()
+    }
+    model.save_pretrained(tmp_path)
+    ids = Text()[3]["input_ids"][None]
+    wanted = model(ids).logits
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=FP8)
+    assert loaded.get_experts_implementation()[""] == FP8
+    assert torch.equal(loaded(ids).logits, wanted)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not torch.equal(plain(ids).logits, wanted)
+    plain.set_experts_implementation(FP8)
+    assert torch.equal(plain(ids).logits, wanted)
