@@ -378,7 +378,9 @@ struct RowScales {
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
 // Launch: a warp a row.
-extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
+extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
+                                                  : ACT == SWIGLU ? 6
+                                                                  : 5)
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
                                   i64 vectors, u8* codes, void* scales, float* dprobs) {
@@ -396,7 +398,9 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
 }
 
 // The same, dh as h is, not quantised; width a multiple of 128.
-extern "C" __global__ void __launch_bounds__(128, KIND == F32 ? 4 : 6)
+extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
+                                                  : ACT == SWIGLU ? 6
+                                                                  : 5)
     swiglu_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind, float clamp,
                          float alpha, float offset, i64 rows, i64 vectors, void* dh, float* dprobs) {
   after_earlier();
