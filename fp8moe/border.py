@@ -514,6 +514,16 @@ class Family:
         return not self.always_writable and not x.flags.writeable
 
 
+class _CpuMemory:
+    """A tensor by NumPy's array interface. ``Tensor.numpy`` would do, but makes its storage one that cannot be
+    resized, as FSDP does to free what it gathered."""
+
+    def __init__(self, x: Any, ptr: int, dtype: np.dtype):
+        self._owner = x
+        shape = tuple(x.shape)
+        self.__array_interface__ = {"data": (ptr, False), "shape": shape, "typestr": dtype.str, "version": 3}
+
+
 class _Torch(Family):
     name = "torch"
     always_writable = True
@@ -551,9 +561,9 @@ class _Torch(Family):
                 f"({str(error).splitlines()[0]}); wanted a strided one outside of torch.func's transforms; "
                 "pass x.to_dense(), or go through fp8moe.adapters.torch_ops"
             ) from None
-        if _plain(dtype) == dtype:
-            return x.detach().numpy()
-        return x.detach().view(getattr(torch, _plain(dtype).name)).numpy().view(dtype)
+        if not x.numel():
+            return np.empty(tuple(x.shape), dtype)
+        return np.asarray(_CpuMemory(x, ptr, _plain(dtype))).view(dtype)
 
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         if device == "cpu":

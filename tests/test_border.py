@@ -474,3 +474,14 @@ def test_arrays_on_two_devices_are_refused(monkeypatch):
         with pytest.raises(TypeError, match=words):
             border.enter(a=first, b=second)
     assert border.enter(a=Array(0), b=Array(0)).device == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensors_storage_can_be_freed_after_a_call(dtype):
+    """As FSDP frees the parameters that it gathered."""
+    x = torch.randn(4, 128).to(dtype)
+    wanted = fp8moe.quantize(x.clone())
+    found = fp8moe.quantize(x)
+    x.untyped_storage().resize_(0)
+    assert torch.equal(found.data, wanted.data)
+    x.untyped_storage().resize_(4 * 128 * x.itemsize)

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -256,3 +258,33 @@ def test_saved_and_loaded(tmp_path):
     assert not torch.equal(plain(ids).logits, wanted)
     plain.set_experts_implementation(FP8)
     assert torch.equal(plain(ids).logits, wanted)
+
+
+def test_expert_parallelism_of_two_ranks(tmp_path):
+    """By transformers' own configuration: logits and gradients as on one rank."""
+    tiny_model("eager").save_pretrained(tmp_path / "model")
+    script, port = Path(__file__).with_name("transformers_rank.py"), str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-Wignore", script, str(r), tmp_path / "file", tmp_path / "model", port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    try:
+        for rank in ranks:
+            said, _ = rank.communicate(timeout=240)
+            assert rank.returncode == 0, said[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
