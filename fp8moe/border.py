@@ -515,8 +515,8 @@ class Family:
 
 
 class _CpuMemory:
-    """A tensor by NumPy's array interface. ``Tensor.numpy`` would do, but makes its storage one that cannot be
-    resized, as FSDP does to free what it gathered."""
+    """A tensor by NumPy's array interface. ``Tensor.numpy`` would do, but makes its storage one that cannot
+    be resized, as FSDP does to free what it gathered."""
 
     def __init__(self, x: Any, ptr: int, dtype: np.dtype):
         self._owner = x
