@@ -32,6 +32,7 @@ ADAPTERS = {
     "jax_expert_parallel": _JAX,
     "transformer_engine_jax": _JAX,
     "transformers": ("transformers", "pip install 'fp8moe[transformers]'"),
+    "torchtitan": ("torchtitan", "pip install 'torchtitan>=0.3'"),
     "megatron": ("megatron", "pip install 'megatron-core>=0.16'"),
     "cupy_nccl": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),
     "deepgemm": ("deep_gemm", "build DeepGEMM from its repository"),

@@ -1,0 +1,115 @@
+"""torchtitan's routed experts by this library: dispatch, experts and combine in one.
+
+    from fp8moe.adapters.torchtitan import FP8MoEConverter
+    model_registry("30B-A3B", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
+
+Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``), so
+checkpoints, FSDP and optimizers are as before; every forward quantises them as they are then. Experts of other
+classes than torchtitan's own gated ones are refused by name. With expert parallelism the block does not compile
+as one graph: the counts of rows are looked at on the host.
+
+Checked against torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+from fp8moe import checks
+from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.moe import RECIPES
+
+
+class FP8RoutedExperts(RoutedExperts):
+    """`RoutedExperts` that multiplies by a recipe of `fp8moe.moe_forward`. With expert parallelism rows
+    travel over the dispatcher's mesh, in FP8 for "fp8_flow"; otherwise the dispatcher has nothing to do."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        recipe: str = "fp8_flow"
+        recompute: str | None = None
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._recipe, self._recompute = config.recipe, config.recompute
+        self._comm: ProcessGroup | None = None
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """x [B, L, D] (or [T, D]), scores and ids [B, L, K] to y of x's shape and dtype. The counts are not
+        needed."""
+        del num_local_tokens_per_expert_E
+        experts = self.inner_experts
+        w1, w2, w3 = (
+            w.to_local() if isinstance(w, DTensor) else w
+            for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
+        )
+        return moe_experts(
+            x_BLD,
+            (w1, w3),
+            w2,
+            topk_expert_ids_BLK,
+            topk_scores_BLK,
+            recipe=self._recipe,  # type: ignore[arg-type]
+            recompute=self._recompute,
+            comm=self._comm,
+        )
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("ep")
+        self._comm = None if mesh is None else ProcessGroup(mesh.get_group())
+
+
+class FP8MoEConverter(QuantizationConverter):
+    """Replaces every `RoutedExperts` of a model's configuration by `FP8RoutedExperts`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        recipe: str = "fp8_flow"
+        """ "fp8_flow", "fp8_blockwise" or "bf16": of `fp8moe.moe_forward`."""
+        recompute: str | None = None
+        """None, or "moe_expert": the backward computes the first product and the activation again."""
+
+    def __init__(self, config: Config):
+        checks.choice("recipe", config.recipe, RECIPES)
+        checks.choice("recompute", config.recompute, (None, "moe_expert"))
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """The configuration with the experts replaced; raises NotImplementedError for experts that are no
+        `GroupedExperts` of torchtitan's, and ValueError for a model without any."""
+        found = list(model_config.traverse(RoutedExperts.Config))
+        if not found:
+            raise ValueError(f"model_config: got {type(model_config)._owner.__name__} without routed experts")
+        for fqn, config, parent, attribute in found:
+            for part, wanted in ((config, RoutedExperts), (config.inner_experts, GroupedExperts)):
+                owner = type(part)._owner
+                if owner is not wanted:
+                    raise NotImplementedError(
+                        f"{fqn}: got {owner.__name__}; wanted {wanted.__name__}; leave this converter out"
+                    )
+            new = FP8RoutedExperts.Config(
+                **{f.name: getattr(config, f.name) for f in fields(config)},
+                recipe=self.config.recipe,
+                recompute=self.config.recompute,
+            )
+            if parent is None:
+                model_config = new
+            elif isinstance(parent, list):
+                parent[attribute] = new
+            else:
+                setattr(parent, attribute, new)
+        return model_config

@@ -1,0 +1,128 @@
+"""`fp8moe.adapters.torchtitan` in torchtitan itself."""
+
+import numpy as np
+import pytest
+import torch
+from test_swiglu import torch_swiglu
+from test_transformers import FP8_NOISE
+
+pytest.importorskip("torchtitan")
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.models.qwen3 import model_registry
+
+from fp8moe import Activation
+from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+D, F, E, K, B, L = 64, 48, 4, 2, 3, 7
+
+
+def config(inner=GroupedExperts):
+    return RoutedExperts.Config(
+        inner_experts=inner.Config(dim=D, hidden_dim=F, num_experts=E),
+        token_dispatcher=LocalTokenDispatcher.Config(num_experts=E, top_k=K),
+    )
+
+
+def converted(config, **options):
+    return FP8MoEConverter.Config(**options).build().convert(config)
+
+
+def routed():
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(B * L)])
+    return (
+        torch.randn(B, L, D),
+        torch.rand(B, L, K),
+        ids.reshape(B, L, K),
+        torch.bincount(ids.ravel(), minlength=E),
+    )
+
+
+def exact(experts, x, scores, ids, dy):
+    """y and gradients, expert by expert in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, scores, *experts.parameters())]
+    x, scores, *weights = leaves
+    w = dict(zip((n.split(".")[-1] for n, _ in experts.named_parameters()), weights, strict=True))
+    y = torch.zeros(B * L, D, dtype=torch.float64)
+    flat, of = x.reshape(-1, D), ids.reshape(-1, K)
+    for t in range(B * L):
+        for k in range(K):
+            e = of[t, k]
+            h = torch.cat((w["w1_EFD"][e] @ flat[t], w["w3_EFD"][e] @ flat[t]))
+            a = torch_swiglu(h[None], None, Activation())[0]
+            y = y.index_add(0, torch.tensor([t]), (scores.reshape(-1, K)[t, k] * (w["w2_EDF"][e] @ a))[None])
+    y.backward(dy.reshape(-1, D).double())
+    return [y.detach().reshape(B, L, D), *(t.grad for t in leaves)]
+
+
+def results(experts, x, scores, ids, counts, dy):
+    leaves = [t.detach().clone().requires_grad_() for t in (x, scores)]
+    experts.zero_grad()
+    y = experts(leaves[0], leaves[1], ids, counts)
+    assert y.dtype == x.dtype
+    y.backward(dy)
+    return [y.detach(), *(t.grad for t in leaves), *(p.grad.clone() for p in experts.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "recompute"), [("bf16", None), ("fp8_flow", None), ("fp8_flow", "moe_expert")]
+)
+def test_routed_experts(recipe, recompute):
+    plain, experts = config().build(), converted(config(), recipe=recipe, recompute=recompute).build()
+    assert type(experts) is FP8RoutedExperts
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    experts.load_state_dict(plain.state_dict(), strict=True)  # the same names, shapes and dtypes
+    x, scores, ids, counts = routed()
+    dy = torch.randn(B, L, D)
+    wanted = exact(experts, x, scores, ids, dy)
+    # float32 sums of at most D + F products, one behind the other
+    bound = 4 * (D + F) * 2.0**-24 if recipe == "bf16" else FP8_NOISE
+    for found, true in zip(results(experts, x, scores, ids, counts, dy), wanted, strict=True):
+        assert (found - true).norm() <= bound * true.norm()
+    # torchtitan's own multiplies in bfloat16: a rounding of 2^-9 each of some six operands and results
+    y = plain(x, scores, ids, counts)
+    assert (y - wanted[0]).norm() <= 6 * 2.0**-9 * wanted[0].norm()
+
+
+def test_inside_a_compiled_block():
+    """As one graph, for other numbers of tokens too."""
+    torch.compiler.reset()
+    experts = converted(config()).build()
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    run = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for tokens in (7, 5, 11, 13, 17, 19, 23):
+        x, ids = torch.randn(2, tokens, D), torch.randint(0, E, (2, tokens, K))
+        scores, counts = torch.rand(2, tokens, K), torch.bincount(ids.ravel(), minlength=E)
+        assert torch.equal(run(x, scores, ids, counts), experts(x, scores, ids, counts))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_models_own_configuration():
+    model = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config()]).model.build()
+    layers = [m for m in model.modules() if isinstance(m, MoE)]
+    assert layers
+    assert all(type(m.routed_experts) is FP8RoutedExperts for m in layers)
+    plain = model_registry("debugmodel_moe").model.build()
+    shapes = [{n: (p.shape, p.dtype) for n, p in m.state_dict().items()} for m in (model, plain)]
+    assert shapes[0] == shapes[1]
+    layer, width = layers[0], layers[0].router.gate.weight.shape[1]
+    with torch.no_grad():
+        for p in layer.parameters():
+            torch.nn.init.normal_(p, std=0.05)
+    x = torch.randn(2, 8, width, requires_grad=True)
+    layer(x).square().mean().backward()
+    assert all(np.isfinite(p.grad.norm().item()) and p.grad.any() for p in layer.parameters())
+
+
+def test_what_is_refused():
+    with pytest.raises(NotImplementedError, match="got GptOssGroupedExperts; wanted GroupedExperts"):
+        converted(config(GptOssGroupedExperts))
+    with pytest.raises(ValueError, match="without routed experts"):
+        converted(model_registry("debugmodel").model)
+    with pytest.raises(ValueError, match="recipe: got 'fp4'"):
+        converted(config(), recipe="fp4")
