@@ -4,9 +4,9 @@
     model_registry("30B-A3B", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
 
 Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``), so
-checkpoints, FSDP and optimizers are as before; every forward quantises them as they are then. Experts of other
-classes than torchtitan's own gated ones are refused by name. With expert parallelism the block does not compile
-as one graph: the counts of rows are looked at on the host.
+checkpoints, FSDP and optimizers are as before; every forward quantises them as they are then. Experts of
+other classes than torchtitan's own gated ones are refused by name. With expert parallelism the block does
+not compile as one graph: the counts of rows are looked at on the host.
 
 Checked against torchtitan 0.3.
 """
