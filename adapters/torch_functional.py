@@ -32,11 +32,14 @@ def moe_experts(
     recipe: Recipe = "fp8_flow",
     recompute: str | None = None,
     activation: Activation = SWIGLU,
+    bias13: Tensor | None = None,
+    bias2: Tensor | None = None,
     comm: Any = None,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
 ) -> Tensor:
-    """y[t] = sum over t's experts e of prob * w2[e] @ act(w13[e] @ x[t]), with gradients for x, w13, w2 and
-    topk_probs: `fp8moe.moe_forward` and `fp8moe.moe_backward` for torch, eagerly and compiled.
+    """y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]), with
+    gradients for all but the ids, eagerly and compiled: `fp8moe.moe_forward` and `fp8moe.moe_backward` for
+    torch.
 
     x: [..., H], any float; y has its shape and dtype. The FP8 recipes multiply it as bfloat16, "bf16" in x's
         dtype, under autocast in that of the context.
@@ -45,10 +48,12 @@ def moe_experts(
         gradient. Gradients come in the weights' dtype. Where F is no multiple of 128, the FP8 recipes
         multiply by copies with zeros up to the next one.
     topk_ids: int32 or int64 [..., k], below 0 or E and more for no expert. topk_probs: float [..., k].
+    bias13, bias2: float [E, 2F] and [E, H], as gpt-oss has. The first becomes columns of w13, which multiply
+        ones after x's; in FP8 four, whose sum is the bias to 2^-16. The second is added by torch.
     comm: what moves rows between ranks (`fp8moe.expert_parallel.Comm`): w13 and w2 are this rank's experts
         then, and ids name those of all.
-    fp8_weights: what `quantize_fp8_weights` made of w13 and w2, to multiply by. The caller says by it that
-        they have not changed since: micro-batches share one set. w13 and w2 get their gradients all the same.
+    fp8_weights: what `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it
+        that they have not changed since: micro-batches share one set. All get their gradients the same.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range, by the argument's name;
     NotImplementedError inside transforms of torch.func.
@@ -57,7 +62,9 @@ def moe_experts(
     checks.choice("recipe", recipe, RECIPES)
     torch_ops.check_float("x", x)
     torch_ops.check_float("topk_probs", topk_probs)
-    given, dtype = _weights(w13, w2, recipe), torch.bfloat16
+    given, dtype = _weights(w13, w2, bias13, recipe), torch.bfloat16
+    if bias2 is not None and comm is not None:
+        raise NotImplementedError("bias2: got one with comm; wanted None: other ranks' biases are not here")
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
@@ -68,34 +75,75 @@ def moe_experts(
     if recipe != "bf16" and fp8_weights is None:
         multiplied = [w if isinstance(w, Quantized) else torch_ops.quantize_weights(w) for w in given]
     weights = [None if isinstance(w, Quantized) else w for w in given]
+    hidden = x.shape[-1]
+    rows = x.reshape(-1, hidden).to(dtype).contiguous()
+    ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
+    if bias13 is not None:
+        before, ones, after = _columns(hidden, recipe)
+        added = rows.new_ones(rows.shape[0], ones)
+        rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
     y = experts(
-        x.reshape(-1, x.shape[-1]).to(dtype).contiguous(),
+        rows,
         weights[0],
         weights[1],
-        topk_ids.reshape(-1, topk_ids.shape[-1]).contiguous(),
-        topk_probs.reshape(-1, topk_probs.shape[-1]).contiguous(),
+        ids,
+        probs,
         multiplied,
         recipe=recipe,
         recompute=recompute,
         activation=activation,
         comm=comm,
     )
+    if bias13 is not None:
+        y = y[:, :hidden]
+    if bias2 is not None:
+        y = y + _shares(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
     return y.to(x.dtype).reshape(x.shape)
 
 
+def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
+    """[T, E]: what each expert counts for a token."""
+    there = (ids >= 0) & (ids < experts)
+    shares = probs.new_zeros(ids.shape[0], experts)
+    return shares.scatter_add(1, torch.where(there, ids, 0).long(), torch.where(there, probs, 0))
+
+
 def quantize_fp8_weights(
-    w13: Tensor | tuple[Tensor, Tensor], w2: Tensor, out: tuple[Quantized, Quantized] | None = None
+    w13: Tensor | tuple[Tensor, Tensor],
+    w2: Tensor,
+    bias13: Tensor | None = None,
+    *,
+    out: tuple[Quantized, Quantized] | None = None,
 ) -> tuple[Quantized, Quantized]:
     """(w13, w2) as `moe_experts` multiplies by them in the FP8 recipes, padded like there. out: what an
     earlier call returned, to write to."""
     into = out or (None, None)
-    pairs = zip(_weights(w13, w2, "fp8_flow"), into, strict=True)
+    pairs = zip(_weights(w13, w2, bias13, "fp8_flow"), into, strict=True)
     first, second = (torch_ops.quantize_weights(w, old) for w, old in pairs)
     return first, second
 
 
-def _weights(w13: Any, w2: Any, recipe: str) -> list[Any]:
-    """w13 [E, 2F, H] and w2 [E, H, F], F a multiple of 128 where FP8 wants it."""
+def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
+    """Zeros, ones and zeros after x's columns: the ones in a block of their own, whose scale they decide."""
+    if recipe == "bf16":
+        return 0, 1, 15 - hidden % 16
+    return -hidden % FP8_BLOCK[1], 4, FP8_BLOCK[1] - 4
+
+
+def _split(bias: Tensor, parts: int) -> Tensor:
+    """[E, N, parts] in float32, whose sum is the bias: each but the last rounded to the four significant bits
+    that e4m3 has. The gradient is that of the last."""
+    left = bias.float()
+    found = []
+    for _ in range(parts - 1):
+        part = ((left.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
+        found.append(part)
+        left = left - part
+    return torch.stack((*found, left), dim=-1)
+
+
+def _weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str) -> list[Any]:
+    """w13 [E, 2F, H] and w2 [E, H, F], F a multiple of 128 where FP8 wants it, with `_columns` for a bias."""
     halves: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in halves), ("w2", w2)):
         torch_ops.check_float(name, w, 3)
@@ -104,6 +152,8 @@ def _weights(w13: Any, w2: Any, recipe: str) -> list[Any]:
         if recipe != "bf16" and isinstance(w, Tensor):
             checks.dtype(name, torch_ops.spec_of(w), checks.QUANTIZABLE)
     if isinstance(halves[0], Quantized):
+        if bias13 is not None:
+            raise TypeError("bias13: got one with quantised w13; wanted tensors, or fp8_weights made with it")
         return [halves[0], w2]
     if len(halves) not in (1, 2) or halves[0].shape != halves[-1].shape:
         raise ValueError(
@@ -116,4 +166,12 @@ def _weights(w13: Any, w2: Any, recipe: str) -> list[Any]:
             halves = list(halves[0].unflatten(1, (2, -1)).unbind(1))
         halves, w2 = [pad(w, (0, 0, 0, missing)) for w in halves], pad(w2, (0, missing))
     gate_up = halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
+    if bias13 is not None:
+        torch_ops.check_float("bias13", bias13, 2)
+        before, ones, after = _columns(gate_up.shape[2], recipe)
+        if missing:
+            bias13 = pad(bias13.unflatten(1, (2, -1)), (0, missing)).flatten(1)
+        columns = _split(bias13, ones).to(gate_up.dtype)
+        gate_up = torch.cat((pad(gate_up, (0, before)), pad(columns, (0, after))), dim=2)
+        w2 = pad(w2, (0, 0, 0, before + ones + after))
     return [w if isinstance(w, Quantized) else w.contiguous() for w in (gate_up, w2)]

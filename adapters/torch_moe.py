@@ -60,6 +60,7 @@ class FP8FlowMoE(nn.Module):
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
 
+    router: False leaves it out, with its parameters: forwards are then given topk_ids and topk_probs.
     process_group: the ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what
         moves rows between them, a `fp8moe.expert_parallel.Transport`, as
         `fp8moe.adapters.torch_symmetric_memory` has one. Of num_experts each rank holds an equal share: w13
@@ -91,6 +92,7 @@ class FP8FlowMoE(nn.Module):
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
         process_group: Any = None,
+        router: bool = True,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
     ):
@@ -106,8 +108,8 @@ class FP8FlowMoE(nn.Module):
         checks.options("activation", activation, Activation)
         self.activation = activation
         place = {"device": device, "dtype": dtype}
-        self.router = Router(hidden, num_experts, bias=False, **place)
-        self._ranks = ranks = Ranks(process_group, self.router.weight.device)
+        self.router = Router(hidden, num_experts, bias=False, **place) if router else None
+        self._ranks = ranks = Ranks(process_group, torch.empty(0, device=device).device)
         if num_experts % ranks.size:
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
@@ -129,7 +131,8 @@ class FP8FlowMoE(nn.Module):
     def reset_parameters(self) -> None:
         """Normal with variance 1 / fan-in. Drawn expert by expert, so that a seed gives the same weights on
         any number of ranks."""
-        self.router.reset_parameters()
+        if self.router is not None:
+            self.router.reset_parameters()
         for name in ("w13", "w2"):
             w = getattr(self, name)
             std = 1 / math.sqrt(w.shape[-1])
@@ -177,7 +180,12 @@ class FP8FlowMoE(nn.Module):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made
-        to sum to one again unless ``normalize_probs`` is False. In float32 under autocast, too."""
+        to sum to one again unless ``normalize_probs`` is False. In float32 under autocast, too. Raises
+        ValueError in a layer without a router."""
+        if self.router is None:
+            raise ValueError(
+                "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
+            )
         probs, ids = torch.softmax(self.router(tokens), dim=-1).topk(self.topk, dim=-1)
         return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
 

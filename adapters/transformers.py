@@ -9,7 +9,7 @@ know. Every forward quantises the weights as they are then; nothing can be stale
 
 What a class computes between its two products is found by evaluating its own gate on numbers, and comparing
 with every `fp8moe.Activation` of its constants. A class whose gate is none of them is refused by name, as are
-experts without a gate, with biases or with a norm of their own.
+experts without a gate or with a norm of their own.
 
 Checked against transformers 5.23.
 """
@@ -89,11 +89,16 @@ def _multiply(
 ) -> Tensor:
     activation = activation_of(experts)
     w13, w2 = experts.gate_up_proj, experts.down_proj
+    biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+    bias13, bias2 = biases
     if experts.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     if not experts.is_concatenated:
         w13 = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
-    return moe_experts(x, w13, w2, ids, probs, activation=activation, comm=comm, **options)
+        if bias13 is not None:
+            bias13 = torch.cat((bias13[:, ::2], bias13[:, 1::2]), dim=1)
+    how = {**options, "activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
+    return moe_experts(x, w13, w2, ids, probs, **how)
 
 
 # ---------------------------------------------------------------- what lies between the two products
@@ -110,12 +115,8 @@ def activation_of(experts: Any) -> Activation:
     if known is not None and known[0] is getattr(experts, "act_fn", None) and known[1] == constants:
         return known[2]
     name = type(experts).__name__
-    for attribute, what in (
-        ("has_bias", "biases"),
-        ("has_post_expert_norm", "a norm after each expert"),
-    ):
-        if getattr(experts, attribute, False):
-            raise _unsupported(name, f"experts with {what}")
+    if getattr(experts, "has_post_expert_norm", False):
+        raise _unsupported(name, "experts with a norm after each expert")
     if not getattr(experts, "has_gate", False):
         raise _unsupported(name, "experts without a gate")
     probe = _probe(constants)

@@ -268,3 +268,21 @@ def test_a_float32_number_is_three_bfloat16_numbers():
     x = torch.randn(10_000) * torch.exp2(torch.randint(-60, 60, (10_000,)))
     high, middle, low = (part.double() for part in parts(x))
     assert torch.equal(high + middle + low, x.double())
+
+
+def test_without_a_router():
+    layer, x = module(), tokens()
+    ids, probs = (t.detach() for t in layer.route(x))
+    bare = FP8FlowMoE(layer.hidden, layer.ffn, layer.num_experts, layer.topk, router=False)
+    assert [n for n, _ in bare.named_parameters()] == ["w13", "w2"]
+    bare.load_state_dict({n: v for n, v in layer.state_dict().items() if n != "router.weight"})
+    y = bare(x, ids, probs)
+    assert torch.equal(y, layer(x, ids, probs))
+    y.sum().backward()
+    assert all(p.grad is not None for p in bare.parameters())
+    with pytest.raises(
+        ValueError, match="topk_ids, topk_probs: got neither in a layer made with router=False"
+    ):
+        bare(x)
+    bare.reset_parameters()
+    assert torch.equal(copy.deepcopy(bare)(x, ids, probs), bare(x, ids, probs))

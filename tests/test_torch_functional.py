@@ -1,0 +1,138 @@
+"""`moe_experts` beyond what it hands on: weights in halves, any width, biases, FP8 weights from outside."""
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+import fp8moe
+from fp8moe import Activation
+from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_functional import _split, moe_experts, quantize_fp8_weights
+
+E, H, F, T, K = 4, 96, 72, 37, 2
+RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
+
+
+def problem(width=F):
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    ids[torch.rand(T, K) < 0.1] = -1
+    x, dy = (torch.randn(T, H, dtype=torch.bfloat16) for _ in range(2))
+    weights = torch.randn(E, width, H) / 10, torch.randn(E, width, H) / 10, torch.randn(E, H, width) / 8
+    return x, *weights, ids, torch.rand(T, K), dy
+
+
+def results(call, leaves, dy):
+    """The output and the gradients of all leaves."""
+    leaves = [t.detach().clone().requires_grad_() for t in leaves]
+    y = call(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_halves_and_any_width(recipe):
+    """As w13 in one piece, with zeros up to a multiple of 128: zeros change no bit."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
+    leaves = [x, *(w.to(dtype) for w in (w1, w3, w2)), probs]
+    missing = 128 - F
+
+    def apart(x, w1, w3, w2, probs):
+        return moe_experts(x, (w1, w3), w2, ids, probs, recipe=recipe)
+
+    def whole(x, w1, w3, w2, probs):
+        w13 = torch.cat([pad(w, (0, 0, 0, missing)) for w in (w1, w3)], dim=1)
+        return torch_ops.moe_experts(x, w13, pad(w2, (0, missing)), ids, probs, recipe=recipe)
+
+    def strided(x, w1, w3, w2, probs):
+        w13 = torch.cat((w1, w3), dim=1).transpose(1, 2).contiguous().transpose(1, 2)
+        return moe_experts(x[None], w13, w2, ids[None], probs[None], recipe=recipe)[0]
+
+    wanted = results(whole, leaves, dy)
+    for call in (apart, strided):
+        for found, true in zip(results(call, leaves, dy), wanted, strict=True):
+            assert torch.equal(found, true)
+
+
+def test_parts_of_a_bias():
+    bias = torch.randn(E, 500) * torch.exp(4 * torch.randn(E, 500))
+    parts = _split(bias.requires_grad_(), 4)
+    assert torch.equal(parts.float().sum(-1), bias)  # of the last, no bit is lost yet
+    codes = fp8moe.quantize(parts.detach()[..., :3].reshape(-1, 3).contiguous(), block=(1, 128))
+    # four significant bits each: e4m3 has them, as far as a block's scale reaches
+    near = parts.detach()[..., :3].reshape(-1, 3)
+    kept = near.abs() > near.abs().max(1, keepdim=True).values * 2.0**-12
+    assert torch.equal(torch.where(kept, fp8moe.dequantize(codes), near), near)
+    assert (parts[..., 3].abs() <= bias.abs() * 2.0**-12).all()
+    parts.sum().backward()
+    assert torch.equal(bias.grad, torch.ones_like(bias))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_biases(recipe):
+    """Against the same experts, bias by bias, in float64; compiled the same bits."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    w13, bias13, bias2 = torch.cat((w1, w3), dim=1), torch.randn(E, 2 * F), torch.randn(E, H)
+    dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
+    leaves = [x, w13.to(dtype), w2.to(dtype), probs, bias13.to(dtype), bias2.to(dtype)]
+    activation = Activation(clamp=7.0, alpha=1.702, linear_offset=1.0)
+
+    def ours(x, w13, w2, probs, bias13, bias2):
+        how = {"recipe": recipe, "activation": activation, "bias13": bias13, "bias2": bias2}
+        return moe_experts(x, w13, w2, ids, probs, **how)
+
+    def exact(x, w13, w2, probs, bias13, bias2):
+        h = torch.einsum("th,enh->ten", x, w13) + bias13
+        a = torch.ops.fp8moe.swiglu(h.reshape(-1, 2 * F), None, "swiglu", 7.0, 1.702, 1.0).reshape(T, E, F)
+        every = torch.einsum("tef,ehf->teh", a, w2) + bias2
+        shares = torch.where(ids >= 0, probs, 0)[..., None]
+        return (torch.take_along_dim(every, ids.clamp(min=0)[..., None], 1) * shares).sum(1)
+
+    found = results(ours, leaves, dy)
+    wanted = results(exact, [t.double() for t in leaves], dy.double())
+    for ours_, true in zip(found, wanted, strict=True):
+        # roundings of 2^-9 (bfloat16) or 0.026 on average (e4m3), of some ten operands and results
+        bound = 10 * 2.0**-9 if recipe == "bf16" else 0.16
+        assert (ours_ - true).norm() <= bound * true.norm()
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for a, b in zip(results(compiled, leaves, dy), found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fp8_weights_from_outside():
+    x, w1, w3, w2, ids, probs, dy = problem()
+    leaves, bias = [x, w1, w3, w2, probs], torch.randn(E, 2 * F)
+    for given in (None, bias):
+        kept = quantize_fp8_weights((w1, w3), w2, given)
+
+        def call(x, w1, w3, w2, probs, kept=kept, given=given):
+            return moe_experts(x, (w1, w3), w2, ids, probs, bias13=given, fp8_weights=kept)
+
+        plain = results(lambda *a, c=call: c(*a, kept=None), leaves, dy)
+        for found, true in zip(results(call, leaves, dy), plain, strict=True):
+            assert torch.equal(found, true)
+        changed = [x, w1 * 2, w3, w2, probs]
+        assert torch.equal(results(call, changed, dy)[0], plain[0])  # what was made before is multiplied by
+        again = quantize_fp8_weights((w1 * 2, w3), w2, given, out=kept)
+        assert again[0].rowwise.data.data_ptr() == kept[0].rowwise.data.data_ptr()
+        assert not torch.equal(results(call, changed, dy)[0], plain[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"recipe": "fp4"}, ValueError, "recipe: got 'fp4'"),
+        ({"w13": (torch.ones(E, F, H), torch.ones(E, F, H + 1))}, ValueError, "w13: got tensors of shapes"),
+        ({"w13": torch.ones(E, F)}, ValueError, "w13: got shape"),
+        ({"bias13": torch.ones(E)}, ValueError, "bias13: got shape"),
+        ({"bias2": torch.ones(E, H), "comm": object()}, NotImplementedError, "bias2: got one with comm"),
+        ({"recipe": "bf16", "fp8_weights": (1, 2)}, ValueError, 'fp8_weights: got some with recipe "bf16"'),
+        ({"activation": "silu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
+    ],
+)
+def test_what_is_refused(changed, error, words):
+    x, w1, w3, w2, ids, probs, _ = problem()
+    given = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs, **changed}
+    with pytest.raises(error, match=words):
+        moe_experts(**given)
