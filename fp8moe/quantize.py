@@ -76,8 +76,9 @@ def quantize(
     out: what the same call returned before, to write to and return; None: new memory.
 
     Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax with its mantissa cleared for
-    pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN. An amax of 0,
-    infinity or NaN gives scale 1; inv is at most 2^126, so that no scale is subnormal.
+    pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN, an infinity
+    becomes the format's largest number, as in Transformer Engine (`FP8FlowMoE.stats` counts them). An amax of
+    0, infinity or NaN gives scale 1; inv is at most 2^126, so that no scale is subnormal.
 
     MXFP8: the scale is 2^e, stored as E8M0, the byte e + 127. "up" is NVIDIA's recipe for training (arXiv
     2506.08027; torchao calls it RCEIL), and bit for bit Transformer Engine's scale for every finite amax: e =
