@@ -23,7 +23,7 @@ TEXT = torch.tensor(list(Path(__file__).with_name("README.md").read_bytes() * 40
 
 def model(experts):
     config = transformers.Qwen3MoeConfig(
-        vocab_size=256,
+        vocab_size=32_000 if GPU else 256,
         hidden_size=2048 if GPU else 64,
         num_hidden_layers=8 if GPU else 2,
         num_attention_heads=16 if GPU else 4,

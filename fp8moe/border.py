@@ -589,7 +589,7 @@ class _Torch(Family):
         return _torch_stream()(device)
 
     def lies(self, memory: DeviceArray) -> bool:
-        return memory.owner.data_ptr() == memory.ptr
+        return memory.owner.data_ptr() + memory.start == memory.ptr
 
     def is_unchanged(self, x: Any, raw: DeviceArray) -> bool:
         return (

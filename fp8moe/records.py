@@ -44,13 +44,15 @@ class ArraySpec:
 
 @dataclass(slots=True, eq=False)
 class DeviceArray:
-    """A C-contiguous array in CUDA memory: what kernels are launched on. ``owner`` keeps it alive."""
+    """A C-contiguous array in CUDA memory: what kernels are launched on. ``owner`` keeps it alive; the array
+    starts ``start`` bytes after the owner's own first byte."""
 
     ptr: int
     shape: tuple[int, ...]
     dtype: np.dtype
     device: int
     owner: Any
+    start: int = 0
 
     @property
     def ndim(self) -> int:
@@ -96,7 +98,7 @@ class Record:
         elif "_packed" in kept and name in kept["_packed"][1]:
             memory, layout = kept["_packed"]
             shape, start = layout[name]
-            array = DeviceArray(memory.ptr + start, shape, memory.dtype, memory.device, memory.owner)
+            array = DeviceArray(memory.ptr + start, shape, memory.dtype, memory.device, memory.owner, start)
         if array is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         kept[name] = array
@@ -187,6 +189,12 @@ class PermutationPlan(Record):
     overflow: Array
     num_out_tokens: int
     align_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_out_tokens", "align_size"):
+            value = getattr(self, name)
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
 
     @property
     def num_tokens(self) -> int:

@@ -130,7 +130,7 @@ class Recorder:
             def array(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
                 whole = memory[buffer]
                 return call.family.wrap(
-                    DeviceArray(whole.ptr + offset, shape, dtype, whole.device, whole.owner)
+                    DeviceArray(whole.ptr + offset, shape, dtype, whole.device, whole.owner, offset)
                 )
 
             return array
@@ -149,7 +149,8 @@ class Recorder:
             fields.update(plain)
             for name, buffer, offset, shape, dtype in arrays:
                 whole = memory[buffer]
-                fields[name] = DeviceArray(whole.ptr + offset, shape, dtype, whole.device, whole.owner)
+                at = whole.ptr + offset
+                fields[name] = DeviceArray(at, shape, dtype, whole.device, whole.owner, offset)
             outer.__dict__.update(plain)
             for name, make in nested:
                 outer.__dict__[name] = part = make(call, arguments, memory)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,13 @@ def test_4096_tokens_257_experts():
     rng = np.random.default_rng(5)
     ids = rng.integers(-1, 257, (4096, 8)).astype(np.int32)
     check_against_loops(fp8moe.plan_topk(ids, 257, align_size=16), ids, 257, 16, 8)
+
+
+def test_sizes_of_a_plan_may_be_numpy_integers():
+    plan = fp8moe.plan_topk(np.zeros((3, 1), np.int32), 2, align_size=4)
+    again = replace(plan, num_out_tokens=np.int64(4), align_size=np.int32(4))
+    assert type(again.num_out_tokens) is type(again.align_size) is int
+    assert fp8moe.permute(np.ones((3, 8), np.float32), again).data.shape == (4, 8)
 
 
 def test_too_many_rows_for_an_int32_map_are_refused():

@@ -1,6 +1,8 @@
 """What is remembered never outlives a change: records follow their tensors, and calls are told apart by the
 types of their options."""
 
+from dataclasses import replace
+
 import cuda_on_cpu
 import numpy as np
 import pytest
@@ -173,6 +175,20 @@ def test_what_shares_memory_with_an_argument_follows_it():
         q.scales.set_(torch.tensor([[2.0], [3.0]])[1])
         with pytest.raises(RuntimeError, match=r"QuantTensor\.scales: its memory was freed or moved"):
             fp8moe.unpermute(moved, plan)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_arrays_of_an_exact_plan():
+    """Its number of rows is known after its arrays, which lie in one allocation."""
+    spec = plan_spec(7, 3, 2, 4, None, has_slots=True)
+    call = border.enter(x=torch.ones(3))
+    plan = call.leave(replace(call.empty(spec), num_out_tokens=8))
+    assert plan.num_out_tokens == 8
+    assert plan.tokens_per_expert.shape == (3,)
+    assert plan.expert_offsets.shape == (4,)
+    freed_and_back(plan.tokens_per_expert)
+    with pytest.raises(RuntimeError, match=r"PermutationPlan\.slots: its memory was freed or moved"):
+        plan.slots  # noqa: B018
 
 
 def test_on_the_cpu_nothing_is_remembered():
