@@ -633,8 +633,9 @@ class _Cupy(Family):
 
     def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
         raw = self.empty(spec, device)
-        if sys.modules["cupy"].cuda.get_current_stream(device).is_capturing():
-            _CAPTURED.append(raw)
+        stream = sys.modules["cupy"].cuda.get_current_stream(device)
+        if stream.is_capturing():
+            _module("fp8moe.kernels_cuda.launch").kept_by_graph(stream.ptr, raw)
         return raw
 
     def stream(self, device: Device) -> int:
@@ -985,11 +986,6 @@ def _whole_or_part(torch: ModuleType, raw: DeviceArray) -> Any:
 @cache
 def _torch_device(ordinal: int) -> Any:
     return sys.modules["torch"].device("cuda", ordinal)
-
-
-#: scratch memory of calls captured in CUDA graphs: a replay writes to it again, and CuPy's pool, which does
-#: not know of graphs, would have given it to somebody else (torch's allocator does know)
-_CAPTURED: list[RawArray] = []
 
 
 def _cupy_empty(cupy: ModuleType, spec: ArraySpec) -> DeviceArray:

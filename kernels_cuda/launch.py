@@ -259,6 +259,36 @@ def while_capturing() -> Iterator[None]:
         _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+def kept_by_graph(stream: int, memory: Any) -> None:
+    """Hold memory until the graph that the stream is being captured in, and all that is made of it, is
+    destroyed: a replay writes to the memory again, and CuPy's pool, which knows of no graphs, would have
+    given it to somebody else. The next call after that releases it."""
+    status, graph, owner = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    # The driver calls this from a thread of its own, maybe as late as at the interpreter's end: no Python.
+    destroyed, destroy = ctypes.create_string_buffer(32), _libc().sem_post
+    _libc().sem_init(destroyed, 0, 0)
+    found = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), None, None
+    )
+    # 1: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, and CU_GRAPH_USER_OBJECT_MOVE
+    found = found or _driver().cuUserObjectCreate(ctypes.byref(owner), destroyed, destroy, 1, 1)
+    found = found or _driver().cuGraphRetainUserObject(graph, owner, 1, 1)
+    if found:
+        raise RuntimeError(f"cuGraphRetainUserObject: error {found}")
+    with _KEPT_LOCK:
+        _KEPT[:] = [one for one in _KEPT if _libc().sem_trywait(one[0])]
+        _KEPT.append((destroyed, memory))
+
+
+_KEPT: list[tuple[Any, Any]] = []  # a semaphore that is posted when the graph is destroyed, and the memory
+_KEPT_LOCK = threading.Lock()
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
+
+
 def threads(count: int, block: int = 256) -> int:
     """Blocks of ``block`` threads for ``count`` threads."""
     return -(-count // block)

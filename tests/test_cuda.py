@@ -1,6 +1,7 @@
 """The CUDA backend against the reference: the same public calls on the GPU's arrays, outputs poisoned."""
 
 import contextlib
+import gc
 import math
 import threading
 
@@ -858,6 +859,21 @@ def test_a_cupy_graph_keeps_its_scratch():
     assert_same(wanted.plan, download(captured.plan))
     assert_same(wanted.data, download(captured.data))
     assert all(bool((o == 7).all()) for o in others)
+
+    from fp8moe.kernels_cuda import launch
+
+    def capture():
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            run()
+            return stream.end_capture(), len(launch._KEPT)
+
+    first, kept = capture()
+    second, kept_by_both = capture()
+    assert kept_by_both > kept
+    del first, second
+    gc.collect()
+    assert capture()[1] == kept  # what the two graphs held is gone
 
 
 @pytest.mark.parametrize("captured", [False, True])
