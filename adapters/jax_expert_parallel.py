@@ -133,10 +133,10 @@ def _of_octets(x: Any, dtype: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, how)[0]
+    return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
 
 
-def _moe_fwd(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
+def _moe_fwd(x, w13, w2, probs, ids, how, gradients=moe.GRADIENTS):  # type: ignore[no-untyped-def]
     devices = jax.lax.axis_size(how.axis)
     experts = moe.experts_of(w13)
     way = route(ids, experts, devices, how.capacity)
@@ -157,6 +157,7 @@ def _moe_fwd(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
         recompute=how.recompute,
         num_out_tokens=bound,
         activation=how.activation,
+        gradients=gradients,
     )
     return combine(y, way, how.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
 

@@ -389,7 +389,8 @@ def moe_ffn(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _moe(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation)[0]
+    how = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    return moe_forward(x, w13, w2, ids, probs, gradients=(), **how)[0]
 
 
 def _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]

@@ -119,12 +119,13 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, w13, w2, probs, ids, multiplied, how, parameters, comm, collector):  # type: ignore[no-untyped-def]
         *options, wanted = how
         w13_used, w2_used = multiplied
-        y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, **_options(*options))
+        how = {"gradients": _names(wanted), **_options(*options)}
+        y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, **how)
         if collector is not None:
             collector.forward(x, saved)
         if wanted:
             # autograd notices where codes were overwritten, wherever hooks may have moved them
-            saved = replace(saved.needed_for(_names(wanted)), overwritten=(None, None))
+            saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
         ctx.parameters, ctx.wanted, ctx.comm = parameters, _names(wanted), comm
@@ -286,8 +287,8 @@ def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any,
     """y, and what is kept apart from the weights."""
     *options, wanted = how
     w13, w2 = weights
-    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, **_options(*options))
-    saved = saved.needed_for(_names(wanted))
+    how = {"gradients": _names(wanted), **_options(*options)}
+    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, **how)
     return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
 
 

@@ -69,6 +69,24 @@ def one_shape(rows: int, width: int) -> list[Case]:
             nbytes=int(rows * width * (6 + 2 * scales)) + probs.nbytes,
         ),
         Case(
+            "swiglu*prob+quantize, transposed",
+            shape,
+            (h, probs),
+            lambda h, probs: fp8moe.swiglu_quantize(h, probs, transposed=True),
+            lambda q, *_: right(q.rowwise, wanted=gate * b),
+            nbytes=int(rows * width * (6 + scales)) + probs.nbytes,
+        ),
+        Case(
+            "swiglu backward+quantize, transposed",
+            shape,
+            (grad, h, probs),
+            lambda *arrays: fp8moe.swiglu_quantize_backward(*arrays, transposed=True),
+            lambda g, *_: right(
+                g.dh.rowwise, wanted=gate * grad[top].astype(np.float32), columns=slice(width, None)
+            ),
+            nbytes=int(rows * width * (10 + 2 * scales)) + 2 * probs.nbytes,
+        ),
+        Case(
             "swiglu backward+quantize",
             shape,
             (grad, h, probs),

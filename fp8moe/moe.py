@@ -38,7 +38,8 @@ class Saved:
 
     x: the input of fc1. fp8_flow: FP8, not yet permuted (k times smaller), or permuted with recompute;
         fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted.
-    h, a: fc1's output and the activation; None with recompute, which computes them again.
+    h, a: fc1's output and the activation; None with recompute, which computes them again. fp8_flow: a is
+        column-wise already, [F, P] in (128, 128) blocks.
     w13, w2: the weights as given or quantised, these without the row-wise codes where only the forward
         multiplies by them (all of w2's, and w13's but for recompute); ``nbytes`` leaves weights out.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
@@ -92,6 +93,7 @@ def moe_forward(
     recompute: str | None = None,
     activation: Activation = SWIGLU,
     comm: Comm | None = None,
+    gradients: Collection[str] = GRADIENTS,
 ) -> tuple[Any, Saved]:
     """y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -105,6 +107,8 @@ def moe_forward(
     activation: between the two products.
     comm: how rows move between ranks, for expert parallelism (`fp8moe.expert_parallel`): w13 and w2 are this
         rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
+    gradients: names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What
+        only the others need is neither made nor kept; () for inference.
 
     Returns (y [T, H], saved). y has x's dtype. Nothing synchronises with the host, but for the counts of
     rows where there is a ``comm``.
@@ -115,7 +119,9 @@ def moe_forward(
     _check_comm(comm)
     _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
     checks.options("activation", activation, Activation)
+    _check_gradients(gradients)
     how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    how["gradients"] = gradients
     if comm is None:
         y, saved = experts_forward(_cast(recipe, x), w13, w2, topk_ids, topk_probs, **how)
     else:
@@ -143,6 +149,7 @@ def experts_forward(
     recompute: str | None,
     num_out_tokens: int | None = None,
     activation: Activation,
+    gradients: Collection[str] = GRADIENTS,
 ) -> tuple[Any, Saved]:
     """`moe_forward` behind its cast and dispatch: x as it travels, by `FORMAT_BETWEEN_RANKS`."""
     overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
@@ -152,11 +159,12 @@ def experts_forward(
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
-    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None)
+    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None, gradients)
     options = {"activation": activation, "overwritten": overwritten}
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    return y, Saved(recipe, recompute, plan, w13=w13, w2=w2, **options, **kept)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **options, **kept)
+    return y, saved.needed_for(gradients)
 
 
 def experts_backward(
@@ -200,13 +208,12 @@ def moe_backward(
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
-    if isinstance(gradients, str) or not isinstance(gradients, Collection):
-        raise TypeError(f"gradients: got {type(gradients).__name__}; wanted names, as of {GRADIENTS}")
-    for name in gradients:
-        checks.choice("gradients", name, GRADIENTS)
+    _check_gradients(gradients)
     for name, kept, gradient in (("x", saved.x, "dw13"), ("a", saved.a, "dw2")):
         if gradient in gradients and kept is None and not saved.recompute:
-            raise ValueError(f"gradients: got {gradient!r}, and saved.{name} is None; wanted it to be kept")
+            raise ValueError(
+                f"gradients: got {gradient!r}, and saved.{name} is None; wanted it among the forward's"
+            )
     for name, given in (("dw13", dw13), ("dw2", dw2)):
         if given is not None and name not in gradients:
             raise ValueError(f"{name}: got an array to add to, and gradients without {name!r}; wanted both")
@@ -239,6 +246,13 @@ def _hidden(w13: Any) -> int:
 
 def _of_inputs(gradients: Collection[str]) -> bool:
     return "dx" in gradients or "dprobs" in gradients
+
+
+def _check_gradients(gradients: Any) -> None:
+    if isinstance(gradients, str) or not isinstance(gradients, Collection):
+        raise TypeError(f"gradients: got {type(gradients).__name__}; wanted names, as of {GRADIENTS}")
+    for name in gradients:
+        checks.choice("gradients", name, GRADIENTS)
 
 
 def _check_comm(comm: Any) -> None:
@@ -312,14 +326,16 @@ def _check_layer(recipe: str, **arrays: Any) -> None:
 # Each recipe is read from top to bottom; what differs between them is where casts stand.
 
 
-def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
+def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
     h = grouped_gemm(moved.data, w13.rowwise, plan.expert_offsets)
-    a = _activate(h, moved.probs, plan, activation)
-    y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
+    transposed = "dw2" in gradients and not recompute
+    a = _activate(h, moved.probs, plan, activation, transposed)
+    rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
+    y = unpermute(grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets), plan)
     if recompute:
         return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
-    return y, {"probs": moved.probs, "x": x, "h": h, "a": a}
+    return y, {"probs": moved.probs, "x": x, "h": h, "a": columnwise}
 
 
 def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
@@ -329,10 +345,10 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
     if "dw2" in gradients:
         if saved.recompute:
-            a = _activate(h, saved.probs, plan, saved.activation)
+            a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
         # not of permuted rows, which are k times those to read: 360 us for 571 (131,072 x 7168, 32 experts)
         turned = permute_transpose(dy, plan, target=_TARGET)
-        dw2 = grouped_gemm_wgrad(turned, _transpose(a, plan), offsets, dw2, dtype=dtype)
+        dw2 = grouped_gemm_wgrad(turned, a, offsets, dw2, dtype=dtype)
     if "dw13" in gradients or _of_inputs(gradients):
         dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
         da = grouped_gemm(dout, saved.w2.columnwise, offsets)
@@ -343,21 +359,24 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
             expert_offsets=offsets,
             align_size=plan.align_size,
             activation=saved.activation,
+            transposed="dw13" in gradients,
         )
+        dh = grad.dh.rowwise if "dw13" in gradients else grad.dh
     if _of_inputs(gradients):
-        dxe = grouped_gemm(grad.dh, saved.w13.columnwise, offsets)
+        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
     if "dw13" in gradients:
         x = saved.x
         turned = _transpose(x, plan) if saved.recompute else permute_transpose(x, plan, target=_TARGET)
-        dw13 = grouped_gemm_wgrad(_transpose(grad.dh, plan), turned, offsets, dw13, dtype=dtype)
+        dw13 = grouped_gemm_wgrad(grad.dh.columnwise, turned, offsets, dw13, dtype=dtype)
     if _of_inputs(gradients):
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
 
 
-def _activate(h, probs, plan, activation):  # type: ignore[no-untyped-def]
+def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untyped-def]
+    options = {"activation": activation, "transposed": transposed}
     return swiglu_quantize(
-        h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, activation=activation
+        h, probs, expert_offsets=plan.expert_offsets, align_size=plan.align_size, **options
     )
 
 
@@ -370,7 +389,7 @@ def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
     return scaling_aware_transpose(q, plan.expert_offsets, target=_TARGET, align_size=plan.align_size)
 
 
-def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
+def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     q = quantize(moved.data)  # cast 1
     h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
@@ -408,7 +427,7 @@ def _requantize(q: Any) -> QuantTensor:
     return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
-def _forward_bf16(x, w13, w2, plan, probs, activation, recompute):  # type: ignore[no-untyped-def]
+def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     h = grouped_gemm(moved.data, w13, plan.expert_offsets)
     a = swiglu(h, moved.probs, activation=activation)

@@ -11,7 +11,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.quantize import quant_spec
 from fp8moe.records import ArraySpec, Quantized, SwigluGrad
-from fp8moe.transpose import column_scale_rows
+from fp8moe.transpose import column_scale_rows, transpose_spec
 
 
 @border.replayed
@@ -63,6 +63,7 @@ def swiglu_quantize(
     block: Block = (1, 128),
     activation: Activation = SWIGLU,
     columnwise: bool = False,
+    transposed: bool = False,
     expert_offsets: Any = None,
     align_size: int = 1,
 ) -> Any:
@@ -71,6 +72,9 @@ def swiglu_quantize(
     h: bfloat16, float16 or float32 [P, 2F]. probs: float [P] or None. block: (1, 128) or (1, 32).
     columnwise: return `Quantized`, with the (128, 1) transposed tensor beside the row-wise one; both are
         quantised from the same float32 values.
+    transposed: return `Quantized`, with ``scaling_aware_transpose(rowwise, expert_offsets, target="block",
+        align_size=align_size)`` beside the row-wise tensor, bit for bit, without reading that again. block is
+        (1, 128) then.
     expert_offsets, align_size: as in `scaling_aware_transpose`: column blocks start anew with each
         expert, and rows past the last offset need not be computed.
 
@@ -85,7 +89,7 @@ def swiglu_quantize(
         expert_offsets=expert_offsets,
     )
     shape = (a.h.shape[0], a.h.shape[1] // 2)
-    out = call.empty(activation_spec(shape, fmt, block, columnwise, a.expert_offsets, align_size))
+    out = call.empty(activation_spec(shape, fmt, block, columnwise, a.expert_offsets, align_size, transposed))
     call.run(
         "swiglu",
         "swiglu_quantize",
@@ -108,6 +112,7 @@ def swiglu_quantize_backward(
     block: Block = (1, 128),
     activation: Activation = SWIGLU,
     columnwise: bool = False,
+    transposed: bool = False,
     expert_offsets: Any = None,
     align_size: int = 1,
 ) -> SwigluGrad:
@@ -133,7 +138,7 @@ def swiglu_quantize_backward(
             f"grad: got F = {a.grad.shape[1]}; wanted a multiple of {width}, so that no block spans both "
             "halves of dh"
         )
-    dh = activation_spec(tuple(a.h.shape), fmt, block, columnwise, a.expert_offsets, align_size)
+    dh = activation_spec(tuple(a.h.shape), fmt, block, columnwise, a.expert_offsets, align_size, transposed)
     out = call.empty(SwigluGrad(dh, _dprobs_spec(a.h, a.probs)))
     call.run(
         "swiglu",
@@ -149,7 +154,13 @@ def swiglu_quantize_backward(
 
 
 def activation_spec(
-    shape: tuple[int, int], fmt: str, block: Block, columnwise: bool, offsets: Any, align_size: int
+    shape: tuple[int, int],
+    fmt: str,
+    block: Block,
+    columnwise: bool,
+    offsets: Any,
+    align_size: int,
+    transposed: bool = False,
 ) -> Any:
     """Shapes of a quantised activation [P, F], row-wise or in both orientations."""
     block = checks.block("block", block, COLUMN_BLOCK)
@@ -157,6 +168,13 @@ def activation_spec(
     checks.choice("fmt", fmt, ("e4m3", "e5m2"))
     align_size = checks.integer("align_size", align_size, 1)
     rowwise = quant_spec(shape, fmt, block, "compact")
+    if checks.flag("transposed", transposed):
+        if columnwise:
+            raise ValueError("columnwise, transposed: got both; wanted one of them")
+        if block != (1, 128):
+            raise ValueError(f"block: got {block} with transposed=True; wanted (1, 128)")
+        experts = None if offsets is None else offsets.shape[0] - 1
+        return Quantized(rowwise, transpose_spec(rowwise, shape[0], experts, align_size, "block"))
     if not columnwise:
         return rowwise
     column = COLUMN_BLOCK[block]

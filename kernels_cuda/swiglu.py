@@ -20,6 +20,7 @@ from fp8moe.kernels_cuda.quantize import (
     tiles_are_whole,
     with_experts,
 )
+from fp8moe.kernels_cuda.transpose import scaling_aware_transpose
 from fp8moe.records import DeviceArray, Quantized, QuantTensor, SwigluGrad
 
 
@@ -65,6 +66,9 @@ def swiglu_quantize(
         )
         return
     rows, width = h.shape[0], h.shape[1] // 2
+    if _is_transposed(out):
+        _quantize_transpose(h, probs, activation, expert_offsets, out)
+        return
     shared = tile_bytes(2 * h.dtype.itemsize, expert_offsets)
     if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared, expert_offsets):
         blocks, taken = tile_blocks(out.columnwise, width, expert_offsets)
@@ -134,9 +138,84 @@ def swiglu_quantize_backward(
             defines=_variant(h, activation, out.dh),
         )
         return
+    if _is_transposed(out.dh):
+        _quantize_backward_transpose(grad, h, probs, activation, expert_offsets, out)
+        return
     dh = scratch(h.shape, np.float32)
     _backward(grad, h, probs, activation, expert_offsets, replace(out, dh=dh))
     quantize(dh, round_up=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)
+
+
+def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any, out: Any) -> None:
+    if not _by_blocks(h, h, out):
+        swiglu_quantize(h, probs, activation=activation, expert_offsets=offsets, out=out.rowwise)
+        scaling_aware_transpose(out.rowwise, offsets, target="block", out=out.columnwise)
+        return
+    rows, width = h.shape[0], h.shape[1] // 2
+    launch(
+        "swiglu_transpose",
+        "swiglu_quantize_transpose",
+        rows // TILE * (width // TILE),
+        256,
+        h,
+        *_probs(probs),
+        *with_experts(offsets),
+        *_constants(activation),
+        rows,
+        width,
+        *_results(out),
+        defines=_variant(h, activation, out.rowwise),
+    )
+
+
+def _quantize_backward_transpose(
+    grad: Any, h: Any, probs: Any, activation: Activation, offsets: Any, out: SwigluGrad
+) -> None:
+    dh: Any = out.dh
+    if not _by_blocks(h, grad, dh):
+        rowwise = replace(out, dh=dh.rowwise)
+        swiglu_quantize_backward(grad, h, probs, activation=activation, expert_offsets=offsets, out=rowwise)
+        scaling_aware_transpose(dh.rowwise, offsets, target="block", out=dh.columnwise)
+        return
+    rows, width = grad.shape
+    tiles = width // TILE
+    partial = None if out.dprobs is None else scratch((tiles, rows), np.float64)
+    launch(
+        "swiglu_transpose",
+        "swiglu_quantize_backward_transpose",
+        rows // TILE * tiles,
+        256,
+        grad,
+        h,
+        *_probs(probs),
+        *with_experts(offsets),
+        *_constants(activation),
+        rows,
+        width,
+        *_results(dh),
+        partial,
+        defines=_variant(h, activation, dh.rowwise),
+    )
+    if partial is not None:
+        arguments = (partial, tiles, rows, out.dprobs)
+        defines = _variant(h, activation, dh.rowwise)
+        launch("swiglu_transpose", "sum_tiles", threads(rows), 256, *arguments, defines=defines)
+
+
+def _is_transposed(out: Any) -> bool:
+    """Whether the column-wise codes are to be the row-wise ones, transposed."""
+    return isinstance(out, Quantized) and out.columnwise.block == (128, 128)
+
+
+def _by_blocks(h: Any, grad: Any, out: Quantized) -> bool:
+    """Whether the kernels of 128 x 128 tiles take these."""
+    rows, width = h.shape[0], h.shape[1] // 2
+    whole = rows % TILE == 0 and width % TILE == 0
+    return whole and all(a.ptr % 16 == 0 for a in (h, grad, out.rowwise.data, out.columnwise.data))
+
+
+def _results(out: Quantized) -> tuple[Any, ...]:
+    return out.rowwise.data, out.rowwise.scales, out.columnwise.data, out.columnwise.scales
 
 
 def _forward(h: Any, probs: Any, activation: Activation, offsets: Any, y: Any) -> None:

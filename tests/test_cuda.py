@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import math
 import threading
 
@@ -15,7 +16,14 @@ from test_grouped_gemm import wgrad_takes_any_scales
 from test_moe import layer_inputs
 from test_permute import rest_stays, rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
-from test_swiglu import GPT_OSS, products_beyond_float32, tiny_values_under_large_probabilities, unquantised
+from test_swiglu import (
+    GPT_OSS,
+    OFFSETS,
+    products_beyond_float32,
+    tiny_values_under_large_probabilities,
+    transposed_in_the_same_pass,
+    unquantised,
+)
 from test_transpose import (
     check,
     error_inputs,
@@ -540,6 +548,15 @@ def test_swiglu_of_nan_and_far_values():
     h[1, :3], h[1, 128:131] = [-1e4, 1e4, np.inf], 1
     ours, theirs = both(fp8moe.swiglu_quantize, h)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("rows", [512, 520, 8192])
+def test_swiglu_transposed_in_the_same_pass(rows, offsets):
+    for dtype, fmt, activation in itertools.product(
+        (BF16, np.float16, np.float32), ("e4m3", "e5m2"), ACTIVATIONS
+    ):
+        transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets)
 
 
 def test_swiglu_of_tiny_values_under_large_probabilities():

@@ -16,7 +16,14 @@ from test_expert_parallel import messages
 from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
 from test_permute import rest_stays, rows_without_room_are_left_out
 from test_quantize import mxfp8_on_both_sides_of_every_boundary
-from test_swiglu import GPT_OSS, products_beyond_float32, tiny_values_under_large_probabilities, unquantised
+from test_swiglu import (
+    GPT_OSS,
+    OFFSETS,
+    products_beyond_float32,
+    tiny_values_under_large_probabilities,
+    transposed_in_the_same_pass,
+    unquantised,
+)
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
@@ -240,6 +247,20 @@ def test_swiglu_rows_of_several_blocks(width, block):
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_swiglu_unquantised(dtype, width, activation, with_probs):
     unquantised(both, dtype, 9, width, activation, with_probs)
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "activation", "rows"),
+    [
+        (BF16, "e4m3", Activation(), 512),
+        (BF16, "e5m2", GPT_OSS, 512),
+        (np.float32, "e4m3", Activation("geglu"), 512),
+        (BF16, "e4m3", Activation(), 520),  # rows that do not fill tiles: two launches
+    ],
+)
+def test_swiglu_transposed_in_the_same_pass(dtype, fmt, activation, rows, offsets):
+    transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets)
 
 
 def test_swiglu_of_tiny_values_under_large_probabilities():

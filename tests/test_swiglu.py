@@ -302,3 +302,72 @@ def test_gelu_of_every_bfloat16(kind):
     fades = np.exp(-np.minimum(a, 30) / 2)
     bound = 2.0**-24 * (8 + 2 * z * fades) * np.minimum(2.2, 4 * ((every > 0) + fades))
     assert (np.abs(slope - x.grad.numpy()) <= bound + torchs).all()
+
+
+def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
+    """Both ways from one pass are, bit for bit, the row-wise codes and their transpose, of rows of zeros, of
+    NaN and of scales far apart, too."""
+    rng = np.random.default_rng()
+    width = 384
+    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
+    h[rng.random(h.shape) < 0.01] *= 100
+    grad[rng.random(rows) < 0.2] *= 2.0 ** rng.integers(-60, 20)
+    h[rng.random(rows) < 0.1] = 0
+    h[rng.integers(0, rows, 2), rng.integers(0, 2 * width, 2)] = np.nan, np.inf
+    h[: rows // 4, :128] = 0  # tiles of zeros only
+    with np.errstate(over="ignore"):
+        h, grad = h.astype(dtype), grad.astype(dtype)
+    probs = rng.random(rows).astype(np.float32)
+    options = {"fmt": fmt, "activation": activation}
+    by_expert = {} if offsets is None else {"expert_offsets": offsets, "align_size": 128}
+    first, last = (0, rows) if offsets is None else (offsets[0], offsets[-1])
+
+    def check(found, wanted):
+        assert_same(found.rowwise, wanted)
+        turned = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
+        assert same_bits(found.columnwise.data[:, first:last], turned.data[:, first:last])
+        assert same_bits(found.columnwise.scales, turned.scales)
+        assert found.columnwise.block == turned.block
+
+    for weights in ((probs,), ()):
+        given = (h, *weights)
+        one, two = (
+            both(fp8moe.swiglu_quantize, *given, **options, **by_expert, transposed=t)[1]
+            for t in (True, False)
+        )
+        check(one, two)
+        one, two = (
+            both(fp8moe.swiglu_quantize_backward, grad, *given, **options, **by_expert, transposed=t)[1]
+            for t in (True, False)
+        )
+        check(one.dh, two.dh)
+        if not weights:
+            assert one.dprobs is two.dprobs is None
+            continue
+        # the same float32 parts in float64, in another order: a rounding to the other side
+        np.testing.assert_allclose(one.dprobs, two.dprobs, rtol=2.0**-22, atol=2.0**-149)
+
+
+OFFSETS = (None, np.array([0, 256, 256, 384], np.int32), np.array([128, 256, 512], np.int32))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_transposed_in_the_same_pass(fmt, offsets):
+    def on_cpu(function, *arguments, **options):
+        return None, function(*arguments, **options)
+
+    for dtype, activation in ((BF16, Activation()), (np.float32, GPT_OSS)):
+        transposed_in_the_same_pass(on_cpu, dtype, fmt, activation, 512, offsets)
+
+
+@pytest.mark.parametrize("function", [fp8moe.swiglu_quantize, fp8moe.swiglu_quantize_backward])
+def test_transposes_that_are_refused(function):
+    h, grad = np.ones((256, 256), np.float32), np.ones((256, 128), np.float32)
+    given = (h,) if function is fp8moe.swiglu_quantize else (grad, h)
+    with pytest.raises(ValueError, match="columnwise, transposed: got both"):
+        function(*given, columnwise=True, transposed=True)
+    with pytest.raises(ValueError, match=r"block: got \(1, 32\) with transposed=True; wanted \(1, 128\)"):
+        function(*given, block=(1, 32), transposed=True)
+    with pytest.raises(ValueError, match="align_size: got 1"):
+        function(*given, expert_offsets=np.array([0, 100], np.int32), transposed=True)

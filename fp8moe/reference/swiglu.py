@@ -22,6 +22,7 @@ from fp8moe.activation import Activation, Kind
 from fp8moe.records import Quantized, QuantTensor, SwigluGrad
 from fp8moe.reference.numerics import compiled, quietly, split_rows, to_f32
 from fp8moe.reference.quantize import quantize
+from fp8moe.reference.transpose import scaling_aware_transpose
 
 
 @quietly
@@ -40,7 +41,7 @@ def swiglu_quantize(
     y = np.zeros((len(h), h.shape[1] // 2), np.float32)
     real = slice(0, _rows_of(expert_offsets, len(h)))
     y[real] = forward(h[real], _part(probs, real), activation)
-    quantize(y, round_up=True, eps=0.0, out=out, expert_offsets=expert_offsets)
+    _quantize(y, expert_offsets, out)
 
 
 @quietly
@@ -71,10 +72,19 @@ def swiglu_quantize_backward(
     real = slice(0, _rows_of(expert_offsets, len(h)))
     dh = np.zeros(h.shape, np.float32)
     dh[real], dprobs = backward(grad[real], h[real], _part(probs, real), activation)
-    quantize(dh, round_up=True, eps=0.0, out=out.dh, expert_offsets=expert_offsets)  # type: ignore[arg-type]
+    _quantize(dh, expert_offsets, out.dh)
     if out.dprobs is not None:
         out.dprobs[:] = 0
         out.dprobs[real] = dprobs.astype(out.dprobs.dtype, copy=False)
+
+
+def _quantize(y: np.ndarray, expert_offsets: np.ndarray | None, out: Any) -> None:
+    """With columns quantised as rows are, or, as (128, 128) blocks, the row-wise codes transposed."""
+    transposed = isinstance(out, Quantized) and out.columnwise.block == (128, 128)
+    first = out.rowwise if transposed else out
+    quantize(y, round_up=True, eps=0.0, out=first, expert_offsets=expert_offsets)
+    if transposed:
+        scaling_aware_transpose(out.rowwise, expert_offsets, target="block", out=out.columnwise)
 
 
 def _rows_of(expert_offsets: np.ndarray | None, rows: int) -> int:

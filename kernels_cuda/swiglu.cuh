@@ -1,0 +1,174 @@
+// SwiGLU's formula, for one element as the reference computes it and, quicker, for eight.
+#pragma once
+#include "fp8.cuh"
+
+#define SWIGLU 0
+#define GEGLU 1
+#define GEGLU_TANH 2
+#ifndef ACT
+#define ACT SWIGLU
+#endif
+
+#ifndef KIND
+#define KIND BF16  // what the fast path reads
+#define FMT 0      // what it writes: e4m3
+#define MX 0       // blocks of 128
+#define BARE 1     // alpha 1, nothing clamped or added
+#endif
+
+#define LINE 1.5957691216057308   // 2 sqrt(2 / pi)
+#define CUBE 0.07135481282533645  // LINE * 0.044715
+#define HALF_ROOT 0.7071067811865476
+#define ROOT_PI 2.5066282746310002  // sqrt(2 pi)
+
+// z: a gate's weight s is the sigmoid of it.
+__device__ __forceinline__ float exponent(float a, float alpha) {
+  if (ACT != GEGLU_TANH) return alpha * a;
+  return a * ((float)LINE + (float)CUBE * (a * a));
+}
+
+// a * ds/da of a gate = a * s.
+__device__ __forceinline__ float slope(float a, float gate, float s, float alpha) {
+  if (ACT == GEGLU) return (float)((double)a * exp(-0.5 * (double)a * (double)a) / ROOT_PI);
+  if (ACT == GEGLU_TANH) alpha = (float)LINE + (float)(3 * CUBE) * (a * a);
+  return alpha * gate * (1.f - s);
+}
+
+__device__ __forceinline__ double wide_weight(double a, double alpha) {
+  if (ACT == GEGLU) return 0.5 * erfc(-a * HALF_ROOT);
+  return 1.0 / (1.0 + exp(-(ACT == GEGLU_TANH ? a * (LINE + CUBE * (a * a)) : alpha * a)));
+}
+
+__device__ __forceinline__ double wide_slope(double a, double s, double alpha) {
+  if (ACT == GEGLU) return a * exp(-0.5 * a * a) / ROOT_PI;
+  return (ACT == GEGLU_TANH ? LINE + 3 * CUBE * (a * a) : alpha) * a * s * (1.0 - s);
+}
+
+struct Element {
+  float a, b, s;
+  bool a_free, b_free;
+};
+
+__device__ __forceinline__ Element element(float a, float b, float clamp, float alpha, float offset) {
+  Element e;
+  e.a_free = !(a > clamp);
+  e.b_free = !(fabsf(b) > clamp);
+  if (a > clamp) a = clamp;
+  if (b > clamp) b = clamp;
+  if (b < -clamp) b = -clamp;
+  if (offset != 0.f) b += offset;
+  e.a = a;
+  e.b = b;
+  e.s = ACT == GEGLU ? (float)erfc(-(double)a * HALF_ROOT) * 0.5f
+                     : (float)(1.0 / (1.0 + exp(-(double)exponent(a, alpha))));
+  return e;
+}
+
+#define LOG2E 1.44269502f  // log2(e) is the sum of this and
+#define LOG2E_REST 1.92596299e-8f
+#define LN2 0.693147182f
+
+// 1 / (1 + exp(-x)) for |x| < FAR, within 2^-21 + |x| 2^-28.4 of itself, 2^-20.4 at most: exp(-x) = 2^w (1 +
+// r), w = -x log2(e) as it is rounded, r = -x - w ln 2 in one step, with an ln 2 that errs by 2^-28.4 of
+// itself; ex2.approx errs by 2 ulp = 2^-22, 1 + r and the sum by 2^-24 each, rcp.approx by an ulp.
+__device__ __forceinline__ float quick_sigmoid(float x) {
+  const float whole = x * -LOG2E, left = __fmaf_rn(whole, -LN2, -x);
+  const float power = exp2_approx(whole);
+  return reciprocal_approx(1.f + __fmaf_rn(power, left, power));
+}
+
+#define FAR 80.f  // from here on the sum is 1, or the exponential's floats run out; NaN as well
+
+// The same from FAR on: 1, or e^x, within 2^-21 of itself or 2^-150. The power of two is taken apart, so that
+// the last product rounds to a subnormal.
+__device__ __forceinline__ float far_sigmoid(float x) {
+  if (!(x < 0.f)) return x > 0.f ? 1.f : x;
+  x = fmaxf(x, -120.f);  // 0 from -104 on
+  const float whole = x * LOG2E, left = __fmaf_rn(x, LOG2E_REST, __fmaf_rn(x, LOG2E, -whole)),
+              n = rintf(whole);
+  const float power = exp2_approx(whole - n);
+  const int half = (int)n / 2;
+  return __fmaf_rn(power, left * LN2, power) * power_of_two(half) * power_of_two((int)n - half);
+}
+
+// Phi(x), the normal distribution's: erfcf errs by 4 ulp at most (CUDA's math API, single precision), the
+// rounding of its argument by |x|^2 2^-24 of the result, 2^-20 where that is not yet lost beside 448's step.
+__device__ __forceinline__ float quick_normal(float x) { return 0.5f * erfcf(-(float)HALF_ROOT * x); }
+
+__device__ __forceinline__ float quick_slope(float a, float gate, float s) {
+  if (ACT == GEGLU) return a * (exp2_approx(a * a * (-0.5f * LOG2E)) * (float)(1 / ROOT_PI));
+  return slope(a, gate, s, 1.f);
+}
+
+struct Activation {
+  float clamp, alpha, offset;
+};
+
+// Eight elements: a and b as the formula takes them, s = sigmoid(alpha a), and which of them the clamp let
+// be.
+struct Gates {
+  float a[8], b[8], s[8];
+  u32 free;  // bit i for a, 8 + i for b
+};
+
+// Whether all are near enough for the quick sigmoid.
+__device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
+  g.free = 0xffffu;
+  if (!BARE) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (g.a[i] > act.clamp) g.free &= ~(1u << i), g.a[i] = act.clamp;
+      if (fabsf(g.b[i]) > act.clamp) g.free &= ~(256u << i);
+      if (g.b[i] > act.clamp) g.b[i] = act.clamp;
+      if (g.b[i] < -act.clamp) g.b[i] = -act.clamp;
+      if (act.offset != 0.f) g.b[i] += act.offset;
+    }
+  }
+  bool near = true;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (ACT == GEGLU) {
+      g.s[i] = quick_normal(g.a[i]);
+      continue;
+    }
+    const float x = BARE && ACT == SWIGLU ? g.a[i] : exponent(g.a[i], act.alpha);
+    near = near && fabsf(x) < FAR;
+    g.s[i] = quick_sigmoid(x);
+  }
+  return near;
+}
+
+__device__ __forceinline__ void gates(Gates& g, Activation act) {
+  if (quick_gates(g, act)) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // once in a blue moon
+    const float x = exponent(g.a[i], act.alpha);
+    if (!(fabsf(x) < FAR)) g.s[i] = far_sigmoid(x);
+  }
+}
+
+// Gradients of eight elements, yet to be multiplied by the row's probability, and what they add to that of the
+// probability: of the elements a and b of h and the gradients `up` of y.
+template <int FROM>
+__device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eight<FROM>& b,
+                                                 const Eight<FROM>& up, Activation act, float* da, float* db) {
+  Gates g;
+  float grads[8], part = 0.f;
+  floats<FROM>(a, g.a);
+  floats<FROM>(b, g.b);
+  floats<FROM>(up, grads);
+  gates(g, act);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float gate = g.a[i] * g.s[i], of_gate = grads[i] * g.b[i];
+    part = __fmaf_rn(of_gate, gate, part);
+    if (ACT == SWIGLU)
+      da[i] = of_gate * __fmaf_rn(BARE ? gate : act.alpha * gate, 1.f - g.s[i], g.s[i]);
+    else
+      da[i] = of_gate * (g.s[i] + quick_slope(g.a[i], gate, g.s[i]));
+    db[i] = grads[i] * gate;
+    if (!BARE && !(g.free >> i & 1u)) da[i] = 0.f;
+    if (!BARE && !(g.free >> (8 + i) & 1u)) db[i] = 0.f;
+  }
+  return part;
+}

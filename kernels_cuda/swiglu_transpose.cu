@@ -1,0 +1,179 @@
+// SwiGLU or its backward, quantised row-wise, and the scaling-aware transpose of these codes beside them, by
+// tiles of 128 x 128: the codes that transpose.cu would make of the row-wise ones, without reading those.
+// For 16 bits and float32, blocks of 128, rows and width in multiples of 128.
+#ifndef KIND
+#define KIND BF16  // what is read
+#define FMT 0      // what is written: e4m3
+#define MX 0
+#define BARE 1  // alpha 1, nothing clamped or added
+#endif
+#define TILE_TARGET 1  // one scale a tile
+#include "swiglu.cuh"
+#include "transpose_tile.cuh"
+
+#define BLOCK_THREADS 256
+
+// A tile of row-wise codes as transpose_piece reads it, which finds its rows by exclusive or.
+struct __align__(1024) Made {
+  u8 codes[TILE * TILE];
+  int exponents[TILE];
+};
+
+// Row of the tile that a lane makes in one of four steps: a warp has sixteen. Half a warp has rows that are
+// four apart, so that its codes meet no bank of shared memory twice.
+__device__ __forceinline__ u32 row_of_step(u32 step) {
+  const u32 lane = threadIdx.x % 32, quarter = lane / 8;
+  return threadIdx.x / 32 * 16 + step / 2 * 8 + step % 2 * 2 + quarter / 2 + quarter % 2 * 4;
+}
+
+// Sixteen values of a lane, vectors lane % 8 and 8 behind of a row's block of 128, times `by`: quantised, to
+// memory (`to`: the block's codes) and to the tile. By all lanes of the block; the first writes the scale.
+__device__ __forceinline__ void write_block(float* x, float* y, float by, u32 row, u8* to, u32* scale_to,
+                                            Made& made) {
+  const Rule rule = {FMT, 1, 0, 0.f};
+  const u32 j = threadIdx.x % 8;
+  const u32 scale = encode_products(x, y, by, rule, [&](uint2 a, uint2 b) {
+    __stcs((uint2*)to + j, a);
+    __stcs((uint2*)to + j + 8, b);
+    u8* in = made.codes + row * TILE + j % 2 * 8;
+    *(uint2*)(in + ((j / 2 ^ row % 8) * 16)) = a;
+    *(uint2*)(in + ((4 + j / 2 ^ row % 8) * 16)) = b;
+  });
+  if (j != 0) return;
+  *scale_to = scale;
+  made.exponents[exponent_at(row)] = exponent_of(scale, 0, 0);
+}
+
+// What a block writes of the transposed codes, behind a barrier: `halves` tiles, in columns `column` and
+// `across` behind of the row-wise codes; one warp a piece of 16 columns.
+__device__ __forceinline__ void write_transposed(const Made* made, u32 halves, u32 row, u32 column, u32 across,
+                                                 const int* offsets, i64 experts, const Results& to) {
+  const i64 first = (i64)row * TILE;
+  const bool some = !offsets || (first >= offsets[0] && first < offsets[experts]);
+  if (!some) {  // of no expert
+    if (threadIdx.x < halves) ((float*)to.scales)[(column + threadIdx.x * across) * to.strips + row] = 0.f;
+    return;
+  }
+  Tile tile;
+  tile.base[0] = (int)first, tile.count[0] = TILE, tile.row = (int)row;
+#pragma unroll 1
+  for (u32 half = 0; half < halves; ++half) {
+    Spread spread = NO_SPREAD;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) spread.add(made[half].exponents[threadIdx.x % 32 + 32 * i]);
+    spread.of_warp();
+    tile.column = (int)(column + half * across);
+    transpose_piece(tile, threadIdx.x / 32, made[half].codes, made[half].exponents, spread, to);
+  }
+}
+
+// What: y [rows, width] of h [rows, 2 width], quantised by (1, 128): row_codes [rows, width], row_scales [rows,
+//   width / 128]; and transposed: codes [width, rows], scales [width / 128, rows / 128]. Zeros from the last
+//   of `offsets` on, where the transposed codes are not written; offsets are multiples of 128.
+// Bytes: h read once, both codes written once.
+// Launch: a block of 256 threads a tile, neighbours of a row one after the other.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 3 : 4)
+    swiglu_quantize_transpose(const void* h, const void* probs, i64 probs_kind, const int* offsets,
+                              i64 experts, float clamp, float alpha, float offset, i64 rows, i64 width,
+                              u8* row_codes, u32* row_scales, u8* codes, float* scales) {
+  after_earlier();
+  __shared__ Made made[1];
+  const Activation act = {clamp, alpha, offset};
+  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across, column = blockIdx.x - tile_row * across;
+  const i64 last = offsets ? offsets[experts] : rows, vectors = width / 8;
+  const u32 j = threadIdx.x % 8;
+#pragma unroll 2
+  for (u32 step = 0; step < 4; ++step) {
+    const u32 inside = row_of_step(step);
+    const i64 row = (i64)tile_row * TILE + inside, at = row * 2 * vectors + column * 16 + j;
+    float y[2][8], prob = 1.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
+    if (row < last) {
+      Eight<KIND> a[2], b[2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        a[u] = load_eight<KIND>(h, at + 8 * u);
+        b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
+      }
+      if (probs) prob = load(probs, row, (int)probs_kind);
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        Gates g;
+        floats<KIND>(a[u], g.a);
+        floats<KIND>(b[u], g.b);
+        gates(g, act);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
+      }
+    }
+    write_block(y[0], y[1], prob, inside, row_codes + row * width + column * TILE,
+                row_scales + row * across + column, made[0]);
+  }
+  let_later_begin();
+  __syncthreads();
+  write_transposed(made, 1, tile_row, column, across, offsets, experts,
+                   {rows, width, rows / TILE, codes, scales, true});
+}
+
+// What: the same of dh [rows, 2 width], a tile of each half by a block; partial [width / 128, rows] float64,
+//   what each tile adds to dprobs, or null.
+// Bytes: grad and h read once, both codes written once, and 8 bytes a row and tile.
+// How: as backward_rows in swiglu.cu, the same float32 steps; only the sum for dprobs has another order.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
+    swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
+                                       const int* offsets, i64 experts, float clamp, float alpha,
+                                       float offset, i64 rows, i64 width, u8* row_codes, u32* row_scales,
+                                       u8* codes, float* scales, double* partial) {
+  after_earlier();
+  __shared__ Made made[2];
+  const Activation act = {clamp, alpha, offset};
+  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across, column = blockIdx.x - tile_row * across;
+  const i64 last = offsets ? offsets[experts] : rows, vectors = width / 8;
+  const u32 j = threadIdx.x % 8;
+#pragma unroll 1
+  for (u32 step = 0; step < 4; ++step) {
+    const u32 inside = row_of_step(step);
+    const i64 row = (i64)tile_row * TILE + inside, at = row * 2 * vectors + column * 16 + j;
+    const bool real = row < last;
+    const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
+    double sum = 0.0;
+    float da[2][8], db[2][8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) da[0][i] = da[1][i] = db[0][i] = db[1][i] = 0.f;
+    if (real) {
+      Eight<KIND> a[2], b[2], up[2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        a[u] = load_eight<KIND>(h, at + 8 * u);
+        b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
+        up[u] = load_eight<KIND>(grad, row * vectors + column * 16 + j + 8 * u);
+      }
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+        sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
+    }
+    u8* to = row_codes + row * 2 * width + column * TILE;
+    u32* scale_to = row_scales + row * 2 * across + column;
+    write_block(da[0], da[1], prob, inside, to, scale_to, made[0]);
+    write_block(db[0], db[1], prob, inside, to + width, scale_to + across, made[1]);
+    if (!partial) continue;
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+    if (j == 0) partial[column * rows + row] = sum;
+  }
+  let_later_begin();
+  __syncthreads();
+  write_transposed(made, 2, tile_row, column, across, offsets, experts,
+                   {rows, 2 * width, rows / TILE, codes, scales, true});
+}
+
+// dprobs [rows]: sums of the tiles' parts, in their order.
+extern "C" __global__ void sum_tiles(const double* partial, i64 tiles, i64 rows, float* dprobs) {
+  after_earlier();
+  const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  double sum = 0.0;
+  for (i64 tile = 0; tile < tiles; ++tile) sum += partial[tile * rows + row];
+  dprobs[row] = (float)sum;
+}

@@ -1,0 +1,375 @@
+// A tile of row-wise FP8 codes in shared memory, written transposed: what transpose.cu does with tiles that it
+// reads, and swiglu_transpose.cu with those that it has just made.
+#pragma once
+#include "tile.cuh"
+
+#ifndef FMT
+#define FMT 0          // what scaling_aware_transpose is compiled for: e4m3
+#define MX 0           // blocks of 128
+#define TILE_TARGET 0  // a column has its own target
+#endif
+
+#define ZERO_SCALE -10000
+#define NAN_SCALE 10000
+#define NO_TARGET -20000
+#define NAN_TARGET 20000
+#define INFINITY_TARGET 1000  // and any scale's exponent beside it: beyond all others
+
+// Halves hold every multiple of 2^-24 of up to 11 bits below 2^16. The values of e4m3 codes are multiples of
+// 2^-9 up to 448 and may be raised by 2^7; those of e5m2 are multiples of 2^-16 up to 57344. So a tile's
+// values, each at the scale of its row relative to the largest, are exact as halves as long as the scales lie
+// within SPREAD powers of two, and so are the rows' factors, normal halves.
+#define EMAX (FMT == 0 ? 8 : 15)
+#define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
+// Blocks on a multiprocessor that there are registers for: as many as need no more than that. One pass and
+// rows from L2 want many (permute_transpose to blocks 143 us with ten, 146 with eight, 156 with six).
+#define RESIDENT (TILE_TARGET && !MX ? FMT == 1 ? 4 : __CUDA_ARCH__ == 900 ? 9 : 8 : 5)
+#define RAISED (FMT == 0 ? 7 : 0)
+#define SPREAD (FMT == 0 ? 21 : 8)
+
+// The smallest power of two that a block holding this value (at scale 1) would be given: ceil(log2(v / max)),
+// max = 1.75 * 2^emax. No half is a subnormal float.
+__device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
+  const u32 a = __float_as_uint(value) & 0x7fffffffu;
+  const int exponent = (int)((a + ABOVE_LIMIT) >> 23) - 127 - (fmt == 0 ? 8 : 15);
+  if (mx && a == 0x7f800000u) return INFINITY_TARGET;
+  return a == 0u ? NO_TARGET : a >= 0x7f800000u ? NAN_TARGET : exponent;
+}
+
+__device__ __forceinline__ int final_target(int target, int mx) {
+  if (target >= NAN_SCALE) return 0;
+  if (mx) return min(max(target, -127), 127);  // nothing but zeros: -127
+  return target <= ZERO_SCALE ? 0 : max(target, -126);
+}
+
+// Value of a code of exponent e, as seen from a block of exponent `target`. Past 40 powers of two nothing is
+// left, or everything saturates.
+__device__ __forceinline__ float moved_value(float value, int e, int target) {
+  if (e == NAN_SCALE) return __uint_as_float(0x7fc00000u);
+  if (e == ZERO_SCALE) return value * 0.f;
+  return value * power_of_two(min(max(e - target, -40), 40));
+}
+
+// Exponent of a row's scale; `word` is a float32, or (mx) four E8M0 codes of which `part` is meant. A row
+// that is not there has the word 0: scale 0 (mx: 2^-127, and codes of zero).
+__device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
+  if (mx) {
+    const int code = word >> (8 * part) & 0xffu;
+    return code == 255 ? NAN_SCALE : code - 127;
+  }
+  const int normal = (int)(word >> 23 & 0xffu) - 127, subnormal = -118 - __clz(word);
+  return word == 0u ? ZERO_SCALE : word < 0x800000u ? subnormal : normal;
+}
+
+// The word of one scale: a float32, or (mx) an E8M0 code.
+__device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
+  return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
+}
+
+// A lane's part of a piece of a tile, 128 rows by 16 columns, that a warp makes: eight successive rows of 8
+// columns, so that 16 lanes have all rows of a column.
+//
+// A tile lies as rows of 128 bytes, piece c of 16 bytes of row r at c ^ r % 8. In step k a lane reads row
+// k ^ twist of its rows: half a warp meets no bank more than twice.
+struct Lane {
+  u32 column, first_row;  // of the tile
+  u32 twist;
+  __device__ __forceinline__ Lane(u32 piece)
+      : column(piece * 16 + threadIdx.x % 2 * 8),
+        first_row(threadIdx.x % 32 / 2 * 8),
+        twist(threadIdx.x / 2 % 4) {}
+  __device__ __forceinline__ u32 row(u32 step) const { return step ^ twist; }  // of its eight
+  __device__ __forceinline__ u32 at(u32 row) const {                           // of its codes of that row
+    return (first_row * TILE + column) ^ row * (TILE + 16);
+  }
+};
+
+struct Tile {                     // where it lies; tile.cuh's Place, in registers
+  int base[PARTS], count[PARTS];  // of its strips: the first row, and how many
+  int row, column;                // in tiles
+};
+
+// One of a tile's, by its strip.
+__device__ __forceinline__ int of_strip(const int (&all)[PARTS], u32 q) {
+  int it = all[0];
+#pragma unroll
+  for (u32 p = 1; p < PARTS; ++p)
+    if (q == p) it = all[p];
+  return it;
+}
+
+struct Results {
+  i64 rows, columns, strips;
+  u8* codes;     // [columns, rows]
+  void* scales;  // [strips, columns], or (blocks) [columns / 128, strips]
+  bool blocks;   // one scale a tile, of rows that begin at multiples of 128
+};
+
+// Rows of a tile: bit r % 32 of word r / 32.
+struct Rows {
+  u32 words[4];
+  __device__ __forceinline__ bool has(u32 row) const { return words[row / 32] >> row % 32 & 1u; }
+};
+
+// By a whole warp: the rows with a code that is not zero, in any of a block's columns.
+__device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
+  const u32 lane = threadIdx.x % 32;
+  Rows found;
+#pragma unroll 1
+  for (u32 i = 0; i < 4; ++i) {
+    const u8* row = codes + (lane + 32 * i) * TILE;
+    u32 seen = 0;
+#pragma unroll
+    for (u32 c = 0; c < 8 / PARTS; ++c) {
+      const uint4 v = *(const uint4*)(row + ((8 / PARTS * part + c) ^ lane % 8) * 16);
+      seen |= (v.x | v.y | v.z | v.w) & 0x7f7f7f7fu;
+    }
+    found.words[i] = __ballot_sync(0xffffffffu, seen != 0);
+  }
+  return found;
+}
+
+// A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
+// NaN among them, and for MXFP8's target "tile", of the rows that are `filled`. at: of its first scale; -1:
+// not kept.
+__device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const int* exponents,
+                                        const Rows& filled, int left, u8* to, i64 rows, i64 at,
+                                        bool some_rows, void* out_scales) {
+  const int fmt = FMT, mx = MX;
+  const u32 behind = mx ? 8 : 32;  // lanes that share a block
+#pragma unroll 1
+  for (u32 c = 0; c < 8; ++c, to += rows) {
+    int target = NO_TARGET;
+    auto value = [&](u32 r) { return (int)r < left ? decode(in[mine.at(r) + c], fmt) : 0.f; };
+#pragma unroll 1
+    for (u32 r = 0; r < 8; ++r) {
+      const int e = exponents[mine.row(r)], needed = needed_exponent(value(r), fmt, mx);
+      if (TILE_TARGET) {
+        if (filled.has(mine.first_row + r) && e != ZERO_SCALE)
+          target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
+      } else if (e == NAN_SCALE || needed == NAN_TARGET) {
+        target = NAN_TARGET;
+      } else if (needed != NO_TARGET && e != ZERO_SCALE) {
+        target = max(target, e + needed);
+      }
+    }
+    for (u32 step = 2; step < behind; step *= 2)
+      target = max(target, __shfl_xor_sync(0xffffffffu, target, step));
+    target = final_target(target, mx);
+#pragma unroll 1
+    for (u32 r = 0; r < 8 && (int)r < left; ++r)
+      to[r] = (u8)encode2(moved_value(value(r), exponents[mine.row(r)], target), 0.f, fmt);
+    if (at < 0 || threadIdx.x % behind > 1) continue;
+    if (mx)
+      ((u8*)out_scales)[at + c] = some_rows ? (u8)(target + 127) : 0;
+    else
+      ((float*)out_scales)[at + c] = some_rows ? power_of_two(target) : 0.f;
+  }
+}
+
+__device__ __noinline__ void write_bytes(uint2 eight, int left, u8* to) {
+#pragma unroll 1
+  for (int r = 0; r < 8 && r < left; ++r) to[r] = (u8)((r < 4 ? eight.x : eight.y) >> (r % 4 * 8));
+}
+
+// Exponents of a row's scales: what a tile remembers of them, and the least and the largest of those that
+// count. A NaN is as far from everything as can be.
+struct Spread {
+  int low, high;
+  __device__ __forceinline__ void add(int e) {
+    low = e == ZERO_SCALE ? low : e == NAN_SCALE ? ZERO_SCALE : min(low, e);
+    high = max(high, e);
+  }
+  __device__ __forceinline__ void of_warp() {
+    low = __reduce_min_sync(0xffffffffu, low);
+    high = __reduce_max_sync(0xffffffffu, high);
+  }
+};
+
+#define NO_SPREAD {NAN_SCALE, ZERO_SCALE}
+
+// Where a tile keeps the exponent of row r: a lane finds its eight in the order of its steps.
+__device__ __forceinline__ u32 exponent_at(u32 row) { return row ^ row / 8 % 4; }
+
+// The scales' exponents (those of a warp's block of columns) of rows that count, by a whole warp.
+__device__ __forceinline__ Spread spread_of(const Rows& filled, const int* exponents) {
+  const u32 lane = threadIdx.x % 32;
+  Spread spread = NO_SPREAD;
+  for (u32 i = 0; i < 4; ++i) {
+    const int e = exponents[exponent_at(lane + 32 * i)];
+    if (e == NAN_SCALE || filled.has(lane + 32 * i)) spread.add(e);
+  }
+  spread.of_warp();
+  return spread;
+}
+
+// 2^(e - target), e no larger than target (or of a row of zeros), in two halves a word: what is lost where it
+// is no half, below 2^-24, or makes a product of less, is far less than half of a code. A product of e5m2
+// codes, which reach from 2^15 to 2^-16, takes two: [0] and [1], down to 2^-40.
+__device__ __forceinline__ void tile_factors(int e, int target, u32 (&factors)[2]) {
+  auto power = [](int exponent) {  // 0 from -127 on
+    const float f = __uint_as_float((u32)max(min(exponent + 127, 127), 0) << 23);
+    return to_f16x2(f, f);
+  };
+  if (FMT == 0) {
+    factors[0] = power(e - target);
+    return;
+  }
+  const int d = min(max(e - target, -40), 0);
+  factors[0] = e == ZERO_SCALE ? 0u : power(max(d, -16));
+  factors[1] = power(d - max(d, -16));
+}
+
+// A lane's codes of its rows (of those that are `left`) and 8 columns: values by steps, in pairs of columns.
+__device__ __forceinline__ void write_lane(const Lane& mine, const u32 (&values)[8][4], int left, bool whole,
+                                           u8* out, i64 rows) {
+  // bytes 0, 2, 4, 6 of two words, by rows
+  const u32 order = 0x6420u ^ 0x2222u * (mine.twist & 1) ^ 0x4444u * (mine.twist >> 1);
+  uint2 of_column[8];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    u32 pairs[4];  // of two rows each
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      pairs[k] = encode2_halves(values[2 * k][p], FMT) | encode2_halves(values[2 * k + 1][p], FMT) << 16;
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], order + 0x1111u * c),
+                                        __byte_perm(pairs[2], pairs[3], order + 0x1111u * c));
+  }
+  if (left >= 8 && whole) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c, out += rows) __stcs((uint2*)out, of_column[c]);
+  } else if (left > 0) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c, out += rows) write_bytes(of_column[c], left, out);
+  }
+}
+
+// A piece of a tile, by a warp. exponents: [PARTS][TILE].
+__device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, const u8* codes,
+                                                const int* exponents, Spread spread, const Results& to) {
+  const int fmt = FMT, mx = MX;
+  const u32 lane = threadIdx.x % 32;
+  const Lane mine(piece);
+  const u32 part = mx ? piece / 2 : 0;  // block of a row that these columns belong to
+  const u32 q = mx ? lane / 8 : 0;      // strip of this lane's rows
+  const int* row_exponents = exponents + part * TILE + mine.first_row;
+  // rows from the lane's first on. (NVRTC 13.0 takes "clamped to 8, is it 8?" for one instruction, VIMNMX
+  // with a predicate, and that says no: all codes went byte by byte.)
+  const int left = of_strip(tile.count, q) - (int)(mine.first_row - q * 32);
+  const i64 first_column = (i64)tile.column * TILE + mine.column;
+  if (first_column >= to.columns) return;
+  const i64 strip = (i64)tile.row * PARTS + q;
+  const int first = of_strip(tile.base, q) + (int)(mine.first_row - q * 32);
+  const bool some_rows = of_strip(tile.count, q) > 0, keeps_scales = strip < to.strips;
+  u8* out = to.codes + first_column * to.rows + first;
+  const bool whole = (((size_t)to.codes | to.rows | first) & 7) == 0;
+  Rows filled = {};
+  if ((TILE_TARGET && mx) || (!TILE_TARGET && spread.high - spread.low > SPREAD)) {
+    filled = filled_rows(codes, part);
+    spread = spread_of(filled, exponents + part * TILE);
+  }
+  if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
+  if ((TILE_TARGET && !mx) || (!TILE_TARGET && spread.high - spread.low <= SPREAD)) {
+    uint2 mine_of[8];
+    const At codes_at = at_of(codes) + mine.at(mine.twist), exponents_at = at_of(row_exponents);
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) mine_of[k] = load_words_at(codes_at ^ k * (TILE + 16));
+    const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
+    const int of_row[8] = {near_rows.x, near_rows.y, near_rows.z, near_rows.w,
+                           far_rows.x,  far_rows.y,  far_rows.z,  far_rows.w};
+    u32 seen[8][4];  // the values by steps, in pairs of columns
+    if (TILE_TARGET) {
+      // The largest scale of a row that counts: mostly the largest of all, as this warp's columns show.
+      u32 shown = 0;
+#pragma unroll
+      for (u32 k = 0; k < 8; ++k)
+        if (of_row[k] == spread.high) shown |= mine_of[k].x | mine_of[k].y;
+      if (!__any_sync(0xffffffffu, shown & 0x7f7f7f7fu)) spread = spread_of(filled_rows(codes, 0), exponents);
+      const int target = final_target(spread.high, mx);
+#pragma unroll
+      for (u32 k = 0; k < 8; ++k) {
+        u32 factors[2];
+        tile_factors(of_row[k], target, factors);
+        decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
+        decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          seen[k][p] = halves_times(seen[k][p], factors[0]);
+          if (fmt == 1) seen[k][p] = halves_times(seen[k][p], factors[1]);
+        }
+      }
+      write_lane(mine, seen, left, whole, out, to.rows);
+      const float scale = some_rows ? power_of_two(target) : 0.f;
+      if (!to.blocks && keeps_scales && lane < 16)
+        ((float*)to.scales)[strip * to.columns + tile.column * TILE + piece * 16 + lane] = scale;
+      if (to.blocks && some_rows && piece == 0 && lane == 0)
+        ((float*)to.scales)[tile.column * to.strips + tile.base[0] / TILE] = scale;
+      return;
+    }
+    const int unit = spread.high - RAISED;  // 1 as a half stands for 2^unit
+    u32 tops[4];                            // the largest of each pair
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) {
+      // 2^(of_row - unit) as two halves; 0 for a scale of 0; for a row of zeros anything that is positive
+      const u32 factor = (u32)max(min(of_row[k] + (15 - unit), 30), 0) * 0x04000400u;
+      decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
+      decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        seen[k][p] = halves_times(seen[k][p], factor);
+        if (k == 1) tops[p] = larger_magnitudes(seen[0][p], seen[1][p]);
+        if (k > 1) tops[p] = larger_halves(tops[p], seen[k][p]);
+      }
+    }
+    // a lane ends with the largest of one pair, which two bits of its number say
+#pragma unroll
+    for (int half = 2; half > 0; half /= 2)
+#pragma unroll
+      for (int p = 0; p < half; ++p) {
+        const u32 bit = half == 2 ? 2 : 4;
+        const u32 keep = lane & bit ? tops[p + half] : tops[p], give = lane & bit ? tops[p] : tops[p + half];
+        tops[p] = larger_halves(keep, __shfl_xor_sync(0xffffffffu, give, bit));
+      }
+    u32 top = tops[0];
+    if (!mx) {
+      top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 8));
+      top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 16));
+    }
+    // needed_exponent and final_target, with what a half has for an exponent, as long as it is normal and so
+    // is the half that is left to multiply with
+    u32 target[2], lift = 0;  // target: exponents of floats
+    bool near = true;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const u32 most = top >> (16 * c) & 0xffffu;
+      const int exponent = (int)(most + (ABOVE_LIMIT >> 13)) >> 10;
+      const bool some = most != 0;
+      const int power = some ? exponent - (15 + EMAX) + unit : mx ? -127 : 0;
+      near = near && (!some || (exponent >= EMAX && exponent < 31)) && power >= (mx ? -127 : -126);
+      target[c] = (u32)(power + 127);
+      lift |= (u32)(some ? 30 + EMAX - exponent : 15) << (10 + 16 * c);
+    }
+    if (!__any_sync(0xffffffffu, !near)) {
+      if (keeps_scales && (mx || lane < 8)) {
+        const i64 at = strip * to.columns + first_column + (lane & 2 ? 4 : 0) + (lane & 4 ? 2 : 0);
+        if (mx)
+          *(u16*)((u8*)to.scales + at) = some_rows ? (u16)(target[0] | target[1] << 8) : 0;
+        else
+          *(uint2*)((float*)to.scales + at) =
+              some_rows ? make_uint2(target[0] << 23, target[1] << 23) : make_uint2(0u, 0u);
+      }
+      const u32 lifts[4] = {of_lane_near<0, 25>(lift), of_lane_near<4, 25>(lift), of_lane_near<2, 25>(lift),
+                            of_lane_near<6, 25>(lift)};
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+#pragma unroll
+        for (int p = 0; p < 4; ++p) seen[k][p] = halves_times(seen[k][p], lifts[p]);
+      write_lane(mine, seen, left, whole, out, to.rows);
+      return;
+    }
+  }
+  by_columns(mine, codes, row_exponents, filled, left, out, to.rows,
+             keeps_scales ? strip * to.columns + first_column : -1, some_rows, to.scales);
+}
