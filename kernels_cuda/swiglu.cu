@@ -184,8 +184,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
         up[u] = load_eight<KIND>(grad, row * vectors + at + u * lanes);
       }
 #pragma unroll
-      for (int u = 0; u < 2; ++u)
-        sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
+      for (int u = 0; u < 2; ++u) sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
     }
     if (first + 64 >= vectors) let_later_begin();
 #pragma unroll

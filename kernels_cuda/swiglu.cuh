@@ -147,11 +147,12 @@ __device__ __forceinline__ void gates(Gates& g, Activation act) {
   }
 }
 
-// Gradients of eight elements, yet to be multiplied by the row's probability, and what they add to that of the
-// probability: of the elements a and b of h and the gradients `up` of y.
+// Gradients of eight elements, yet to be multiplied by the row's probability, and what they add to that of
+// the probability: of the elements a and b of h and the gradients `up` of y.
 template <int FROM>
 __device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eight<FROM>& b,
-                                                 const Eight<FROM>& up, Activation act, float* da, float* db) {
+                                                 const Eight<FROM>& up, Activation act, float* da,
+                                                 float* db) {
   Gates g;
   float grads[8], part = 0.f;
   floats<FROM>(a, g.a);

@@ -27,14 +27,11 @@ __device__ __forceinline__ u32 row_of_step(u32 step) {
 }
 
 // Sixteen values of a lane, vectors lane % 8 and 8 behind of a row's block of 128, times `by`: quantised, to
-// memory (`to`: the block's codes) and to the tile. By all lanes of the block; the first writes the scale.
-__device__ __forceinline__ void write_block(float* x, float* y, float by, u32 row, u8* to, u32* scale_to,
-                                            Made& made) {
+// the tile. By all lanes of the block; the first writes the scale.
+__device__ __forceinline__ void make_block(float* x, float* y, float by, u32 row, u32* scale_to, Made& made) {
   const Rule rule = {FMT, 1, 0, 0.f};
   const u32 j = threadIdx.x % 8;
   const u32 scale = encode_products(x, y, by, rule, [&](uint2 a, uint2 b) {
-    __stcs((uint2*)to + j, a);
-    __stcs((uint2*)to + j + 8, b);
     u8* in = made.codes + row * TILE + j % 2 * 8;
     *(uint2*)(in + ((j / 2 ^ row % 8) * 16)) = a;
     *(uint2*)(in + ((4 + j / 2 ^ row % 8) * 16)) = b;
@@ -44,13 +41,23 @@ __device__ __forceinline__ void write_block(float* x, float* y, float by, u32 ro
   made.exponents[exponent_at(row)] = exponent_of(scale, 0, 0);
 }
 
-// What a block writes of the transposed codes, behind a barrier: `halves` tiles, in columns `column` and
-// `across` behind of the row-wise codes; one warp a piece of 16 columns.
-__device__ __forceinline__ void write_transposed(const Made* made, u32 halves, u32 row, u32 column, u32 across,
-                                                 const int* offsets, i64 experts, const Results& to) {
+// The codes of `halves` tiles, in rows `row` and columns `column` and `across` behind, by the whole block: as
+// they are, in whole lines (halves of lines, by the lanes that made them, take 1 % longer), and transposed,
+// by one warp a piece of 16 columns.
+__device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 row, u32 column, u32 across,
+                                            const int* offsets, i64 experts, u8* row_codes,
+                                            const Results& to) {
   const i64 first = (i64)row * TILE;
-  const bool some = !offsets || (first >= offsets[0] && first < offsets[experts]);
-  if (!some) {  // of no expert
+#pragma unroll 1
+  for (u32 half = 0; half < halves; ++half) {
+    const u32 piece = threadIdx.x % 8;
+    u8* out = row_codes + first * to.columns + (column + half * across) * TILE + piece * 16;
+#pragma unroll
+    for (u32 r = threadIdx.x / 8; r < TILE; r += BLOCK_THREADS / 8)
+      __stcs((uint4*)(out + r * to.columns),
+             *(const uint4*)(made[half].codes + r * TILE + ((piece ^ r % 8) * 16)));
+  }
+  if (offsets && (first < offsets[0] || first >= offsets[experts])) {  // of no expert
     if (threadIdx.x < halves) ((float*)to.scales)[(column + threadIdx.x * across) * to.strips + row] = 0.f;
     return;
   }
@@ -67,22 +74,26 @@ __device__ __forceinline__ void write_transposed(const Made* made, u32 halves, u
   }
 }
 
-// What: y [rows, width] of h [rows, 2 width], quantised by (1, 128): row_codes [rows, width], row_scales [rows,
+// What: y [rows, width] of h [rows, 2 width], quantised by (1, 128): row_codes [rows, width], row_scales
+// [rows,
 //   width / 128]; and transposed: codes [width, rows], scales [width / 128, rows / 128]. Zeros from the last
 //   of `offsets` on, where the transposed codes are not written; offsets are multiples of 128.
 // Bytes: h read once, both codes written once.
 // Launch: a block of 256 threads a tile, neighbours of a row one after the other.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32             ? 3
+                                                            : BARE && ACT == SWIGLU ? 5
+                                                                                    : 4)
     swiglu_quantize_transpose(const void* h, const void* probs, i64 probs_kind, const int* offsets,
                               i64 experts, float clamp, float alpha, float offset, i64 rows, i64 width,
                               u8* row_codes, u32* row_scales, u8* codes, float* scales) {
   after_earlier();
   __shared__ Made made[1];
   const Activation act = {clamp, alpha, offset};
-  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across, column = blockIdx.x - tile_row * across;
+  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
+            column = blockIdx.x - tile_row * across;
   const i64 last = offsets ? offsets[experts] : rows, vectors = width / 8;
   const u32 j = threadIdx.x % 8;
-#pragma unroll 2
+#pragma unroll 1
   for (u32 step = 0; step < 4; ++step) {
     const u32 inside = row_of_step(step);
     const i64 row = (i64)tile_row * TILE + inside, at = row * 2 * vectors + column * 16 + j;
@@ -107,18 +118,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 3 : 4)
         for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
       }
     }
-    write_block(y[0], y[1], prob, inside, row_codes + row * width + column * TILE,
-                row_scales + row * across + column, made[0]);
+    make_block(y[0], y[1], prob, inside, row_scales + row * across + column, made[0]);
   }
   let_later_begin();
   __syncthreads();
-  write_transposed(made, 1, tile_row, column, across, offsets, experts,
-                   {rows, width, rows / TILE, codes, scales, true});
+  write_tiles(made, 1, tile_row, column, across, offsets, experts, row_codes,
+              {rows, width, rows / TILE, codes, scales, true});
 }
 
 // What: the same of dh [rows, 2 width], a tile of each half by a block; partial [width / 128, rows] float64,
 //   what each tile adds to dprobs, or null.
 // Bytes: grad and h read once, both codes written once, and 8 bytes a row and tile.
+// Why: 139,264 x 768 takes 314 us, the row-wise kernel and the transpose one after the other 358; 67,584 x
+//   1536 306 and 318 (forward: 178 and 190, 175 and 184). Loads of the next step in flight, with fewer
+//   blocks for it: 348 and 342 us. With a block more, 4, the backward takes 303, and others spill.
 // How: as backward_rows in swiglu.cu, the same float32 steps; only the sum for dprobs has another order.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
@@ -128,7 +141,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
   after_earlier();
   __shared__ Made made[2];
   const Activation act = {clamp, alpha, offset};
-  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across, column = blockIdx.x - tile_row * across;
+  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
+            column = blockIdx.x - tile_row * across;
   const i64 last = offsets ? offsets[experts] : rows, vectors = width / 8;
   const u32 j = threadIdx.x % 8;
 #pragma unroll 1
@@ -150,13 +164,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
         up[u] = load_eight<KIND>(grad, row * vectors + column * 16 + j + 8 * u);
       }
 #pragma unroll
-      for (int u = 0; u < 2; ++u)
-        sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
+      for (int u = 0; u < 2; ++u) sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
     }
-    u8* to = row_codes + row * 2 * width + column * TILE;
     u32* scale_to = row_scales + row * 2 * across + column;
-    write_block(da[0], da[1], prob, inside, to, scale_to, made[0]);
-    write_block(db[0], db[1], prob, inside, to + width, scale_to + across, made[1]);
+    make_block(da[0], da[1], prob, inside, scale_to, made[0]);
+    make_block(db[0], db[1], prob, inside, scale_to + across, made[1]);
     if (!partial) continue;
 #pragma unroll
     for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
@@ -164,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
   }
   let_later_begin();
   __syncthreads();
-  write_transposed(made, 2, tile_row, column, across, offsets, experts,
-                   {rows, 2 * width, rows / TILE, codes, scales, true});
+  write_tiles(made, 2, tile_row, column, across, offsets, experts, row_codes,
+              {rows, 2 * width, rows / TILE, codes, scales, true});
 }
 
 // dprobs [rows]: sums of the tiles' parts, in their order.

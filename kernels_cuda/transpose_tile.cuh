@@ -1,5 +1,5 @@
-// A tile of row-wise FP8 codes in shared memory, written transposed: what transpose.cu does with tiles that it
-// reads, and swiglu_transpose.cu with those that it has just made.
+// A tile of row-wise FP8 codes in shared memory, written transposed: what transpose.cu does with tiles that
+// it reads, and swiglu_transpose.cu with those that it has just made.
 #pragma once
 #include "tile.cuh"
 
