@@ -1,6 +1,7 @@
 """Whole training steps of a Qwen3-MoE of Hugging Face transformers, with its own experts and with this
-library's, one after the other (three do not fit side by side), from the same weights on the same tokens: 8 layers of 2048 x 768 with 128 experts, top-8, 8 x 2048 tokens,
-fused AdamW. ``python -m fp8moe.benchmarks.model [--out FILE]``, on CUDA.
+library's, one after the other (three do not fit side by side), from the same weights on the same tokens: 8
+layers of 2048 x 768 with 128 experts, top-8, 8 x 2048 tokens, fused AdamW.
+``python -m fp8moe.benchmarks.model [--out FILE]``, on CUDA.
 
 A step is forward, backward, optimizer step and zero_grad. "bfloat16" has the parameters in bfloat16;
 "autocast" has them in float32, as the Trainer's ``bf16=True`` does.
@@ -93,7 +94,7 @@ def learnable(count: int) -> list[torch.Tensor]:
 
 def training(implementation: str, dtype: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """A training step, which returns its loss, on the device."""
-    # **: its own signature does not name what every config takes
+    options: dict[str, Any] = {"experts_implementation": implementation}
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=2048,
@@ -104,7 +105,7 @@ def training(implementation: str, dtype: str) -> Callable[[torch.Tensor], torch.
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
-        **{"experts_implementation": implementation},
+        **options,
     )
     torch.manual_seed(0)
     autocast = dtype == "autocast"
