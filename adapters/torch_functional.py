@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from fp8moe import Quantized, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_experts import FP8_BLOCK, experts
+from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
+from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.moe import RECIPES
 
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
@@ -82,23 +83,24 @@ def moe_experts(
         before, ones, after = _columns(hidden, recipe)
         added = rows.new_ones(rows.shape[0], ones)
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
-    y = experts(
-        rows,
-        weights[0],
-        weights[1],
-        ids,
-        probs,
-        multiplied,
-        recipe=recipe,
-        recompute=recompute,
-        activation=activation,
-        comm=comm,
-    )
+    how: dict[str, Any] = {"recompute": recompute, "activation": activation, "comm": comm}
+    if recipe == "bf16" and _grouped_mm_takes(rows, given[0], given[1], comm):
+        y = by_grouped_mm(rows, given[0], given[1], ids, probs, **how)
+    else:
+        y = experts(rows, weights[0], weights[1], ids, probs, multiplied, recipe=recipe, **how)
     if bias13 is not None:
         y = y[:, :hidden]
     if bias2 is not None:
         y = y + _shares(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
     return y.to(x.dtype).reshape(x.shape)
+
+
+def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
+    """Whether torch multiplies: bfloat16 in multiples of 16 bytes, and no ``main_grad`` to add to."""
+    if comm is not None and torch.compiler.is_compiling():
+        return False
+    whole = all(w.shape[2] % 8 == 0 for w in (w13, w2))
+    return x.dtype == torch.bfloat16 and whole and all(main_grad_of(w) is None for w in (w13, w2))
 
 
 def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:

@@ -94,14 +94,14 @@ def learnable(count: int) -> list[torch.Tensor]:
 
 def training(implementation: str, dtype: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """A training step, which returns its loss, on the device."""
-    options: dict[str, Any] = {"experts_implementation": implementation}
+    # its own signature does not name all of these
+    options: dict[str, Any] = {"experts_implementation": implementation, "head_dim": 128}
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=2048,
         num_hidden_layers=8,
         num_attention_heads=16,
         num_key_value_heads=4,
-        head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,

@@ -20,6 +20,7 @@ ADAPTERS = {
     "torch_moe": _TORCH,
     "torch_experts": _TORCH,
     "torch_functional": _TORCH,
+    "torch_grouped": _TORCH,
     "torch_router": _TORCH,
     "torch_sharding": _TORCH,
     "torch_stats": _TORCH,

@@ -1,6 +1,8 @@
 """Hypothesis settings, and the markers that need a GPU."""
 
 import importlib.util
+import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -9,6 +11,10 @@ settings.register_profile(
     "fp8moe", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("fp8moe")
+
+
+# Inductor finds compiled code by the operators' names: an earlier version's results had other shapes.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="fp8moe-inductor-"))
 
 
 def _devices() -> int:

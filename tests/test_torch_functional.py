@@ -53,6 +53,42 @@ def test_halves_and_any_width(recipe):
             assert torch.equal(found, true)
 
 
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
+    """Not by the kernel with a thread an output, which is all that `fp8moe.moe_forward` has for bfloat16."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    leaves = [x, torch.cat((w1, w3), dim=1).bfloat16(), w2.bfloat16(), probs]
+    ours = {"recipe": "bf16", "recompute": recompute}
+    found, ran = [], []
+    product = torch.nn.functional.grouped_mm
+
+    def grouped_mm(*arguments, **options):
+        ran.append(1)
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    found = results(lambda x, w13, w2, probs: moe_experts(x, w13, w2, ids, probs, **ours), leaves, dy)
+    assert ran
+    wide = [t.double() for t in leaves]
+    wanted = results(lambda x, w13, w2, probs: of_loops(x, w13, w2, ids, probs), wide, dy.double())
+    for one, true in zip(found, wanted, strict=True):
+        # the product, the activation and the sum over experts round to 8 bits: three of 2^-9, and as many in
+        # the backward
+        assert torch.linalg.norm(one.double() - true) <= 6 * 2.0**-9 * torch.linalg.norm(true)
+
+
+def of_loops(x, w13, w2, ids, probs):
+    y = torch.zeros_like(x)
+    for t, k in (ids >= 0).nonzero().tolist():
+        gate, up = (w13[ids[t, k]] @ x[t]).chunk(2)
+        y = y.index_add(
+            0,
+            torch.tensor([t]),
+            (probs[t, k] * (w2[ids[t, k]] @ (torch.nn.functional.silu(gate) * up)))[None],
+        )
+    return y
+
+
 def test_parts_of_a_bias():
     bias = torch.randn(E, 500) * torch.exp(4 * torch.randn(E, 500))
     parts = _split(bias.requires_grad_(), 4)

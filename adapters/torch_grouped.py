@@ -1,0 +1,79 @@
+"""The experts in bfloat16 by torch's grouped matrix product, between this library's permutation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8moe.activation import Activation
+from fp8moe.adapters import torch_distributed, torch_ops
+from fp8moe.plan import static_bound
+
+
+def by_grouped_mm(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    *,
+    recompute: str | None,
+    activation: Activation,
+    comm: Any = None,
+) -> Tensor:
+    """`fp8moe.moe_forward` with recipe "bf16", and its gradient by torch's autograd.
+
+    x [T, H], w13 [E, 2F, H] and w2 [E, H, F]: bfloat16, H and F multiples of 8. ids, probs: [T, k].
+    """
+    rows, experts = None, len(w13)
+    if comm is not None:
+        arrived = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm)
+        x, ids, probs = arrived.x, arrived.topk_ids, arrived.topk_probs
+        rows = static_bound(arrived.num_entries, experts, 16)
+    # torch's grouped product wants what it reads in multiples of 16 bytes
+    plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
+    moved = torch_ops.permute(x, plan, probs.float())
+    ends = plan.expert_offsets[1:]
+    products = _products if recompute is None else _Recomputed.apply
+    y = torch_ops.unpermute(products(moved.data, moved.probs, w13, w2, ends, activation), plan)
+    return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
+
+
+def _products(
+    x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, ends: Tensor, activation: Activation
+) -> Tensor:
+    """The experts on permuted rows, by torch's grouped product."""
+    h = nn.functional.grouped_mm(x, w13.transpose(1, 2), offs=ends)
+    a = torch_ops.swiglu(h, probs, activation=activation)
+    return nn.functional.grouped_mm(a, w2.transpose(1, 2), offs=ends)
+
+
+class _Recomputed(torch.autograd.Function):
+    """`_products`, whose backward makes h and a again. torch.utils.checkpoint would not notice weights that
+    have changed since."""
+
+    @staticmethod
+    def forward(ctx, x, probs, w13, w2, ends, activation):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, probs, w13, w2, ends)
+        ctx.activation = activation
+        return _products(x, probs, w13, w2, ends, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        x, probs, w13, w2, ends = ctx.saved_tensors
+        of_x, of_probs, of_w13, of_w2, *_ = ctx.needs_input_grad
+        product, dy = nn.functional.grouped_mm, dy.contiguous()
+        h = product(x, w13.transpose(1, 2), offs=ends)
+        da = product(dy, w2, offs=ends)
+        dx, dw13, dw2 = None, None, None
+        if of_w2:
+            dw2 = product(dy.t(), torch_ops.swiglu(h, probs, activation=ctx.activation), offs=ends)
+        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, *torch_ops.scalars_of(ctx.activation))
+        if of_x:
+            dx = product(dh, w13, offs=ends)
+        if of_w13:
+            dw13 = product(dh.t(), x, offs=ends)
+        return dx, dprobs.to(probs.dtype) if of_probs else None, dw13, dw2, None, None
