@@ -237,7 +237,8 @@ def quantize(
     layout: str = "compact",
     scale_rounding: str = "up",
 ) -> QuantTensor:
-    """`fp8moe.quantize` in one orientation. Codes have no gradient."""
+    """`fp8moe.quantize` in one orientation. Codes have no gradient: where x requires one, nothing of it comes
+    back through them, as through ``x.detach()``."""
     eager, x = _eager(x=x), _detached("x", x)
     if eager:
         how = {"pow2": pow2, "eps": eps, "layout": layout, "scale_rounding": scale_rounding}
@@ -314,6 +315,35 @@ def swiglu_quantize_backward(
         return fp8moe.swiglu_quantize_backward(grad, h, probs, **_options(*how))
     *dh, dprobs = _swiglu_quantize_backward(grad, h, probs, *how)
     return SwigluGrad(_quantized(dh, fmt, block, columnwise), None if probs is None else dprobs)
+
+
+def grouped_gemm(
+    x: Tensor | QuantTensor,
+    w: Tensor | QuantTensor,
+    expert_offsets: Tensor,
+    *,
+    transpose_w: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """`fp8moe.grouped_gemm`, with gradients for x and w where they are tensors. FP8 operands have none: their
+    gradients are products of other codes, as `moe_experts` makes them. Rows that no expert has get zeros."""
+    tensors = [t for t in (x, w) if isinstance(t, Tensor)]
+    for name, t in (("x", x), ("w", w)):
+        if not isinstance(t, (Tensor, QuantTensor)):
+            raise _no_tensor(name, t)
+    if _eager(x=x, w=w, expert_offsets=expert_offsets) and not _needs_grad(*tensors):
+        x, w = (t.contiguous() if isinstance(t, Tensor) else t for t in (x, w))
+        return fp8moe.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, backend=backend)
+    if isinstance(x, QuantTensor) != isinstance(w, QuantTensor):
+        raise TypeError(f"w: got a {type(w).__name__}; wanted a {type(x).__name__}, as x is")
+    if isinstance(x, QuantTensor) and isinstance(w, QuantTensor):
+        if (x.block, w.block) != ((1, 128), (128, 128)):
+            raise ValueError(f"x.block, w.block: got {x.block}, {w.block}; wanted (1, 128), (128, 128)")
+        if transpose_w:
+            raise ValueError("transpose_w: got True with FP8 weights; wanted it with tensors")
+        codes = (x.data, x.scales, x.fmt, x.layout, w.data, w.scales, w.fmt)
+        return _grouped_gemm_fp8(*codes, expert_offsets, backend)
+    return _grouped_gemm(x, w, expert_offsets, transpose_w, backend)
 
 
 def scalars_of(activation: Activation) -> tuple[str, float | None, float, float]:
@@ -1031,6 +1061,51 @@ def _swiglu_quantize_backward(
 # Each setup keeps the plan (or sizes) and what the gradient needs; each gradient is an operator above.
 
 
+def _grouped_gemm_fake(x, w, expert_offsets, transpose_w, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], w.shape[2 if transpose_w else 1]))
+
+
+@operator("grouped_gemm", _grouped_gemm_fake)
+def _grouped_gemm(
+    x: Tensor, w: Tensor, expert_offsets: Tensor, transpose_w: bool, backend: str | None
+) -> Tensor:
+    x, w = x.contiguous(), w.contiguous()
+    return fp8moe.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, backend=backend)
+
+
+def _grouped_gemm_wgrad_fake(dy, x, expert_offsets, backend):  # type: ignore[no-untyped-def]
+    return dy.new_empty((expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]))
+
+
+@operator("grouped_gemm_wgrad", _grouped_gemm_wgrad_fake)
+def _grouped_gemm_wgrad(dy: Tensor, x: Tensor, expert_offsets: Tensor, backend: str | None) -> Tensor:
+    dtype = str(dy.dtype).removeprefix("torch.")
+    wide = "float32" if dtype == "float16" else dtype  # there is no sum in float16
+    dy, x = dy.contiguous(), x.contiguous()
+    return fp8moe.grouped_gemm_wgrad(dy, x, expert_offsets, dtype=wide, backend=backend).to(dy.dtype)
+
+
+def _grouped_gemm_fp8_fake(x, x_scales, x_fmt, layout, w, w_scales, w_fmt, expert_offsets, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], w.shape[1]), dtype=torch.bfloat16)
+
+
+@operator("grouped_gemm_fp8", _grouped_gemm_fp8_fake)
+def _grouped_gemm_fp8(
+    x: Tensor,
+    x_scales: Tensor,
+    x_fmt: str,
+    layout: str,
+    w: Tensor,
+    w_scales: Tensor,
+    w_fmt: str,
+    expert_offsets: Tensor,
+    backend: str | None,
+) -> Tensor:
+    rows = QuantTensor(x, x_scales, x_fmt, (1, 128), layout)  # type: ignore[arg-type]
+    weights = QuantTensor(w, w_scales, w_fmt, (128, 128))  # type: ignore[arg-type]
+    return fp8moe.grouped_gemm(rows, weights, expert_offsets, backend=backend)
+
+
 def _gradient(operator, setup, backward) -> None:  # type: ignore[no-untyped-def]
     operator.register_autograd(backward, setup_context=setup)
 
@@ -1114,17 +1189,33 @@ def _swiglu_grad(ctx, grad):  # type: ignore[no-untyped-def]
     return dh, None if probs is None else dprobs.to(probs.dtype), None, None, None, None
 
 
+def _grouped_gemm_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, w, expert_offsets, ctx.transpose_w, ctx.backend = inputs
+    ctx.save_for_backward(x, w, expert_offsets)
+
+
+def _grouped_gemm_grad(ctx, dy):  # type: ignore[no-untyped-def]
+    x, w, expert_offsets = ctx.saved_tensors
+    of_x, of_w, *_ = ctx.needs_input_grad
+    dx = _grouped_gemm(dy, w, expert_offsets, not ctx.transpose_w, ctx.backend) if of_x else None
+    pair = (x, dy) if ctx.transpose_w else (dy, x)
+    dw = _grouped_gemm_wgrad(*pair, expert_offsets, ctx.backend) if of_w else None
+    return dx, dw, None, None, None
+
+
 _gradient(_permute, _permute_setup, _permute_grad)
 _gradient(_unpermute, _unpermute_setup, _unpermute_grad)
 _gradient(_sort_chunks, _sort_chunks_setup, _sort_chunks_grad)
 _gradient(_pad, _pad_setup, _pad_grad)
 _gradient(_unpad, _pad_setup, _unpad_grad)
 _gradient(_swiglu, _swiglu_setup, _swiglu_grad)
+_gradient(_grouped_gemm, _grouped_gemm_setup, _grouped_gemm_grad)
 
 
 def _no_gradient(ctx, *grads):  # type: ignore[no-untyped-def]
     raise RuntimeError(_TWICE)
 
 
-for _operator in (_permute_backward, _unpermute_backward, _sort_chunks_backward, swiglu_backward):
+_BACKWARDS = _permute_backward, _unpermute_backward, _sort_chunks_backward, swiglu_backward
+for _operator in (*_BACKWARDS, _grouped_gemm_wgrad):
     _operator.register_autograd(_no_gradient)

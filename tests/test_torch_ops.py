@@ -175,7 +175,70 @@ def opcheck_cases():
             ops.swiglu_quantize_backward,
             (dy, h, torch.rand(6), "e4m3", [1, 32], "geglu_tanh", 7.0, 1.0, 0.0, False, offsets, 1),
         ),
+        (ops.grouped_gemm, (doubles(6, 5), doubles(2, 3, 5), offsets, False, None)),
+        (ops.grouped_gemm, (doubles(6, 5), doubles(2, 5, 3), offsets, True, None)),
+        (ops.grouped_gemm_wgrad, (torch.randn(6, 3).half(), torch.randn(6, 5).half(), offsets, None)),
+        (
+            ops.grouped_gemm_fp8,
+            (q.data, q.scales, "e4m3", "compact", *weight_codes(), "e4m3", offsets, None),
+        ),
     ]
+
+
+def weight_codes():
+    w = torch_ops.quantize(torch.randn(2, 130, 200), block=(128, 128))
+    return w.data, w.scales
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("call", ["eager", "compiled"])
+def test_grouped_gemm(transpose_w, call):
+    """Against a loop over experts in float64; rows that no expert has give zeros, and get none."""
+    offsets = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
+    x, w = doubles(7, 5), doubles(3, 5, 4) if transpose_w else doubles(3, 4, 5)
+    product = torch_ops.grouped_gemm
+    if call == "compiled":
+        product = torch.compile(product, backend="aot_eager", fullgraph=True)
+    y = product(x, w, offsets, transpose_w=transpose_w)
+    dy = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, (x, w), dy)]
+    per_expert = w if transpose_w else w.transpose(1, 2)
+    parts = [x[lo:hi] @ m for lo, hi, m in zip(offsets, offsets[1:], per_expert, strict=False)]
+    wanted = torch.cat([x.new_zeros(1, 4), *parts, x.new_zeros(1, 4)])
+    for one, true in zip(found, [wanted, *torch.autograd.grad(wanted, (x, w), dy)], strict=True):
+        torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
+
+
+def test_grouped_gemm_in_half_precision_and_strided():
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(5, 6, dtype=dtype).t().requires_grad_()
+        w = torch.randn(2, 5, 3, dtype=dtype).transpose(1, 2).requires_grad_()
+        y = torch_ops.grouped_gemm(x, w, offsets)
+        y.sum().backward()
+        assert (y.dtype, x.grad.dtype, w.grad.dtype) == (dtype,) * 3
+        wanted = torch.cat([x[:2].double() @ w[0].double().t(), x[2:].double() @ w[1].double().t()])
+        # one rounding to 8 bits
+        torch.testing.assert_close(y.double(), wanted, rtol=2.0**-8, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("call", ["eager", "compiled"])
+def test_grouped_gemm_of_codes(call):
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    q, w = (
+        torch_ops.quantize(torch.randn(6, 200)),
+        torch_ops.quantize(torch.randn(2, 130, 200), block=(128, 128)),
+    )
+    product = torch_ops.grouped_gemm
+    if call == "compiled":
+        product = torch.compile(product, backend="aot_eager", fullgraph=True)
+    y = product(q, w, offsets)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, fp8moe.grouped_gemm(q, w, offsets))
+    with pytest.raises(TypeError, match="w: got a Tensor; wanted a QuantTensor, as x is"):
+        torch_ops.grouped_gemm(q, torch.randn(2, 130, 200, requires_grad=True), offsets)
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="transpose_w: got True"):
+        product(q, w, offsets, transpose_w=True)
 
 
 def test_every_operator_is_among_the_cases():
