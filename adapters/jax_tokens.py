@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8moe import PermutationPlan
 from fp8moe.adapters import jax_ops
+from fp8moe.records import pack_plan
 
 # ---------------------------------------------------------------- with gradients
 
@@ -110,16 +111,16 @@ def _plan_from_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationP
     expert_of = jnp.where(expert_of < 0, experts, expert_of)  # the last bin takes the blanks
     counts = jnp.zeros(experts + 1, jnp.int32).at[expert_of].add(1)[:experts]
     ends = jnp.cumsum(counts).astype(jnp.int32) + pad_offsets
-    return PermutationPlan(
+    return pack_plan(
+        jnp.concatenate,
+        num_out_tokens=rows,
+        align_size=1,
         row_id_map=row_id_map,
-        slots=None,
         tokens_per_expert=counts,
         padded_tokens_per_expert=counts,
         pad_offsets=pad_offsets,
         expert_offsets=jnp.concatenate([ends - counts, ends[-1:] if experts else jnp.zeros(1, jnp.int32)]),
         overflow=jnp.zeros(1, jnp.int32),
-        num_out_tokens=rows,
-        align_size=1,
     )
 
 

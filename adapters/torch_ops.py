@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 import fp8moe
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.border import dtype_named, separate_arrays
+from fp8moe.border import dtype_named
 from fp8moe.formats import COLUMN_BLOCK
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import places, plan_spec, static_bound
@@ -41,11 +41,8 @@ def plan_topk(
     """`fp8moe.plan_topk`. "exact" reads the row count back, so it cannot be compiled."""
     if _eager(topk_ids=topk_ids) or num_out_tokens == "exact":
         return fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
-    tensors = _plan_topk(topk_ids, num_experts, align_size, num_out_tokens)
-    rows = num_out_tokens
-    if rows is None:
-        rows = static_bound(topk_ids.shape[0] * topk_ids.shape[1], num_experts, align_size)
-    return _plan_of(tensors, rows, align_size)
+    data = _plan_topk(topk_ids, num_experts, align_size, num_out_tokens)
+    return replace(_topk_spec(topk_ids, num_experts, align_size, num_out_tokens), data=data)
 
 
 def plan_routing_map(
@@ -57,12 +54,8 @@ def plan_routing_map(
         return fp8moe.plan_routing_map(
             routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
         )
-    tensors = _plan_routing_map(routing_map, align_size, topk, num_out_tokens)
-    tokens, experts = routing_map.shape
-    rows = num_out_tokens
-    if rows is None:
-        rows = static_bound(tokens * places(topk, experts), experts, align_size)
-    return _plan_of(tensors, rows, align_size)
+    data = _plan_routing_map(routing_map, align_size, topk, num_out_tokens)
+    return replace(_mask_spec(routing_map, align_size, topk, num_out_tokens), data=data)
 
 
 def permute(
@@ -541,8 +534,8 @@ def _once_differentiable(backward):  # type: ignore[no-untyped-def]
 class _EagerPermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
-        tensors, *ctx.sizes = _flat(plan)
-        ctx.save_for_backward(*tensors)
+        data, ctx.sizes = _flat(plan)
+        ctx.save_for_backward(data)
         ctx.has_probs = probs is not None
         moved = fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
         return moved.data, moved.probs
@@ -550,7 +543,8 @@ class _EagerPermute(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
-        plan = _plan_of(ctx.saved_tensors, *ctx.sizes)
+        (data,) = ctx.saved_tensors
+        plan = _plan_of(data, ctx.sizes)
         grads = fp8moe.permute_backward(grad.contiguous(), plan, _given(grad_probs, ctx.has_probs))
         return *grads, None, None
 
@@ -558,17 +552,16 @@ class _EagerPermute(torch.autograd.Function):
 class _EagerUnpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, plan):  # type: ignore[no-untyped-def]
-        tensors, *ctx.sizes = _flat(plan)
-        ctx.rows = 0 if probs is None else 2
-        ctx.save_for_backward(*(x, probs)[: ctx.rows], *tensors)
+        data, ctx.sizes = _flat(plan)
+        ctx.save_for_backward(data, *(() if probs is None else (x, probs)))
         return fp8moe.unpermute(x, plan, probs)
 
     @staticmethod
     @_once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        saved = ctx.saved_tensors
-        plan = _plan_of(saved[ctx.rows :], *ctx.sizes)
-        return *fp8moe.unpermute_backward(grad.contiguous(), plan, *saved[: ctx.rows]), None
+        data, *rows = ctx.saved_tensors
+        plan = _plan_of(data, ctx.sizes)
+        return *fp8moe.unpermute_backward(grad.contiguous(), plan, *rows), None
 
 
 class _EagerSortChunks(torch.autograd.Function):
@@ -636,7 +629,7 @@ def operator(name: str, fake, writes: tuple[str, ...] = ()):  # type: ignore[no-
 
     def register(function):  # type: ignore[no-untyped-def]
         def below_autograd(*args):  # type: ignore[no-untyped-def]
-            with torch.no_grad(), separate_arrays():
+            with torch.no_grad():
                 return function(*args)
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
@@ -649,32 +642,15 @@ def operator(name: str, fake, writes: tuple[str, ...] = ()):  # type: ignore[no-
     return register
 
 
-def _flat(plan: PermutationPlan) -> tuple[list[Tensor], int, int]:
-    """A plan as operators take it: its tensors, rows and alignment."""
-    tensors = [
-        plan.row_id_map,
-        plan.tokens_per_expert,
-        plan.padded_tokens_per_expert,
-        plan.pad_offsets,
-        plan.expert_offsets,
-        plan.overflow,
-    ]
-    return tensors + ([] if plan.slots is None else [plan.slots]), plan.num_out_tokens, plan.align_size
+def _flat(plan: PermutationPlan) -> tuple[Tensor, list[int]]:
+    """A plan as operators take it: its array and its sizes."""
+    sizes = plan.num_tokens, plan.num_experts, plan.max_experts_per_token
+    return plan.data, [*sizes, int(plan.has_slots), plan.num_out_tokens, plan.align_size]
 
 
-def _plan_of(tensors: Sequence[Tensor], num_out_tokens: int, align_size: int) -> PermutationPlan:
-    row_id_map, counts, padded, pad_offsets, offsets, overflow, *slots = tensors
-    return PermutationPlan(
-        row_id_map=row_id_map,
-        slots=slots[0] if slots else None,
-        tokens_per_expert=counts,
-        padded_tokens_per_expert=padded,
-        pad_offsets=pad_offsets,
-        expert_offsets=offsets,
-        overflow=overflow,
-        num_out_tokens=num_out_tokens,
-        align_size=align_size,
-    )
+def _plan_of(data: Any, sizes: Sequence[int]) -> PermutationPlan:
+    tokens, experts, width, has_slots, rows, align = sizes
+    return PermutationPlan(data, tokens, experts, width, bool(has_slots), rows, align)
 
 
 def spec_of(x: Tensor) -> ArraySpec:
@@ -703,55 +679,53 @@ def or_empty(x: Tensor | None, device: torch.device) -> Tensor:
     return torch.empty(_NONE, device=device) if x is None else x
 
 
-def _fake_plan(spec: PermutationPlan, device: torch.device) -> list[Tensor]:
-    return [like(t, device) for t in _flat(spec)[0]]  # type: ignore[arg-type]
-
-
-def _plan_topk_fake(topk_ids, num_experts, align_size, num_out_tokens):  # type: ignore[no-untyped-def]
+def _topk_spec(topk_ids: Tensor, num_experts: int, align_size: int, rows: int | None) -> PermutationPlan:
     tokens, k = topk_ids.shape
-    spec = plan_spec(tokens, num_experts, k, align_size, num_out_tokens, has_slots=True)
-    return _fake_plan(spec, topk_ids.device)
+    return plan_spec(tokens, num_experts, k, align_size, rows, has_slots=True)
+
+
+def _mask_spec(routing_map: Tensor, align_size: int, topk: int | None, rows: int | None) -> PermutationPlan:
+    tokens, experts = routing_map.shape
+    return plan_spec(tokens, experts, places(topk, experts), align_size, rows, has_slots=False)
+
+
+def _plan_topk_fake(topk_ids, *options):  # type: ignore[no-untyped-def]
+    return like(_topk_spec(topk_ids, *options).data, topk_ids.device)
 
 
 @operator("plan_topk", _plan_topk_fake)
-def _plan_topk(
-    topk_ids: Tensor, num_experts: int, align_size: int, num_out_tokens: int | None
-) -> list[Tensor]:
+def _plan_topk(topk_ids: Tensor, num_experts: int, align_size: int, num_out_tokens: int | None) -> Tensor:
     plan = fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
-    return _flat(plan)[0]
+    return plan.data  # type: ignore[no-any-return]
 
 
-def _plan_routing_map_fake(routing_map, align_size, topk, num_out_tokens):  # type: ignore[no-untyped-def]
-    tokens, experts = routing_map.shape
-    spec = plan_spec(tokens, experts, places(topk, experts), align_size, num_out_tokens, has_slots=False)
-    return _fake_plan(spec, routing_map.device)
+def _plan_routing_map_fake(routing_map, *options):  # type: ignore[no-untyped-def]
+    return like(_mask_spec(routing_map, *options).data, routing_map.device)
 
 
 @operator("plan_routing_map", _plan_routing_map_fake)
 def _plan_routing_map(
     routing_map: Tensor, align_size: int, topk: int | None, num_out_tokens: int | None
-) -> list[Tensor]:
-    plan = fp8moe.plan_routing_map(
-        routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
-    )
-    return _flat(plan)[0]
+) -> Tensor:
+    how: Any = {"align_size": align_size, "topk": topk, "num_out_tokens": num_out_tokens}
+    return fp8moe.plan_routing_map(routing_map, **how).data  # type: ignore[no-any-return]
 
 
-def _permute_fake(x, plan, rows, align, probs, fill_padding):  # type: ignore[no-untyped-def]
-    spec = permute_spec(spec_of(x), _plan_of(plan, rows, align), None if probs is None else spec_of(probs))
+def _permute_fake(x, plan, sizes, probs, fill_padding):  # type: ignore[no-untyped-def]
+    spec = permute_spec(spec_of(x), _plan_of(plan, sizes), None if probs is None else spec_of(probs))
     return like(spec.data, x.device), like(spec.probs, x.device)
 
 
 @operator("permute", _permute_fake)
 def _permute(
-    x: Tensor, plan: list[Tensor], rows: int, align: int, probs: Tensor | None, fill_padding: bool
+    x: Tensor, plan: Tensor, sizes: list[int], probs: Tensor | None, fill_padding: bool
 ) -> tuple[Tensor, Tensor]:
-    moved = fp8moe.permute(x, _plan_of(plan, rows, align), probs, fill_padding=fill_padding)
+    moved = fp8moe.permute(x, _plan_of(plan, sizes), probs, fill_padding=fill_padding)
     return moved.data, or_empty(moved.probs, x.device)
 
 
-def _permute_backward_fake(grad, plan, rows, align, grad_probs):  # type: ignore[no-untyped-def]
-    p = _plan_of(plan, rows, align)
+def _permute_backward_fake(grad, plan, sizes, grad_probs):  # type: ignore[no-untyped-def]
+    p = _plan_of(plan, sizes)
     shape = None if grad_probs is None else (p.num_tokens, p.prob_columns)
     probs = torch.empty(_NONE, device=grad.device) if shape is None else grad_probs.new_empty(shape)
     return grad.new_empty(unpermute_spec(spec_of(grad), p).shape), probs
@@ -759,36 +733,35 @@ def _permute_backward_fake(grad, plan, rows, align, grad_probs):  # type: ignore
 
 @operator("permute_backward", _permute_backward_fake)
 def _permute_backward(
-    grad: Tensor, plan: list[Tensor], rows: int, align: int, grad_probs: Tensor | None
+    grad: Tensor, plan: Tensor, sizes: list[int], grad_probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    grad_x, probs = fp8moe.permute_backward(grad, _plan_of(plan, rows, align), grad_probs)
+    grad_x, probs = fp8moe.permute_backward(grad, _plan_of(plan, sizes), grad_probs)
     return grad_x, or_empty(probs, grad.device)
 
 
-def _unpermute_fake(x, plan, rows, align, merging_probs):  # type: ignore[no-untyped-def]
-    return x.new_empty((plan[0].shape[0], x.shape[1]))
+def _unpermute_fake(x, plan, sizes, merging_probs):  # type: ignore[no-untyped-def]
+    return x.new_empty((sizes[0], x.shape[1]))
 
 
 @operator("unpermute", _unpermute_fake)
-def _unpermute(x: Tensor, plan: list[Tensor], rows: int, align: int, merging_probs: Tensor | None) -> Tensor:
-    return fp8moe.unpermute(x, _plan_of(plan, rows, align), merging_probs)
+def _unpermute(x: Tensor, plan: Tensor, sizes: list[int], merging_probs: Tensor | None) -> Tensor:
+    return fp8moe.unpermute(x, _plan_of(plan, sizes), merging_probs)
 
 
-def _unpermute_backward_fake(grad, plan, rows, align, x, merging_probs):  # type: ignore[no-untyped-def]
+def _unpermute_backward_fake(grad, plan, sizes, x, merging_probs):  # type: ignore[no-untyped-def]
     probs = torch.empty(_NONE, device=grad.device) if merging_probs is None else merging_probs
-    return grad.new_empty((rows, grad.shape[1])), torch.empty_like(probs)
+    return grad.new_empty((sizes[-2], grad.shape[1])), torch.empty_like(probs)
 
 
 @operator("unpermute_backward", _unpermute_backward_fake)
 def _unpermute_backward(
     grad: Tensor,
-    plan: list[Tensor],
-    rows: int,
-    align: int,
+    plan: Tensor,
+    sizes: list[int],
     x: Tensor | None,
     merging_probs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    grad_x, probs = fp8moe.unpermute_backward(grad, _plan_of(plan, rows, align), x, merging_probs)
+    grad_x, probs = fp8moe.unpermute_backward(grad, _plan_of(plan, sizes), x, merging_probs)
     return grad_x, or_empty(probs, grad.device)
 
 
@@ -964,9 +937,9 @@ def _transpose(
     return got.data, got.scales
 
 
-def _permute_transpose_fake(data, scales, fmt, block, target, plan, rows, align):  # type: ignore[no-untyped-def]
-    q, experts = _quant_spec(data, scales, fmt, block, "compact"), plan[1].shape[0]
-    spec = transpose_spec(q, rows, experts, align, target)
+def _permute_transpose_fake(data, scales, fmt, block, target, plan, sizes):  # type: ignore[no-untyped-def]
+    _, experts, *_, rows, align = sizes
+    spec = transpose_spec(_quant_spec(data, scales, fmt, block, "compact"), rows, experts, align, target)
     return like(spec.data, data.device), like(spec.scales, data.device)
 
 
@@ -977,12 +950,11 @@ def _permute_transpose(
     fmt: str,
     block: list[int],
     target: str,
-    plan: list[Tensor],
-    rows: int,
-    align: int,
+    plan: Tensor,
+    sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
     q = QuantTensor(data, scales, fmt, tuple(block) or None)  # type: ignore[arg-type]
-    got = fp8moe.permute_transpose(q, _plan_of(plan, rows, align), target=target)
+    got = fp8moe.permute_transpose(q, _plan_of(plan, sizes), target=target)
     return got.data, got.scales
 
 
@@ -1115,32 +1087,29 @@ def _given(grad: Tensor | None, present: bool) -> Tensor | None:
 
 
 def _permute_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, plan, ctx.rows, ctx.align, probs, _ = inputs
+    _, plan, ctx.sizes, probs, _ = inputs
     ctx.has_probs = probs is not None
-    ctx.save_for_backward(*plan)
+    ctx.save_for_backward(plan)
 
 
 def _permute_grad(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
-    plan = list(ctx.saved_tensors)
     probs = _given(grad_probs, ctx.has_probs)
-    grad_x, grad_probs = _permute_backward(grad.contiguous(), plan, ctx.rows, ctx.align, probs)
-    none = [None] * len(plan)
-    return grad_x, none, None, None, grad_probs if ctx.has_probs else None, None
+    grad_x, grad_probs = _permute_backward(grad.contiguous(), *ctx.saved_tensors, ctx.sizes, probs)
+    return grad_x, None, None, grad_probs if ctx.has_probs else None, None
 
 
 def _unpermute_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, plan, ctx.rows, ctx.align, probs = inputs
+    x, plan, ctx.sizes, probs = inputs
     ctx.has_probs = probs is not None
     # the rows themselves are needed for the probabilities' gradient only
-    ctx.save_for_backward(*((x, probs) if ctx.has_probs else ()), *plan)
+    ctx.save_for_backward(plan, *((x, probs) if ctx.has_probs else ()))
 
 
 def _unpermute_grad(ctx, grad):  # type: ignore[no-untyped-def]
-    saved = list(ctx.saved_tensors)
-    x, probs = (saved.pop(0), saved.pop(0)) if ctx.has_probs else (None, None)
-    grad_x, grad_probs = _unpermute_backward(grad.contiguous(), saved, ctx.rows, ctx.align, x, probs)
-    none = [None] * len(saved)
-    return grad_x, none, None, None, grad_probs if ctx.has_probs else None
+    plan, *rows = ctx.saved_tensors
+    x, probs = rows or (None, None)
+    grad_x, grad_probs = _unpermute_backward(grad.contiguous(), plan, ctx.sizes, x, probs)
+    return grad_x, None, None, grad_probs if ctx.has_probs else None
 
 
 def _sort_chunks_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8moe import PermutationPlan, QuantTensor
 from fp8moe.adapters import torch_ops
+from fp8moe.records import pack_plan
 
 Rows = Any  # a tensor or a QuantTensor
 
@@ -225,16 +226,16 @@ def _plan_from_map(
     counts = bins.scatter_add(0, expert_of, torch.ones_like(expert_of, dtype=torch.int32))[:-1]
     pads = torch.zeros_like(counts) if pad_offsets is None else pad_offsets.to(torch.int32).contiguous()
     ends = (counts.cumsum(0) + pads).to(torch.int32)
-    return PermutationPlan(
-        row_id_map=row_id_map,
-        slots=None,
+    return pack_plan(
+        torch.cat,
+        num_out_tokens=rows,
+        align_size=1,
+        row_id_map=row_id_map.to(torch.int32),
         tokens_per_expert=counts,
         padded_tokens_per_expert=counts,
         pad_offsets=pads,
         expert_offsets=torch.cat([ends - counts, ends[-1:] if experts else bins]),
         overflow=bins.new_zeros(1),
-        num_out_tokens=rows,
-        align_size=1,
     )
 
 
@@ -274,14 +275,15 @@ def _plan_of_rows(row: Tensor, num_rows: int) -> PermutationPlan:
     count = (rows >= 0).sum(dim=1, keepdim=True, dtype=torch.int32)
     total = count.sum(dim=0, dtype=torch.int32)
     zero = torch.zeros_like(total)
-    return PermutationPlan(
+    return pack_plan(
+        torch.cat,
+        num_out_tokens=num_rows,
+        align_size=1,
         row_id_map=torch.cat([rows, expert, count], dim=1),
-        slots=torch.where(rows >= 0, order, -1).to(torch.int32).contiguous(),
+        slots=torch.where(rows >= 0, order, -1).to(torch.int32),
         tokens_per_expert=total,
         padded_tokens_per_expert=total,
         pad_offsets=zero,
         expert_offsets=torch.cat([zero, total]),
         overflow=zero,
-        num_out_tokens=num_rows,
-        align_size=1,
     )

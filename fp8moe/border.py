@@ -22,7 +22,6 @@ import ml_dtypes
 import numpy as np
 
 from fp8moe import checks, dlpack, replay, tracing
-from fp8moe.checks import INT32
 from fp8moe.formats import BFLOAT16, FLOAT8_DTYPES
 from fp8moe.records import (
     ArraySpec,
@@ -73,7 +72,7 @@ def replayed(function: Any) -> Any:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         first = type(arguments[0]) if arguments else None
-        if first is np.ndarray or _separate.get() or replay.current.recorder is not None:
+        if first is np.ndarray or replay.current.recorder is not None:
             return function(*arguments, **options)
         if place_of_out is not None:
             out = arguments[place_of_out] if len(arguments) > place_of_out else options.get("out")
@@ -209,8 +208,6 @@ class Call:
         """Allocate every `ArraySpec` in a record of them, by the caller's framework on CUDA."""
         if type(spec) is ArraySpec:
             return self._allocate(spec)
-        if type(spec) is PermutationPlan and self.device != "cpu" and not _separate.get():
-            return self._packed(spec)
         names = field_names(type(spec))
         if names is None:
             return tuple(self.empty(s) for s in spec) if isinstance(spec, tuple) else spec
@@ -242,14 +239,6 @@ class Call:
             for note, what in recipe.traced:
                 note(what)
         return recipe.result(self, given, memory)
-
-    def _packed(self, plan: PermutationPlan) -> PermutationPlan:
-        """All arrays of a plan in one allocation: torch takes 3 us for each."""
-        layout, plain, size = plan.__dict__.get("_layout") or _plan_layout(plan)
-        memory = self._allocate(ArraySpec((size,), INT32))
-        assert isinstance(memory, DeviceArray)
-        known = PermutationPlan, plan.row_id_map.shape, plan.num_experts, *plain.values(), memory.ptr & 15
-        return replay.packed_plan(memory, layout, plain, known)
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
@@ -292,8 +281,7 @@ class Call:
                 new.__dict__[name] = self._leave(value)
         if self.device != "cpu":
             out.__dict__["_fits"] = True  # its arrays came from one spec: see checks.fits
-            packed = out.__dict__.get("_packed")
-            names = tuple(packed[1] if packed else (n for n in names if not is_metadata(getattr(out, n))))
+            names = tuple(n for n in names if not is_metadata(getattr(out, n)))
             new.__dict__["_raw"] = (out, self.device, self.family, names)
         return new
 
@@ -350,13 +338,10 @@ def _is_unchanged(record: Any, remembered: tuple[Any, Device, Family, tuple[str,
     dtype (``resize_``, ``set_``, ``.data``). What nobody has asked for is where its memory is."""
     raw, _, family, names = remembered
     kept, there = record.__dict__, raw.__dict__
-    packed = there.get("_packed")
-    if packed is not None and not family.lies(packed[0]):
-        return False
     for name in names:
         array = kept.get(name)
         if array is None:
-            if packed is None and not family.lies(there[name]):
+            if not family.lies(there[name]):
                 return False
             continue
         known = getattr(raw, name)
@@ -380,48 +365,18 @@ def _is_empty(out: Any) -> bool:
     return all(map(_is_empty, out)) if isinstance(out, tuple) else True
 
 
-_separate: ContextVar[bool] = ContextVar("fp8moe_separate", default=False)
-
-
-@contextmanager
-def separate_arrays() -> Iterator[None]:
-    """Every array that is allocated inside gets memory of its own, as torch wants of an operator."""
-    token = _separate.set(True)
-    try:
-        yield
-    finally:
-        _separate.reset(token)
-
-
 @contextmanager
 def on_memory(memory: Any) -> Iterator[None]:
     """Calls inside take and return raw `DeviceArray`s, allocate by ``memory.empty`` and ``.scratch``, and
     run on ``memory.stream`` (see `fp8moe.placed`)."""
     token = _memory.set(memory)
     try:
-        with separate_arrays():
-            yield
+        yield
     finally:
         _memory.reset(token)
 
 
 _memory: ContextVar[Any] = ContextVar("fp8moe_memory")
-
-
-def _plan_layout(plan: PermutationPlan) -> tuple[replay.Layout, dict[str, Any], int]:
-    """Where a plan's arrays lie in one int32 buffer, each at 16 bytes; its other fields; the buffer's size.
-
-    A spec keeps its own: the same few come again at every step of a training run."""
-    layout, plain, size = {}, {}, 0
-    for name in field_names(PermutationPlan) or ():
-        spec = getattr(plan, name)
-        if isinstance(spec, ArraySpec):
-            layout[name] = spec.shape, 4 * size
-            size += -(-spec.size // 4) * 4
-        else:
-            plain[name] = spec
-    plan.__dict__["_layout"] = layout, plain, size
-    return layout, plain, size
 
 
 def place_of(raw: RawArray) -> tuple[Device, int] | None:

@@ -170,25 +170,12 @@ def plan(call: Any, value: Any) -> PermutationPlan:
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
     if not fits(value):
-        shape("plan.row_id_map", value.row_id_map, ("T", "2R+1"))
-        shape("plan.tokens_per_expert", value.tokens_per_expert, ("E",))
-        experts = value.num_experts
-        integer("plan.num_out_tokens", value.num_out_tokens, 0)
+        for size in ("num_tokens", "num_experts", "max_experts_per_token", "num_out_tokens"):
+            integer(f"plan.{size}", getattr(value, size), 0)
         integer("plan.align_size", value.align_size, 1)
-        shape("plan.row_id_map", value.row_id_map, ("T", 2 * value.max_experts_per_token + 1))
-        dtype("plan.row_id_map", value.row_id_map, (INT32,))
-        if value.slots is not None:
-            shape("plan.slots", value.slots, (value.num_tokens, value.max_experts_per_token))
-            dtype("plan.slots", value.slots, (INT32,))
-        for name, length in (
-            ("tokens_per_expert", experts),
-            ("padded_tokens_per_expert", experts),
-            ("pad_offsets", experts),
-            ("expert_offsets", experts + 1),
-            ("overflow", 1),
-        ):
-            shape(f"plan.{name}", getattr(value, name), (length,))
-            dtype(f"plan.{name}", getattr(value, name), (INT32,))
+        flag("plan.has_slots", value.has_slots)
+        shape("plan.data", value.data, (value.size,))
+        dtype("plan.data", value.data, (INT32,))
     known = call.values(value.row_id_map)
     if known is not None:
         slots = None if value.slots is None else call.values(value.slots)

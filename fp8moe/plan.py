@@ -4,10 +4,7 @@ worked five-token example)."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Literal
-
-import numpy as np
 
 from fp8moe import border, checks
 from fp8moe.records import ArraySpec, PermutationPlan
@@ -117,30 +114,9 @@ def plan_spec(
         bound = static_bound(num_tokens * width, num_experts, align_size)
         checks.int32_offsets(num_tokens * width, num_experts, align_size, bound)
         rows = bound if given is None else rows
-    sizes = num_tokens, num_experts, width, align_size, rows
-    # torch's symbolic sizes have no hash
-    build = _spec if all(type(n) is int for n in sizes) else _spec.__wrapped__
-    return build(*sizes, has_slots)
-
-
-@lru_cache(maxsize=1024)  # a training run has a handful
-def _spec(
-    num_tokens: int, num_experts: int, width: int, align_size: int, rows: int, has_slots: bool
-) -> PermutationPlan:
-    def ints(*shape: int) -> ArraySpec:
-        return ArraySpec(shape, np.dtype(np.int32))
-
-    return PermutationPlan(
-        row_id_map=ints(num_tokens, 2 * width + 1),
-        slots=ints(num_tokens, width) if has_slots else None,
-        tokens_per_expert=ints(num_experts),
-        padded_tokens_per_expert=ints(num_experts),
-        pad_offsets=ints(num_experts),
-        expert_offsets=ints(num_experts + 1),
-        overflow=ints(1),
-        num_out_tokens=rows,
-        align_size=align_size,
-    )
+    shape = num_tokens, num_experts, width, has_slots
+    plan = PermutationPlan(None, *shape, rows, align_size)
+    return replace(plan, data=ArraySpec((plan.size,), checks.INT32))
 
 
 def is_exact(num_out_tokens: Any) -> bool:

@@ -41,6 +41,10 @@ class ArraySpec:
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
 
+    def part(self, start: int, shape: tuple[int, ...]) -> ArraySpec:
+        """An array of some of its elements."""
+        return ArraySpec(shape, self.dtype)
+
 
 @dataclass(slots=True, eq=False)
 class DeviceArray:
@@ -70,6 +74,12 @@ class DeviceArray:
         """The same bytes as another dtype of the same size."""
         return replace(self, dtype=np.dtype(dtype))
 
+    def part(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> DeviceArray:
+        """An array of the memory from element ``start`` on, of another dtype where one is given."""
+        offset = start * self.dtype.itemsize
+        dtype = self.dtype if dtype is None else dtype
+        return DeviceArray(self.ptr + offset, shape, dtype, self.device, self.owner, self.start + offset)
+
 
 class Options:
     """A frozen record of plain values, which can be compared and hashed: no arrays."""
@@ -78,7 +88,6 @@ class Options:
 class Record:
     """A record of arrays. One that a call returned remembers its raw form (`border.Call.leave`): the next
     call need not look at every array again, and on CUDA the caller's arrays are made when they are asked for.
-    So are a raw plan's, which lie in one allocation (`border.Call.empty`).
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -88,17 +97,12 @@ class Record:
         if "_raw" in kept and name in (field_names(type(self)) or ()):
             raw, _, family, _ = kept["_raw"]
             found = getattr(raw, name)
-            memory = raw.__dict__["_packed"][0] if "_packed" in raw.__dict__ else found
-            if not family.lies(memory):
+            if not family.lies(found):
                 raise RuntimeError(
                     f"{type(self).__name__}.{name}: its memory was freed or moved, by resize_, set_ or .data "
                     "of a tensor that shares it"
                 )
             array = family.wrap(found)
-        elif "_packed" in kept and name in kept["_packed"][1]:
-            memory, layout = kept["_packed"]
-            shape, start = layout[name]
-            array = DeviceArray(memory.ptr + start, shape, memory.dtype, memory.device, memory.owner, start)
         if array is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         kept[name] = array
@@ -160,19 +164,14 @@ class Quantized(Record):
 
 @dataclass(frozen=True)
 class PermutationPlan(Record):
-    """Where every routed row goes. All arrays lie on the device of the routing they came from.
+    """Where every routed row goes. It lies on the device of the routing it came from, in one array of which
+    the properties below are views.
 
     Symbols: T tokens, E experts, R the most experts a token may have, A the alignment.
 
-    row_id_map: int32 [T, 2R+1]. Row t: n_t destination rows before padding offsets, in descending
-        order; from column R on their n_t expert ids; in the last column n_t. The rest is -1. With
-        R = E this is Transformer Engine's layout.
-    slots: int32 [T, R], for each entry the column of topk_ids it came from, -1 past n_t; None for a
-        plan made from a mask.
-    tokens_per_expert, padded_tokens_per_expert, pad_offsets: int32 [E]; pad_offsets[e] is the padding
-        of all experts before e, so entry (row, e) lies at row + pad_offsets[e].
-    expert_offsets: int32 [E+1], the padded starts; the last is P, the rows the routing asks for.
-    overflow: int32 [1], routed rows that found no room and are not in the map.
+    data: int32 [size], all arrays of the plan, one after the other.
+    num_tokens, num_experts, max_experts_per_token: T, E and R.
+    has_slots: whether there are ``slots``: of a plan from top-k ids, not of one from a mask.
     num_out_tokens: rows a permuted buffer has; nothing is written past it.
     align_size: A.
 
@@ -180,39 +179,104 @@ class PermutationPlan(Record):
     whoever reads rows through ``expert_offsets`` stops at ``num_out_tokens``.
     """
 
-    row_id_map: Array
-    slots: Array
-    tokens_per_expert: Array
-    padded_tokens_per_expert: Array
-    pad_offsets: Array
-    expert_offsets: Array
-    overflow: Array
+    data: Array
+    num_tokens: int
+    num_experts: int
+    max_experts_per_token: int
+    has_slots: bool
     num_out_tokens: int
     align_size: int
 
     def __post_init__(self) -> None:
-        for name in ("num_out_tokens", "align_size"):
+        for name in field_names(PermutationPlan) or ():
             value = getattr(self, name)
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
 
     @property
-    def num_tokens(self) -> int:
-        return self.row_id_map.shape[0]
+    def row_id_map(self) -> Array:
+        """int32 [T, 2R+1]. Row t: n_t destination rows before padding offsets, in descending order; from
+        column R on their n_t expert ids; in the last column n_t. The rest is -1. With R = E this is
+        Transformer Engine's layout."""
+        return self._part("row_id_map")
 
     @property
-    def num_experts(self) -> int:
-        return self.tokens_per_expert.shape[0]
+    def slots(self) -> Array:
+        """int32 [T, R], for each entry the column of topk_ids it came from, -1 past n_t; or None."""
+        return self._part("slots") if self.has_slots else None
 
     @property
-    def max_experts_per_token(self) -> int:
-        """R of the row map."""
-        return (self.row_id_map.shape[1] - 1) // 2
+    def tokens_per_expert(self) -> Array:
+        """int32 [E]."""
+        return self._part("tokens_per_expert")
+
+    @property
+    def padded_tokens_per_expert(self) -> Array:
+        """int32 [E], multiples of A."""
+        return self._part("padded_tokens_per_expert")
+
+    @property
+    def pad_offsets(self) -> Array:
+        """int32 [E], the padding of all experts before e: entry (row, e) lies at row + pad_offsets[e]."""
+        return self._part("pad_offsets")
+
+    @property
+    def expert_offsets(self) -> Array:
+        """int32 [E+1], the padded starts; the last is P, the rows the routing asks for."""
+        return self._part("expert_offsets")
+
+    @property
+    def overflow(self) -> Array:
+        """int32 [1], routed rows that found no room and are not in the map."""
+        return self._part("overflow")
 
     @property
     def prob_columns(self) -> int:
         """Columns of a [T, .] probability array that goes with this plan: k, or E for a mask."""
-        return self.num_experts if self.slots is None else self.max_experts_per_token
+        return self.max_experts_per_token if self.has_slots else self.num_experts
+
+    @property
+    def size(self) -> int:
+        """Elements that ``data`` has."""
+        return sum(math.prod(shape) for shape in self._shapes().values())
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the arrays, in the order in which they lie. Those whose place depends on the number of tokens
+        come last: compilers know the places of the others."""
+        tokens, experts, width = self.num_tokens, self.num_experts, self.max_experts_per_token
+        shapes: dict[str, tuple[int, ...]] = {
+            "tokens_per_expert": (experts,),
+            "padded_tokens_per_expert": (experts,),
+            "pad_offsets": (experts,),
+            "expert_offsets": (experts + 1,),
+            "overflow": (1,),
+            "row_id_map": (tokens, 2 * width + 1),
+        }
+        if self.has_slots:
+            shapes["slots"] = tokens, width
+        return shapes
+
+    def _part(self, name: str) -> Array:
+        start = 0
+        for other, shape in self._shapes().items():
+            if other == name:
+                break
+            start += math.prod(shape)
+        if type(self.data) in (DeviceArray, ArraySpec):
+            return self.data.part(start, shape)
+        return self.data[start : start + math.prod(shape)].reshape(shape)
+
+
+def pack_plan(
+    concatenate: Callable[[list[Any]], Any], num_out_tokens: int, align_size: int, **arrays: Any
+) -> PermutationPlan:
+    """The plan of these arrays, by name, of a framework that joins one-dimensional ones by
+    ``concatenate``."""
+    tokens, columns = arrays["row_id_map"].shape
+    (experts,) = arrays["tokens_per_expert"].shape
+    sizes = tokens, experts, (columns - 1) // 2, arrays.get("slots") is not None
+    plan = PermutationPlan(None, *sizes, num_out_tokens, align_size)
+    return replace(plan, data=concatenate([arrays[name].reshape(-1) for name in plan._shapes()]))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from fp8moe.records import METADATA_TYPES, DeviceArray, PermutationPlan, field_names, is_metadata
+from fp8moe.records import METADATA_TYPES, DeviceArray, field_names, is_metadata
 
 Place = tuple[int, int]  # buffer, offset in bytes
-Layout = dict[str, tuple[tuple[int, ...], int]]  # arrays of one buffer: shape and first byte, by name
 # function, arguments before its values, values, and (which value, buffer, offset) of those that are addresses
 Step = tuple[Callable[..., None], tuple[Any, ...], list[Any], list[tuple[int, int, int]]]
 
@@ -134,8 +133,6 @@ class Recorder:
                 )
 
             return array
-        if "_packed" in raw.__dict__:
-            return self._plan(raw)
         kind, values = type(raw), [(n, getattr(raw, n)) for n in field_names(type(raw)) or ()]
         plain = {n: v for n, v in values if is_metadata(v)}
         arrays = [self._found(n, v) for n, v in values if type(v) is DeviceArray]
@@ -163,34 +160,11 @@ class Recorder:
 
         return record
 
-    def _plan(self, raw: Any) -> Template:
-        """The same for a plan in one allocation: nothing is made of it but what says where that is."""
-        (held, layout), (known, _) = raw.__dict__["_packed"], raw.__dict__["_signature"]
-        buffer = self._found("", held)[1]
-        plain = {n: getattr(raw, n) for n in field_names(PermutationPlan) or () if n not in layout}
-        names = tuple(layout)
-
-        def plan(call: Any, arguments: tuple[Any, ...], memory: list[DeviceArray]) -> Any:
-            inner, outer = packed_plan(memory[buffer], layout, plain, known), object.__new__(PermutationPlan)
-            inner.__dict__["_fits"] = True
-            outer.__dict__.update(plain, _raw=(inner, call.device, call.family, names))
-            return outer
-
-        return plan
-
     def _found(self, name: str, raw: DeviceArray) -> tuple[str, int, int, tuple[int, ...], Any]:
         place = self.place(raw.ptr) if raw.size else None
         if place is None:  # an empty array has no place of its own
             raise LookupError
         return name, *place, raw.shape, raw.dtype
-
-
-def packed_plan(memory: DeviceArray, layout: Layout, plain: dict[str, Any], known: Any) -> PermutationPlan:
-    """A raw plan whose arrays lie in ``memory`` and are made when they are asked for. ``known``: what decides
-    how it is treated, in place of each array's."""
-    new = object.__new__(PermutationPlan)
-    new.__dict__.update(plain, _packed=(memory, layout), _signature=(known, [memory]))
-    return new
 
 
 Template = Callable[[Any, tuple[Any, ...], list[DeviceArray]], Any]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -106,18 +107,15 @@ def scratch(*sizes: int) -> list[Any]:
     if SIMULATED:
         return [np.empty(size, np.int32) for size in sizes]
     memory = launch.scratch((sum(sizes),), np.int32)
-    parts, start = [], memory.ptr
-    for size in sizes:
-        parts.append(DeviceArray(start, (size,), memory.dtype, memory.device, memory.owner))
-        start += 4 * size
-    return parts
+    starts = itertools.accumulate(sizes, initial=0)
+    return [memory.part(start, (size,)) for start, size in zip(starts, sizes, strict=False)]
 
 
 def as_octets(x: Any) -> Any:
     """An array of bytes as words of eight."""
     if SIMULATED:
         return x.reshape(-1).view(np.uint64)
-    return DeviceArray(x.ptr, (x.size // 8,), np.dtype(np.uint64), x.device, x.owner)
+    return x.part(0, (x.size // 8,), np.dtype(np.uint64))
 
 
 def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:

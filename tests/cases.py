@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from fp8moe.records import arrays_in
+from fp8moe.records import arrays_in, pack_plan
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SIZES = (0, 1, 2, 127, 128, 129, 4096)
@@ -120,3 +120,10 @@ def assert_nearly_same(ours, theirs):
     """A float32 sigmoid within 2^-20: a code in some 10^5 falls to the other side."""
     for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
         assert (a != b).mean() <= 1e-3
+
+
+def plan_with(plan, **arrays):
+    """A plan with other arrays in place of some of its own."""
+    names = ["row_id_map", "tokens_per_expert", "padded_tokens_per_expert", "pad_offsets", "expert_offsets"]
+    found = {name: getattr(plan, name) for name in (*names, "overflow", "slots")}
+    return pack_plan(np.concatenate, plan.num_out_tokens, plan.align_size, **{**found, **arrays})

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import cuda_on_cpu
 import numpy as np
 import pytest
-from cases import BF16, assert_same, same_bits, values
+from cases import BF16, assert_same, plan_with, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_refusals import CALLS
@@ -43,7 +43,7 @@ def changed(array, place, value):
 
 
 def mapped(place, value, plan=PLAN):
-    return replace(plan, row_id_map=changed(plan.row_id_map, place, value))
+    return plan_with(plan, row_id_map=changed(plan.row_id_map, place, value))
 
 
 REFUSED = {
@@ -115,7 +115,7 @@ REFUSED = {
     ),
     "a row before x": (lambda: fp8moe.permute(X, mapped((0, 0), -7)), r"plan.row_id_map: got row -"),
     "a row that padding takes past x": (
-        lambda: fp8moe.permute_backward(ROWS, replace(PLAN, pad_offsets=ints(0, 0, 2**30))),
+        lambda: fp8moe.permute_backward(ROWS, plan_with(PLAN, pad_offsets=ints(0, 0, 2**30))),
         r"plan.row_id_map: got row 10737",
     ),
     "no such expert": (lambda: fp8moe.permute(X, mapped((0, 2), 3)), r"plan.row_id_map: got expert 3"),
@@ -128,12 +128,12 @@ REFUSED = {
         r"plan.row_id_map: got 3 experts of a token; wanted 0 to 2",
     ),
     "no such slot": (
-        lambda: fp8moe.permute(X, replace(PLAN, slots=changed(PLAN.slots, (0, 0), 2)), PROBS),
+        lambda: fp8moe.permute(X, plan_with(PLAN, slots=changed(PLAN.slots, (0, 0), 2)), PROBS),
         r"plan.slots: got column 2",
     ),
-    "slots of floats": (
-        lambda: fp8moe.permute(X, replace(PLAN, slots=PLAN.slots.astype(np.float32)), PROBS),
-        r"plan.slots: got dtype float32; wanted int32",
+    "a plan of floats": (
+        lambda: fp8moe.permute(X, replace(PLAN, data=PLAN.data.astype(np.float32)), PROBS),
+        r"plan.data: got dtype float32; wanted int32",
     ),
     "no rows at all": (
         lambda: fp8moe.permute(X, replace(PLAN, num_out_tokens=-3)),
@@ -224,7 +224,7 @@ def test_what_a_map_says_past_its_count_is_nothing():
     junk = plan.row_id_map.copy()
     junk[0, [1, 3]] = 77, 99
     junk[1, :4] = -77
-    other = replace(plan, row_id_map=junk)
+    other = plan_with(plan, row_id_map=junk)
     rows = fp8moe.permute(X, plan).data
     assert same_bits(fp8moe.permute(X, other).data, rows)
     for function in (fp8moe.unpermute, lambda r, p: fp8moe.permute_backward(r, p)[0]):
@@ -477,7 +477,7 @@ def ruined_plan(plan):
     """No two entries get the same row: which of them it has would be a matter of chance."""
     names = ["pad_offsets", "tokens_per_expert", "expert_offsets", *["slots"] * (plan.slots is not None)]
     row_id_map = ruined(plan.row_id_map, (*FAR, -1))
-    return replace(plan, row_id_map=row_id_map, **{name: ruined(getattr(plan, name)) for name in names})
+    return plan_with(plan, row_id_map=row_id_map, **{name: ruined(getattr(plan, name)) for name in names})
 
 
 def cut(moved):

@@ -1,9 +1,7 @@
 """The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
 
 import contextlib
-import copy
 import ctypes
-import dataclasses
 import threading
 import types
 import weakref
@@ -28,8 +26,7 @@ from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
 from fp8moe import Activation, border, expert_parallel, replay
-from fp8moe.plan import plan_spec
-from fp8moe.records import ArraySpec, PermutationPlan, arrays_in, field_names
+from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
@@ -475,50 +472,6 @@ def test_calls_that_are_done_again(monkeypatch):
     assert [type(r) for r in recipes] == [fp8moe.replay.Recipe] * 6
     for a, b in zip(wanted, got, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
-
-
-@pytest.mark.parametrize("has_slots", [True, False])
-def test_a_plan_in_one_allocation(monkeypatch, has_slots):
-    """Remembered or not, its arrays are parts of it, and a call that takes it sees the same."""
-    spec = plan_spec(7, 3, 2, 4, None, has_slots=has_slots)
-    names = [n for n in field_names(PermutationPlan) if isinstance(getattr(spec, n), ArraySpec)]
-
-    def make_plan(_, out):
-        from fp8moe.kernels_cuda import launch
-
-        for value, name in enumerate(names):
-            launch.fill_bytes(getattr(out, name), value)
-
-    @border.replayed
-    def plan(x):
-        call = border.enter(x=x)
-        out = call.empty(spec)
-        call.run("plan", "make_plan", call.args.x, out=out)
-        return call.leave(out)
-
-    cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(border, "load_backend", lambda *_: types.SimpleNamespace(make_plan=make_plan))
-    x = cuda_on_cpu.upload(np.ones(3, np.float32))
-    plans = [plan(x) for _ in range(5)]
-    assert [type(r) for r in border._recipes.values()] == [replay.Recipe]
-    signatures, starts = set(), set()
-    for made in plans:
-        memory = []
-        signatures.add(replay.signature(made.__dict__["_raw"][0], memory))
-        assert len(memory) == 1
-        starts.add(memory[0].ptr)
-        assert (made.slots is not None) == has_slots
-        assert (made.num_out_tokens, made.align_size) == (spec.num_out_tokens, 4)
-        for value, name in enumerate(names):
-            for array in (getattr(made, name), getattr(copy.copy(made), name)):
-                assert array.host.shape == getattr(spec, name).shape
-                assert (array.host == value * 0x01010101).all()
-    assert (len(signatures), len(starts)) == (1, 5)
-    other = dataclasses.replace(spec, num_out_tokens=spec.num_out_tokens + 4)
-    spec = other if has_slots else plan_spec(8, 3, 2, 4, None, has_slots=False)
-    assert replay.signature(plan.__wrapped__(x).__dict__["_raw"][0], []) not in signatures
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = plans[-1].__dict__["_raw"][0].nonsense
 
 
 @pytest.mark.parametrize("elsewhere", ["x", "probs"])

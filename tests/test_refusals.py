@@ -159,7 +159,7 @@ MISFITS = [
     ("permute", {"probs": PROBS[:, :1].copy()}, ValueError, r"probs: got shape \[6, 1\]; wanted \[6, 2\]"),
     ("permute", {"probs": IDS}, TypeError, "probs: got dtype int32; wanted bfloat16"),
     ("permute", {"plan": 3}, TypeError, "plan: got"),
-    ("permute", {"plan": replace(PLAN, pad_offsets=None)}, TypeError, r"plan.pad_offsets: got None"),
+    ("permute", {"plan": replace(PLAN, data=None)}, TypeError, r"plan.data: got None"),
     ("permute", {"x": np.ma.masked_array(X)}, TypeError, "x: got a MaskedArray"),
     ("permute", {"fill_padding": "no"}, TypeError, "fill_padding: got str; wanted True or False"),
     ("permute", {"x": fp8moe.to_layout(Q, "gemm_ready")}, TypeError, "x.layout: got 'gemm_ready'.*to_layout"),
@@ -263,8 +263,8 @@ def test_a_plan_of_other_routing_is_refused():
     for function in ("permute", "unpermute", "permute_backward", "unpermute_backward", "permute_transpose"):
         with pytest.raises(ValueError, match="got shape"):
             getattr(fp8moe, function)(**{**CALLS[function], "plan": other})
-    torn = replace(PLAN, pad_offsets=PLAN.pad_offsets[:2].copy())
-    with pytest.raises(ValueError, match=r"plan\.pad_offsets: got shape \[2\]; wanted \[3\]"):
+    torn = replace(PLAN, data=PLAN.data[:-1].copy())
+    with pytest.raises(ValueError, match=rf"plan\.data: got shape \[{PLAN.size - 1}\]; wanted"):
         fp8moe.permute(X, torn)
 
 

@@ -1,8 +1,6 @@
 """What is remembered never outlives a change: records follow their tensors, and calls are told apart by the
 types of their options."""
 
-from dataclasses import replace
-
 import cuda_on_cpu
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from cases import BF16, same_bits, values
 
 import fp8moe
 from fp8moe import border, replay
-from fp8moe.plan import plan_spec
 from fp8moe.records import DeviceArray, arrays_in, map_arrays
 
 RNG = np.random.default_rng()
@@ -136,34 +133,6 @@ def test_what_lost_its_memory_is_refused():
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_plan_whose_memory_moved():
-    """Its arrays share one allocation: those that nobody has asked for are gone with it."""
-    spec = plan_spec(7, 3, 2, 4, None, has_slots=True)
-
-    @border.replayed
-    def make(x):
-        call = border.enter(x=x)
-        return call.leave(call.empty(spec))
-
-    def seen(plan):
-        return border.enter(plan=plan).args.plan
-
-    x = torch.ones(3)
-    for _ in range(4):
-        plan = make(x)
-        raw, offsets = seen(plan), plan.expert_offsets
-        assert seen(plan) is raw
-        offsets.data = offsets + 1  # this one alone
-        assert seen(plan).expert_offsets.ptr == offsets.data_ptr()
-        assert seen(plan).row_id_map.ptr == raw.row_id_map.ptr
-        plan = make(x)
-        freed_and_back(plan.expert_offsets)
-        with pytest.raises(RuntimeError, match=r"PermutationPlan\.\w+: its memory was freed or moved"):
-            seen(plan)
-    assert [type(r) for r in border._recipes.values()] == [replay.Recipe]
-
-
-@pytest.mark.usefixtures("on_device")
 def test_what_shares_memory_with_an_argument_follows_it():
     """One scale a tensor is handed on as it is, by a record that nobody has asked for it."""
     for _ in range(4):
@@ -175,20 +144,6 @@ def test_what_shares_memory_with_an_argument_follows_it():
         q.scales.set_(torch.tensor([[2.0], [3.0]])[1])
         with pytest.raises(RuntimeError, match=r"QuantTensor\.scales: its memory was freed or moved"):
             fp8moe.unpermute(moved, plan)
-
-
-@pytest.mark.usefixtures("on_device")
-def test_arrays_of_an_exact_plan():
-    """Its number of rows is known after its arrays, which lie in one allocation."""
-    spec = plan_spec(7, 3, 2, 4, None, has_slots=True)
-    call = border.enter(x=torch.ones(3))
-    plan = call.leave(replace(call.empty(spec), num_out_tokens=8))
-    assert plan.num_out_tokens == 8
-    assert plan.tokens_per_expert.shape == (3,)
-    assert plan.expert_offsets.shape == (4,)
-    freed_and_back(plan.tokens_per_expert)
-    with pytest.raises(RuntimeError, match=r"PermutationPlan\.slots: its memory was freed or moved"):
-        plan.slots  # noqa: B018
 
 
 def test_on_the_cpu_nothing_is_remembered():

@@ -65,6 +65,12 @@ class Array:
         self.host = np.ascontiguousarray(host)
         self.device = 0
 
+    def __getitem__(self, index):
+        return Array(self.host[index])
+
+    def reshape(self, shape):
+        return Array(self.host.reshape(shape))
+
 
 class Device(border.Family):
     always_writable = True
