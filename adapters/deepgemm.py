@@ -14,7 +14,8 @@ import importlib
 import torch
 from torch import Tensor
 
-from fp8moe import QuantTensor, border, checks
+from fp8moe import QuantTensor, checks
+from fp8moe.dispatch import enter
 from fp8moe.formats import FLOAT8_DTYPES
 
 
@@ -27,7 +28,7 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
 
     Raises ImportError without DeepGEMM, TypeError or ValueError for other operands.
     """
-    raw = border.enter(x=x, w=w).args
+    raw = enter(x=x, w=w).args
     checks.quant_tensor("x", raw.x, ((1, 128),), ("compact", "gemm_ready"))
     checks.quant_tensor("w", raw.w, ((128, 128),))
     if x.fmt != "e4m3" or w.fmt != "e4m3":

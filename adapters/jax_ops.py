@@ -31,11 +31,12 @@ except ImportError as error:
     ) from None
 
 import fp8moe
-from fp8moe import checks, dlpack
+from fp8moe import checks
 from fp8moe.activation import SWIGLU, Activation
+from fp8moe.dispatch import map_raw
 from fp8moe.formats import BFLOAT16
+from fp8moe.interop import capsule
 from fp8moe.moe import Saved
-from fp8moe.placed import Layout
 from fp8moe.records import (
     ArraySpec,
     MoEGrads,
@@ -48,8 +49,8 @@ from fp8moe.records import (
     arrays_in,
     field_names,
     is_metadata,
-    map_arrays,
 )
+from fp8moe.workspace import Layout
 
 GRAPHS = os.environ.get("FP8MOE_JAX_GRAPHS", "1") != "0"
 
@@ -107,17 +108,15 @@ def _traced(
 
     def on_arrays(arrays: Any) -> Any:
         following = (arrays[n] for n in numbers)
-        given = [map_arrays(lambda _, a: next(following), v) for v in args]
-        return function(
-            *given, **{k: map_arrays(lambda _, a: next(following), v) for k, v in options.items()}
-        )
+        given = [map_raw(lambda _, a: next(following), v) for v in args]
+        return function(*given, **{k: map_raw(lambda _, a: next(following), v) for k, v in options.items()})
 
     specs = [ArraySpec(tuple(a.shape), np.dtype(a.dtype)) for a in operands]
     layout = Layout(on_arrays, specs, {number_of[i] for i in in_place})
 
     def callback(context: Any, out: Any, *buffers: Any) -> None:
         kind, device = out[0].__dlpack_device__()
-        if kind == dlpack.CPU:
+        if kind == capsule.CPU:
             arrays = [
                 np.asarray(out[layout.aliases[i]] if i in layout.aliases else b)
                 for i, b in enumerate(buffers)
@@ -126,7 +125,7 @@ def _traced(
                 if n >= 0 and n not in layout.aliases.values():
                     np.copyto(np.asarray(out[n]), found)
             return
-        layout.run(buffers, out, dlpack.address_of, device, context.stream)
+        layout.run(buffers, out, capsule.address_of, device, context.stream)
 
     shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.outputs)
     made = ()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, placed
+from fp8moe import Quantized, QuantTensor, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_stats import Collector
@@ -294,7 +294,7 @@ def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any,
 
 def _results(specs: Any, how: Any) -> tuple[Any, Saved]:
     """Shapes and dtypes of these, from those of x, ids, probs and the weights."""
-    return placed.result_specs(  # type: ignore[no-any-return]
+    return workspace.result_specs(  # type: ignore[no-any-return]
         lambda a: _forward(a[0], a[1], a[2], a[3:], how), [ArraySpec(*s) for s in specs]
     )
 
@@ -349,7 +349,7 @@ def _experts_backward_fake(  # type: ignore[no-untyped-def]
         saved = _saved(like, rest[: len(kept)], rest[len(kept) :])
         return fp8moe.moe_backward(saved, dy, gradients=wanted)
 
-    g = placed.result_specs(backward, [torch_ops.spec_of(t) for t in (dy, *kept, *needed)])
+    g = workspace.result_specs(backward, [torch_ops.spec_of(t) for t in (dy, *kept, *needed)])
     found = [torch_ops.like(a, dy.device) for a in (g.dx, g.dprobs)]
     mains, dtypes = (main13, main2), (dtype13, dtype2)
     for new, main, dtype, zero in zip((g.dw13, g.dw2), mains, dtypes, zeros, strict=True):

@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 import fp8moe
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.border import dtype_named
 from fp8moe.formats import COLUMN_BLOCK
+from fp8moe.interop import dtype_named
 from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import places, plan_spec, static_bound
 from fp8moe.quantize import quantize_spec
@@ -428,8 +428,7 @@ def _eager(**values: Any) -> bool:
         return False
     plain = True
     for name, v in values.items():
-        # of a record that a call returned no tensor need be made to see that
-        if type(v) is QuantTensor and "_raw" not in v.__dict__:
+        if type(v) is QuantTensor:
             v = v.data
         if v is None or type(v) in _PLAIN:
             continue

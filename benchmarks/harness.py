@@ -136,7 +136,7 @@ class Cuda:
     """Device time of a captured call."""
 
     def __init__(self) -> None:
-        from fp8moe.border import require_cupy
+        from fp8moe.interop import require_cupy
 
         self.cupy = require_cupy("bench --device cuda")
         properties = self.cupy.cuda.runtime.getDeviceProperties(0)

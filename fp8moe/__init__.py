@@ -7,8 +7,8 @@ with DLPack. Importing this package imports no framework and no GPU library.
 from fp8moe import fsdp
 from fp8moe._version import __version__
 from fp8moe.activation import Activation
-from fp8moe.border import BackendUnavailable
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe.interop import BackendUnavailable
 from fp8moe.moe import moe_backward, moe_forward, quantize_weights
 from fp8moe.permute import (
     pad,

@@ -3,7 +3,7 @@
 TypeError for a wrong dtype, device or format; ValueError for shapes and ranges. The optional ``fix`` is
 the call that mends it.
 
-Offsets, counts and row maps index other arrays. Where their values can be read (`border.Call.values`) they
+Offsets, counts and row maps index other arrays. Where their values can be read (`Call.values`) they
 are held to what they index here; on CUDA, where reading them would synchronise, the kernels are handed the
 bounds and take what lies outside for nothing.
 """
@@ -158,24 +158,18 @@ def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
     return found
 
 
-def fits(record: Any) -> bool:
-    """Whether a call of this library made the record, so that its arrays fit each other."""
-    return "_fits" in record.__dict__
-
-
 def plan(call: Any, value: Any) -> PermutationPlan:
     """A plan whose arrays fit each other, and whose entries name rows, experts and slots that there are."""
     if not isinstance(value, PermutationPlan):
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
-    if not fits(value):
-        for size in ("num_tokens", "num_experts", "max_experts_per_token", "num_out_tokens"):
-            integer(f"plan.{size}", getattr(value, size), 0)
-        integer("plan.align_size", value.align_size, 1)
-        flag("plan.has_slots", value.has_slots)
-        shape("plan.data", value.data, (value.size,))
-        dtype("plan.data", value.data, (INT32,))
+    for size in ("num_tokens", "num_experts", "max_experts_per_token", "num_out_tokens"):
+        integer(f"plan.{size}", getattr(value, size), 0)
+    integer("plan.align_size", value.align_size, 1)
+    flag("plan.has_slots", value.has_slots)
+    shape("plan.data", value.data, (value.size,))
+    dtype("plan.data", value.data, (INT32,))
     known = call.values(value.row_id_map)
     if known is not None:
         slots = None if value.slots is None else call.values(value.slots)
@@ -218,7 +212,7 @@ def quant_tensor(
             "as quantize returns"
         )
     blocks = tuple(blocks)
-    if q.block not in blocks:
+    if q.block not in blocks or any(type(size) is not int for size in q.block or ()):
         raise TypeError(f"{name}.block: got {q.block}; wanted one of {', '.join(map(str, blocks))}")
     formats, scale_dtype = BLOCKS[q.block]
     if q.fmt not in formats:
@@ -227,8 +221,6 @@ def quant_tensor(
         raise TypeError(
             f"{name}.layout: got {q.layout!r}; wanted {' or '.join(layouts)}; fp8moe.to_layout converts"
         )
-    if fits(q):
-        return q
     dtype(f"{name}.data", q.data, (np.dtype(np.uint8),))
     dtype(f"{name}.scales", q.scales, (scale_dtype,))
     if q.data.ndim not in ((2, 3) if q.block == (128, 128) else (2,)):

@@ -22,8 +22,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8moe import border, checks, tracing
+from fp8moe import checks, tracing
+from fp8moe.dispatch import enter, operation
 from fp8moe.formats import round_up
+from fp8moe.interop import dtype_named
 from fp8moe.permute import permute, unpermute
 from fp8moe.plan import plan_routing_map
 from fp8moe.quantize import dequantize, quantize_spec
@@ -167,7 +169,7 @@ def dispatch(
     num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
         raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
-    a = border.enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
+    a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
     checks.shape("x", a.x, ("T", "H"))
     if not isinstance(a.x, QuantTensor):
         checks.dtype("x", a.x, checks.FLOATS)
@@ -268,7 +270,7 @@ class _Message:
 
     def __init__(self, x: Any, fmt: str | None, parts: tuple[Any, ...] = ()):
         self.x, self.fmt, self.parts = x, fmt, parts
-        raw = border.enter(x=x, parts=parts).args
+        raw = enter(x=x, parts=parts).args
         self.like = raw.x  # what x's rows will be
         if fmt is not None:
             checks.dtype("x", raw.x, checks.QUANTIZABLE)
@@ -346,7 +348,7 @@ def _deliver(
 
 
 def _exchange(rows: Any, counts: Counts, comm: Transport, size: int | None = None) -> Pending:
-    _record_sent(counts, _row_bytes(border.enter(rows=rows).args.rows), comm)
+    _record_sent(counts, _row_bytes(enter(rows=rows).args.rows), comm)
     return comm.exchange(rows, counts, size)
 
 
@@ -407,19 +409,19 @@ def _row_bytes(part: Any) -> int:
     return math.prod(part.shape[1:]) * part.dtype.itemsize
 
 
-@border.replayed
+@operation
 def _pack(*parts: Any) -> Any:
     """Up to four arrays' rows side by side, uint8 [N, bytes], each part at a multiple of 16."""
-    call = border.enter(parts=parts)
+    call = enter(parts=parts)
     out = call.empty(_message(call.args.parts))
     call.run("expert_parallel", "pack_rows", call.args.parts, None, out=(out,))
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def _quantize_and_pack(x: Any, fmt: str, *parts: Any) -> Any:
     """The same of x, quantised, and the parts."""
-    call = border.enter(x=x, parts=parts)
+    call = enter(x=x, parts=parts)
     raw = call.args.x
     like = quantize_spec(raw, fmt, (1, 128), "compact", False)
     out = call.empty(_message((like.data, like.scales, *call.args.parts)))
@@ -431,7 +433,7 @@ def _quantize_and_pack(x: Any, fmt: str, *parts: Any) -> Any:
 def _pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
     """The same into windows [n, bytes] that follow each other: each row to all its places of row_id_map, or
     row r to place r."""
-    call = border.enter(parts=parts, row_id_map=row_id_map, windows=windows)
+    call = enter(parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
     call.run("expert_parallel", "pack_rows", a.parts, a.row_id_map, out=a.windows)
 
@@ -439,7 +441,7 @@ def _pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
 def _quantize_and_pack_into(
     windows: tuple[Any, ...], row_id_map: Any, x: Any, like: QuantTensor, *parts: Any
 ) -> None:
-    call = border.enter(x=x, parts=parts, row_id_map=row_id_map, windows=windows)
+    call = enter(x=x, parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
     tracing.record_cast(weight=False)
     call.run("expert_parallel", "quantize_and_pack", a.x, a.parts, a.row_id_map, like=like, out=a.windows)
@@ -449,30 +451,30 @@ def _message(parts: Sequence[Any]) -> ArraySpec:
     return ArraySpec((parts[0].shape[0], sum(round_up(_row_bytes(p), 16) for p in parts)), UINT8)
 
 
-@border.replayed
+@operation
 def _unpack(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...]) -> tuple[Any, ...]:
     """The arrays again; parts: shape of a row, and dtype, of each."""
-    call = border.enter(packed=packed)
+    call = enter(packed=packed)
     rows = call.args.packed.shape[0]
-    specs = (ArraySpec((rows, *shape), border.dtype_named(dtype, "parts")) for shape, dtype in parts)
+    specs = (ArraySpec((rows, *shape), dtype_named(dtype, "parts")) for shape, dtype in parts)
     out = call.empty(tuple(specs))
     call.run("expert_parallel", "unpack_rows", call.args.packed, out=out)
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def _rank_mask(topk_ids: Any, experts: int, world: int) -> tuple[Any, Any]:
     """(mask [T, W], ids of each rank's experts [W])."""
-    call = border.enter(topk_ids=topk_ids)
+    call = enter(topk_ids=topk_ids)
     tokens = call.args.topk_ids.shape[0]
     out = call.empty((ArraySpec((tokens, world), UINT8), ArraySpec((world,), checks.INT32)))
     call.run("expert_parallel", "rank_mask", call.args.topk_ids, experts=experts, out=out)
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def _local_ids(ids: Any, first: int, experts: int) -> Any:
-    call = border.enter(ids=ids)
+    call = enter(ids=ids)
     out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
     call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, out=out)
     return call.leave(out)

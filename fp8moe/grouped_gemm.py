@@ -6,20 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import border, checks
+from fp8moe import checks
+from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArraySpec, QuantTensor, in_blocks
 
 BACKENDS = (None, "wgmma", "cublas", "plain")
 
 
-def _check_backend(call: border.Call, backend: str | None) -> None:
+def _check_backend(call: Call, backend: str | None) -> None:
     checks.choice("backend", backend, BACKENDS)
     if backend is not None and call.device == "cpu":
         raise ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
 
 
-@border.replayed
+@operation
 def grouped_gemm(
     x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False, backend: str | None = None
 ) -> Any:
@@ -40,7 +41,7 @@ def grouped_gemm(
     arrays (bfloat16, float16, float32, float64) are the baseline: float32 accumulation, x's dtype out.
     Rows no expert has are zeros.
     """
-    call = border.enter(x=x, w=w, expert_offsets=expert_offsets)
+    call = enter(x=x, w=w, expert_offsets=expert_offsets)
     a = call.args
     _check_backend(call, backend)
     transpose_w = checks.flag("transpose_w", transpose_w)
@@ -76,7 +77,7 @@ def grouped_gemm(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def grouped_gemm_wgrad(
     dy: Any,
     x: Any,
@@ -98,7 +99,7 @@ def grouped_gemm_wgrad(
     An expert without rows gives zeros. Offsets that ask for more blocks than there are scales are refused on
     the CPU; on CUDA, where looking would synchronise, their products are NaN.
     """
-    call = border.enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
+    call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args
     _check_backend(call, backend)
     if isinstance(a.dy, QuantTensor):

@@ -12,15 +12,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8moe import border, checks, tracing
+from fp8moe import checks, tracing
 from fp8moe.activation import SWIGLU, Activation
+from fp8moe.dispatch import enter, operation
 from fp8moe.expert_parallel import Comm, combine, combine_gradient, dispatch, dispatch_gradient
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from fp8moe.plan import plan_topk, static_bound
 from fp8moe.quantize import dequantize, quantize, times_overwritten
-from fp8moe.records import MoEGrads, PermutationPlan, Quantized, QuantTensor, nbytes
+from fp8moe.records import MoEGrads, PermutationPlan, Quantized, QuantTensor, Record, nbytes
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 
@@ -33,7 +34,7 @@ GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(Record):
     """What `moe_forward` keeps for `moe_backward`.
 
     x: the input of fc1. fp8_flow: FP8, not yet permuted (k times smaller), or permuted with recompute;
@@ -117,14 +118,15 @@ def moe_forward(
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("recompute", recompute, (None, "moe_expert"))
     _check_comm(comm)
-    _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
     checks.options("activation", activation, Activation)
     _check_gradients(gradients)
     how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    how["gradients"] = gradients
+    how["gradients"] = tuple(gradients)
+    overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
     if comm is None:
-        y, saved = experts_forward(_cast(recipe, x), w13, w2, topk_ids, topk_probs, **how)
+        y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
     else:
+        _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
         experts = experts_of(w13)
         arrived = dispatch(
             x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
@@ -134,10 +136,14 @@ def moe_forward(
             arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
         )
         y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
-    tracing.record_saved(saved.nbytes)
+    if overwritten != (None, None):
+        saved = replace(saved, overwritten=overwritten)
+    if tracing.counting():
+        tracing.record_saved(saved.nbytes)
     return y, saved
 
 
+@operation
 def experts_forward(
     x: Any,
     w13: Any,
@@ -151,8 +157,10 @@ def experts_forward(
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
 ) -> tuple[Any, Saved]:
-    """`moe_forward` behind its cast and dispatch: x as it travels, by `FORMAT_BETWEEN_RANKS`."""
-    overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
+    """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
+    if not isinstance(x, QuantTensor):
+        _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+        x = _cast(recipe, x)
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
@@ -160,13 +168,13 @@ def experts_forward(
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
     y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None, gradients)
-    options = {"activation": activation, "overwritten": overwritten}
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **options, **kept)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=activation, **kept)
     return y, saved.needed_for(gradients)
 
 
+@operation
 def experts_backward(
     saved: Saved,
     dy: Any,
@@ -175,7 +183,10 @@ def experts_backward(
     dtype: str = "float32",
     gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
-    """`moe_backward` behind its cast and dispatch, and before the sums between ranks."""
+    """`moe_backward` of this rank's experts; dy is quantised already where it came so from other ranks."""
+    if not isinstance(dy, QuantTensor):
+        _check_backward(saved, dy, dw13, dw2, dtype)
+        dy = _cast(saved.recipe, dy)
     _, backward = _STEPS[saved.recipe]
     return backward(saved, dy, dw13, dw2, dtype, gradients)
 
@@ -229,11 +240,16 @@ def moe_backward(
         raise ValueError(
             f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
         )
-    _check_backward(saved, dy, dw13, dw2, dtype)
+    gradients = tuple(gradients)
+    if route is not None or saved.overwritten != (None, None):
+        here = replace(saved, route=None, overwritten=(None, None))
+    else:
+        here = saved
     if comm is None or route is None:
-        return experts_backward(saved, _cast(saved.recipe, dy), dw13, dw2, dtype, gradients)
+        return experts_backward(here, dy, dw13, dw2, dtype, gradients)  # type: ignore[no-any-return]
+    _check_backward(saved, dy, dw13, dw2, dtype)
     arrived = dispatch_gradient(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    grads = experts_backward(saved, arrived, dw13, dw2, dtype, gradients)
+    grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients)
     if grads.dx is None:
         return grads
     dx, dprobs = combine_gradient(grads.dx, grads.dprobs, route, comm)
@@ -265,7 +281,7 @@ def _check_comm(comm: Any) -> None:
 
 def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> None:
     """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
-    a = border.enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=dw13, dw2=dw2).args
+    a = enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=dw13, dw2=dw2).args
     quantized = saved.recipe != "bf16"
     checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
     tokens = (saved.plan if saved.route is None else saved.route).num_tokens
@@ -291,7 +307,7 @@ def _cast(recipe: str, x: Any) -> Any:
 
 
 def _check_layer(recipe: str, **arrays: Any) -> None:
-    a = border.enter(**arrays).args
+    a = enter(**arrays).args
     quantized = recipe != "bf16"
     checks.shape("x", a.x, ("T", "H"))
     checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS)
@@ -442,7 +458,7 @@ def _backward_bf16(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-u
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13, offsets)
         a = swiglu(h, saved.probs, activation=saved.activation) if "dw2" in gradients else None
-    if dtype == "float32" and border.enter(dy=dy).args.dy.dtype == "float64":
+    if dtype == "float32" and dy.dtype == "float64":
         dtype = "float64"
     dout, _ = unpermute_backward(dy, plan)
     da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import border, checks
+from fp8moe import checks
+from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
 from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
@@ -16,7 +17,7 @@ from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, So
 ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 
-@border.replayed
+@operation
 def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -30,13 +31,13 @@ def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: b
     Returns `Permuted`: data [num_out_tokens, H], probs [num_out_tokens] or None, and the plan.
     Raises TypeError or ValueError for arguments that do not fit the plan.
     """
-    call = border.enter(x=x, plan=plan, probs=probs)
+    call = enter(x=x, plan=plan, probs=probs)
     a = call.args
     data, probs = _permute(call, a.x, checks.plan(call, a.plan), a.probs, fill_padding)
     return Permuted(data, probs, plan)
 
 
-def _permute(call: border.Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) -> tuple[Any, Any]:
+def _permute(call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) -> tuple[Any, Any]:
     _check_rows("x", x, plan.num_tokens)
     if probs is not None:
         checks.dtype("probs", probs, checks.FLOATS)
@@ -61,7 +62,7 @@ def rows_spec(x: Any, rows: int) -> Any:
     return replace(x, data=ArraySpec((rows, x.data.shape[1]), x.data.dtype), scales=scales)
 
 
-@border.replayed
+@operation
 def permute_and_pad(
     x: Any,
     routing_map: Any,
@@ -79,7 +80,7 @@ def permute_and_pad(
     Everything else is as for `permute`, `plan_routing_map` and `plan_topk`. The result carries ``data,
     probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
     """
-    call = border.enter(x=x, routing_map=routing_map, probs=probs)
+    call = enter(x=x, routing_map=routing_map, probs=probs)
     a = call.args
     if num_experts is None:
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
@@ -89,7 +90,7 @@ def permute_and_pad(
     return Permuted(data, probs, call.leave(plan))
 
 
-@border.replayed
+@operation
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
     """Sum each token's rows: the inverse of `permute`.
 
@@ -100,7 +101,7 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
     the map's order. A token without experts gives zeros. Only mapped rows are read: NaN in the padding
     or past the last expert reaches nobody.
     """
-    call = border.enter(x=x, plan=plan, merging_probs=merging_probs)
+    call = enter(x=x, plan=plan, merging_probs=merging_probs)
     a = call.args
     checks.plan(call, a.plan)
     _check_rows("x", a.x, a.plan.num_out_tokens)
@@ -118,14 +119,14 @@ def unpermute_spec(x: Any, plan: PermutationPlan) -> ArraySpec:
     return ArraySpec((plan.num_tokens, x.shape[1]), x.dtype)
 
 
-@border.replayed
+@operation
 def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -> tuple[Any, Any]:
     """(grad_x, grad_probs) of `permute`, from the gradients of its data and probs.
 
     grad: array or `QuantTensor` [num_out_tokens, H]. grad_probs: float [num_out_tokens] or None.
     Returns grad_x [T, H] as `unpermute` does, and grad_probs [T, k] or [T, E], zero where not routed.
     """
-    call = border.enter(grad=grad, plan=plan, grad_probs=grad_probs)
+    call = enter(grad=grad, plan=plan, grad_probs=grad_probs)
     a = call.args
     checks.plan(call, a.plan)
     _check_rows("grad", a.grad, a.plan.num_out_tokens)
@@ -140,7 +141,7 @@ def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def unpermute_backward(
     grad: Any, plan: PermutationPlan, x: Any = None, merging_probs: Any = None
 ) -> tuple[Any, Any]:
@@ -152,7 +153,7 @@ def unpermute_backward(
         of gradient and row.
     Rows no token has are zeros in grad_x.
     """
-    call = border.enter(grad=grad, plan=plan, x=x, merging_probs=merging_probs)
+    call = enter(grad=grad, plan=plan, x=x, merging_probs=merging_probs)
     a = call.args
     checks.plan(call, a.plan)
     _check_rows("grad", a.grad, a.plan.num_tokens)
@@ -174,7 +175,7 @@ def unpermute_backward(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def sort_chunks(
     x: Any,
     split_sizes: Any,
@@ -197,7 +198,7 @@ def sort_chunks(
         have no room are refused on the CPU, and left out on CUDA, where looking would synchronise.
     keep_rest: rows of x past the last chunk stay where they are; for align_size 1 only.
     """
-    call = border.enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
+    call = enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
     a = call.args
     rows = _check_rows("x", a.x, "N")
     align_size = checks.integer("align_size", align_size, 1)
@@ -238,7 +239,7 @@ def sort_chunks_spec(x: Any, probs: Any, groups: int, rows: int) -> SortedChunks
     )
 
 
-@border.replayed
+@operation
 def sort_chunks_backward(
     grad: Any,
     split_sizes: Any,
@@ -254,9 +255,7 @@ def sort_chunks_backward(
 
     num_tokens: rows of the forward's input; None: as many as ``grad`` has. Rows of no chunk get zeros.
     """
-    call = border.enter(
-        grad=grad, split_sizes=split_sizes, sorted_indices=sorted_indices, grad_probs=grad_probs
-    )
+    call = enter(grad=grad, split_sizes=split_sizes, sorted_indices=sorted_indices, grad_probs=grad_probs)
     a = call.args
     moved = rows = _check_rows("grad", a.grad, "N")
     align_size = checks.integer("align_size", align_size, 1)
@@ -287,7 +286,7 @@ def sort_chunks_backward(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
     """Pad each expert's rows with zero rows to a multiple of ``align_size``; `unpad` is its backward.
 
@@ -302,7 +301,7 @@ def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumO
     return _pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
 
 
-@border.replayed
+@operation
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
     """Take each expert's padding out again; `pad` is its backward.
 
@@ -317,11 +316,11 @@ def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_token
     known: np.ndarray | None = None
     if isinstance(counts, (list, tuple)):
         known = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)
-        call = border.enter(x=x)
+        call = enter(x=x)
         counts = call.upload(known)
         num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
     else:
-        call = border.enter(x=x, tokens_per_expert=counts)
+        call = enter(x=x, tokens_per_expert=counts)
         counts = call.args.tokens_per_expert
         checks.dtype("tokens_per_expert", counts, checks.INTEGERS)
         checks.shape("tokens_per_expert", counts, ("E",))
@@ -386,7 +385,7 @@ def _check_chunks(sizes: Any, indices: Any, chunks_per_group: int) -> int:
 
 
 def _end_of_chunks(
-    call: border.Call, sizes: Any, indices: Any, align_size: int, chunks_per_group: int, rows: int
+    call: Call, sizes: Any, indices: Any, align_size: int, chunks_per_group: int, rows: int
 ) -> int | None:
     """Where the chunks of the forward's result end, if that can be known; ``rows`` are those of its input."""
     known, order = call.values(sizes), call.values(indices)

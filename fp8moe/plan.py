@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from fp8moe import border, checks
+from fp8moe import checks
+from fp8moe.dispatch import Call, enter, operation
 from fp8moe.records import ArraySpec, PermutationPlan
 
 NumOutTokens = int | Literal["exact"] | None
 
 
-@border.replayed
+@operation
 def plan_topk(
     topk_ids: Any, num_experts: int, *, align_size: int = 1, num_out_tokens: NumOutTokens = None
 ) -> PermutationPlan:
@@ -31,11 +32,11 @@ def plan_topk(
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
     """
-    call = border.enter(topk_ids=topk_ids)
+    call = enter(topk_ids=topk_ids)
     return call.leave(raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens))
 
 
-@border.replayed
+@operation
 def plan_routing_map(
     routing_map: Any,
     *,
@@ -55,12 +56,12 @@ def plan_routing_map(
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
     """
-    call = border.enter(routing_map=routing_map)
+    call = enter(routing_map=routing_map)
     return call.leave(raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens))
 
 
 def raw_plan_topk(
-    call: border.Call,
+    call: Call,
     ids: Any,
     num_experts: int,
     align_size: int,
@@ -77,7 +78,7 @@ def raw_plan_topk(
 
 
 def raw_plan_routing_map(
-    call: border.Call, mask: Any, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
+    call: Call, mask: Any, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
 ) -> PermutationPlan:
     """`plan_routing_map` inside a call: raw arrays in and out."""
     if mask.dtype.kind not in "biu":
@@ -130,7 +131,7 @@ def static_bound(entries: int, num_experts: int, align_size: int) -> int:
 
 
 def _run(
-    call: border.Call, verb: str, routing: Any, spec: PermutationPlan, num_out_tokens: NumOutTokens
+    call: Call, verb: str, routing: Any, spec: PermutationPlan, num_out_tokens: NumOutTokens
 ) -> PermutationPlan:
     out = call.empty(spec)
     call.run("plan", verb, routing, out=out)

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import border, checks, tracing
+from fp8moe import checks, tracing
+from fp8moe.dispatch import enter, operation, place_of
 from fp8moe.formats import BFLOAT16, BLOCKS, COLUMN_BLOCK, FORMATS, Block, data_shape, is_mx, scale_shape
+from fp8moe.interop import Device
 from fp8moe.records import ArraySpec, Quantized, QuantTensor
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
@@ -32,12 +34,11 @@ def _counts_overwriting(function: Any) -> Any:
 
 
 #: by device and address of codes; as many entries as there ever were buffers to write to
-_overwritten: Counter[tuple[border.Device, int]] = Counter()
+_overwritten: Counter[tuple[Device, int]] = Counter()
 
 
-def _place_of_codes(q: QuantTensor | Quantized) -> tuple[border.Device, int] | None:
-    raw = border.enter(q=q).args.q
-    return border.place_of((raw.columnwise if isinstance(raw, Quantized) else raw).data)
+def _place_of_codes(q: QuantTensor | Quantized) -> tuple[Device, int] | None:
+    return place_of(enter(q=(q.columnwise if isinstance(q, Quantized) else q).data).args.q)
 
 
 def times_overwritten(q: QuantTensor | Quantized) -> int | None:
@@ -48,7 +49,7 @@ def times_overwritten(q: QuantTensor | Quantized) -> int | None:
 
 
 @_counts_overwriting
-@border.replayed
+@operation
 def quantize(
     x: Any,
     *,
@@ -89,7 +90,7 @@ def quantize(
 
     Raises TypeError for a wrong dtype or format, ValueError for a wrong shape, block or option.
     """
-    call = border.enter(x=x, out=out)
+    call = enter(x=x, out=out)
     array, result = call.args.x, call.args.out
     checks.dtype("x", array, checks.QUANTIZABLE)
     eps = checks.number("eps", eps, 0.0)
@@ -151,7 +152,7 @@ def quant_spec(
     )
 
 
-@border.replayed
+@operation
 def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = None) -> Any:
     """Decode: value = code * scale, in float32, rounded to ``dtype`` ("float32" or "bfloat16").
 
@@ -159,7 +160,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = 
     transposed. expert_offsets: int32 [E+1], for a column-wise tensor whose blocks start anew with every
     expert; rows past the last offset are zeros.
     """
-    call = border.enter(q=q, expert_offsets=expert_offsets)
+    call = enter(q=q, expert_offsets=expert_offsets)
     a = call.args
     checks.quant_tensor("q", a.q, BLOCKS, ("compact", "gemm_ready"))
     checks.choice("dtype", dtype, ("float32", "bfloat16"))
@@ -179,7 +180,7 @@ def to_layout(q: QuantTensor, layout: str) -> QuantTensor:
     The codes are shared, not copied; a tensor that has the layout already is returned as it is.
     """
     checks.choice("layout", layout, ("compact", "gemm_ready"))
-    call = border.enter(q=q)
+    call = enter(q=q)
     raw = checks.quant_tensor("q", call.args.q, ((1, 128),), ("compact", "gemm_ready"))
     if raw.layout == layout:
         return q

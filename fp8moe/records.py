@@ -86,31 +86,7 @@ class Options:
 
 
 class Record:
-    """A record of arrays. One that a call returned remembers its raw form (`border.Call.leave`): the next
-    call need not look at every array again, and on CUDA the caller's arrays are made when they are asked for.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        # only reached for what is not in __dict__
-        kept = self.__dict__
-        array: Any = None
-        if "_raw" in kept and name in (field_names(type(self)) or ()):
-            raw, _, family, _ = kept["_raw"]
-            found = getattr(raw, name)
-            if not family.lies(found):
-                raise RuntimeError(
-                    f"{type(self).__name__}.{name}: its memory was freed or moved, by resize_, set_ or .data "
-                    "of a tensor that shares it"
-                )
-            array = family.wrap(found)
-        if array is None:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        kept[name] = array
-        return array
-
-    def __getstate__(self) -> dict[str, Any]:
-        # what is remembered are addresses of these very arrays: no copy and no pickle may carry it
-        return {name: getattr(self, name) for name in field_names(type(self)) or ()}
+    """A frozen record of arrays and plain values, which operations take and return."""
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class CudaCheck:
     a call whose shapes come again is remembered, and the third is done from memory (`fp8moe.replay`)."""
 
     def __init__(self, seed: int):
-        from fp8moe.border import BackendUnavailable, require_cupy
+        from fp8moe.interop import BackendUnavailable, require_cupy
 
         self.cupy = require_cupy("the CUDA selftest")
         try:

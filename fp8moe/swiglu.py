@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import border, checks
+from fp8moe import checks
 from fp8moe.activation import SWIGLU, Activation
+from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.quantize import quant_spec
 from fp8moe.records import ArraySpec, Quantized, SwigluGrad
 from fp8moe.transpose import column_scale_rows, transpose_spec
 
 
-@border.replayed
+@operation
 def swiglu(
     h: Any,
     probs: Any = None,
@@ -33,7 +34,7 @@ def swiglu(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def swiglu_backward(
     grad: Any,
     h: Any,
@@ -54,7 +55,7 @@ def swiglu_backward(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def swiglu_quantize(
     h: Any,
     probs: Any = None,
@@ -102,7 +103,7 @@ def swiglu_quantize(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def swiglu_quantize_backward(
     grad: Any,
     h: Any,
@@ -189,9 +190,9 @@ def _enter(
     dtypes: tuple[np.dtype, ...],
     align_size: int = 1,
     **arrays: Any,
-) -> tuple[border.Call, Any]:
+) -> tuple[Call, Any]:
     checks.options("activation", activation, Activation)
-    call = border.enter(**arrays)
+    call = enter(**arrays)
     a = call.args
     checks.dtype("h", a.h, dtypes)
     checks.shape("h", a.h, ("P", "2F"))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
-
-from fp8moe import replay
 
 
 @dataclass
@@ -51,38 +48,41 @@ def trace() -> Iterator[Trace]:
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """Count nothing inside."""
-    token = _active.set(())
+def trace_only() -> Iterator[Trace]:
+    """As `trace`, and nothing else counts what happens inside."""
+    counts = Trace()
+    token = _active.set((counts,))
     try:
-        yield
+        yield counts
     finally:
         _active.reset(token)
 
 
-def active() -> bool:
-    """Whether anything counts."""
-    return bool(_active.get())
+#: the traces that count now
+counting = _active.get
+
+
+def add(counts: Trace, to: tuple[Trace, ...]) -> None:
+    """Count again what was counted once."""
+    for one in to:
+        one.casts += counts.casts
+        one.weight_casts += counts.weight_casts
+        one.launches.update(counts.launches)
+        one.saved_bytes += counts.saved_bytes
+        one.sent_bytes += counts.sent_bytes
 
 
 def record_launch(verb: str) -> None:
-    _also_at_replay(record_launch, verb)
     for counts in _active.get():
         counts.launches[verb] += 1
 
 
 def record_cast(weight: bool) -> None:
-    _also_at_replay(record_cast, weight)
     for counts in _active.get():
         if weight:
             counts.weight_casts += 1
         else:
             counts.casts += 1
-
-
-def _also_at_replay(note: Callable[[Any], None], what: Any) -> None:
-    if replay.current.recorder is not None:
-        replay.current.recorder.traced.append((note, what))
 
 
 def record_saved(nbytes: int) -> None:

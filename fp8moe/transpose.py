@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8moe import border, checks
+from fp8moe import checks
+from fp8moe.dispatch import enter, operation
 from fp8moe.formats import COLUMN_BLOCK, Block, ceil_div
 from fp8moe.quantize import quant_spec
 from fp8moe.records import PermutationPlan, QuantTensor
 
 
-@border.replayed
+@operation
 def scaling_aware_transpose(
     q: QuantTensor, expert_offsets: Any = None, *, target: str = "column", align_size: int = 1
 ) -> QuantTensor:
@@ -40,7 +41,7 @@ def scaling_aware_transpose(
     data [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.
     Raises ValueError for scales that are not powers of two (on CUDA when FP8MOE_CHECK=1).
     """
-    call = border.enter(q=q, expert_offsets=expert_offsets)
+    call = enter(q=q, expert_offsets=expert_offsets)
     a = call.args
     checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     align_size = checks.integer("align_size", align_size, 1)
@@ -54,14 +55,14 @@ def scaling_aware_transpose(
     return call.leave(out)
 
 
-@border.replayed
+@operation
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
     """Gather rows to their experts and transpose, in one read: `scaling_aware_transpose` of
     ``permute(q, plan).data``, without it. Training can keep the unpermuted rows, k times smaller.
 
     q: row-wise compact `QuantTensor` [T, K]. target: as there. Returns data [K, num_out_tokens].
     """
-    call = border.enter(q=q, plan=plan)
+    call = enter(q=q, plan=plan)
     a = call.args
     checks.plan(call, a.plan)
     align = {"align_size": a.plan.align_size, "align": "plan.align_size"}

@@ -29,7 +29,9 @@ def quantize_and_pack(
         arguments = (x, x.size // 8, x.shape[1] // 128, *_where(row_id_map, out))
         launch("expert_parallel", "quantize_messages", *by_warps(x), *arguments, defines=variant)
         if parts:
-            _pack(parts, row_id_map, tuple(replace(w, ptr=w.ptr + sum(octets)) for w in out))
+            after = sum(octets)
+            rest = tuple(replace(w, ptr=w.ptr + after, start=w.start + after) for w in out)
+            _pack(parts, row_id_map, rest)
         return
     codes, scales = (scratch(s.shape, s.dtype) for s in (like.data, like.scales))
     quantize(x, round_up=True, eps=0.0, out=replace(like, data=codes, scales=scales))

@@ -44,7 +44,7 @@ class _Current(threading.local):
     """Where this thread launches; autograd runs backwards in threads of its own."""
 
     def __init__(self) -> None:
-        # device, address of the stream, allocator, and who notes what is done (fp8moe.replay), if anybody
+        # device, address of the stream, allocator, and the log of a dry run (fp8moe.launch_plan)
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
         self.bound: set[int] = set()  # devices whose context this thread has had
         # cuLaunchKernel's `extra`: a buffer of parameters and its size
@@ -62,8 +62,8 @@ _current = _Current()
 class On:
     """Inside this context everything runs on one device, one stream, with one allocator."""
 
-    def __init__(self, device: int, stream: int, allocate: Allocate, recorder: Any = None):
-        self._new = (device, stream, allocate, recorder)
+    def __init__(self, device: int, stream: int, allocate: Allocate, log: Any = None):
+        self._new = (device, stream, allocate, log)
 
     def __enter__(self) -> Any:
         self._before = _current.place
@@ -79,6 +79,44 @@ class On:
         if self._device != self._new[0]:
             runtime.setDevice(self._device)
         _current.place = self._before
+
+
+def run_steps(
+    steps: list[Any],
+    memory: list[Any],
+    addresses: list[int],
+    address_of: Callable[[Any], int],
+    device: int,
+    stream: int,
+) -> None:
+    """What a launch plan consists of (`fp8moe.launch_plan.LaunchPlan`), on one stream. memory, addresses: of
+    its buffers, by number; those that it allocates are added."""
+    before, current = _current.place, runtime.getDevice()
+    if current != device or device not in _current.bound:
+        runtime.setDevice(device)  # see `On`
+        _current.bound.add(device)
+    _current.place = (device, stream, _outside, None)
+    try:
+        for function, fixed, values, places in steps:
+            if function is not None:
+                values = values.copy()  # other threads have the plan, too
+                for at, buffer, offset in places:
+                    values[at] = addresses[buffer] + offset
+                function(*fixed, values)
+            elif fixed is None:
+                memory[values] = None
+            else:
+                memory[values] = made = fixed()
+                addresses[values] = address = address_of(made)
+                if not address and places:
+                    raise TypeError(
+                        f"a result: got a {type(made).__name__} without memory from the caller's framework; "
+                        "call this outside of FakeTensorMode, or through fp8moe.adapters.torch_ops"
+                    )
+    finally:
+        if current != device:
+            runtime.setDevice(current)
+        _current.place = before
 
 
 class Kernel:
@@ -148,7 +186,12 @@ def go(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any
     parameters = kernel.parameters
     parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
     size.value = parameters.size  # type: ignore[union-attr]
-    _go(kernel, x, y, block, shared, None, extra)
+    # as _go: a call more costs the host 0.1 us
+    place, (config, attribute) = _current.place, _current.config
+    _CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, _has_early(place[0]))
+    status = _launch_ex()(config, kernel.ptr, None, extra)
+    if status:
+        raise RuntimeError(f"cuLaunchKernelEx: error {status}")
 
 
 def _go(kernel: Kernel, x: int, y: int, block: int, shared: int, parameters: Any, extra: Any) -> None:
@@ -218,15 +261,12 @@ def _driver() -> Any:
 
 
 def _do(function: Callable[..., None], before: tuple[Any, ...], values: list[Any], arguments: Any) -> None:
-    """Do something on the stream, and have it noted, if anybody notes, with which of its values are memory:
-    the others mean the same whenever it is done again."""
-    recorder = _current.place[3]
-    if recorder is not None:
-        addresses = [i for i, a in enumerate(arguments) if type(a) is DeviceArray]
-        recorder.steps.append((function, before, values, addresses))
-        if recorder.dry:
-            return
-    function(*before, values)
+    """Do something on the stream; in a dry run, log it with which of its values are memory."""
+    log = _current.place[3]
+    if log is None:
+        function(*before, values)
+    else:
+        log.launched(function, before, values, arguments)
 
 
 def order(before: int, after: int, device: int) -> None:
@@ -340,9 +380,9 @@ def formats(q: QuantTensor) -> tuple[str, ...]:
 
 
 def _depends_on_values() -> None:
-    recorder = _current.place[3]
-    if recorder is not None:
-        recorder.looked_at_values()
+    log = _current.place[3]
+    if log is not None:
+        log.depends_on_values()
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:

@@ -337,7 +337,7 @@ def sums(*shape):
         ({"dw13": sums(3)}, r"dw13: got shape \[3\]; wanted \[2, 256, 128\]"),
         ({"dw13": sums(2, 256, 128).astype(np.int32)}, "dw13: got dtype int32"),
         ({"dw13": sums(2, 128, 256)}, "dw13: got shape"),
-        ({"dw13": read_only(sums(2, 256, 128))}, "dw13: got read-only memory"),
+        ({"dw13": read_only(sums(2, 256, 128))}, "dw13: got numpy.ndarray, which is read-only"),
         ({"dw13": sums(2, 256, 128)[:, ::2]}, r"dw13: got shape .* with strides"),
         ({"dw2": sums(2, 256, 128)}, r"dw2: got shape .*wanted \[2, 128, 128\]"),
         ({"dtype": "int8"}, "dtype: got 'int8'"),
@@ -606,7 +606,7 @@ def test_a_remembered_call_does_not_write_into_its_inputs(monkeypatch, by_name):
         return fp8moe.grouped_gemm_wgrad(*given, offsets, out)
 
     sums = [add(X32, X32.copy(), np.zeros((2, 128, 128), np.float32)).host for _ in range(4)]
-    assert [type(r) for r in fp8moe.border._recipes.values()] == [fp8moe.replay.Recipe]
+    assert [type(p) for p in fp8moe.dispatch._plans.values()] == [fp8moe.launch_plan.LaunchPlan]
     assert same_bits(sums[0], sums[-1])
     memory = X32.copy()
     with pytest.raises(ValueError, match="out: got memory that overlaps dy's"):
@@ -727,7 +727,7 @@ def outcome(function, call, junk):
     }
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(fp8moe.border.Family, "empty", empty)
+        patch.setattr(fp8moe.interop.Framework, "empty", empty)
         try:
             result = getattr(fp8moe, function)(**given)
         except (ValueError, TypeError, MemoryError) as error:

@@ -49,7 +49,7 @@ def test_selftest_passes_on_fresh_inputs(capsys):
 )
 def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
     """A backend that leaves its output as it was allocated must be found by every check that uses it."""
-    run = fp8moe.border.Call.run
+    run = fp8moe.dispatch.Call.run
 
     def broken(self, room, name, *args, out, **options):
         if name == verb:
@@ -58,7 +58,7 @@ def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
         else:
             run(self, room, name, *args, out=out, **options)
 
-    monkeypatch.setattr(fp8moe.border.Call, "run", broken)
+    monkeypatch.setattr(fp8moe.dispatch.Call, "run", broken)
     assert main(["selftest", "--device", "cpu", "--seed", "1"]) == 1
     assert "FAILED" in capsys.readouterr().out
 

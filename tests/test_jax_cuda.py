@@ -29,7 +29,7 @@ from test_jax_ops import (
 )
 
 import fp8moe
-from fp8moe import Activation, placed
+from fp8moe import Activation, workspace
 from fp8moe.records import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -167,8 +167,8 @@ def test_a_program_that_xla_captures(put, monkeypatch):
     w13, w2 = map(put, weights())
     ids, probs = put(IDS), put(PROBS)
     calls = []
-    run = placed.Layout.run
-    monkeypatch.setattr(placed.Layout, "run", lambda self, *a: (calls.append(1), run(self, *a))[1])
+    run = workspace.Layout.run
+    monkeypatch.setattr(workspace.Layout, "run", lambda self, *a: (calls.append(1), run(self, *a))[1])
 
     @jax.jit
     def program(x, ids):

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import threading
 import types
-import weakref
 
 import cuda_on_cpu
 import numpy as np
@@ -25,7 +24,8 @@ from test_swiglu import (
 from test_transpose import random_rowwise, tiles_are_taken_when_free
 
 import fp8moe
-from fp8moe import Activation, border, expert_parallel, replay
+from fp8moe import Activation, dispatch, expert_parallel
+from fp8moe.launch_plan import LaunchPlan
 from fp8moe.records import arrays_in
 
 pytest.importorskip("cupy")
@@ -282,24 +282,16 @@ def test_which_swiglu_goes_by_vectors(monkeypatch):
 
 
 def test_calls_on_what_remembered_calls_returned(monkeypatch):
-    """What a remembered call returns says of itself what looking at it would."""
+    """All of them by one plan."""
     transpose = fp8moe.scaling_aware_transpose
     inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
     wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(border, "_recipes", {})
-    signatures = set()
+    monkeypatch.setattr(dispatch, "_plans", {})
     for x, transposed in zip(inputs, wanted, strict=True):
         q = fp8moe.quantize(cuda_on_cpu.upload(x))
         assert_same(transposed, cuda_on_cpu.download(transpose(q)))
-        raw = q.__dict__["_raw"][0]
-        remembered, inside = raw.__dict__.pop("_signature")
-        memory = []
-        assert replay.signature(raw, memory) == remembered
-        assert [a.ptr for a in memory] == [a.ptr for a in inside]
-        signatures.add(remembered)
-    assert len(signatures) == 1
-    assert sum(type(r) is replay.Recipe for r in border._recipes.values()) == 2
+    assert len(dispatch._plans) == 2
 
 
 def known(result, offsets):
@@ -468,8 +460,7 @@ def test_calls_that_are_done_again(monkeypatch):
     wanted = [work(*i) for i in inputs]
     cuda_on_cpu.install(monkeypatch)
     got = [work(*map(cuda_on_cpu.upload, i)) for i in inputs]  # all are kept: none may share memory
-    recipes = fp8moe.border._recipes.values()
-    assert [type(r) for r in recipes] == [fp8moe.replay.Recipe] * 6
+    assert [type(p) for p in dispatch._plans.values()] == [LaunchPlan] * 6
     for a, b in zip(wanted, got, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
 
@@ -482,35 +473,16 @@ def test_a_remembered_call_refuses_arrays_on_two_devices(monkeypatch, elsewhere)
     arrays, plan = {n: cuda_on_cpu.upload(a) for n, a in arrays.items()}, cuda_on_cpu.upload(plan)
     for _ in range(3):
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
-    assert any(type(r) is replay.Recipe for r in border._recipes.values())
+    assert len(dispatch._plans) == 1
     arrays[elsewhere].device = 1
     with pytest.raises(TypeError, match=r"got an array on CUDA device \d; wanted CUDA device \d"):
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
 
 
-def test_a_recorder_keeps_what_a_call_frees():
-    """Else the next array might get its address, and one address would stand for two."""
-    host = np.ones(4, np.float32)
-    recorder = fp8moe.replay.Recorder([])
-    recorder.allocated(None, True, cuda_on_cpu.raw(host))
-    gone = weakref.ref(host)
-    del host
-    assert gone() is not None
-
-
-def test_a_number_that_looks_like_an_address_stays():
-    host = np.ones(4, np.float32)
-    array = cuda_on_cpu.raw(host)
-    recorder = fp8moe.replay.Recorder([(array.ptr, array.nbytes)])
-    recorder.steps.append((print, (), [array.ptr + 4, array.ptr + 4, 7], [0]))
-    recipe = recorder.recipe(None, ())
-    assert [places for *_, places in recipe.steps] == [[(0, 0, 4)]]
-
-
 def test_what_is_not_done_again(monkeypatch):
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
-    upload, recipes = cuda_on_cpu.upload, fp8moe.border._recipes
+    upload = cuda_on_cpu.upload
     plan, x = upload(plan), upload(values(RNG, (9, 64), np.float32))
     for _ in range(4):  # what is refused is refused again
         with pytest.raises(ValueError, match="probs: got shape"):
@@ -526,10 +498,10 @@ def test_what_is_not_done_again(monkeypatch):
         padded = fp8moe.pad(x, upload(counts), 4, num_out_tokens="exact")
         assert len(padded.host) == sum(-(-c // 4) * 4 for c in counts)
     square = upload(np.eye(64, dtype=np.float32))
-    for _ in range(3):  # two arguments in the same memory: an address has no one place
+    for _ in range(3):  # two arguments in the same memory
         fp8moe.grouped_gemm_wgrad(square, square, upload(np.array([0, 64], np.int32)))
-    made = [key[0].__name__ for key, recipe in recipes.items() if isinstance(recipe, fp8moe.replay.Recipe)]
-    assert made == ["pad"]
+    planned = [key[2].__name__ for key, plan in dispatch._plans.items() if plan is not None]
+    assert planned == ["pad", "grouped_gemm_wgrad"]
 
 
 def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
@@ -546,7 +518,7 @@ def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
         again = fp8moe.grouped_gemm_wgrad(a_up, b_up, upload(offsets), out=into)
         assert again is into
         np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
-    assert all(isinstance(r, fp8moe.replay.Recipe) for r in fp8moe.border._recipes.values())
+    assert [type(p) for p in dispatch._plans.values()] == [LaunchPlan] * 2
 
 
 @pytest.mark.parametrize(("columns", "k", "dtype"), [(512, 4, BF16), (256, 3, BF16), (2176, 8, np.float32)])

@@ -155,7 +155,7 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
     start = time.perf_counter()
     xp: Any = np
     if device == "cuda":
-        from fp8moe.border import require_cupy
+        from fp8moe.interop import require_cupy
 
         xp = require_cupy("--device cuda")
     text = standard_library_text() if text_file is None else np.fromfile(text_file, np.uint8)

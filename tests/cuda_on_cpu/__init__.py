@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8moe import border
+from fp8moe import dispatch, interop
 from fp8moe.kernels_cuda import compiler
 from fp8moe.records import DeviceArray, map_arrays
 
@@ -72,7 +72,7 @@ class Array:
         return Array(self.host.reshape(shape))
 
 
-class Device(border.Family):
+class Device(interop.Framework):
     always_writable = True
 
     def view(self, x, name):
@@ -165,9 +165,9 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
         go(function, x, y, block, shared, [*maps, *values[len(maps) :]])
 
     family = Device()
-    monkeypatch.setattr(border, "_recipes", {})
-    others = border._family_of_type
-    monkeypatch.setattr(border, "_family_of_type", lambda kind: family if kind is Array else others(kind))
+    monkeypatch.setattr(dispatch, "_plans", {})
+    others = interop.framework_of_type
+    monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
     monkeypatch.setattr(launch, "_kernel", kernel)
     monkeypatch.setattr(launch, "go", go)
     monkeypatch.setattr(launch, "go_tiled", go_tiled)

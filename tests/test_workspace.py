@@ -6,9 +6,9 @@ import pytest
 from cases import BF16, assert_same, values
 
 import fp8moe
-from fp8moe import border
-from fp8moe.placed import Layout
+from fp8moe import interop
 from fp8moe.records import ArraySpec, arrays_in, map_arrays
+from fp8moe.workspace import Layout
 
 RNG = np.random.default_rng()
 GUARD = 512  # bytes around every piece of memory, as poisoned as it
@@ -89,7 +89,7 @@ def on_cpu(monkeypatch):
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(
-        "fp8moe.placed._scratch", lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8))
+        "fp8moe.workspace._scratch", lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8))
     )
 
 
@@ -142,7 +142,7 @@ def test_at_given_addresses_the_same(name, on_cpu):
     for _ in range(3):  # checked and noted, then twice only launched
         arrays = arguments()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(border, "family_of", lambda x, name: border.NUMPY)
+            patch.setattr(interop, "framework_of", lambda x, name: interop.NUMPY)
             wanted = function(list(arrays))
         assert_same(wanted, run(layout, arrays))
         assert list(layout._known) == [0]
@@ -186,7 +186,7 @@ def test_addresses_that_vectors_do_not_fit(on_cpu):
         made = Memory(layout.outputs)
         layout.run([room.ctypes.data + start], made.addresses, int, 0, 0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(border, "family_of", lambda x, name: border.NUMPY)
+            patch.setattr(interop, "framework_of", lambda x, name: interop.NUMPY)
             wanted = fp8moe.quantize(x)
         assert_same(wanted, layout.result([x], made.arrays))
 

@@ -13,11 +13,12 @@ from cases import BF16, same_bits, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8moe
-from fp8moe import border, dlpack
+from fp8moe import dispatch, interop
+from fp8moe.interop import capsule
 
 
 def raw(x):
-    return border.enter(x=x).args.x
+    return dispatch.enter(x=x).args.x
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_torch_in_and_out_without_a_copy(dtype):
     view = raw(x)
     assert view.ctypes.data == x.data_ptr()
     assert view.dtype.name == dtype
-    call = border.enter(x=x)
+    call = dispatch.enter(x=x)
     out = call.empty(fp8moe.records.ArraySpec((3, 4), view.dtype))
     out[:] = view
     back = call.leave(out)
@@ -54,7 +55,7 @@ def test_jax_in_and_out(dtype):
     view = raw(x)
     assert view.ctypes.data == x.unsafe_buffer_pointer()
     assert view.dtype.name == dtype
-    back = border.enter(x=x).leave(view)
+    back = dispatch.enter(x=x).leave(view)
     assert isinstance(back, jax.Array)
     assert (back == x).all()
 
@@ -113,17 +114,16 @@ def test_the_memory_outlives_its_producer():
 
 def test_capsules_that_cannot_be_read():
     x = np.ones(3)
-    capsule = x.__dlpack__()
-    assert dlpack.read_capsule(capsule).shape == (3,)
+    assert capsule.read_capsule(x.__dlpack__()).shape == (3,)
     with pytest.raises(TypeError, match="not supported"):
-        dlpack.read_capsule(np.ones(3, np.complex64).__dlpack__())
+        capsule.read_capsule(np.ones(3, np.complex64).__dlpack__())
 
 
 def test_strides():
-    assert dlpack.is_c_contiguous((2, 3), (3, 1))
-    assert dlpack.is_c_contiguous((1, 3), (77, 1))
-    assert not dlpack.is_c_contiguous((2, 3), (1, 2))
-    assert dlpack.is_c_contiguous((0, 3), (1, 2))
+    assert capsule.is_c_contiguous((2, 3), (3, 1))
+    assert capsule.is_c_contiguous((1, 3), (77, 1))
+    assert not capsule.is_c_contiguous((2, 3), (1, 2))
+    assert capsule.is_c_contiguous((0, 3), (1, 2))
 
 
 class OnDevice:
@@ -188,7 +188,7 @@ class Named(torch.Tensor):
         (torch.eye(128).to_sparse(), TypeError, r"x: got a tensor of layout torch\.sparse_coo .*x\.to_dense"),
         (torch.ones(4, 128).to_mkldnn(), TypeError, r"x: got a tensor of layout .*x\.to_dense\(\)"),
         (torch.nn.Linear(2, 2), TypeError, "x: got torch.nn.modules.linear.Linear; wanted an array"),
-        (OnlyCapsules(), TypeError, "x: got test_border.OnlyCapsules; wanted an array"),
+        (OnlyCapsules(), TypeError, "x: got test_dispatch.OnlyCapsules; wanted an array"),
         (None, TypeError, "x: got None; wanted an array"),
         (((0, 1), (1, 2)), TypeError, "x: got builtins.tuple; wanted an array"),
         (fp8moe.Permuted(1, 2, 3), TypeError, "x: got fp8moe.records.Permuted; wanted an array"),
@@ -235,7 +235,7 @@ def test_dtensors_are_refused_with_their_fix():
 
 def test_no_results_in_fake_tensor_mode():
     """A fake tensor's address is null, which a kernel would write to."""
-    family = border._FAMILIES["torch"]
+    family = interop.FRAMEWORKS["torch"]
     spec = fp8moe.records.ArraySpec((4, 128), np.dtype(np.uint8))
     with FakeTensorMode(), pytest.raises(TypeError, match="a result: torch made a FakeTensor"):
         family.empty(spec, 0)
@@ -265,9 +265,9 @@ def written_to():
 def test_memory_that_is_read_only_is_not_written_to(kind, monkeypatch):
     out, x = written_to()[kind], np.ones((3, 128), np.float32)
     if kind == "cuda_array_interface":
-        monkeypatch.setattr(border.Call, "_locate", lambda *_: None)
+        monkeypatch.setattr(dispatch.Call, "_locate", lambda *_: None)
         monkeypatch.setattr(
-            border, "_from_cuda_array_interface", lambda *_: np.zeros((1, 8, 128), np.float32)
+            interop.dlpack, "_from_cuda_array_interface", lambda *_: np.zeros((1, 8, 128), np.float32)
         )
     dy = np.ones((3, 8), np.float32)
     for _ in range(4):
@@ -299,7 +299,7 @@ def runtime(monkeypatch):
     runtime.CUDARuntimeError = RuntimeError
     monkeypatch.setattr(launch, "runtime", runtime)
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
-    monkeypatch.setattr(border, "require_cupy", lambda purpose: cupy)
+    monkeypatch.setattr(interop.dlpack, "require_cupy", lambda purpose: cupy)
     return runtime
 
 
@@ -307,19 +307,19 @@ def runtime(monkeypatch):
     ("stream", "waits"), [({}, []), ({"stream": None}, []), ({"stream": 1}, []), ({"stream": 77}, [(0, 77)])]
 )
 def test_the_stream_of_a_cuda_array_interface_is_waited_for(runtime, stream, waits):
-    assert border.enter(x=OnDevice((2, 2), "<i4", **stream)).args.x.ptr == 256
+    assert dispatch.enter(x=OnDevice((2, 2), "<i4", **stream)).args.x.ptr == 256
     assert runtime.waits == waits
 
 
 def test_stream_zero_is_refused(runtime):
     with pytest.raises(ValueError, match="x: got stream 0"):
-        border.enter(x=OnDevice((2, 2), "<i4", stream=0))
+        dispatch.enter(x=OnDevice((2, 2), "<i4", stream=0))
 
 
 def test_arrays_on_two_streams_are_ordered(runtime, monkeypatch):
     """The call runs on the first one's; what is captured in a graph cannot wait for what is not in it."""
 
-    class OnStream(border.Family):
+    class OnStream(interop.Framework):
         def __init__(self, number):
             self.number = number
 
@@ -330,17 +330,17 @@ def test_arrays_on_two_streams_are_ordered(runtime, monkeypatch):
             return self.number
 
     families = {A: OnStream(n) for n, A in ((5, type("A", (), {})), (6, type("B", (), {})))}
-    family_of = border.family_of
-    monkeypatch.setattr(border, "family_of", lambda x, name: families.get(type(x)) or family_of(x, name))
+    others = interop.framework_of_type
+    monkeypatch.setattr(interop, "framework_of_type", lambda kind: families.get(kind) or others(kind))
     a, b = (kind() for kind in families)
-    border.enter(x=a, y=a)
+    dispatch.enter(x=a, y=a)
     assert runtime.waits == []
-    border.enter(x=a, y=b)
+    dispatch.enter(x=a, y=b)
     assert runtime.waits == [(5, 6)]
-    border.enter(x=b, y=OnDevice((2, 2), "<i4", stream=77))
+    dispatch.enter(x=b, y=OnDevice((2, 2), "<i4", stream=77))
     assert runtime.waits[1:] == [(0, 77), (6, 0)]
     runtime.streamIsCapturing = lambda stream: True
-    border.enter(x=a, y=b)
+    dispatch.enter(x=a, y=b)
     assert len(runtime.waits) == 3
 
 
@@ -349,7 +349,7 @@ def test_cupys_stream_is_that_of_the_arrays_device(monkeypatch):
     current = lambda device=-1: SimpleNamespace(ptr=streams[device])  # noqa: E731
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=current))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    assert [border._FAMILIES["cupy"].stream(d) for d in (0, 1)] == [100, 101]
+    assert [interop.FRAMEWORKS["cupy"].stream(d) for d in (0, 1)] == [100, 101]
 
 
 # ---------------------------------------------------------------- JAX
@@ -453,7 +453,7 @@ def test_a_torch_caller_imports_only_torch():
 def test_arrays_on_two_devices_are_refused(monkeypatch):
     """Device 0 is a device like any other, not the absence of one."""
 
-    class Elsewhere(border.Family):
+    class Elsewhere(interop.Framework):
         def view(self, x, name):
             return fp8moe.records.DeviceArray(16, x.shape, x.dtype, x.device, x)
 
@@ -461,9 +461,9 @@ def test_arrays_on_two_devices_are_refused(monkeypatch):
         def __init__(self, device):
             self.shape, self.dtype, self.device = (2, 128), np.dtype(np.float32), device
 
-    family_of = border.family_of
+    others = interop.framework_of_type
     monkeypatch.setattr(
-        border, "family_of", lambda x, name: Elsewhere() if isinstance(x, Array) else family_of(x, name)
+        interop, "framework_of_type", lambda kind: Elsewhere() if kind is Array else others(kind)
     )
     on_cpu = np.ones((2, 128), np.float32)
     for first, second, words in (
@@ -472,8 +472,8 @@ def test_arrays_on_two_devices_are_refused(monkeypatch):
         (Array(1), Array(0), "b: got an array on CUDA device 0; wanted CUDA device 1"),
     ):
         with pytest.raises(TypeError, match=words):
-            border.enter(a=first, b=second)
-    assert border.enter(a=Array(0), b=Array(0)).device == 0
+            dispatch.enter(a=first, b=second)
+    assert dispatch.enter(a=Array(0), b=Array(0)).device == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,0 +1,104 @@
+"""Anything else that exchanges its memory: by DLPack, or by ``__cuda_array_interface__``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe.interop import capsule
+from fp8moe.interop.base import (
+    BackendUnavailable,
+    DeviceArray,
+    Framework,
+    RawArray,
+    known_dtype,
+    load_module,
+    no_array,
+    not_contiguous,
+    require_cupy,
+)
+
+
+class Exchanged(Framework):
+    """Anything else with ``__dlpack__`` or ``__cuda_array_interface__``; results are NumPy or CuPy."""
+
+    name = "dlpack"
+
+    def view(self, x: Any, name: str) -> RawArray:
+        interface = _cuda_array_interface(x)
+        if interface is not None:
+            return _from_cuda_array_interface(interface, x, name)
+        exchanged = _exchange(x, name)
+        if not capsule.is_c_contiguous(exchanged.shape, exchanged.strides):
+            raise not_contiguous(name, exchanged.shape, exchanged.strides, "a contiguous copy")
+        if exchanged.device_type == capsule.CPU:
+            return capsule.as_numpy(exchanged)
+        return DeviceArray(
+            exchanged.ptr, exchanged.shape, exchanged.dtype, exchanged.device_id, (x, exchanged)
+        )
+
+    def is_read_only(self, x: Any) -> bool:
+        interface = _cuda_array_interface(x)
+        return interface["data"][1] if interface is not None else _exchange(x, "out").read_only
+
+
+def _exchange(x: Any, name: str) -> capsule.Exchanged:
+    """What the DLPack capsule of an array says."""
+    if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
+        raise no_array(x, name)
+    try:
+        # stream=1: the legacy default stream, which this runs on; the producer orders itself before it
+        options = {"stream": 1} if x.__dlpack_device__()[0] in (2, 13) else {}
+        try:  # read-only memory has its mark since version 1.0, and else no capsule
+            exported = x.__dlpack__(max_version=(1, 0), **options)
+        except TypeError:  # from before there were versions
+            exported = x.__dlpack__(**options)
+        return capsule.read_capsule(exported)
+    except Exception as error:
+        raise TypeError(
+            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, whose __dlpack__ gives nothing to "
+            f"read ({error}); wanted an array of a dtype and on a device that DLPack and this library know"
+        ) from error
+
+
+def _cuda_array_interface(x: Any) -> Any:
+    """What an array says by this protocol, where it has no DLPack."""
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return None
+    return getattr(x, "__cuda_array_interface__", None)
+
+
+def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArray:
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    if strides and not capsule.is_c_contiguous(shape, tuple(s // dtype.itemsize for s in strides)):
+        raise not_contiguous(name, shape, strides, "a contiguous copy")
+    dtype = known_dtype(dtype, name)
+    ptr, device = interface["data"][0], 0
+    if 0 not in shape:
+        runtime = require_cupy(f"{name} on CUDA").cuda.runtime
+        try:
+            attributes = runtime.pointerGetAttributes(ptr)
+        except runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(
+                f"{name}: got an array on CUDA, which does not work here ({error}); install a driver for it"
+            ) from error
+        if attributes.type not in (2, 3):  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
+            raise TypeError(
+                f"{name}: got an array at {ptr:#x}, no CUDA device's memory; wanted a device array"
+            )
+        device = attributes.device
+        stream = interface.get("stream")
+        if stream == 0:
+            raise ValueError(
+                f"{name}: got stream 0 in __cuda_array_interface__, which the protocol forbids; wanted None, "
+                "1 (the legacy default stream), 2 (the thread's), or a stream's address"
+            )
+        if stream is not None and stream != 1:
+            # 0: what this framework runs on
+            load_module("fp8moe.kernels_cuda.launch").order(stream, 0, device)
+    return DeviceArray(ptr, shape, dtype, device, x)
+
+
+EXCHANGED = Exchanged()

@@ -1,0 +1,75 @@
+"""JAX arrays."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp8moe.interop.base import Device, Framework, RawArray, require_cupy
+from fp8moe.interop.cupy import cupy_view
+from fp8moe.interop.dlpack import EXCHANGED
+from fp8moe.records import ArraySpec
+
+
+class Jax(Framework):
+    name = "jax"
+
+    def __init__(self, device: Any = None, committed: bool = True):
+        """device: JAX's own, of results on the CPU, which has several where XLA is told so."""
+        self._device, self._committed = device, committed
+
+    def view(self, x: Any, name: str) -> RawArray:
+        jax = sys.modules["jax"]
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"{name}: got {type(x).__name__}, a value being traced by JAX; call this outside "
+                "jax.jit, or through jax.pure_callback"
+            )
+        try:
+            return EXCHANGED.view(x, name)
+        except TypeError:
+            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+                raise TypeError(
+                    f"{name}: got dtype {x.dtype}; wanted numbers; of keys pass jax.random.key_data(x)"
+                ) from None
+            if x.is_deleted():
+                raise ValueError(
+                    f"{name}: got an array that was deleted or donated; wanted one that is alive"
+                ) from None
+            if len(x.devices()) != 1:
+                raise TypeError(
+                    f"{name}: got an array on {len(x.devices())} devices; wanted it on one; call this inside "
+                    "jax.shard_map, through fp8moe.adapters.jax_ops"
+                ) from None
+            raise
+
+    def beside(self, x: Any) -> Framework:
+        return self if isinstance(x, np.ndarray) else _jax_on(*x.devices(), x.committed)
+
+    def empty(self, spec: ArraySpec, device: Device) -> RawArray:
+        if spec.dtype.itemsize == 8 and not sys.modules["jax"].config.jax_enable_x64:
+            raise TypeError(
+                f"dtype: got {spec.dtype.name}, of which JAX would keep 32 bits; wanted another, or "
+                'jax.config.update("jax_enable_x64", True)'
+            )
+        return super().empty(spec, device)
+
+    def wrap(self, raw: RawArray) -> Any:
+        jax = sys.modules["jax"]
+        if not isinstance(raw, np.ndarray):
+            return jax.dlpack.from_dlpack(cupy_view(require_cupy("a result"), raw))
+        if self._committed:  # and nothing is compiled for, as jax.numpy.asarray does for each new shape
+            return jax.device_put(raw, self._device)
+        with jax.default_device(self._device):
+            return jax.device_put(raw)
+
+    def is_read_only(self, x: Any) -> bool:
+        return True
+
+
+@cache
+def _jax_on(device: Any, committed: bool) -> Jax:
+    return Jax(device, committed)

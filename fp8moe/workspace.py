@@ -1,0 +1,238 @@
+"""A call on memory that somebody else owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
+
+What a call allocates follows from shapes: `Layout` finds it out by a dry run. Arrays that the call returns
+are asked for one by one; its temporaries share one workspace, where those that do not live at the same time
+have the same room. `Layout.run` then launches at the addresses it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp8moe import checks, tracing
+from fp8moe.dispatch import NOWHERE, Call, DryRun, launching_on, running, while_capturing
+from fp8moe.interop import NUMPY, load_module, require_cupy
+from fp8moe.launch_plan import Launch, Log, NotPlannable
+from fp8moe.records import ArraySpec, DeviceArray, arrays_in, map_arrays
+
+ALIGNMENT = 256  # bytes, of a temporary in the workspace: as cudaMalloc's
+
+
+class Layout:
+    """What ``function``, called with a list of arrays, allocates and returns.
+
+    arguments: the arrays' shapes and dtypes. in_place: which of them the function adds to and returns.
+
+    outputs: the arrays to be made, each an `ArraySpec`; the last one is the workspace, where there is one.
+    aliases: the output that is an argument changed in place, by the argument's number.
+    leaves: for each array of the result the number of its output, or ~i where it is argument i untouched.
+    only_launches: whether the call brings nothing from the host, so that a graph may hold it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Any]], Any],
+        arguments: Sequence[ArraySpec],
+        in_place: Collection[int] = (),
+    ):
+        self._function, self._arguments = function, arguments
+        self._known: dict[int, _Known] = {}  # by device
+        result, call = _dry_run(function, arguments, NOWHERE)
+        log, inputs = call.log, len(arguments)
+        numbers = [a.owner.number for a in arrays_in(result)]
+        numbers = [n - inputs if n >= inputs else ~n for n in numbers]
+        self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
+        steps = list(log.steps)
+        del result
+        made = dict.fromkeys(n for n in numbers if n >= 0 or ~n in in_place)  # each once, in this order
+        number_of = {n: i for i, n in enumerate(made)}
+        self.outputs = [arguments[~n] if n < 0 else log.specs[inputs + n] for n in made]
+        self.aliases = {~n: i for n, i in number_of.items() if n < 0}
+        self.leaves = [number_of.get(n, n) for n in numbers]
+        self.only_launches = not call.uploads and not checks.LOOK_AT_VALUES
+        self._offsets, size = _pack(steps, log.specs, inputs, made)
+        self._places = [number_of.get(n, -1) for n in range(len(log.specs) - inputs)]
+        if size:
+            self.outputs.append(ArraySpec((size,), np.dtype(np.uint8)))
+
+    def result(self, arrays: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """What the call returns, of the arrays it was given and of its outputs."""
+        picked = (arrays[~n] if n < 0 else outputs[n] for n in self.leaves)
+        return map_arrays(lambda _, a: next(picked), self._result)
+
+    def run(
+        self,
+        arguments: Sequence[Any],
+        outputs: Sequence[Any],
+        address_of: Callable[[Any], int],
+        device: int,
+        stream: int,
+    ) -> None:
+        """Do the call on a CUDA device's stream, which may be being captured. An argument that is changed in
+        place is not looked at: its output is."""
+        arrays = [*arguments, *outputs]
+        known = self._known.get(device)
+        if known is None:
+            known = self._known[device] = self._learn(device)
+        addresses = [address_of(arrays[i]) for i in known.needed]
+        if known.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
+            self._call([address_of(a) for a in arrays], device, stream)
+            return
+        launch = load_module("fp8moe.kernels_cuda.launch")
+        with known.one_at_a_time:
+            if known.scratch:
+                addresses.append(known.memory_on(device, stream))
+            launch.run_steps(known.steps, [], addresses, None, device, stream)
+
+    def _learn(self, device: int) -> _Known:
+        """Find out what is launched."""
+        try:
+            if checks.LOOK_AT_VALUES:
+                raise NotPlannable
+            _, call = _dry_run(self._function, self._arguments, device)
+        except NotPlannable:  # it has to be done as it stands, each time
+            return _Known(None, [], [])
+        log, inputs = call.log, len(self._arguments)
+        places: dict[int, tuple[int, int]] = {}  # array and offset of each buffer, of scratch below zero
+        scratch: list[int] = []
+        following = iter(range(len(self._places)))
+        for number, spec in enumerate(log.specs):
+            if number < inputs:
+                places[number] = inputs + self.aliases[number] if number in self.aliases else number, 0
+            elif number in log.scratch:
+                places[number] = -1, sum(map(_rounded, scratch))
+                scratch.append(spec.nbytes)
+            else:
+                n = next(following)
+                places[number] = inputs + self._places[n] % len(self.outputs), self._offsets[n]
+        launches = [step for step in log.steps if isinstance(step, Launch)]
+        steps = [
+            step._replace(places=[(at, places[b][0], places[b][1] + o) for at, b, o in step.places])
+            for step in launches
+        ]
+        used = sorted({a for step in steps for _, a, _ in step.places if a >= 0})
+        index = {**{a: i for i, a in enumerate(used)}, -1: len(used)}
+        steps = [step._replace(places=[(at, index[a], o) for at, a, o in step.places]) for step in steps]
+        return _Known(steps, used, scratch)
+
+    def _call(self, addresses: list[int], device: int, stream: int) -> None:
+        for i, output in self.aliases.items():
+            addresses[i] = addresses[len(self._arguments) + output]
+        given = zip(addresses, self._arguments, strict=False)
+        with running(_Placed(self, addresses[len(self._arguments) :], device, stream)):
+            self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given])
+
+
+def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> Any:
+    """Shapes and dtypes of what ``function`` returns, called with a list of such arrays. Lengths may be
+    symbols, as torch's compiler has them."""
+    result, _ = _dry_run(function, arguments, NOWHERE)
+    return map_arrays(lambda _, a: ArraySpec(a.shape, a.dtype), result)
+
+
+def _dry_run(
+    function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec], device: int
+) -> tuple[Any, DryRun]:
+    call = DryRun(Log([(tuple(a.shape), a.dtype, 0) for a in arguments], device), NUMPY)
+    with tracing.trace_only(), running(call):
+        if device == NOWHERE:
+            return function(list(call.log.inputs)), call
+        with while_capturing():  # kernels are loaded
+            return function(list(call.log.inputs)), call
+
+
+class _Known:
+    """What a call launches: ``steps`` on the addresses of the arrays ``needed``, and of scratch memory."""
+
+    def __init__(self, steps: list[Launch] | None, needed: list[int], scratch: list[int]):
+        """steps: None where they are not known. scratch: bytes of each piece."""
+        self.one_at_a_time = threading.Lock()
+        self._memory: dict[int, Any] = {}  # by stream
+        self.steps, self.needed = steps, needed
+        self.scratch = sum(map(_rounded, scratch))
+
+    def memory_on(self, device: int, stream: int) -> int:
+        """The address of scratch memory, the same for all calls on a stream, which come one after the other,
+        and in a captured graph, which goes on using it."""
+        if stream not in self._memory:
+            with while_capturing():
+                self._memory[stream] = _scratch(self.scratch, device, stream)
+        return self._memory[stream].ptr
+
+
+class _Placed(Call):
+    """A call whose allocations have, in their order, the places of a layout."""
+
+    def __init__(self, layout: Layout, outputs: list[int], device: int, stream: int):
+        super().__init__()
+        self._layout, self._outputs, self.device, self._stream = layout, outputs, device, stream
+        self._next = 0
+
+    def _allocate(self, spec: ArraySpec) -> DeviceArray:
+        number, self._next = self._next, self._next + 1
+        place, offset = self._layout._places[number], self._layout._offsets[number]
+        address = self._outputs[place] + offset
+        return DeviceArray(address, tuple(spec.shape), spec.dtype, int(self.device), None)
+
+    def _scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
+        held = _scratch(spec.nbytes, device, self._stream)
+        return DeviceArray(held.ptr, tuple(spec.shape), spec.dtype, device, held)
+
+    def _on_device(self) -> Any:
+        return launching_on(int(self.device), self._stream, self._scratch)
+
+
+def _scratch(nbytes: int, device: int, stream: int) -> Any:
+    """From CuPy's pool: what launchers ask for is small, and not known beforehand."""
+    cupy = require_cupy("scratch memory")
+    with cupy.cuda.Device(device), _stream(stream):
+        return cupy.cuda.alloc(nbytes)
+
+
+class _Stream:
+    """Somebody else's stream, by CUDA's protocol for Python."""
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+@functools.cache
+def _stream(address: int) -> Any:
+    return require_cupy("a stream").cuda.Stream.from_external(_Stream(address))
+
+
+def _pack(
+    steps: list[Any], specs: list[ArraySpec], inputs: int, returned: Collection[int]
+) -> tuple[list[int], int]:
+    """Offsets in the workspace of all allocations that are not returned (0 for those), and its size."""
+    offsets, live, size = [0] * (len(specs) - inputs), dict[int, tuple[int, int]](), 0
+    for step in steps:
+        number = (step if step >= 0 else ~step) - inputs
+        if number in returned:
+            continue
+        if step < 0:
+            del live[number]
+            continue
+        wanted = _rounded(specs[step].nbytes)
+        start = 0
+        for first, end in sorted(live.values()):
+            if first - start >= wanted:
+                break
+            start = max(start, end)
+        offsets[number], live[number] = start, (start, start + wanted)
+        size = max(size, start + wanted)
+    return offsets, size
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
