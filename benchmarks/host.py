@@ -54,6 +54,19 @@ def cases() -> Iterator[Case]:
     yield "quantize 1x128", lambda: x, torch_ops.quantize
     yield "scaling_aware_transpose", lambda: torch_ops.quantize(x), transposed
 
+    w13, w2 = (
+        fp8moe.quantize_weights(torch.randn(8, *shape, device="cuda").bfloat16())
+        for shape in ((512, 256), (256, 256))
+    )
+    few, ids8 = (t[:256].contiguous() for t in (x[:, :256], ids % 8))
+
+    def forward(rows: torch.Tensor) -> Any:
+        return fp8moe.moe_forward(rows, w13, w2, ids8, probs[:256], recipe="fp8_flow")
+
+    y, saved = forward(few)
+    yield "moe_forward fp8_flow", lambda: few, forward
+    yield "moe_backward fp8_flow", lambda: y, lambda dy: fp8moe.moe_backward(saved, dy)
+
 
 def measure() -> Iterator[dict[str, Any]]:
     for name, given, call in cases():
@@ -64,7 +77,7 @@ def measure() -> Iterator[dict[str, Any]]:
         yield {
             "topic": "host",
             "name": name,
-            "shape": f"{TOKENS},{EXPERTS},{HIDDEN},{TOPK}" if "permute" in name else f"{TOKENS} x {HIDDEN}",
+            "shape": _shape(name),
             "device": torch.cuda.get_device_name(),
             "host_us": statistics.median(in_a_row) * 1e6,
             "first_us": statistics.median(first) * 1e6,
@@ -72,6 +85,12 @@ def measure() -> Iterator[dict[str, Any]]:
             "commit": commit(),
             "command": "python -m fp8moe.benchmarks.host",
         }
+
+
+def _shape(name: str) -> str:
+    if name.startswith("moe"):
+        return "256 x 256, 8 experts, top-8"
+    return f"{TOKENS},{EXPERTS},{HIDDEN},{TOPK}" if "permute" in name else f"{TOKENS} x {HIDDEN}"
 
 
 def seconds(call: Callable[[Any], Any], arguments: list[Any]) -> float:

@@ -208,7 +208,7 @@ def main(device: str, seed: int | None) -> int:
 
 class CudaCheck:
     """The same public calls on CuPy arrays and on NumPy arrays, compared; three times with other numbers:
-    a call whose shapes come again is remembered, and the third is done from memory (`fp8moe.replay`)."""
+    the first finds the launch plan of its shapes (`fp8moe.launch_plan`), the others are done by it."""
 
     def __init__(self, seed: int):
         from fp8moe.interop import BackendUnavailable, require_cupy

@@ -1,11 +1,13 @@
-"""What is remembered never outlives a change: records follow their tensors, and calls are told apart by the
-types of their options."""
+"""Launch plans: done on any arrays of the same shapes, they do what the first call did; records follow their
+tensors, and calls are told apart by the types of their options."""
+
+import weakref
 
 import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
-from cases import BF16, same_bits, values
+from cases import BF16, assert_same, same_bits, values
 
 import fp8moe
 from fp8moe import dispatch, interop
@@ -106,7 +108,7 @@ def test_records_follow_their_tensors(change, seen):
     inputs = [tensor(values(RNG, (128, 128), BF16)) for _ in range(6)]
     *_, other = records = [fp8moe.quantize(x) for x in inputs]
     assert len(dispatch._plans) == 1
-    for q in records[:5]:  # the call that takes them is remembered from the third on, too
+    for q in records[:5]:
         if seen:
             assert same_bits(fp8moe.dequantize(q).numpy(), fp8moe.dequantize(on_cpu(q)))
         change(q, other)
@@ -151,7 +153,7 @@ def test_what_shares_memory_with_an_argument_follows_it():
         )
 
 
-def test_on_the_cpu_nothing_is_remembered():
+def test_records_on_the_cpu_follow_their_tensors():
     q = fp8moe.quantize(torch.randn(4, 128))
     q.data.data = torch.zeros_like(q.data)
     assert not fp8moe.dequantize(q).any()
@@ -165,7 +167,7 @@ def test_on_the_cpu_nothing_is_remembered():
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("given", [4, 4.0, np.float64(4), True, np.True_, "4", None])
-def test_remembered_calls_refuse_what_first_calls_refuse(monkeypatch, given):
+def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
     cuda_on_cpu.install(monkeypatch)
     x, counts = (
         cuda_on_cpu.upload(np.ones((3, 8), np.float32)),
@@ -187,8 +189,8 @@ def test_remembered_calls_refuse_what_first_calls_refuse(monkeypatch, given):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_remembered_calls_write_to_nothing_that_is_read_only(monkeypatch):
-    """Also where a writable array came first; of a family that has both, no call is remembered."""
+def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
+    """Also where a writable array came first; of a framework that has both, no call is planned."""
     cuda_on_cpu.install(monkeypatch)
     dy, x, offsets = (
         cuda_on_cpu.upload(a)
@@ -237,3 +239,81 @@ def test_plans_tell_types_apart(monkeypatch):
             if isinstance(option, tuple):
                 assert list(map(type, got)) == list(map(type, option))
     assert len(dispatch._plans) == len(options)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class Counted(cuda_on_cpu.Device):
+    """Counts the bytes that its arrays hold now, and at most."""
+
+    now = most = made = 0
+
+    def empty(self, spec, device):
+        raw = super().empty(spec, device)
+        self.now, self.made = self.now + spec.nbytes, self.made + 1
+        self.most = max(self.most, self.now)
+        weakref.finalize(raw.owner, self.freed, spec.nbytes)
+        return raw
+
+    def freed(self, nbytes):
+        self.now -= nbytes
+
+
+@dispatch.operation
+def several(x, offsets):
+    """Operations as one, with temporaries of different lengths of life."""
+    q = fp8moe.quantize(x)
+    transposed = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
+    back = fp8moe.dequantize(q, dtype="bfloat16")
+    del q
+    again = fp8moe.quantize(back, fmt="e5m2")
+    del back
+    return fp8moe.to_layout(again, "gemm_ready"), transposed.scales, offsets
+
+
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+def test_a_plan_frees_what_its_call_frees(monkeypatch):
+    """The most memory at a time, and what is left, are those of the call without a plan: temporaries are
+    allocated when they are needed and not before."""
+    x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
+    cuda_on_cpu.install(monkeypatch)
+    counted, others = Counted(), interop.framework_of_type
+    monkeypatch.setattr(
+        interop, "framework_of_type", lambda kind: counted if kind is cuda_on_cpu.Array else others(kind)
+    )
+    x, offsets = cuda_on_cpu.upload(x), cuda_on_cpu.upload(offsets)
+
+    def measured(look):
+        monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", look)
+        counted.now = counted.most = counted.made = 0
+        *result, same = several(x, offsets)
+        assert same is offsets
+        return counted.made, counted.most, counted.now, cuda_on_cpu.download(tuple(result))
+
+    *wanted, arrays = measured(True)  # nothing is planned
+    for _ in range(3):
+        *got, again = measured(False)
+        assert got == wanted
+        assert_same(arrays, again)
+    assert len(dispatch._plans) == 1
+
+
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+def test_shapes_that_come_once_do_not_fill_the_table(monkeypatch):
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(dispatch, "PLANS_KEPT", 4)
+    for rows in range(1, 10):
+        fp8moe.quantize(cuda_on_cpu.upload(np.ones((rows, 128), np.float32)))
+        assert len(dispatch._plans) == min(rows, 4)
+    assert list(dispatch._plans.values())[-1] is not None
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_result_without_memory_is_refused(monkeypatch):
+    x = torch.randn(3, 128)
+    fp8moe.quantize(x)
+    monkeypatch.setattr(TorchOnDevice, "address", staticmethod(lambda made: 0))
+    dispatch._plans.clear()
+    with pytest.raises(TypeError, match="a result: got a Tensor without memory"):
+        fp8moe.quantize(x)

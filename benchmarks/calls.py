@@ -1,0 +1,97 @@
+"""How many Python functions run between a user's call and the kernel, and in how many files.
+``python -m fp8moe.benchmarks.calls``, on CUDA with torch, and with JAX where it is installed.
+
+`sys.setprofile` counts them, C functions left out, from a call on to its last kernel launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import fp8moe
+from fp8moe.adapters import torch_ops
+
+TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
+LAUNCHERS = ("go", "go_tiled", "fill")  # of kernels_cuda/launch.py: behind them is the driver
+
+
+class Counter:
+    """Python calls, files, and changes of file, up to the last launch."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.last = 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            self.names.append(code.co_filename)
+            if code.co_name in LAUNCHERS and code.co_filename.endswith("launch.py"):
+                self.last = len(self.names)
+
+    def row(self) -> str:
+        names = self.names[: self.last]
+        changes = sum(a != b for a, b in itertools.pairwise(names))
+        return f"{len(names):6} calls {len(set(names)):4} files {changes:6} changes of file"
+
+
+def count(name: str, call: Callable[[], Any]) -> Any:
+    counter = Counter()
+    sys.setprofile(counter)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    print(f"{name:40} {counter.row()}", flush=True)
+    return result
+
+
+def main() -> None:
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids = torch.randint(EXPERTS, (TOKENS, TOPK), device="cuda", dtype=torch.int32)
+    probs = torch.rand(TOKENS, TOPK, device="cuda")
+    plan = torch_ops.plan_topk(ids, EXPERTS, align_size=16)
+    torch_ops.permute(x[:2].clone(), torch_ops.plan_topk(ids[:2].clone(), EXPERTS), probs[:2].clone())
+    for nth in ("first", "second", "later"):
+        count(f"torch, eager: permute, {nth}", lambda: torch_ops.permute(x, plan, probs))
+    tensors = torch_ops._flat(plan)
+    for nth in ("first", "later"):
+        count(f"torch, operator: permute, {nth}", lambda: torch.ops.fp8moe.permute(x, *tensors, probs, True))
+    w13 = fp8moe.quantize_weights(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, device="cuda").bfloat16())
+    w2 = fp8moe.quantize_weights(torch.randn(EXPERTS, HIDDEN, HIDDEN, device="cuda").bfloat16())
+    for nth in ("first", "second"):
+        y, saved = count(
+            f"moe_forward, {nth}", partial(fp8moe.moe_forward, x, w13, w2, ids, probs, recipe="fp8_flow")
+        )
+        count(f"moe_backward, {nth}", partial(fp8moe.moe_backward, saved, y))
+    if importlib.util.find_spec("jax") is not None:
+        inside_jax()
+
+
+def inside_jax() -> None:
+    """A quantise in a jitted program, whose callbacks run in threads of XLA's."""
+    import jax
+
+    from fp8moe.adapters import jax_ops
+    from fp8moe.workspace import Layout
+
+    run = Layout.run
+
+    def counted(*arguments: Any) -> None:
+        count("JAX, inside jit: quantize", lambda: run(*arguments))
+
+    jitted = jax.jit(lambda x: jax_ops.quantize(x).scales)
+    Layout.run = counted  # type: ignore
+    for n in range(3):
+        jitted(jax.numpy.full((TOKENS, HIDDEN), n + 1.0, jax.numpy.bfloat16)).block_until_ready()
+
+
+if __name__ == "__main__":
+    main()
