@@ -66,14 +66,14 @@ def permute(
     fill_padding: bool = True,
 ) -> Permuted:
     """`fp8moe.permute`, with gradients for x and probs."""
-    eager = _eager(x=x, probs=probs)
-    if _needs_grad(x, probs) and not _may_need_grad(x):
+    eager, needs_grad = _eager(x=x, probs=probs), _needs_grad(x, probs)
+    if needs_grad and not _may_need_grad(x):
         moved = permute(_no_columns(probs), plan, probs, fill_padding=fill_padding).probs
         return Permuted(permute(x, plan, fill_padding=fill_padding).data, moved, plan)
     if isinstance(x, QuantTensor):
         return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
     if eager:
-        if not _needs_grad(x, probs):
+        if not needs_grad:
             return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
         data, moved = _EagerPermute.apply(x, probs, plan, fill_padding)
         return Permuted(data, moved, plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -63,34 +63,37 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
         if checks.LOOK_AT_VALUES or (given and type(given[0]) is np.ndarray):
             return _run_now(function, names, arguments, options)
         key: list[Any] = [function, len(arguments), *options]
-        found = _Found()
-        try:
-            for value in given:
-                kind = type(value)
-                if kind in PLAIN:
-                    key.append(value)
-                elif (
-                    kind is bool or kind is float
-                ):  # True, 1 and 1.0 are equal, and not all welcome everywhere
-                    key.append((kind, value))
-                else:
-                    found.look(value, key)
-            if found.device is None:
+        arrays: list[Any] = []
+        for value in given:
+            kind = type(value)
+            if kind in PLAIN:
+                key.append(value)
+            elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, and not all welcome everywhere
+                key.append((kind, value))
+            elif interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
+                key.append(_ARRAY)
+                arrays.append(value)
+            elif not _flatten(value, key, arrays):
                 return _run_now(function, names, arguments, options)
-            identity = (found.device, found.framework, *key)
-            plan = _plans.get(identity, _UNKNOWN)
-        except _LookCloser:
+        framework = interop.framework_of_type(type(arrays[0])) if arrays else None  # type: ignore[arg-type]
+        found = None if framework is None else framework.describe(arrays)
+        if framework is None or found is None:
             return _run_now(function, names, arguments, options)
+        device, addresses, described = found
+        key += (framework, device, *described)
+        identity = tuple(key)
+        try:
+            plan = _plans.get(identity, _UNKNOWN)
         except TypeError:  # something has no hash
             return _run_now(function, names, arguments, options)
         if plan is _UNKNOWN:
-            plan = _make_plan(function, names, arguments, options, found)
+            plan = _make_plan(function, names, arguments, options, framework, device, described)
             if len(_plans) >= PLANS_KEPT:
                 _plans.pop(next(iter(_plans)), None)
             _plans[identity] = plan
-        if plan is None or (plan.written and not plan.fits(found.addresses)):
+        if plan is None or (plan.written and not plan.fits(addresses)):
             return _run_now(function, names, arguments, options)
-        return plan.run(given, found.arrays, found.addresses)
+        return plan.run(given, arrays, addresses)
 
     return call
 
@@ -100,73 +103,49 @@ PLAIN = METADATA_TYPES - {bool, float}
 _UNKNOWN: Any = object()
 
 
-class _LookCloser(Exception):
-    """An argument that only `Framework.view` can tell about."""
+_ARRAY = "an array"
 
 
-class _Found:
-    """The arrays among a call's arguments, in the order of `map_arrays`."""
-
-    __slots__ = ("addresses", "arrays", "described", "device", "framework")
-
-    def __init__(self) -> None:
-        self.framework: Framework | None = None
-        self.device: int | None = None
-        self.arrays: list[Any] = []
-        self.addresses: list[int] = []
-        self.described: list[tuple[tuple[int, ...], np.dtype, int]] = []  # shape, dtype, alignment
-
-    def look(self, value: Any, key: list[Any]) -> None:
-        """Add what a value is to the key, and its arrays to what was found."""
-        kind: Any = type(value)
-        framework = interop.framework_of_type(kind)
-        if framework is not None:
-            self._array(framework, value, key)
-        elif isinstance(value, Record):
-            key.append(kind)
-            for name in field_names(kind) or ():
-                field = getattr(value, name)
-                of: Any = type(field)
-                if of in PLAIN:
-                    key.append(field)
-                elif (framework := interop.framework_of_type(of)) is not None:
-                    self._array(framework, field, key)
-                elif is_metadata(field) or isinstance(field, (Record, tuple)):
-                    self.look(field, key)
-                else:
-                    raise _LookCloser
-        elif kind is tuple:
-            key.append(len(value))
-            for part in value:
-                self.look(part, key)
-        else:
-            key.append((kind, value))
-
-    def _array(self, framework: Framework, array: Any, key: list[Any]) -> None:
-        try:
-            description = framework.describe(array)
-        except Exception:  # `Framework.view` will say it of an argument by its name
-            description = None
-        if description is None:
-            raise _LookCloser
-        ptr, shape, dtype, device = description
-        if self.device is None:
-            self.device, self.framework = device, framework
-        elif framework is not self.framework or device != self.device:
-            raise _LookCloser
-        self.arrays.append(array)
-        self.addresses.append(ptr)
-        described = shape, dtype, ptr & 15
-        self.described.append(described)
-        key.append(described)
+def _flatten(value: Any, key: list[Any], arrays: list[Any]) -> bool:
+    """Add what a record, a tuple or an option is to the key, and its arrays, in the order of `map_arrays`;
+    False where it holds what is none of them."""
+    kind = type(value)
+    if kind is tuple:
+        key.append(len(value))
+        parts: Any = value
+    elif isinstance(value, Record):
+        key.append(kind)
+        fields: Any = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        parts = [getattr(value, name) for name in fields]
+    else:
+        key.append((kind, value))
+        return True
+    for part in parts:
+        of = type(part)
+        if of in PLAIN:
+            key.append(part)
+        elif of is bool or of is float:
+            key.append((of, part))
+        elif interop.framework_of_type(of) is not None:  # type: ignore[arg-type]
+            key.append(_ARRAY)
+            arrays.append(part)
+        elif not (of is tuple or is_metadata(part) or isinstance(part, Record)) or not _flatten(
+            part, key, arrays
+        ):
+            return False
+    return True
 
 
 def _make_plan(
-    function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any], found: _Found
+    function: Any,
+    names: list[str],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    framework: Framework,
+    device: int,
+    described: Sequence[tuple[tuple[int, ...], np.dtype, int]],
 ) -> LaunchPlan | None:
-    assert found.device is not None
-    assert found.framework is not None
-    log = Log(found.described, found.device)
+    log = Log(described, device)
     given, ours = (*arguments, *options.values()), []
     written: list[int] = []
     remaining = log.inputs[::-1]
@@ -175,16 +154,16 @@ def _make_plan(
         ours.append(map_raw(lambda _, a: remaining.pop(), value) if _may_hold_arrays(value) else value)
         if name in WRITTEN:
             written += range(first, len(log.inputs) - len(remaining))
-    if written and not found.framework.always_writable:
+    if written and not framework.always_writable:
         return None
-    call = DryRun(log, found.framework)
-    require_cupy(f"an array on {describe_device(found.device)}")
+    call = DryRun(log, framework)
+    require_cupy(f"an array on {describe_device(device)}")
     with tracing.trace_only() as counts, _running(call), while_capturing():
         try:
             result = function(
                 *ours[: len(arguments)], **dict(zip(options, ours[len(arguments) :], strict=True))
             )
-            return LaunchPlan(log, result, ours, written, counts, found.framework)
+            return LaunchPlan(log, result, ours, written, counts, framework)
         except NotPlannable:
             return None
 

@@ -100,7 +100,7 @@ class LaunchPlan:
         steps = list(log.steps)  # what is released after this, the result is
         self._result, returned = _template(result, given, inputs, log.specs)
         self._device, self._counts = log.device, counts
-        self._framework = framework
+        self._stream = framework.stream_getter(log.device)
         self.written = written
         self._sizes = [spec.nbytes for spec in log.specs]
         self._last = len(log.specs)
@@ -130,8 +130,7 @@ class LaunchPlan:
         memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
         launch = load_module("fp8moe.kernels_cuda.launch")
         if self._steps:
-            stream = self._framework.stream(self._device)
-            launch.run_steps(self._steps, memory, addresses, self._address, self._device, stream)
+            launch.run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
         if counting := tracing.counting():
             tracing.add(self._counts, counting)
         return self._result(given, memory, self._finish)

@@ -30,15 +30,15 @@ class TorchOnDevice(interop.torch.Torch):
         owner = torch.empty(*(spec.shape or ((),)), dtype=interop.torch._torch_dtype(spec.dtype))
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, 0, owner)
 
-    def describe(self, x):
-        raw = self.view(x, "")
-        return raw.ptr, raw.shape, raw.dtype, 0
+    describe = interop.Framework.describe
 
     def allocator(self, spec, device, temporary):
         return lambda: self.empty(spec, device).owner
 
     def stream(self, device):
         return 0
+
+    stream_getter = interop.Framework.stream_getter
 
 
 @pytest.fixture

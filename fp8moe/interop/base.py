@@ -18,7 +18,8 @@ from fp8moe.records import ArraySpec, DeviceArray
 #: an array without its framework: `numpy.ndarray` on the CPU, `DeviceArray` on CUDA
 RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
-Description = tuple[int, tuple[int, ...], np.dtype, int]  # address, shape, dtype, device
+#: a device, the arrays' addresses, and shape, dtype and alignment of each
+Description = tuple[int, list[int], list[tuple[tuple[int, ...], np.dtype, int]]]
 
 
 class BackendUnavailable(RuntimeError):
@@ -64,10 +65,22 @@ class Framework:
 
     # What a launch plan does (`fp8moe.launch_plan`), with as few Python calls as can be.
 
-    def describe(self, x: Any) -> Description | None:
-        """What `view` would make of an array on CUDA; None for one that `view` has to look at."""
-        raw = self.view(x, "")
-        return (raw.ptr, raw.shape, raw.dtype, raw.device) if isinstance(raw, DeviceArray) else None
+    def describe(self, arrays: list[Any]) -> Description | None:
+        """What `view` would make of these arrays, if they are this framework's and lie on one CUDA device;
+        None where `view` has to look at them one by one."""
+        try:
+            raw = [self.view(x, "") for x in arrays]
+        except Exception:  # `view` will say it of the argument by its name
+            return None
+        device = getattr(raw[0], "device", None)
+        for x, a in zip(arrays, raw, strict=True):
+            if not isinstance(a, DeviceArray) or a.device != device or not self.is_mine(x):
+                return None
+        return raw[0].device, [a.ptr for a in raw], [(a.shape, a.dtype, a.ptr & 15) for a in raw]  # type: ignore
+
+    def is_mine(self, x: Any) -> bool:
+        """Whether an array is of this framework."""
+        return load_module("fp8moe.interop").framework_of_type(type(x)) is self  # type: ignore[no-any-return]
 
     def allocator(self, spec: ArraySpec, device: int, temporary: bool) -> Callable[[], Any]:
         """What makes an array of ``spec``: one that a call returns, or ends with it."""
@@ -79,6 +92,10 @@ class Framework:
     def finish(self, made: Any) -> Any:
         """The caller's kind of array, of what an `allocator` made."""
         return self.wrap(made)
+
+    def stream_getter(self, device: int) -> Callable[[], int]:
+        """What says `stream`."""
+        return partial(self.stream, device)
 
     def wrap(self, raw: RawArray) -> Any:
         return (

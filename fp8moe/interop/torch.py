@@ -97,14 +97,29 @@ class Torch(Framework):
     def stream(self, device: Device) -> int:
         return _torch_stream()(device)
 
-    def describe(self, x: Any) -> Description | None:
-        dtype = _NUMPY_DTYPES.get(x.dtype)
-        if dtype is None or not x.is_cuda or not x.is_contiguous() or x.is_neg():
+    def describe(self, arrays: list[Any]) -> Description | None:
+        torch = sys.modules["torch"]
+        kinds, recording = (torch.Tensor, torch.nn.Parameter), torch.is_grad_enabled()
+        device = None
+        addresses, described = [], []
+        try:
+            for x in arrays:
+                if type(x) not in kinds or not x.is_cuda or not x.is_contiguous() or x.is_neg():
+                    return None
+                if (recording and x.requires_grad) or (dtype := _NUMPY_DTYPES.get(x.dtype)) is None:
+                    return None
+                ptr, ordinal = x.data_ptr(), x.get_device()
+                if (device is not None and ordinal != device) or not (ptr or not x.numel()):
+                    return None
+                device = ordinal
+                addresses.append(ptr)
+                described.append((x.shape, dtype, ptr & 15))
+        except RuntimeError:  # sparse ones, and those inside of torch.func's transforms
             return None
-        if x.requires_grad and sys.modules["torch"].is_grad_enabled():
-            return None
-        ptr = x.data_ptr()
-        return (ptr, x.shape, dtype, x.get_device()) if ptr or not x.numel() else None
+        return None if device is None else (device, addresses, described)
+
+    def stream_getter(self, device: int) -> Callable[[], int]:
+        return partial(_torch_stream(), device)
 
     def allocator(self, spec: ArraySpec, device: int, temporary: bool) -> Callable[[], Any]:
         empty, shape = sys.modules["torch"].empty, spec.shape or ((),)
