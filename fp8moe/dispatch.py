@@ -48,6 +48,7 @@ class _State(threading.local):
 _state = _State()
 #: by function and what came in: how to do the call, or None where only the call itself can
 _plans: dict[Any, LaunchPlan | None] = {}
+_adding = threading.Lock()
 
 
 def operation(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,9 +89,10 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return _run_now(function, names, arguments, options)
         if plan is _UNKNOWN:
             plan = _make_plan(function, names, arguments, options, framework, device, described)
-            if len(_plans) >= PLANS_KEPT:
-                _plans.pop(next(iter(_plans)), None)
-            _plans[identity] = plan
+            with _adding:
+                if len(_plans) >= PLANS_KEPT:
+                    _plans.pop(next(iter(_plans)))  # the oldest
+                _plans[identity] = plan
         if plan is None or (plan.written and not plan.fits(addresses)):
             return _run_now(function, names, arguments, options)
         return plan.run(given, arrays, addresses)
