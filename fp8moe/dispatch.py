@@ -103,9 +103,7 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
 #: types of arguments that are told apart by their values alone
 PLAIN = METADATA_TYPES - {bool, float}
 _UNKNOWN: Any = object()
-
-
-_ARRAY = "an array"
+_ARRAY: Any = object()  # in a key: of what shape and dtype stands behind all values
 
 
 def _flatten(value: Any, key: list[Any], arrays: list[Any]) -> bool:
@@ -113,7 +111,7 @@ def _flatten(value: Any, key: list[Any], arrays: list[Any]) -> bool:
     False where it holds what is none of them."""
     kind = type(value)
     if kind is tuple:
-        key.append(len(value))
+        key.append((tuple, len(value)))  # or (1,), 7 and 1, (7,) would be the same
         parts: Any = value
     elif isinstance(value, Record):
         key.append(kind)

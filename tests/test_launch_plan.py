@@ -240,6 +240,14 @@ def test_plans_tell_types_apart(monkeypatch):
                 assert list(map(type, got)) == list(map(type, option))
     assert len(dispatch._plans) == len(options)
 
+    @dispatch.operation
+    def options_of(x, first, second):
+        dispatch.enter(x=x)
+        return first, second
+
+    for pair in ((1, (7,)), ((1,), 7), ((1, 7), None), (("an array",), x), ((x,), "an array")):
+        assert options_of(x, *pair) == pair
+
 
 # ---------------------------------------------------------------- memory
 
