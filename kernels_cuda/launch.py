@@ -106,11 +106,12 @@ def run_steps(
             elif fixed is None:
                 memory[values] = None
             else:
-                memory[values] = made = fixed()
-                addresses[values] = address = address_of(made)
+                memory[values] = fixed()  # by no other name, or its release would come late
+                addresses[values] = address = address_of(memory[values])
                 if not address and places:
+                    kind = type(memory[values]).__name__
                     raise TypeError(
-                        f"a result: got a {type(made).__name__} without memory from the caller's framework; "
+                        f"a result: got a {kind} without memory from the caller's framework; "
                         "call this outside of FakeTensorMode, or through fp8moe.adapters.torch_ops"
                     )
     finally:
