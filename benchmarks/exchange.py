@@ -28,9 +28,10 @@ from fp8moe import expert_parallel
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
-from fp8moe.benchmarks.harness import append, commit, versions
+from fp8moe.benchmarks.harness import append
 from fp8moe.benchmarks.layer import training_step
 from fp8moe.expert_parallel import Counts
+from fp8moe.info import commit, versions
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
 ROWS = (4096, 8192, 32_768)

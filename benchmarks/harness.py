@@ -7,13 +7,10 @@ operation must move; its limit is that over the copy rate. A case whose result i
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import itertools
 import json
 import math
-import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-import fp8moe
+from fp8moe.info import command, commit, versions
 from fp8moe.records import arrays_in
 
 CACHE_BYTES = 50_000_000
@@ -346,44 +343,6 @@ class Silent(AbstractContextManager[Any]):
 
     def write(self, text: str) -> None:
         print(text, flush=True)
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "fp8moe": fp8moe.__version__}
-    for package in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str:
-    """The commit of the tree this package runs from, "+" behind it when its code has changed since.
-
-    FP8MOE_COMMIT says it for a copy that is no checkout of it.
-    """
-    if named := os.environ.get("FP8MOE_COMMIT"):
-        return named
-    root = Path(__file__).resolve().parents[1]
-    results = ":!benchmarks/results", ":!README.md"
-    try:
-        call = {"cwd": root, "capture_output": True, "text": True, "check": True}
-        name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
-        status = ["git", "status", "--porcelain", "--", ".", *results]
-        changed = subprocess.run(status, **call).stdout.strip()  # type: ignore[call-overload]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name + ("+" if changed else "")
-
-
-def command() -> str:
-    """The command line of this run, without where its results go."""
-    words = sys.argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        words = words[:at] + words[at + 2 :]
-    return " ".join(["python -m fp8moe", *words])
 
 
 def routing(tokens: int, experts: int, topk: int, seed: int = 0, skew: float = 0.0) -> np.ndarray:

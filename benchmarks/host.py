@@ -15,7 +15,8 @@ import torch
 
 import fp8moe
 from fp8moe.adapters import torch_ops
-from fp8moe.benchmarks.harness import append, commit, versions
+from fp8moe.benchmarks.harness import append
+from fp8moe.info import commit, versions
 
 ROUNDS, IN_A_ROW = 21, 50  # medians; so many wait in no queue
 TOKENS, EXPERTS, HIDDEN, TOPK = 4096, 256, 7168, 8

@@ -21,7 +21,8 @@ import numpy as np
 import fp8moe
 from fp8moe.adapters import jax_ops
 from fp8moe.benchmarks import permute, plan, swiglu, transpose
-from fp8moe.benchmarks.harness import Case, Cuda, append, commit, host, versions
+from fp8moe.benchmarks.harness import Case, Cuda, append, host
+from fp8moe.info import commit, versions
 from fp8moe.records import arrays_in, map_arrays
 
 SETS, OPERATIONS, CALLS = 4, 16, 3

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
-from fp8moe.benchmarks.harness import append, commit, versions
+from fp8moe.benchmarks.harness import append
+from fp8moe.info import commit, versions
 
 # (tokens, experts, hidden, ffn, top-k). The first three: DeepSeek-V3's experts, as many as one GPU of an
 # expert-parallel group holds; then those of Qwen3-235B (with half the hidden tokens), finer and finer

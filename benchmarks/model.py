@@ -21,7 +21,8 @@ import torch
 import transformers
 
 from fp8moe.adapters import transformers as adapter
-from fp8moe.benchmarks.harness import append, commit, versions
+from fp8moe.benchmarks.harness import append
+from fp8moe.info import commit, versions
 
 BATCH, LENGTH, VOCABULARY = 8, 2048, 32_000
 WARM, STEPS = 4, 16

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
-from fp8moe.benchmarks.harness import commit, versions
+from fp8moe.info import commit, versions
 
 BYTES = 256
 

@@ -7,8 +7,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import fp8moe
 
@@ -130,3 +133,44 @@ def _try(action: Callable[[], object]) -> str:
     except Exception as error:
         return f"not working: {type(error).__name__}: {error}"
     return "works"
+
+
+# What a measured result is committed with.
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "fp8moe": fp8moe.__version__}
+    for package in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the tree this package runs from, "+" behind it when its code has changed since.
+
+    FP8MOE_COMMIT says it for a copy that is no checkout of it.
+    """
+    if named := os.environ.get("FP8MOE_COMMIT"):
+        return named
+    root = Path(__file__).resolve().parents[1]
+    results = ":!benchmarks/results", ":!README.md"
+    try:
+        call = {"cwd": root, "capture_output": True, "text": True, "check": True}
+        name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
+        status = ["git", "status", "--porcelain", "--", ".", *results]
+        changed = subprocess.run(status, **call).stdout.strip()  # type: ignore[call-overload]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + ("+" if changed else "")
+
+
+def command() -> str:
+    """The command line of this run, without where its results go."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["python -m fp8moe", *words])

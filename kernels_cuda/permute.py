@@ -1,4 +1,5 @@
-"""Launchers of permute.cu: the same names and signatures as `fp8moe.reference.permute`."""
+"""Launchers of permute.cu, unpermute.cu and sort_chunks.cu: the names and signatures of
+`fp8moe.reference.permute`."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ LONG_ROW_SHARED = 14_000
 # Rows of zeros are copied from so many bytes of shared memory; beside a long piece they would cost a block's
 # place on the multiprocessor (152.3 us against 146.3), and ordinary stores are better.
 ZEROS, LONG_PIECE = 2048, 12_000
-SHARE = 256  # vectors of a row that a block of merge_bf16 sums
-FILLERS = 132  # blocks of merge_bf16_backward that write rows of zeros
-CHUNK_THREADS = 256  # as in permute.cu
-UNIT = 4096  # bytes of rows that a warp of move_rows moves
+SHARE = 256  # vectors of a row that a block of unpermute_bf16 sums
+FILLERS = 132  # blocks of unpermute_bf16_backward that write rows of zeros
+CHUNK_THREADS = 256  # as in sort_chunks.cu
+UNIT = 4096  # bytes of rows that a warp of sort_chunks_rows moves
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -126,12 +127,22 @@ def _merge(
         grid = (tokens, -(-vectors // SHARE))
         arguments = (x, *maps, *probs, vectors, SHARE, out)
         if grad_probs is None:
-            launch("permute", "merge_bf16", grid, 128, *arguments)
+            launch("unpermute", "unpermute_bf16", grid, 128, *arguments)
         else:
-            launch("permute", "merge_bf16_and_probs", grid, 128, *arguments, *back)
+            launch("unpermute", "unpermute_bf16_and_probs", grid, 128, *arguments, *back)
         return
     launch(
-        "permute", "merge_rows", tokens, 256, *rows_of(x), *maps, *probs, width, KINDS[out.dtype], out, *back
+        "unpermute",
+        "unpermute_rows",
+        tokens,
+        256,
+        *rows_of(x),
+        *maps,
+        *probs,
+        width,
+        KINDS[out.dtype],
+        out,
+        *back,
     )
 
 
@@ -142,8 +153,8 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
         return
     if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
         launch(
-            "permute",
-            "merge_bf16_backward",
+            "unpermute",
+            "unpermute_bf16_backward",
             FILLERS + plan.num_tokens,
             256 if grad.shape[1] > 2048 else 192,
             grad,
@@ -169,8 +180,8 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
     fill_bytes(grad_x, 0)
     fill_bytes(grad_probs, 0)
     launch(
-        "permute",
-        "merge_rows_backward",
+        "unpermute",
+        "unpermute_rows_backward",
         plan.num_out_tokens,
         256,
         grad,
@@ -244,8 +255,8 @@ def _move(
         )
     source = scratch((rows,), np.int32)
     launch(
-        "permute",
-        "chunk_sources",
+        "sort_chunks",
+        "sort_chunks_sources",
         max(1, threads(rows, CHUNK_THREADS)),  # the offsets are wanted of no rows, too
         CHUNK_THREADS,
         sizes,
@@ -274,8 +285,8 @@ def _move(
     piece_bytes = -(-row_bytes // pieces // 16) * 16
     together = max(1, min(32, UNIT // (row_bytes + scale_bytes)))
     launch(
-        "permute",
-        "move_rows",
+        "sort_chunks",
+        "sort_chunks_rows",
         -(-rows // together) * pieces,
         32,
         data,

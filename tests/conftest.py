@@ -1,5 +1,6 @@
 """Hypothesis settings, and the markers that need a GPU."""
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -26,6 +27,22 @@ def _devices() -> int:
         return cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collected_during_a_gpu_test(request):
+    """A JAX program or a torch graph that is destroyed while a stream is captured fails that capture, and all
+    that this process captures or draws afterwards: 125 tests of one run, where an earlier test's garbage was
+    collected in it."""
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

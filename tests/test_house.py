@@ -104,6 +104,13 @@ def test_the_links_are_relative(link):
     assert Path(module.__file__).resolve().parent == ROOT / link
 
 
+@pytest.mark.parametrize("folder", ["fp8moe", "fp8moe/demo", "fp8moe/reference", "adapters", "examples"])
+def test_benchmarks_are_imported_by_their_command_only(folder):
+    for path in files(folder):
+        if path.name != "__main__.py":  # ``python -m fp8moe bench``
+            assert not any(below(name, "fp8moe.benchmarks") for name in imports_of(path)), path
+
+
 def test_every_adapter_is_reported():
     from fp8moe.info import ADAPTERS
 
@@ -114,7 +121,7 @@ def test_every_kernel_begins_after_the_launch_in_front_of_it():
     """What is launched may start early (launch.start), and would read what is not yet written."""
     kernel = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\(.*\))*\s+(\w+)\([^{]*?\) \{\n(.*)')
     later = {  # the second of two launches: what they do first may begin beside the other
-        "move_rows": "  DYNAMIC_SHARED(shared);",
+        "sort_chunks_rows": "  DYNAMIC_SHARED(shared);",
         "quantize_tiles": "  if (!taken) after_earlier();",
         "swiglu_quantize_tiles": "  if (!taken) after_earlier();",
     }

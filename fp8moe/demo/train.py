@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import command, commit
 from fp8moe.demo.model import Config, Model, batches, learning_rate
+from fp8moe.info import command, commit
 from fp8moe.moe import RECIPES
 
 MAX_TEXT = 4_000_000

@@ -1,0 +1,271 @@
+// Summing each token's rows, and the gradient of that sum.
+//
+// unpermute_bf16 and unpermute_bf16_backward are the fast sums; unpermute_rows and unpermute_rows_backward
+// serve every other dtype, width and map.
+#include "bulk.cuh"
+#include "row_map.cuh"
+
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighted) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    total[2 * i] += weighted ? low(words[i]) * w : low(words[i]);
+    total[2 * i + 1] += weighted ? high(words[i]) * w : high(words[i]);
+  }
+}
+
+// out[token, column] = grad[row] for each of a token's rows, zero in its other columns: a token's share of
+// the gradient of probabilities that travelled with the rows. `grad` null: only the zeros.
+__device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mine, const int* slots,
+                                         const int* pad_offsets, i64 token, i64 places, i64 columns,
+                                         i64 experts, i64 rows, u8* out) {
+  const int count = count_of(mine, places);
+  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {
+    i64 row = -1;
+    for (int j = 0; j < count; ++j)
+      if (column_of(mine, slots, token, places, j, columns) == c)
+        row = row_of(mine, pad_offsets, places, j, experts, rows);
+    if (row >= 0 && !grad) continue;
+    for (i64 b = 0; b < size; ++b) out[(token * columns + c) * size + b] = row < 0 ? 0 : grad[row * size + b];
+  }
+}
+
+#define UNPERMUTE_PLACES 64  // destinations a token kept in shared memory at a time
+
+// What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32;
+//   with grad_probs (permute's backward) also each row's to its token's column of out_probs.
+// Shapes: x [rows, width] bfloat16, width a multiple of 8; out [tokens, width].
+// Bytes: every mapped row read once, every token written once.
+// Launch: blocks of 128 threads, one a token and `share` of its vectors; a thread has eight 16-byte loads in
+// flight.
+// unpermute_bf16_and_probs is the one with grad_probs, apart so that unpermute keeps the registers of its own
+// loop.
+template <bool PROBS>
+__device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map, const int* slots,
+                                          const int* pad_offsets, const void* probs, i64 probs_kind,
+                                          i64 columns, i64 places, i64 experts, i64 rows, i64 vectors,
+                                          i64 share, uint4* out, const u8* grad_probs, i64 grad_size,
+                                          u8* out_probs) {
+  __shared__ i64 from[UNPERMUTE_PLACES];
+  __shared__ int column[PROBS ? UNPERMUTE_PLACES : 1];
+  __shared__ float weight[UNPERMUTE_PLACES];
+  const i64 token = blockIdx.x;
+  const int* mine = row_id_map + token * (2 * places + 1);
+  const int count = count_of(mine, places);
+  const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
+  for (i64 first = begin; first < end; first += blockDim.x) {
+    const i64 at = first + threadIdx.x;
+    float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+    for (int j0 = 0; j0 < count; j0 += UNPERMUTE_PLACES) {
+      const int here = count - j0 < UNPERMUTE_PLACES ? count - j0 : UNPERMUTE_PLACES;
+      if (first == begin || count > UNPERMUTE_PLACES) {
+        __syncthreads();
+        for (int j = threadIdx.x; j < here; j += blockDim.x) {
+          from[j] = row_of(mine, pad_offsets, places, j0 + j, experts, rows);
+          if (!PROBS && !probs) continue;
+          const int c = column_of(mine, slots, token, places, j0 + j, columns);
+          if (PROBS) column[j] = c;
+          if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
+        }
+        __syncthreads();
+      }
+      if (at >= end) continue;
+      for (int j = 0; j < here; j += 8) {
+        uint4 v[8];
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+          if (j + u < here && from[j + u] >= 0) v[u] = load_streaming(x + from[j + u] * vectors + at);
+#pragma unroll
+        for (int u = 0; u < 8; ++u)
+          if (j + u < here && from[j + u] >= 0) add(total, v[u], probs ? weight[j + u] : 1.f, probs != 0);
+      }
+    }
+    let_later_begin();
+    if (at < end)
+      __stcs(out + token * vectors + at,
+             make_uint4(to_bf16x2(total[0], total[1]), to_bf16x2(total[2], total[3]),
+                        to_bf16x2(total[4], total[5]), to_bf16x2(total[6], total[7])));
+  }
+  if (!PROBS || blockIdx.y > 0) return;
+  if (count > UNPERMUTE_PLACES) {
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, experts, rows,
+                out_probs);
+    return;
+  }
+  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // the rows are known by now
+    i64 row = -1;
+    for (int j = 0; j < count; ++j)
+      if (column[j] == c) row = from[j];
+    for (i64 b = 0; b < grad_size; ++b)
+      out_probs[(token * columns + c) * grad_size + b] = row < 0 ? 0 : grad_probs[row * grad_size + b];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    unpermute_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
+                   const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
+                   i64 vectors, i64 share, uint4* out) {
+  after_earlier();
+  unpermute<false>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, experts, rows,
+                   vectors, share, out, 0, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    unpermute_bf16_and_probs(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
+                             const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts,
+                             i64 rows, i64 vectors, i64 share, uint4* out, const u8* grad_probs,
+                             i64 grad_size, u8* out_probs) {
+  after_earlier();
+  unpermute<true>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, experts, rows,
+                  vectors, share, out, grad_probs, grad_size, out_probs);
+}
+
+#define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, that a lane has in flight
+
+// What: grad_x[row] = grad[t] * prob and grad_probs[t, column] = grad[t] . x[row], for each of t's rows;
+// zeros in the
+//   rows no token goes to. The dot product: float32 over 32 values, float64 beyond, in a fixed order.
+// Bytes: grad read once (and again from L1), x read once, grad_x written once.
+// Launch: `fillers` blocks for the rows of zeros, then one block (128 threads) a token, one warp a row of it,
+// so that
+//   no row waits for another's sum. A warp looks up all its rows before it reads the first: three dependent
+//   loads once, not once a row.
+extern "C" __global__ void __launch_bounds__(256, 4)
+    unpermute_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
+                            const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
+                            const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
+                            i64 vectors, i64 fillers, uint4* grad_x, void* grad_probs) {
+  after_earlier();
+  if (blockIdx.x < fillers) {
+    i64 padding;
+    const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
+    for (i64 i = blockIdx.x; i < count; i += fillers) {
+      const i64 row = unmapped_row(i, padding, tokens_per_expert, pad_offsets, expert_offsets, experts);
+      if (row < 0 || row >= rows) continue;
+      for (i64 at = threadIdx.x; at < vectors; at += blockDim.x)
+        __stcs(grad_x + row * vectors + at, make_uint4(0, 0, 0, 0));
+    }
+    return;
+  }
+  const i64 token = blockIdx.x - fillers, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int* mine = row_id_map + token * (2 * places + 1);
+  const int count = count_of(mine, places);
+  const uint4* g = grad + token * vectors;
+  if (count < columns)  // zeros in the columns that are not this token's
+    token_probs(0,
+                probs_kind == F64   ? 8
+                : probs_kind == F32 ? 4
+                                    : 2,
+                mine, slots, pad_offsets, token, places, columns, experts, rows, (u8*)grad_probs);
+  int my_row = -1, my_column = 0;
+  float my_weight = 0.f;
+  for (int j = threadIdx.x / 32, turn = 0; j < count; j += warps, ++turn) {
+    if (turn % 32 == 0) {
+      const i64 place = j + lane * warps;
+      if (place < count) {
+        my_row = (int)row_of(mine, pad_offsets, places, place, experts, rows);
+        my_column = column_of(mine, slots, token, places, place, columns);
+        if (my_column >= 0) my_weight = load(probs, token * columns + my_column, (int)probs_kind);
+      }
+    }
+    const i64 row = __shfl_sync(0xffffffffu, my_row, turn % 32);
+    const int column = __shfl_sync(0xffffffffu, my_column, turn % 32);
+    const i64 entry = token * columns + column;
+    const float w = __shfl_sync(0xffffffffu, my_weight, turn % 32);
+    if (column < 0) continue;
+    if (row < 0) {
+      if (lane == 0) store(grad_probs, entry, (int)probs_kind, 0.0);
+      continue;
+    }
+    double sum = 0.0;
+    for (i64 first = lane; first < vectors; first += 32 * BACKWARD_VECTORS) {
+      uint4 a[BACKWARD_VECTORS], b[BACKWARD_VECTORS];
+#pragma unroll
+      for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+        const i64 at = first + 32 * u;
+        b[u] = at < vectors ? load_streaming(x + row * vectors + at) : make_uint4(0, 0, 0, 0);
+        a[u] = at < vectors ? __ldg(g + at) : make_uint4(0, 0, 0, 0);
+      }
+      float dot = 0.f;
+#pragma unroll
+      for (int u = 0; u < BACKWARD_VECTORS; ++u) {
+        const i64 at = first + 32 * u;
+        const u32 gw[4] = {a[u].x, a[u].y, a[u].z, a[u].w}, xw[4] = {b[u].x, b[u].y, b[u].z, b[u].w};
+        u32 product[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          product[i] = to_bf16x2(low(gw[i]) * w, high(gw[i]) * w);
+          dot += low(gw[i]) * low(xw[i]);
+          dot += high(gw[i]) * high(xw[i]);
+        }
+        if (at < vectors)
+          __stcs(grad_x + row * vectors + at, make_uint4(product[0], product[1], product[2], product[3]));
+      }
+      sum += (double)dot;
+    }
+    let_later_begin();
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
+    if (lane == 0) store(grad_probs, entry, (int)probs_kind, sum);
+  }
+}
+
+// out[t] = sum over t's rows of row * prob, in the map's order, in float32 (float64 for float64).
+// One block a token.
+extern "C" __global__ void unpermute_rows(const void* x, const void* scales, i64 kind, i64 fmt, i64 layout,
+                                          const int* row_id_map, const int* slots, const int* pad_offsets,
+                                          const void* probs, i64 probs_kind, i64 columns, i64 places,
+                                          i64 experts, i64 rows, i64 width, i64 out_kind, void* out,
+                                          const u8* grad_probs, i64 grad_size, u8* out_probs) {
+  after_earlier();
+  const i64 token = blockIdx.x;
+  const int* mine = row_id_map + token * (2 * places + 1);
+  const int count = count_of(mine, places);
+  if (grad_probs)
+    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, experts, rows,
+                out_probs);
+  for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
+    float total = 0.f;
+    double wide = 0.0;
+    for (int j = 0; j < count; ++j) {
+      const i64 row = row_of(mine, pad_offsets, places, j, experts, rows);
+      if (row < 0) continue;
+      const double value = row_value(x, scales, row, i, width, (int)kind, (int)fmt, (int)layout);
+      double weight = 1.0;
+      if (probs) {
+        const int column = column_of(mine, slots, token, places, j, columns);
+        weight = column < 0 ? 0.0 : load_wide(probs, token * columns + column, (int)probs_kind);
+      }
+      if (out_kind == F64)
+        wide += value * weight;
+      else
+        total += (float)value * (float)weight;
+    }
+    store(out, token * width + i, (int)out_kind, out_kind == F64 ? wide : (double)total);
+  }
+}
+
+// grad_x[row] = grad[token] * prob; grad_probs[token, column] = grad[token] . x[row], summed in float64 in a
+// fixed order. Both start as zeros. One block a destination row, 256 threads.
+extern "C" __global__ void unpermute_rows_backward(const void* grad, const void* x, i64 kind,
+                                                   const int* source, const int* column, const void* probs,
+                                                   i64 probs_kind, i64 columns, i64 width, void* grad_x,
+                                                   void* grad_probs) {
+  after_earlier();
+  __shared__ double partial[256];
+  const i64 row = blockIdx.x, token = source[row];
+  if (token < 0 || column[row] < 0) return;
+  const i64 entry = token * columns + column[row];
+  const double weight = load_wide(probs, entry, (int)probs_kind);
+  double sum = 0.0;
+  for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
+    const double g = load_wide(grad, token * width + i, (int)kind);
+    const double product = kind == F64 ? g * weight : (double)((float)g * (float)weight);
+    store(grad_x, row * width + i, (int)kind, product);
+    sum += g * load_wide(x, row * width + i, (int)kind);
+  }
+  sum = block_reduce(sum, partial, [](double a, double b) { return a + b; });
+  if (threadIdx.x == 0) store(grad_probs, entry, (int)probs_kind, sum);
+}
