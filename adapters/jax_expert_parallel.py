@@ -97,10 +97,10 @@ def dispatch(parts: Sequence[Any], route: Route, axis_name: str) -> list[Any]:
         jnp.take(p, route.tokens, axis=0, mode="fill", fill_value=-1 if p.dtype == jnp.int32 else 0)
         for p in parts
     ]
-    octets = [_octets(b) for b in blocks]
-    came = jax.lax.all_to_all(jnp.concatenate(octets, axis=-1), axis_name, 0, 0)
-    ends = list(itertools.accumulate(o.shape[-1] for o in octets))[:-1]
-    found = [_of_octets(o, b.dtype) for o, b in zip(jnp.split(came, ends, axis=-1), blocks, strict=True)]
+    buffers = [_as_bytes(b) for b in blocks]
+    came = jax.lax.all_to_all(jnp.concatenate(buffers, axis=-1), axis_name, 0, 0)
+    ends = list(itertools.accumulate(o.shape[-1] for o in buffers))[:-1]
+    found = [_from_bytes(o, b.dtype) for o, b in zip(jnp.split(came, ends, axis=-1), blocks, strict=True)]
     return [f.reshape(-1, f.shape[-1]) for f in found]
 
 
@@ -116,13 +116,13 @@ def combine(rows: Any, route: Route, axis_name: str) -> Any:
     return total.astype(rows.dtype)
 
 
-def _octets(x: Any) -> Any:
+def _as_bytes(x: Any) -> Any:
     if x.dtype == jnp.uint8:
         return x
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
 
 
-def _of_octets(x: Any, dtype: Any) -> Any:
+def _from_bytes(x: Any, dtype: Any) -> Any:
     if dtype == jnp.uint8:
         return x
     return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)

@@ -69,10 +69,10 @@ class ProcessGroup:
         theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
         width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
-        octets, into = (_octets(x)[: sum(s)] for x, s in zip((ours, theirs), reversed(splits), strict=True))
-        work = self._call(lambda: dist.all_to_all_single(into, octets, *splits, self.group, async_op=True))
+        outgoing, into = _as_bytes(ours)[: sum(splits[1])], _as_bytes(theirs)[: sum(splits[0])]
+        work = self._call(lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True))
 
-        def finish(kept: Tensor = octets) -> Any:  # its memory is read until then
+        def finish(kept: Tensor = outgoing) -> Any:  # its memory is read until then
             self._watched(work.wait)
             return theirs.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else theirs
 
@@ -172,7 +172,7 @@ class _Combine(torch.autograd.Function):
         return expert_parallel.dispatch_gradient(dy.contiguous(), ctx.route, ctx.comm), None, None
 
 
-def _octets(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 

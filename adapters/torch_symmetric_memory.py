@@ -28,7 +28,7 @@ def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int 
     """Room for whatever the routing says: all tokens of all ranks at one of them, ``hidden`` values of
     ``itemsize`` bytes each (those of x and of the gradients), with expert ids and probabilities."""
     parts = hidden * itemsize, topk * 4, topk * 8  # probabilities may be float64
-    return ranks * tokens * sum(round_up(octets, 16) for octets in parts)
+    return ranks * tokens * sum(round_up(size, 16) for size in parts)
 
 
 class SymmetricMemory(ProcessGroup):
@@ -103,5 +103,5 @@ class SymmetricMemory(ProcessGroup):
 
     def _rows(self, rank: int, turn: int, first: int, count: int, row_bytes: int) -> torch.Tensor:
         """Rows [count, row_bytes] of a rank's window, from its row ``first`` on."""
-        octets = self._windows[rank][turn][first * row_bytes : (first + count) * row_bytes]
-        return octets.view(count, row_bytes)
+        view = self._windows[rank][turn][first * row_bytes : (first + count) * row_bytes]
+        return view.view(count, row_bytes)

@@ -363,8 +363,8 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
         if saved.recompute:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
         # not of permuted rows, which are k times those to read: 360 us for 571 (131,072 x 7168, 32 experts)
-        turned = permute_transpose(dy, plan, target=_TARGET)
-        dw2 = grouped_gemm_wgrad(turned, a, offsets, dw2, dtype=dtype)
+        transposed = permute_transpose(dy, plan, target=_TARGET)
+        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
     if "dw13" in gradients or _of_inputs(gradients):
         dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
         da = grouped_gemm(dout, saved.w2.columnwise, offsets)
@@ -382,8 +382,8 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
         dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
     if "dw13" in gradients:
         x = saved.x
-        turned = _transpose(x, plan) if saved.recompute else permute_transpose(x, plan, target=_TARGET)
-        dw13 = grouped_gemm_wgrad(grad.dh.columnwise, turned, offsets, dw13, dtype=dtype)
+        transposed = _transpose(x, plan) if saved.recompute else permute_transpose(x, plan, target=_TARGET)
+        dw13 = grouped_gemm_wgrad(grad.dh.columnwise, transposed, offsets, dw13, dtype=dtype)
     if _of_inputs(gradients):
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)

@@ -241,8 +241,8 @@ class CudaCheck:
             plan = fp8moe.plan_topk(ids, EXPERTS, align_size=128, num_out_tokens="exact")
             q = fp8moe.quantize(x)
             moved = fp8moe.permute(q, plan).data
-            turned = [fp8moe.permute_transpose(q, plan, target=target) for target in ("column", "block")]
-            return *turned, fp8moe.scaling_aware_transpose(moved)
+            transposed = [fp8moe.permute_transpose(q, plan, target=target) for target in ("column", "block")]
+            return *transposed, fp8moe.scaling_aware_transpose(moved)
 
         def messages(x: Any, ids: Any, probs: Any) -> Any:
             results: list[Any] = []

@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory (sm_90 and later): one instruction moves a whole row, and the
-// copy engine, not the threads, waits for memory. Sizes and addresses are multiples of 16 bytes.
+// Bulk copies between global and shared memory (sm_90 and later): one instruction moves a whole row, and
+// TMA, not the threads, waits for memory. Sizes and addresses are multiples of 16 bytes.
 #pragma once
 #include "common.cuh"
 
@@ -71,6 +71,6 @@ __device__ __forceinline__ void bulk_finish() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Ordinary stores to shared memory become visible to the copy engine.
+// Ordinary stores to shared memory become visible to TMA.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif

@@ -51,15 +51,15 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
 
 
 def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
-    turned = in_blocks(dy)
+    transposed = in_blocks(dy)
     dy, x = _plain(dy, expert_offsets), _plain(x, expert_offsets)
     if not accumulate:
         fill_bytes(out, 0)
     _, width, depth = out.shape
     multiply = _multiplier(x, dy, out)
-    total = dy.shape[1 if turned else 0]
+    total = dy.shape[1 if transposed else 0]
     for e, first, rows in _experts(expert_offsets, total):
-        if turned:
+        if transposed:
             where = TRANSPOSED, NONE, (first, total), (first, total)
         else:
             where = NONE, TRANSPOSED, (first * depth, depth), (first * width, width)

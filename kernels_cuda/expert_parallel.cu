@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
               i64 stride, const int* map, i64 most, u8* to0, i64 first0, u8* to1, i64 first1, u8* to2,
               i64 first2, u8* to3, i64 first3, u8* to4, i64 first4, u8* to5, i64 first5, u8* to6, i64 first6,
               u8* to7, i64 first7) {
-  after_earlier();
+  pdl_wait();
   __shared__ Parts parts;
   if (threadIdx.x == 0) parts = {{a, b, c, d}, {a_bytes, b_bytes, c_bytes, d_bytes}};
   SHARED_WINDOWS(windows);
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(64)
     quantize_messages(const void* x, i64 vectors, i64 blocks, i64 stride, const int* map, i64 most, u8* to0,
                       i64 first0, u8* to1, i64 first1, u8* to2, i64 first2, u8* to3, i64 first3, u8* to4,
                       i64 first4, u8* to5, i64 first5, u8* to6, i64 first6, u8* to7, i64 first7) {
-  after_earlier();
+  pdl_wait();
   SHARED_WINDOWS(windows);
   const u32 across = (u32)blocks, first = blockIdx.x * 16 + threadIdx.x / 32 * 8;
   const Blocks of = {windows, across, first, first / across, first % across};
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(64)
 extern "C" __global__ void __launch_bounds__(256)
     unpack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
                 i64 stride, const u8* messages) {
-  after_earlier();
+  pdl_wait();
   __shared__ Parts parts;
   if (threadIdx.x == 0) parts = {{a, b, c, d}, {a_bytes, b_bytes, c_bytes, d_bytes}};
   __syncthreads();
@@ -176,7 +176,7 @@ __device__ __forceinline__ i64 load_id(const void* ids, i64 at, i64 size) {
 // there are. One thread a token, whole warps.
 extern "C" __global__ void rank_mask(const void* ids, i64 id_size, i64 tokens, i64 k, i64 experts, i64 ranks,
                                      u8* mask, int* entries) {
-  after_earlier();
+  pdl_wait();
   const i64 token = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   for (i64 r = 0; r < ranks; ++r) {
     int count = 0;
@@ -193,7 +193,7 @@ extern "C" __global__ void rank_mask(const void* ids, i64 id_size, i64 tokens, i
 // out = ids - first where that is one of `experts`, else -1. One thread an id.
 extern "C" __global__ void local_ids(const void* ids, i64 id_size, i64 count, i64 first, i64 experts,
                                      int* out) {
-  after_earlier();
+  pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const i64 id = load_id(ids, i, id_size) - first;

@@ -18,10 +18,10 @@ def quantize_and_pack(
     x: Any, parts: tuple[Any, ...], row_id_map: Any, *, like: QuantTensor, out: tuple[Any, ...]
 ) -> None:
     """like: what quantize would make of x, as shapes. In one pass where whole rows fit."""
-    octets = like.data.shape[1], like.scales.nbytes // x.shape[0]
+    row_bytes = like.data.shape[1], like.scales.nbytes // x.shape[0]
     if (
         rows_are_whole(x, x.shape[1], replace(like, data=out[0]))
-        and octets[1] % 16 == 0
+        and row_bytes[1] % 16 == 0
         and all(window.ptr % 16 == 0 for window in out)
         and x.size // 128 < 2**32
     ):
@@ -29,7 +29,7 @@ def quantize_and_pack(
         arguments = (x, x.size // 8, x.shape[1] // 128, *_where(row_id_map, out))
         launch("expert_parallel", "quantize_messages", *by_warps(x), *arguments, defines=variant)
         if parts:
-            after = sum(octets)
+            after = sum(row_bytes)
             rest = tuple(replace(w, ptr=w.ptr + after, start=w.start + after) for w in out)
             _pack(parts, row_id_map, rest)
         return

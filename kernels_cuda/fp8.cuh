@@ -238,7 +238,7 @@ __device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule r
       b[u] = load_eight<FROM>(x, at + lanes);
     }
   }
-  let_later_begin();
+  pdl_launch_dependents();
   const int apart = 32 / lanes;                                           // blocks of a warp at a time
   const i64 block = first / (rule.mx ? 4 : 16) + lane % (PAIRS * apart);  // whose scale the lane puts
   u32 scale = 0;

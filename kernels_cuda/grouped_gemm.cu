@@ -1,6 +1,7 @@
 // Grouped GEMM, the plainest form: one thread an output value, float32 sums promoted every 128.
 //
-// First form: right, and a measure for the tensor-core kernel that will replace it; not fast.
+// One thread an output: for dtypes and devices that no tensor-core kernel takes, and the tests' measure of
+// those that there are.
 #include "common.cuh"
 
 __device__ __forceinline__ i64 expert_of(i64 row, const int* offsets, i64 experts, i64 rows) {
@@ -16,7 +17,7 @@ extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i6
                                         i64 w_fmt, const int* offsets, i64 experts, i64 rows, i64 width,
                                         i64 depth, i64 quantized, i64 kind, i64 transpose_w, i64 out_kind,
                                         void* out) {
-  after_earlier();
+  pdl_wait();
   const i64 n = (i64)blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
   if (n >= width) return;
   const i64 e = expert_of(row, offsets, experts, rows);
@@ -51,7 +52,7 @@ extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_sc
                                               const int* offsets, i64 rows, i64 width, i64 depth,
                                               i64 quantized, i64 by_blocks, i64 kind, i64 accumulate,
                                               i64 out_kind, void* out) {
-  after_earlier();
+  pdl_wait();
   const i64 e = blockIdx.x / width, n = blockIdx.x % width;
   const i64 k = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (k >= depth) return;

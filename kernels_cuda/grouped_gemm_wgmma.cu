@@ -3,8 +3,8 @@
 // Both kernels are the same machine. A block makes tiles of 128 x 256 of the result, one after the other. Two
 // warpgroups multiply, each all 128 rows by its own 128 columns, 64 rows at a time: the tensor cores sum the
 // products of one step of 128 along the contraction, then the warpgroup scales them and adds them to float32
-// sums in registers. The third warpgroup serves them: one thread fetches the codes of both operands by the
-// copy engine, some steps ahead, one warp their scales, and two warps write finished tiles, from shared
+// sums in registers. The third warpgroup serves them: one thread fetches the codes of both operands by
+// TMA, some steps ahead, one warp their scales, and two warps write finished tiles, from shared
 // memory, while the next ones are made.
 //
 // CLUSTER blocks work on tiles below each other and share the columns' operand: each fetches its part for
@@ -252,7 +252,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
 }
 
 // Two warps: a finished tile of bfloat16, up to `count` rows of `bytes` bytes, from shared memory to rows
-// `pitch` bytes apart, by the copy engine.
+// `pitch` bytes apart, by TMA.
 __device__ __forceinline__ void write_tile(const Shared& s, int count, int bytes, u8* to, i64 pitch,
                                            u32& phase) {
   barrier_wait(s.made, phase);
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
-  after_earlier();
+  pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
@@ -484,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                              const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
                              i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind,
                              void* out) {
-  after_earlier();
+  pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);

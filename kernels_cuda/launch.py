@@ -158,7 +158,7 @@ def start(
 ) -> None:
     """Launch a loaded kernel on the current stream. Its blocks may start before the launch in front of it is
     done (programmatic dependent launch, from sm_90 on), and wait for that themselves (ptx.cuh:
-    after_earlier).
+    pdl_wait).
 
     The parameters are packed here, in C's layout, and handed to the driver as one block of bytes: 3 us less
     than CuPy's launcher takes for twenty.

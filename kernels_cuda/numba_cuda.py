@@ -62,8 +62,8 @@ def _instruction(ptx: str) -> Any:
 
 
 # As in ptx.cuh.
-after_earlier = _instruction("griddepcontrol.wait;")
-let_later_begin = _instruction("griddepcontrol.launch_dependents;")
+pdl_wait = _instruction("griddepcontrol.wait;")
+pdl_launch_dependents = _instruction("griddepcontrol.launch_dependents;")
 
 
 def inlined(function: Kernel) -> Any:
@@ -111,7 +111,7 @@ def scratch(*sizes: int) -> list[Any]:
     return [memory.part(start, (size,)) for start, size in zip(starts, sizes, strict=False)]
 
 
-def as_octets(x: Any) -> Any:
+def as_words(x: Any) -> Any:
     """An array of bytes as words of eight."""
     if SIMULATED:
         return x.reshape(-1).view(np.uint64)

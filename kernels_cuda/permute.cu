@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(32, 16)
                  const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
                  const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets, i64 width,
                  i64 experts, i64 rows, i64 fill, i64 zeros, u8* out, u8* out_scales, u8* out_probs) {
-  after_earlier();
+  pdl_wait();
   DYNAMIC_SHARED(shared);
   u8* data = shared + zeros;
   const i64 lane = threadIdx.x, unit = blockIdx.x, token = unit / pieces, piece = unit % pieces;
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(32, 16)
 extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, const int* pad_offsets,
                                        i64 tokens, i64 width, i64 columns, i64 experts, i64 rows, int* source,
                                        int* column) {
-  after_earlier();
+  pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= tokens * width) return;
   const i64 token = i / width, place = i % width;
@@ -131,7 +131,7 @@ extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, 
 
 // out[row] = x[source[row]], `width` bytes each; zeros where source is -1, if `fill`. One block a row.
 extern "C" __global__ void gather_rows(const u8* x, const int* source, i64 width, i64 fill, u8* out) {
-  after_earlier();
+  pdl_wait();
   const i64 row = blockIdx.x;
   const i64 from = source[row];
   if (from < 0 && !fill) return;
@@ -149,7 +149,7 @@ extern "C" __global__ void gather_rows(const u8* x, const int* source, i64 width
 // out[row] = probs[source[row], column[row]], `size` bytes each. One thread a row.
 extern "C" __global__ void gather_probs(const u8* probs, const int* source, const int* column, i64 columns,
                                         i64 rows, i64 size, i64 fill, u8* out) {
-  after_earlier();
+  pdl_wait();
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows || (source[row] < 0 && !fill)) return;
   const bool has = source[row] >= 0 && column[row] >= 0;

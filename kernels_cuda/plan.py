@@ -18,11 +18,11 @@ from typing import Any
 
 from fp8moe.kernels_cuda.numba_cuda import (
     BLOCK,
-    after_earlier,
-    as_octets,
+    as_words,
     cuda,
     inlined,
-    let_later_begin,
+    pdl_launch_dependents,
+    pdl_wait,
     run,
     scratch,
     shared_limit,
@@ -62,9 +62,9 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     words = max(1, -(-experts // 32))  # of a token
     shift = (words - 1).bit_length()  # that many threads have a token, or more turns
     step = max(1, min(per_chunk, BLOCK >> shift))
-    octets = routing_map.dtype.itemsize == 1 and experts > 0 and experts % 8 == 0
-    mask = as_octets(routing_map) if octets else routing_map
-    count, place = (_count_octets, _place_octets) if octets else (_count_mask, _place_mask)
+    by_words = routing_map.dtype.itemsize == 1 and experts > 0 and experts % 8 == 0
+    mask = as_words(routing_map) if by_words else routing_map
+    count, place = (_count_mask_words, _place_mask_words) if by_words else (_count_mask, _place_mask)
     arguments = (mask, tokens, experts, words, shift, width, per_chunk, step, counts)
     run(count, _counted(chunks), 4 * (experts + 1 + step), *arguments)
     shared, arguments = _placing(counts, tokens, per_chunk, chunks, out)
@@ -138,8 +138,8 @@ def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no
     while i < bins:
         shared[i] = uint32(0)
         i = uint32(i + threads)
-    after_earlier()
-    let_later_begin()
+    pdl_wait()
+    pdl_launch_dependents()
     cuda.syncthreads()
     i = uint32(begin + thread)
     while i < end:
@@ -155,10 +155,10 @@ def _count_entries(ids, entries, per_chunk, experts, counts):  # type: ignore[no
 
 
 @inlined
-def _routed(mask, octets, experts, token, word):  # type: ignore[no-untyped-def]
-    """A token's experts 32 * word and on, as 32 bits. octets: the mask's bytes come eight to a word."""
+def _routed(mask, by_words, experts, token, word):  # type: ignore[no-untyped-def]
+    """A token's experts 32 * word and on, as 32 bits. by_words: the mask's bytes come eight to a word."""
     found = uint32(0)
-    if octets:
+    if by_words:
         there = uint32(uint32(experts) >> uint32(3))
         at = uint64(uint64(token) * uint64(there))
         for j in range(4):  # loads that do not wait for each other
@@ -193,8 +193,8 @@ def _count_mask(  # type: ignore[no-untyped-def]
         shared[i] = uint32(0)
         i = uint32(i + threads)
     cuda.syncthreads()
-    after_earlier()
-    let_later_begin()
+    pdl_wait()
+    pdl_launch_dependents()
     start = uint32(chunk * uint32(per_chunk))
     end = uint32(min(start + per_chunk, tokens))
     while start < end:
@@ -238,7 +238,7 @@ def _count_mask(  # type: ignore[no-untyped-def]
 
 @inlined
 def _list_experts(  # type: ignore[no-untyped-def]
-    mask, octets, tokens, experts, words, shift, width, per_chunk, step, ids
+    mask, by_words, tokens, experts, words, shift, width, per_chunk, step, ids
 ):
     """Of the tokens of the block's chunk. ids: the experts of each in ascending order, at most ``width``,
     then -1."""
@@ -256,7 +256,7 @@ def _list_experts(  # type: ignore[no-untyped-def]
             mine = i < here and word < uint32(words)
             left = uint32(0)
             if mine:
-                left = uint32(_routed(mask, octets, experts, uint32(start + token), word))
+                left = uint32(_routed(mask, by_words, experts, uint32(start + token), word))
                 shared[i] = uint32(cuda.popc(left))
             cuda.syncthreads()
             if mine:
@@ -311,7 +311,7 @@ def _place_entries(  # type: ignore[no-untyped-def]
     #   | their experts | entries of a token kept | lost
     wide = cuda.shared.array(0, uint64)  # the rows in the low half
     memory = cuda.shared.array(0, uint32)  # the same memory
-    if LISTS:  # so far, and until `after_earlier`, it runs beside the launch that counts
+    if LISTS:  # so far, and until `pdl_wait`, it runs beside the launch that counts
         _list_experts(mask, OCTETS, tokens, experts, mask_words, shift, width, per_chunk, step, ids)
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     n, k, bins = uint32(experts), uint32(width), uint32(experts + 1)
@@ -338,8 +338,8 @@ def _place_entries(  # type: ignore[no-untyped-def]
     if thread == uint32(0):
         memory[lost] = uint32(0)
     cuda.syncthreads()
-    after_earlier()
-    let_later_begin()
+    pdl_wait()
+    pdl_launch_dependents()
     lanes = uint32(max(min(n, threads), uint32(1)))
     stride = uint32(threads // lanes)  # threads that share an expert
     part = uint32(thread // lanes)
@@ -507,6 +507,6 @@ def variant(kernel: Any, name: str, **constants: bool) -> Any:
     return FunctionType(kernel.__code__, {**globals(), **constants}, name)
 
 
-_count_octets = variant(_count_mask, "_count_octets", OCTETS=True)
+_count_mask_words = variant(_count_mask, "_count_mask_words", OCTETS=True)
 _place_mask = variant(_place_entries, "_place_mask", LISTS=True)
-_place_octets = variant(_place_entries, "_place_octets", LISTS=True, OCTETS=True)
+_place_mask_words = variant(_place_entries, "_place_mask_words", LISTS=True, OCTETS=True)

@@ -54,7 +54,7 @@ __device__ __forceinline__ u32 of_lane_near(u32 v) {
 
 // What every kernel begins with: its blocks may start when those of the launch in front of it end (launch.py:
 // start), and wait here until all launches before it are done, and what they wrote can be read.
-__device__ __forceinline__ void after_earlier() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -62,8 +62,8 @@ __device__ __forceinline__ void after_earlier() {
 // The launch behind this one may start when all blocks have come here or ended: at the beginning of short
 // kernels, and where the last loads of long ones are done. (At the beginning of long ones its blocks are in
 // the way: three transposes took 2 to 9 % longer.) It may read before it waits what this one could: so this
-// comes behind after_earlier.
-__device__ __forceinline__ void let_later_begin() {
+// comes behind pdl_wait.
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

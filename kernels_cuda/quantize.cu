@@ -21,7 +21,7 @@
 extern "C" __global__ void __launch_bounds__(64)
     quantize_rows(const void* x, i64 vectors, i64 blocks, i64 up, float eps, i64 ready, u8* codes,
                   void* scales) {
-  after_earlier();
+  pdl_wait();
   const Rule rule = {FMT, (int)up, MX, eps};
   uint2* const to = (uint2*)codes;
   quantize_warp<KIND>(
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(64)
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
     quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips, i64 up,
                    float eps, int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
-  if (!taken) after_earlier();
+  if (!taken) pdl_wait();
   const int size = KIND == F32 ? 4 : 2;
   DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
@@ -104,9 +104,9 @@ __device__ __forceinline__ void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 
 
 #define WEIGHT_THREADS 256
 
-// What: codes and scales of (128, 128) blocks and, unless `turned` is null, of the transposed matrices.
-// Shapes: x and codes [matrices, rows, columns], both multiples of 128; turned [matrices, columns, rows];
-//   scales [matrices, rows / 128, columns / 128], turned_scales [matrices, columns / 128, rows / 128].
+// What: codes and scales of (128, 128) blocks and, unless `transposed` is null, of the transposed matrices.
+// Shapes: x and codes [matrices, rows, columns], both multiples of 128; transposed [matrices, columns, rows];
+//   scales [matrices, rows / 128, columns / 128], transposed_scales [matrices, columns / 128, rows / 128].
 // Bytes: every value read once, every code written once in each orientation.
 // Launch: a block of 256 threads for each (128, 128) block, grid (blocks of a matrix, matrices).
 // Why: the values stay in registers between the maximum and the codes, so there is one read and one kernel.
@@ -115,8 +115,8 @@ __device__ __forceinline__ void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 
 //   stores: 32 x 4096 x 7168 bfloat16 969 us, with ordinary ones 1005. Order of blocks: no difference.
 extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5)
     quantize_weights(const void* x, i64 rows, i64 columns, i64 up, float eps, u8* codes, float* scales,
-                     u8* turned, float* turned_scales) {
-  after_earlier();
+                     u8* transposed, float* transposed_scales) {
+  pdl_wait();
   __shared__ __align__(128) u8 stage[TILE * TILE];  // [columns][rows]
   __shared__ u32 largest[WEIGHT_THREADS / 32];
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
   Eight<KIND> v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = load_eight<KIND>(x, (from + i * columns) / 8);
-  let_later_begin();
+  pdl_launch_dependents();
   u32 top = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) top = max(top, largest_magnitude<KIND>(v[i]));
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
   const float factor = block_scale(magnitude_bits<KIND>(top), rule, &scale, &unused);
   if (t == 0) {
     scales[(matrix * down + block_row) * across + block_column] = scale;
-    if (turned) turned_scales[(matrix * across + block_column) * down + block_row] = scale;
+    if (transposed) transposed_scales[(matrix * across + block_column) * down + block_row] = scale;
   }
   uint2 code[8];
 #pragma unroll
@@ -153,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
     code[i] = encode_eight(row, factor, FMT);
     __stcs((uint2*)(codes + from + i * columns), code[i]);
   }
-  if (!turned) return;
-  // 8 x 8 bytes turned in registers; the rows of this chunk of column c lie at chunk ^ c / 8 % 16
+  if (!transposed) return;
+  // 8 x 8 bytes transposed in registers; the rows of this chunk of column c lie at chunk ^ c / 8 % 16
   u8* const to = stage + 8 * eighth * TILE + (chunk ^ eighth) * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -174,15 +174,16 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
     uint4 of_column = *(const uint4*)(stage + column * TILE + ((2 * sixteenth ^ swizzle) & 14u) * 8);
     if (step / 2)  // an odd swizzle has two chunks the other way round
       of_column = make_uint4(of_column.z, of_column.w, of_column.x, of_column.y);
-    __stcs((uint4*)(turned + (matrix * columns + first_column + column) * rows + first_row + 16 * sixteenth),
-           of_column);
+    __stcs(
+        (uint4*)(transposed + (matrix * columns + first_column + column) * rows + first_row + 16 * sixteenth),
+        of_column);
   }
 }
 
 // Before a launch that takes tiles when blocks are free (tile.cuh: Turns).
 extern "C" __global__ void no_tiles_taken(int* taken) {
-  after_earlier();
-  let_later_begin();
+  pdl_wait();
+  pdl_launch_dependents();
   *taken = 0;
 }
 
@@ -190,7 +191,7 @@ extern "C" __global__ void no_tiles_taken(int* taken) {
 // a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
 extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead, i64 rows, i64 height,
                                        i64 capacity, int* strips) {
-  after_earlier();
+  pdl_wait();
   i64 s = 0;
   const i64 ranges = offsets ? experts : lead;
   for (i64 e = 0; e < ranges; ++e) {
@@ -209,7 +210,7 @@ extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead
 extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* strips, i64 columns, i64 width,
                                            i64 fmt, i64 up, i64 mx, float eps, i64 row_stride,
                                            i64 column_stride, u8* codes, void* scales) {
-  after_earlier();
+  pdl_wait();
   __shared__ u32 largest[128];
   const i64 strip = blockIdx.x, block = blockIdx.y;
   const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
@@ -239,7 +240,7 @@ extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* s
 // codes [columns, rows], scales [strip, columns]; scales of empty strips are zeros.
 extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* strips, i64 rows, i64 columns,
                                             i64 fmt, i64 up, i64 mx, float eps, u8* codes, void* scales) {
-  after_earlier();
+  pdl_wait();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= columns) return;
   const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
@@ -260,9 +261,9 @@ extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* 
     ((float*)scales)[strip * columns + c] = scale;
 }
 
-// out[c, r] = in[r, c] for each of gridDim.z matrices, elements of `size` bytes. One thread an element.
+// out[c, r] = in[r, c] for each of gridDim.y matrices, elements of `size` bytes. One thread an element.
 extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 columns, i64 size, u8* out) {
-  after_earlier();
+  pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= rows * columns) return;
   const i64 base = (i64)blockIdx.y * rows * columns, r = i / columns, c = i % columns;
@@ -275,7 +276,7 @@ extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 column
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* codes, const void* scales, i64 vectors, i64 of_row, i64 row_stride,
                     i64 column_stride, void* out) {
-  after_earlier();
+  pdl_wait();
   const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= vectors) return;
   const u32 row = i / (u32)of_row, at = i - row * (u32)of_row;
@@ -311,7 +312,7 @@ extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales
                                              i64 columns, i64 block_rows, i64 block_columns, i64 row_stride,
                                              i64 column_stride, i64 matrix_stride, i64 fmt, i64 scale_kind,
                                              i64 out_kind, void* out) {
-  after_earlier();
+  pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const i64 matrix = i / (rows * columns), r = i / columns % rows, c = i % columns;
@@ -332,7 +333,7 @@ extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales
 extern "C" __global__ void dequantize_columns(const u8* codes, const void* scales, i64 known,
                                               const int* strips, i64 rows, i64 columns, i64 fmt, i64 mx,
                                               i64 out_kind, void* out) {
-  after_earlier();
+  pdl_wait();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (c >= columns) return;
   const i64 at = strip * columns + c;
@@ -345,7 +346,7 @@ extern "C" __global__ void dequantize_columns(const u8* codes, const void* scale
 // Scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
 extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks, i64 padded, i64 to_ready,
                                           float* out) {
-  after_earlier();
+  pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (to_ready ? padded : rows) * blocks) return;
   if (to_ready) {

@@ -115,8 +115,8 @@ extern "C" __global__ void sort_chunks_sources(const void* sizes, const void* or
                                                i64 keep_rest, i64 backward, i64 rows_in, i64 rows,
                                                const u8* probs, i64 prob_size, int* source, u8* out_probs,
                                                int* group_offsets) {
-  after_earlier();
-  let_later_begin();
+  pdl_wait();
+  pdl_launch_dependents();
   DYNAMIC_SHARED(shared);
   i64* sums;
   int* start;
@@ -138,8 +138,8 @@ extern "C" __global__ void sort_chunks_sources(const void* sizes, const void* or
 // Launch: one warp a unit, `together` rows (up to 32) or one of the `pieces` of a long row; a unit and 16
 //   bytes of shared memory. Behind the launch that writes `source`.
 // Why: blocks that end, and not as many as fit at once with several buffers each: the hardware starts blocks
-//   in order, so that what is read and written at a time lies together, where blocks that stay drift apart. A
-//   plain copy by blocks that stay takes 187 us, by blocks that end 171 (345 MiB).
+//   in order, so that what is read and written at a time lies together, where persistent blocks drift apart.
+//   A plain copy by persistent blocks takes 187 us, by blocks that end 171 (345 MiB).
 extern "C" __global__ void __launch_bounds__(32)
     sort_chunks_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, const u8* scales,
                      i64 scale_bytes, const int* source, i64 rows, u8* out, u8* out_scales) {
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(32)
   const bool takes_part = lane < together && row < rows;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
   const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
-  after_earlier();
+  pdl_wait();
   const int from = takes_part ? source[row] : -1;
 #if __CUDA_ARCH__ >= 900
   // rows that follow each other here and there are copied at once, by the lane of the first

@@ -12,7 +12,7 @@
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
                                           const int* last, float clamp, float alpha, float offset, i64 width,
                                           i64 out_kind, void* y) {
-  after_earlier();
+  pdl_wait();
   const i64 row = blockIdx.x;
   const bool real = !last || row < *last;
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
@@ -43,7 +43,7 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
                                            i64 probs_kind, const int* last, float clamp, float alpha,
                                            float offset, i64 width, i64 out_kind, void* dh, i64 dprobs_kind,
                                            void* dprobs) {
-  after_earlier();
+  pdl_wait();
   __shared__ double partial[256];
   const i64 row = blockIdx.x;
   const bool real = !last || row < *last;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
 extern "C" __global__ void __launch_bounds__(64)
     swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
                          float alpha, float offset, i64 rows, i64 vectors, u8* codes, void* scales) {
-  after_earlier();
+  pdl_wait();
   const Rule rule = {FMT, 1, MX, 0.f};
   forward_rows(h, probs, probs_kind, last, {clamp, alpha, offset}, rows, (u32)vectors,
                [&](float* y, float* z, float prob, i64 at, bool whole) {
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(64)
 extern "C" __global__ void __launch_bounds__(64)
     swiglu_rows(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha, float offset,
                 i64 rows, i64 vectors, void* y) {
-  after_earlier();
+  pdl_wait();
   forward_rows(h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, (u32)vectors,
                [&](const float* v, const float* w, float prob, i64 at, bool whole) {
                  if (!whole) return;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
 #pragma unroll
       for (int u = 0; u < 2; ++u) sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
     }
-    if (first + 64 >= vectors) let_later_begin();
+    if (first + 64 >= vectors) pdl_launch_dependents();
 #pragma unroll
     for (int u = 0; u < 2; ++u)
       put(u ? db[0] : da[0], u ? db[1] : da[1], prob, half + u * vectors, whole, row, u, first);
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
     swiglu_quantize_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                   const int* last, float clamp, float alpha, float offset, i64 rows,
                                   i64 vectors, u8* codes, void* scales, float* dprobs) {
-  after_earlier();
+  pdl_wait();
   const Rule rule = {FMT, 1, MX, 0.f};
   RowScales kept;
   backward_rows(grad, h, probs, probs_kind, last, {clamp, alpha, offset}, rows, vectors, dprobs,
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
                                                                   : 5)
     swiglu_backward_rows(const void* grad, const void* h, const void* probs, i64 probs_kind, float clamp,
                          float alpha, float offset, i64 rows, i64 vectors, void* dh, float* dprobs) {
-  after_earlier();
+  pdl_wait();
   backward_rows(grad, h, probs, probs_kind, 0, {clamp, alpha, offset}, rows, vectors, dprobs,
                 [&](const float* x, const float* y, float prob, i64 at, bool whole, i64, int, i64) {
                   if (!whole) return;
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
                           int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
-  if (!taken) after_earlier();
+  if (!taken) pdl_wait();
   const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
   DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes | the table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;

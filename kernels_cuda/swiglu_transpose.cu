@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
     swiglu_quantize_transpose(const void* h, const void* probs, i64 probs_kind, const int* offsets,
                               i64 experts, float clamp, float alpha, float offset, i64 rows, i64 width,
                               u8* row_codes, u32* row_scales, u8* codes, float* scales) {
-  after_earlier();
+  pdl_wait();
   __shared__ Made made[1];
   const Activation act = {clamp, alpha, offset};
   const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
     }
     make_block(y[0], y[1], prob, inside, row_scales + row * across + column, made[0]);
   }
-  let_later_begin();
+  pdl_launch_dependents();
   __syncthreads();
   write_tiles(made, 1, tile_row, column, across, offsets, experts, row_codes,
               {rows, width, rows / TILE, codes, scales, true});
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
                                        const int* offsets, i64 experts, float clamp, float alpha,
                                        float offset, i64 rows, i64 width, u8* row_codes, u32* row_scales,
                                        u8* codes, float* scales, double* partial) {
-  after_earlier();
+  pdl_wait();
   __shared__ Made made[2];
   const Activation act = {clamp, alpha, offset};
   const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
     for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
     if (j == 0) partial[column * rows + row] = sum;
   }
-  let_later_begin();
+  pdl_launch_dependents();
   __syncthreads();
   write_tiles(made, 2, tile_row, column, across, offsets, experts, row_codes,
               {rows, 2 * width, rows / TILE, codes, scales, true});
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
 
 // dprobs [rows]: sums of the tiles' parts, in their order.
 extern "C" __global__ void sum_tiles(const double* partial, i64 tiles, i64 rows, float* dprobs) {
-  after_earlier();
+  pdl_wait();
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows) return;
   double sum = 0.0;

@@ -159,7 +159,7 @@ struct Turns {
     __syncthreads();
     fetch(0);
     if (threadIdx.x / 32 == 7) {
-      after_earlier();
+      pdl_wait();
       take();
     }
   }

@@ -68,7 +68,7 @@ __device__ __forceinline__ void find_tile(int rows, int strip, Tile* tile) {
 // Launch: grid (strips / PARTS, columns / 128): blocks start in this order, so that what is read and written
 //   at a time lies together. A block makes one tile, with few threads and little to do before it reads: many
 //   are at work on a multiprocessor, each at another point. (6,528 x 7168 and 12,544 x 5120: 28.3 and 37.0
-//   us; with twice the threads and half the blocks 28.8 and 38.7; by blocks that stay, the next tile on its
+//   us; with twice the threads and half the blocks 28.8 and 38.7; by persistent blocks, the next tile on its
 //   way, 29.6 and 38.7.) A warp has whole columns of a tile, two pieces of 16: so a column's largest is found
 //   by shuffles, a warp writes whole lines, and the only barrier is the one behind which the tile has
 //   arrived.
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 blocks, u8* out,
                             void* out_scales) {
-  after_earlier();
+  pdl_wait();
   __shared__ __align__(1024) u8 in[TILE * TILE];
   __shared__ __align__(16) int exponents[PARTS][TILE];
   __shared__ Spread spreads[4];
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   spread.of_warp();
   if (lane == 0) spreads[warp] = spread;
   copy_async_wait<0>();
-  let_later_begin();
+  pdl_launch_dependents();
   __syncthreads();
   for (int k = 0; k < 4; ++k) {
     spread.low = min(spread.low, spreads[k].low);
@@ -165,7 +165,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
                                                          const int* source, const int* strips, i64 rows,
                                                          i64 columns, i64 width, i64 fmt, i64 mx, i64 tile,
                                                          i64 blocks, u8* out, void* out_scales) {
-  after_earlier();
+  pdl_wait();
   const i64 strip = blockIdx.x, c = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   const i64 lo = strips[2 * strip], hi = strips[2 * strip + 1];
   const i64 across = (columns + width - 1) / width;

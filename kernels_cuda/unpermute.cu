@@ -83,7 +83,7 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
           if (j + u < here && from[j + u] >= 0) add(total, v[u], probs ? weight[j + u] : 1.f, probs != 0);
       }
     }
-    let_later_begin();
+    pdl_launch_dependents();
     if (at < end)
       __stcs(out + token * vectors + at,
              make_uint4(to_bf16x2(total[0], total[1]), to_bf16x2(total[2], total[3]),
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128)
     unpermute_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                    const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                    i64 vectors, i64 share, uint4* out) {
-  after_earlier();
+  pdl_wait();
   unpermute<false>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, experts, rows,
                    vectors, share, out, 0, 0, 0);
 }
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(128)
                              const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts,
                              i64 rows, i64 vectors, i64 share, uint4* out, const u8* grad_probs,
                              i64 grad_size, u8* out_probs) {
-  after_earlier();
+  pdl_wait();
   unpermute<true>(x, row_id_map, slots, pad_offsets, probs, probs_kind, columns, places, experts, rows,
                   vectors, share, out, grad_probs, grad_size, out_probs);
 }
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
                             const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
                             const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                             i64 vectors, i64 fillers, uint4* grad_x, void* grad_probs) {
-  after_earlier();
+  pdl_wait();
   if (blockIdx.x < fillers) {
     i64 padding;
     const i64 count = unmapped_rows(tokens_per_expert, pad_offsets, expert_offsets, experts, rows, &padding);
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
       }
       sum += (double)dot;
     }
-    let_later_begin();
+    pdl_launch_dependents();
     for (int step = 16; step > 0; step /= 2) sum += __shfl_down_sync(0xffffffffu, sum, step);
     if (lane == 0) store(grad_probs, entry, (int)probs_kind, sum);
   }
@@ -219,7 +219,7 @@ extern "C" __global__ void unpermute_rows(const void* x, const void* scales, i64
                                           const void* probs, i64 probs_kind, i64 columns, i64 places,
                                           i64 experts, i64 rows, i64 width, i64 out_kind, void* out,
                                           const u8* grad_probs, i64 grad_size, u8* out_probs) {
-  after_earlier();
+  pdl_wait();
   const i64 token = blockIdx.x;
   const int* mine = row_id_map + token * (2 * places + 1);
   const int count = count_of(mine, places);
@@ -253,7 +253,7 @@ extern "C" __global__ void unpermute_rows_backward(const void* grad, const void*
                                                    const int* source, const int* column, const void* probs,
                                                    i64 probs_kind, i64 columns, i64 width, void* grad_x,
                                                    void* grad_probs) {
-  after_earlier();
+  pdl_wait();
   __shared__ double partial[256];
   const i64 row = blockIdx.x, token = source[row];
   if (token < 0 || column[row] < 0) return;

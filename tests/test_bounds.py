@@ -520,7 +520,7 @@ def test_offsets_of_any_values_lead_nowhere_else(ascending):
     q = fp8moe.quantize(RNG.standard_normal((rows, 128)).astype(np.float32))
     odd = fp8moe.quantize(RNG.standard_normal((rows, 40)).astype(np.float32))
     columns = fp8moe.quantize(RNG.standard_normal((rows, 128)).astype(np.float32), block=(128, 1))
-    turned = fp8moe.scaling_aware_transpose(q, target="block")
+    transposed = fp8moe.scaling_aware_transpose(q, target="block")
     w = fp8moe.quantize(np.ones((5, 16, 128), np.float32), block=(128, 128))
     offsets = ruined(np.sort(RNG.integers(0, rows + 1, 6)).astype(np.int32), (*FAR, 3, 130), 0.4)
     if ascending:
@@ -541,7 +541,7 @@ def test_offsets_of_any_values_lead_nowhere_else(ascending):
     inside(fp8moe.dequantize, columns, expert_offsets=offsets)
     for backend in ("wgmma", "plain"):
         inside(fp8moe.grouped_gemm, q, w, offsets, backend=backend)
-        for pair in (columns, turned):
+        for pair in (columns, transposed):
             inside(fp8moe.grouped_gemm_wgrad, pair, pair, offsets, backend=backend)
 
 

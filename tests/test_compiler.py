@@ -169,8 +169,8 @@ def test_the_plans_kernels_compile(architecture):
     kinds = {
         plan._count_entries: ("int64", *["i"] * 3, "int32"),
         plan._place_entries: ("int32", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
-        plan._count_octets: ("uint64", *["i"] * 7, "int32"),
-        plan._place_octets: ("uint64", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
+        plan._count_mask_words: ("uint64", *["i"] * 7, "int32"),
+        plan._place_mask_words: ("uint64", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
         plan._count_mask: ("bool", *["i"] * 7, "int32"),
         plan._place_mask: ("bool", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
     }

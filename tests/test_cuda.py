@@ -329,9 +329,9 @@ def test_the_error_table_on_cuda(fmt, block):
             q = fp8moe.quantize(x, fmt=fmt, block=(1, block))
             rowwise = exact(q)
             for target, found in errors.items():
-                ours, turned = both(fp8moe.scaling_aware_transpose, q, target=target)
-                assert_same(ours, turned)
-                back = fp8moe.dequantize(turned).astype(np.float64)
+                ours, transposed = both(fp8moe.scaling_aware_transpose, q, target=target)
+                assert_same(ours, transposed)
+                back = fp8moe.dequantize(transposed).astype(np.float64)
                 found.append(np.linalg.norm(back - rowwise) / np.linalg.norm(rowwise))
         column, tile = (np.array(found) for found in errors.values())
         print(f"{fmt} {block} {kind}: column {np.median(column):.2e}, tile {np.median(tile):.2e}")
@@ -350,13 +350,13 @@ def test_a_hundred_repeats_of_each_fp8_operation():
 
     def run():
         ways = fp8moe.quantize(h, columnwise=True)
-        turned = fp8moe.scaling_aware_transpose(q, offsets, align_size=16)
+        transposed = fp8moe.scaling_aware_transpose(q, offsets, align_size=16)
         gathered = fp8moe.permute_transpose(q, plan)
         blocks = fp8moe.scaling_aware_transpose(q, target="block")
         options = {"expert_offsets": offsets, "align_size": 16}
         y = fp8moe.swiglu_quantize(h, probs, columnwise=True, **options)
         g = fp8moe.swiglu_quantize_backward(grad, h, probs, expert_offsets=offsets)
-        return download((ways, turned.data[:, :288], gathered.scales, blocks, y.rowwise, g))
+        return download((ways, transposed.data[:, :288], gathered.scales, blocks, y.rowwise, g))
 
     first = run()
     for _ in range(100):
@@ -585,18 +585,18 @@ def skip_where_not(backend):
         pytest.skip("needs compute capability 9.0")
 
 
-def wgrad_agrees(turned, offsets, backend):
+def wgrad_agrees(transposed, offsets, backend):
     """New and added to, in both dtypes."""
     rng = np.random.default_rng(25)
     # the tensor cores sum with some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): 2^-13 of the sum
     # so far, at each of four additions
     bound = 2.0**-11 if backend == "wgmma" else 1e-5
     for dtype, rounding in (("float32", 0.0), ("bfloat16", 2.0**-8)):
-        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        new = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend=backend, dtype=dtype)
         assert_close(new, bound + rounding)
         into = rng.standard_normal(new[0].shape).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
-        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*turned, offsets, into)), backend=backend)
+        ours = fp8moe.grouped_gemm_wgrad(*transposed, offsets, into.copy())
+        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*transposed, offsets, into)), backend=backend)
         assert_close((ours, download(theirs)), bound + rounding)
 
 
@@ -619,8 +619,8 @@ def test_grouped_gemm(counts, width, depth, backend):
         pair = both(fp8moe.grouped_gemm, a, w.rowwise, offsets, backend=backend)
         assert_close(pair, 2.0**-8)
         assert not pair[1][offsets[-1] :].astype(np.float32).any()
-    turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
-    wgrad_agrees(turned, offsets, backend)
+    transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    wgrad_agrees(transposed, offsets, backend)
 
 
 @pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
@@ -636,8 +636,8 @@ def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
     )
     for q in (x, dy):  # NaN where no expert has rows
         q.data[:128] = q.data[offsets[-1] :] = 0x7F
-    turned = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
-    wgrad_agrees(turned, offsets, backend)
+    transposed = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
+    wgrad_agrees(transposed, offsets, backend)
 
 
 def test_grouped_gemm_wgrad_takes_any_scales():
@@ -918,10 +918,10 @@ def test_launches_wait_for_each_other(monkeypatch, captured):
     def chain():
         plan = fp8moe.plan_topk(ids, 8, align_size=128)
         rows = fp8moe.permute(fp8moe.quantize(x, out=q), plan).data
-        turned = fp8moe.scaling_aware_transpose(rows, plan.expert_offsets)
+        transposed = fp8moe.scaling_aware_transpose(rows, plan.expert_offsets)
         y = fp8moe.unpermute(fp8moe.dequantize(rows), plan)
         both_ways = fp8moe.quantize(y, columnwise=True)
-        return plan.row_id_map, turned.data[:, :end], turned.scales, y, both_ways.columnwise.data
+        return plan.row_id_map, transposed.data[:, :end], transposed.scales, y, both_ways.columnwise.data
 
     with monkeypatch.context() as context:
         context.setattr(launch, "_has_early", lambda device: False)
@@ -1016,8 +1016,8 @@ def fp8_there_and_back(ids, x):
     q = torch_ops.quantize(x)
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
     moved = torch_ops.permute(torch_ops.dequantize(q, dtype="bfloat16"), plan)
-    turned = torch_ops.scaling_aware_transpose(torch_ops.quantize(moved.data), plan.expert_offsets)
-    return torch_ops.unpermute(moved.data, plan), turned.scales
+    transposed = torch_ops.scaling_aware_transpose(torch_ops.quantize(moved.data), plan.expert_offsets)
+    return torch_ops.unpermute(moved.data, plan), transposed.scales
 
 
 def test_fp8_in_a_compiled_function_and_a_cuda_graph():
@@ -1066,8 +1066,8 @@ def test_the_second_device():
         assert torch.cuda.current_device() == 0
         ours, theirs = (fp8moe.quantize(t.detach(), columnwise=True) for t in (x, there[1]))
         assert theirs.rowwise.data.device == there[1].device
-        turned = [fp8moe.scaling_aware_transpose(q.rowwise).data.cpu() for q in (ours, theirs)]
-        assert torch.equal(*turned)
+        transposed = [fp8moe.scaling_aware_transpose(q.rowwise).data.cpu() for q in (ours, theirs)]
+        assert torch.equal(*transposed)
     with torch.cuda.device(1):
         assert torch.equal(fp8moe.quantize(x.detach()).data, ours.rowwise.data)
         assert torch.cuda.current_device() == 1

@@ -122,11 +122,11 @@ def test_every_kernel_begins_after_the_launch_in_front_of_it():
     kernel = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\(.*\))*\s+(\w+)\([^{]*?\) \{\n(.*)')
     later = {  # the second of two launches: what they do first may begin beside the other
         "sort_chunks_rows": "  DYNAMIC_SHARED(shared);",
-        "quantize_tiles": "  if (!taken) after_earlier();",
-        "swiglu_quantize_tiles": "  if (!taken) after_earlier();",
+        "quantize_tiles": "  if (!taken) pdl_wait();",
+        "swiglu_quantize_tiles": "  if (!taken) pdl_wait();",
     }
     sources = [path.read_text() for path in files("kernels_cuda", "*.cu")]
     kernels = [found for source in sources for found in kernel.findall(source)]
     assert len(kernels) == sum(source.count('extern "C"') for source in sources) > 30
     for name, first in kernels:
-        assert first == later.get(name, "  after_earlier();"), name
+        assert first == later.get(name, "  pdl_wait();"), name

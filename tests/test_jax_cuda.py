@@ -147,10 +147,10 @@ def test_an_array_that_is_added_to(put):
 
 
 def test_float8_arrays_are_codes(put):
-    back, turned = download(jax.jit(in_float8)(put(X), put(OFFSETS)))
+    back, transposed = download(jax.jit(in_float8)(put(X), put(OFFSETS)))
     np.testing.assert_array_equal(back, fp8moe.dequantize(Q))
     end = OFFSETS[-1]
-    assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS).data[:, :end], turned.data[:, :end])
+    assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS).data[:, :end], transposed.data[:, :end])
 
 
 def test_eagerly_too(put):

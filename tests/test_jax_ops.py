@@ -242,9 +242,9 @@ def in_float8(x, offsets):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_float8_arrays_are_codes(jit):
-    back, turned = to_numpy((jax.jit(in_float8) if jit else in_float8)(*to_jax((X, OFFSETS))))
+    back, transposed = to_numpy((jax.jit(in_float8) if jit else in_float8)(*to_jax((X, OFFSETS))))
     np.testing.assert_array_equal(back, fp8moe.dequantize(Q))
-    assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS), turned)
+    assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS), transposed)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -344,17 +344,17 @@ def test_weights_into_the_memory_of_the_step_before():
             assert_same(new, cuda_on_cpu.download(q))
 
 
-def wgrad_agrees(turned, offsets, backend):
+def wgrad_agrees(transposed, offsets, backend):
     """New and added to, in both dtypes."""
     for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
-        new = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend=backend, dtype=dtype)
+        new = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend=backend, dtype=dtype)
         assert relative(*new[::-1]) <= bound
         assert new[1].dtype.name == dtype
         into = RNG.standard_normal(new[0].shape).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*turned, offsets, into.copy())
+        ours = fp8moe.grouped_gemm_wgrad(*transposed, offsets, into.copy())
         with pytest.MonkeyPatch.context() as patch:
             cuda_on_cpu.install(patch)
-            arguments = [cuda_on_cpu.upload(a) for a in (*turned, offsets, into)]
+            arguments = [cuda_on_cpu.upload(a) for a in (*transposed, offsets, into)]
             theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
         assert relative(cuda_on_cpu.download(theirs), ours) <= bound
 
@@ -387,8 +387,8 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
         pair = both(fp8moe.grouped_gemm, a, w, offsets, backend=backend)
         assert relative(*pair[::-1]) <= 2.0**-8
         assert not pair[1][offsets[-1] :].astype(np.float32).any()
-    turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
-    wgrad_agrees(turned, offsets, backend)
+    transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    wgrad_agrees(transposed, offsets, backend)
 
 
 @pytest.mark.parametrize(
@@ -403,15 +403,15 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
 def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
     x, _, dy, offsets = random_operands(counts, width, depth, fmts)
     offsets[0] = 128 * (backend == "wgmma")  # rows of no expert in front
-    turned = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
-    wgrad_agrees(turned, offsets, backend)
+    transposed = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
+    wgrad_agrees(transposed, offsets, backend)
 
 
 def test_wgrad_takes_any_scales():
     offsets = offsets_of([5, 130, 1, 200])
     x, dy = (fp8moe.quantize(RNG.standard_normal((336, n)).astype(np.float32)) for n in (144, 264))
-    turned = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
-    wgrad_takes_any_scales(both, RNG, offsets, *turned)
+    transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    wgrad_takes_any_scales(both, RNG, offsets, *transposed)
 
 
 def test_grouped_gemm_says_when_it_is_slow():
@@ -420,10 +420,10 @@ def test_grouped_gemm_says_when_it_is_slow():
         assert relative(*both(fp8moe.grouped_gemm, x, w, offsets)[::-1]) <= 2.0**-8
     with pytest.raises(ValueError, match=r"N is 20.*backend='cublas'"):
         both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
-    turned = fp8moe.scaling_aware_transpose(x, offsets)
+    transposed = fp8moe.scaling_aware_transpose(x, offsets)
     odd = np.zeros(2 * 128 * 128 + 1, np.float32)[1:].reshape(2, 128, 128)  # not at a multiple of 16 bytes
     with pytest.warns(RuntimeWarning, match="out do not begin at a multiple of 16 bytes"):
-        _, theirs = both(fp8moe.grouped_gemm_wgrad, turned, turned, offsets, odd)
+        _, theirs = both(fp8moe.grouped_gemm_wgrad, transposed, transposed, offsets, odd)
     assert theirs.any()
 
 
@@ -453,9 +453,9 @@ def test_calls_that_are_done_again(monkeypatch):
         both_ways = fp8moe.quantize(x, columnwise=True)
         codes = fp8moe.permute(both_ways.rowwise, plan, fill_padding=True).data
         back = fp8moe.unpermute(moved.data, plan, probs)
-        turned = fp8moe.scaling_aware_transpose(codes, plan.expert_offsets, align_size=4)
+        transposed = fp8moe.scaling_aware_transpose(codes, plan.expert_offsets, align_size=4)
         grads = fp8moe.permute_backward(moved.data, plan, moved.probs)
-        return moved.data, moved.probs, codes, back, both_ways, turned.scales, grads
+        return moved.data, moved.probs, codes, back, both_ways, transposed.scales, grads
 
     wanted = [work(*i) for i in inputs]
     cuda_on_cpu.install(monkeypatch)
@@ -535,8 +535,8 @@ def test_more_windows_than_a_kernel_has_are_refused(monkeypatch):
 
 def column_major(address, dtype, rows, columns, stride):
     """A matrix as BLAS sees memory."""
-    octets = (ctypes.c_char * (((columns - 1) * stride + rows) * dtype.itemsize)).from_address(address)
-    flat = np.frombuffer(octets, dtype)
+    memory = (ctypes.c_char * (((columns - 1) * stride + rows) * dtype.itemsize)).from_address(address)
+    flat = np.frombuffer(memory, dtype)
     return np.lib.stride_tricks.as_strided(
         flat, (rows, columns), (dtype.itemsize, stride * dtype.itemsize), writeable=True
     )
@@ -575,8 +575,8 @@ def test_an_expert_at_a_time_by_cublas(counts, blas):
     q = fp8moe.quantize(w, block=(128, 128))
     ours, theirs = both(fp8moe.grouped_gemm, a, q, offsets, backend="cublas")
     assert relative(theirs, ours) < 2.0**-8  # two float32 sums, each rounded to bfloat16
-    turned = [fp8moe.scaling_aware_transpose(v, offsets) for v in (dy, a)]
-    ours, theirs = both(fp8moe.grouped_gemm_wgrad, *turned, offsets, backend="cublas")
+    transposed = [fp8moe.scaling_aware_transpose(v, offsets) for v in (dy, a)]
+    ours, theirs = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend="cublas")
     assert relative(theirs, ours) < 1e-5
     x = RNG.standard_normal((rows, depth)).astype(np.float32)
     y = RNG.standard_normal((rows, width)).astype(np.float32)

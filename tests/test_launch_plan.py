@@ -93,12 +93,12 @@ def replaced(q, to):
     object.__setattr__(q, "data", to.data.clone())
 
 
-def turned(q, to):
+def transposed(q, to):
     q.data.t_()
     q.data.data = to.data.clone()
 
 
-CHANGES = [set_data, set_scales, resized, replaced, turned]
+CHANGES = [set_data, set_scales, resized, replaced, transposed]
 
 
 @pytest.mark.usefixtures("on_device")
@@ -116,7 +116,7 @@ def test_records_follow_their_tensors(change, seen):
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("change", CHANGES[:-1])  # three dimensions are not turned by t_
+@pytest.mark.parametrize("change", CHANGES[:-1])  # three dimensions are not transposed by t_
 def test_so_do_records_inside_of_records(change):
     weights = [tensor(values(RNG, (2, 128, 128), BF16)) for _ in range(4)]
     *_, other = [fp8moe.quantize_weights(w) for w in weights]

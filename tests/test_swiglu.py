@@ -324,10 +324,10 @@ def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
 
     def check(found, wanted):
         assert_same(found.rowwise, wanted)
-        turned = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
-        assert same_bits(found.columnwise.data[:, first:last], turned.data[:, first:last])
-        assert same_bits(found.columnwise.scales, turned.scales)
-        assert found.columnwise.block == turned.block
+        transposed = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
+        assert same_bits(found.columnwise.data[:, first:last], transposed.data[:, first:last])
+        assert same_bits(found.columnwise.scales, transposed.scales)
+        assert found.columnwise.block == transposed.block
 
     for weights in ((probs,), ()):
         given = (h, *weights)

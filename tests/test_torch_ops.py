@@ -302,11 +302,11 @@ def test_fp8_operations_compiled_give_the_same_bits():
         both = torch_ops.swiglu_quantize(h, probs, columnwise=True, **options)
         grad = torch_ops.swiglu_quantize_backward(dy, h, probs, **options)
         bare = torch_ops.swiglu_quantize(h, fmt="e5m2", block=(1, 32))
-        turned = torch_ops.permute_transpose(torch_ops.quantize(x), plan)
+        transposed = torch_ops.permute_transpose(torch_ops.quantize(x), plan)
         blocks = torch_ops.scaling_aware_transpose(torch_ops.quantize(x), target="block")
         assert blocks.block == (128, 128)
         floor = torch_ops.quantize(x, block=(1, 32), scale_rounding="floor")
-        tensors = (both.rowwise, both.columnwise, grad.dh, bare, turned, blocks, floor)
+        tensors = (both.rowwise, both.columnwise, grad.dh, bare, transposed, blocks, floor)
         return [a for q in tensors for a in (q.data, q.scales)] + [grad.dprobs]
 
     compiled = torch.compile(work, fullgraph=True, backend="aot_eager")(h, dy, x)

@@ -21,11 +21,11 @@ def specs(arrays):
 def chain(x, offsets):
     """Results, temporaries of different lengths of life, and an argument that is returned as it is."""
     q = fp8moe.quantize(x)
-    turned = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
+    transposed = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
     back = fp8moe.dequantize(q, dtype="bfloat16")
     again = fp8moe.quantize(back, fmt="e5m2")
     ready = fp8moe.to_layout(again, "gemm_ready")
-    return ready, turned.scales, offsets
+    return ready, transposed.scales, offsets
 
 
 def test_results_apart_temporaries_together():
@@ -36,7 +36,7 @@ def test_results_apart_temporaries_together():
     assert layout.leaves[-1] == ~1  # offsets, untouched
     assert layout.aliases == {}
     (workspace,) = layout.outputs[len(set(layout.leaves)) - 1 :]
-    # q (8192 + 512 bytes), turned's codes (8192) and back (16384) at most, and again's compact scales (512)
+    # q (8192 + 512 bytes), transposed's codes (8192), back (16384) at most, again's compact scales (512)
     assert 16384 + 8192 + 512 <= workspace.nbytes <= 16384 + 8192 + 8192 + 2 * 512
     names = layout.result(["x", "offsets"], [f"output {i}" for i in range(3)])
     assert (names[0].data, names[0].scales, names[1], names[2]) == (

@@ -32,9 +32,9 @@ def pack_rows(
     messages = np.zeros((len(parts[0]), out[0].shape[1]), np.uint8)
     at = 0
     for part in parts:
-        octets = _octets(part)
-        messages[:, at : at + octets.shape[1]] = octets
-        at += round_up(octets.shape[1], 16)
+        view = _as_bytes(part)
+        messages[:, at : at + view.shape[1]] = view
+        at += round_up(view.shape[1], 16)
     rows = places = np.arange(len(messages))
     if row_id_map is not None:
         most = row_id_map.shape[1] // 2
@@ -50,9 +50,9 @@ def pack_rows(
 def unpack_rows(packed: np.ndarray, *, out: tuple[np.ndarray, ...]) -> None:
     at = 0
     for part in out:
-        octets = _octets(part)
-        octets[:] = packed[:, at : at + octets.shape[1]]
-        at += round_up(octets.shape[1], 16)
+        view = _as_bytes(part)
+        view[:] = packed[:, at : at + view.shape[1]]
+        at += round_up(view.shape[1], 16)
 
 
 def rank_mask(topk_ids: np.ndarray, *, experts: int, out: tuple[np.ndarray, np.ndarray]) -> None:
@@ -70,5 +70,5 @@ def local_ids(ids: np.ndarray, *, first: int, experts: int, out: np.ndarray) -> 
     out[:] = np.where(inside, ids - first, -1)
 
 
-def _octets(part: np.ndarray) -> np.ndarray:
+def _as_bytes(part: np.ndarray) -> np.ndarray:
     return part.view(np.uint8).reshape(len(part), part.nbytes // max(len(part), 1))

@@ -65,11 +65,11 @@ def grouped_gemm_wgrad(
     backend: str | None,
     out: np.ndarray,
 ) -> None:
-    turned = in_blocks(dy)
-    rows = dy.shape[1 if turned else 0]
+    transposed = in_blocks(dy)
+    rows = dy.shape[1 if transposed else 0]
     first_block = 0
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, rows)):
-        if turned:
+        if transposed:
             if lo < hi and lo % _BLOCK:
                 raise ValueError(f"expert_offsets: got {lo}; wanted multiples of 128 for (128, 128) blocks")
             blocks = slice(lo // _BLOCK, -(-hi // _BLOCK))

@@ -25,7 +25,7 @@ inline void bytes_came(u64* barrier, u32 bytes) {
   settle((Barrier*)barrier);
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
-  if (((size_t)to | (size_t)from | bytes) & 15) abort();  // the copy engine would
+  if (((size_t)to | (size_t)from | bytes) & 15) abort();  // TMA would
   sooner_or_later(awaited[barrier], [=] {
     memcpy(to, from, bytes);
     bytes_came(barrier, bytes);

@@ -1,5 +1,5 @@
 // CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by turns. One
-// runs until it waits for others; who is next of those that can go on is drawn by lot, so that what a barrier
+// runs until it waits for others; who is next of those that can go on is chosen at random, so that what a barrier
 // is missing for is found sooner or later, and a barrier that not all reach is found at once.
 #pragma once
 #include <ucontext.h>
@@ -47,7 +47,7 @@ struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool done;
-  // What the copy engines have yet to do for it: copies by the group (the last is not yet one), and what they
+  // What TMA has yet to do for it: copies by the group (the last is not yet one), and what they
   // write to memory.
   std::vector<std::vector<Copy>> copies;
   std::vector<std::function<void()>> writes;
@@ -58,7 +58,7 @@ static std::function<void()> kernel_of_all;
 static unsigned looked_in_vain;
 static std::mt19937 lot{std::random_device{}()};
 
-// Who can go on, and who is first: in every other block drawn by lot each time, in the others by ranks, those
+// Who can go on, and who is first: in every other block chosen at random each time, in the others by ranks, those
 // of a warp together, so that some warps are as far behind as barriers let them. Who looks in vain comes
 // last.
 struct Runnable {
@@ -93,7 +93,7 @@ inline void give_up(const char* why) {
   abort();
 }
 
-// What a copy engine does, at once or as late as it may: between them lies all that it could do.
+// What TMA does, at once or as late as it may: between them lies all that it could do.
 template <class All, class Work>
 void sooner_or_later(All& later, const Work& work) {
   if (lot() % 2)

@@ -4,8 +4,8 @@
 #define DYNAMIC_SHARED(name) alignas(128) static u8 name[1 << 18]
 #define DYNAMIC_SHARED_TILES(name) alignas(1024) static u8 name[1 << 18]
 
-inline void after_earlier() {}
-inline void let_later_begin() {}
+inline void pdl_wait() {}
+inline void pdl_launch_dependents() {}
 inline float f16_to_float(u16 bits) {
   _Float16 h;
   memcpy(&h, &bits, 2);
