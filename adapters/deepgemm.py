@@ -22,7 +22,8 @@ from fp8moe.formats import FLOAT8_DTYPES
 def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Tensor | None = None) -> Tensor:
     """out[rows of e] = x[rows of e] @ w[e].T, bfloat16 [P, N], as `fp8moe.grouped_gemm`.
 
-    x: row-wise e4m3 [P, K], block (1, 128), either layout of its scales. w: e4m3 [E, N, K], block (128, 128).
+    x: row-wise e4m3 [P, K], block (1, 128), either layout of its scales. w: e4m3, block (128, 128), codes
+        [E, N, K]: ``rowwise`` weights for the forward, ``columnwise`` ones for dgrad.
     expert_offsets: int32 [E+1], multiples of 128 (a plan with ``align_size=128``), which is not looked at.
     Rows behind the last expert are left as they were in ``out``.
 
@@ -33,10 +34,11 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
     checks.quant_tensor("w", raw.w, ((128, 128),))
     if x.fmt != "e4m3" or w.fmt != "e4m3":
         raise TypeError(f"x, w: got {x.fmt}, {w.fmt}; wanted e4m3, the only format DeepGEMM multiplies")
-    if tuple(expert_offsets.shape) != (w.shape[0] + 1,) or x.shape[1] != w.shape[2]:
+    experts, width, depth = w.data.shape
+    if tuple(expert_offsets.shape) != (experts + 1,) or x.shape[1] != depth:
         raise ValueError(
-            f"x, w, expert_offsets: got {list(x.shape)}, {list(w.shape)}, {list(expert_offsets.shape)}; "
-            "wanted [P, K], [E, N, K], [E + 1]"
+            f"x, w, expert_offsets: got {list(x.shape)}, codes {list(w.data.shape)}, "
+            f"{list(expert_offsets.shape)}; wanted [P, K], [E, N, K], [E + 1]"
         )
     try:
         deep_gemm = importlib.import_module("deep_gemm")
@@ -46,10 +48,10 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
             "deep-gemm is another package. fp8moe.grouped_gemm needs none"
         ) from error
     if out is None:
-        out = torch.empty(x.shape[0], w.shape[1], dtype=torch.bfloat16, device=x.data.device)
+        out = torch.empty(x.shape[0], width, dtype=torch.bfloat16, device=x.data.device)
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.data.device)
     expert = torch.bucketize(rows, expert_offsets[1:], right=True, out_int32=True)
-    expert = torch.where(expert < w.shape[0], expert, -1)
+    expert = torch.where(expert < experts, expert, -1)
     # gemm_ready scales are what DeepGEMM would make of compact ones: column by column, padded to 16 bytes
     scales = x.scales.t()[: x.shape[0]] if x.layout == "gemm_ready" else x.scales
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((_codes(x), scales), (_codes(w), w.scales), out, expert)

@@ -78,7 +78,7 @@ def experts(
 
 def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
     """w13 and w2 from their arrays, in the order of `arrays_in`."""
-    sides = _sides_of(tensors)
+    sides = _sides_of(tensors, (False, True, False, True))
     return Quantized(*sides[:2]), Quantized(*sides[2:])
 
 
@@ -88,11 +88,11 @@ def main_grad_of(w: Tensor | None) -> Tensor | None:
     return main.to_local() if isinstance(main, DTensor) else main
 
 
-def _sides_of(tensors: Iterable[Any]) -> list[QuantTensor]:
-    """Codes and scales in turn."""
+def _sides_of(tensors: Iterable[Any], transposed: tuple[bool, ...]) -> list[QuantTensor]:
+    """Weights of these orientations from codes and scales in turn."""
     given = list(tensors)
-    pairs = zip(given[::2], given[1::2], strict=True)
-    return [QuantTensor(codes, scales, "e4m3", FP8_BLOCK) for codes, scales in pairs]
+    sides = zip(given[::2], given[1::2], transposed, strict=True)
+    return [QuantTensor(q, scales, "e4m3", FP8_BLOCK, transposed=t) for q, scales, t in sides]
 
 
 def _options(recipe: str, recompute: str | None, *activation: Any) -> dict[str, Any]:
@@ -279,8 +279,9 @@ def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
     """As `Saved` has them: codes that only the forward multiplies by are not kept."""
     if recipe == "bf16":
         return tuple(tensors)  # type: ignore[return-value]
-    *w13, w2 = _sides_of(tensors)
-    return Quantized(*(w13 if len(w13) == 2 else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
+    both = len(tensors) == 6  # of w13; of w2 the column-wise one alone is kept
+    *w13, w2 = _sides_of(tensors, (False, True, True) if both else (True, True))
+    return Quantized(*(w13 if both else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
 
 
 def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any, Saved]:

@@ -244,7 +244,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32") -> Tensor:
     """`fp8moe.dequantize`."""
     if _eager(q=q):
         return fp8moe.dequantize(q, dtype=dtype)
-    return _dequantize(q.data, q.scales, q.fmt, _listed(q.block), q.layout, dtype)
+    return _dequantize(q.data, q.scales, q.fmt, _listed(q.block), q.layout, q.transposed, dtype)
 
 
 def scaling_aware_transpose(
@@ -255,7 +255,7 @@ def scaling_aware_transpose(
         return fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     checks.choice("q.block", q.block, COLUMN_BLOCK)
     data, scales = _transpose(q.data, q.scales, q.fmt, _listed(q.block), expert_offsets, target, align_size)
-    return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target))
+    return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target), transposed=target == "block")
 
 
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
@@ -264,7 +264,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
         return fp8moe.permute_transpose(q, plan, target=target)
     checks.choice("q.block", q.block, COLUMN_BLOCK)
     data, scales = _permute_transpose(q.data, q.scales, q.fmt, _listed(q.block), target, *_flat(plan))
-    return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target))
+    return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target), transposed=target == "block")
 
 
 def swiglu_quantize(
@@ -397,8 +397,10 @@ def quantize_weights(w: Tensor, out: Quantized | None = None) -> Quantized:
     if _eager(w=w):
         return _codes_of(w.detach(), out)
     data, scales, column_data, column_scales = _quantize_weights(w.detach())
-    sides = ((data, scales), (column_data, column_scales))
-    return Quantized(*(QuantTensor(*side, "e4m3", (128, 128)) for side in sides))
+    return Quantized(
+        QuantTensor(data, scales, "e4m3", (128, 128)),
+        QuantTensor(column_data, column_scales, "e4m3", (128, 128), transposed=True),
+    )
 
 
 def gradient_dtype(*weights: torch.dtype) -> str:
@@ -663,8 +665,10 @@ def _listed(block: Any) -> list[int]:
     return list(block or ())
 
 
-def _quant_spec(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str) -> QuantTensor:
-    return QuantTensor(spec_of(data), spec_of(scales), fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
+def _quant_spec(
+    data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, transposed: bool = False
+) -> QuantTensor:
+    return QuantTensor(spec_of(data), spec_of(scales), fmt, tuple(block) or None, layout, transposed)  # type: ignore[arg-type]
 
 
 def like(spec: ArraySpec | None, device: torch.device) -> Tensor:
@@ -903,14 +907,16 @@ def _codes_of(w: Tensor, out: Quantized | None = None) -> Quantized:
     return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w.contiguous(), out=out)
 
 
-def _dequantize_fake(data, scales, fmt, block, layout, dtype):  # type: ignore[no-untyped-def]
-    shape = _quant_spec(data, scales, fmt, block, layout).shape
+def _dequantize_fake(data, scales, fmt, block, layout, transposed, dtype):  # type: ignore[no-untyped-def]
+    shape = _quant_spec(data, scales, fmt, block, layout, transposed).shape
     return torch.empty(shape, dtype=getattr(torch, dtype), device=data.device)
 
 
 @operator("dequantize", _dequantize_fake)
-def _dequantize(data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, dtype: str) -> Tensor:
-    q = QuantTensor(data, scales, fmt, tuple(block) or None, layout)  # type: ignore[arg-type]
+def _dequantize(
+    data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, transposed: bool, dtype: str
+) -> Tensor:
+    q = QuantTensor(data, scales, fmt, tuple(block) or None, layout, transposed)  # type: ignore[arg-type]
     return fp8moe.dequantize(q, dtype=dtype)
 
 

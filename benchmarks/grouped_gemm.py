@@ -65,8 +65,8 @@ def wgrad(rows: int, width: int, depth: int, groups: int, target: str, accumulat
     def prepare(*arrays: Any) -> tuple[Any, ...]:
         *codes_and_scales, offsets = arrays
         a, b, c, d = (np.concatenate([v] * again, i) for v, i in zip(codes_and_scales, along, strict=True))
-        block = (128, 1) if target == "column" else (128, 128)
-        dy, x = fp8moe.QuantTensor(a, b, block=block), fp8moe.QuantTensor(c, d, block=block)
+        kind = {"block": (128, 1)} if target == "column" else {"block": (128, 128), "transposed": True}
+        dy, x = fp8moe.QuantTensor(a, b, **kind), fp8moe.QuantTensor(c, d, **kind)
         if not accumulate:
             return dy, x, offsets
         return dy, x, offsets, fp8moe.grouped_gemm_wgrad(dy, x, offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,8 @@ def one_shape(
 def back(t: Any, rows: int) -> np.ndarray:
     """What the first rows stand for."""
     strips = -(-rows // t.block[0])
-    scales = host(t.scales[:strips] if t.columnwise else t.scales[:, :strips]).copy()
-    values = fp8moe.dequantize(fp8moe.QuantTensor(host(t.data[:, :rows]).copy(), scales, t.fmt, t.block))
-    return values if t.columnwise else values.T
+    scales = host(t.scales[:, :strips] if t.transposed else t.scales[:strips]).copy()
+    return fp8moe.dequantize(replace(t, data=host(t.data[:, :rows]).copy(), scales=scales))
 
 
 def permuted(tokens: int, experts: int, columns: int, topk: int, target: str) -> Case:

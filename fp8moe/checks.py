@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16, BLOCKS, Block, scale_shape
+from fp8moe.formats import BFLOAT16, BLOCKS, Block, is_columnwise, scale_shape
 from fp8moe.records import (
     SYMBOLIC_TYPES,
     DeviceArray,
@@ -225,8 +225,13 @@ def quant_tensor(
     dtype(f"{name}.scales", q.scales, (scale_dtype,))
     if q.data.ndim not in ((2, 3) if q.block == (128, 128) else (2,)):
         raise ValueError(f"{name}.data: got shape {list(q.data.shape)}; wanted two dimensions")
-    wanted = scale_shape(q.shape, q.block, q.layout)
-    if q.columnwise:
+    if type(q.transposed) is not bool or (q.transposed and q.block != (128, 128)):
+        raise TypeError(
+            f"{name}.transposed: got {q.transposed!r} with block {q.block}; wanted it with (128, 128) blocks "
+            "only: (128, 1) and (32, 1) say by themselves that codes are stored transposed"
+        )
+    wanted = scale_shape(q.shape, q.block, q.layout, q.transposed)
+    if is_columnwise(q.block):
         # a column-wise tensor of several experts may hold more rows of blocks: see column_scale_rows
         shape(f"{name}.scales", q.scales, ("blocks", wanted[1]))
         if q.scales.shape[0] < wanted[0]:

@@ -71,19 +71,29 @@ def round_up(a: int, b: int) -> int:
     return ceil_div(a, b) * b
 
 
-def scale_shape(shape: tuple[int, ...], block: Block, layout: str) -> tuple[int, ...]:
-    """Shape of the scales of a tensor of logical shape ``shape`` ([M, K], or [E, N, K] for weights)."""
+def scale_shape(
+    shape: tuple[int, ...], block: Block, layout: str, transposed: bool = False
+) -> tuple[int, ...]:
+    """Shape of the scales of a tensor of logical shape ``shape`` ([M, K], or [E, N, K] for weights).
+
+    ``transposed``: of (128, 128) blocks whose codes are stored transposed; their scales are, too.
+    """
     if block is None:
         return (1,)
-    *lead, m, k = shape
+    *lead, m, k = swapped(shape) if transposed else shape
     rows, cols = ceil_div(m, block[0]), ceil_div(k, block[1])
     if layout == "gemm_ready" and block[0] == 1:
         return (cols, round_up(m, 4))
     return (*lead, rows, cols)
 
 
-def data_shape(shape: tuple[int, ...], fmt: str, block: Block) -> tuple[int, ...]:
+def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the transposed matrices."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def data_shape(shape: tuple[int, ...], fmt: str, block: Block, transposed: bool = False) -> tuple[int, ...]:
     """Shape of the codes of a tensor of logical shape ``shape``."""
-    if is_columnwise(block):
-        return (shape[1], shape[0])
+    if transposed or is_columnwise(block):
+        return swapped(shape)
     return (*shape[:-1], shape[-1] // 2) if fmt == "e2m1" else tuple(shape)

@@ -9,7 +9,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArraySpec, QuantTensor, in_blocks
+from fp8moe.records import ArraySpec, QuantTensor
 
 BACKENDS = (None, "wgmma", "cublas", "plain")
 
@@ -27,10 +27,12 @@ def grouped_gemm(
     """out[rows of e] = x[rows of e] @ w[e].T, for every expert e.
 
     x: row-wise `QuantTensor` [P, K], block (1, 128), compact or gemm_ready; or a plain array.
-    w: `QuantTensor` [E, N, K], block (128, 128); or a plain array of x's dtype.
+    w: `QuantTensor` of block (128, 128), contracted along the last dimension of its codes [E, N, K]: the
+        ``rowwise`` one of `quantize_weights` for the forward, its ``columnwise`` one for dgrad; or a plain
+        array [E, N, K] of x's dtype.
     expert_offsets: int32 [E+1] on x's device; rows of expert e are offsets[e]:offsets[e+1].
-    transpose_w: plain arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad; for FP8 the
-        transposed copy that `quantize` makes of a weight serves it).
+    transpose_w: plain arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights
+        the orientation says it.
     backend: on CUDA only. "wgmma": FP8 on Hopper's tensor cores, or a ValueError that says why not (compute
         capability 9.0; N a multiple of 8, K of 16). "plain": a simple kernel that takes everything, hundreds
         of times slower. None: the first if it can, else the second, with a RuntimeWarning for FP8. "cublas":
@@ -59,9 +61,9 @@ def grouped_gemm(
         )
     checks.shape("x", a.x, ("P", "K"))
     contraction = a.x.shape[1]
-    checks.shape("w", a.w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
-    experts, *_ = a.w.shape
-    width = a.w.shape[2 if transpose_w else 1]
+    w = a.w.data if quantized else a.w
+    checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
+    experts, width = w.shape[0], w.shape[2 if transpose_w else 1]
     checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
     out = call.empty(ArraySpec((a.x.shape[0], width), BFLOAT16 if quantized else a.x.dtype))
     call.run(
@@ -90,9 +92,9 @@ def grouped_gemm_wgrad(
     """out[e] = dy[rows of e].T @ x[rows of e]: the weights' gradient [E, N, K].
 
     dy, x: column-wise `QuantTensor`, logical [P, N] and [P, K], blocks (128, 1) that start anew with every
-        expert (as `scaling_aware_transpose` makes them); or their transposes [N, P] and [K, P] in (128, 128)
-        blocks, as it makes them with target="block", a fifth faster: every offset then is a multiple of 128;
-        or plain arrays [P, N] and [P, K].
+        expert (as `scaling_aware_transpose` makes them), or transposed (128, 128) blocks (as it makes them
+        with target="block"), a fifth faster: every offset then is a multiple of 128; or plain arrays of
+        these shapes.
     out: float32 or bfloat16 [E, N, K] to add to, in place, and return; None: a new one of ``dtype``.
     backend: as `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or
         bfloat16 out.
@@ -103,23 +105,22 @@ def grouped_gemm_wgrad(
     a = call.args
     _check_backend(call, backend)
     if isinstance(a.dy, QuantTensor):
-        checks.quant_tensor("dy", a.dy, ((128, 1), (128, 128)))
-        checks.quant_tensor("x", a.x, (a.dy.block,))
+        for name, q, blocks in (("dy", a.dy, ((128, 1), (128, 128))), ("x", a.x, (a.dy.block,))):
+            if not checks.quant_tensor(name, q, blocks).columnwise:
+                raise ValueError(
+                    f"{name}.transposed: got False; wanted codes stored transposed; pass "
+                    'fp8moe.scaling_aware_transpose(..., target="block")'
+                )
     else:
         checks.dtype("dy", a.dy, checks.FLOATS)
         checks.dtype("x", a.x, (a.dy.dtype,))
-    if in_blocks(a.dy):
-        checks.shape("dy", a.dy, ("N", "P"))
-        checks.shape("x", a.x, ("K", a.dy.shape[1]))
-        width, depth = a.dy.shape[0], a.x.shape[0]
-    else:
-        checks.shape("dy", a.dy, ("P", "N"))
-        checks.shape("x", a.x, (a.dy.shape[0], "K"))
-        width, depth = a.dy.shape[1], a.x.shape[1]
-    height = 128 if in_blocks(a.dy) else 1
+    checks.shape("dy", a.dy, ("P", "N"))
+    checks.shape("x", a.x, (a.dy.shape[0], "K"))
+    width, depth = a.dy.shape[1], a.x.shape[1]
+    height = 128 if isinstance(a.dy, QuantTensor) and a.dy.transposed else 1
     checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=height, align="the block's rows")
     for name, q in (("dy", a.dy), ("x", a.x)):
-        if isinstance(q, QuantTensor) and q.columnwise:
+        if isinstance(q, QuantTensor) and not q.transposed:
             checks.column_scales(call, name, q, a.expert_offsets)
     shape = (a.expert_offsets.shape[0] - 1, width, depth)
     if a.out is None:

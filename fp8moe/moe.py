@@ -257,7 +257,7 @@ def moe_backward(
 
 
 def _hidden(w13: Any) -> int:
-    return int(w13.columnwise.data.shape[1] if isinstance(w13, Quantized) else w13.shape[2])
+    return int((w13.columnwise if isinstance(w13, Quantized) else w13).shape[2])
 
 
 def _of_inputs(gradients: Collection[str]) -> bool:
@@ -291,12 +291,9 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> N
     for name, w, out in (("dw13", a.w13, a.dw13), ("dw2", a.w2, a.dw2)):
         if out is None:
             continue
-        if quantized:  # of the transposed copy, which is always kept
-            experts, depth, width = w.columnwise.shape
-        else:
-            experts, width, depth = w.shape
         checks.dtype(name, out, checks.FLOATS)
-        checks.shape(name, out, (experts, width, depth))
+        # the column-wise copy is always kept
+        checks.shape(name, out, (w.columnwise if quantized else w).shape)
         checks.writable(name, out, **kept)
         kept[name] = out
 
@@ -320,8 +317,13 @@ def _check_layer(recipe: str, **arrays: Any) -> None:
             for side in ("rowwise", "columnwise"):
                 checks.quant_tensor(f"{name}.{side}", getattr(w, side), ((128, 128),))
             checks.shape(f"{name}.rowwise", w.rowwise, ("E", "N", "K"))
-            experts, width, depth = w.rowwise.shape
-            checks.shape(f"{name}.columnwise", w.columnwise, (experts, depth, width))
+            checks.shape(f"{name}.columnwise", w.columnwise, w.rowwise.shape)
+            orientations = w.rowwise.transposed, w.columnwise.transposed
+            if orientations != (False, True):
+                raise ValueError(
+                    f"{name}: got rowwise and columnwise with transposed={orientations}; wanted (False, "
+                    f"True); pass fp8moe.quantize_weights({name})"
+                )
             setattr(a, name, w.rowwise)
         else:
             checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,))

@@ -11,7 +11,17 @@ import numpy as np
 
 from fp8moe import checks, tracing
 from fp8moe.dispatch import enter, operation, place_of
-from fp8moe.formats import BFLOAT16, BLOCKS, COLUMN_BLOCK, FORMATS, Block, data_shape, is_mx, scale_shape
+from fp8moe.formats import (
+    BFLOAT16,
+    BLOCKS,
+    COLUMN_BLOCK,
+    FORMATS,
+    Block,
+    data_shape,
+    is_columnwise,
+    is_mx,
+    scale_shape,
+)
 from fp8moe.interop import Device
 from fp8moe.records import ArraySpec, Quantized, QuantTensor
 
@@ -130,25 +140,29 @@ def quantize_spec(
         return rowwise
     if block not in _TRANSPOSED:
         raise ValueError(f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)")
-    shape = x.shape
-    if block == (128, 128):
-        shape = (*shape[:-2], shape[-1], shape[-2])
-    return Quantized(rowwise, quant_spec(shape, fmt, _TRANSPOSED[block], "compact"))
+    transposed = block == (128, 128)
+    return Quantized(rowwise, quant_spec(x.shape, fmt, _TRANSPOSED[block], "compact", transposed=transposed))
 
 
 def quant_spec(
-    shape: tuple[int, ...], fmt: str, block: Block, layout: str, scale_rows: int | None = None
+    shape: tuple[int, ...],
+    fmt: str,
+    block: Block,
+    layout: str,
+    scale_rows: int | None = None,
+    transposed: bool = False,
 ) -> QuantTensor:
     """Shapes of a QuantTensor of logical shape ``shape``; ``scale_rows`` where there are several experts."""
-    scales = scale_shape(shape, block, layout)
+    scales = scale_shape(shape, block, layout, transposed)
     if scale_rows is not None:
         scales = (scale_rows, *scales[1:])
     return QuantTensor(
-        ArraySpec(data_shape(shape, fmt, block), np.dtype(np.uint8)),
+        ArraySpec(data_shape(shape, fmt, block, transposed), np.dtype(np.uint8)),
         ArraySpec(scales, BLOCKS[block][1]),
         fmt,
         block,
         layout,
+        transposed,
     )
 
 
@@ -166,7 +180,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = 
     checks.choice("dtype", dtype, ("float32", "bfloat16"))
     if a.expert_offsets is not None:
         checks.offsets(call, "expert_offsets", a.expert_offsets)
-        if a.q.columnwise:
+        if is_columnwise(a.q.block):
             checks.column_scales(call, "q", a.q, a.expert_offsets)
     out = call.empty(ArraySpec(a.q.shape, BFLOAT16 if dtype == "bfloat16" else checks.FLOAT32))
     tracing.record_cast(weight=a.q.block == (128, 128))

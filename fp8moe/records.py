@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import Block, is_columnwise
+from fp8moe.formats import Block, is_columnwise, swapped
 
 Array = Any  # an array of the caller's kind; no framework is named here
 Rows = Any  # an array or a QuantTensor
@@ -93,15 +93,18 @@ class Record:
 class QuantTensor(Record):
     """A block-scaled tensor: value = decode(data) * the scale of its block.
 
-    data: uint8 codes [M, K] (row-wise), [K, M] (column-wise blocks, stored transposed), [E, N, K]
-        (weights), [M, K/2] (``e2m1``, two to a byte, low nibble first).
+    data: uint8 codes [M, K] (row-wise), [K, M] (column-wise: stored transposed), [E, N, K] or [E, K, N]
+        (weights, row-wise and column-wise), [M, K/2] (``e2m1``, two to a byte, low nibble first).
     scales: what multiplies back to the value (Transformer Engine's ``scale_inv``). float32, or uint8
         E8M0 exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)];
-        ``gemm_ready``: [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; weights:
-        [E, ceil(N/128), ceil(K/128)]; one scale a tensor: [1].
+        ``gemm_ready``: [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; of (128, 128) blocks:
+        as the codes lie, one for each 128 x 128 of them; one scale a tensor: [1].
     fmt: "e4m3" (no infinities, max 448), "e5m2", or "e2m1".
-    block: (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor.
+    block: (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor. Rows and
+        columns of the logical matrix.
     layout: "compact" or "gemm_ready", of row-wise scales.
+    transposed: of (128, 128) blocks, whether codes and scales are stored transposed. Blocks (128, 1) and
+        (32, 1) always are, the others never.
     """
 
     data: Array
@@ -109,24 +112,20 @@ class QuantTensor(Record):
     fmt: str = "e4m3"
     block: Block = (1, 128)
     layout: str = "compact"
+    transposed: bool = False
 
     @property
     def columnwise(self) -> bool:
-        return is_columnwise(self.block)
+        """Whether the codes are stored transposed."""
+        return self.transposed or is_columnwise(self.block)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape [M, K] (or [E, N, K]), whatever the layout of the codes."""
         shape = tuple(self.data.shape)
         if self.columnwise:
-            return shape[::-1]
+            return swapped(shape)
         return (*shape[:-1], shape[-1] * 2) if self.fmt == "e2m1" else shape
-
-
-def in_blocks(q: Any) -> bool:
-    """Whether a product's operand is a QuantTensor of (128, 128) blocks. A weight gradient's is transposed
-    then, and `shape` is that of the transpose."""
-    return isinstance(q, QuantTensor) and q.block == (128, 128)
 
 
 @dataclass(frozen=True)

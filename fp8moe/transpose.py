@@ -25,7 +25,7 @@ def scaling_aware_transpose(
         choose, so the result equals dequantising exactly and quantising by (128, 1) blocks, bit for bit.
         "tile": one scale a 128 x 128 tile, the largest row scale of rows that are not all zero, in as many
         scales as "column" has.
-        "block": the codes of "tile", as what they are: the transposed matrix [K, M] in (128, 128) blocks.
+        "block": the codes of "tile" in (128, 128) blocks, with as many scales as there are blocks.
         `grouped_gemm_wgrad` multiplies these a fifth faster. Not for MXFP8, and every expert offset must be
         a multiple of 128.
     align_size: what every expert offset is a multiple of. With a multiple of the block's rows the scales have
@@ -37,8 +37,8 @@ def scaling_aware_transpose(
     not is at most 2^-10 times that scale, and so, of rows that `quantize` made, 2^-17 of the tile's largest
     value.
 
-    Returns a column-wise QuantTensor: data [K, M], scales [blocks, K]; for "block" one of block (128, 128):
-    data [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.
+    Returns a column-wise QuantTensor: data [K, M], scales [blocks, K]; for "block" block (128, 128),
+    transposed: data [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.
     Raises ValueError for scales that are not powers of two (on CUDA when FP8MOE_CHECK=1).
     """
     call = enter(q=q, expert_offsets=expert_offsets)
@@ -89,7 +89,7 @@ def transpose_spec(
                 f'align_size: got {align_size} with target="block"; wanted a multiple of 128, as every '
                 "expert offset then must be"
             )
-        return quant_spec((q.shape[1], rows), q.fmt, block, "compact")
+        return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", transposed=True)
     scale_rows = None if experts is None else column_scale_rows(rows, experts, block[0], align_size)
     return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", scale_rows)
 

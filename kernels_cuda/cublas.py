@@ -8,10 +8,10 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fp8moe.formats import BFLOAT16
+from fp8moe.formats import BFLOAT16, is_columnwise
 from fp8moe.kernels_cuda.launch import copy_to_host, current_stream, fill_bytes, scratch
 from fp8moe.kernels_cuda.quantize import dequantize
-from fp8moe.records import QuantTensor, in_blocks
+from fp8moe.records import QuantTensor
 
 TYPES = {BFLOAT16: 14, np.dtype(np.float16): 2, np.dtype(np.float32): 0}  # cudaDataType
 COMPUTE_32F, DEFAULT_ALGORITHM = 68, -1
@@ -35,6 +35,7 @@ def library() -> Any:
 
 
 def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+    transpose_w = transpose_w or (isinstance(w, QuantTensor) and w.transposed)
     x, w = _plain(x, None), _plain(w, None)
     fill_bytes(out, 0)
     depth, width = x.shape[1], out.shape[1]
@@ -51,20 +52,16 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
 
 
 def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
-    transposed = in_blocks(dy)
     dy, x = _plain(dy, expert_offsets), _plain(x, expert_offsets)
     if not accumulate:
         fill_bytes(out, 0)
     _, width, depth = out.shape
     multiply = _multiplier(x, dy, out)
-    total = dy.shape[1 if transposed else 0]
-    for e, first, rows in _experts(expert_offsets, total):
-        if transposed:
-            where = TRANSPOSED, NONE, (first, total), (first, total)
-        else:
-            where = NONE, TRANSPOSED, (first * depth, depth), (first * width, width)
-        op_x, op_dy, of_x, of_dy = where
-        multiply(op_x, op_dy, depth, width, rows, 1.0, *of_x, *of_dy, e * width * depth, depth)
+    for e, first, rows in _experts(expert_offsets, dy.shape[0]):
+        operands = (first * depth, depth), (first * width, width)
+        multiply(
+            NONE, TRANSPOSED, depth, width, rows, 1.0, *operands[0], *operands[1], e * width * depth, depth
+        )
 
 
 def _plain(x: Any, expert_offsets: Any) -> Any:
@@ -74,7 +71,7 @@ def _plain(x: Any, expert_offsets: Any) -> Any:
             raise TypeError(f"backend: got 'cublas' with {x.dtype.name}; wanted bfloat16, float16 or float32")
         return x
     out = scratch(x.shape, BFLOAT16)
-    dequantize(x, expert_offsets=expert_offsets if x.columnwise else None, out=out)
+    dequantize(x, expert_offsets=expert_offsets if is_columnwise(x.block) else None, out=out)
     return out
 
 

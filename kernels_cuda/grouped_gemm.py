@@ -19,7 +19,7 @@ from fp8moe.kernels_cuda.launch import (
     multiprocessors,
     threads,
 )
-from fp8moe.records import QuantTensor, in_blocks
+from fp8moe.records import QuantTensor
 
 # As in grouped_gemm_wgmma.cu.
 TILE_COLUMNS = 256
@@ -45,7 +45,7 @@ def grouped_gemm(
         strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
     multiples = {"N": (width, 8), "K": (x.shape[1], 16)}
     if _by_wgmma(backend, quantized, x, w, out, expert_offsets, rows, multiples):
-        experts = w.shape[0]
+        experts = w.data.shape[0]
         _launch_tiles(
             "grouped_gemm_tiles",
             x,
@@ -70,7 +70,7 @@ def grouped_gemm(
         *((x.data, x.scales, *strides, FORMATS[x.fmt]) if quantized else (x, None, *strides, 0)),
         *((w.data, w.scales, FORMATS[w.fmt]) if quantized else (w, None, 0)),
         expert_offsets,
-        w.shape[0],
+        expert_offsets.shape[0] - 1,
         rows,
         width,
         x.shape[1],
@@ -90,8 +90,7 @@ def grouped_gemm_wgrad(
         return
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
-    blocks = in_blocks(dy)
-    rows = dy.shape[1 if blocks else 0]
+    rows, blocks = dy.shape[0], quantized and dy.transposed
     multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
     known = min(dy.scales.shape[0], x.scales.shape[0]) if quantized else 0  # scales of columns
     if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, rows, multiples):

@@ -237,7 +237,7 @@ def rows_are_whole(x: Any, columns: int, out: QuantTensor) -> bool:
 def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     *_, rows, columns = q.shape
     kind, fmt = KINDS[out.dtype], FORMATS[q.fmt]
-    if q.columnwise:
+    if is_columnwise(q.block):
         assert q.block is not None
         known = count = q.scales.shape[0]
         if expert_offsets is not None:  # the most strips that they can make
@@ -252,6 +252,9 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     blocks = ceil_div(columns, width)
     ready = q.layout == "gemm_ready" and height == 1
     strides = (1, q.scales.shape[1], 0) if ready else (blocks, 1, blocks * ceil_div(rows, height))
+    of_codes = columns, 1
+    if q.transposed:
+        strides, of_codes = (1, ceil_div(rows, height), strides[2]), (1, rows)
     fast = q.block in ROW_BLOCKS and columns % 16 == 0
     if fast and q.data.ptr % 16 == out.ptr % 16 == 0 and out.size < 2**35:
         vectors = out.size // 16
@@ -271,6 +274,7 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
         columns,
         height,
         width,
+        *of_codes,
         *strides,
         fmt,
         scale_kind,

@@ -69,6 +69,22 @@ def test_fp8_forward(counts, width, depth, seed):
     np.testing.assert_array_equal(ready.astype(np.float32), got.astype(np.float32))
 
 
+def test_fp8_weights_are_contracted_along_their_codes():
+    """``columnwise`` weights give the product with the transposed matrices: dgrad."""
+    rng = np.random.default_rng(1)
+    offsets = offsets_of([128, 0, 72])
+    dy, w = fp8moe.quantize(values(rng, (200, 192))), values(rng, (3, 192, 128))
+    both = fp8moe.quantize(w, block=(128, 128), columnwise=True)
+    wanted = np.zeros((200, 128))
+    wide_dy, wide_w = fp8moe.dequantize(dy).astype(np.float64), fp8moe.dequantize(both.rowwise)
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
+        wanted[lo:hi] = wide_dy[lo:hi] @ wide_w[e].astype(np.float64)
+    # as in test_fp8: bfloat16's rounding and that of float32 sums
+    assert relative(fp8moe.grouped_gemm(dy, both.columnwise, offsets), wanted) < 2.0**-8 + 1e-5
+    with pytest.raises(ValueError, match=r"w: got shape \[3, 192, 128\]"):
+        fp8moe.grouped_gemm(dy, both.rowwise, offsets)
+
+
 @given(COUNTS, st.booleans(), st.integers(0, 2**32 - 1))
 def test_fp8_wgrad(counts, accumulate, seed):
     rng = np.random.default_rng(seed)

@@ -194,6 +194,15 @@ def test_transpose(fmt, width):
         assert same_bits(ours.scales, theirs.scales)
 
 
+@pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])
+def test_dequantize_transposed_blocks(shape):
+    weights = fp8moe.quantize(values(RNG, shape, BF16), block=(128, 128), columnwise=True)
+    for dtype in ("float32", "bfloat16"):
+        ours, theirs = both(fp8moe.dequantize, weights.columnwise, dtype=dtype)
+        assert_same(ours, theirs)
+        assert same_bits(theirs, fp8moe.dequantize(weights.rowwise, dtype=dtype))
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("columns", [40, 208])
 def test_transpose_to_blocks(fmt, columns):

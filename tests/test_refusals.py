@@ -22,7 +22,9 @@ OFFSETS = PLAN.expert_offsets
 W = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128))
 QP = fp8moe.quantize(ROWS)
 COLUMN = fp8moe.scaling_aware_transpose(QP, OFFSETS)
-TURNED = fp8moe.scaling_aware_transpose(QP, target="block")
+W2D = fp8moe.quantize(ROWS, block=(128, 128))
+W3D = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128), columnwise=True).columnwise
+TILES = fp8moe.scaling_aware_transpose(QP, target="block")
 SIZES, ORDER = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
 H2 = np.ones((P, 2 * H), np.float32)
 PP = np.ones(P, np.float32)
@@ -245,8 +247,17 @@ MISFITS = [
     ("grouped_gemm", {"backend": "wgmma"}, ValueError, "backend: got 'wgmma' for arrays on the CPU"),
     ("grouped_gemm_wgrad", {"backend": "cublas"}, ValueError, "backend: got 'cublas' for arrays on the CPU"),
     ("grouped_gemm_wgrad", {"dy": QP}, TypeError, r"dy.block: got \(1, 128\)"),
-    ("grouped_gemm_wgrad", {"x": TURNED}, TypeError, r"x.block: got \(128, 128\)"),
-    ("grouped_gemm_wgrad", {"dy": W, "x": W}, ValueError, r"dy: got shape .*; wanted \[N, P\]"),
+    ("grouped_gemm_wgrad", {"x": TILES}, TypeError, r"x.block: got \(128, 128\)"),
+    ("grouped_gemm_wgrad", {"dy": W2D, "x": W2D}, ValueError, "dy.transposed: got False"),
+    ("grouped_gemm_wgrad", {"dy": TILES, "x": W2D}, ValueError, "x.transposed: got False"),
+    ("grouped_gemm_wgrad", {"dy": W3D, "x": W3D}, ValueError, r"dy: got shape .*; wanted \[P, N\]"),
+    (
+        "dequantize",
+        {"q": replace(Q, transposed=True)},
+        TypeError,
+        r"q.transposed: got True with block \(1, 128\)",
+    ),
+    ("dequantize", {"q": replace(W, transposed=1)}, TypeError, "q.transposed: got 1"),
     ("grouped_gemm_wgrad", {"out": np.ones((E, 3, 3), np.float32)}, ValueError, "out: got shape"),
     ("grouped_gemm_wgrad", {"dtype": "int8"}, ValueError, "dtype: got 'int8'"),
 ]

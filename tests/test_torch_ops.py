@@ -128,6 +128,7 @@ def opcheck_cases():
     h, dy = torch.randn(6, 256), torch.randn(6, 128)
     ops = torch.ops.fp8moe
     mask = torch.ones(T, E, dtype=torch.bool)
+    w = fp8moe.quantize_weights(torch.randn(2, 130, 200)).columnwise
     return [
         (ops.plan_topk, (routing(), E, 4, None)),
         (ops.plan_topk, (routing(), E, 4, 9)),
@@ -159,8 +160,9 @@ def opcheck_cases():
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 32], True, 0.0, "compact", "floor")),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 128], False, 1e-4, "gemm_ready")),
         (ops.quantize_weights, (torch.randn(2, 130, 200),)),
-        (ops.dequantize, (q.data, q.scales, "e4m3", [1, 128], "compact", "bfloat16")),
-        (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", "float32")),
+        (ops.dequantize, (q.data, q.scales, "e4m3", [1, 128], "compact", False, "bfloat16")),
+        (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", False, "float32")),
+        (ops.dequantize, (w.data, w.scales, "e4m3", [128, 128], "compact", True, "float32")),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], None, "column", 1)),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], offsets, "tile", 1)),
         (ops.scaling_aware_transpose, (q.data, q.scales, "e4m3", [1, 128], None, "block", 1)),

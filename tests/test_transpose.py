@@ -172,7 +172,16 @@ def test_blocks_are_tiles(counts, first, tail, columns, fmt, spread, seed):
     one = fp8moe.scaling_aware_transpose(q, target="block")
     blocks_are_tiles(one, fp8moe.scaling_aware_transpose(q, target="tile"), np.array([0, len(q.data)]))
     wide, tall = fp8moe.dequantize(one), fp8moe.dequantize(fp8moe.scaling_aware_transpose(q, target="tile"))
-    np.testing.assert_array_equal(wide, tall.T)
+    np.testing.assert_array_equal(wide, tall)
+
+
+@pytest.mark.parametrize("target", ["column", "tile", "block"])
+def test_the_shape_is_that_of_the_logical_matrix(target):
+    q = random_rowwise(np.random.default_rng(0), 256, 384, "e4m3", 128, 0)  # spread 0: exact for every target
+    got = fp8moe.scaling_aware_transpose(q, target=target)
+    assert got.columnwise
+    assert (got.shape, got.data.shape) == ((256, 384), (384, 256))
+    np.testing.assert_array_equal(fp8moe.dequantize(got), fp8moe.dequantize(q))
 
 
 def test_blocks_of_experts_that_begin_elsewhere_are_refused():

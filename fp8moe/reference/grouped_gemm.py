@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import QuantTensor, in_blocks
+from fp8moe.records import QuantTensor
 from fp8moe.reference.numerics import decode_blocks, expert_ranges, quietly, to_f32
 
 _BLOCK = 128
@@ -65,8 +65,7 @@ def grouped_gemm_wgrad(
     backend: str | None,
     out: np.ndarray,
 ) -> None:
-    transposed = in_blocks(dy)
-    rows = dy.shape[1 if transposed else 0]
+    rows, transposed = dy.shape[0], isinstance(dy, QuantTensor) and dy.transposed
     first_block = 0
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, rows)):
         if transposed:

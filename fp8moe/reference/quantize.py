@@ -305,7 +305,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
 def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | None = None) -> None:
     """value = code * scale, in float32, then rounded to ``out``'s dtype."""
     scales = decode_scales(q.scales, q.block)
-    if q.columnwise:
+    if is_columnwise(q.block):
         height = q.block[0]  # type: ignore[index]
         ranges = [(0, len(out))] if expert_offsets is None else expert_ranges(expert_offsets, len(out))
         out[:] = np.zeros((), out.dtype)
@@ -325,6 +325,8 @@ def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | 
         block_shape = q.block
     if q.layout == "gemm_ready" and block_shape[0] == 1:
         scales = scales[:, : len(codes)].T
+    if q.transposed:
+        out = np.swapaxes(out, -1, -2)
     for part, factors, target in zip(_matrices(codes), _matrices(scales), _matrices(out), strict=True):
         target[:] = decode_blocks(part, factors, block_shape, q.fmt).astype(out.dtype, copy=False)
 
