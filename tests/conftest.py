@@ -3,6 +3,8 @@
 import gc
 import importlib.util
 import os
+import secrets
+import sys
 import tempfile
 
 import pytest
@@ -14,8 +16,26 @@ settings.register_profile(
 settings.load_profile("fp8moe")
 
 
+# before `cases` reads it; workers that pytest starts have it from here
+os.environ.setdefault("FP8MOE_TEST_SEED", str(secrets.randbits(32)))
+
 # Inductor finds compiled code by the operators' names: an earlier version's results had other shapes.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="fp8moe-inductor-"))
+
+
+def pytest_report_header():
+    return f"FP8MOE_TEST_SEED={os.environ['FP8MOE_TEST_SEED']}"
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Every test begins with the run's seed, whichever ran before it."""
+    import cases
+
+    if "RNG" in vars(request.module):
+        request.module.RNG.bit_generator.state = cases.generator().bit_generator.state
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(cases.SEED)
 
 
 def _devices() -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BF16, same_bits
+from cases import BF16, generator, same_bits
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +18,7 @@ from fp8moe.adapters import transformer_engine_jax as te
 COUNT = int(sys.argv[1])
 H, F, T, E = 256, 128, 16, 2 * COUNT
 MESH = Mesh(np.array(jax.devices()[:COUNT]), ("ep",))
-RNG = np.random.default_rng()
+RNG = generator()
 
 
 def anywhere(k):

@@ -3,7 +3,7 @@
 import importlib
 
 import numpy as np
-from cases import mask_of, poisoned
+from cases import generator, mask_of, poisoned
 
 from fp8moe.plan import plan_spec
 from fp8moe.records import ArraySpec, arrays_in, map_arrays
@@ -25,7 +25,7 @@ def compare(verb, routing, spec):
 
 
 # Sizes at which a simulator shows several chunks, several steps in a chunk, and several words of bits.
-rng = np.random.default_rng()
+rng = generator()
 SMALL = ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2), (5, 40, 6), (4, 70, 9))
 for chunk, block, most, words, shapes in (
     (8, 4, 128, 8192, SMALL),

@@ -11,15 +11,15 @@ from dataclasses import fields, replace
 import cuda_on_cpu
 import numpy as np
 import pytest
-from cases import BF16, assert_same, plan_with, same_bits, values
+from calls import CALLS
+from cases import BF16, assert_same, generator, plan_with, same_bits, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_refusals import CALLS
 
 import fp8moe
 from fp8moe.records import arrays_in, map_arrays
 
-RNG = np.random.default_rng()
+RNG = generator()
 IDS = np.array([[0, 1], [1, 2], [0, 2]], np.int32)
 X = RNG.standard_normal((3, 256)).astype(np.float32)
 PROBS = np.ones((3, 2), np.float32)

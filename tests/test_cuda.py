@@ -8,30 +8,37 @@ import threading
 
 import numpy as np
 import pytest
-from cases import BF16, assert_same, from_float8, routings, same_bits, values
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_expert_parallel import messages
-from test_grouped_gemm import wgrad_takes_any_scales
-from test_moe import layer_inputs
-from test_permute import rest_stays, rows_without_room_are_left_out
-from test_quantize import mxfp8_on_both_sides_of_every_boundary
-from test_swiglu import (
-    GPT_OSS,
-    OFFSETS,
-    products_beyond_float32,
-    tiny_values_under_large_probabilities,
-    transposed_in_the_same_pass,
-    unquantised,
-)
-from test_transpose import (
+from backend_checks import (
     check,
     error_inputs,
     every_code_under_every_difference,
-    exact,
-    random_rowwise,
+    messages,
+    mxfp8_on_both_sides_of_every_boundary,
+    products_beyond_float32,
+    rest_stays,
+    rows_without_room_are_left_out,
     tiles_are_taken_when_free,
+    tiny_values_under_large_probabilities,
+    transposed_in_the_same_pass,
+    unquantised,
+    wgrad_takes_any_scales,
 )
+from cases import (
+    BF16,
+    GPT_OSS,
+    TILE_OFFSETS,
+    assert_same,
+    from_float8,
+    generator,
+    layer_inputs,
+    random_rowwise,
+    routings,
+    same_bits,
+    values,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import exact
 
 import fp8moe
 from fp8moe import Activation
@@ -294,7 +301,7 @@ def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
 
 
 def test_many_tiles_are_taken_when_free(monkeypatch):
-    counts = np.random.default_rng().integers(0, 400, 40)  # some 70 rows of tiles
+    counts = generator().integers(0, 400, 40)  # some 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 
 
@@ -557,7 +564,7 @@ def test_swiglu_of_nan_and_far_values():
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("offsets", TILE_OFFSETS)
 @pytest.mark.parametrize("rows", [512, 520, 8192])
 def test_swiglu_transposed_in_the_same_pass(rows, offsets):
     for dtype, fmt, activation in itertools.product(

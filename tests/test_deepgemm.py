@@ -5,7 +5,7 @@ import types
 
 import numpy as np
 import pytest
-from test_grouped_gemm import offsets_of, relative
+from cases import offsets_of, relative
 
 import fp8moe
 

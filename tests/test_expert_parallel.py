@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import BF16, assert_same, values
+from cases import BF16, assert_same, generator, values
 
 import fp8moe
 from fp8moe import expert_parallel
@@ -191,7 +191,7 @@ class ThreadsPeers(Threads):
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(BF16, 2), (np.float32, 4)])
 def test_windows_have_room_for_every_message(dtype, itemsize):
-    rng = np.random.default_rng()
+    rng = generator()
     x, ids, probs = values(rng, (3, 100), dtype), np.zeros((3, 5), np.int32), np.ones((3, 5))
     room = torch_symmetric_memory.window_bytes(4, 1000, 100, 5, itemsize)
     for fmt, parts in ((None, (ids, probs)), ("e4m3", (ids, probs)), (None, (probs,)), (None, ())):
@@ -210,7 +210,7 @@ def in_threads(kind, world, action):
 @pytest.mark.parametrize("room", [1 << 30, 8 << 10])  # for all, and for some of the exchanges
 def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
     monkeypatch.setattr(ThreadsPeers, "room", room)
-    rng = np.random.default_rng()
+    rng = generator()
     tokens = [int(rng.integers(0, 20)) for _ in range(world)]
     xs, dys = ([values(rng, (t, 256), BF16) for t in tokens] for _ in range(2))
     ids = [rng.integers(-1, 2 * world, (t, k)) for t in tokens]
@@ -256,49 +256,6 @@ def test_what_is_refused():
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=alone())
     with pytest.raises(ValueError, match="comm: got None; wanted the forward's, which had one"):
         fp8moe.moe_backward(saved, x)
-
-
-def messages(both, rng, rows, columns, k, dtype):
-    """Rows side by side and apart again, quantised on the way or not, in whole vectors or not: ``both`` gives
-    the reference's result and a backend's."""
-    x, probs = values(rng, (rows, columns), dtype), rng.random((rows, k)).astype(np.float32)
-    ids = rng.integers(-1, 12, (rows, k))
-    assert_same(*both(lambda i: expert_parallel._rank_mask(i, 4, 3), ids))
-    local, theirs = both(lambda i: expert_parallel._local_ids(i, 4, 4), ids)
-    assert_same(local, theirs)
-    q = fp8moe.quantize(x)
-    for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
-        message, theirs = both(expert_parallel._pack, *parts)
-        assert_same(message, theirs)
-        shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
-        apart, theirs = both(lambda m, shapes=shapes: expert_parallel._unpack(m, shapes), message)
-        assert_same(parts, apart)
-        assert_same(parts, theirs)
-    for fmt in ("e4m3", "e5m2"):
-        for behind in ((local, probs), ()):
-            pack = expert_parallel._quantize_and_pack
-            assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind))
-    # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
-    plan = fp8moe.plan_routing_map(expert_parallel._rank_mask(ids, 4, 3)[0], topk=min(k, 3))
-    halves = np.array([rows // 2, 0, rows - rows // 2])
-    for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
-        for fmt in (None, "e4m3"):
-            message = expert_parallel._Message(x, fmt, (local, probs))
-            poison = [rng.integers(0, 256, (n + 2, message.row_bytes)).astype(np.uint8) for n in counts]
-
-            def into(x, row_id_map, local, probs, *poison, fmt=fmt):
-                around = tuple(expert_parallel._pack(p) for p in poison)
-                inside = tuple(within(w) for w in around)
-                expert_parallel._Message(x, fmt, (local, probs)).write(row_id_map, inside)
-                return around
-
-            assert_same(*both(into, x, row_id_map, local, probs, *poison))
-
-
-def within(window):
-    """Without the first and the last row."""
-    host = getattr(window, "host", None)
-    return window[1:-1] if host is None else type(window)(host[1:-1])
 
 
 class Buffer:

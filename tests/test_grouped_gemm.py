@@ -1,52 +1,17 @@
 """Grouped GEMM against float64 products of the dequantised operands, and torch in bfloat16."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from cases import BF16, assert_same, values
+from cases import BF16, assert_same, offsets_of, relative, values
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
 
 COUNTS = st.lists(st.sampled_from((0, 1, 2, 127, 128, 129, 256)), min_size=1, max_size=6)
-
-
-def offsets_of(counts):
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-
-
-def relative(got, wanted):
-    norm = np.linalg.norm(wanted)
-    return np.linalg.norm(got.astype(np.float64) - wanted) / norm if norm else np.abs(got).max(initial=0)
-
-
-def wgrad_takes_any_scales(both, rng, offsets, dy, x):
-    """Scales far from 1 with the same products give a kernel's gradient the same bits; scales that are no
-    powers of two, here and there; NaN where it belongs. ``both`` gives the reference's result and a
-    backend's."""
-
-    def run(*operands):
-        return both(fp8moe.grouped_gemm_wgrad, *operands, offsets, backend="wgmma")
-
-    def times(q, factor):
-        return replace(q, scales=(q.scales * factor).astype(np.float32))
-
-    _, plain = run(dy, x)
-    for far in (2.0**-70, 2.0**70):
-        assert_same(run(times(dy, far), times(x, 1 / far))[1], plain)
-    odd = [np.where(rng.random(q.scales.shape) < 0.01, 1.7, 1) for q in (dy, x)]
-    given = [times(q, f) for q, f in zip((dy, x), odd, strict=True)]
-    wanted, new = run(*given)
-    assert relative(new, wanted) <= 2.0**-11  # the tensor cores' 14 bits, as in test_cuda.py
-    given[0].scales[-1, 3] = np.nan  # of the last block's rows, column 3
-    _, new = run(*given)
-    assert np.isnan(new[-1, 3]).all()
-    assert not np.isnan(new[:-1]).any()
-    assert not np.isnan(new[-1, :3]).any()
 
 
 @given(COUNTS, st.sampled_from((1, 128, 200)), st.sampled_from((0, 128, 300)), st.integers(0, 2**32 - 1))

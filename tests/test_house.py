@@ -130,3 +130,8 @@ def test_every_kernel_begins_after_the_launch_in_front_of_it():
     assert len(kernels) == sum(source.count('extern "C"') for source in sources) > 30
     for name, first in kernels:
         assert first == later.get(name, "  pdl_wait();"), name
+
+
+@pytest.mark.parametrize("path", files("tests"), ids=lambda p: p.stem)
+def test_shared_checks_lie_in_modules_of_their_own(path):
+    assert not any(name.startswith("test_") for name in imports_of(path))

@@ -8,7 +8,7 @@ import pytest
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests want memory, too
 
 from cases import BF16, assert_same
-from test_jax_ops import (
+from jax_cases import (
     IDS,
     OFFSETS,
     OPERATIONS,

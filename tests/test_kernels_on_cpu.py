@@ -8,20 +8,31 @@ import types
 import cuda_on_cpu
 import numpy as np
 import pytest
-from cases import BF16, assert_nearly_same, assert_same, same_bits, values
-from test_expert_parallel import messages
-from test_grouped_gemm import offsets_of, relative, wgrad_takes_any_scales
-from test_permute import rest_stays, rows_without_room_are_left_out
-from test_quantize import mxfp8_on_both_sides_of_every_boundary
-from test_swiglu import (
-    GPT_OSS,
-    OFFSETS,
+from backend_checks import (
+    messages,
+    mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
+    rest_stays,
+    rows_without_room_are_left_out,
+    tiles_are_taken_when_free,
     tiny_values_under_large_probabilities,
     transposed_in_the_same_pass,
     unquantised,
+    wgrad_takes_any_scales,
 )
-from test_transpose import random_rowwise, tiles_are_taken_when_free
+from cases import (
+    BF16,
+    GPT_OSS,
+    TILE_OFFSETS,
+    assert_nearly_same,
+    assert_same,
+    generator,
+    offsets_of,
+    random_rowwise,
+    relative,
+    same_bits,
+    values,
+)
 
 import fp8moe
 from fp8moe import Activation, dispatch, expert_parallel
@@ -31,7 +42,7 @@ from fp8moe.records import arrays_in
 pytest.importorskip("cupy")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-RNG = np.random.default_rng()
+RNG = generator()
 ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0)
 
 
@@ -255,7 +266,7 @@ def test_swiglu_unquantised(dtype, width, activation, with_probs):
     unquantised(both, dtype, 9, width, activation, with_probs)
 
 
-@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("offsets", TILE_OFFSETS)
 @pytest.mark.parametrize(
     ("dtype", "fmt", "activation", "rows"),
     [

@@ -7,13 +7,13 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 import torch
-from cases import BF16, assert_same, same_bits, values
+from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
 from fp8moe import dispatch, interop
 from fp8moe.records import DeviceArray, arrays_in, map_arrays
 
-RNG = np.random.default_rng()
+RNG = generator()
 A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_size=4)
 
 

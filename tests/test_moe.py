@@ -3,26 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from cases import BF16, same_bits
+from cases import ACTIVATIONS, BF16, layer_inputs, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_swiglu import ACTIVATIONS, torch_swiglu
+from oracles import torch_swiglu
 
 import fp8moe
 from fp8moe.activation import SWIGLU
-
-
-def layer_inputs(seed, tokens=96, hidden=128, ffn=128, experts=4, k=2, dtype=BF16, dropped=0.0):
-    rng = np.random.default_rng(seed)
-    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
-    ids = np.where(rng.random(ids.shape) < dropped, -1, ids).astype(np.int32)
-    return {
-        "x": rng.standard_normal((tokens, hidden)).astype(dtype),
-        "w13": (rng.standard_normal((experts, 2 * ffn, hidden)) / hidden**0.5).astype(dtype),
-        "w2": (rng.standard_normal((experts, hidden, ffn)) / ffn**0.5).astype(dtype),
-        "topk_ids": ids,
-        "topk_probs": rng.random(ids.shape).astype(np.float32 if dtype == BF16 else dtype),
-    }, rng.standard_normal((tokens, hidden)).astype(dtype)
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):

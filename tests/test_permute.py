@@ -7,13 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cases import BF16, assert_same, layout, mask_of, poisoned, routings, same_bits, unmask, values
+from backend_checks import rest_stays
+from cases import BF16, generator, layout, mask_of, poisoned, routings, same_bits, unmask, values
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
 from fp8moe.permute import permute_spec
-from fp8moe.records import ArraySpec, QuantTensor, arrays_in, map_arrays
+from fp8moe.records import ArraySpec, QuantTensor, map_arrays
 
 reference = importlib.import_module("fp8moe.reference.permute")
 
@@ -319,41 +320,9 @@ def test_sort_chunks_moves_scales():
     assert same_bits(got.scales, q.scales[order])
 
 
-def rows_without_room_are_left_out(upload, download, x, sizes, order):
-    """On CUDA, where nobody looks at the sizes: what has room is as it is with room enough."""
-    full = fp8moe.sort_chunks(x, sizes, order)
-    rows = int(full.group_offsets[-1])
-    cut = map_arrays(lambda _, a: a[: rows // 2].copy(), full.data)
-    got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), num_out_tokens=rows // 2)
-    assert_same(download(got).data, cut)
-    zeros = map_arrays(
-        lambda _, a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data
-    )
-    wanted = fp8moe.sort_chunks_backward(zeros, sizes, order)
-    given = map(upload, (cut, sizes, order))
-    assert_same(download(fp8moe.sort_chunks_backward(*given, num_tokens=len(arrays_in(x)[0])))[0], wanted[0])
-
-
-def rest_stays(upload, download, x, sizes, order):
-    """Rows past the chunks, where there is room for all of them and where there is not."""
-    assert sizes.sum() < len(arrays_in(x)[0])
-    starts = np.cumsum(sizes) - sizes
-    rows = [np.arange(starts[c], starts[c] + sizes[c]) for c in order]
-    rows = np.concatenate([*rows, np.arange(sizes.sum(), len(arrays_in(x)[0]))])
-    for count in (len(rows), int(sizes.sum()) + 1):
-        got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), keep_rest=True, num_out_tokens=count).data
-        assert_same(download(got), map_arrays(lambda _, a, n=count: a[rows[:n]], x))
-        back, _ = fp8moe.sort_chunks_backward(
-            got, *map(upload, (sizes, order)), keep_rest=True, num_tokens=len(rows)
-        )
-        kept = np.isin(np.arange(len(rows)), rows[:count])
-        for a, b in zip(arrays_in(download(back)), arrays_in(x), strict=True):
-            assert same_bits(a[kept], b[kept])
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 def test_rows_past_the_chunks_stay_where_told(quantized):
-    rng = np.random.default_rng()
+    rng = generator()
     x = values(rng, (17, 128), BF16)
     x = fp8moe.quantize(x) if quantized else x
     sizes, order = np.array([4, 0, 3, 5]), np.array([2, 3, 1, 0], np.int32)

@@ -1,16 +1,27 @@
 """Quantise against float64 arithmetic and ml_dtypes' casts, block by block."""
 
 import importlib
-import math
 import time
-from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import BF16, FLOAT8, MAX, SIZES, assert_same, from_float8, poisoned, same_bits, to_float8, values
+from cases import (
+    BF16,
+    FLOAT8,
+    MAX,
+    SIZES,
+    assert_same,
+    from_float8,
+    generator,
+    poisoned,
+    same_bits,
+    to_float8,
+    values,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import at_boundaries, blocks_of, e8m0, quantized, quantized_scale, stored
 
 import fp8moe
 from fp8moe.records import arrays_in
@@ -18,27 +29,7 @@ from fp8moe.records import arrays_in
 reference = importlib.import_module("fp8moe.reference.quantize")
 
 
-EXPONENTS = np.arange(-127, 128)  # of E8M0, whose byte is the index
 MX_BLOCKS = ((1, 32), (32, 1))
-
-
-def e8m0(amax, fmt, rounding="up"):
-    """Bytes of MXFP8's scales for float32 ``amax``, by tables in float64, in which every entry is exact.
-
-    "up": the least scale under which the largest code holds amax. Transformer Engine divides in float32,
-    whose steps are 2^-149 below 2^-126, so 2^-127 has what lies up to half a step above it, too.
-    "floor": the largest power of two within amax, by the format's largest.
-    """
-    amax = np.asarray(amax, np.float64)
-    if rounding == "up":
-        scales = np.exp2(EXPONENTS)
-        scales[0] += 2.0**-150
-        byte = np.searchsorted(MAX[fmt] * scales, amax)
-    else:
-        emax = {"e4m3": 8, "e5m2": 15}[fmt]
-        byte = np.maximum(np.searchsorted(np.exp2(EXPONENTS + emax), amax, side="right") - 1, 0)
-    byte = np.where(np.isinf(amax), 254, byte)
-    return np.where(np.isnan(amax), 127, byte).astype(np.uint8)
 
 
 def transformer_engines_e8m0(amax, fmt):
@@ -49,69 +40,6 @@ def transformer_engines_e8m0(amax, fmt):
     up = ((mantissa > 0) & (exponent != 0xFE)) & ~((exponent == 0) & (mantissa <= 0x400000))
     found = np.where(value == 0, 0, exponent + up)
     return np.where(np.isinf(value), 0xFE, found).astype(np.uint8)
-
-
-def at_boundaries(fmt, dtype):
-    """Magnitudes on both sides of every one at which a block's exponent changes, by either rounding: five
-    successive bit patterns around each; the smallest, the largest and random ones."""
-    unsigned = np.dtype(f"u{dtype.itemsize}")
-    largest = int(np.array(ml_dtypes.finfo(dtype).max, dtype).view(unsigned))
-    edges = np.concatenate([np.exp2(EXPONENTS) * MAX[fmt], np.exp2(np.arange(-149.0, 128))])
-    edges = edges[edges <= float(ml_dtypes.finfo(dtype).max)].astype(dtype).view(unsigned).astype(np.int64)
-    near = (edges[:, None] + np.arange(-2, 3)).ravel()
-    some = np.random.default_rng().integers(0, largest, 1000, endpoint=True)
-    bits = np.unique(np.clip(np.concatenate([near, some, np.arange(3), [largest - 1, largest]]), 0, largest))
-    return bits.astype(unsigned).view(dtype)
-
-
-def blocks_of(amax, rng):
-    """[N, 32]: in each row its amax, anywhere and of any sign, and numbers no larger."""
-    x = (amax.astype(np.float64)[:, None] * rng.uniform(-1, 1, (len(amax), 32))).astype(amax.dtype)
-    x[np.arange(len(amax)), rng.integers(0, 32, len(amax))] = amax * rng.choice([-1, 1], len(amax))
-    return x
-
-
-def oracle_scale(amax, fmt, pow2, mx, rounding="up"):
-    """The scale of one block from exact fractions; None means 1."""
-    if mx:
-        return 2.0 ** (float(e8m0(amax, fmt, rounding)) - 127)
-    if amax == 0 or not math.isfinite(amax):
-        return 1.0
-    if pow2:  # the smallest power of two that is at least amax / max: no division, no float
-        ratio, exponent = Fraction(float(amax)) / Fraction(MAX[fmt]), -126
-        while Fraction(2) ** exponent < ratio:
-            exponent += 1
-        return 2.0**exponent
-    with np.errstate(over="ignore"):
-        inv = min(np.float32(MAX[fmt]) / np.float32(amax), np.float32(2.0**126))
-    return float(np.float32(1) / inv)
-
-
-def oracle(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
-    """(codes, scales), both in the order of x, by loops over blocks."""
-    x32 = x.astype(np.float32)
-    rows, cols = x.shape
-    bm, bk = block
-    scales = np.zeros((-(-rows // bm), -(-cols // bk)))
-    codes = np.zeros(x.shape, np.uint8)
-    mx = 32 in block
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            part = (slice(i * bm, (i + 1) * bm), slice(j * bk, (j + 1) * bk))
-            amax = np.abs(x32[part]).max()
-            amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
-            scale = scales[i, j] = oracle_scale(float(amax), fmt, pow2, mx, rounding)
-            if mx or pow2:
-                y = x32[part].astype(np.float64) / scale  # a power of two: exact
-            else:
-                inv = min(np.float32(MAX[fmt]) / amax, np.float32(2.0**126)) if scale != 1 else np.float32(1)
-                y = x32[part] * inv  # rounded to float32, as SPEC has it
-            codes[part] = to_float8(y, fmt)
-    return codes, scales
-
-
-def stored(scales, mx):
-    return (np.log2(scales) + 127).astype(np.uint8) if mx else scales.astype(np.float32)
 
 
 SIZES_K = (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -135,7 +63,7 @@ def test_quantize_matches_float64(rows, cols, fmt, block, dtype, pow2, eps, awkw
     q = fp8moe.quantize(x, fmt=fmt, block=block, pow2=pow2, eps=eps, scale_rounding=rounding)
     assert q.shape == (rows, cols)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        codes, scales = oracle(x, fmt, block, pow2, eps, rounding)
+        codes, scales = quantized(x, fmt, block, pow2, eps, rounding)
     assert same_bits(q.scales, stored(scales, 32 in block))
     assert same_bits(q.data, codes.T if q.columnwise else codes)
     assert not (q.scales == 0).any() or 32 in block
@@ -185,7 +113,7 @@ def test_pow2_scales_are_the_ceiling_for_every_normal_amax(fmt):
     amax = np.arange(0x0080, 0x7F80, dtype=np.uint16).view(BF16)
     q = fp8moe.quantize(amax[:, None], fmt=fmt)
     for value, scale in zip(amax.astype(np.float64)[::17], q.scales[::17, 0], strict=True):
-        assert scale == oracle_scale(value, fmt, True, False)
+        assert scale == quantized_scale(value, fmt, True, False)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -217,7 +145,7 @@ def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
     if dtype.itemsize == 2:  # every finite number instead
         every = np.arange(0x8000, dtype=np.uint16).view(dtype)
         amax = every[np.isfinite(every.astype(np.float32))]
-    x = blocks_of(amax, np.random.default_rng())
+    x = blocks_of(amax, generator())
     wanted = e8m0(amax, fmt, rounding)
     if dtype == np.float32:  # every byte of a finite block, which no other has
         assert set(wanted.tolist()) == set(range(int(e8m0(np.finfo(np.float32).max, fmt, rounding)) + 1))
@@ -234,23 +162,6 @@ def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
     if rounding == "up":  # all of a block's range is used and nothing saturates
         assert np.abs(scaled).max() <= MAX[fmt] * (1 + 2.0**-23)
         assert (np.abs(scaled).max(axis=1)[wanted > 0] > MAX[fmt] / 2).all()
-
-
-def mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding):
-    """As above, with infinities and NaN, by every kernel that makes such scales."""
-    rng = np.random.default_rng()
-    x = blocks_of(at_boundaries(fmt, dtype), rng)
-    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype)
-    spoilt = rng.choice(len(x), 40, replace=False)
-    x[spoilt, rng.integers(0, 32, 40)] = rng.choice(special, 40)
-    x = x[rng.permutation(len(x))[: len(x) // 128 * 128]]
-    options = {"fmt": fmt, "scale_rounding": rounding}
-    rows, columns = x.reshape(-1, 128), x.reshape(-1, 128, 32).swapaxes(1, 2).reshape(-1, 128)
-    assert_same(*both(fp8moe.quantize, rows, block=(1, 32), **options))
-    assert_same(*both(fp8moe.quantize, rows[:, :100].copy(), block=(1, 32), **options))
-    assert_same(*both(fp8moe.quantize, columns[:, :100].copy(), block=(32, 1), **options))
-    both_ways = {"block": (1, 32), "columnwise": True, **options}
-    assert_same(*both(fp8moe.quantize, np.concatenate([rows, columns]), **both_ways))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -285,7 +196,7 @@ def test_special_values_of_mxfp8(fmt, rounding):
 
 
 def test_no_normal_number_saturates():
-    x = np.random.default_rng().standard_normal((1024, 2048)).astype(np.float32)
+    x = generator().standard_normal((1024, 2048)).astype(np.float32)
     for rounding, saturates in (("up", False), ("floor", True)):
         q = fp8moe.quantize(x, block=(1, 32), scale_rounding=rounding)
         scales = np.repeat(np.exp2(q.scales.astype(np.float64) - 127), 32, axis=1)
@@ -321,7 +232,7 @@ def test_columnwise_comes_beside_rowwise(block):
     x = values(np.random.default_rng(1), (200, 136), BF16)
     both = fp8moe.quantize(x, block=block, columnwise=True)
     assert same_bits(both.rowwise.data, fp8moe.quantize(x, block=block).data)
-    codes, scales = oracle(x, "e4m3", block[::-1])
+    codes, scales = quantized(x, "e4m3", block[::-1])
     assert same_bits(both.columnwise.data, codes.T)
     assert same_bits(both.columnwise.scales, stored(scales, 32 in block))
 
@@ -330,7 +241,7 @@ def test_weights_of_several_experts_and_their_transpose():
     w = values(np.random.default_rng(2), (3, 200, 136), BF16)
     both = fp8moe.quantize(w, block=(128, 128), columnwise=True)
     for e in range(3):
-        codes, scales = oracle(w[e], "e4m3", (128, 128))
+        codes, scales = quantized(w[e], "e4m3", (128, 128))
         assert same_bits(both.rowwise.data[e], codes)
         assert same_bits(both.rowwise.scales[e], scales.astype(np.float32))
     assert both.columnwise.transposed
@@ -377,7 +288,7 @@ def test_memory_that_does_not_fit_is_refused():
 def test_one_scale_for_the_tensor():
     x = values(np.random.default_rng(3), (33, 65))
     q = fp8moe.quantize(x, block=None)
-    scale = oracle_scale(float(np.abs(x).max()), "e4m3", True, False)
+    scale = quantized_scale(float(np.abs(x).max()), "e4m3", True, False)
     assert q.scales.tolist() == [scale]
     assert same_bits(q.data, to_float8(x.astype(np.float64) / scale, "e4m3"))
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cases import assert_same
+from cases import assert_same, generator
 
 import fp8moe
 from fp8moe.reference import numerics
@@ -49,7 +49,7 @@ def new_threads():
 @pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's
 @pytest.mark.usefixtures("new_threads")
 def test_subnormals_stay_whatever_the_callers_arithmetic(rows):
-    rng = np.random.default_rng()
+    rng = generator()
     tiny = (rng.standard_normal((rows, 256)) * 1e-36).astype(np.float32)
     small = (rng.standard_normal((rows, 256)) * 1e-40).astype(np.float32)  # subnormal themselves
     h = np.concatenate([small, np.ones_like(small)], axis=1)
@@ -75,7 +75,7 @@ def test_subnormals_stay_whatever_the_callers_arithmetic(rows):
 
 
 def test_numpy_errors_that_are_raised_break_no_call():
-    rng = np.random.default_rng()
+    rng = generator()
     x = (rng.standard_normal((6, 256)) * 1e-30).astype(np.float32)
     large = np.full((6, 256), 3e38, np.float32)
     plan = fp8moe.plan_topk(np.array([[0, 1], [1, 2], [0, 2]], np.int32), 3)

@@ -5,38 +5,16 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from cases import BF16, assert_same, from_float8, same_bits, to_float8, values
+from backend_checks import transposed_in_the_same_pass
+from cases import ACTIVATIONS, BF16, GPT_OSS, TILE_OFFSETS, from_float8, same_bits, to_float8, values
 from hypothesis import given
 from hypothesis import strategies as st
-from test_quantize import oracle, stored
+from oracles import quantized, stored, torch_swiglu
 
 import fp8moe
 from fp8moe import Activation
 
 reference = importlib.import_module("fp8moe.reference.swiglu")
-
-GPT_OSS = Activation(clamp=7.0, alpha=1.702, linear_offset=1.0)
-ACTIVATIONS = (
-    Activation(),
-    GPT_OSS,
-    Activation(clamp=0.5),
-    Activation("geglu"),
-    Activation("geglu_tanh"),
-    Activation("geglu", clamp=0.5, linear_offset=1.0),
-)
-
-
-def torch_swiglu(h, probs, activation):
-    a, b = h.chunk(2, dim=-1)
-    if activation.clamp is not None:
-        a, b = a.clamp(max=activation.clamp), b.clamp(-activation.clamp, activation.clamp)
-    gates = {
-        "swiglu": lambda a: a * torch.sigmoid(activation.alpha * a),
-        "geglu": torch.nn.functional.gelu,
-        "geglu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"),
-    }
-    y = gates[activation.kind](a) * (b + activation.linear_offset)
-    return y if probs is None else y * probs[:, None]
 
 
 @given(
@@ -114,7 +92,7 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
     both = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, columnwise=True, activation=activation)
     y = fp8moe.swiglu(h.astype(np.float32), probs, activation=activation)
     for q, b in ((both.rowwise, block), (both.columnwise, block[::-1])):
-        codes, scales = oracle(y, fmt, b)
+        codes, scales = quantized(y, fmt, b)
         assert same_bits(q.scales, stored(scales, 32 in b))
         assert same_bits(q.data, codes.T if q.columnwise else codes)
     single = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, activation=activation)
@@ -126,10 +104,10 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
         grad.astype(np.float32), h.astype(np.float32), probs, activation=activation
     )
     for half in (slice(0, width), slice(width, 2 * width)):  # each half on its own
-        codes, _ = oracle(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
+        codes, _ = quantized(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
         assert same_bits(got.dh.rowwise.data[:, half], codes)
     assert same_bits(got.dprobs, plain.dprobs)
-    codes, _ = oracle(plain.dh, fmt, block[::-1])
+    codes, _ = quantized(plain.dh, fmt, block[::-1])
     assert same_bits(got.dh.columnwise.data, codes.T)
 
 
@@ -142,7 +120,7 @@ def test_experts_have_their_own_column_blocks_and_the_tail_reaches_nobody():
     y = fp8moe.swiglu(h[:230].astype(np.float32))
     block = 0
     for lo, hi in ((0, 100), (100, 230)):
-        codes, scales = oracle(y[lo:hi], "e4m3", (128, 1))
+        codes, scales = quantized(y[lo:hi], "e4m3", (128, 1))
         assert same_bits(both.columnwise.data[:, lo:hi], codes.T)
         assert same_bits(both.columnwise.scales[block : block + len(scales)], scales.astype(np.float32))
         block += len(scales)
@@ -190,79 +168,6 @@ def test_gradients_that_overflow_are_infinite():
     assert np.isposinf(fp8moe.swiglu_quantize_backward(grad, h, probs).dprobs).all()
 
 
-def tiny_values_under_large_probabilities(both):
-    """Where a quantising factor times the probability is no float any more, the values, zeros among them, are
-    what they are all the same."""
-    h, grad = np.zeros((3, 256), BF16), np.zeros((3, 128), BF16)
-    h[:, :5], h[:, 128:133], grad[:, :5] = 1e-20, [1e-17, 3e-18, 0, -1e-17, 1e-30], 1e-18
-    probs = np.array([4, 16, 1e3], np.float32)
-    rows = both(fp8moe.swiglu_quantize, h, probs)
-    grads = both(fp8moe.swiglu_quantize_backward, grad, h, probs)
-    for ours, theirs in (rows, [g.dh for g in grads]):
-        assert same_bits(ours.scales, theirs.scales)
-        assert (ours.data != 0).any()
-        # a sigmoid within 2^-20 of itself may take a code to the other side
-        assert (np.abs(ours.data.astype(int) - theirs.data) <= 1).all()
-
-
-def products_beyond_float32(both):
-    """MXFP8's blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
-    a = np.zeros((4, 128), np.float32)
-    a[1, :4] = 1.5 * 2.0**126, -1.5 * 2.0**126, 1.25 * 2.0**123, 1.25 * 2.0**40
-    a[2, :2], a[3] = (np.nan, 1.0), a[1]
-    h = np.concatenate([np.full((4, 128), 64), a / 64], axis=1).astype(BF16)  # whose sigmoid is 1
-    probs = np.array([3, 8, 1, 1], np.float32)
-    for options in ({}, {"columnwise": True}):
-        options |= {"block": (1, 32)}
-        ours, theirs = both(fp8moe.swiglu_quantize, h, probs, **options)
-        assert_same(ours, theirs)
-        q = theirs.rowwise if "columnwise" in options else theirs
-        assert q.scales.tolist() == [[0] * 4, [254, 0, 0, 0], [127, 0, 0, 0], [245, 0, 0, 0]]
-        # 1.25 * 2^126 by 2^127 is 0.625; 1.5 * 2^126 by 2^118 is 384
-        wanted = [[448, -448, 0.625, 0], [384, -384, 40, 0]]
-        assert from_float8(q.data[[1, 3], :4], "e4m3").tolist() == wanted
-        assert (q.data[2, 0], q.data[2, 1]) == (0x7F, 0x38)
-    grads = both(fp8moe.swiglu_quantize_backward, a.astype(BF16), h, probs, block=(1, 32))
-    assert same_bits(grads[0].dh.scales, grads[1].dh.scales)
-
-
-def unquantised(both, dtype, rows, width, activation, with_probs):
-    """A backend's values and gradients in 16 bits, `both` giving the reference's and them, of NaN, infinities
-    and far values too. Its sigmoid may be 2^-20 off, and some rounding errors of float32 come with it."""
-    rng = np.random.default_rng()
-    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
-    h[rng.random(h.shape) < 0.01] *= 100  # up to some 1600
-    h[0, :3], h[0, width] = (np.nan, -np.inf, np.inf), np.nan
-    h, grad = h.astype(dtype), grad.astype(dtype)
-    probs = rng.random(rows).astype(np.float32) if with_probs else None
-    given = (h, probs) if with_probs else (h,)
-    digits = 8 if dtype == BF16 else 11  # a rounding to the other side is 2^(1 - digits) of the value
-    tiny = 2.0**-133 if dtype == BF16 else 2.0**-24  # the smallest there are
-    y, theirs = both(fp8moe.swiglu, *given, activation=activation)
-    same_but_for(y, theirs, digits, tiny)
-    ours, theirs = both(fp8moe.swiglu_backward, grad, *given, activation=activation)
-    # where da = grad p b (s + g (1 - s)) nearly cancels, 2^-20 is of its terms, which are up to 1 + |alpha a|
-    bare = np.where(np.isfinite(h), h, 0).astype(np.float64)
-    a, b = np.abs(bare[:, :width]), np.abs(bare[:, width:]) + 1
-    terms = np.abs(grad.astype(np.float64)) * b * (1 + 2 * a)
-    same_but_for(ours.dh, theirs.dh, digits, tiny + 2.0**-18 * np.concatenate([terms, terms], axis=1))
-    assert (ours.dprobs is None) == (theirs.dprobs is None) == (not with_probs)
-    if with_probs:
-        assert np.isnan(ours.dprobs[0])
-        assert np.isnan(theirs.dprobs[0])
-        far = np.abs(ours.dprobs[1:].astype(np.float64) - theirs.dprobs[1:])
-        assert (far <= 2.0**-18 * (np.abs(grad.astype(np.float64)) * a * b)[1:].sum(axis=1)).all()
-
-
-def same_but_for(ours, theirs, digits, near):
-    a, b = ours.astype(np.float64), theirs.astype(np.float64)
-    np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
-    np.testing.assert_array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)])
-    with np.errstate(invalid="ignore"):
-        assert (~np.isfinite(a) | (np.abs(a - b) <= 2.0 ** (1 - digits) * np.abs(a) + near)).all()
-    assert (a != b)[np.isfinite(a)].mean() < 0.01  # of 2^(20 - digits) one
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
@@ -304,55 +209,8 @@ def test_gelu_of_every_bfloat16(kind):
     assert (np.abs(slope - x.grad.numpy()) <= bound + torchs).all()
 
 
-def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
-    """Both ways from one pass are, bit for bit, the row-wise codes and their transpose, of rows of zeros, of
-    NaN and of scales far apart, too."""
-    rng = np.random.default_rng()
-    width = 384
-    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
-    h[rng.random(h.shape) < 0.01] *= 100
-    grad[rng.random(rows) < 0.2] *= 2.0 ** rng.integers(-60, 20)
-    h[rng.random(rows) < 0.1] = 0
-    h[rng.integers(0, rows, 2), rng.integers(0, 2 * width, 2)] = np.nan, np.inf
-    h[: rows // 4, :128] = 0  # tiles of zeros only
-    with np.errstate(over="ignore"):
-        h, grad = h.astype(dtype), grad.astype(dtype)
-    probs = rng.random(rows).astype(np.float32)
-    options = {"fmt": fmt, "activation": activation}
-    by_expert = {} if offsets is None else {"expert_offsets": offsets, "align_size": 128}
-    first, last = (0, rows) if offsets is None else (offsets[0], offsets[-1])
-
-    def check(found, wanted):
-        assert_same(found.rowwise, wanted)
-        transposed = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
-        assert same_bits(found.columnwise.data[:, first:last], transposed.data[:, first:last])
-        assert same_bits(found.columnwise.scales, transposed.scales)
-        assert found.columnwise.block == transposed.block
-
-    for weights in ((probs,), ()):
-        given = (h, *weights)
-        one, two = (
-            both(fp8moe.swiglu_quantize, *given, **options, **by_expert, transposed=t)[1]
-            for t in (True, False)
-        )
-        check(one, two)
-        one, two = (
-            both(fp8moe.swiglu_quantize_backward, grad, *given, **options, **by_expert, transposed=t)[1]
-            for t in (True, False)
-        )
-        check(one.dh, two.dh)
-        if not weights:
-            assert one.dprobs is two.dprobs is None
-            continue
-        # the same float32 parts in float64, in another order: a rounding to the other side
-        np.testing.assert_allclose(one.dprobs, two.dprobs, rtol=2.0**-22, atol=2.0**-149)
-
-
-OFFSETS = (None, np.array([0, 256, 256, 384], np.int32), np.array([128, 256, 512], np.int32))
-
-
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("offsets", OFFSETS)
+@pytest.mark.parametrize("offsets", TILE_OFFSETS)
 def test_transposed_in_the_same_pass(fmt, offsets):
     def on_cpu(function, *arguments, **options):
         return None, function(*arguments, **options)

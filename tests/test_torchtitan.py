@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_swiglu import torch_swiglu
-from test_transformers import FP8_NOISE
+from cases import FP8_NOISE
+from oracles import torch_swiglu
 
 pytest.importorskip("torchtitan")
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts

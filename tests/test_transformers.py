@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import FP8_NOISE
 
 transformers = pytest.importorskip("transformers")
 warnings.filterwarnings("ignore", module="transformers")
@@ -19,11 +20,6 @@ E, H, F, T, K = 4, 64, 48, 23, 2  # F: no multiple of 128
 FP8, BF16 = "fp8moe", "fp8moe_bf16"
 adapter.enable("fp8_flow", name=FP8)
 adapter.enable("bf16", name=BF16)
-
-# What rounding to e4m3 leaves: steps of 1/8 to 1/16 of a value, whose errors have a standard deviation of
-# 1 / sqrt(12) of that, 0.026 of the value on average. y and each gradient come from at most five products of
-# two rounded operands, one behind the other: 0.026 * sqrt(10) = 0.08. Twice that is more than chance.
-FP8_NOISE = 0.16
 
 
 class Config:

@@ -4,94 +4,21 @@ import itertools
 
 import numpy as np
 import pytest
-from cases import BF16, assert_nearly_same, assert_same, from_float8, routings, same_bits, to_float8, values
+from backend_checks import check, error_inputs, every_code_under_every_difference
+from cases import (
+    BF16,
+    assert_same,
+    random_rowwise,
+    routings,
+    same_bits,
+    values,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from test_quantize import oracle_scale
+from oracles import exact
 
 import fp8moe
 from fp8moe import QuantTensor
-
-
-def random_rowwise(rng, rows, cols, fmt, width, spread):
-    """Any codes at all, NaN and infinities among them, under any power-of-two scales."""
-    codes = rng.integers(0, 256, (rows, cols), np.uint8)
-    if rng.random() < 0.7:  # mostly without NaN, which would set every block's scale to 1
-        codes[~np.isfinite(from_float8(codes, fmt))] = 0x80
-    codes[rng.random(rows) < 0.15] = 0
-    codes[:, rng.random(cols) < 0.1] = rng.choice([0x00, 0x80])
-    shape = (rows, -(-cols // width))
-    exponents = rng.integers(-spread, spread + 1, shape)
-    if width == 32:
-        return QuantTensor(codes, (exponents + 127).astype(np.uint8), fmt, (1, 32))
-    scales = np.exp2(exponents).astype(np.float32)
-    scales[rng.random(shape) < 0.05] = 0
-    return QuantTensor(codes, scales, fmt)
-
-
-def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
-    """As where blocks have many tiles: each takes its next one when it is free. All the same results."""
-    from fp8moe.kernels_cuda import quantize
-
-    monkeypatch.setattr(quantize, "MANY_TURNS", 0)
-    rng = np.random.default_rng()
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    rows = int(offsets[-1])
-    x = values(rng, (rows, columns), BF16)
-    h, probs = values(rng, (rows, 2 * columns), BF16), rng.random(rows).astype(np.float32)
-    for width in (128, 32):
-        q = random_rowwise(rng, rows, columns, "e4m3", width, 5)
-        block = {"block": (1, width), "columnwise": True}
-        assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets))  # one a block, however many
-        assert_same(*both(fp8moe.quantize, x, **block))
-        assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block))
-        assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block, expert_offsets=offsets))
-
-
-def exact(q):
-    width = q.block[1]
-    scales = np.exp2(q.scales.astype(np.float64) - 127) if width == 32 else q.scales.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        return from_float8(q.data, q.fmt) * np.repeat(scales, width, axis=1)[:, : q.data.shape[1]]
-
-
-def oracle(q, ranges, target="column"):
-    """(codes [K, M], scales [blocks, K]) in float64."""
-    x, height = exact(q), q.block[1]
-    codes, scales = np.zeros(x.shape[::-1], np.uint8), []
-    for lo, hi in ranges:
-        for r in range(lo, hi, height):
-            block = x[r : min(r + height, hi)]
-            if target == "column":
-                row = [oracle_scale(float(a), q.fmt, True, height == 32) for a in np.abs(block).max(axis=0)]
-            else:
-                row = tile_scales(q, r, min(r + height, hi))
-            scales.append(row)
-            codes[:, r : r + len(block)] = to_float8(block / row, q.fmt).T
-    return codes, np.array(scales).reshape(len(scales), x.shape[1])
-
-
-def tile_scales(q, lo, hi):
-    row = []
-    for c in range(0, q.data.shape[1], q.block[1]):
-        part = q.data[lo:hi, c : c + q.block[1]]
-        occupied = ((part & 0x7F) != 0).any(axis=1)
-        scales = q.scales[lo:hi, c // q.block[1]]
-        scales = np.exp2(scales.astype(float) - 127) if q.block[1] == 32 else scales
-        scales = scales[occupied & (scales != 0)]
-        nothing = 2.0**-127 if q.block[1] == 32 else 1.0
-        row += [float(scales.max()) if len(scales) else nothing] * part.shape[1]
-    return row
-
-
-def check(q, got, ranges, target="column"):
-    codes, scales = oracle(q, ranges, target)
-    height = q.block[1]
-    wanted = np.log2(scales) + 127 if height == 32 else scales
-    assert same_bits(got.scales[: len(scales)], wanted.astype(got.scales.dtype))
-    for lo, hi in ranges:
-        assert same_bits(got.data[:, lo:hi], codes[:, lo:hi])
-    assert got.block == (height, 1)
 
 
 @given(
@@ -190,21 +117,6 @@ def test_blocks_of_experts_that_begin_elsewhere_are_refused():
         fp8moe.scaling_aware_transpose(q, np.array([0, 100, 256], np.int32), target="block", align_size=128)
 
 
-def every_code_under_every_difference(fmt, width):
-    """All 256 codes beside a row that fixes the target 0 to 40 powers of two above, and below, theirs."""
-    every = np.arange(256, dtype=np.uint8)
-    finite = np.isfinite(from_float8(every, fmt))
-    largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
-    for difference in range(41):
-        for up in (False, True):
-            codes = np.stack([every, np.full(256, largest, np.uint8)])
-            # "up": the other row is the smaller one, so that codes move to a smaller target
-            exponents = np.array([0, -difference if up else difference])
-            scales = exponents[:, None] + np.zeros((2, 256 // width), int)
-            stored = (scales + 127).astype(np.uint8) if width == 32 else np.exp2(scales).astype(np.float32)
-            yield QuantTensor(codes, stored, fmt, (1, width))
-
-
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("width", [128, 32])
 def test_every_code_under_every_scale_difference(fmt, width):
@@ -257,18 +169,6 @@ def error_against_rowwise(x, target, fmt="e4m3", block=(1, 128)):
     rowwise = exact(q)
     back = fp8moe.dequantize(fp8moe.scaling_aware_transpose(q, target=target)).astype(np.float64)
     return np.linalg.norm(back - rowwise) / np.linalg.norm(rowwise)
-
-
-def error_inputs(seed):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((256, 512))
-    zero_row = x.copy()
-    zero_row[17] = 0
-    return {
-        "rows * 2^U[-6,6]": x * np.exp2(rng.uniform(-6, 6, (256, 1))),
-        "lognormal rows": x * np.exp(2 * rng.standard_normal((256, 1))),
-        "one zero row": zero_row,
-    }
 
 
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])

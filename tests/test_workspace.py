@@ -3,14 +3,14 @@
 import cuda_on_cpu
 import numpy as np
 import pytest
-from cases import BF16, assert_same, values
+from cases import BF16, assert_same, generator, values
 
 import fp8moe
 from fp8moe import interop
 from fp8moe.records import ArraySpec, arrays_in, map_arrays
 from fp8moe.workspace import Layout
 
-RNG = np.random.default_rng()
+RNG = generator()
 GUARD = 512  # bytes around every piece of memory, as poisoned as it
 
 

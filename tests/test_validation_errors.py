@@ -6,65 +6,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from calls import (
+    CALLS,
+    COLUMN,
+    H2,
+    IDS,
+    OFFSETS,
+    PLAN,
+    PP,
+    PROBS,
+    QP,
+    ROWS,
+    TILES,
+    W2D,
+    W3D,
+    E,
+    H,
+    P,
+    Q,
+    T,
+    W,
+    X,
+)
 from cases import BF16
 
 import fp8moe
 from fp8moe.records import is_metadata
-
-T, H, E, K, P = 6, 128, 3, 2, 64
-IDS = np.random.default_rng(0).integers(0, E, (T, K)).astype(np.int32)
-PLAN = fp8moe.plan_topk(IDS, E, align_size=16, num_out_tokens=P)
-X = np.ones((T, H), np.float32)
-ROWS = np.ones((P, H), np.float32)
-PROBS = np.ones((T, K), np.float32)
-Q = fp8moe.quantize(X)
-OFFSETS = PLAN.expert_offsets
-W = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128))
-QP = fp8moe.quantize(ROWS)
-COLUMN = fp8moe.scaling_aware_transpose(QP, OFFSETS)
-W2D = fp8moe.quantize(ROWS, block=(128, 128))
-W3D = fp8moe.quantize(np.ones((E, 8, H), np.float32), block=(128, 128), columnwise=True).columnwise
-TILES = fp8moe.scaling_aware_transpose(QP, target="block")
-SIZES, ORDER = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
-H2 = np.ones((P, 2 * H), np.float32)
-PP = np.ones(P, np.float32)
-LAYER = {
-    "x": X.astype(BF16),
-    "w13": np.ones((E, 256, H), BF16),
-    "w2": np.ones((E, H, 128), BF16),
-    "topk_ids": IDS,
-    "topk_probs": PROBS,
-    "recipe": "fp8_flow",
-}
-
-#: a call of every public function that works
-CALLS = {
-    "plan_topk": {"topk_ids": IDS, "num_experts": E, "align_size": 16},
-    "plan_routing_map": {"routing_map": np.ones((T, E), bool), "align_size": 16},
-    "permute": {"x": X, "plan": PLAN, "probs": PROBS},
-    "permute_and_pad": {"x": X, "routing_map": np.ones((T, E), bool), "align_size": 16},
-    "unpermute": {"x": ROWS, "plan": PLAN, "merging_probs": PROBS},
-    "permute_backward": {"grad": ROWS, "plan": PLAN, "grad_probs": PP},
-    "unpermute_backward": {"grad": X, "plan": PLAN, "x": ROWS, "merging_probs": PROBS},
-    "sort_chunks": {"x": X, "split_sizes": SIZES, "sorted_indices": ORDER, "align_size": 4},
-    "sort_chunks_backward": {"grad": X, "split_sizes": SIZES, "sorted_indices": ORDER},
-    "pad": {"x": X, "tokens_per_expert": SIZES, "align_size": 16},
-    "unpad": {"x": ROWS, "tokens_per_expert": SIZES, "align_size": 16},
-    "quantize": {"x": X},
-    "dequantize": {"q": Q},
-    "to_layout": {"q": Q, "layout": "gemm_ready"},
-    "scaling_aware_transpose": {"q": QP, "expert_offsets": OFFSETS, "align_size": 16},
-    "permute_transpose": {"q": Q, "plan": PLAN},
-    "swiglu": {"h": H2, "probs": PP},
-    "swiglu_backward": {"grad": ROWS, "h": H2, "probs": PP},
-    "swiglu_quantize": {"h": H2, "probs": PP, "expert_offsets": OFFSETS, "align_size": 16},
-    "swiglu_quantize_backward": {"grad": ROWS, "h": H2, "probs": PP, "align_size": 16},
-    "grouped_gemm": {"x": QP, "w": W, "expert_offsets": OFFSETS},
-    "grouped_gemm_wgrad": {"dy": COLUMN, "x": COLUMN, "expert_offsets": OFFSETS},
-    "quantize_weights": {"x": np.ones((E, 8, H), np.float32)},
-    "moe_forward": LAYER,
-    "moe_backward": {"saved": fp8moe.moe_forward(**LAYER)[1], "dy": X.astype(BF16)},
-}
 
 
 class OnCuda:

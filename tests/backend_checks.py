@@ -1,0 +1,312 @@
+"""Checks of a backend against another, which the CPU harness and the GPU tests both run: ``both(function,
+*arguments)`` gives the reference's result and the backend's."""
+
+from dataclasses import replace
+
+import numpy as np
+from cases import (
+    BF16,
+    assert_nearly_same,
+    assert_same,
+    from_float8,
+    generator,
+    random_rowwise,
+    relative,
+    same_bits,
+    values,
+)
+from oracles import at_boundaries, blocks_of, transposed
+
+import fp8moe
+from fp8moe import QuantTensor, expert_parallel
+from fp8moe.records import arrays_in, map_arrays
+
+
+def messages(both, rng, rows, columns, k, dtype):
+    """Rows side by side and apart again, quantised on the way or not, in whole vectors or not: ``both`` gives
+    the reference's result and a backend's."""
+    x, probs = values(rng, (rows, columns), dtype), rng.random((rows, k)).astype(np.float32)
+    ids = rng.integers(-1, 12, (rows, k))
+    assert_same(*both(lambda i: expert_parallel._rank_mask(i, 4, 3), ids))
+    local, theirs = both(lambda i: expert_parallel._local_ids(i, 4, 4), ids)
+    assert_same(local, theirs)
+    q = fp8moe.quantize(x)
+    for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
+        message, theirs = both(expert_parallel._pack, *parts)
+        assert_same(message, theirs)
+        shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
+        apart, theirs = both(lambda m, shapes=shapes: expert_parallel._unpack(m, shapes), message)
+        assert_same(parts, apart)
+        assert_same(parts, theirs)
+    for fmt in ("e4m3", "e5m2"):
+        for behind in ((local, probs), ()):
+            pack = expert_parallel._quantize_and_pack
+            assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind))
+    # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
+    plan = fp8moe.plan_routing_map(expert_parallel._rank_mask(ids, 4, 3)[0], topk=min(k, 3))
+    halves = np.array([rows // 2, 0, rows - rows // 2])
+    for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
+        for fmt in (None, "e4m3"):
+            message = expert_parallel._Message(x, fmt, (local, probs))
+            poison = [rng.integers(0, 256, (n + 2, message.row_bytes)).astype(np.uint8) for n in counts]
+
+            def into(x, row_id_map, local, probs, *poison, fmt=fmt):
+                around = tuple(expert_parallel._pack(p) for p in poison)
+                inside = tuple(within(w) for w in around)
+                expert_parallel._Message(x, fmt, (local, probs)).write(row_id_map, inside)
+                return around
+
+            assert_same(*both(into, x, row_id_map, local, probs, *poison))
+
+
+def within(window):
+    """Without the first and the last row."""
+    host = getattr(window, "host", None)
+    return window[1:-1] if host is None else type(window)(host[1:-1])
+
+
+def wgrad_takes_any_scales(both, rng, offsets, dy, x):
+    """Scales far from 1 with the same products give a kernel's gradient the same bits; scales that are no
+    powers of two, here and there; NaN where it belongs. ``both`` gives the reference's result and a
+    backend's."""
+
+    def run(*operands):
+        return both(fp8moe.grouped_gemm_wgrad, *operands, offsets, backend="wgmma")
+
+    def times(q, factor):
+        return replace(q, scales=(q.scales * factor).astype(np.float32))
+
+    _, plain = run(dy, x)
+    for far in (2.0**-70, 2.0**70):
+        assert_same(run(times(dy, far), times(x, 1 / far))[1], plain)
+    odd = [np.where(rng.random(q.scales.shape) < 0.01, 1.7, 1) for q in (dy, x)]
+    given = [times(q, f) for q, f in zip((dy, x), odd, strict=True)]
+    wanted, new = run(*given)
+    assert relative(new, wanted) <= 2.0**-11  # the tensor cores' 14 bits, as in test_cuda.py
+    given[0].scales[-1, 3] = np.nan  # of the last block's rows, column 3
+    _, new = run(*given)
+    assert np.isnan(new[-1, 3]).all()
+    assert not np.isnan(new[:-1]).any()
+    assert not np.isnan(new[-1, :3]).any()
+
+
+def rows_without_room_are_left_out(upload, download, x, sizes, order):
+    """On CUDA, where nobody looks at the sizes: what has room is as it is with room enough."""
+    full = fp8moe.sort_chunks(x, sizes, order)
+    rows = int(full.group_offsets[-1])
+    cut = map_arrays(lambda _, a: a[: rows // 2].copy(), full.data)
+    got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), num_out_tokens=rows // 2)
+    assert_same(download(got).data, cut)
+    zeros = map_arrays(
+        lambda _, a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data
+    )
+    wanted = fp8moe.sort_chunks_backward(zeros, sizes, order)
+    given = map(upload, (cut, sizes, order))
+    assert_same(download(fp8moe.sort_chunks_backward(*given, num_tokens=len(arrays_in(x)[0])))[0], wanted[0])
+
+
+def rest_stays(upload, download, x, sizes, order):
+    """Rows past the chunks, where there is room for all of them and where there is not."""
+    assert sizes.sum() < len(arrays_in(x)[0])
+    starts = np.cumsum(sizes) - sizes
+    rows = [np.arange(starts[c], starts[c] + sizes[c]) for c in order]
+    rows = np.concatenate([*rows, np.arange(sizes.sum(), len(arrays_in(x)[0]))])
+    for count in (len(rows), int(sizes.sum()) + 1):
+        got = fp8moe.sort_chunks(*map(upload, (x, sizes, order)), keep_rest=True, num_out_tokens=count).data
+        assert_same(download(got), map_arrays(lambda _, a, n=count: a[rows[:n]], x))
+        back, _ = fp8moe.sort_chunks_backward(
+            got, *map(upload, (sizes, order)), keep_rest=True, num_tokens=len(rows)
+        )
+        kept = np.isin(np.arange(len(rows)), rows[:count])
+        for a, b in zip(arrays_in(download(back)), arrays_in(x), strict=True):
+            assert same_bits(a[kept], b[kept])
+
+
+def mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding):
+    """As above, with infinities and NaN, by every kernel that makes such scales."""
+    rng = generator()
+    x = blocks_of(at_boundaries(fmt, dtype), rng)
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype)
+    spoilt = rng.choice(len(x), 40, replace=False)
+    x[spoilt, rng.integers(0, 32, 40)] = rng.choice(special, 40)
+    x = x[rng.permutation(len(x))[: len(x) // 128 * 128]]
+    options = {"fmt": fmt, "scale_rounding": rounding}
+    rows, columns = x.reshape(-1, 128), x.reshape(-1, 128, 32).swapaxes(1, 2).reshape(-1, 128)
+    assert_same(*both(fp8moe.quantize, rows, block=(1, 32), **options))
+    assert_same(*both(fp8moe.quantize, rows[:, :100].copy(), block=(1, 32), **options))
+    assert_same(*both(fp8moe.quantize, columns[:, :100].copy(), block=(32, 1), **options))
+    both_ways = {"block": (1, 32), "columnwise": True, **options}
+    assert_same(*both(fp8moe.quantize, np.concatenate([rows, columns]), **both_ways))
+
+
+def tiny_values_under_large_probabilities(both):
+    """Where a quantising factor times the probability is no float any more, the values, zeros among them, are
+    what they are all the same."""
+    h, grad = np.zeros((3, 256), BF16), np.zeros((3, 128), BF16)
+    h[:, :5], h[:, 128:133], grad[:, :5] = 1e-20, [1e-17, 3e-18, 0, -1e-17, 1e-30], 1e-18
+    probs = np.array([4, 16, 1e3], np.float32)
+    rows = both(fp8moe.swiglu_quantize, h, probs)
+    grads = both(fp8moe.swiglu_quantize_backward, grad, h, probs)
+    for ours, theirs in (rows, [g.dh for g in grads]):
+        assert same_bits(ours.scales, theirs.scales)
+        assert (ours.data != 0).any()
+        # a sigmoid within 2^-20 of itself may take a code to the other side
+        assert (np.abs(ours.data.astype(int) - theirs.data) <= 1).all()
+
+
+def products_beyond_float32(both):
+    """MXFP8's blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
+    a = np.zeros((4, 128), np.float32)
+    a[1, :4] = 1.5 * 2.0**126, -1.5 * 2.0**126, 1.25 * 2.0**123, 1.25 * 2.0**40
+    a[2, :2], a[3] = (np.nan, 1.0), a[1]
+    h = np.concatenate([np.full((4, 128), 64), a / 64], axis=1).astype(BF16)  # whose sigmoid is 1
+    probs = np.array([3, 8, 1, 1], np.float32)
+    for options in ({}, {"columnwise": True}):
+        options |= {"block": (1, 32)}
+        ours, theirs = both(fp8moe.swiglu_quantize, h, probs, **options)
+        assert_same(ours, theirs)
+        q = theirs.rowwise if "columnwise" in options else theirs
+        assert q.scales.tolist() == [[0] * 4, [254, 0, 0, 0], [127, 0, 0, 0], [245, 0, 0, 0]]
+        # 1.25 * 2^126 by 2^127 is 0.625; 1.5 * 2^126 by 2^118 is 384
+        wanted = [[448, -448, 0.625, 0], [384, -384, 40, 0]]
+        assert from_float8(q.data[[1, 3], :4], "e4m3").tolist() == wanted
+        assert (q.data[2, 0], q.data[2, 1]) == (0x7F, 0x38)
+    grads = both(fp8moe.swiglu_quantize_backward, a.astype(BF16), h, probs, block=(1, 32))
+    assert same_bits(grads[0].dh.scales, grads[1].dh.scales)
+
+
+def same_but_for(ours, theirs, digits, near):
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+    np.testing.assert_array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)])
+    with np.errstate(invalid="ignore"):
+        assert (~np.isfinite(a) | (np.abs(a - b) <= 2.0 ** (1 - digits) * np.abs(a) + near)).all()
+    assert (a != b)[np.isfinite(a)].mean() < 0.01  # of 2^(20 - digits) one
+
+
+def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
+    """Both ways from one pass are, bit for bit, the row-wise codes and their transpose, of rows of zeros, of
+    NaN and of scales far apart, too."""
+    rng = generator()
+    width = 384
+    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
+    h[rng.random(h.shape) < 0.01] *= 100
+    grad[rng.random(rows) < 0.2] *= 2.0 ** rng.integers(-60, 20)
+    h[rng.random(rows) < 0.1] = 0
+    h[rng.integers(0, rows, 2), rng.integers(0, 2 * width, 2)] = np.nan, np.inf
+    h[: rows // 4, :128] = 0  # tiles of zeros only
+    with np.errstate(over="ignore"):
+        h, grad = h.astype(dtype), grad.astype(dtype)
+    probs = rng.random(rows).astype(np.float32)
+    options = {"fmt": fmt, "activation": activation}
+    by_expert = {} if offsets is None else {"expert_offsets": offsets, "align_size": 128}
+    first, last = (0, rows) if offsets is None else (offsets[0], offsets[-1])
+
+    def check(found, wanted):
+        assert_same(found.rowwise, wanted)
+        transposed = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
+        assert same_bits(found.columnwise.data[:, first:last], transposed.data[:, first:last])
+        assert same_bits(found.columnwise.scales, transposed.scales)
+        assert found.columnwise.block == transposed.block
+
+    for weights in ((probs,), ()):
+        given = (h, *weights)
+        one, two = (
+            both(fp8moe.swiglu_quantize, *given, **options, **by_expert, transposed=t)[1]
+            for t in (True, False)
+        )
+        check(one, two)
+        one, two = (
+            both(fp8moe.swiglu_quantize_backward, grad, *given, **options, **by_expert, transposed=t)[1]
+            for t in (True, False)
+        )
+        check(one.dh, two.dh)
+        if not weights:
+            assert one.dprobs is two.dprobs is None
+            continue
+        # the same float32 parts in float64, in another order: a rounding to the other side
+        np.testing.assert_allclose(one.dprobs, two.dprobs, rtol=2.0**-22, atol=2.0**-149)
+
+
+def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
+    """As where blocks have many tiles: each takes its next one when it is free. All the same results."""
+    from fp8moe.kernels_cuda import quantize
+
+    monkeypatch.setattr(quantize, "MANY_TURNS", 0)
+    rng = generator()
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = int(offsets[-1])
+    x = values(rng, (rows, columns), BF16)
+    h, probs = values(rng, (rows, 2 * columns), BF16), rng.random(rows).astype(np.float32)
+    for width in (128, 32):
+        q = random_rowwise(rng, rows, columns, "e4m3", width, 5)
+        block = {"block": (1, width), "columnwise": True}
+        assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets))  # one a block, however many
+        assert_same(*both(fp8moe.quantize, x, **block))
+        assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block))
+        assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block, expert_offsets=offsets))
+
+
+def check(q, got, ranges, target="column"):
+    codes, scales = transposed(q, ranges, target)
+    height = q.block[1]
+    wanted = np.log2(scales) + 127 if height == 32 else scales
+    assert same_bits(got.scales[: len(scales)], wanted.astype(got.scales.dtype))
+    for lo, hi in ranges:
+        assert same_bits(got.data[:, lo:hi], codes[:, lo:hi])
+    assert got.block == (height, 1)
+
+
+def every_code_under_every_difference(fmt, width):
+    """All 256 codes beside a row that fixes the target 0 to 40 powers of two above, and below, theirs."""
+    every = np.arange(256, dtype=np.uint8)
+    finite = np.isfinite(from_float8(every, fmt))
+    largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
+    for difference in range(41):
+        for up in (False, True):
+            codes = np.stack([every, np.full(256, largest, np.uint8)])
+            # "up": the other row is the smaller one, so that codes move to a smaller target
+            exponents = np.array([0, -difference if up else difference])
+            scales = exponents[:, None] + np.zeros((2, 256 // width), int)
+            stored = (scales + 127).astype(np.uint8) if width == 32 else np.exp2(scales).astype(np.float32)
+            yield QuantTensor(codes, stored, fmt, (1, width))
+
+
+def error_inputs(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((256, 512))
+    zero_row = x.copy()
+    zero_row[17] = 0
+    return {
+        "rows * 2^U[-6,6]": x * np.exp2(rng.uniform(-6, 6, (256, 1))),
+        "lognormal rows": x * np.exp(2 * rng.standard_normal((256, 1))),
+        "one zero row": zero_row,
+    }
+
+
+def unquantised(both, dtype, rows, width, activation, with_probs):
+    """A backend's values and gradients in 16 bits, `both` giving the reference's and them, of NaN, infinities
+    and far values too. Its sigmoid may be 2^-20 off, and some rounding errors of float32 come with it."""
+    rng = generator()
+    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
+    h[rng.random(h.shape) < 0.01] *= 100  # up to some 1600
+    h[0, :3], h[0, width] = (np.nan, -np.inf, np.inf), np.nan
+    h, grad = h.astype(dtype), grad.astype(dtype)
+    probs = rng.random(rows).astype(np.float32) if with_probs else None
+    given = (h, probs) if with_probs else (h,)
+    digits = 8 if dtype == BF16 else 11  # a rounding to the other side is 2^(1 - digits) of the value
+    tiny = 2.0**-133 if dtype == BF16 else 2.0**-24  # the smallest there are
+    y, theirs = both(fp8moe.swiglu, *given, activation=activation)
+    same_but_for(y, theirs, digits, tiny)
+    ours, theirs = both(fp8moe.swiglu_backward, grad, *given, activation=activation)
+    # where da = grad p b (s + g (1 - s)) nearly cancels, 2^-20 is of its terms, which are up to 1 + |alpha a|
+    bare = np.where(np.isfinite(h), h, 0).astype(np.float64)
+    a, b = np.abs(bare[:, :width]), np.abs(bare[:, width:]) + 1
+    terms = np.abs(grad.astype(np.float64)) * b * (1 + 2 * a)
+    same_but_for(ours.dh, theirs.dh, digits, tiny + 2.0**-18 * np.concatenate([terms, terms], axis=1))
+    assert (ours.dprobs is None) == (theirs.dprobs is None) == (not with_probs)
+    if with_probs:
+        assert np.isnan(ours.dprobs[0])
+        assert np.isnan(theirs.dprobs[0])
+        far = np.abs(ours.dprobs[1:].astype(np.float64) - theirs.dprobs[1:])
+        assert (far <= 2.0**-18 * (np.abs(grad.astype(np.float64)) * a * b)[1:].sum(axis=1)).all()

@@ -1,0 +1,144 @@
+"""Independent oracles: what an operation gives, by exact rationals, float64 or torch, not by the library."""
+
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import torch
+from cases import MAX, from_float8, generator, to_float8
+
+EXPONENTS = np.arange(-127, 128)  # of E8M0, whose byte is the index
+
+
+def e8m0(amax, fmt, rounding="up"):
+    """Bytes of MXFP8's scales for float32 ``amax``, by tables in float64, in which every entry is exact.
+
+    "up": the least scale under which the largest code holds amax. Transformer Engine divides in float32,
+    whose steps are 2^-149 below 2^-126, so 2^-127 has what lies up to half a step above it, too.
+    "floor": the largest power of two within amax, by the format's largest.
+    """
+    amax = np.asarray(amax, np.float64)
+    if rounding == "up":
+        scales = np.exp2(EXPONENTS)
+        scales[0] += 2.0**-150
+        byte = np.searchsorted(MAX[fmt] * scales, amax)
+    else:
+        emax = {"e4m3": 8, "e5m2": 15}[fmt]
+        byte = np.maximum(np.searchsorted(np.exp2(EXPONENTS + emax), amax, side="right") - 1, 0)
+    byte = np.where(np.isinf(amax), 254, byte)
+    return np.where(np.isnan(amax), 127, byte).astype(np.uint8)
+
+
+def at_boundaries(fmt, dtype):
+    """Magnitudes on both sides of every one at which a block's exponent changes, by either rounding: five
+    successive bit patterns around each; the smallest, the largest and random ones."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    largest = int(np.array(ml_dtypes.finfo(dtype).max, dtype).view(unsigned))
+    edges = np.concatenate([np.exp2(EXPONENTS) * MAX[fmt], np.exp2(np.arange(-149.0, 128))])
+    edges = edges[edges <= float(ml_dtypes.finfo(dtype).max)].astype(dtype).view(unsigned).astype(np.int64)
+    near = (edges[:, None] + np.arange(-2, 3)).ravel()
+    some = generator().integers(0, largest, 1000, endpoint=True)
+    bits = np.unique(np.clip(np.concatenate([near, some, np.arange(3), [largest - 1, largest]]), 0, largest))
+    return bits.astype(unsigned).view(dtype)
+
+
+def blocks_of(amax, rng):
+    """[N, 32]: in each row its amax, anywhere and of any sign, and numbers no larger."""
+    x = (amax.astype(np.float64)[:, None] * rng.uniform(-1, 1, (len(amax), 32))).astype(amax.dtype)
+    x[np.arange(len(amax)), rng.integers(0, 32, len(amax))] = amax * rng.choice([-1, 1], len(amax))
+    return x
+
+
+def quantized_scale(amax, fmt, pow2, mx, rounding="up"):
+    """The scale of one block from exact fractions; None means 1."""
+    if mx:
+        return 2.0 ** (float(e8m0(amax, fmt, rounding)) - 127)
+    if amax == 0 or not math.isfinite(amax):
+        return 1.0
+    if pow2:  # the smallest power of two that is at least amax / max: no division, no float
+        ratio, exponent = Fraction(float(amax)) / Fraction(MAX[fmt]), -126
+        while Fraction(2) ** exponent < ratio:
+            exponent += 1
+        return 2.0**exponent
+    with np.errstate(over="ignore"):
+        inv = min(np.float32(MAX[fmt]) / np.float32(amax), np.float32(2.0**126))
+    return float(np.float32(1) / inv)
+
+
+def quantized(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
+    """(codes, scales), both in the order of x, by loops over blocks."""
+    x32 = x.astype(np.float32)
+    rows, cols = x.shape
+    bm, bk = block
+    scales = np.zeros((-(-rows // bm), -(-cols // bk)))
+    codes = np.zeros(x.shape, np.uint8)
+    mx = 32 in block
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(i * bm, (i + 1) * bm), slice(j * bk, (j + 1) * bk))
+            amax = np.abs(x32[part]).max()
+            amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
+            scale = scales[i, j] = quantized_scale(float(amax), fmt, pow2, mx, rounding)
+            if mx or pow2:
+                y = x32[part].astype(np.float64) / scale  # a power of two: exact
+            else:
+                inv = min(np.float32(MAX[fmt]) / amax, np.float32(2.0**126)) if scale != 1 else np.float32(1)
+                y = x32[part] * inv  # rounded to float32, as SPEC has it
+            codes[part] = to_float8(y, fmt)
+    return codes, scales
+
+
+def stored(scales, mx):
+    return (np.log2(scales) + 127).astype(np.uint8) if mx else scales.astype(np.float32)
+
+
+def torch_swiglu(h, probs, activation):
+    a, b = h.chunk(2, dim=-1)
+    if activation.clamp is not None:
+        a, b = a.clamp(max=activation.clamp), b.clamp(-activation.clamp, activation.clamp)
+    gates = {
+        "swiglu": lambda a: a * torch.sigmoid(activation.alpha * a),
+        "geglu": torch.nn.functional.gelu,
+        "geglu_tanh": lambda a: torch.nn.functional.gelu(a, approximate="tanh"),
+    }
+    y = gates[activation.kind](a) * (b + activation.linear_offset)
+    return y if probs is None else y * probs[:, None]
+
+
+def exact(q):
+    width = q.block[1]
+    scales = np.exp2(q.scales.astype(np.float64) - 127) if width == 32 else q.scales.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return from_float8(q.data, q.fmt) * np.repeat(scales, width, axis=1)[:, : q.data.shape[1]]
+
+
+def transposed(q, ranges, target="column"):
+    """(codes [K, M], scales [blocks, K]) in float64."""
+    x, height = exact(q), q.block[1]
+    codes, scales = np.zeros(x.shape[::-1], np.uint8), []
+    for lo, hi in ranges:
+        for r in range(lo, hi, height):
+            block = x[r : min(r + height, hi)]
+            if target == "column":
+                row = [
+                    quantized_scale(float(a), q.fmt, True, height == 32) for a in np.abs(block).max(axis=0)
+                ]
+            else:
+                row = tile_scales(q, r, min(r + height, hi))
+            scales.append(row)
+            codes[:, r : r + len(block)] = to_float8(block / row, q.fmt).T
+    return codes, np.array(scales).reshape(len(scales), x.shape[1])
+
+
+def tile_scales(q, lo, hi):
+    row = []
+    for c in range(0, q.data.shape[1], q.block[1]):
+        part = q.data[lo:hi, c : c + q.block[1]]
+        occupied = ((part & 0x7F) != 0).any(axis=1)
+        scales = q.scales[lo:hi, c // q.block[1]]
+        scales = np.exp2(scales.astype(float) - 127) if q.block[1] == 32 else scales
+        scales = scales[occupied & (scales != 0)]
+        nothing = 2.0**-127 if q.block[1] == 32 else 1.0
+        row += [float(scales.max()) if len(scales) else nothing] * part.shape[1]
+    return row
