@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, workspace
+from fp8moe import Quantized, QuantTensor, checks, workspace
 from fp8moe.activation import Activation
-from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_library import like, operator, spec_of
+from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
@@ -67,7 +68,8 @@ def experts(
     parameters = (w13, w2) if parameters is None else parameters
     recording = torch.is_grad_enabled()
     wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
-    how = (recipe, recompute, *torch_ops.scalars_of(activation), ",".join(wanted))
+    checks.options("activation", activation, Activation)
+    how = (recipe, recompute, activation, ",".join(wanted))
     if comm is not None or not torch.compiler.is_compiling():
         rest = how, parameters, comm, collector
         return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, *rest)
@@ -95,11 +97,6 @@ def _sides_of(tensors: Iterable[Any], transposed: tuple[bool, ...]) -> list[Quan
     return [QuantTensor(q, scales, "e4m3", FP8_BLOCK, transposed=t) for q, scales, t in sides]
 
 
-def _options(recipe: str, recompute: str | None, *activation: Any) -> dict[str, Any]:
-    """As `fp8moe.moe_forward` takes them."""
-    return {"recipe": recipe, "recompute": recompute, "activation": Activation(*activation)}
-
-
 def _names(wanted: str) -> tuple[str, ...]:
     return tuple(wanted.split(",")) if wanted else ()
 
@@ -117,10 +114,11 @@ _HERE = _Here()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w13, w2, probs, ids, multiplied, how, parameters, comm, collector):  # type: ignore[no-untyped-def]
-        *options, wanted = how
+        recipe, recompute, activation, wanted = how
         w13_used, w2_used = multiplied
-        how = {"gradients": _names(wanted), **_options(*options)}
-        y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, **how)
+        how = {"recipe": recipe, "recompute": recompute, "activation": activation}
+        gradients = _names(wanted)
+        y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, gradients=gradients, **how)
         if collector is not None:
             collector.forward(x, saved)
         if wanted:
@@ -128,7 +126,7 @@ class _Experts(torch.autograd.Function):
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
-        ctx.parameters, ctx.wanted, ctx.comm = parameters, _names(wanted), comm
+        ctx.parameters, ctx.wanted, ctx.comm = parameters, gradients, comm
         ctx.dtypes = [None if w is None else w.dtype for w in (w13, w2)], probs.dtype
         ctx.collector = collector
         return y
@@ -165,7 +163,7 @@ def _backward(
         dy.contiguous(),
         dw13=into[0],
         dw2=into[1],
-        dtype=torch_ops.gradient_dtype(*(d for d in dtypes if d is not None)),
+        dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
         comm=comm,
         gradients=wanted,
     )
@@ -286,10 +284,10 @@ def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
 
 def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any, Saved]:
     """y, and what is kept apart from the weights."""
-    *options, wanted = how
+    recipe, recompute, activation, wanted = how
+    options = {"recipe": recipe, "recompute": recompute, "activation": activation}
     w13, w2 = weights
-    how = {"gradients": _names(wanted), **_options(*options)}
-    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, **how)
+    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, gradients=_names(wanted), **options)
     return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
 
 
@@ -305,22 +303,16 @@ _known_results = lru_cache(maxsize=256)(_results)
 
 def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
     """What `_results` takes; x is any tensor like x. FP8 weights may have their transposed codes only."""
-    specs = [torch_ops.spec_of(t) for t in (x, ids, probs)]
+    specs = [spec_of(t) for t in (x, ids, probs)]
     for w in kept_weights:
         if isinstance(w, Quantized):
-            experts, k, n = w.columnwise.data.shape
-            specs.append(ArraySpec((experts, n, k), BFLOAT16))
+            specs.append(ArraySpec(w.columnwise.shape, BFLOAT16))
         else:
-            specs.append(torch_ops.spec_of(w))
+            specs.append(spec_of(w))
     return tuple((s.shape, s.dtype) for s in specs)
 
 
-def _experts_fake(x, multiplied, ids, probs, *how):  # type: ignore[no-untyped-def]
-    y, saved = _results(_specs(x, ids, probs, _weights(how[0], multiplied)), how)
-    return [torch_ops.like(a, x.device) for a in (y, *(arrays_in(saved) if how[-1] else ()))]
-
-
-@torch_ops.operator("experts", _experts_fake)
+@operator("experts")
 def _experts_op(
     x: Tensor,
     multiplied: list[Tensor],
@@ -328,30 +320,42 @@ def _experts_op(
     probs: Tensor,
     recipe: str,
     recompute: str | None,
-    kind: str,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
+    activation: Activation,
     wanted: str,
-) -> list[Tensor]:
-    how = (recipe, recompute, kind, clamp, alpha, linear_offset, wanted)
+) -> list[Any]:
+    how = recipe, recompute, activation, wanted
     y, saved = _forward(x, ids, probs, _weights(recipe, multiplied), how)
     return [y, *(arrays_in(saved) if wanted else ())]
 
 
-def _experts_backward_fake(  # type: ignore[no-untyped-def]
-    dy, kept, needed, ids, probs, handle, main13, main2, dtype13, dtype2, zeros, *how
-):
-    wanted = _names(how[-1])
-    _, like = _results(_specs(dy, ids, probs, _kept_weights(how[0], needed)), how)
+def _experts_backward_fake(
+    dy: Tensor,
+    kept: list[Tensor],
+    needed: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    handle: Tensor | None,
+    main13: Tensor | None,
+    main2: Tensor | None,
+    dtype13: torch.dtype,
+    dtype2: torch.dtype,
+    zeros: list[bool],
+    recipe: str,
+    recompute: str | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *activation, gradients = rest
+    how = recipe, recompute, Activation(*activation), gradients
+    wanted = _names(gradients)
+    _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
-        saved = _saved(like, rest[: len(kept)], rest[len(kept) :])
+        saved = _saved(saved_like, rest[: len(kept)], rest[len(kept) :])
         return fp8moe.moe_backward(saved, dy, gradients=wanted)
 
-    g = workspace.result_specs(backward, [torch_ops.spec_of(t) for t in (dy, *kept, *needed)])
-    found = [torch_ops.like(a, dy.device) for a in (g.dx, g.dprobs)]
+    g = workspace.result_specs(backward, [spec_of(t) for t in (dy, *kept, *needed)])
+    found = [_nothing(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
     mains, dtypes = (main13, main2), (dtype13, dtype2)
     for new, main, dtype, zero in zip((g.dw13, g.dw2), mains, dtypes, zeros, strict=True):
         shape = new.shape if new is not None and (main is None or zero) else _NOTHING
@@ -362,6 +366,10 @@ def _experts_backward_fake(  # type: ignore[no-untyped-def]
 _NOTHING = (0,)  # the shape of what stands for None
 
 
+def _nothing(dy: Tensor) -> Tensor:
+    return dy.new_empty(_NOTHING, dtype=torch.float32)
+
+
 def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
     """What `_forward` kept, with its arrays, and the weights."""
     following = iter(kept)
@@ -370,7 +378,7 @@ def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
     return replace(saved, w13=w13, w2=w2)
 
 
-@torch_ops.operator("experts_backward", _experts_backward_fake, writes=("main13", "main2"))
+@operator("experts_backward", writes=("main13", "main2"), fake=_experts_backward_fake)
 def _experts_backward_op(
     dy: Tensor,
     kept: list[Tensor],
@@ -385,25 +393,22 @@ def _experts_backward_op(
     zeros: list[bool],
     recipe: str,
     recompute: str | None,
-    kind: str,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
+    activation: Activation,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how = (recipe, recompute, kind, clamp, alpha, linear_offset, wanted)
-    _, like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
-    mains, dtypes, saved = (main13, main2), (dtype13, dtype2), _saved(like, kept, needed)
+    how = recipe, recompute, activation, wanted
+    _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
+    mains, dtypes, saved = (main13, main2), (dtype13, dtype2), _saved(saved_like, kept, needed)
     g = fp8moe.moe_backward(
         saved,
         dy,
         dw13=main13,
         dw2=main2,
-        dtype=torch_ops.gradient_dtype(*dtypes),
+        dtype=gradient_dtype(*dtypes),
         gradients=_names(wanted),
     )
     layer = None if handle is None else _layers.get(int(handle))
-    found = [torch_ops.or_empty(a, dy.device) for a in (g.dx, g.dprobs)]
+    found = [_nothing(dy) if a is None else a for a in (g.dx, g.dprobs)]
     for name, new, main, dtype, zero in zip(
         ("w13", "w2"), (g.dw13, g.dw2), mains, dtypes, zeros, strict=True
     ):

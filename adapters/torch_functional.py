@@ -18,6 +18,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm
+from fp8moe.adapters.torch_library import spec_of
 from fp8moe.moe import RECIPES
 
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
@@ -152,7 +153,7 @@ def _weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str) -> list[Any]
         if recipe == "bf16" and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
         if recipe != "bf16" and isinstance(w, Tensor):
-            checks.dtype(name, torch_ops.spec_of(w), checks.QUANTIZABLE)
+            checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
     if isinstance(halves[0], Quantized):
         if bias13 is not None:
             raise TypeError("bias13: got one with quantised w13; wanted tensors, or fp8_weights made with it")

@@ -71,7 +71,7 @@ class _Recomputed(torch.autograd.Function):
         dx, dw13, dw2 = None, None, None
         if of_w2:
             dw2 = product(dy.t(), torch_ops.swiglu(h, probs, activation=ctx.activation), offs=ends)
-        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, *torch_ops.scalars_of(ctx.activation))
+        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
         if of_x:
             dx = product(dh, w13, offs=ends)
         if of_w13:

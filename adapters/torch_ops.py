@@ -1,16 +1,15 @@
 """The public operations as torch operators: autograd, fake tensors, `torch.compile`.
 
-Names and arguments are those of `fp8moe`; tensors in, tensors out. Every operator is a
-`torch.library.custom_op` in the namespace ``fp8moe``; its shapes come from the same ``*_spec`` functions
-that allocate in the library. A `QuantTensor` has no gradient: it passes straight to the library. So do plain
-tensors in eager mode, where an operator with its gradient would cost the host some 25 us a call.
+Names and arguments are those of `fp8moe`; tensors in, tensors out. Every operator is declared once
+(`fp8moe.adapters.torch_library`); its shapes come from a dry run of the library's own checks. A
+`QuantTensor` has no gradient: it passes straight to the library. So do plain tensors in eager mode, where
+torch's dispatcher would cost the host some 25 us a call.
 
 Not supported, and refused: transforms of `torch.func` (vmap, grad, jvp and the like), forward-mode
 differentiation, and a gradient of a gradient.
 """
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,16 +20,18 @@ from torch.autograd import forward_ad
 import fp8moe
 from fp8moe import PermutationPlan, Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.activation import SWIGLU, Activation
+from fp8moe.adapters.torch_library import (
+    differentiable,
+    listed,
+    once_differentiable,
+    operator,
+    plan_arguments,
+    plan_of,
+)
 from fp8moe.formats import COLUMN_BLOCK
-from fp8moe.interop import dtype_named
-from fp8moe.permute import permute_spec, sort_chunks_spec, unpermute_spec
 from fp8moe.plan import places, plan_spec, static_bound
-from fp8moe.quantize import quantize_spec
-from fp8moe.records import SYMBOLIC_TYPES, ArraySpec, arrays_in
-from fp8moe.swiglu import activation_spec
-from fp8moe.transpose import transpose_spec, transposed_block
-
-SYMBOLIC_TYPES.add(torch.SymInt)
+from fp8moe.records import arrays_in
+from fp8moe.transpose import transposed_block
 
 # ---------------------------------------------------------------- the public functions
 
@@ -42,7 +43,8 @@ def plan_topk(
     if _eager(topk_ids=topk_ids) or num_out_tokens == "exact":
         return fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
     data = _plan_topk(topk_ids, num_experts, align_size, num_out_tokens)
-    return replace(_topk_spec(topk_ids, num_experts, align_size, num_out_tokens), data=data)
+    tokens, k = topk_ids.shape
+    return replace(plan_spec(tokens, num_experts, k, align_size, num_out_tokens, has_slots=True), data=data)
 
 
 def plan_routing_map(
@@ -55,7 +57,9 @@ def plan_routing_map(
             routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens
         )
     data = _plan_routing_map(routing_map, align_size, topk, num_out_tokens)
-    return replace(_mask_spec(routing_map, align_size, topk, num_out_tokens), data=data)
+    tokens, experts = routing_map.shape
+    width = places(topk, experts)
+    return replace(plan_spec(tokens, experts, width, align_size, num_out_tokens, has_slots=False), data=data)
 
 
 def permute(
@@ -70,15 +74,11 @@ def permute(
     if needs_grad and not _may_need_grad(x):
         moved = permute(_no_columns(probs), plan, probs, fill_padding=fill_padding).probs
         return Permuted(permute(x, plan, fill_padding=fill_padding).data, moved, plan)
-    if isinstance(x, QuantTensor):
+    if isinstance(x, QuantTensor) or (eager and not needs_grad):
         return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
-    if eager:
-        if not needs_grad:
-            return fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
-        data, moved = _EagerPermute.apply(x, probs, plan, fill_padding)
-        return Permuted(data, moved, plan)
-    data, moved = _permute(x, *_flat(plan), probs, fill_padding)
-    return Permuted(data, None if probs is None else moved, plan)
+    found = _permute_with_grad(x, probs, *plan_arguments(plan), fill_padding)
+    data, moved = (found, None) if probs is None else found
+    return Permuted(data, moved, plan)
 
 
 def permute_and_pad(
@@ -121,11 +121,9 @@ def unpermute(x: Tensor | QuantTensor, plan: PermutationPlan, merging_probs: Ten
                 "products with the gradient it is; pass fp8moe.dequantize(x)"
             )
         return fp8moe.unpermute(x, plan, merging_probs)
-    if eager:
-        if not _needs_grad(x, merging_probs):
-            return fp8moe.unpermute(x, plan, merging_probs)
-        return _EagerUnpermute.apply(x, merging_probs, plan)
-    return _unpermute(x, *_flat(plan), merging_probs)
+    if eager and not _needs_grad(x, merging_probs):
+        return fp8moe.unpermute(x, plan, merging_probs)
+    return _unpermute_with_grad(x, merging_probs, *plan_arguments(plan))
 
 
 def sort_chunks(
@@ -141,21 +139,16 @@ def sort_chunks(
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
     eager = _eager(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
-    options: dict[str, Any] = {"align_size": align_size, "chunks_per_group": chunks_per_group}
-    options["keep_rest"] = keep_rest
-    how = {**options, "num_out_tokens": num_out_tokens}
+    how: dict[str, Any] = {"align_size": align_size, "chunks_per_group": chunks_per_group}
+    how |= {"num_out_tokens": num_out_tokens, "keep_rest": keep_rest}
     if _needs_grad(x, probs) and not _may_need_grad(x):
         moved = sort_chunks(_no_columns(probs), split_sizes, sorted_indices, probs, **how)
         return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **how).data)
     if isinstance(x, QuantTensor) or (eager and not _needs_grad(x, probs)):
         return fp8moe.sort_chunks(x, split_sizes, sorted_indices, probs, **how)
-    if eager:
-        found = _EagerSortChunks.apply(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
-        return SortedChunks(*found)
-    data, moved, offsets = _sort_chunks(
-        x, split_sizes, sorted_indices, probs, align_size, chunks_per_group, num_out_tokens, keep_rest
-    )
-    return SortedChunks(data, None if probs is None else moved, offsets)
+    options = align_size, chunks_per_group, keep_rest
+    found = _sort_chunks_with_grad(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
+    return SortedChunks(found[0], None if probs is None else found[1], found[-1])
 
 
 def pad(
@@ -183,7 +176,6 @@ def unpad(
 def _resize(verb: str, x: Any, counts: Any, align_size: int, rows: Any) -> Any:
     listed = isinstance(counts, (list, tuple))
     eager = _eager(x=x, tokens_per_expert=None if listed else counts)
-    back = "unpad" if verb == "pad" else "pad"
     if isinstance(x, QuantTensor) or (eager and not _needs_grad(x)):
         return getattr(fp8moe, verb)(x, counts, align_size, num_out_tokens=rows)
     align_size = checks.integer("align_size", align_size, 1)
@@ -196,14 +188,12 @@ def _resize(verb: str, x: Any, counts: Any, align_size: int, rows: Any) -> Any:
     checks.shape("tokens_per_expert", counts, ("E",))
     if rows is None:
         rows = static_bound(x.shape[0], counts.shape[0], align_size) if verb == "pad" else x.shape[0]
-    if eager:
-        return _EagerPad.apply(x, counts, align_size, rows, getattr(fp8moe, verb), getattr(fp8moe, back))
-    if rows == "exact":
+    if rows == "exact" and not eager:
         raise ValueError(
             'num_out_tokens: got "exact", which reads the counts back, in compiled code; wanted an int, or '
             "None for the static bound"
         )
-    return (_pad if verb == "pad" else _unpad)(x, counts, align_size, rows)
+    return _pad_with_grad(x, counts, align_size, rows, verb == "unpad")
 
 
 def swiglu(
@@ -213,11 +203,9 @@ def swiglu(
     activation: Activation = SWIGLU,
 ) -> Tensor:
     """`fp8moe.swiglu`, with gradients for h and probs."""
-    if _eager(h=h, probs=probs):
-        if not _needs_grad(h, probs):
-            return fp8moe.swiglu(h, probs, activation=activation)
-        return _EagerSwiglu.apply(h, probs, activation)
-    return _swiglu(h, probs, *scalars_of(activation))
+    if _eager(h=h, probs=probs) and not _needs_grad(h, probs):
+        return fp8moe.swiglu(h, probs, activation=activation)
+    return _swiglu_with_grad(h, probs, scalars_of(activation))
 
 
 def quantize(
@@ -236,7 +224,7 @@ def quantize(
     if eager:
         how = {"pow2": pow2, "eps": eps, "layout": layout, "scale_rounding": scale_rounding}
         return fp8moe.quantize(x, fmt=fmt, block=block, **how)
-    data, scales = _quantize(x, fmt, _listed(block), pow2, eps, layout, scale_rounding)
+    data, scales = _quantize(x, fmt, listed(block), pow2, eps, layout, scale_rounding)
     return QuantTensor(data, scales, fmt, block, layout)  # type: ignore[arg-type]
 
 
@@ -244,7 +232,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32") -> Tensor:
     """`fp8moe.dequantize`."""
     if _eager(q=q):
         return fp8moe.dequantize(q, dtype=dtype)
-    return _dequantize(q.data, q.scales, q.fmt, _listed(q.block), q.layout, q.transposed, dtype)
+    return _dequantize(q, dtype)
 
 
 def scaling_aware_transpose(
@@ -254,7 +242,7 @@ def scaling_aware_transpose(
     if _eager(q=q, expert_offsets=expert_offsets):
         return fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
     checks.choice("q.block", q.block, COLUMN_BLOCK)
-    data, scales = _transpose(q.data, q.scales, q.fmt, _listed(q.block), expert_offsets, target, align_size)
+    data, scales = _transpose(q, expert_offsets, target, align_size)
     return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target), transposed=target == "block")
 
 
@@ -263,7 +251,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
     if _eager(q=q):
         return fp8moe.permute_transpose(q, plan, target=target)
     checks.choice("q.block", q.block, COLUMN_BLOCK)
-    data, scales = _permute_transpose(q.data, q.scales, q.fmt, _listed(q.block), target, *_flat(plan))
+    data, scales = _permute_transpose(q, plan, target)
     return QuantTensor(data, scales, q.fmt, transposed_block(q.block, target), transposed=target == "block")
 
 
@@ -281,7 +269,7 @@ def swiglu_quantize(
     """`fp8moe.swiglu_quantize`. Codes have no gradient: `swiglu_quantize_backward` is called by hand."""
     eager = _eager(h=h, probs=probs, expert_offsets=expert_offsets)
     h, probs = _detached("h", h), None if probs is None else probs.detach()
-    how = (fmt, _listed(block), *scalars_of(activation), columnwise, expert_offsets, align_size)
+    how = (fmt, listed(block), activation, columnwise, expert_offsets, align_size)
     if eager:
         return fp8moe.swiglu_quantize(h, probs, **_options(*how))
     return _quantized(_swiglu_quantize(h, probs, *how), fmt, block, columnwise)
@@ -303,11 +291,11 @@ def swiglu_quantize_backward(
     eager = _eager(grad=grad, h=h, probs=probs, expert_offsets=expert_offsets)
     grad, h = _detached("grad", grad), _detached("h", h)
     probs = None if probs is None else probs.detach()
-    how = (fmt, _listed(block), *scalars_of(activation), columnwise, expert_offsets, align_size)
+    how = (fmt, listed(block), activation, columnwise, expert_offsets, align_size)
     if eager:
         return fp8moe.swiglu_quantize_backward(grad, h, probs, **_options(*how))
-    *dh, dprobs = _swiglu_quantize_backward(grad, h, probs, *how)
-    return SwigluGrad(_quantized(dh, fmt, block, columnwise), None if probs is None else dprobs)
+    tensors = _swiglu_quantize_backward(grad, h, probs, *how)
+    return SwigluGrad(_quantized(tensors, fmt, block, columnwise), None if probs is None else tensors[-1])
 
 
 def grouped_gemm(
@@ -329,14 +317,11 @@ def grouped_gemm(
         return fp8moe.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, backend=backend)
     if isinstance(x, QuantTensor) != isinstance(w, QuantTensor):
         raise TypeError(f"w: got a {type(w).__name__}; wanted a {type(x).__name__}, as x is")
-    if isinstance(x, QuantTensor) and isinstance(w, QuantTensor):
-        if (x.block, w.block) != ((1, 128), (128, 128)):
-            raise ValueError(f"x.block, w.block: got {x.block}, {w.block}; wanted (1, 128), (128, 128)")
+    if isinstance(x, QuantTensor):
         if transpose_w:
             raise ValueError("transpose_w: got True with FP8 weights; wanted it with tensors")
-        codes = (x.data, x.scales, x.fmt, x.layout, w.data, w.scales, w.fmt)
-        return _grouped_gemm_fp8(*codes, expert_offsets, backend)
-    return _grouped_gemm(x, w, expert_offsets, transpose_w, backend)
+        return _grouped_gemm_fp8(x, w, expert_offsets, backend)
+    return _grouped_gemm_with_grad(x, w, expert_offsets, transpose_w, backend)
 
 
 def scalars_of(activation: Activation) -> tuple[str, float | None, float, float]:
@@ -345,25 +330,25 @@ def scalars_of(activation: Activation) -> tuple[str, float | None, float, float]
     return activation.kind, activation.clamp, activation.alpha, activation.linear_offset
 
 
-def _options(fmt: str, block: list[int], *others: Any) -> dict[str, Any]:
+def _options(
+    fmt: str, block: list[int], activation: Activation, columnwise: bool, offsets: Any, align_size: int
+) -> dict[str, Any]:
     """What SwiGLU with quantise takes by name, from the order in which its operators take it."""
-    *scalars, columnwise, expert_offsets, align_size = others
     return {
         "fmt": fmt,
         "block": tuple(block) or None,
-        "activation": Activation(*scalars),
+        "activation": activation,
         "columnwise": columnwise,
-        "expert_offsets": expert_offsets,
+        "expert_offsets": offsets,
         "align_size": align_size,
     }
 
 
 def _quantized(tensors: Any, fmt: str, block: tuple[int, int], columnwise: bool) -> Any:
-    data, scales, column_data, column_scales = tensors
-    rowwise = QuantTensor(data, scales, fmt, block)  # type: ignore[arg-type]
+    rowwise = QuantTensor(tensors[0], tensors[1], fmt, block)
     if not columnwise:
         return rowwise
-    return Quantized(rowwise, QuantTensor(column_data, column_scales, fmt, (block[1], 1)))  # type: ignore[arg-type]
+    return Quantized(rowwise, QuantTensor(tensors[2], tensors[3], fmt, (block[1], 1)))
 
 
 def as_float8(q: QuantTensor) -> QuantTensor:
@@ -394,9 +379,11 @@ def refuse_transforms(what: str) -> None:
 
 def quantize_weights(w: Tensor, out: Quantized | None = None) -> Quantized:
     """`fp8moe.quantize_weights`. Codes have no gradient. out: in eager mode only."""
-    if _eager(w=w):
-        return _codes_of(w.detach(), out)
-    data, scales, column_data, column_scales = _quantize_weights(w.detach())
+    # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
+    eager, w = _eager(w=w), w.detach().clone() if w.device.type == "cpu" else w.detach().contiguous()
+    if eager:
+        return fp8moe.quantize_weights(w, out=out)
+    data, scales, column_data, column_scales = _quantize_weights(w)
     return Quantized(
         QuantTensor(data, scales, "e4m3", (128, 128)),
         QuantTensor(column_data, column_scales, "e4m3", (128, 128), transposed=True),
@@ -502,694 +489,317 @@ def _no_tensor(name: str, x: Any) -> TypeError:
     return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
 
 
-_TWICE = (
-    "the gradient of a function of fp8moe.adapters.torch_ops is differentiated, which is not twice "
-    "differentiable; leave out create_graph=True, or detach() its results"
-)
-
-
-class _Once(torch.autograd.Function):
-    """A backward as a function of the incoming gradients and of what was kept, which has no gradient."""
-
-    @staticmethod
-    def forward(ctx, backward, kept, count, *tensors):  # type: ignore[no-untyped-def]
-        return backward(kept, *tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        raise RuntimeError(_TWICE)
-
-
-def _once_differentiable(backward):  # type: ignore[no-untyped-def]
-    """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
-    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them."""
-
-    def run(ctx, *grads):  # type: ignore[no-untyped-def]
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        return _Once.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
-
-    return run
-
-
-class _EagerPermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
-        data, ctx.sizes = _flat(plan)
-        ctx.save_for_backward(data)
-        ctx.has_probs = probs is not None
-        moved = fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
-        return moved.data, moved.probs
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
-        (data,) = ctx.saved_tensors
-        plan = _plan_of(data, ctx.sizes)
-        grads = fp8moe.permute_backward(grad.contiguous(), plan, _given(grad_probs, ctx.has_probs))
-        return *grads, None, None
-
-
-class _EagerUnpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, probs, plan):  # type: ignore[no-untyped-def]
-        data, ctx.sizes = _flat(plan)
-        ctx.save_for_backward(data, *(() if probs is None else (x, probs)))
-        return fp8moe.unpermute(x, plan, probs)
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        data, *rows = ctx.saved_tensors
-        plan = _plan_of(data, ctx.sizes)
-        return *fp8moe.unpermute_backward(grad.contiguous(), plan, *rows), None
-
-
-class _EagerSortChunks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, probs, sizes, indices, options, num_out_tokens):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(sizes, indices)
-        ctx.options, ctx.tokens, ctx.has_probs = options, x.shape[0], probs is not None
-        got = fp8moe.sort_chunks(x, sizes, indices, probs, **options, num_out_tokens=num_out_tokens)
-        ctx.mark_non_differentiable(got.group_offsets)
-        return got.data, got.probs, got.group_offsets
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx, grad, grad_probs, _):  # type: ignore[no-untyped-def]
-        grads = fp8moe.sort_chunks_backward(
-            grad.contiguous(),
-            *ctx.saved_tensors,
-            _given(grad_probs, ctx.has_probs),
-            **ctx.options,
-            num_tokens=ctx.tokens,
-        )
-        return *grads, None, None, None, None
-
-
-class _EagerPad(torch.autograd.Function):
-    """Padding, or its way back: each is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx, x, counts, align_size, rows, verb, back):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(counts)
-        ctx.how = align_size, x.shape[0], back
-        return verb(x, counts, align_size, num_out_tokens=rows)
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        align_size, rows, back = ctx.how
-        found = back(grad.contiguous(), *ctx.saved_tensors, align_size, num_out_tokens=rows)
-        return found, None, None, None, None, None
-
-
-class _EagerSwiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, h, probs, activation):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(h, *(() if probs is None else (probs,)))
-        ctx.activation = activation
-        return fp8moe.swiglu(h, probs, activation=activation)
-
-    @staticmethod
-    @_once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        h, *probs = ctx.saved_tensors
-        g = fp8moe.swiglu_backward(grad.contiguous(), h, *probs, activation=ctx.activation)
-        return g.dh, g.dprobs.to(probs[0].dtype) if probs else None, None
-
-
 # ---------------------------------------------------------------- the operators
 
-_NONE = 0  # operators return tensors only: an empty one stands for None
 
-
-def operator(name: str, fake, writes: tuple[str, ...] = ()):  # type: ignore[no-untyped-def]
-    """Register a function as ``fp8moe::name`` with its fake, run below autograd. writes: the arguments whose
-    memory it changes."""
-
-    def register(function):  # type: ignore[no-untyped-def]
-        def below_autograd(*args):  # type: ignore[no-untyped-def]
-            with torch.no_grad():
-                return function(*args)
-
-        schema = torch.library.infer_schema(function, mutates_args=writes)
-        operator = torch.library.custom_op(
-            f"fp8moe::{name}", below_autograd, mutates_args=writes, schema=schema
-        )
-        operator.register_fake(fake)
-        return operator
-
-    return register
-
-
-def _flat(plan: PermutationPlan) -> tuple[Tensor, list[int]]:
-    """A plan as operators take it: its array and its sizes."""
-    sizes = plan.num_tokens, plan.num_experts, plan.max_experts_per_token
-    return plan.data, [*sizes, int(plan.has_slots), plan.num_out_tokens, plan.align_size]
-
-
-def _plan_of(data: Any, sizes: Sequence[int]) -> PermutationPlan:
-    tokens, experts, width, has_slots, rows, align = sizes
-    return PermutationPlan(data, tokens, experts, width, bool(has_slots), rows, align)
-
-
-def spec_of(x: Tensor) -> ArraySpec:
-    return ArraySpec(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch."), "x"))
-
-
-def _listed(block: Any) -> list[int]:
-    """A block as operators take it, empty for None."""
-    if block is not None and not isinstance(block, tuple):
-        raise ValueError(f"block: got {block!r}; wanted a tuple of two ints, or None")
-    return list(block or ())
-
-
-def _quant_spec(
-    data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, transposed: bool = False
-) -> QuantTensor:
-    return QuantTensor(spec_of(data), spec_of(scales), fmt, tuple(block) or None, layout, transposed)  # type: ignore[arg-type]
-
-
-def like(spec: ArraySpec | None, device: torch.device) -> Tensor:
-    """An empty tensor of a spec: what a fake returns."""
-    if spec is None:
-        return torch.empty(_NONE, device=device)
-    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)
-
-
-def or_empty(x: Tensor | None, device: torch.device) -> Tensor:
-    return torch.empty(_NONE, device=device) if x is None else x
-
-
-def _topk_spec(topk_ids: Tensor, num_experts: int, align_size: int, rows: int | None) -> PermutationPlan:
-    tokens, k = topk_ids.shape
-    return plan_spec(tokens, num_experts, k, align_size, rows, has_slots=True)
-
-
-def _mask_spec(routing_map: Tensor, align_size: int, topk: int | None, rows: int | None) -> PermutationPlan:
-    tokens, experts = routing_map.shape
-    return plan_spec(tokens, experts, places(topk, experts), align_size, rows, has_slots=False)
-
-
-def _plan_topk_fake(topk_ids, *options):  # type: ignore[no-untyped-def]
-    return like(_topk_spec(topk_ids, *options).data, topk_ids.device)
-
-
-@operator("plan_topk", _plan_topk_fake)
+@operator("plan_topk")
 def _plan_topk(topk_ids: Tensor, num_experts: int, align_size: int, num_out_tokens: int | None) -> Tensor:
-    plan = fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
-    return plan.data  # type: ignore[no-any-return]
+    rows: Any = num_out_tokens
+    return fp8moe.plan_topk(topk_ids, num_experts, align_size=align_size, num_out_tokens=rows).data
 
 
-def _plan_routing_map_fake(routing_map, *options):  # type: ignore[no-untyped-def]
-    return like(_mask_spec(routing_map, *options).data, routing_map.device)
-
-
-@operator("plan_routing_map", _plan_routing_map_fake)
+@operator("plan_routing_map")
 def _plan_routing_map(
     routing_map: Tensor, align_size: int, topk: int | None, num_out_tokens: int | None
 ) -> Tensor:
     how: Any = {"align_size": align_size, "topk": topk, "num_out_tokens": num_out_tokens}
-    return fp8moe.plan_routing_map(routing_map, **how).data  # type: ignore[no-any-return]
+    return fp8moe.plan_routing_map(routing_map, **how).data
 
 
-def _permute_fake(x, plan, sizes, probs, fill_padding):  # type: ignore[no-untyped-def]
-    spec = permute_spec(spec_of(x), _plan_of(plan, sizes), None if probs is None else spec_of(probs))
-    return like(spec.data, x.device), like(spec.probs, x.device)
+@operator("permute")
+def _permute(x: Tensor, plan: PermutationPlan, probs: Tensor | None, fill_padding: bool) -> list[Any]:
+    moved = fp8moe.permute(x, plan, probs, fill_padding=fill_padding)
+    return [moved.data, moved.probs]
 
 
-@operator("permute", _permute_fake)
-def _permute(
-    x: Tensor, plan: Tensor, sizes: list[int], probs: Tensor | None, fill_padding: bool
-) -> tuple[Tensor, Tensor]:
-    moved = fp8moe.permute(x, _plan_of(plan, sizes), probs, fill_padding=fill_padding)
-    return moved.data, or_empty(moved.probs, x.device)
+@operator("permute_backward")
+def _permute_backward(grad: Tensor, plan: PermutationPlan, grad_probs: Tensor | None) -> list[Any]:
+    return fp8moe.permute_backward(grad, plan, grad_probs)
 
 
-def _permute_backward_fake(grad, plan, sizes, grad_probs):  # type: ignore[no-untyped-def]
-    p = _plan_of(plan, sizes)
-    shape = None if grad_probs is None else (p.num_tokens, p.prob_columns)
-    probs = torch.empty(_NONE, device=grad.device) if shape is None else grad_probs.new_empty(shape)
-    return grad.new_empty(unpermute_spec(spec_of(grad), p).shape), probs
+@operator("unpermute")
+def _unpermute(x: Tensor, plan: PermutationPlan, merging_probs: Tensor | None) -> Tensor:
+    return fp8moe.unpermute(x, plan, merging_probs)
 
 
-@operator("permute_backward", _permute_backward_fake)
-def _permute_backward(
-    grad: Tensor, plan: Tensor, sizes: list[int], grad_probs: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    grad_x, probs = fp8moe.permute_backward(grad, _plan_of(plan, sizes), grad_probs)
-    return grad_x, or_empty(probs, grad.device)
-
-
-def _unpermute_fake(x, plan, sizes, merging_probs):  # type: ignore[no-untyped-def]
-    return x.new_empty((sizes[0], x.shape[1]))
-
-
-@operator("unpermute", _unpermute_fake)
-def _unpermute(x: Tensor, plan: Tensor, sizes: list[int], merging_probs: Tensor | None) -> Tensor:
-    return fp8moe.unpermute(x, _plan_of(plan, sizes), merging_probs)
-
-
-def _unpermute_backward_fake(grad, plan, sizes, x, merging_probs):  # type: ignore[no-untyped-def]
-    probs = torch.empty(_NONE, device=grad.device) if merging_probs is None else merging_probs
-    return grad.new_empty((sizes[-2], grad.shape[1])), torch.empty_like(probs)
-
-
-@operator("unpermute_backward", _unpermute_backward_fake)
+@operator("unpermute_backward")
 def _unpermute_backward(
-    grad: Tensor,
-    plan: Tensor,
-    sizes: list[int],
-    x: Tensor | None,
-    merging_probs: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    grad_x, probs = fp8moe.unpermute_backward(grad, _plan_of(plan, sizes), x, merging_probs)
-    return grad_x, or_empty(probs, grad.device)
+    grad: Tensor, plan: PermutationPlan, x: Tensor | None, merging_probs: Tensor | None
+) -> list[Any]:
+    return fp8moe.unpermute_backward(grad, plan, x, merging_probs)
 
 
-def _sort_chunks_fake(x, sizes, indices, probs, align_size, chunks_per_group, rows, keep_rest):  # type: ignore[no-untyped-def]
-    groups = sizes.shape[0] // chunks_per_group
-    if rows is None:
-        rows = x.shape[0] if align_size == 1 else static_bound(x.shape[0], groups, align_size)
-    spec = sort_chunks_spec(spec_of(x), None if probs is None else spec_of(probs), groups, rows)
-    return tuple(like(s, x.device) for s in (spec.data, spec.probs, spec.group_offsets))
-
-
-@operator("sort_chunks", _sort_chunks_fake)
+@operator("sort_chunks")
 def _sort_chunks(
     x: Tensor,
-    sizes: Tensor,
-    indices: Tensor,
+    split_sizes: Tensor,
+    sorted_indices: Tensor,
     probs: Tensor | None,
     align_size: int,
     chunks_per_group: int,
     num_out_tokens: int | None,
     keep_rest: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    got = fp8moe.sort_chunks(
-        x,
-        sizes,
-        indices,
-        probs,
-        align_size=align_size,
-        chunks_per_group=chunks_per_group,
-        num_out_tokens=num_out_tokens,
-        keep_rest=keep_rest,
-    )
-    return got.data, or_empty(got.probs, x.device), got.group_offsets
+) -> list[Any]:
+    options: Any = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    got = fp8moe.sort_chunks(x, split_sizes, sorted_indices, probs, num_out_tokens=num_out_tokens, **options)
+    return [got.data, got.probs, got.group_offsets]
 
 
-def _sort_chunks_backward_fake(grad, sizes, indices, grad_probs, align, group, tokens, keep_rest):  # type: ignore[no-untyped-def]
-    probs = torch.empty(_NONE, device=grad.device)
-    return grad.new_empty((tokens, grad.shape[1])), (
-        probs if grad_probs is None else grad_probs.new_empty(tokens)
-    )
-
-
-@operator("sort_chunks_backward", _sort_chunks_backward_fake)
+@operator("sort_chunks_backward")
 def _sort_chunks_backward(
     grad: Tensor,
-    sizes: Tensor,
-    indices: Tensor,
+    split_sizes: Tensor,
+    sorted_indices: Tensor,
     grad_probs: Tensor | None,
     align_size: int,
     chunks_per_group: int,
     num_tokens: int,
     keep_rest: bool,
-) -> tuple[Tensor, Tensor]:
-    grad_x, probs = fp8moe.sort_chunks_backward(
-        grad,
-        sizes,
-        indices,
-        grad_probs,
-        align_size=align_size,
-        chunks_per_group=chunks_per_group,
-        num_tokens=num_tokens,
-        keep_rest=keep_rest,
+) -> list[Any]:
+    options: Any = {"align_size": align_size, "chunks_per_group": chunks_per_group, "keep_rest": keep_rest}
+    return fp8moe.sort_chunks_backward(
+        grad, split_sizes, sorted_indices, grad_probs, num_tokens=num_tokens, **options
     )
-    return grad_x, or_empty(probs, grad.device)
 
 
-def _pad_fake(x, tokens_per_expert, align_size, num_out_tokens):  # type: ignore[no-untyped-def]
-    return x.new_empty((num_out_tokens, x.shape[1]))
-
-
-@operator("pad", _pad_fake)
+@operator("pad")
 def _pad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens: int) -> Tensor:
     return fp8moe.pad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
 
 
-@operator("unpad", _pad_fake)
+@operator("unpad")
 def _unpad(x: Tensor, tokens_per_expert: Tensor, align_size: int, num_out_tokens: int) -> Tensor:
     return fp8moe.unpad(x, tokens_per_expert, align_size, num_out_tokens=num_out_tokens)
 
 
-def _swiglu_fake(h, probs, *activation):  # type: ignore[no-untyped-def]
-    return h.new_empty((h.shape[0], h.shape[1] // 2))
+@operator("swiglu")
+def _swiglu(h: Tensor, probs: Tensor | None, activation: Activation) -> Tensor:
+    return fp8moe.swiglu(h, probs, activation=activation)
 
 
-@operator("swiglu", _swiglu_fake)
-def _swiglu(
-    h: Tensor, probs: Tensor | None, kind: str, clamp: float | None, alpha: float, linear_offset: float
-) -> Tensor:
-    return fp8moe.swiglu(h, probs, activation=Activation(kind, clamp, alpha, linear_offset))  # type: ignore[arg-type]
-
-
-def _swiglu_backward_fake(grad, h, probs, *activation):  # type: ignore[no-untyped-def]
-    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-    shape = _NONE if probs is None else h.shape[0]
-    dtype = torch.float32 if probs is None else wide
-    return torch.empty_like(h), torch.empty(shape, dtype=dtype, device=h.device)
-
-
-@operator("swiglu_backward", _swiglu_backward_fake)
-def swiglu_backward(
-    grad: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    kind: str,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
-) -> tuple[Tensor, Tensor]:
-    activation = Activation(kind, clamp, alpha, linear_offset)  # type: ignore[arg-type]
+@operator("swiglu_backward")
+def swiglu_backward(grad: Tensor, h: Tensor, probs: Tensor | None, activation: Activation) -> list[Any]:
     g = fp8moe.swiglu_backward(grad, h, probs, activation=activation)
-    return g.dh, or_empty(g.dprobs, h.device)
+    return [g.dh, g.dprobs]
 
 
-def _quantize_fake(x, fmt, block, pow2, eps, layout, scale_rounding="up"):  # type: ignore[no-untyped-def]
-    spec = quantize_spec(spec_of(x), fmt, tuple(block) or None, layout, False, scale_rounding)
-    return like(spec.data, x.device), like(spec.scales, x.device)
-
-
-@operator("quantize", _quantize_fake)
+@operator("quantize")
 def _quantize(
-    x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str, scale_rounding: str = "up"
-) -> tuple[Tensor, Tensor]:
-    how = {"pow2": pow2, "eps": eps, "layout": layout, "scale_rounding": scale_rounding}
-    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block) or None, **how)  # type: ignore[arg-type]
-    return q.data, q.scales
+    x: Tensor, fmt: str, block: list[int], pow2: bool, eps: float, layout: str, scale_rounding: str
+) -> list[Any]:
+    how: Any = {"pow2": pow2, "eps": eps, "layout": layout, "scale_rounding": scale_rounding}
+    q = fp8moe.quantize(x, fmt=fmt, block=tuple(block) or None, **how)
+    return [q.data, q.scales]
 
 
-def _quantize_weights_fake(w):  # type: ignore[no-untyped-def]
-    spec = quantize_spec(spec_of(w), "e4m3", (128, 128), "compact", True)
-    return [like(a, w.device) for a in arrays_in(spec)]
+@operator("quantize_weights")
+def _quantize_weights(w: Tensor) -> list[Any]:
+    return arrays_in(fp8moe.quantize_weights(w))
 
 
-@operator("quantize_weights", _quantize_weights_fake)
-def _quantize_weights(w: Tensor) -> list[Tensor]:
-    return arrays_in(_codes_of(w))
-
-
-def _codes_of(w: Tensor, out: Quantized | None = None) -> Quantized:
-    # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
-    return fp8moe.quantize_weights(w.clone() if w.device.type == "cpu" else w.contiguous(), out=out)
-
-
-def _dequantize_fake(data, scales, fmt, block, layout, transposed, dtype):  # type: ignore[no-untyped-def]
-    shape = _quant_spec(data, scales, fmt, block, layout, transposed).shape
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=data.device)
-
-
-@operator("dequantize", _dequantize_fake)
-def _dequantize(
-    data: Tensor, scales: Tensor, fmt: str, block: list[int], layout: str, transposed: bool, dtype: str
-) -> Tensor:
-    q = QuantTensor(data, scales, fmt, tuple(block) or None, layout, transposed)  # type: ignore[arg-type]
+@operator("dequantize")
+def _dequantize(q: QuantTensor, dtype: str) -> Tensor:
     return fp8moe.dequantize(q, dtype=dtype)
 
 
-def _transpose_fake(data, scales, fmt, block, expert_offsets, target, align_size):  # type: ignore[no-untyped-def]
-    q = _quant_spec(data, scales, fmt, block, "compact")
-    experts = None if expert_offsets is None else expert_offsets.shape[0] - 1
-    spec = transpose_spec(q, data.shape[0], experts, align_size, target)
-    return like(spec.data, data.device), like(spec.scales, data.device)
+@operator("scaling_aware_transpose")
+def _transpose(q: QuantTensor, expert_offsets: Tensor | None, target: str, align_size: int) -> list[Any]:
+    found = fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
+    return [found.data, found.scales]
 
 
-@operator("scaling_aware_transpose", _transpose_fake)
-def _transpose(
-    data: Tensor,
-    scales: Tensor,
-    fmt: str,
-    block: list[int],
-    expert_offsets: Tensor | None,
-    target: str,
-    align_size: int,
-) -> tuple[Tensor, Tensor]:
-    q = QuantTensor(data, scales, fmt, tuple(block) or None)  # type: ignore[arg-type]
-    got = fp8moe.scaling_aware_transpose(q, expert_offsets, target=target, align_size=align_size)
-    return got.data, got.scales
+@operator("permute_transpose")
+def _permute_transpose(q: QuantTensor, plan: PermutationPlan, target: str) -> list[Any]:
+    found = fp8moe.permute_transpose(q, plan, target=target)
+    return [found.data, found.scales]
 
 
-def _permute_transpose_fake(data, scales, fmt, block, target, plan, sizes):  # type: ignore[no-untyped-def]
-    _, experts, *_, rows, align = sizes
-    spec = transpose_spec(_quant_spec(data, scales, fmt, block, "compact"), rows, experts, align, target)
-    return like(spec.data, data.device), like(spec.scales, data.device)
-
-
-@operator("permute_transpose", _permute_transpose_fake)
-def _permute_transpose(
-    data: Tensor,
-    scales: Tensor,
-    fmt: str,
-    block: list[int],
-    target: str,
-    plan: Tensor,
-    sizes: list[int],
-) -> tuple[Tensor, Tensor]:
-    q = QuantTensor(data, scales, fmt, tuple(block) or None)  # type: ignore[arg-type]
-    got = fp8moe.permute_transpose(q, _plan_of(plan, sizes), target=target)
-    return got.data, got.scales
-
-
-def _quantized_fake(shape, device, fmt, block, columnwise, offsets, align):  # type: ignore[no-untyped-def]
-    spec = activation_spec(shape, fmt, tuple(block) or None, columnwise, offsets, align)
-    return [like(part, device) for part in _parts(spec)]
-
-
-def _swiglu_quantize_fake(h, probs, fmt, block, *others):  # type: ignore[no-untyped-def]
-    columnwise, offsets, align = others[-3:]
-    shape = h.shape[0], h.shape[1] // 2
-    return tuple(_quantized_fake(shape, h.device, fmt, block, columnwise, offsets, align))
-
-
-def _parts(q: Any) -> tuple[Any, Any, Any, Any]:
-    """Codes and scales of the row-wise tensor and of the column-wise one, None where there is none."""
-    if not isinstance(q, Quantized):
-        return q.data, q.scales, None, None
-    return q.rowwise.data, q.rowwise.scales, q.columnwise.data, q.columnwise.scales
-
-
-def _tensors_of(q: Any, device: Any) -> list[Tensor]:
-    return [or_empty(part, device) for part in _parts(q)]
-
-
-@operator("swiglu_quantize", _swiglu_quantize_fake)
+@operator("swiglu_quantize")
 def _swiglu_quantize(
     h: Tensor,
     probs: Tensor | None,
     fmt: str,
     block: list[int],
-    kind: str,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
+    activation: Activation,
     columnwise: bool,
     expert_offsets: Tensor | None,
     align_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how = _options(fmt, block, kind, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
-    q = fp8moe.swiglu_quantize(h, probs, **how)
-    return tuple(_tensors_of(q, h.device))  # type: ignore[return-value]
+) -> list[Any]:
+    how = _options(fmt, block, activation, columnwise, expert_offsets, align_size)
+    return arrays_in(fp8moe.swiglu_quantize(h, probs, **how))
 
 
-def _swiglu_quantize_backward_fake(  # type: ignore[no-untyped-def]
-    grad, h, probs, fmt, block, *others
-):
-    columnwise, offsets, align = others[-3:]
-    dh = _quantized_fake(tuple(h.shape), h.device, fmt, block, columnwise, offsets, align)
-    shape = _NONE if probs is None else h.shape[0]
-    return *dh, torch.empty(shape, dtype=torch.float32, device=h.device)
-
-
-@operator("swiglu_quantize_backward", _swiglu_quantize_backward_fake)
+@operator("swiglu_quantize_backward")
 def _swiglu_quantize_backward(
     grad: Tensor,
     h: Tensor,
     probs: Tensor | None,
     fmt: str,
     block: list[int],
-    kind: str,
-    clamp: float | None,
-    alpha: float,
-    linear_offset: float,
+    activation: Activation,
     columnwise: bool,
     expert_offsets: Tensor | None,
     align_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    how = _options(fmt, block, kind, clamp, alpha, linear_offset, columnwise, expert_offsets, align_size)
+) -> list[Any]:
+    how = _options(fmt, block, activation, columnwise, expert_offsets, align_size)
     g = fp8moe.swiglu_quantize_backward(grad, h, probs, **how)
-    return *_tensors_of(g.dh, h.device), or_empty(g.dprobs, h.device)  # type: ignore[return-value]
+    return [*arrays_in(g.dh), g.dprobs]
+
+
+@operator("grouped_gemm")
+def _grouped_gemm(
+    x: Tensor, w: Tensor, expert_offsets: Tensor, transpose_w: bool, backend: str | None
+) -> Tensor:
+    return fp8moe.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, backend=backend)
+
+
+@operator("grouped_gemm_fp8")
+def _grouped_gemm_fp8(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, backend: str | None) -> Tensor:
+    return fp8moe.grouped_gemm(x, w, expert_offsets, backend=backend)
+
+
+@operator("grouped_gemm_wgrad")
+def _grouped_gemm_wgrad(
+    dy: Tensor, x: Tensor, expert_offsets: Tensor, dtype: str, backend: str | None
+) -> Tensor:
+    return fp8moe.grouped_gemm_wgrad(dy, x, expert_offsets, dtype=dtype, backend=backend)
 
 
 # ---------------------------------------------------------------- gradients
 #
-# Each setup keeps the plan (or sizes) and what the gradient needs; each gradient is an operator above.
+# The same in eager mode and in compiled code. Each is an operator above.
 
 
-def _grouped_gemm_fake(x, w, expert_offsets, transpose_w, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty((x.shape[0], w.shape[2 if transpose_w else 1]))
+def _one_or_more(results: list[Any]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-@operator("grouped_gemm", _grouped_gemm_fake)
-def _grouped_gemm(
-    x: Tensor, w: Tensor, expert_offsets: Tensor, transpose_w: bool, backend: str | None
-) -> Tensor:
-    x, w = x.contiguous(), w.contiguous()
-    return fp8moe.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, backend=backend)
+def _contiguous(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.contiguous()
 
 
-def _grouped_gemm_wgrad_fake(dy, x, expert_offsets, backend):  # type: ignore[no-untyped-def]
-    return dy.new_empty((expert_offsets.shape[0] - 1, dy.shape[1], x.shape[1]))
+class _Permute(torch.autograd.Function):
+    """x and, where there are some, the probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, probs: Any, plan: Any, sizes: Any, fill_padding: bool) -> Any:
+        ctx.save_for_backward(plan)
+        ctx.sizes, ctx.has_probs = sizes, probs is not None
+        return _one_or_more(_permute(x, plan_of(plan, sizes), probs, fill_padding))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, grad_probs: Any = None) -> Any:
+        (data,) = ctx.saved_tensors
+        plan = plan_of(data, ctx.sizes)
+        dx, *dprobs = _permute_backward(grad.contiguous(), plan, _contiguous(grad_probs))
+        return dx, dprobs[0] if dprobs else None, None, None, None
 
 
-@operator("grouped_gemm_wgrad", _grouped_gemm_wgrad_fake)
-def _grouped_gemm_wgrad(dy: Tensor, x: Tensor, expert_offsets: Tensor, backend: str | None) -> Tensor:
-    dtype = str(dy.dtype).removeprefix("torch.")
-    wide = "float32" if dtype == "float16" else dtype  # there is no sum in float16
-    dy, x = dy.contiguous(), x.contiguous()
-    return fp8moe.grouped_gemm_wgrad(dy, x, expert_offsets, dtype=wide, backend=backend).to(dy.dtype)
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, probs: Any, plan: Any, sizes: Any) -> Any:
+        # the rows themselves are needed for the probabilities' gradient only
+        ctx.save_for_backward(plan, *(() if probs is None else (x, probs)))
+        ctx.sizes = sizes
+        return _unpermute(x, plan_of(plan, sizes), probs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        plan, *rows = ctx.saved_tensors
+        x, probs = rows or (None, None)
+        dx, *dprobs = _unpermute_backward(grad.contiguous(), plan_of(plan, ctx.sizes), x, probs)
+        return dx, dprobs[0] if dprobs else None, None, None
 
 
-def _grouped_gemm_fp8_fake(x, x_scales, x_fmt, layout, w, w_scales, w_fmt, expert_offsets, backend):  # type: ignore[no-untyped-def]
-    return x.new_empty((x.shape[0], w.shape[1]), dtype=torch.bfloat16)
+class _SortChunks(torch.autograd.Function):
+    """x, the probabilities where there are some, and the groups' offsets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, probs: Any, sizes: Any, indices: Any, options: Any, rows: Any) -> Any:
+        ctx.save_for_backward(sizes, indices)
+        ctx.options, ctx.tokens, ctx.has_probs = options, x.shape[0], probs is not None
+        align_size, chunks_per_group, keep_rest = options
+        found = _sort_chunks(x, sizes, indices, probs, align_size, chunks_per_group, rows, keep_rest)
+        ctx.mark_non_differentiable(found[-1])
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, *others: Any) -> Any:
+        grad_probs = _contiguous(others[0]) if ctx.has_probs else None
+        align_size, chunks_per_group, keep_rest = ctx.options
+        options = align_size, chunks_per_group, ctx.tokens, keep_rest
+        dx, *dprobs = _sort_chunks_backward(grad.contiguous(), *ctx.saved_tensors, grad_probs, *options)
+        return dx, dprobs[0] if dprobs else None, None, None, None, None
 
 
-@operator("grouped_gemm_fp8", _grouped_gemm_fp8_fake)
-def _grouped_gemm_fp8(
-    x: Tensor,
-    x_scales: Tensor,
-    x_fmt: str,
-    layout: str,
-    w: Tensor,
-    w_scales: Tensor,
-    w_fmt: str,
-    expert_offsets: Tensor,
-    backend: str | None,
-) -> Tensor:
-    rows = QuantTensor(x, x_scales, x_fmt, (1, 128), layout)  # type: ignore[arg-type]
-    weights = QuantTensor(w, w_scales, w_fmt, (128, 128))  # type: ignore[arg-type]
-    return fp8moe.grouped_gemm(rows, weights, expert_offsets, backend=backend)
+class _Pad(torch.autograd.Function):
+    """Padding, or its reverse: each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, counts: Any, align_size: int, rows: Any, reverse: bool) -> Any:
+        ctx.save_for_backward(counts)
+        ctx.align_size, ctx.rows, ctx.reverse = align_size, x.shape[0], reverse
+        return (_unpad if reverse else _pad)(x, counts, align_size, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        back = _pad if ctx.reverse else _unpad
+        return back(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.rows), None, None, None, None
 
 
-def _gradient(operator, setup, backward) -> None:  # type: ignore[no-untyped-def]
-    operator.register_autograd(backward, setup_context=setup)
+def _activation_of(scalars: Any) -> Activation:
+    """From `scalars_of`, of which a compiler may have made symbols."""
+    kind, clamp, alpha, linear_offset = scalars
+    return Activation(kind, None if clamp is None else float(clamp), float(alpha), float(linear_offset))
 
 
-def _given(grad: Tensor | None, present: bool) -> Tensor | None:
-    return grad.contiguous() if present and grad is not None else None
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Any, probs: Any, activation: Any) -> Any:
+        ctx.save_for_backward(h, *(() if probs is None else (probs,)))
+        ctx.activation = activation
+        return _swiglu(h, probs, _activation_of(activation))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        h, *rest = ctx.saved_tensors
+        probs = rest[0] if rest else None
+        dh, *dprobs = swiglu_backward(grad.contiguous(), h, probs, _activation_of(ctx.activation))
+        return dh, None if probs is None else dprobs[0].to(probs.dtype), None
 
 
-def _permute_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, plan, ctx.sizes, probs, _ = inputs
-    ctx.has_probs = probs is not None
-    ctx.save_for_backward(plan)
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, expert_offsets: Any, transpose_w: bool, backend: Any) -> Any:
+        x, w = x.contiguous(), w.contiguous()
+        ctx.save_for_backward(x, w, expert_offsets)
+        ctx.transpose_w, ctx.backend = transpose_w, backend
+        return _grouped_gemm(x, w, expert_offsets, transpose_w, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, w, expert_offsets = ctx.saved_tensors
+        of_x, of_w, *_ = ctx.needs_input_grad
+        dy, dx, dw = dy.contiguous(), None, None
+        if of_x:
+            dx = _grouped_gemm(dy, w, expert_offsets, not ctx.transpose_w, ctx.backend)
+        if of_w:
+            # there is no sum in float16
+            dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
+            pair = (x, dy) if ctx.transpose_w else (dy, x)
+            dw = _grouped_gemm_wgrad(*pair, expert_offsets, dtype, ctx.backend).to(w.dtype)
+        return dx, dw, None, None, None
 
 
-def _permute_grad(ctx, grad, grad_probs):  # type: ignore[no-untyped-def]
-    probs = _given(grad_probs, ctx.has_probs)
-    grad_x, grad_probs = _permute_backward(grad.contiguous(), *ctx.saved_tensors, ctx.sizes, probs)
-    return grad_x, None, None, grad_probs if ctx.has_probs else None, None
-
-
-def _unpermute_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, plan, ctx.sizes, probs = inputs
-    ctx.has_probs = probs is not None
-    # the rows themselves are needed for the probabilities' gradient only
-    ctx.save_for_backward(plan, *((x, probs) if ctx.has_probs else ()))
-
-
-def _unpermute_grad(ctx, grad):  # type: ignore[no-untyped-def]
-    plan, *rows = ctx.saved_tensors
-    x, probs = rows or (None, None)
-    grad_x, grad_probs = _unpermute_backward(grad.contiguous(), plan, ctx.sizes, x, probs)
-    return grad_x, None, None, grad_probs if ctx.has_probs else None
-
-
-def _sort_chunks_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, sizes, indices, probs, ctx.align_size, ctx.chunks_per_group, _, ctx.keep_rest = inputs
-    ctx.tokens, ctx.has_probs = x.shape[0], probs is not None
-    ctx.save_for_backward(sizes, indices)
-
-
-def _sort_chunks_grad(ctx, grad, grad_probs, _):  # type: ignore[no-untyped-def]
-    grad_x, grad_probs = _sort_chunks_backward(
-        grad.contiguous(),
-        *ctx.saved_tensors,
-        _given(grad_probs, ctx.has_probs),
-        ctx.align_size,
-        ctx.chunks_per_group,
-        ctx.tokens,
-        ctx.keep_rest,
-    )
-    return grad_x, None, None, grad_probs if ctx.has_probs else None, None, None, None, None
-
-
-def _pad_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, counts, ctx.align_size, _ = inputs
-    ctx.tokens = x.shape[0]
-    ctx.save_for_backward(counts)
-
-
-def _pad_grad(ctx, grad):  # type: ignore[no-untyped-def]
-    return _unpad(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.tokens), None, None, None
-
-
-def _unpad_grad(ctx, grad):  # type: ignore[no-untyped-def]
-    return _pad(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.tokens), None, None, None
-
-
-def _swiglu_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    h, probs, *ctx.activation = inputs
-    ctx.has_probs = probs is not None
-    ctx.save_for_backward(h, *((probs,) if ctx.has_probs else ()))
-
-
-def _swiglu_grad(ctx, grad):  # type: ignore[no-untyped-def]
-    h, *rest = ctx.saved_tensors
-    probs = rest[0] if rest else None
-    dh, dprobs = swiglu_backward(grad.contiguous(), h, probs, *ctx.activation)
-    return dh, None if probs is None else dprobs.to(probs.dtype), None, None, None, None
-
-
-def _grouped_gemm_setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, w, expert_offsets, ctx.transpose_w, ctx.backend = inputs
-    ctx.save_for_backward(x, w, expert_offsets)
-
-
-def _grouped_gemm_grad(ctx, dy):  # type: ignore[no-untyped-def]
-    x, w, expert_offsets = ctx.saved_tensors
-    of_x, of_w, *_ = ctx.needs_input_grad
-    dx = _grouped_gemm(dy, w, expert_offsets, not ctx.transpose_w, ctx.backend) if of_x else None
-    pair = (x, dy) if ctx.transpose_w else (dy, x)
-    dw = _grouped_gemm_wgrad(*pair, expert_offsets, ctx.backend) if of_w else None
-    return dx, dw, None, None, None
-
-
-_gradient(_permute, _permute_setup, _permute_grad)
-_gradient(_unpermute, _unpermute_setup, _unpermute_grad)
-_gradient(_sort_chunks, _sort_chunks_setup, _sort_chunks_grad)
-_gradient(_pad, _pad_setup, _pad_grad)
-_gradient(_unpad, _pad_setup, _unpad_grad)
-_gradient(_swiglu, _swiglu_setup, _swiglu_grad)
-_gradient(_grouped_gemm, _grouped_gemm_setup, _grouped_gemm_grad)
-
-
-def _no_gradient(ctx, *grads):  # type: ignore[no-untyped-def]
-    raise RuntimeError(_TWICE)
-
-
-_BACKWARDS = _permute_backward, _unpermute_backward, _sort_chunks_backward, swiglu_backward
-for _operator in (*_BACKWARDS, _grouped_gemm_wgrad):
-    _operator.register_autograd(_no_gradient)
+_permute_with_grad = differentiable(_Permute)
+_unpermute_with_grad = differentiable(_Unpermute)
+_sort_chunks_with_grad = differentiable(_SortChunks)
+_pad_with_grad = differentiable(_Pad)
+_swiglu_with_grad = differentiable(_Swiglu)
+_grouped_gemm_with_grad = differentiable(_GroupedGemm)

@@ -17,6 +17,7 @@ import torch
 
 import fp8moe
 from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_library import plan_arguments
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
 LAUNCHERS = ("go", "go_tiled", "fill")  # of kernels_cuda/launch.py: behind them is the driver
@@ -61,7 +62,7 @@ def main() -> None:
     torch_ops.permute(x[:2].clone(), torch_ops.plan_topk(ids[:2].clone(), EXPERTS), probs[:2].clone())
     for nth in ("first", "second", "later"):
         count(f"torch, eager: permute, {nth}", lambda: torch_ops.permute(x, plan, probs))
-    tensors = torch_ops._flat(plan)
+    tensors = plan_arguments(plan)
     for nth in ("first", "later"):
         count(f"torch, operator: permute, {nth}", lambda: torch.ops.fp8moe.permute(x, *tensors, probs, True))
     w13 = fp8moe.quantize_weights(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, device="cuda").bfloat16())

@@ -19,6 +19,7 @@ ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm")
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 ADAPTERS = {
+    "torch_library": _TORCH,
     "torch_ops": _TORCH,
     "torch_moe": _TORCH,
     "torch_experts": _TORCH,

@@ -89,8 +89,8 @@ def check_transpose(i: Inputs) -> None:
     block = fp8moe.scaling_aware_transpose(q, target="block")
     scales = np.repeat(np.repeat(block.scales, 128, axis=0), 128, axis=1)[: q.shape[1], :TOKENS]
     bound = 2.0**-10 * scales  # half of a tile's smallest code
-    apart = np.abs(fp8moe.dequantize(block).astype(np.float64) - fp8moe.dequantize(q).T)
-    _equal(apart <= bound, np.ones_like(apart, bool), "values of blocks")
+    apart = np.abs(fp8moe.dequantize(block).astype(np.float64) - fp8moe.dequantize(q))
+    _equal(apart <= bound.T, np.ones_like(apart, bool), "values of blocks")
 
 
 def check_swiglu(i: Inputs) -> None:

@@ -1,0 +1,253 @@
+"""Functions of fp8moe as operators of torch's library, each by one declaration.
+
+A declared function takes tensors, records and plain values by position and calls the library. Its signature
+gives the operator's schema, in which a record is the arguments of `RECORDS`; a dry run of it on shapes gives
+its fake implementation. Operators have no gradient of their own, and refuse tensors that require one:
+`torch.autograd.Function` calls them, in eager mode the function itself, without torch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fp8moe import PermutationPlan, QuantTensor, workspace
+from fp8moe.activation import Activation
+from fp8moe.interop import dtype_named
+from fp8moe.records import SYMBOLIC_TYPES, ArraySpec
+
+SYMBOLIC_TYPES.add(torch.SymInt)
+
+NAMESPACE = "fp8moe"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+#: types of arguments in a schema
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
+    int: "SymInt",
+    int | None: "SymInt?",
+    bool: "bool",
+    list[bool]: "bool[]",
+    list[int]: "int[]",
+    float: "float",
+    str: "str",
+    str | None: "str?",
+    torch.dtype: "ScalarType",
+}
+
+
+def plan_arguments(plan: PermutationPlan) -> list[Any]:
+    """A plan as operators take it: its array and its sizes."""
+    sizes = [plan.num_tokens, plan.num_experts, plan.max_experts_per_token, int(plan.has_slots)]
+    return [plan.data, [*sizes, plan.num_out_tokens, plan.align_size]]
+
+
+def plan_of(data: Any, sizes: Any) -> PermutationPlan:
+    """A plan from what `plan_arguments` made of one, whose fields were checked then."""
+    plan: PermutationPlan = object.__new__(PermutationPlan)
+    tokens, experts, width, has_slots, rows, align = sizes
+    plan.__dict__.update(
+        data=data,
+        num_tokens=tokens,
+        num_experts=experts,
+        max_experts_per_token=width,
+        has_slots=bool(has_slots),
+        num_out_tokens=rows,
+        align_size=align,
+    )
+    return plan
+
+
+def _of_codes(q: QuantTensor) -> list[Any]:
+    return [q.data, q.scales, q.fmt, listed(q.block), q.layout, q.transposed]
+
+
+def _codes(data: Any, scales: Any, fmt: str, block: list[int], layout: str, transposed: bool) -> QuantTensor:
+    return QuantTensor(data, scales, fmt, tuple(block) or None, layout, transposed)  # type: ignore[arg-type]
+
+
+def _of_activation(activation: Activation) -> list[Any]:
+    return [activation.kind, activation.clamp, activation.alpha, activation.linear_offset]
+
+
+def listed(block: Any) -> list[int]:
+    """A block as operators take it, empty for None."""
+    if block is not None and not isinstance(block, tuple):
+        raise ValueError(f"block: got {block!r}; wanted a tuple of two ints, or None")
+    return list(block or ())
+
+
+#: record -> its arguments in a schema ({} is the record's name), to them and from them
+RECORDS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    PermutationPlan: ("Tensor {}, SymInt[] {}_sizes", plan_arguments, plan_of),
+    QuantTensor: (
+        "Tensor {}, Tensor {}_scales, str {}_fmt, int[] {}_block, str {}_layout, bool {}_transposed",
+        _of_codes,
+        _codes,
+    ),
+    Activation: (
+        "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset",
+        _of_activation,
+        functools.lru_cache(Activation),  # checks its fields
+    ),
+}
+
+
+class Operator:
+    """``fp8moe::name``. Called with what its function takes, it returns a tensor, a tuple of tensors or,
+    where the function returns a list, those of its results that are not None."""
+
+    def __init__(self, name: str, function: Callable[..., Any], writes: Iterable[str], fake: Any):
+        self.function = function
+        types = get_type_hints(function)
+        returned = types.pop("return")
+        self._form = get_origin(returned) or returned
+        arguments, self._records, position = [], [], 0
+        for n, parameter in enumerate(inspect.signature(function).parameters):
+            kind = types[parameter]
+            if kind in RECORDS:
+                form, flatten, build = RECORDS[kind]
+                arguments.append(form.replace("{}", parameter))
+                count = form.count(",") + 1
+                self._records.append((n, flatten, position, position + count, build))
+                position += count
+                continue
+            written = f"(a{n}!)" if parameter in writes else ""
+            arguments.append(_TYPES[kind].replace("Tensor", f"Tensor{written}") + f" {parameter}")
+            position += 1
+        self._written = [n for n, a in enumerate(", ".join(arguments).split(", ")) if "!" in a]
+        many = f"({', '.join(['Tensor'] * len(get_args(returned)))})"
+        result = {Tensor: "Tensor", list: "Tensor[]", tuple: many}[self._form]
+        tags = (torch.Tag.pt2_compliant_tag,)
+        _library.define(f"{name}({', '.join(arguments)}) -> {result}", tags=tags)
+        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake or self._fake, lib=_library)
+        self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not torch.compiler.is_compiling() and _are_plain(arguments):
+            return self._results(self.function(*arguments))
+        flat = list(arguments)
+        for n, flatten, *_ in reversed(self._records):
+            flat[n : n + 1] = flatten(flat[n])
+        return self.op(*flat)
+
+    def _arguments(self, flat: Iterable[Any]) -> list[Any]:
+        arguments = list(flat)
+        for _, _, first, last, build in reversed(self._records):
+            arguments[first:last] = [build(*arguments[first:last])]
+        return arguments
+
+    def _results(self, results: Any) -> Any:
+        return [t for t in results if t is not None] if self._form is list else results
+
+    def _run(self, *flat: Any) -> Any:
+        for n in self._written:
+            if flat[n] is not None:
+                torch.autograd.graph.increment_version(flat[n])
+        arguments = list(flat)  # as `_arguments` does, which would be one call more between user and kernel
+        for _, _, first, last, build in reversed(self._records):
+            arguments[first:last] = [build(*arguments[first:last])]
+        results = self.function(*arguments)
+        return [t for t in results if t is not None] if self._form is list else results
+
+    def _fake(self, *flat: Any) -> Any:
+        tensors = [t for a in flat for t in (a if isinstance(a, list) else (a,)) if isinstance(t, Tensor)]
+
+        def run(arrays: list[Any]) -> Any:
+            following = iter(arrays)
+            results = self.function(*self._arguments(_with(a, following) for a in flat))
+            return tuple(results) if self._form is list else results
+
+        results = self._results(workspace.result_specs(run, [spec_of(t) for t in tensors]))
+        device = tensors[0].device
+        if self._form is Tensor:
+            return like(results, device)
+        return self._form(like(a, device) for a in results)
+
+
+def _with(value: Any, arrays: Iterator[Any]) -> Any:
+    """An argument with the next arrays in place of its tensors."""
+    if isinstance(value, list):
+        return [_with(v, arrays) for v in value]
+    return next(arrays) if isinstance(value, Tensor) else value
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _are_plain(arguments: Iterable[Any]) -> bool:
+    """Whether all tensors have memory: neither fake ones nor such as stand for others."""
+    for a in arguments:
+        if isinstance(a, (PermutationPlan, QuantTensor)):
+            a = a.data
+        if isinstance(a, Tensor) and type(a) not in _PLAIN:
+            return False
+    return True
+
+
+def operator(
+    name: str, writes: Iterable[str] = (), fake: Any = None
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Declare a function as ``fp8moe::name``. writes: the arguments whose memory it changes. fake: where a
+    dry run of the function does not do."""
+    return lambda function: Operator(name, function, writes, fake)
+
+
+def spec_of(x: Tensor) -> ArraySpec:
+    return ArraySpec(tuple(x.shape), dtype_named(str(x.dtype).removeprefix("torch."), "x"))
+
+
+def like(spec: ArraySpec, device: torch.device) -> Tensor:
+    """An empty tensor of a spec: what a fake returns."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)
+
+
+# ---------------------------------------------------------------- gradients
+
+_TWICE = (
+    "the gradient of a function of fp8moe.adapters.torch_ops is differentiated, which is not twice "
+    "differentiable; leave out create_graph=True, or detach() its results"
+)
+
+
+class _Once(torch.autograd.Function):
+    """A backward as a function of the incoming gradients and of what was saved, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Any, saved: Any, count: int, *tensors: Any) -> Any:
+        return backward(saved, *tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(_TWICE)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
+    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them."""
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return _Once.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+
+    return run
+
+
+def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, which Dynamo takes into its graph as it is and AOTAutograd traces: Dynamo itself
+    loses symbolic sizes that a forward keeps for its backward (torch 2.13)."""
+
+    @torch.compiler.allow_in_graph
+    def apply(*arguments: Any) -> Any:
+        return function.apply(*arguments)
+
+    return apply
