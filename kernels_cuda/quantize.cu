@@ -307,13 +307,13 @@ extern "C" __global__ void __launch_bounds__(256)
   ((uint4*)out)[2 * (i64)i + 1] = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// Row-wise (compact or gemm_ready) tensors and (128, 128) blocks, either orientation: of matrix m, the code of
-// (r, c) lies at m * rows * columns + r * code_rows + c * code_columns. One thread a value.
+// Row-wise (compact or gemm_ready) tensors and (128, 128) blocks, either orientation: of matrix m, the code
+// of (r, c) lies at m * rows * columns + r * code_rows + c * code_columns. One thread a value.
 extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales, i64 count, i64 rows,
-                                             i64 columns, i64 block_rows, i64 block_columns,
-                                             i64 code_rows, i64 code_columns, i64 row_stride,
-                                             i64 column_stride, i64 matrix_stride, i64 fmt, i64 scale_kind,
-                                             i64 out_kind, void* out) {
+                                             i64 columns, i64 block_rows, i64 block_columns, i64 code_rows,
+                                             i64 code_columns, i64 row_stride, i64 column_stride,
+                                             i64 matrix_stride, i64 fmt, i64 scale_kind, i64 out_kind,
+                                             void* out) {
   pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;

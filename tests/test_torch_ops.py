@@ -111,8 +111,11 @@ def test_the_layer_has_the_librarys_gradients(recipe):
     assert torch.equal(y, wanted)
     assert torch.equal(x.grad, grads.dx)
     assert torch.equal(probs.grad, grads.dprobs)
-    assert torch.equal(w13.grad, grads.dw13.bfloat16())
-    assert torch.equal(w2.grad, grads.dw2.bfloat16())
+    # The same float32 products, which a BLAS may sum in another order, so that some round to the neighbouring
+    # bfloat16: seen on a CPU with AVX-512.
+    for grad, wanted in ((w13.grad, grads.dw13), (w2.grad, grads.dw2)):
+        bound = 2.0**-20 * float(wanted.abs().max())
+        torch.testing.assert_close(grad, wanted.bfloat16(), rtol=2.0**-7, atol=bound)
 
 
 def plain(*shape):
