@@ -35,7 +35,8 @@ _KINDS = ("BF16", "F16", "F32")
 _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "expert_parallel": [(*c, f"PEERS={n}") for c in _CONVERSIONS if "MX=0" in c for n in (8, 1)],
-    "grouped_gemm_wgmma": [
+    "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
+    "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
     "quantize": _CONVERSIONS,
@@ -61,7 +62,7 @@ class CompileError(RuntimeError):
 
 
 # Sources that are empty for every architecture but one.
-ONLY = {"grouped_gemm_wgmma": "sm_90a"}
+ONLY = {"grouped_gemm_wgmma": "sm_90a", "grouped_gemm_wgrad_wgmma": "sm_90a"}
 
 
 def sources(architecture: str) -> list[Path]:

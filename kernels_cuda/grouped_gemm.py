@@ -1,5 +1,5 @@
-"""Launchers of grouped_gemm_wgmma.cu, for FP8 on Hopper's tensor cores, and of grouped_gemm.cu, for all else:
-the same names and signatures as `fp8moe.reference.grouped_gemm`."""
+"""Launchers of grouped_gemm_wgmma.cu and grouped_gemm_wgrad_wgmma.cu, for FP8 on Hopper's tensor cores, and
+of grouped_gemm.cu, for all else: the names and signatures of `fp8moe.reference.grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8moe.kernels_cuda.launch import (
 )
 from fp8moe.records import QuantTensor
 
-# As in grouped_gemm_wgmma.cu.
+# As in wgmma_pipeline.cuh.
 TILE_COLUMNS = 256
 THREADS = 384
 CLUSTER = 2  # blocks that share what they read
@@ -47,7 +47,9 @@ def grouped_gemm(
     if _by_wgmma(backend, quantized, x, w, out, expert_offsets, rows, multiples):
         experts = w.data.shape[0]
         _launch_tiles(
+            "grouped_gemm_wgmma",
             "grouped_gemm_tiles",
+            (),
             x,
             w,
             expert_offsets,
@@ -95,7 +97,9 @@ def grouped_gemm_wgrad(
     known = min(dy.scales.shape[0], x.scales.shape[0]) if quantized else 0  # scales of columns
     if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, rows, multiples):
         _launch_tiles(
+            "grouped_gemm_wgrad_wgmma",
             "grouped_gemm_wgrad_tiles",
+            (f"BLOCKS={int(blocks)}",),
             dy,
             x,
             expert_offsets,
@@ -112,7 +116,6 @@ def grouped_gemm_wgrad(
             accumulate,
             KINDS[out.dtype],
             out,
-            blocks=blocks,
         )
         return
     launch(
@@ -181,10 +184,10 @@ def _by_wgmma(
 
 
 def _launch_tiles(
-    kernel: str, a: Any, b: Any, expert_offsets: Any, *arguments: Any, blocks: bool = False
+    source: str, kernel: str, variant: tuple[str, ...], a: Any, b: Any, expert_offsets: Any, *arguments: Any
 ) -> None:
     launch(
-        "grouped_gemm_wgmma",
+        source,
         kernel,
         multiprocessors() // CLUSTER * CLUSTER,
         THREADS,
@@ -192,6 +195,6 @@ def _launch_tiles(
         b.data,
         *arguments,
         shared=SHARED_BYTES + expert_offsets.size * 8,
-        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", f"BLOCKS={int(blocks)}"),
+        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,
     )

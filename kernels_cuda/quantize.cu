@@ -3,7 +3,7 @@
 // quantize_rows is the fast path of row-wise blocks of 128 or 32, quantize_tiles of column-wise ones and of
 // both, quantize_weights of (128, 128) blocks: one read. The kernels behind it serve every other block and
 // width: two reads of the input (one for amax, one to encode), one write.
-#include "tile.cuh"
+#include "tile_quantize.cuh"
 
 #ifndef KIND
 #define KIND BF16  // what quantize_rows and quantize_tiles read
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(64)
 }
 
 // What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
-// Shapes: x [rows, columns], columns a multiple of 128; tile.cuh's quantize_tile has the results'.
+// Shapes: x [rows, columns], columns a multiple of 128; tile_quantize.cuh's quantize_tile has the results'.
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 512 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
 //   and the table of strips. The next tile travels while this one, in registers, is quantised.
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
   }
 }
 
-// Before a launch that takes tiles when blocks are free (tile.cuh: Turns).
+// Before a launch that takes tiles when blocks are free (tile_order.cuh: Turns).
 extern "C" __global__ void no_tiles_taken(int* taken) {
   pdl_wait();
   pdl_launch_dependents();

@@ -21,7 +21,7 @@ from fp8moe.kernels_cuda.launch import (
 from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
-TILE, TILE_THREADS = 128, 512  # as in tile.cuh
+TILE, TILE_THREADS = 128, 512  # as in tile_order.cuh
 WEIGHT_THREADS = 256  # as in quantize.cu
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
 # Tiles of a block beyond which taking them when it is free pays for a launch more: 79.8 us in place of 83.2
@@ -198,7 +198,7 @@ def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[in
 
 def tiles_taken(tiles: int, blocks: int) -> Any:
     """How many tiles have been taken, 0, for blocks with so many that they take them when they are free;
-    None: their turns are fixed (tile.cuh: Turns)."""
+    None: their turns are fixed (tile_order.cuh: Turns)."""
     if tiles <= MANY_TURNS * blocks:
         return None
     taken = scratch((1,), np.int32)

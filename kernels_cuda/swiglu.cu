@@ -6,7 +6,7 @@
 // apart they can be. The kernels behind them take float64's way and, for quantised results, go through a
 // float32 buffer and quantize.cu.
 #include "swiglu.cuh"
-#include "tile.cuh"
+#include "tile_quantize.cuh"
 
 // y [rows, width] of h [rows, 2 * width]; rows behind *last (when given) are zeros. One block a row.
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
 }
 
 // The forward with column-wise blocks beside the row-wise ones, from one read.
-// Shapes: width a multiple of 128; tile.cuh's quantize_tile has the results'.
+// Shapes: width a multiple of 128; tile_quantize.cuh's quantize_tile has the results'.
 // Launch: as quantize_tiles, with a and b in shared memory.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,

@@ -1,7 +1,7 @@
 // A tile of row-wise FP8 codes in shared memory, written transposed: what transpose.cu does with tiles that
 // it reads, and swiglu_transpose.cu with those that it has just made.
 #pragma once
-#include "tile.cuh"
+#include "tile_order.cuh"
 
 #ifndef FMT
 #define FMT 0          // what scaling_aware_transpose is compiled for: e4m3
@@ -84,7 +84,7 @@ struct Lane {
   }
 };
 
-struct Tile {                     // where it lies; tile.cuh's Place, in registers
+struct Tile {                     // where it lies; tile_order.cuh's Place, in registers
   int base[PARTS], count[PARTS];  // of its strips: the first row, and how many
   int row, column;                // in tiles
 };

@@ -1,0 +1,222 @@
+// Grouped GEMM of FP8 operands on Hopper's tensor cores (sm_90a), weight gradient; elsewhere this file is
+// empty.
+#ifndef A_FMT
+#define A_FMT 0   // of dy
+#define B_FMT 0   // of x
+#define BLOCKS 0  // 1: operands with one scale for 128 x 128 codes
+#endif
+#include "wgmma_pipeline.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// One warp: a step's codes of both operands where the experts' rows begin at no multiple of 16, which TMA
+// does not take. `along` of `rows` codes, row by row, to where TMA would have put them.
+__device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a_rows, const u8* b, int b_row,
+                                           i64 b_rows, int along, i64 rows) {
+#pragma unroll 1
+  for (u32 i = threadIdx.x % 32; i < (ROWS + COLUMNS) * (STEP / 4); i += 32) {
+    const u32 r = i / (STEP / 4), c = i % (STEP / 4) * 4;
+    const i64 row = r < ROWS ? a_row + (int)r : b_row + (int)(r - ROWS);
+    const u8* from = (r < ROWS ? a : b) + row * rows + along;
+    u32 word = 0;
+    for (u32 k = 0; k < 4; ++k)
+      if (row < (r < ROWS ? a_rows : b_rows) && along + c + k < rows) word |= (u32)from[c + k] << (8 * k);
+    *(u32*)(to + r * STEP + ((c / 16 ^ r % 8) * 16) + c % 16) = word;
+  }
+  fence_async();
+  __syncwarp();
+}
+
+// In place of scales that are not there: NaN.
+__device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7fc00000u, 0x7fc00000u};
+
+// What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
+//   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
+//   blocks of 128 rows, anew with every expert, of which `known` have scales; out float32 or bfloat16
+//   [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise,
+//   and experts begin at multiples of 128 rows. Those of columns take two instructions a sum, and loads
+//   beside the products; these one, and made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
+// Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
+//   rows are slow, and multiples of 128 rows fastest.
+// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+    grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,
+                             const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
+                             const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
+                             i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind,
+                             void* out) {
+  pdl_wait();
+  DYNAMIC_SHARED_TILES(memory);
+  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
+  const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
+  const int units = units_of(high, wide), stride = (int)gridDim.x / CLUSTER;
+  Work work((int)experts * units);
+  Turn turn;
+  u32 phase = 0;  // of the tile in shared memory
+  int e, first_row, first_column, steps;
+  bool below;
+  auto find = [&](int tile) {
+    work.take(tile);
+    e = work.unit / units;
+    below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
+    first_row = first_row * ROWS + (int)work.first;
+    first_column *= COLUMNS;
+    steps = s.first[e + 1] - s.first[e];
+  };
+  if (group == 2) {
+    fewer_registers<BLOCKS ? 56 : 24>();
+    const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
+    if (warp == 0) {
+      if (lane == 0) {
+        prefetch_map(&dy_map);
+        prefetch_map(&x_map);
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+          find(tile);
+          for (int k = 0; k < steps; ++k, turn.next())
+            if (s.offsets[e] % 16 == 0)
+              fetch_codes(s, turn, &dy_map, &x_map, rank, below, work.halves, s.offsets[e] + k * STEP,
+                          first_row, first_column < depth ? first_column : -1);
+        }
+      }
+    } else if (warp == 1) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+        find(tile);
+        const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
+        const float* from = dy_scales + s.first[e] * width + row;
+        const float* x_from = x_scales + s.first[e] * depth + column;
+        if (BLOCKS) {  // lane 0: of dy; 1 and 2: of x
+          const int block = min(first_column / 128 + (int)lane, blocks_of_128((int)depth)) - 1;
+          from = lane == 0 ? dy_scales + first_row / 128 * (i64)blocks_of_128((int)rows)
+                           : x_scales + block * (i64)blocks_of_128((int)rows);
+          from += s.offsets[e] / 128;
+        }
+        for (int k = 0; k < steps; ++k, turn.next(), from += BLOCKS ? 1 : width, x_from += depth) {
+          float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
+          barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+          if (s.offsets[e] % 16) {
+            copy_codes(s.codes + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
+                       s.offsets[e] + k * STEP, rows);
+            if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
+          }
+          if (BLOCKS) {
+            if (lane < 3) copy_async4(to, from, true);
+          } else {
+            const bool some = s.first[e] + k < known;
+            copy_async16(to, some ? (const void*)from : NO_SCALES, row < width);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              copy_async16(to + ROWS + 128 * i, some ? (const void*)(x_from + 128 * i) : NO_SCALES,
+                           column + 128 * i < depth);
+          }
+          barrier_arrive_copied(&s.full[turn.stage]);
+        }
+      }
+    } else {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+        find(tile);
+        if (accumulate && steps == 0) continue;
+        const i64 at = (e * width + first_row) * depth + first_column;
+        const int count = min((int)width - first_row, (int)work.halves * 64);
+        const int columns = (int)depth - first_column;
+        if (out_kind == F32)  // the upper half; the other goes by itself
+          write_wide_tile(s, count, 4 * columns, (u8*)((float*)out + at), 4 * depth, accumulate, phase);
+        else
+          write_tile(s, count, 2 * columns, (u8*)((u16*)out + at), 2 * depth, phase);
+      }
+    }
+  } else {
+    more_registers<BLOCKS ? 224 : 240>();
+    const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
+    float sums[2][64];
+    float2 columns[16];  // their scales, read with the upper half and kept for the lower
+    struct Scales {
+      float upper, lower;  // of the row and of that 8 below it
+      At of_columns;       // of two columns each, 32 bytes apart
+    };
+    auto scales_of = [&](u32 half, At scales) {
+      const At of_rows = scales + 4 * (64 * half + my_row);
+      const Scales by{load_at(of_rows), load_at(of_rows + 32), scales + 4 * (ROWS + my_column)};
+      if (half == 0)
+#pragma unroll
+        for (u32 j = 0; j < AHEAD; ++j) columns[j] = load2_at(by.of_columns + 32 * j);
+      return by;
+    };
+    auto promote = [&](u32 half, const float (&d)[64], const Scales& by) {
+#pragma unroll
+      for (u32 j = 0; j < 16; ++j) {
+        const float2 c = columns[j];
+        float* sum = sums[half] + 4 * j;
+        sum[0] = __fmaf_rn(d[4 * j], by.upper * c.x, sum[0]);
+        sum[1] = __fmaf_rn(d[4 * j + 1], by.upper * c.y, sum[1]);
+        sum[2] = __fmaf_rn(d[4 * j + 2], by.lower * c.x, sum[2]);
+        sum[3] = __fmaf_rn(d[4 * j + 3], by.lower * c.y, sum[3]);
+        if (half == 0 && j + AHEAD < 16) columns[j + AHEAD] = load2_at(by.of_columns + 32 * (j + AHEAD));
+      }
+    };
+    auto scale_of = [&](u32, At scales) { return load_at(scales) * load_at(scales + 4 * (1 + group)); };
+    auto promote_all = [&](u32 half, const float (&d)[64], float by) {
+#pragma unroll
+      for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
+    };
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      find(tile);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
+      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
+      if (BLOCKS)
+        multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
+      else
+        multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);
+      find(tile);  // again, so that nothing of it takes registers meanwhile
+      if (accumulate && steps == 0) continue;
+      // value i of a half is in row `row` + 64 half, 8 below it with i & 2, and column `column` + i / 4 * 8
+      const int row = first_row + (int)my_row, column = first_column + (int)my_column;
+      const int high_left = (int)width - row, wide_left = (int)depth - column;
+      const i64 at = (e * width + row) * depth + column;
+      if (out_kind == F32) {
+        // The lower half first: its stores are on their way while the upper half is put into shared memory.
+        // The other way round took 3 % longer, both halves this way 2 %.
+        if (work.halves == 2) {
+          float* lower = (float*)out + at + 64 * depth;
+          if (accumulate)
+            store_sums<true>(lower, depth, high_left - 64, wide_left, sums[1]);
+          else
+            store_sums<false>(lower, depth, high_left - 64, wide_left, sums[1]);
+        }
+        barrier_wait(s.written, phase ^ 1u);
+        phase ^= 1u;
+        float* to = (float*)(s.tile + my_row * WIDE_PITCH) + my_column;
+#pragma unroll
+        for (u32 j = 0; j < 16; ++j) {
+          *(float2*)(to + 8 * j) = make_float2(sums[0][4 * j], sums[0][4 * j + 1]);
+          *(float2*)(to + 8 * j + 8 * WIDE_PITCH / 4) = make_float2(sums[0][4 * j + 2], sums[0][4 * j + 3]);
+        }
+        fence_async();
+        __syncwarp();
+        if (lane < ARRIVING) barrier_arrive_here(s.made);
+      } else {
+        if (accumulate)
+#pragma unroll
+          for (u32 half = 0; half < 2; ++half) {
+            u32 two[32];  // all are asked for before one is used: 960 TFLOP/s, else 720
+#pragma unroll
+            for (u32 i = 0; i < 32; ++i) {
+              const int further = (int)(64 * half + i % 2 * 8), beside = (int)(i / 2 * 8);
+              const bool there = further < high_left && beside < wide_left;
+              two[i] = there ? *(const u32*)((const u16*)out + at + further * depth + beside) : 0u;
+            }
+#pragma unroll
+            for (u32 i = 0; i < 32; ++i) {
+              sums[half][2 * i] += bf16_to_float((u16)two[i]);
+              sums[half][2 * i + 1] += bf16_to_float((u16)(two[i] >> 16));
+            }
+          }
+        hand_over(s, sums, group, phase);
+      }
+    }
+  }
+  end();
+}
+#endif
