@@ -207,6 +207,11 @@ class FP8FlowMoE(nn.Module):
                 )
         self._keep()
 
+    @property
+    def fp8_weight_nbytes(self) -> int:
+        """Bytes of FP8 copies of the weights that the layer keeps between forwards, 0 where it keeps none."""
+        return 0 if self._copies is None else sum(t.nbytes for t in self._copies.tensors)
+
     def stats(self) -> LayerStats:
         """Of the last forward, and the last backward, since ``collect_stats`` was set (see
         `fp8moe.adapters.torch_stats`). Tensors on the layer's device: reading them synchronises, nothing else

@@ -51,6 +51,16 @@ _plans: dict[Any, LaunchPlan | None] = {}
 _adding = threading.Lock()
 
 
+def cached_plans() -> list[tuple[str, LaunchPlan | None]]:
+    """The operations whose calls are cached, the oldest first, each with its launch plan, or None where every
+    call is done anew because what it launches depends on values."""
+    return [(identity[0].__name__, plan) for identity, plan in list(_plans.items())]
+
+
+def clear_cached_plans() -> None:
+    _plans.clear()
+
+
 def operation(function: Callable[..., Any]) -> Callable[..., Any]:
     """A public function, of one that is written for raw buffers (see `enter`)."""
     signature = inspect.signature(function)

@@ -307,11 +307,11 @@ def test_calls_on_what_remembered_calls_returned(monkeypatch):
     inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
     wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(dispatch, "_plans", {})
+    dispatch.clear_cached_plans()
     for x, transposed in zip(inputs, wanted, strict=True):
         q = fp8moe.quantize(cuda_on_cpu.upload(x))
         assert_same(transposed, cuda_on_cpu.download(transpose(q)))
-    assert len(dispatch._plans) == 2
+    assert len(dispatch.cached_plans()) == 2
 
 
 def known(result, offsets):
@@ -480,7 +480,7 @@ def test_calls_that_are_done_again(monkeypatch):
     wanted = [work(*i) for i in inputs]
     cuda_on_cpu.install(monkeypatch)
     got = [work(*map(cuda_on_cpu.upload, i)) for i in inputs]  # all are kept: none may share memory
-    assert [type(p) for p in dispatch._plans.values()] == [LaunchPlan] * 6
+    assert [type(plan) for _, plan in dispatch.cached_plans()] == [LaunchPlan] * 6
     for a, b in zip(wanted, got, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
 
@@ -493,7 +493,7 @@ def test_a_remembered_call_refuses_arrays_on_two_devices(monkeypatch, elsewhere)
     arrays, plan = {n: cuda_on_cpu.upload(a) for n, a in arrays.items()}, cuda_on_cpu.upload(plan)
     for _ in range(3):
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
-    assert len(dispatch._plans) == 1
+    assert len(dispatch.cached_plans()) == 1
     arrays[elsewhere].device = 1
     with pytest.raises(TypeError, match=r"got an array on CUDA device \d; wanted CUDA device \d"):
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
@@ -520,7 +520,7 @@ def test_what_is_not_done_again(monkeypatch):
     square = upload(np.eye(64, dtype=np.float32))
     for _ in range(3):  # two arguments in the same memory
         fp8moe.grouped_gemm_wgrad(square, square, upload(np.array([0, 64], np.int32)))
-    planned = [key[0].__name__ for key, plan in dispatch._plans.items() if plan is not None]
+    planned = [name for name, plan in dispatch.cached_plans() if plan is not None]
     assert planned == ["pad", "grouped_gemm_wgrad"]
 
 
@@ -538,7 +538,7 @@ def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
         again = fp8moe.grouped_gemm_wgrad(a_up, b_up, upload(offsets), out=into)
         assert again is into
         np.testing.assert_allclose(into.host[1], 1 + a[40:].T @ b[40:], atol=1e-4)
-    assert [type(p) for p in dispatch._plans.values()] == [LaunchPlan] * 2
+    assert [type(plan) for _, plan in dispatch.cached_plans()] == [LaunchPlan] * 2
 
 
 @pytest.mark.parametrize(("columns", "k", "dtype"), [(512, 4, BF16), (256, 3, BF16), (2176, 8, np.float32)])

@@ -107,7 +107,7 @@ CHANGES = [set_data, set_scales, resized, replaced, transposed]
 def test_records_follow_their_tensors(change, seen):
     inputs = [tensor(values(RNG, (128, 128), BF16)) for _ in range(6)]
     *_, other = records = [fp8moe.quantize(x) for x in inputs]
-    assert len(dispatch._plans) == 1
+    assert len(dispatch.cached_plans()) == 1
     for q in records[:5]:
         if seen:
             assert same_bits(fp8moe.dequantize(q).numpy(), fp8moe.dequantize(on_cpu(q)))
@@ -184,7 +184,7 @@ def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
     for align in (4, 1):
         for _ in range(4):
             fp8moe.pad(x, counts, align)
-    assert len(dispatch._plans) == 2
+    assert len(dispatch.cached_plans()) == 2
     assert [outcome() for _ in range(4)] == [first] * 4
 
 
@@ -214,7 +214,7 @@ def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
     for n in range(1, 5):
         fp8moe.grouped_gemm_wgrad(dy, x, offsets, cuda_on_cpu.Array(out))
         assert (out == 3 * n).all()
-    assert len(dispatch._plans) == 1
+    assert len(dispatch.cached_plans()) == 1
     for given in ((ReadOnly(out),), ()):
         with pytest.raises(ValueError, match=r"out: got .*ReadOnly, which is read-only"):
             fp8moe.grouped_gemm_wgrad(dy, x, offsets, *given, **({} if given else {"out": ReadOnly(out)}))
@@ -238,7 +238,7 @@ def test_plans_tell_types_apart(monkeypatch):
             assert (type(got), got) == (type(option), option)
             if isinstance(option, tuple):
                 assert list(map(type, got)) == list(map(type, option))
-    assert len(dispatch._plans) == len(options)
+    assert len(dispatch.cached_plans()) == len(options)
 
     @dispatch.operation
     def options_of(x, first, second):
@@ -313,7 +313,7 @@ def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
         *got, again = measured(False)
         assert got == wanted
         assert_same(arrays, again)
-    assert len(dispatch._plans) == 1
+    assert len(dispatch.cached_plans()) == 1
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
@@ -322,8 +322,8 @@ def test_shapes_that_come_once_do_not_fill_the_table(monkeypatch):
     monkeypatch.setattr(dispatch, "PLANS_KEPT", 4)
     for rows in range(1, 10):
         fp8moe.quantize(cuda_on_cpu.upload(np.ones((rows, 128), np.float32)))
-        assert len(dispatch._plans) == min(rows, 4)
-    assert list(dispatch._plans.values())[-1] is not None
+        assert len(dispatch.cached_plans()) == min(rows, 4)
+    assert dispatch.cached_plans()[-1][1] is not None
 
 
 @pytest.mark.usefixtures("on_device")
@@ -331,6 +331,6 @@ def test_a_result_without_memory_is_refused(monkeypatch):
     x = torch.randn(3, 128)
     fp8moe.quantize(x)
     monkeypatch.setattr(TorchOnDevice, "address", staticmethod(lambda made: 0))
-    dispatch._plans.clear()
+    dispatch.clear_cached_plans()
     with pytest.raises(TypeError, match="a result: got a Tensor without memory"):
         fp8moe.quantize(x)

@@ -253,7 +253,7 @@ def test_gradient_accumulation(device, how, fused):
     for p, q in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
         assert torch.equal(p, q)
     if how == "scope":
-        assert layers[0]._copies is None
+        assert layers[0].fp8_weight_nbytes == 0
     assert_fresh(layers[0])
 
 
@@ -267,7 +267,7 @@ def test_a_scope_serves_evaluation(device):
                     assert torch.equal(layer(tokens(device, seed)), wanted[seed])
         step(layer, layer, tokens(device))
     assert traced.weight_casts == 0  # made on entering
-    assert layer._copies is None
+    assert layer.fp8_weight_nbytes == 0
 
 
 def test_copies_made_in_inference_mode_can_be_trained_with(device):
@@ -335,7 +335,7 @@ def test_copies_for_forwards_without_gradients(device):
         assert traced.weight_casts == 2 + 2
     layer.quantize_weights()
     step(layer, layer, x)
-    assert layer._copies is None
+    assert layer.fp8_weight_nbytes == 0
 
 
 def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
