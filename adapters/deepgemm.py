@@ -25,7 +25,7 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
     x: row-wise e4m3 [P, K], block (1, 128), either layout of its scales. w: e4m3, block (128, 128), codes
         [E, N, K]: ``rowwise`` weights for the forward, ``columnwise`` ones for dgrad.
     expert_offsets: int32 [E+1], multiples of 128 (a plan with ``align_size=128``), which is not looked at.
-    Rows behind the last expert are left as they were in ``out``.
+    Rows past the last expert are left as they were in ``out``.
 
     Raises ImportError without DeepGEMM, TypeError or ValueError for other operands.
     """

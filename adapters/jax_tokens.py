@@ -105,7 +105,7 @@ def _scatter(rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-unt
 
 def _plan_from_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
     """The plan that a row map and padding offsets belong to, counted again from the map. The last expert's
-    padding cannot be told from the tail behind it, and need not be."""
+    padding cannot be told from the tail after it, and need not be."""
     experts = (row_id_map.shape[1] - 1) // 2
     expert_of = row_id_map[:, experts : 2 * experts].reshape(-1)
     expert_of = jnp.where(expert_of < 0, experts, expert_of)  # the last bin takes the blanks
@@ -220,7 +220,7 @@ def _sums(x: Any, token: Any, tokens: int, weights: Any = None) -> Any:
 
 # ---------------------------------------------------------------- by a sort of (token, expert) entries
 #
-# Each is the other's gradient, so that both ways are gathers, where XLA would make a scatter of one.
+# Each is the other's gradient, so that both directions are gathers, where XLA would make a scatter of one.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -77,7 +77,7 @@ class FP8FlowMoE(nn.Module):
 
     `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the FP8 copies of the weights
     are one operator each, the experts another and their gradient another, for each number of tokens anew;
-    with a process_group there is a break before and behind them.
+    with a process_group there is a break before and after them.
     """
 
     def __init__(

@@ -217,7 +217,7 @@ def _plan_from_map(
 ) -> PermutationPlan:
     """The plan that a row map and padding offsets belong to, counted again from the map.
 
-    The last expert's padding cannot be told from the tail behind it, and need not be.
+    The last expert's padding cannot be told from the tail after it, and need not be.
     """
     width = (row_id_map.shape[1] - 1) // 2
     expert_of = row_id_map[:, width : 2 * width].reshape(-1).long()

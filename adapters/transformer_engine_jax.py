@@ -87,7 +87,7 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
 
 class PureJaxPermState(NamedTuple):
     """What `pure_jax_token_combine` needs of a dispatch. sorted_indices: [R], row r's entry, numbered token
-    by token, paddings behind; num_real_tokens: entries, T * topk; padding_size: R less those."""
+    by token, then paddings; num_real_tokens: entries, T * topk; padding_size: R less those."""
 
     sorted_indices: Any
     num_real_tokens: int

@@ -20,7 +20,7 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_library import plan_arguments
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
-LAUNCHERS = ("go", "go_tiled", "fill")  # of kernels_cuda/launch.py: behind them is the driver
+LAUNCHERS = ("go", "go_tiled", "fill")  # of kernels_cuda/launch.py: after them comes the driver
 
 
 class Counter:

@@ -12,7 +12,7 @@ from fp8moe.benchmarks.harness import Case, close, host, tall
 # columns, contraction of the forward product: DeepSeek-V3's and Qwen3's experts
 FORWARD = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]
 WGRAD = [(4096, 7168), (7168, 2048)]
-DRAWN = 4096  # rows that are drawn; they come again behind the last, which no kernel can use
+DRAWN = 4096  # rows that are drawn; they come again past the last, which no kernel can use
 
 
 def cases(quick: bool) -> list[Case]:

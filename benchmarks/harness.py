@@ -1,7 +1,7 @@
-"""Time operations against the copy rate of the same machine, measured in the same run.
+"""Time operations against the copy bandwidth of the same machine, measured in the same run.
 
 A topic is a module beside this one with ``cases(quick) -> list[Case]``. A case names the fewest bytes the
-operation must move; its limit is that over the copy rate. A case whose result is wrong is not reported.
+operation must move; its limit is that over the copy bandwidth. A case whose result is wrong is not reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_SETS = 8
 MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take some 2 us
 COPIES = 4  # of 1 GiB: half a millisecond each
 FLUSH_BYTES, FLUSHED = 8_000_000_000, 30  # as DeepGEMM's benchmark has them
-COOLING = 0.2  # seconds before: the clock, once low, is slow to rise (1223 TFLOP/s right behind others, 1411)
+COOLING = 0.2  # seconds before: the clock, once low, is slow to rise (1223 TFLOP/s right after others, 1411)
 TOPICS = (
     "plan",
     "permute",
@@ -67,10 +67,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of a results file. ``limit_percent`` is against the copy rate measured in the same run.
+    """One line of a results file. ``limit_percent`` is against the copy bandwidth measured in the same run.
 
-    single_us: of matrix products, one call behind a write of 8 GB, median of 30, after a pause: L2 is
-    flushed, and the power cap, which calls in a row reach, is not. host_us: what a call takes before it
+    single_us: of matrix products, one call after a write of 8 GB, median of 30, after a pause: L2 is
+    flushed, and the power cap, which sustained calls reach, is not. host_us: what a call takes before it
     returns, the device aside; extra_bytes: device memory that a call takes at its peak beyond its results,
     extra_percent of their size. All four on CUDA only.
     """
@@ -170,11 +170,11 @@ class Cuda:
         pairs = [tuple(self.cupy.cuda.Event() for _ in range(2)) for _ in range(FLUSHED)]
         stream.synchronize()
         time.sleep(COOLING)
-        for before, behind in pairs:
+        for before, after in pairs:
             other.fill(0)
             before.record(stream)
             call()
-            behind.record(stream)
+            after.record(stream)
         stream.synchronize()
         elapsed = self.cupy.cuda.get_elapsed_time
         return float(np.median([elapsed(*pair) for pair in pairs])) / 1e3

@@ -1,5 +1,5 @@
-"""What the host spends on a call from eager torch before it returns: on one of many in a row, as a training
-step makes them, and on one behind an empty queue, for which it has waited.
+"""What the host spends on a call from eager torch before it returns: on sustained, as a training
+step makes them, and on one alone, for whose queue to be empty it has waited.
 ``python -m fp8moe.benchmarks.host [--out FILE]``, on CUDA."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     for row in measure():
-        times = f"{row['host_us']:8.1f} us in a row, {row['first_us']:8.1f} us alone"
+        times = f"{row['host_us']:8.1f} us sustained, {row['first_us']:8.1f} us alone"
         print(f"{row['name']:44} {row['shape']:16} {times}", flush=True)
         append(arguments.out, row)
 

@@ -1,9 +1,9 @@
 """Forward and backward of the expert layer in torch, router included, in every recipe: time, what making the
-weights' FP8 copies adds to it, time outside of the matrix products, memory kept for the backward.
+weights' FP8 copies adds to it, non-GEMM time, memory saved for the backward.
 ``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
 
 A fused AdamW step changes the weights between any two steps; it is not in the time. Rows named "weights kept"
-run inside `weights_unchanged`, without it: a micro-batch behind the first, or inference with gradients.
+run inside `weights_unchanged`, without it: a micro-batch after the first, or inference with gradients.
 """
 
 from __future__ import annotations

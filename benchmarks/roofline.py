@@ -1,7 +1,7 @@
-"""Draw the results against the copy rate: ``python -m fp8moe.benchmarks.roofline [NAME]``.
+"""Draw the results against the copy bandwidth: ``python -m fp8moe.benchmarks.roofline [NAME]``.
 
 From ``results/NAME.jsonl`` (h200 by default) to ``docs/roofline-NAME.svg``: a point a case, the bytes it must
-move against the rate it moves them at. The copy rate is the roof; on the slope below it a call of so few
+move against the rate it moves them at. The copy bandwidth is the roof; on the slope below it a call of so few
 bytes ends within the time that any kernel takes.
 """
 

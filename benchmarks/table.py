@@ -52,10 +52,10 @@ def _times(rows: list[dict[str, Any]]) -> str:
     rate = f"{rates[0]:.1f}" if len(rates) == 1 else f"{rates[0]:.0f} to {rates[-1]:.0f}"
     runs = dict.fromkeys((r["commit"], r["command"]) for r in rows)
     lines = [
-        f"{first['device']}, copy rate {rate} GB/s; {_packages(first)}; "
+        f"{first['device']}, copy bandwidth {rate} GB/s; {_packages(first)}; "
         + "; ".join(f"commit {commit}: `{command}`" for commit, command in runs),
         "",
-        "| operation | shape | time | of the copy rate's limit | host time |"
+        "| operation | shape | time | of copy bandwidth | host time |"
         + (" commit |" if len(runs) > 1 else ""),
         "|---|---|---:|---:|---:|" + ("---|" if len(runs) > 1 else ""),
     ]
@@ -74,7 +74,7 @@ def _times(rows: list[dict[str, Any]]) -> str:
 def _headline(rows: list[dict[str, Any]]) -> str:
     known = {(r["shape"], r["name"]): r for r in rows}
     lines = [
-        "| layer | bf16 | fp8_flow | | of that the FP8 copies add | kept for backward |",
+        "| layer | bf16 | fp8_flow | | of that the FP8 copies add | saved for backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):
@@ -91,8 +91,8 @@ def _layers(rows: list[dict[str, Any]]) -> str:
     lines = [
         _origin(rows[0]),
         "",
-        "| layer | recipe | forward + backward | against bf16 | FP8 copies add | outside the products "
-        "| kept for backward |",
+        "| layer | recipe | forward + backward | against bf16 | FP8 copies add | non-GEMM time "
+        "| saved for backward |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
@@ -113,7 +113,7 @@ def _demo(report: dict[str, Any]) -> str:
         f"top-{config['topk']}, seed {config['seed']}, on {report['device']}; commit {report['commit']}; "
         f"`{report['command']}`",
         "",
-        "| recipe | loss, last tenth | against bf16 | casts a step | kept for backward | time a step |",
+        "| recipe | loss, last tenth | against bf16 | casts a step | saved for backward | time a step |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, run in runs.items():
@@ -175,7 +175,7 @@ def _host(rows: list[dict[str, Any]]) -> str:
     lines = [
         _origin(rows[0]),
         "",
-        "| call | shape | one of many in a row | alone |",
+        "| call | shape | sustained | alone |",
         "|---|---|---:|---:|",
     ]
     for r in rows:

@@ -34,7 +34,7 @@ def new_parameters(key):
 
 
 def loss(p, text, recipe):
-    """Mean loss of the byte behind every window."""
+    """Mean loss of the byte after every window."""
     x = p["embed"][text[:, :-1]].reshape(len(text), HIDDEN)
     probs, ids = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), TOPK)
     weights = [p["w13"], p["w2"]]

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         help="an architecture such as sm_90a; repeat for several (default: sm_80 sm_90a sm_100a sm_120a)",
     )
 
-    bench = verbs.add_parser("bench", help="time operations against the copy rate of the same machine")
+    bench = verbs.add_parser("bench", help="time operations against the copy bandwidth of the same machine")
     bench.add_argument("topics", nargs="*", help="topics (default: all; --list names them)")
     bench.add_argument("--list", action="store_true", help="name the topics and leave")
     bench.add_argument("--device", choices=DEVICES, default="auto")

@@ -1,4 +1,4 @@
-"""Refusals, checked once at the public door: what argument, what came, what was wanted.
+"""Validation errors, raised once at the public door: what argument, what came, what was wanted.
 
 TypeError for a wrong dtype, device or format; ValueError for shapes and ranges. The optional ``fix`` is
 the call that mends it.
@@ -276,7 +276,7 @@ def offsets(
     back = np.flatnonzero(values[1:] < values[:-1])
     if len(back):
         before, here = values[back[0] : back[0] + 2]
-        raise ValueError(f"{name}: got {here} behind {before}; wanted offsets that ascend")
+        raise ValueError(f"{name}: got {here} after {before}; wanted offsets that ascend")
     if align_size > 1:
         odd = values[:-1][(values[:-1] % align_size != 0) & (values[1:] > values[:-1])]
         if len(odd):

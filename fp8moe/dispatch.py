@@ -113,7 +113,7 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
 #: types of arguments that are told apart by their values alone
 PLAIN = METADATA_TYPES - {bool, float}
 _UNKNOWN: Any = object()
-_ARRAY: Any = object()  # in a key: of what shape and dtype stands behind all values
+_ARRAY: Any = object()  # in a key: their shapes and dtypes come after all values
 
 
 def _flatten(value: Any, key: list[Any], arrays: list[Any]) -> bool:

@@ -150,7 +150,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the tree this package runs from, "+" behind it when its code has changed since.
+    """The commit of the tree this package runs from, followed by "+" when its code has changed since.
 
     FP8MOE_COMMIT says it for a copy that is no checkout of it.
     """

@@ -62,7 +62,7 @@ class Saved(Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for the backward, the weights apart."""
+        """Bytes saved for the backward, the weights apart."""
         return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route)
 
     def needed_for(self, gradients: Collection[str]) -> Saved:

@@ -237,7 +237,7 @@ class CudaCheck:
             return moved.data, moved.probs, moved.plan
 
         def transpose(x: Any, ids: Any) -> Any:
-            # exact: what lies behind the last expert is unspecified in a transposed tensor
+            # exact: what lies past the last expert is unspecified in a transposed tensor
             plan = fp8moe.plan_topk(ids, EXPERTS, align_size=128, num_out_tokens="exact")
             q = fp8moe.quantize(x)
             moved = fp8moe.permute(q, plan).data

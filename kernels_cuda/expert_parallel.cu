@@ -88,7 +88,7 @@ struct Parts {
 };
 
 // What: messages, of each row the parts side by side, from up to four arrays [rows, bytes each], each part
-//   from a multiple of 16 on and zeros behind it, to where its Windows say.
+//   from a multiple of 16 on and zeros after it, to where its Windows say.
 // Bytes: everything read once and written once for each of the row's places.
 // Launch: a warp a row, eight rows a block.
 extern "C" __global__ void __launch_bounds__(256, 4)
@@ -127,7 +127,7 @@ struct Blocks {  // of the rows' codes
 };
 
 // What: quantize_rows of blocks of 128, and its scales a power of two, with a row's codes, and its scales
-//   behind them, to where its Windows say.
+//   after them, to where its Windows say.
 // Shapes: x [rows, columns], columns a multiple of 128; fewer than 2^32 blocks.
 // Bytes: every value read once, every code and scale written once for each of the row's places.
 // Launch: as quantize_rows.

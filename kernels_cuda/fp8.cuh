@@ -148,7 +148,7 @@ __device__ __forceinline__ uint2 encode_eight(const float* x, float factor, int 
 
 __device__ __forceinline__ int lanes_of(int mx) { return mx ? 2 : 8; }
 
-// The lane's first vector, when the warp's first is `first`; the second is lanes_of(mx) behind.
+// The lane's first vector, when the warp's first is `first`; the second is lanes_of(mx) further on.
 __device__ __forceinline__ i64 vector_of(i64 first, int lane, int mx) {
   return mx ? first + lane / 2 * 4 + lane % 2 : first + lane / 8 * 16 + lane % 8;
 }
@@ -207,8 +207,8 @@ __device__ __forceinline__ void store_block_scale(void* scales, i64 vector, u32 
 }
 
 // encode_products where blocks lie one after the other: a lane's codes are vectors `vector` and lanes_of(mx)
-// behind, if `whole`. They leave L2 first (SwiGLU 94.1 against 92.7 % of the limit; quantise by itself 94.4
-// against 95.4).
+// further on, if `whole`. They leave L2 first (SwiGLU 94.1 against 92.7 % of the limit; quantise by
+// itself 94.4 against 95.4).
 __device__ __forceinline__ u32 write_products(float* x, float* y, float by, Rule rule, i64 vector, bool whole,
                                               u8* codes) {
   uint2* to = (uint2*)codes + vector;
@@ -222,8 +222,8 @@ __device__ __forceinline__ u32 write_products(float* x, float* y, float by, Rule
 #define PAIRS 2  // of vectors (16 bytes; float32: 32) that a thread of quantize_warp has in flight
 
 // A warp's blocks: 4 * PAIRS, or 16 * PAIRS (mx). put(at, a, b) gets each lane's codes, of
-// vectors `at` and lanes_of(mx) behind, put_scale(block, scale) of each block its scale: lanes pass scales
-// on, so that a warp writes them at once, a sector of 32 bytes (256.9 to 252.8 us for quantize_rows).
+// vectors `at` and lanes_of(mx) further on, put_scale(block, scale) of each block its scale: lanes pass
+// scales on, so that a warp writes them at once, a sector of 32 bytes (256.9 to 252.8 us for quantize_rows).
 template <int FROM, class Put, class PutScale>
 __device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule rule, const Put& put,
                                               const PutScale& put_scale) {

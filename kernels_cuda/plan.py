@@ -80,7 +80,7 @@ def _chunks(tokens: int, width: int) -> tuple[int, int]:
 
 
 def _counted(chunks: int) -> int:
-    """Rows of the counts: the chunks, and none in those behind them, so that no load asks."""
+    """Rows of the counts: the chunks, and none in those after them, so that no load asks."""
     return -(-chunks // IN_FLIGHT) * IN_FLIGHT
 
 
@@ -103,7 +103,7 @@ def _refuse_too_many(out: PermutationPlan) -> None:
 
 
 def _placing(counts: Any, tokens: int, per_chunk: int, chunks: int, out: Any) -> tuple[int, tuple[Any, ...]]:
-    """(bytes of shared memory, what `_place_entries` takes behind the ids)."""
+    """(bytes of shared memory, what `_place_entries` takes after the ids)."""
     piece, words, shared = _piece(out)
     return shared, (
         counts,

@@ -59,10 +59,10 @@ __device__ __forceinline__ void pdl_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The launch behind this one may start when all blocks have come here or ended: at the beginning of short
+// The next launch may start when all blocks have come here or ended: at the beginning of short
 // kernels, and where the last loads of long ones are done. (At the beginning of long ones its blocks are in
 // the way: three transposes took 2 to 9 % longer.) It may read before it waits what this one could: so this
-// comes behind pdl_wait.
+// comes after pdl_wait.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

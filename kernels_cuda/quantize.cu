@@ -1,7 +1,7 @@
 // Quantise and dequantise by blocks; the rule is in fp8moe/reference/quantize.py, step for step.
 //
 // quantize_rows is the fast path of row-wise blocks of 128 or 32, quantize_tiles of column-wise ones and of
-// both, quantize_weights of (128, 128) blocks: one read. The kernels behind it serve every other block and
+// both, quantize_weights of (128, 128) blocks: one read. The kernels after it serve every other block and
 // width: two reads of the input (one for amax, one to encode), one write.
 #include "tile_quantize.cuh"
 

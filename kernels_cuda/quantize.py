@@ -25,8 +25,8 @@ TILE, TILE_THREADS = 128, 512  # as in tile_order.cuh
 WEIGHT_THREADS = 256  # as in quantize.cu
 RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
 # Tiles of a block beyond which taking them when it is free pays for a launch more: 79.8 us in place of 83.2
-# for 32,768 x 2048 both ways (15.5 tiles a block), but where the transpose was made like this 40.7 in place
-# of 39.9 for 12,544 x 5120 (10)
+# for 32,768 x 2048 row-wise and column-wise (15.5 tiles a block), but where the transpose was made like this
+# 40.7 in place of 39.9 for 12,544 x 5120 (10)
 MANY_TURNS = 12
 DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at most
 

@@ -3,12 +3,12 @@
 // swiglu_quantize_rows and swiglu_quantize_backward_rows are the fast path: activation and row-wise
 // quantise in one read and one write; swiglu_rows and swiglu_backward_rows without quantise. Their sigmoid is
 // float32, by the hardware's exponential; the reference's is float64 rounded once. quick_sigmoid says how far
-// apart they can be. The kernels behind them take float64's way and, for quantised results, go through a
+// apart they can be. The kernels after them take float64's way and, for quantised results, go through a
 // float32 buffer and quantize.cu.
 #include "swiglu.cuh"
 #include "tile_quantize.cuh"
 
-// y [rows, width] of h [rows, 2 * width]; rows behind *last (when given) are zeros. One block a row.
+// y [rows, width] of h [rows, 2 * width]; rows past *last (when given) are zeros. One block a row.
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
                                           const int* last, float clamp, float alpha, float offset, i64 width,
                                           i64 out_kind, void* y) {
@@ -88,8 +88,8 @@ __device__ __forceinline__ void store_products(void* to, i64 vector, const float
   store_eight<TO>(to, vector, products);
 }
 
-// y = a * sigmoid(alpha a) * b, zeros behind *last: put(y, z, prob, at, whole) gets sixteen values of a lane,
-// of the result's vectors `at` and lanes_of(MX) behind, if `whole`, and the row's probability.
+// y = a * sigmoid(alpha a) * b, zeros past *last: put(y, z, prob, at, whole) gets sixteen values of a lane,
+// of the result's vectors `at` and lanes_of(MX) further on, if `whole`, and the row's probability.
 template <class Put>
 __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i64 probs_kind,
                                              const int* last, Activation act, i64 rows, u32 vectors,
@@ -124,7 +124,7 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
   put(y[0], y[1], prob, at, whole);
 }
 
-// What: y, quantised by blocks of 128 (mx: 32) of a row; zeros behind *last.
+// What: y, quantised by blocks of 128 (mx: 32) of a row; zeros past *last.
 // Shapes: h [rows, 2 width] = (a | b), width a multiple of the block; codes [rows, width], scales [rows,
 //   width / block]. `vectors`: width / 8.
 // Bytes: h read once, codes and scales written once.
@@ -155,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(64)
                });
 }
 
-// A warp's row of dh = (da | db) and dprobs, zeros behind *last: put(x, y, prob, at, whole, row, half, first)
+// A warp's row of dh = (da | db) and dprobs, zeros past *last: put(x, y, prob, at, whole, row, half, first)
 // gets sixteen values of a lane that are yet to be multiplied by the row's probability, of dh's vectors `at`
-// and lanes_of(MX) behind, if `whole`; the warp's 64 begin at `first` of the half (0: da, 1: db). The sum for
-// dprobs is float64 over groups of eight products, in a fixed order.
+// and lanes_of(MX) further on, if `whole`; the warp's 64 begin at `first` of the half (0: da, 1: db). The sum
+// for dprobs is float64 over groups of eight products, in a fixed order.
 template <class Put>
 __device__ __forceinline__ void backward_rows(const void* grad, const void* h, const void* probs,
                                               i64 probs_kind, const int* last, Activation act, i64 rows,
@@ -210,7 +210,7 @@ struct RowScales {
   }
 };
 
-// What: dh, each half quantised by its own blocks, and dprobs; zeros behind *last.
+// What: dh, each half quantised by its own blocks, and dprobs; zeros past *last.
 // Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
 // Bytes: grad and h read once, codes and scales written once.
 // Launch: a warp a row.
@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   const Rule rule = {FMT, 1, MX, 0.f};
   const Strips strips_of = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
   Turns turns(strips_of, width, places, taken);
-  const i64 last = offsets ? offsets[experts] : rows;  // rows behind the last expert are zeros
+  const i64 last = offsets ? offsets[experts] : rows;  // rows past the last expert are zeros
   auto look = [&](u32 turn) {
     if (t >= TILE || !turns.has(turn)) return;
     const int row = turns.row(turn, t);

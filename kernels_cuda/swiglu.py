@@ -292,7 +292,7 @@ def _constants(activation: Activation) -> tuple[float, float, float]:
 
 
 def _last(offsets: Any) -> DeviceArray | None:
-    """The last offset: rows behind it are nobody's."""
+    """The last offset: rows past it are nobody's."""
     if offsets is None:
         return None
     return offsets.part(offsets.shape[0] - 1, (1,))  # type: ignore[no-any-return]

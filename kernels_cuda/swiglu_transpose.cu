@@ -26,8 +26,8 @@ __device__ __forceinline__ u32 row_of_step(u32 step) {
   return threadIdx.x / 32 * 16 + step / 2 * 8 + step % 2 * 2 + quarter / 2 + quarter % 2 * 4;
 }
 
-// Sixteen values of a lane, vectors lane % 8 and 8 behind of a row's block of 128, times `by`: quantised, to
-// the tile. By all lanes of the block; the first writes the scale.
+// Sixteen values of a lane, vectors lane % 8 and 8 further on of a row's block of 128, times `by`: quantised,
+// to the tile. By all lanes of the block; the first writes the scale.
 __device__ __forceinline__ void make_block(float* x, float* y, float by, u32 row, u32* scale_to, Made& made) {
   const Rule rule = {FMT, 1, 0, 0.f};
   const u32 j = threadIdx.x % 8;
@@ -41,9 +41,9 @@ __device__ __forceinline__ void make_block(float* x, float* y, float by, u32 row
   made.exponents[exponent_at(row)] = exponent_of(scale, 0, 0);
 }
 
-// The codes of `halves` tiles, in rows `row` and columns `column` and `across` behind, by the whole block: as
-// they are, in whole lines (halves of lines, by the lanes that made them, take 1 % longer), and transposed,
-// by one warp a piece of 16 columns.
+// The codes of `halves` tiles, in rows `row` and columns `column` and `across` further on, by the whole
+// block: as they are, in whole lines (halves of lines, by the lanes that made them, take 1 % longer), and
+// transposed, by one warp a piece of 16 columns.
 __device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 row, u32 column, u32 across,
                                             const int* offsets, i64 experts, u8* row_codes,
                                             const Results& to) {

@@ -21,7 +21,7 @@ struct __align__(16) Place {  // of a tile
 };
 
 // What a block knows of all strips. The table, in shared memory, has for each expert its first strip, its
-// first row, and the row behind its last.
+// first row, and the row past its last.
 struct Strips {
   const int* offsets;
   const int* table;
@@ -43,7 +43,7 @@ __device__ __forceinline__ int strips_between(int lo, int hi, int height) {
 }
 
 // Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
-// launch of 3 us), by 256 threads of it. The rows behind the last expert, and before the first, come after
+// launch of 3 us), by 256 threads of it. The rows past the last expert, and before the first, come after
 // all others, as if they were two more; *used, in shared memory, is where their strips begin.
 __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i64 rows, int height,
                                               int* table, int* used) {
@@ -159,7 +159,7 @@ struct Turns {
     }
   }
 
-  // At the top of every turn, by the whole block: behind the next barrier it is known what comes next but
+  // At the top of every turn, by the whole block: after the next barrier it is known what comes next but
   // one.
   __device__ __forceinline__ void begin(u32 turn) {
     if (threadIdx.x / 32 == 7) find(turn + 2);

@@ -44,7 +44,7 @@ template <int SIZE, bool MXFP8>
 __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last, const u8* x, u32 row_bytes) {
   const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
   const u32 step = TILE_THREADS / vectors, first = t / vectors;
-  // once: behind every copy they would be read again
+  // once: after every copy they would be read again
   const int4 bases = *(const int4*)place.base, counts = *(const int4*)place.count;
   const int base[4] = {bases.x, bases.y, bases.z, bases.w}, end = (int)last;
   const int count[4] = {counts.x, counts.y, counts.z, counts.w};
@@ -58,7 +58,7 @@ __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last,
   }
 }
 
-// Strip of its tile that a chunk is in, 32 * this behind the tile's first row.
+// Strip of its tile that a chunk is in, 32 * this after the tile's first row.
 __device__ __forceinline__ int strip_of_chunk(int chunk, int mx) { return mx ? chunk * CHUNK_ROWS / 32 : 0; }
 
 struct __align__(16) TileShared {
@@ -144,9 +144,9 @@ struct ChunkOf<F32> {
   typedef FloatChunk Type;
 };
 
-// A tile that is quantised both ways from one read. v: this warp's chunk. Row-wise blocks go to row_codes
-// [rows, columns] and row_scales (null: not wanted), column-wise ones, of the strips before `used`, to codes
-// [columns, rows] and scales [strips, columns].
+// A tile that is quantised row-wise and column-wise from one read. v: this warp's chunk. Row-wise blocks go
+// to row_codes [rows, columns] and row_scales (null: not wanted), column-wise ones, of the strips before
+// `used`, to codes [columns, rows] and scales [strips, columns].
 template <class Chunk>
 __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const Place& place, i64 used,
                                               i64 strips, i64 columns, i64 rows, u8* row_codes,

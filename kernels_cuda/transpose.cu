@@ -70,7 +70,7 @@ __device__ __forceinline__ void find_tile(int rows, int strip, Tile* tile) {
 //   are at work on a multiprocessor, each at another point. (6,528 x 7168 and 12,544 x 5120: 28.3 and 37.0
 //   us; with twice the threads and half the blocks 28.8 and 38.7; by persistent blocks, the next tile on its
 //   way, 29.6 and 38.7.) A warp has whole columns of a tile, two pieces of 16: so a column's largest is found
-//   by shuffles, a warp writes whole lines, and the only barrier is the one behind which the tile has
+//   by shuffles, a warp writes whole lines, and the only barrier is the one after which the tile has
 //   arrived.
 // How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
 //   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.

@@ -39,9 +39,9 @@ def messages(both, rng, rows, columns, k, dtype):
         assert_same(parts, apart)
         assert_same(parts, theirs)
     for fmt in ("e4m3", "e5m2"):
-        for behind in ((local, probs), ()):
+        for others in ((local, probs), ()):
             pack = expert_parallel._quantize_and_pack
-            assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *behind))
+            assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
     # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
     plan = fp8moe.plan_routing_map(expert_parallel._rank_mask(ids, 4, 3)[0], topk=min(k, 3))
     halves = np.array([rows // 2, 0, rows - rows // 2])
@@ -135,8 +135,8 @@ def mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding):
     assert_same(*both(fp8moe.quantize, rows, block=(1, 32), **options))
     assert_same(*both(fp8moe.quantize, rows[:, :100].copy(), block=(1, 32), **options))
     assert_same(*both(fp8moe.quantize, columns[:, :100].copy(), block=(32, 1), **options))
-    both_ways = {"block": (1, 32), "columnwise": True, **options}
-    assert_same(*both(fp8moe.quantize, np.concatenate([rows, columns]), **both_ways))
+    both_orientations = {"block": (1, 32), "columnwise": True, **options}
+    assert_same(*both(fp8moe.quantize, np.concatenate([rows, columns]), **both_orientations))
 
 
 def tiny_values_under_large_probabilities(both):

@@ -20,7 +20,7 @@ MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 
 # What rounding to e4m3 leaves: steps of 1/8 to 1/16 of a value, whose errors have a standard deviation of
 # 1 / sqrt(12) of that, 0.026 of the value on average. y and each gradient come from at most five products of
-# two rounded operands, one behind the other: 0.026 * sqrt(10) = 0.08. Twice that is more than chance.
+# two rounded operands, one after another: 0.026 * sqrt(10) = 0.08. Twice that is more than chance.
 FP8_NOISE = 0.16
 
 
@@ -82,7 +82,7 @@ def mask_of(ids, num_experts):
 
 
 def unmask(mask):
-    """The expert ids of a mask, in ascending order, -1 behind them."""
+    """The expert ids of a mask, in ascending order, -1 after them."""
     width = max(int(mask.sum(axis=1).max(initial=0)), 1)
     ids = np.full((len(mask), width), -1)
     for token in range(len(mask)):

@@ -109,11 +109,11 @@ def own_tokens_of_each(align):
         return rows, moved, total, y
 
     @jax.jit
-    def both_ways(x, mask, probs, dy):
+    def both_orientations(x, mask, probs, dy):
         (rows, moved, total, y), back = jax.vjp(lambda x, p: run(x, mask, p), x, probs)
         return rows, moved, total, y, *back((rows * 0, moved * 0, np.zeros(E, jax.dtypes.float0), dy))
 
-    rows, moved, total, y, dx, dprobs = map(np.asarray, both_ways(*spread))
+    rows, moved, total, y, dx, dprobs = map(np.asarray, both_orientations(*spread))
     assert total.tolist() == padded.tolist()
     wanted_rows, wanted_moved = np.zeros((COUNT * share, size)), np.zeros(COUNT * share)
     for device in range(COUNT):

@@ -55,7 +55,7 @@ REFUSED = {
     ),
     "offsets that go back": (
         lambda: fp8moe.swiglu_quantize(H2, columnwise=True, expert_offsets=ints(*[0, 64] * 51)),
-        r"expert_offsets: got 0 behind 64",
+        r"expert_offsets: got 0 after 64",
     ),
     "offsets below zero": (
         lambda: fp8moe.swiglu_quantize(H2, expert_offsets=ints(-5, 64)),
@@ -63,7 +63,7 @@ REFUSED = {
     ),
     "offsets of a backward": (
         lambda: fp8moe.swiglu_quantize_backward(H2[:, :128].copy(), H2, expert_offsets=ints(0, 60, 50)),
-        r"expert_offsets: got 50 behind 60",
+        r"expert_offsets: got 50 after 60",
     ),
     "offsets of a transpose": (
         lambda: fp8moe.scaling_aware_transpose(fp8moe.quantize(H2), ints(0, 20, 64), align_size=16),
@@ -77,11 +77,11 @@ REFUSED = {
     ),
     "offsets of a product": (
         lambda: fp8moe.grouped_gemm(ROWS, np.ones((2, 8, 256), np.float32), ints(0, 9, 6)),
-        r"expert_offsets: got 6 behind 9",
+        r"expert_offsets: got 6 after 9",
     ),
     "offsets of a weight gradient": (
         lambda: fp8moe.grouped_gemm_wgrad(ROWS, ROWS, ints(3, 2, 6)),
-        r"expert_offsets: got 2 behind 3",
+        r"expert_offsets: got 2 after 3",
     ),
     "offsets of a weight gradient of blocks": (
         lambda: fp8moe.grouped_gemm_wgrad(BLOCKS, BLOCKS, ints(0, 100, 256)),
@@ -204,7 +204,7 @@ def test_what_indexes_past_an_array_is_refused(case):
 
 
 def test_offsets_may_leave_rows_out():
-    """In front, behind, and past the rows there are: a plan with too little room says what the routing asks
+    """Before, after, and past the rows there are: a plan with too little room says what the routing asks
     for."""
     for offsets in (ints(4, 8, 12), ints(0, 4, 4), ints(0, 8, 400), ints(0, 64, 64)):
         h = RNG.standard_normal((60, 256)).astype(np.float32)
@@ -403,7 +403,7 @@ def test_integers_of_few_bits_are_what_they_say(given):
 
 # ---------------------------------------------------------------- on CUDA: bounded, whatever the values are
 
-GUARD = 1 << 16  # bytes before and behind every array
+GUARD = 1 << 16  # bytes before and after every array
 needs_emulation = pytest.mark.skipif(
     not cuda_on_cpu.available or importlib.util.find_spec("cupy") is None, reason="needs g++ and CuPy"
 )
@@ -594,7 +594,7 @@ def test_what_this_device_has_no_room_for_is_refused(monkeypatch):
 
 @needs_emulation
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_remembered_call_does_not_write_into_its_inputs(monkeypatch, by_name):
+def test_a_cached_launch_plan_does_not_write_into_its_inputs(monkeypatch, by_name):
     cuda_on_cpu.install(monkeypatch)
     offsets = cuda_on_cpu.upload(ints(0, 100, 512))
 
@@ -621,7 +621,7 @@ def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
     rows, plan = cuda_on_cpu.upload(ROWS), cuda_on_cpu.upload(mapped((1, 0), 12))
     with pytest.raises(ValueError, match=r"plan\.row_id_map: got row"):
         fp8moe.unpermute(rows, plan)
-    with pytest.raises(ValueError, match="expert_offsets: got 6 behind 9"):
+    with pytest.raises(ValueError, match="expert_offsets: got 6 after 9"):
         fp8moe.grouped_gemm_wgrad(rows, rows, cuda_on_cpu.upload(ints(0, 9, 6)))
     with pytest.raises(ValueError, match="tokens_per_expert: got sizes that sum to 20"):
         fp8moe.pad(rows, cuda_on_cpu.upload(ints(0, 20)), 4)

@@ -148,7 +148,7 @@ def test_a_short_demo(tmp_path, capsys):
     assert "NOT OK" in capsys.readouterr().out
 
 
-def test_demo_refusals(tmp_path, capsys):
+def test_demo_validation_errors(tmp_path, capsys):
     short = tmp_path / "short.txt"
     short.write_text("tiny")
     assert main(["demo", "--device", "cpu", "--text", str(short), "--steps", "1"]) == 2

@@ -384,7 +384,7 @@ def test_permute_transpose_and_checked_scales(monkeypatch):
         q = fp8moe.quantize(values(rng, (50, columns), BF16))
         plan = fp8moe.plan_topk(rng.integers(-1, 4, (50, 2)).astype(np.int32), 4, align_size=align)
         ours, theirs = both(fp8moe.permute_transpose, q, plan, target=target)
-        end = plan.expert_offsets[-1]  # behind it lies nobody's
+        end = plan.expert_offsets[-1]  # what lies past it is nobody's
         assert same_bits(ours.data[:, :end], theirs.data[:, :end])
         assert same_bits(ours.scales, theirs.scales)
     q = fp8moe.quantize(values(rng, (50, 72), BF16))
@@ -546,14 +546,14 @@ def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype
         codes[:, : here.stop - lo] = whole.columnwise.data[:, here]
         scales = np.ascontiguousarray(whole.columnwise.scales[lo // block[1]][:, None])
         assert_rounded(QuantTensor(codes, scales, fmt, block), strip, slack)
-    # rows behind the last offset are zeros
+    # rows past the last offset are zeros
     offsets = np.array([rows // 5, rows // 2], np.int32)
     q = download(fp8moe.swiglu_quantize(upload(h), upload(probs), expert_offsets=upload(offsets), **options))
     assert not q.data[rows // 2 :].any()
-    both_ways = fp8moe.swiglu_quantize(
+    both_orientations = fp8moe.swiglu_quantize(
         upload(h), upload(probs), columnwise=True, expert_offsets=upload(offsets), **options
     )
-    assert_same(download(both_ways).rowwise, q)
+    assert_same(download(both_orientations).rowwise, q)
 
 
 def test_swiglu_of_nan_and_far_values():
@@ -920,15 +920,21 @@ def test_launches_wait_for_each_other(monkeypatch, captured):
     xs = [upload((rng.standard_normal((4096, 2048)) * 2.0**i).astype(BF16)) for i in range(2)]
     ids = upload(rng.integers(0, 8, (4096, 2)).astype(np.int32))
     x, q = cupy.empty_like(xs[0]), fp8moe.quantize(xs[0])
-    end = int(fp8moe.plan_topk(ids, 8, align_size=128).expert_offsets[-1])  # behind it lies nobody's
+    end = int(fp8moe.plan_topk(ids, 8, align_size=128).expert_offsets[-1])  # what lies past it is nobody's
 
     def chain():
         plan = fp8moe.plan_topk(ids, 8, align_size=128)
         rows = fp8moe.permute(fp8moe.quantize(x, out=q), plan).data
         transposed = fp8moe.scaling_aware_transpose(rows, plan.expert_offsets)
         y = fp8moe.unpermute(fp8moe.dequantize(rows), plan)
-        both_ways = fp8moe.quantize(y, columnwise=True)
-        return plan.row_id_map, transposed.data[:, :end], transposed.scales, y, both_ways.columnwise.data
+        both_orientations = fp8moe.quantize(y, columnwise=True)
+        return (
+            plan.row_id_map,
+            transposed.data[:, :end],
+            transposed.scales,
+            y,
+            both_orientations.columnwise.data,
+        )
 
     with monkeypatch.context() as context:
         context.setattr(launch, "_has_early", lambda device: False)
@@ -1068,7 +1074,7 @@ def test_the_second_device():
     torch = pytest.importorskip("torch")
     _, ids, x, probs = torch_case(False)
     there = [t.to("cuda:1") for t in (ids, x, probs)]
-    for _ in range(4):  # calls are remembered by device
+    for _ in range(4):  # launch plans are cached by device
         assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
         assert torch.cuda.current_device() == 0
         ours, theirs = (fp8moe.quantize(t.detach(), columnwise=True) for t in (x, there[1]))

@@ -51,7 +51,7 @@ def test_the_product(layout, installed):
     assert back.shape == (390, 256)
 
 
-def test_refusals(monkeypatch, installed):
+def test_validation_errors(monkeypatch, installed):
     x, w = fp8moe.quantize(torch.randn(128, 256)), fp8moe.quantize_weights(torch.randn(1, 128, 256)).rowwise
     offsets = torch.tensor([0, 128], dtype=torch.int32)
     with pytest.raises(TypeError, match="e5m2"):

@@ -194,7 +194,7 @@ class Named(torch.Tensor):
         (fp8moe.Permuted(1, 2, 3), TypeError, "x: got fp8moe.records.Permuted; wanted an array"),
     ],
 )
-def test_refusals(x, error, words):
+def test_validation_errors(x, error, words):
     with pytest.raises(error, match=words):
         fp8moe.quantize(x)
 

@@ -99,7 +99,7 @@ def theirs(torch, buffers, params):
         ([("a", (-2,), True)], 2, "min", r"params\[0\].shape: got -2"),
     ],
 )
-def test_refusals(params, ranks, policy, words):
+def test_validation_errors(params, ranks, policy, words):
     with pytest.raises(ValueError, match=words):
         plan_buckets(params, ranks, policy)
 

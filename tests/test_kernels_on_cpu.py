@@ -301,7 +301,7 @@ def test_which_swiglu_goes_by_vectors(monkeypatch):
     assert launched == 2 * ["swiglu_rows", "swiglu_backward_rows"] + 2 * ["swiglu_forward", "swiglu_backward"]
 
 
-def test_calls_on_what_remembered_calls_returned(monkeypatch):
+def test_calls_on_results_of_cached_launch_plans(monkeypatch):
     """All of them by one plan."""
     transpose = fp8moe.scaling_aware_transpose
     inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
@@ -470,12 +470,12 @@ def test_calls_that_are_done_again(monkeypatch):
 
     def work(x, plan, probs):
         moved = fp8moe.permute(x, plan, probs)
-        both_ways = fp8moe.quantize(x, columnwise=True)
-        codes = fp8moe.permute(both_ways.rowwise, plan, fill_padding=True).data
+        both_orientations = fp8moe.quantize(x, columnwise=True)
+        codes = fp8moe.permute(both_orientations.rowwise, plan, fill_padding=True).data
         back = fp8moe.unpermute(moved.data, plan, probs)
         transposed = fp8moe.scaling_aware_transpose(codes, plan.expert_offsets, align_size=4)
         grads = fp8moe.permute_backward(moved.data, plan, moved.probs)
-        return moved.data, moved.probs, codes, back, both_ways, transposed.scales, grads
+        return moved.data, moved.probs, codes, back, both_orientations, transposed.scales, grads
 
     wanted = [work(*i) for i in inputs]
     cuda_on_cpu.install(monkeypatch)
@@ -486,7 +486,7 @@ def test_calls_that_are_done_again(monkeypatch):
 
 
 @pytest.mark.parametrize("elsewhere", ["x", "probs"])
-def test_a_remembered_call_refuses_arrays_on_two_devices(monkeypatch, elsewhere):
+def test_a_cached_launch_plan_refuses_arrays_on_two_devices(monkeypatch, elsewhere):
     arrays = {"x": values(RNG, (9, 64), BF16), "probs": RNG.random((9, 2)).astype(np.float32)}
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)

@@ -144,7 +144,7 @@ def test_extreme_routings(recipe, kind):
         assert relative(a, b) < bound
 
 
-def test_refusals_name_the_argument():
+def test_validation_errors_name_the_argument():
     inputs, dy = layer_inputs(6)
     bad = [
         ({"x": inputs["x"].astype(np.float32)}, TypeError, "x: got dtype float32; wanted bfloat16"),

@@ -160,7 +160,7 @@ def test_compiled_forms_equal_the_plain_ones(rows, width, activation, with_probs
 
 
 def test_gradients_that_overflow_are_infinite():
-    """And nothing warns: rows behind the last expert's hold whatever was in memory."""
+    """And nothing warns: rows past the last expert's hold whatever was in memory."""
     h, grad, probs = np.ones((3, 256), BF16), np.full((3, 128), 3e38, BF16), np.full(3, 1.5, np.float32)
     g = fp8moe.swiglu_backward(grad, h, probs)
     assert np.isposinf(g.dprobs).all()  # each term is finite, their sum is not

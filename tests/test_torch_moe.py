@@ -234,7 +234,7 @@ def test_compiled_gradients_are_added_to_main_grad():
         ((256, 128, 4, 2), {"recompute": "all"}, "recompute: got 'all'"),
     ],
 )
-def test_refusals(arguments, options, message):
+def test_validation_errors(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         FP8FlowMoE(*arguments, **options)
 

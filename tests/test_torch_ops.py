@@ -501,10 +501,10 @@ def test_transforms_of_what_has_no_gradient_are_refused():
         torch.func.vmap(lambda i: torch_ops.plan_topk(i, E).row_id_map)(torch.stack([routing()] * 2))
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- validation errors
 
 
-def test_refusals_name_the_argument():
+def test_validation_errors_name_the_argument():
     x = torch.ones(4, 8)
     for grad in (False, True):
         x.requires_grad_(grad)

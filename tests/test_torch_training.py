@@ -92,7 +92,7 @@ def test_saved_tensors_end_with_the_backward(recipe, recompute, device):
 
 
 def graph_of(y):
-    """The nodes behind a tensor."""
+    """The nodes before a tensor."""
     found, todo = [], [y.grad_fn]
     while todo:
         node = todo.pop()
@@ -548,7 +548,7 @@ def test_functional_call(recipe, device):
 
 
 def test_scaled_losses(device):
-    """A power of two as the loss's scale changes no code; an optimizer behind the scaler does as without."""
+    """A power of two as the loss's scale changes no code; an optimizer after the scaler does as without."""
     layer, x = module(device=device), tokens(device)
     plain = copy.deepcopy(layer)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10)

@@ -540,7 +540,7 @@ def test_sharded_weights(tmp_path):
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_what_copies_are_held_when(device, recompute):
     """For the backward the transposed codes, which it multiplies by (with recompute, fc1's others too), and
-    nothing behind it."""
+    nothing after it."""
     layer = module(device, recompute=recompute)
     codes = layer.w13.numel() + layer.w2.numel() + (layer.w13.numel() if recompute else 0)
     kept = []

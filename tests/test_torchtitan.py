@@ -78,7 +78,7 @@ def test_routed_experts(recipe, recompute):
     x, scores, ids, counts = routed()
     dy = torch.randn(B, L, D)
     wanted = exact(experts, x, scores, ids, dy)
-    # float32 sums of at most D + F products, one behind the other
+    # float32 sums of at most D + F products, one after another
     bound = 4 * (D + F) * 2.0**-24 if recipe == "bf16" else FP8_NOISE
     for found, true in zip(results(experts, x, scores, ids, counts, dy), wanted, strict=True):
         assert (found - true).norm() <= bound * true.norm()

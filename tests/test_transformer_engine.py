@@ -220,7 +220,7 @@ def test_padding_modules():
     assert te.Fp8Unpadding(2, align_size=4)(x, [8, 16]) is x
 
 
-def test_refusals():
+def test_validation_errors():
     x, probs, mask = mask_case(6)
     with pytest.raises(ValueError, match="map_type: got 'sparse'"):
         te.moe_permute(x, mask, map_type="sparse")

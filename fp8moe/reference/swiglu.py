@@ -88,7 +88,7 @@ def _quantize(y: np.ndarray, expert_offsets: np.ndarray | None, out: Any) -> Non
 
 
 def _rows_of(expert_offsets: np.ndarray | None, rows: int) -> int:
-    """Rows up to the last expert's end: what lies behind reaches nobody."""
+    """Rows up to the last expert's end: what lies past it reaches nobody."""
     return rows if expert_offsets is None else min(int(expert_offsets[-1]), rows)
 
 
