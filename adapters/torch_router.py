@@ -3,9 +3,9 @@
 torch multiplies float32 without tensor cores, after a cast of x to twice its bytes: 0.9 ms of the layer's
 6.2 for 16,384 x 2048 rows and 128 experts, forward and backward. A float32 number is the sum of three
 bfloat16 numbers (24 bits, 8 each), products of bfloat16 are exact in float32, and tensor cores add them in
-float32. So one product of x with the three parts of w side by side has float32's accuracy (Henry, Tang and Heinecke,
-"Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations", ARITH 2019), and
-where w is bfloat16 it has one part.
+float32. So one product of x with the three parts of w side by side has float32's accuracy (Henry, Tang and
+Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations", ARITH
+2019), and where w is bfloat16 it has one part.
 """
 
 from __future__ import annotations
