@@ -1,6 +1,6 @@
 // CUDA C++ on a CPU, as far as the kernels use it: block after block, the threads of a block by turns. One
-// runs until it waits for others; who is next of those that can go on is chosen at random, so that what a barrier
-// is missing for is found sooner or later, and a barrier that not all reach is found at once.
+// runs until it waits for others; who is next of those that can go on is chosen at random, so that what a
+// barrier is missing for is found sooner or later, and a barrier that not all reach is found at once.
 #pragma once
 #include <ucontext.h>
 
@@ -58,9 +58,9 @@ static std::function<void()> kernel_of_all;
 static unsigned looked_in_vain;
 static std::mt19937 lot{std::random_device{}()};
 
-// Who can go on, and who is first: in every other block chosen at random each time, in the others by ranks, those
-// of a warp together, so that some warps are as far behind as barriers let them. Who looks in vain comes
-// last.
+// Who can go on, and who is first: in every other block chosen at random each time, in the others by ranks,
+// those of a warp together, so that some warps are as far behind as barriers let them. Who looks in vain
+// comes last.
 struct Runnable {
   bool by_rank;
   std::vector<unsigned> ranks;
