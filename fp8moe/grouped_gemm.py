@@ -9,7 +9,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArraySpec, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
 
 BACKENDS = (None, "wgmma", "cublas", "plain")
 
@@ -22,26 +22,57 @@ def _check_backend(call: Call, backend: str | None) -> None:
 
 @operation
 def grouped_gemm(
-    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool = False, backend: str | None = None
+    x: ArrayLike,
+    w: ArrayLike,
+    expert_offsets: ArrayLike,
+    *,
+    transpose_w: bool = False,
+    backend: str | None = None,
 ) -> Any:
-    """out[rows of e] = x[rows of e] @ w[e].T, for every expert e.
+    """Multiply each expert's rows by its weights: out[rows of e] = x[rows of e] @ w[e].T.
 
-    x: row-wise `QuantTensor` [P, K], block (1, 128), compact or gemm_ready; or a plain array.
-    w: `QuantTensor` of block (128, 128), contracted along the last dimension of its codes [E, N, K]: the
-        ``rowwise`` one of `quantize_weights` for the forward, its ``columnwise`` one for dgrad; or a plain
-        array [E, N, K] of x's dtype.
-    expert_offsets: int32 [E+1] on x's device; rows of expert e are offsets[e]:offsets[e+1].
-    transpose_w: plain arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights
-        the orientation says it.
-    backend: on CUDA only. "wgmma": FP8 on Hopper's tensor cores, or a ValueError that says why not (compute
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [P, K]
+        Row-wise codes of block (1, 128), compact or gemm_ready; or an array of bfloat16, float16, float32 or
+        float64.
+    w : ArrayLike or QuantTensor, [E, N, K]
+        Codes of block (128, 128), contracted along the last dimension of their data: the ``rowwise`` ones of
+        `quantize_weights` for the forward, the ``columnwise`` ones for dgrad; or an array of x's dtype.
+    expert_offsets : ArrayLike, int32, [E+1]
+        On x's device; rows of expert e are offsets[e]:offsets[e+1].
+    transpose_w : bool
+        Of arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights the
+        orientation says it.
+    backend : str or None
+        On CUDA only. "wgmma": FP8 on Hopper's tensor cores, or a ValueError that says why not (compute
         capability 9.0; N a multiple of 8, K of 16). "plain": a simple kernel that takes everything, hundreds
         of times slower. None: the first if it can, else the second, with a RuntimeWarning for FP8. "cublas":
         on any device, an expert at a time by cuBLAS, FP8 decoded to bfloat16 first (exact for power-of-two
         scales); it reads the offsets, which **synchronises once**, and wants bfloat16, float16 or float32.
 
-    FP8: float32 accumulation, promoted every 128 of the contraction; returns bfloat16 [P, N]. Plain
-    arrays (bfloat16, float16, float32, float64) are the baseline: float32 accumulation, x's dtype out.
-    Rows no expert has are zeros.
+    Returns
+    -------
+    ArrayLike, [P, N]
+        bfloat16 for FP8, else x's dtype. Rows that no expert has are zeros.
+
+    Raises
+    ------
+    TypeError
+        For operands of different kinds or dtypes.
+    ValueError
+        For shapes that do not fit, or a backend that cannot multiply them.
+
+    Notes
+    -----
+    FP8: float32 accumulation, promoted every 128 of the contraction (DeepSeek-V3, arXiv 2412.19437, section
+    3.3.2).
+
+    Examples
+    --------
+    >>> x, w = np.ones((3, 2), np.float32), np.array([[[1.0, 1.0]], [[2.0, 3.0]]], np.float32)
+    >>> fp8moe.grouped_gemm(x, w, np.array([0, 1, 3], np.int32))[:, 0].tolist()
+    [2.0, 5.0, 5.0]
     """
     call = enter(x=x, w=w, expert_offsets=expert_offsets)
     a = call.args
@@ -81,25 +112,57 @@ def grouped_gemm(
 
 @operation
 def grouped_gemm_wgrad(
-    dy: Any,
-    x: Any,
-    expert_offsets: Any,
-    out: Any = None,
+    dy: ArrayLike,
+    x: ArrayLike,
+    expert_offsets: ArrayLike,
+    out: ArrayLike | None = None,
     *,
     dtype: str = "float32",
     backend: str | None = None,
 ) -> Any:
-    """out[e] = dy[rows of e].T @ x[rows of e]: the weights' gradient [E, N, K].
+    """The weights' gradient: out[e] = dy[rows of e].T @ x[rows of e].
 
-    dy, x: column-wise `QuantTensor`, logical [P, N] and [P, K], blocks (128, 1) that start anew with every
-        expert (as `scaling_aware_transpose` makes them), or transposed (128, 128) blocks (as it makes them
-        with target="block"), a fifth faster: every offset then is a multiple of 128; or plain arrays of
-        these shapes.
-    out: float32 or bfloat16 [E, N, K] to add to, in place, and return; None: a new one of ``dtype``.
-    backend: as `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or
-        bfloat16 out.
-    An expert without rows gives zeros. Offsets that ask for more blocks than there are scales are refused on
-    the CPU; on CUDA, where looking would synchronise, their products are NaN.
+    Parameters
+    ----------
+    dy : ArrayLike or QuantTensor, [P, N]
+        Column-wise codes: blocks (128, 1) that start anew with every expert (as `scaling_aware_transpose`
+        makes them), or transposed (128, 128) blocks (as it makes them with target="block"), a fifth faster:
+        every offset then is a multiple of 128. Or an array.
+    x : ArrayLike or QuantTensor, [P, K]
+        As ``dy``.
+    expert_offsets : ArrayLike, int32, [E+1]
+        Rows of expert e are offsets[e]:offsets[e+1].
+    out : ArrayLike, float32 or bfloat16, [E, N, K], or None
+        To add to, in place, and return; None: a new one of ``dtype``.
+    dtype : "float32", "bfloat16" or "float64"
+        Of a new result.
+    backend : str or None
+        As `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or bfloat16
+        out.
+
+    Returns
+    -------
+    ArrayLike, [E, N, K]
+        ``out``, or a new one. An expert without rows gives zeros.
+
+    Raises
+    ------
+    TypeError
+        For operands of different kinds or dtypes.
+    ValueError
+        For shapes that do not fit, or a backend that cannot multiply them. Offsets that ask for more blocks
+        than there are scales are refused on the CPU; on CUDA, where looking would synchronise, their products
+        are NaN.
+
+    Notes
+    -----
+    FP8 is accumulated as in `grouped_gemm`.
+
+    Examples
+    --------
+    >>> dy, x = np.ones((3, 1), np.float32), np.array([[1.0], [2.0], [3.0]], np.float32)
+    >>> fp8moe.grouped_gemm_wgrad(dy, x, np.array([0, 1, 3], np.int32)).ravel().tolist()
+    [1.0, 5.0]
     """
     call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args

@@ -21,7 +21,7 @@ from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from fp8moe.plan import plan_topk, static_bound
 from fp8moe.quantize import dequantize, quantize, times_overwritten
-from fp8moe.records import MoEGrads, PermutationPlan, Quantized, QuantTensor, Record, nbytes
+from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor, Record, nbytes
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 
@@ -71,10 +71,37 @@ class Saved(Record):
         return replace(self, x=x, a=self.a if "dw2" in gradients else None)
 
 
-def quantize_weights(x: Any, *, fmt: str = "e4m3", out: Quantized | None = None) -> Quantized:
-    """Weights x [E, N, K] by (128, 128) blocks, with their transposed copy for dgrad, from one read. Once a
-    step, however many micro-batches use it; out: into the memory of the step before (see `quantize`), which
-    `moe_backward` of a forward that read the old codes then refuses."""
+def quantize_weights(x: ArrayLike, *, fmt: str = "e4m3", out: Quantized | None = None) -> Quantized:
+    """Quantise weights by (128, 128) blocks, row-wise and transposed, from one read.
+
+    Once a step, however many micro-batches use them.
+
+    Parameters
+    ----------
+    x : ArrayLike, bfloat16, float16 or float32, [E, N, K]
+        The weights of all experts.
+    fmt : "e4m3" or "e5m2"
+        Format of the codes.
+    out : Quantized or None
+        The memory of the step before (see `quantize`), which `moe_backward` of a forward that read the old
+        codes then refuses.
+
+    Returns
+    -------
+    Quantized
+        ``rowwise`` for the forward, ``columnwise``, stored transposed, for dgrad.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `quantize`.
+
+    Examples
+    --------
+    >>> w = fp8moe.quantize_weights(np.ones((2, 128, 256), np.float32))
+    >>> w.rowwise.data.shape, w.columnwise.data.shape, w.columnwise.shape
+    ((2, 128, 256), (2, 256, 128), (2, 128, 256))
+    """
     return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)
 
 
@@ -84,11 +111,11 @@ def experts_of(w: Any) -> int:
 
 
 def moe_forward(
-    x: Any,
-    w13: Any,
-    w2: Any,
-    topk_ids: Any,
-    topk_probs: Any,
+    x: ArrayLike,
+    w13: ArrayLike,
+    w2: ArrayLike,
+    topk_ids: ArrayLike,
+    topk_probs: ArrayLike,
     *,
     recipe: str,
     recompute: str | None = None,
@@ -96,24 +123,60 @@ def moe_forward(
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
 ) -> tuple[Any, Saved]:
-    """y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
+    """The experts of a layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
-    x: bfloat16 [T, H] (for "bf16" also float32 or float64, which then is the dtype of everything).
-    w13: [E, 2F, H] and w2: [E, H, F] in x's dtype or float32, or, for the FP8 recipes, what
-        `quantize_weights` returned. F must be a multiple of 128 for FP8.
-    topk_ids: int32 or int64 [T, k], below 0 or E and more for no expert. topk_probs: float [T, k].
-    recipe: "fp8_flow", "fp8_blockwise" or "bf16".
-    recompute: None, or "moe_expert": keep only the input of fc1; the backward computes fc1 and the
-        activation again, but never dispatch or permute.
-    activation: between the two products.
-    comm: how rows move between ranks, for expert parallelism (`fp8moe.expert_parallel`): w13 and w2 are this
+    Parameters
+    ----------
+    x : ArrayLike, bfloat16, [T, H]
+        For "bf16" also float32 or float64, which then is the dtype of everything.
+    w13 : ArrayLike or Quantized, [E, 2F, H]
+        In x's dtype or float32, or, for the FP8 recipes, what `quantize_weights` returned. F must be a
+        multiple of 128 for FP8.
+    w2 : ArrayLike or Quantized, [E, H, F]
+        As ``w13``.
+    topk_ids : ArrayLike, int32 or int64, [T, k]
+        Below 0, or E and more, for no expert.
+    topk_probs : ArrayLike, floating point, [T, k]
+        Factors of the experts' results.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision.
+    recompute : None or "moe_expert"
+        "moe_expert": keep only the input of fc1; the backward computes fc1 and the activation again, but
+        never dispatch or permute.
+    activation : Activation
+        Between the two products.
+    comm : Comm or None
+        How rows move between ranks, for expert parallelism (`fp8moe.expert_parallel`): w13 and w2 are this
         rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
-    gradients: names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What
-        only the others need is neither made nor kept; () for inference.
+    gradients : collection of str
+        Names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What only
+        the others need is neither made nor kept; () for inference.
 
-    Returns (y [T, H], saved). y has x's dtype. Nothing synchronises with the host, but for the counts of
-    rows where there is a ``comm``.
-    Raises TypeError or ValueError for arguments that do not fit each other.
+    Returns
+    -------
+    y : ArrayLike, [T, H]
+        In x's dtype. Nothing synchronises with the host, but for the counts of rows where there is a
+        ``comm``.
+    saved : Saved
+        For `moe_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Notes
+    -----
+    "fp8_flow" is arXiv 2511.02302's dataflow with two casts; "fp8_blockwise" quantises again wherever an
+    operand is read in the other orientation, with twelve.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
+    >>> y.tolist()
+    [[100.0]]
     """
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("recompute", recompute, (None, "moe_expert"))
@@ -193,29 +256,57 @@ def experts_backward(
 
 def moe_backward(
     saved: Saved,
-    dy: Any,
+    dy: ArrayLike,
     *,
-    dw13: Any = None,
-    dw2: Any = None,
+    dw13: ArrayLike | None = None,
+    dw2: ArrayLike | None = None,
     dtype: str = "float32",
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
     """Gradients of `moe_forward`.
 
-    dy: [T, H] in y's dtype.
-    dw13, dw2: float32 or bfloat16 arrays to add the weights' gradients to, in place: what several
-        micro-batches sum up.
-    dtype: of the weights' gradients where none are given, "float32" or "bfloat16".
-    comm: the forward's.
-    gradients: names of those that are wanted, of "dx", "dprobs", "dw13" and "dw2". What only the others need
-        is not computed (with frozen weights two of six matrix products), and they are None; "dx" and
-        "dprobs" come together.
+    Parameters
+    ----------
+    saved : Saved
+        What the forward returned.
+    dy : ArrayLike, [T, H]
+        In y's dtype.
+    dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None
+        To add the gradient of w13 to, in place: what several micro-batches sum up.
+    dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
+        To add the gradient of w2 to.
+    dtype : "float32", "bfloat16" or "float64"
+        Of the weights' gradients where none are given.
+    comm : Comm or None
+        The forward's.
+    gradients : collection of str
+        Names of those that are wanted, of "dx", "dprobs", "dw13" and "dw2". What only the others need is not
+        computed (with frozen weights two of six matrix products), and they are None; "dx" and "dprobs" come
+        together.
 
-    Returns `MoEGrads`: dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and
-    dw2 [E, H, F], those given or new ones of ``dtype`` (float64 for float64).
-    Raises RuntimeError where the FP8 weights that the forward read have been overwritten since, with
-    ``quantize_weights(..., out=)``.
+    Returns
+    -------
+    MoEGrads
+        dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and dw2 [E, H, F], those
+        given or new ones of ``dtype`` (float64 for float64).
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the forward.
+    RuntimeError
+        Where the FP8 weights that the forward read have been overwritten since, with ``quantize_weights(...,
+        out=)``.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
+    >>> g = fp8moe.moe_backward(saved, np.ones((1, 1)), dtype="float64")
+    >>> g.dw2.item(), g.dprobs.item()
+    (100.0, 200.0)
     """
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")

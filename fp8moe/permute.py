@@ -11,25 +11,51 @@ from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
-from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 #: blocks whose scales travel with their rows
 ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 
 @operation
-def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
+def permute(
+    x: ArrayLike, plan: PermutationPlan, probs: ArrayLike | None = None, *, fill_padding: bool = True
+) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
-    x: array [T, H] of any dtype, or a row-wise compact `QuantTensor` (one scale a tensor, 1x128, MXFP8,
-        NVFP4), whose scales travel with its rows.
-    probs: float [T, k] for a plan from top-k ids, [T, E] for one from a mask. A probability of 0.0 still
-        moves its row.
-    fill_padding: write zeros (data, probs and scales) to every row no token goes to; without it they
-        are left as they were allocated.
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [T, H]
+        An array of any dtype, or a row-wise compact `QuantTensor` (one scale a tensor, 1x128, MXFP8, NVFP4),
+        whose scales travel with its rows.
+    plan : PermutationPlan
+        Of `plan_topk` or `plan_routing_map`, with the T tokens of ``x``.
+    probs : ArrayLike, floating point, [T, k] or [T, E], or None
+        [T, k] for a plan from top-k ids, [T, E] for one from a mask. A probability of 0.0 still moves its
+        row.
+    fill_padding : bool
+        Write zeros (data, probs and scales) to every row that no token goes to; without it they are left as
+        they were allocated.
 
-    Returns `Permuted`: data [num_out_tokens, H], probs [num_out_tokens] or None, and the plan.
-    Raises TypeError or ValueError for arguments that do not fit the plan.
+    Returns
+    -------
+    Permuted
+        data [num_out_tokens, H], probs [num_out_tokens] or None, and the plan.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the plan.
+
+    Notes
+    -----
+    Permute and pad in one pass is Transformer Engine PR #1921's.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_topk(np.array([[1], [0], [1]], np.int32), 2, align_size=2, num_out_tokens="exact")
+    >>> fp8moe.permute(np.array([[1.0], [2.0], [3.0]], np.float32), plan).data[:, 0].tolist()
+    [2.0, 0.0, 1.0, 3.0]
     """
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
@@ -64,9 +90,9 @@ def rows_spec(x: Any, rows: int) -> Any:
 
 @operation
 def permute_and_pad(
-    x: Any,
-    routing_map: Any,
-    probs: Any = None,
+    x: ArrayLike,
+    routing_map: ArrayLike,
+    probs: ArrayLike | None = None,
     *,
     align_size: int,
     topk: int | None = None,
@@ -76,9 +102,40 @@ def permute_and_pad(
 ) -> Permuted:
     """Plan and permute in one call.
 
-    routing_map: a mask [T, E], or with ``num_experts`` the expert ids [T, k].
-    Everything else is as for `permute`, `plan_routing_map` and `plan_topk`. The result carries ``data,
-    probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [T, H]
+        As for `permute`.
+    routing_map : ArrayLike, [T, E] or [T, k]
+        A mask as for `plan_routing_map`, or with ``num_experts`` the expert ids as for `plan_topk`.
+    probs : ArrayLike or None
+        As for `permute`.
+    align_size : int
+        Each expert's rows are padded to a multiple of it.
+    topk : int or None
+        As for `plan_routing_map`; of a mask only.
+    num_out_tokens : int, "exact" or None
+        As for `plan_topk`.
+    num_experts : int or None
+        E, where ``routing_map`` has expert ids.
+    fill_padding : bool
+        As for `permute`.
+
+    Returns
+    -------
+    Permuted
+        With ``data, probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `plan_topk`, `plan_routing_map` and `permute`.
+
+    Examples
+    --------
+    >>> x, mask = np.array([[1.0], [2.0]], np.float32), np.array([[0, 1], [1, 1]], bool)
+    >>> fp8moe.permute_and_pad(x, mask, align_size=2).data[:, 0].tolist()
+    [2.0, 0.0, 1.0, 2.0]
     """
     call = enter(x=x, routing_map=routing_map, probs=probs)
     a = call.args
@@ -91,15 +148,36 @@ def permute_and_pad(
 
 
 @operation
-def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
+def unpermute(x: ArrayLike, plan: PermutationPlan, merging_probs: ArrayLike | None = None) -> Any:
     """Sum each token's rows: the inverse of `permute`.
 
-    x: array [num_out_tokens, H], or a row-wise compact `QuantTensor`, dequantised on the way in.
-    merging_probs: float [T, k] or [T, E] as in `permute`; each row is multiplied by its own.
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [num_out_tokens, H]
+        An array, or a row-wise compact `QuantTensor`, which is dequantised on the way in.
+    plan : PermutationPlan
+        The one that permuted the rows.
+    merging_probs : ArrayLike, floating point, [T, k] or [T, E], or None
+        As in `permute`; each row is multiplied by its own.
 
-    Returns [T, H] in x's dtype (bfloat16 for a QuantTensor), summed in float32 (float64 for float64) in
-    the map's order. A token without experts gives zeros. Only mapped rows are read: NaN in the padding
-    or past the last expert reaches nobody.
+    Returns
+    -------
+    ArrayLike, [T, H]
+        In x's dtype (bfloat16 for a `QuantTensor`), summed in float32 (float64 for float64) in the row map's
+        order. A token without experts gives zeros. Only mapped rows are read: NaN in the padding or past the
+        last expert reaches no result.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the plan.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_topk(np.array([[0, 1], [1, 0]], np.int32), 2)
+    >>> rows = fp8moe.permute(np.array([[1.0], [2.0]], np.float32), plan).data
+    >>> fp8moe.unpermute(rows, plan, np.array([[0.5, 0.25], [1.0, 1.0]], np.float32))[:, 0].tolist()
+    [0.75, 4.0]
     """
     call = enter(x=x, plan=plan, merging_probs=merging_probs)
     a = call.args
@@ -120,11 +198,38 @@ def unpermute_spec(x: Any, plan: PermutationPlan) -> ArraySpec:
 
 
 @operation
-def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -> tuple[Any, Any]:
-    """(grad_x, grad_probs) of `permute`, from the gradients of its data and probs.
+def permute_backward(
+    grad: ArrayLike, plan: PermutationPlan, grad_probs: ArrayLike | None = None
+) -> tuple[Any, Any]:
+    """Gradients of `permute`, from those of its data and probabilities.
 
-    grad: array or `QuantTensor` [num_out_tokens, H]. grad_probs: float [num_out_tokens] or None.
-    Returns grad_x [T, H] as `unpermute` does, and grad_probs [T, k] or [T, E], zero where not routed.
+    Parameters
+    ----------
+    grad : ArrayLike or QuantTensor, [num_out_tokens, H]
+        The gradient of ``permute(...).data``.
+    plan : PermutationPlan
+        The forward's.
+    grad_probs : ArrayLike, floating point, [num_out_tokens], or None
+        The gradient of ``permute(...).probs``.
+
+    Returns
+    -------
+    grad_x : ArrayLike, [T, H]
+        As `unpermute` of ``grad``.
+    grad_probs : ArrayLike, [T, k] or [T, E], or None
+        Zero where a token is not routed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the plan.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_topk(np.array([[0, 1], [1, -1]], np.int32), 2, num_out_tokens=3)
+    >>> grad_x, grad_probs = fp8moe.permute_backward(np.ones((3, 1), np.float32), plan)
+    >>> grad_x[:, 0].tolist(), grad_probs
+    ([2.0, 1.0], None)
     """
     call = enter(grad=grad, plan=plan, grad_probs=grad_probs)
     a = call.args
@@ -143,15 +248,40 @@ def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any = None) -
 
 @operation
 def unpermute_backward(
-    grad: Any, plan: PermutationPlan, x: Any = None, merging_probs: Any = None
+    grad: ArrayLike, plan: PermutationPlan, x: ArrayLike | None = None, merging_probs: ArrayLike | None = None
 ) -> tuple[Any, Any]:
-    """(grad_x, grad_merging_probs) of `unpermute`, from the gradient of its result.
+    """Gradients of `unpermute`, from that of its result.
 
-    grad: array [T, H], or a `QuantTensor` when there are no merging_probs.
-    x, merging_probs: what `unpermute` was given, both or neither. With them, each row of grad_x
-        is its token's gradient times its probability, and the gradient of a probability is the dot product
-        of gradient and row.
-    Rows no token has are zeros in grad_x.
+    Parameters
+    ----------
+    grad : ArrayLike or QuantTensor, [T, H]
+        A `QuantTensor` only where there are no ``merging_probs``.
+    plan : PermutationPlan
+        The forward's.
+    x : ArrayLike, [num_out_tokens, H], or None
+        What `unpermute` was given: together with ``merging_probs``, or not at all.
+    merging_probs : ArrayLike, [T, k] or [T, E], or None
+        What `unpermute` was given. With them each row of grad_x is its token's gradient times its
+        probability, and the gradient of a probability is the dot product of gradient and row.
+
+    Returns
+    -------
+    grad_x : ArrayLike, [num_out_tokens, H]
+        Zeros in rows that no token has.
+    grad_merging_probs : ArrayLike, [T, k] or [T, E], or None
+        None without ``merging_probs``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the plan.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_topk(np.array([[0, 1], [1, -1]], np.int32), 2, num_out_tokens=4)
+    >>> grad_x, _ = fp8moe.unpermute_backward(np.array([[1.0], [2.0]], np.float32), plan)
+    >>> grad_x[:, 0].tolist()
+    [1.0, 1.0, 2.0, 0.0]
     """
     call = enter(grad=grad, plan=plan, x=x, merging_probs=merging_probs)
     a = call.args
@@ -177,10 +307,10 @@ def unpermute_backward(
 
 @operation
 def sort_chunks(
-    x: Any,
-    split_sizes: Any,
-    sorted_indices: Any,
-    probs: Any = None,
+    x: ArrayLike,
+    split_sizes: ArrayLike,
+    sorted_indices: ArrayLike,
+    probs: ArrayLike | None = None,
     *,
     align_size: int = 1,
     chunks_per_group: int = 1,
@@ -189,14 +319,43 @@ def sort_chunks(
 ) -> SortedChunks:
     """Put chunks of rows into another order: chunk j of the result is input chunk ``sorted_indices[j]``.
 
-    x: array [N, H] or row-wise compact `QuantTensor`. probs: float [N] or None; both move along.
-    split_sizes: int32 or int64 [C], the rows of each input chunk. sorted_indices: the same, [C].
-    align_size: every group of ``chunks_per_group`` successive result chunks (one expert's rows from all
-        ranks, say) is padded with zero rows to a multiple of it.
-    num_out_tokens: rows of the result; None: N for align_size 1, else the static bound
-        ``((N + min(G, N) * (A - 1)) // A) * A`` for G groups. Rows past the last group are zeros. Rows that
-        have no room are refused on the CPU, and left out on CUDA, where looking would synchronise.
-    keep_rest: rows of x past the last chunk stay where they are; for align_size 1 only.
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [N, H]
+        An array, or a row-wise compact `QuantTensor`.
+    split_sizes : ArrayLike, int32 or int64, [C]
+        Rows of each input chunk.
+    sorted_indices : ArrayLike, int32 or int64, [C]
+        A permutation of the chunks.
+    probs : ArrayLike, floating point, [N], or None
+        Move along with the rows.
+    align_size : int
+        A: every group of ``chunks_per_group`` successive result chunks (one expert's rows from all ranks,
+        say) is padded with zero rows to a multiple of it.
+    chunks_per_group : int
+        Chunks of a group.
+    num_out_tokens : int or None
+        Rows of the result. None: N for align_size 1, else the static bound ``((N + min(G, N) * (A - 1)) // A)
+        * A`` for G groups. Rows past the last group are zeros. Rows that have no room are refused on the CPU,
+        and left out on CUDA, where looking would synchronise.
+    keep_rest : bool
+        Rows of x past the last chunk stay where they are; for align_size 1 only.
+
+    Returns
+    -------
+    SortedChunks
+        data [num_out_tokens, H], probs [num_out_tokens] or None, and the groups' offsets.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Examples
+    --------
+    >>> x = np.array([[1.0], [2.0], [3.0]], np.float32)
+    >>> fp8moe.sort_chunks(x, np.array([1, 2], np.int32), np.array([1, 0], np.int32)).data[:, 0].tolist()
+    [2.0, 3.0, 1.0]
     """
     call = enter(x=x, split_sizes=split_sizes, sorted_indices=sorted_indices, probs=probs)
     a = call.args
@@ -241,19 +400,55 @@ def sort_chunks_spec(x: Any, probs: Any, groups: int, rows: int) -> SortedChunks
 
 @operation
 def sort_chunks_backward(
-    grad: Any,
-    split_sizes: Any,
-    sorted_indices: Any,
-    grad_probs: Any = None,
+    grad: ArrayLike,
+    split_sizes: ArrayLike,
+    sorted_indices: ArrayLike,
+    grad_probs: ArrayLike | None = None,
     *,
     align_size: int = 1,
     chunks_per_group: int = 1,
     num_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> tuple[Any, Any]:
-    """(grad_x, grad_probs) of `sort_chunks`: every row back to where it came from.
+    """Gradients of `sort_chunks`: every row back to where it came from.
 
-    num_tokens: rows of the forward's input; None: as many as ``grad`` has. Rows of no chunk get zeros.
+    Parameters
+    ----------
+    grad : ArrayLike, [num_out_tokens, H]
+        The gradient of the data.
+    split_sizes : ArrayLike, int32 or int64, [C]
+        The forward's.
+    sorted_indices : ArrayLike, int32 or int64, [C]
+        The forward's.
+    grad_probs : ArrayLike, floating point, [num_out_tokens], or None
+        The gradient of the probabilities.
+    align_size : int
+        The forward's.
+    chunks_per_group : int
+        The forward's.
+    num_tokens : int or None
+        Rows of the forward's input; None: as many as ``grad`` has. Rows of no chunk get zeros.
+    keep_rest : bool
+        The forward's.
+
+    Returns
+    -------
+    grad_x : ArrayLike, [num_tokens, H]
+        The gradient of ``x``.
+    grad_probs : ArrayLike, [num_tokens], or None
+        The gradient of ``probs``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Examples
+    --------
+    >>> sizes, order = np.array([1, 2], np.int32), np.array([1, 0], np.int32)
+    >>> grad = np.array([[2.0], [3.0], [1.0]], np.float32)
+    >>> fp8moe.sort_chunks_backward(grad, sizes, order)[0][:, 0].tolist()
+    [1.0, 2.0, 3.0]
     """
     call = enter(grad=grad, split_sizes=split_sizes, sorted_indices=sorted_indices, grad_probs=grad_probs)
     a = call.args
@@ -287,26 +482,78 @@ def sort_chunks_backward(
 
 
 @operation
-def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
+def pad(
+    x: ArrayLike, tokens_per_expert: ArrayLike, align_size: int, *, num_out_tokens: NumOutTokens = None
+) -> Any:
     """Pad each expert's rows with zero rows to a multiple of ``align_size``; `unpad` is its backward.
 
-    x: array [N, H] or row-wise compact `QuantTensor`, expert by expert. tokens_per_expert: int32 or int64
-        [E], or a list or tuple of ints.
-    num_out_tokens: None is exact for a list and the static bound for an array; "exact" **synchronises
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [N, H]
+        An array, or a row-wise compact `QuantTensor`, expert by expert.
+    tokens_per_expert : ArrayLike, int32 or int64, [E], or list or tuple of int
+        Rows of each expert.
+    align_size : int
+        What each expert's rows are padded to a multiple of.
+    num_out_tokens : int, "exact" or None
+        Rows of the result. None is exact for a list and the static bound for an array; "exact" **synchronises
         once** on CUDA.
 
-    Raises ValueError for counts of more rows than x has, or ``num_out_tokens`` room for; on CUDA an array's
-    are not looked at, and such rows are left out.
+    Returns
+    -------
+    ArrayLike or QuantTensor, [num_out_tokens, H]
+        As ``x``.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        For counts of more rows than x has, or ``num_out_tokens`` has room for. On CUDA an array's counts are
+        not looked at, and such rows are left out.
+
+    Examples
+    --------
+    >>> fp8moe.pad(np.array([[1.0], [2.0], [3.0]], np.float32), [1, 2], 2)[:, 0].tolist()
+    [1.0, 0.0, 2.0, 3.0]
     """
     return _pad_or_unpad("pad", x, tokens_per_expert, align_size, num_out_tokens)
 
 
 @operation
-def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: NumOutTokens = None) -> Any:
+def unpad(
+    x: ArrayLike, tokens_per_expert: ArrayLike, align_size: int, *, num_out_tokens: NumOutTokens = None
+) -> Any:
     """Take each expert's padding out again; `pad` is its backward.
 
-    Arguments are those of `pad`, with x [P, H]. Without an exact size the result has as many rows as x,
-    zeros past the last real one.
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [P, H]
+        As `pad` returns it.
+    tokens_per_expert : ArrayLike, int32 or int64, [E], or list or tuple of int
+        Rows of each expert, without padding.
+    align_size : int
+        What each expert's rows were padded to a multiple of.
+    num_out_tokens : int, "exact" or None
+        Rows of the result. None: exact for a list; for an array as many as x has, zeros past the last real
+        one. "exact" **synchronises once** on CUDA.
+
+    Returns
+    -------
+    ArrayLike or QuantTensor, [num_out_tokens, H]
+        As ``x``.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        As `pad`.
+
+    Examples
+    --------
+    >>> fp8moe.unpad(np.array([[1.0], [0.0], [2.0], [3.0]], np.float32), [1, 2], 2)[:, 0].tolist()
+    [1.0, 2.0, 3.0]
     """
     return _pad_or_unpad("unpad", x, tokens_per_expert, align_size, num_out_tokens)
 

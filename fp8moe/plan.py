@@ -8,29 +8,51 @@ from typing import Any, Literal
 
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
-from fp8moe.records import ArraySpec, PermutationPlan
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan
 
 NumOutTokens = int | Literal["exact"] | None
 
 
 @operation
 def plan_topk(
-    topk_ids: Any, num_experts: int, *, align_size: int = 1, num_out_tokens: NumOutTokens = None
+    topk_ids: ArrayLike, num_experts: int, *, align_size: int = 1, num_out_tokens: NumOutTokens = None
 ) -> PermutationPlan:
-    """Plan from the expert ids of every token.
+    """Plan a permutation from the expert ids of every token.
 
-    topk_ids: int32 or int64 [T, k]; an id below 0 or of E and more means no expert, on every device (with
-        FP8MOE_CHECK=1 ids above E are refused); an expert named twice by one token makes two rows.
-    num_experts: E.
-    align_size: each expert's rows are padded to a multiple of it.
-    num_out_tokens: rows of the permuted buffer. None: the static bound
-        ``((B + min(E, B) * (A - 1)) // A) * A`` with B = T * k, which needs no host synchronisation.
-        "exact": the rows the routing asks for; this **synchronises once** on CUDA. An int: that
-        many; rows that do not fit are dropped and counted in ``overflow``.
+    Rows lie expert by expert, and of one expert by increasing token: the order is stable and deterministic.
 
-    Rows lie expert by expert, inside an expert by increasing token: stable and deterministic.
+    Parameters
+    ----------
+    topk_ids : ArrayLike, int32 or int64, [T, k]
+        An id below 0, or of E and more, means no expert (with FP8MOE_CHECK=1 ids above E are refused). An
+        expert that one token names twice makes two rows.
+    num_experts : int
+        E.
+    align_size : int
+        A: each expert's rows are padded to a multiple of it.
+    num_out_tokens : int, "exact" or None
+        Rows of the permuted buffer. None: the static bound ``((B + min(E, B) * (A - 1)) // A) * A`` with B =
+        T * k, which needs no host synchronisation. "exact": the rows that the routing asks for; this
+        **synchronises once** on CUDA. An int: that many; rows that do not fit are dropped and counted in
+        ``overflow``.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
+    Returns
+    -------
+    PermutationPlan
+        On the device of ``topk_ids``.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        For a wrong shape or range.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_topk(np.array([[0, 2], [2, 1]], np.int32), 3)
+    >>> plan.tokens_per_expert.tolist(), plan.expert_offsets.tolist()
+    ([1, 1, 2], [0, 1, 2, 4])
     """
     call = enter(topk_ids=topk_ids)
     return call.leave(raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens))
@@ -38,23 +60,44 @@ def plan_topk(
 
 @operation
 def plan_routing_map(
-    routing_map: Any,
+    routing_map: ArrayLike,
     *,
     align_size: int = 1,
     topk: int | None = None,
     num_out_tokens: NumOutTokens = None,
 ) -> PermutationPlan:
-    """Plan from a mask.
+    """Plan a permutation from a mask of tokens and experts.
 
-    routing_map: bool or integer [T, E]; nonzero means routed.
-    topk: the most experts a token may have. It narrows the row map and bounds the rows; a token with
-        more keeps its first ``topk`` experts, the others are counted in ``overflow``.
-    align_size, num_out_tokens: as for `plan_topk`, with B = T * topk. With neither ``topk`` nor
-        ``num_out_tokens`` the plan is exact, which **synchronises once** on CUDA.
+    Parameters
+    ----------
+    routing_map : ArrayLike, bool or integer, [T, E]
+        Nonzero means routed.
+    align_size : int
+        A: each expert's rows are padded to a multiple of it.
+    topk : int or None
+        The most experts a token may have. It narrows the row map and bounds the rows; a token with more keeps
+        its first ``topk`` experts, the others are counted in ``overflow``.
+    num_out_tokens : int, "exact" or None
+        As for `plan_topk`, with B = T * topk. With neither ``topk`` nor ``num_out_tokens`` the plan is exact,
+        which **synchronises once** on CUDA.
 
-    With ``topk=None`` the row map has Transformer Engine's layout.
+    Returns
+    -------
+    PermutationPlan
+        With ``topk=None`` its row map has Transformer Engine's layout.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or range.
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        For a wrong shape or range.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_routing_map(np.array([[1, 0, 1], [0, 1, 1]], bool))
+    >>> plan.num_out_tokens, plan.tokens_per_expert.tolist()
+    (4, [1, 1, 2])
     """
     call = enter(routing_map=routing_map)
     return call.leave(raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens))

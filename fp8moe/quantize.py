@@ -23,7 +23,7 @@ from fp8moe.formats import (
     scale_shape,
 )
 from fp8moe.interop import Device
-from fp8moe.records import ArraySpec, Quantized, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, Quantized, QuantTensor
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
 QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
@@ -61,7 +61,7 @@ def times_overwritten(q: QuantTensor | Quantized) -> int | None:
 @_counts_overwriting
 @operation
 def quantize(
-    x: Any,
+    x: ArrayLike,
     *,
     fmt: str = "e4m3",
     block: Block = (1, 128),
@@ -74,18 +74,44 @@ def quantize(
 ) -> Any:
     """Quantise by blocks.
 
-    x: bfloat16, float16 or float32, [M, K]; weights with (128, 128) blocks also [E, N, K].
-    fmt: "e4m3" or "e5m2".
-    block: (1, 128), (128, 1) (the result is stored transposed), (128, 128), (1, 32) and (32, 1) (MXFP8),
-        or None: one scale for the tensor.
-    pow2: power-of-two scales. eps: the least amax of a block.
-    layout: "compact", or "gemm_ready" for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M.
-    columnwise: return `Quantized`, with the transposed tensor beside the row-wise one, from one read.
-        For (128, 128) it is the transposed weight [E, K, N], what dgrad multiplies by.
-    scale_rounding: of MXFP8's scales: "up", so that no value saturates, or "floor". Only here: whatever
-        else makes MXFP8 scales, `swiglu_quantize` and `scaling_aware_transpose`, rounds them up.
-    out: what the same call returned before, to write to and return; None: new memory.
+    Parameters
+    ----------
+    x : ArrayLike, bfloat16, float16 or float32, [M, K]
+        With (128, 128) blocks also [E, N, K].
+    fmt : "e4m3" or "e5m2"
+        Format of the codes.
+    block : tuple of int or None
+        (1, 128), (128, 1) (the result is stored transposed), (128, 128), (1, 32) and (32, 1) (MXFP8), or
+        None: one scale for the tensor.
+    pow2 : bool
+        Power-of-two scales.
+    eps : float
+        The least amax of a block.
+    layout : "compact" or "gemm_ready"
+        "gemm_ready", for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M.
+    columnwise : bool
+        Return `Quantized`, with the transposed tensor beside the row-wise one, from one read. For (128, 128)
+        it is what dgrad multiplies by.
+    scale_rounding : "up" or "floor"
+        Of MXFP8's scales: "up", so that no value saturates, or "floor". Only here: whatever else makes MXFP8
+        scales, `swiglu_quantize` and `scaling_aware_transpose`, rounds them up.
+    out : QuantTensor, Quantized or None
+        What the same call returned before, to write to and return; None: new memory.
 
+    Returns
+    -------
+    QuantTensor or Quantized
+        `Quantized` with ``columnwise``.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype or format.
+    ValueError
+        For a wrong shape, block or option.
+
+    Notes
+    -----
     Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax with its mantissa cleared for
     pow2; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. NaN stays NaN, an infinity
     becomes the format's largest number, as in Transformer Engine (`FP8FlowMoE.stats` counts them). An amax of
@@ -98,7 +124,11 @@ def quantize(
     saturates. Both: e is at least -127, which zeros have; an infinite amax gives 2^127, under which infinity
     stays infinity; NaN gives 1.
 
-    Raises TypeError for a wrong dtype or format, ValueError for a wrong shape, block or option.
+    Examples
+    --------
+    >>> q = fp8moe.quantize(np.full((1, 128), 3.0, np.float32))
+    >>> q.data[0, 0].item(), q.scales.item()  # 384 times 2^-7
+    (124, 0.0078125)
     """
     call = enter(x=x, out=out)
     array, result = call.args.x, call.args.out
@@ -167,12 +197,33 @@ def quant_spec(
 
 
 @operation
-def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = None) -> Any:
-    """Decode: value = code * scale, in float32, rounded to ``dtype`` ("float32" or "bfloat16").
+def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayLike | None = None) -> Any:
+    """Decode: value = code * scale, in float32, rounded to ``dtype``.
 
-    Returns the logical [M, K] (or [E, N, K]), also for a column-wise tensor, whose codes are stored
-    transposed. expert_offsets: int32 [E+1], for a column-wise tensor whose blocks start anew with every
-    expert; rows past the last offset are zeros.
+    Parameters
+    ----------
+    q : QuantTensor
+        Of any block and layout.
+    dtype : "float32" or "bfloat16"
+        Of the result.
+    expert_offsets : ArrayLike, int32, [E+1], or None
+        For a column-wise tensor whose blocks start anew with every expert; rows past the last offset are
+        zeros.
+
+    Returns
+    -------
+    ArrayLike, [M, K] or [E, N, K]
+        The logical matrix, also of codes that are stored transposed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For codes and scales that do not fit each other.
+
+    Examples
+    --------
+    >>> fp8moe.dequantize(fp8moe.quantize(np.full((1, 128), 3.0, np.float32)))[0, :2].tolist()
+    [3.0, 3.0]
     """
     call = enter(q=q, expert_offsets=expert_offsets)
     a = call.args
@@ -189,9 +240,30 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: Any = 
 
 
 def to_layout(q: QuantTensor, layout: str) -> QuantTensor:
-    """The same row-wise (1, 128) tensor with its scales in another layout, for any number of rows.
+    """The same row-wise tensor with its scales in another layout, for any number of rows.
 
-    The codes are shared, not copied; a tensor that has the layout already is returned as it is.
+    Parameters
+    ----------
+    q : QuantTensor, [M, K]
+        Of block (1, 128).
+    layout : "compact" or "gemm_ready"
+        Scales [M, ceil(K/128)], or [ceil(K/128), roundup(M, 4)] with zeros past M.
+
+    Returns
+    -------
+    QuantTensor
+        The codes are shared, not copied; a tensor that has the layout already is returned as it is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another block or layout.
+
+    Examples
+    --------
+    >>> q = fp8moe.quantize(np.ones((3, 256), np.float32))
+    >>> fp8moe.to_layout(q, "gemm_ready").scales.shape
+    (2, 4)
     """
     checks.choice("layout", layout, ("compact", "gemm_ready"))
     call = enter(q=q)

@@ -16,6 +16,9 @@ import numpy as np
 from fp8moe.formats import Block, is_columnwise, swapped
 
 Array = Any  # an array of the caller's kind; no framework is named here
+#: What operations take as an array: contiguous ones of NumPy, CuPy, torch, JAX or Numba, or anything with
+#: DLPack, all of a call on one device. Results are of the same kind.
+ArrayLike = Any
 Rows = Any  # an array or a QuantTensor
 
 

@@ -11,22 +11,47 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import COLUMN_BLOCK, Block
 from fp8moe.quantize import quant_spec
-from fp8moe.records import ArraySpec, Quantized, SwigluGrad
+from fp8moe.records import ArrayLike, ArraySpec, Quantized, SwigluGrad
 from fp8moe.transpose import column_scale_rows, transpose_spec
 
 
 @operation
 def swiglu(
-    h: Any,
-    probs: Any = None,
+    h: ArrayLike,
+    probs: ArrayLike | None = None,
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    """y = act(a) * (b + linear_offset) * prob, for h = (a | b): SwiGLU, or another `Activation`.
+    """Activate: y = act(a) * (b + linear_offset) * prob, for h = (a | b).
 
-    h: float [P, 2F]. probs: float [P] or None.
-    Computed in float32 (float64 for float64), on CUDA for 16 bits with a sigmoid within 2^-20 of itself.
-    Returns [P, F] in h's dtype.
+    Parameters
+    ----------
+    h : ArrayLike, floating point, [P, 2F]
+        Gate and up projections, side by side.
+    probs : ArrayLike, floating point, [P], or None
+        Factors of the rows.
+    activation : Activation
+        SwiGLU, or another.
+
+    Returns
+    -------
+    ArrayLike, [P, F]
+        In h's dtype. Computed in float32 (float64 for float64), on CUDA for 16 bits with a sigmoid within
+        2^-20 of itself.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype or shape.
+
+    Notes
+    -----
+    SwiGLU: act(a) = a * sigmoid(alpha * a) (Shazeer, arXiv 2002.05202; alpha and the clamp are gpt-oss's).
+
+    Examples
+    --------
+    >>> fp8moe.swiglu(np.array([[0.0, 100.0, 5.0, 2.0]], np.float32)).tolist()
+    [[0.0, 200.0]]
     """
     call, a = _enter(activation, checks.FLOATS, h=h, probs=probs)
     out = call.empty(ArraySpec((a.h.shape[0], a.h.shape[1] // 2), a.h.dtype))
@@ -36,17 +61,41 @@ def swiglu(
 
 @operation
 def swiglu_backward(
-    grad: Any,
-    h: Any,
-    probs: Any = None,
+    grad: ArrayLike,
+    h: ArrayLike,
+    probs: ArrayLike | None = None,
     *,
     activation: Activation = SWIGLU,
 ) -> SwigluGrad:
-    """Gradient of `swiglu`: dh [P, 2F] in h's dtype, dprobs float32 (float64 for float64) [P], or None.
+    """Gradients of `swiglu`.
 
-    grad: [P, F] in h's dtype.
+    Parameters
+    ----------
+    grad : ArrayLike, [P, F]
+        In h's dtype.
+    h : ArrayLike, floating point, [P, 2F]
+        The forward's.
+    probs : ArrayLike, floating point, [P], or None
+        The forward's.
+    activation : Activation
+        The forward's.
 
-    The sum over F in dprobs has a fixed order: the result is the same from run to run.
+    Returns
+    -------
+    SwigluGrad
+        dh [P, 2F] in h's dtype; dprobs [P], float32 (float64 for float64), or None. The sum over F in dprobs
+        has a fixed order: the result is the same from run to run.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype or shape.
+
+    Examples
+    --------
+    >>> g = fp8moe.swiglu_backward(np.ones((1, 1), np.float32), np.array([[0.0, 4.0]], np.float32))
+    >>> g.dh.tolist(), g.dprobs  # silu'(0) = 1/2
+    ([[2.0, 0.0]], None)
     """
     call, a = _enter(activation, checks.FLOATS, h=h, probs=probs, grad=grad)
     spec = SwigluGrad(ArraySpec(tuple(a.h.shape), a.h.dtype), _dprobs_spec(a.h, a.probs))
@@ -57,29 +106,62 @@ def swiglu_backward(
 
 @operation
 def swiglu_quantize(
-    h: Any,
-    probs: Any = None,
+    h: ArrayLike,
+    probs: ArrayLike | None = None,
     *,
     fmt: str = "e4m3",
     block: Block = (1, 128),
     activation: Activation = SWIGLU,
     columnwise: bool = False,
     transposed: bool = False,
-    expert_offsets: Any = None,
+    expert_offsets: ArrayLike | None = None,
     align_size: int = 1,
 ) -> Any:
     """`swiglu` in float32, then `quantize` with scales rounded up to powers of two, in one pass.
 
-    h: bfloat16, float16 or float32 [P, 2F]. probs: float [P] or None. block: (1, 128) or (1, 32).
-    columnwise: return `Quantized`, with the (128, 1) transposed tensor beside the row-wise one; both are
+    Parameters
+    ----------
+    h : ArrayLike, bfloat16, float16 or float32, [P, 2F]
+        Gate and up projections, side by side.
+    probs : ArrayLike, floating point, [P], or None
+        Factors of the rows.
+    fmt : "e4m3" or "e5m2"
+        Format of the codes.
+    block : tuple of int
+        (1, 128) or (1, 32).
+    activation : Activation
+        SwiGLU, or another.
+    columnwise : bool
+        Return `Quantized`, with the (128, 1) or (32, 1) column-wise tensor beside the row-wise one; both are
         quantised from the same float32 values.
-    transposed: return `Quantized`, with ``scaling_aware_transpose(rowwise, expert_offsets, target="block",
+    transposed : bool
+        Return `Quantized`, with ``scaling_aware_transpose(rowwise, expert_offsets, target="block",
         align_size=align_size)`` beside the row-wise tensor, bit for bit, without reading that again. block is
         (1, 128) then.
-    expert_offsets, align_size: as in `scaling_aware_transpose`: column blocks start anew with each
-        expert, and rows past the last offset need not be computed.
+    expert_offsets : ArrayLike, int32, [E+1], or None
+        Column blocks start anew with each expert, and rows past the last offset need not be computed.
+    align_size : int
+        What every expert offset is a multiple of.
 
-    Returns a `QuantTensor` [P, F] or `Quantized`.
+    Returns
+    -------
+    QuantTensor or Quantized, [P, F]
+        `Quantized` with ``columnwise`` or ``transposed``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype, shape or block, and for both ``columnwise`` and ``transposed``.
+
+    Notes
+    -----
+    SwiGLU fused with quantise is arXiv 2511.02302's.
+
+    Examples
+    --------
+    >>> q = fp8moe.swiglu_quantize(np.full((1, 256), 100.0, np.float32))
+    >>> q.shape, fp8moe.dequantize(q)[0, 0].item()  # 10,000 rounded to four bits
+    ((1, 128), 10240.0)
     """
     call, a = _enter(
         activation,
@@ -105,24 +187,59 @@ def swiglu_quantize(
 
 @operation
 def swiglu_quantize_backward(
-    grad: Any,
-    h: Any,
-    probs: Any = None,
+    grad: ArrayLike,
+    h: ArrayLike,
+    probs: ArrayLike | None = None,
     *,
     fmt: str = "e4m3",
     block: Block = (1, 128),
     activation: Activation = SWIGLU,
     columnwise: bool = False,
     transposed: bool = False,
-    expert_offsets: Any = None,
+    expert_offsets: ArrayLike | None = None,
     align_size: int = 1,
 ) -> SwigluGrad:
     """`swiglu_backward` in float32, then `quantize` of dh, in one pass.
 
-    grad: [P, F], h: [P, 2F], both bfloat16, both float16 or both float32. F must be a multiple of the block,
-        so that no block holds values of both halves of dh. The rest is as in `swiglu_quantize`.
+    Parameters
+    ----------
+    grad : ArrayLike, [P, F]
+        In h's dtype. F must be a multiple of the block, so that no block holds values of both halves of dh.
+    h : ArrayLike, bfloat16, float16 or float32, [P, 2F]
+        The forward's.
+    probs : ArrayLike, floating point, [P], or None
+        The forward's.
+    fmt : "e4m3" or "e5m2"
+        Format of the codes.
+    block : tuple of int
+        (1, 128) or (1, 32).
+    activation : Activation
+        The forward's.
+    columnwise : bool
+        As in `swiglu_quantize`, of dh.
+    transposed : bool
+        As in `swiglu_quantize`, of dh.
+    expert_offsets : ArrayLike, int32, [E+1], or None
+        As in `swiglu_quantize`.
+    align_size : int
+        What every expert offset is a multiple of.
 
-    Returns `SwigluGrad`: dh a `QuantTensor` [P, 2F] or `Quantized`, dprobs float32 [P] or None.
+    Returns
+    -------
+    SwigluGrad
+        dh a `QuantTensor` [P, 2F] or `Quantized`; dprobs float32 [P] or None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `swiglu_quantize`.
+
+    Examples
+    --------
+    >>> grad, h = np.ones((1, 128), np.float32), np.zeros((1, 256), np.float32)
+    >>> g = fp8moe.swiglu_quantize_backward(grad, h)
+    >>> g.dh.shape, fp8moe.dequantize(g.dh).max().item()
+    ((1, 256), 0.0)
     """
     call, a = _enter(
         activation,

@@ -8,38 +8,62 @@ from fp8moe import checks
 from fp8moe.dispatch import enter, operation
 from fp8moe.formats import COLUMN_BLOCK, Block, ceil_div
 from fp8moe.quantize import quant_spec
-from fp8moe.records import PermutationPlan, QuantTensor
+from fp8moe.records import ArrayLike, PermutationPlan, QuantTensor
 
 
 @operation
 def scaling_aware_transpose(
-    q: QuantTensor, expert_offsets: Any = None, *, target: str = "column", align_size: int = 1
+    q: QuantTensor, expert_offsets: ArrayLike | None = None, *, target: str = "column", align_size: int = 1
 ) -> QuantTensor:
-    """Row-wise to column-wise FP8 (arXiv 2511.02302 has the idea; the rounding here is exact or nearest).
+    """Row-wise to column-wise FP8, by moving exponents.
 
-    q: row-wise compact `QuantTensor` [M, K], block (1, 128) with power-of-two scales, or (1, 32).
-    expert_offsets: int32 [E+1] first rows of the experts. Column blocks then start anew with each
-        expert: expert e's codes are ``data[:, offsets[e]:offsets[e+1]]`` with its own rows of scales, in
-        the order of the experts. What lies past the last offset is unspecified.
-    target: "column": each column block gets the power of two that quantising its values afresh would
-        choose, so the result equals dequantising exactly and quantising by (128, 1) blocks, bit for bit.
+    Parameters
+    ----------
+    q : QuantTensor, [M, K]
+        Row-wise and compact, of block (1, 128) with power-of-two scales, or (1, 32).
+    expert_offsets : ArrayLike, int32, [E+1], or None
+        First rows of the experts. Column blocks then start anew with each expert: expert e's codes are
+        ``data[:, offsets[e]:offsets[e+1]]`` with its own rows of scales, in the order of the experts. What
+        lies past the last offset is unspecified.
+    target : "column", "tile" or "block"
+        "column": each column block gets the power of two that quantising its values afresh would choose, so
+        the result equals dequantising exactly and quantising by (128, 1) blocks, bit for bit.
         "tile": one scale a 128 x 128 tile, the largest row scale of rows that are not all zero, in as many
         scales as "column" has.
         "block": the codes of "tile" in (128, 128) blocks, with as many scales as there are blocks.
-        `grouped_gemm_wgrad` multiplies these a fifth faster. Not for MXFP8, and every expert offset must be
-        a multiple of 128.
-    align_size: what every expert offset is a multiple of. With a multiple of the block's rows the scales have
-        ceil(M/B) rows, else `column_scale_rows`.
+        `grouped_gemm_wgrad` multiplies these a fifth faster. Not for MXFP8, and every expert offset must be a
+        multiple of 128.
+    align_size : int
+        What every expert offset is a multiple of. With a multiple of the block's rows B the scales have
+        ceil(M/B) rows, else as many as the experts can come to.
 
-    Every code is exact when representable, else rounded to nearest even, subnormals too; -0 and NaN
-    survive; rows of zeros or of scale 0 raise no target. MXFP8's targets are rounded up, whatever
-    ``scale_rounding`` its rows had, so nothing saturates. What a tile's scale rounds that a column's does
-    not is at most 2^-10 times that scale, and so, of rows that `quantize` made, 2^-17 of the tile's largest
-    value.
+    Returns
+    -------
+    QuantTensor, [M, K]
+        Column-wise: data [K, M], scales [blocks, K]; for "block" of block (128, 128), ``transposed``: data
+        [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.
 
-    Returns a column-wise QuantTensor: data [K, M], scales [blocks, K]; for "block" block (128, 128),
-    transposed: data [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.
-    Raises ValueError for scales that are not powers of two (on CUDA when FP8MOE_CHECK=1).
+    Raises
+    ------
+    TypeError
+        For another block.
+    ValueError
+        For scales that are not powers of two (on CUDA with FP8MOE_CHECK=1), or offsets that do not fit.
+
+    Notes
+    -----
+    The idea is of arXiv 2511.02302; the rounding here is exact or nearest. Every code is exact when
+    representable, else rounded to nearest even, subnormals too; -0 and NaN survive; rows of zeros or of scale
+    0 raise no target. MXFP8's targets are rounded up, whatever ``scale_rounding`` its rows had, so nothing
+    saturates. What a tile's scale rounds that a column's does not is at most 2^-10 times that scale, and so,
+    of rows that `quantize` made, 2^-17 of the tile's largest value.
+
+    Examples
+    --------
+    >>> q = fp8moe.quantize(np.ones((128, 256), np.float32))
+    >>> t = fp8moe.scaling_aware_transpose(q)
+    >>> t.data.shape, t.scales.shape, bool((fp8moe.dequantize(t) == 1).all())
+    ((256, 128), (1, 256), True)
     """
     call = enter(q=q, expert_offsets=expert_offsets)
     a = call.args
@@ -57,10 +81,36 @@ def scaling_aware_transpose(
 
 @operation
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
-    """Gather rows to their experts and transpose, in one read: `scaling_aware_transpose` of
-    ``permute(q, plan).data``, without it. Training can keep the unpermuted rows, k times smaller.
+    """Gather rows to their experts and transpose, in one read.
 
-    q: row-wise compact `QuantTensor` [T, K]. target: as there. Returns data [K, num_out_tokens].
+    It is `scaling_aware_transpose` of ``permute(q, plan).data``, without making that: training can keep the
+    unpermuted rows, k times smaller.
+
+    Parameters
+    ----------
+    q : QuantTensor, [T, K]
+        Row-wise and compact, as for `scaling_aware_transpose`.
+    plan : PermutationPlan
+        With the T tokens of ``q``.
+    target : "column", "tile" or "block"
+        As for `scaling_aware_transpose`.
+
+    Returns
+    -------
+    QuantTensor, [num_out_tokens, K]
+        Column-wise: data [K, num_out_tokens].
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `scaling_aware_transpose`, and for a plan of other tokens.
+
+    Examples
+    --------
+    >>> q = fp8moe.quantize(np.ones((4, 128), np.float32))
+    >>> plan = fp8moe.plan_topk(np.array([[0], [1], [1], [0]], np.int32), 2)
+    >>> fp8moe.permute_transpose(q, plan).data.shape
+    (128, 4)
     """
     call = enter(q=q, plan=plan)
     a = call.args
