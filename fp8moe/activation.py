@@ -15,17 +15,30 @@ Kind = Literal["swiglu", "geglu", "geglu_tanh"]
 
 @dataclass(frozen=True)
 class Activation(Options):
-    """y = act(a) * (b + linear_offset), of the gates a and the ups b: h = (a | b).
+    """What the experts compute between their products: y = act(a) * (b + linear_offset), for h = (a | b).
 
-    kind: "swiglu": act(a) = a * sigmoid(alpha * a), with alpha = 1 SiLU, with 1.702 the quick GELU; "geglu":
-        GELU, a * Phi(a) with the normal distribution's Phi; "geglu_tanh": its approximation by tanh
-        (Hendrycks and Gimpel, arXiv 1606.08415), as torch's ``gelu(approximate="tanh")``. The GLU variants
-        are those of Shazeer (arXiv 2002.05202).
-    clamp: a <= clamp and -clamp <= b <= clamp first; None: neither.
-    alpha: of "swiglu" only.
-    linear_offset: with alpha 1.702, clamp 7 and linear_offset 1 "swiglu" is gpt-oss's activation.
+    Attributes
+    ----------
+    kind : "swiglu", "geglu" or "geglu_tanh"
+        "swiglu": act(a) = a * sigmoid(alpha * a), with alpha = 1 SiLU, with 1.702 the quick GELU; "geglu":
+        GELU, a * Phi(a) with the normal distribution's Phi; "geglu_tanh": its approximation by tanh, as
+        torch's ``gelu(approximate="tanh")``.
+    clamp : float or None
+        a <= clamp and -clamp <= b <= clamp first; None: neither.
+    alpha : float
+        Of "swiglu" only.
+    linear_offset : float
+        With alpha 1.702, clamp 7 and linear_offset 1 "swiglu" is gpt-oss's activation.
 
-    Raises TypeError or ValueError for what is no such number.
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no such number.
+
+    Notes
+    -----
+    The GLU variants are those of Shazeer (arXiv 2002.05202), GELU and its approximation those of Hendrycks
+    and Gimpel (arXiv 1606.08415).
     """
 
     kind: Kind = "swiglu"

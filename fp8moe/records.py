@@ -96,18 +96,26 @@ class Record:
 class QuantTensor(Record):
     """A block-scaled tensor: value = decode(data) * the scale of its block.
 
-    data: uint8 codes [M, K] (row-wise), [K, M] (column-wise: stored transposed), [E, N, K] or [E, K, N]
-        (weights, row-wise and column-wise), [M, K/2] (``e2m1``, two to a byte, low nibble first).
-    scales: what multiplies back to the value (Transformer Engine's ``scale_inv``). float32, or uint8
-        E8M0 exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)];
-        ``gemm_ready``: [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; of (128, 128) blocks:
-        as the codes lie, one for each 128 x 128 of them; one scale a tensor: [1].
-    fmt: "e4m3" (no infinities, max 448), "e5m2", or "e2m1".
-    block: (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor. Rows and
+    Attributes
+    ----------
+    data : ArrayLike, uint8
+        Codes [M, K] (row-wise), [K, M] (column-wise: stored transposed), [E, N, K] or [E, K, N] (weights,
+        row-wise and column-wise), [M, K/2] (``e2m1``, two to a byte, low nibble first).
+    scales : ArrayLike, float32 or uint8
+        What multiplies back to the value (Transformer Engine's ``scale_inv``): float32, or uint8 E8M0
+        exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)]; ``gemm_ready``:
+        [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; of (128, 128) blocks: as the codes lie, one
+        for each 128 x 128 of them; one scale a tensor: [1].
+    fmt : "e4m3", "e5m2" or "e2m1"
+        Format of the codes; e4m3 has no infinities, and 448 is its largest number.
+    block : tuple of int or None
+        (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor. Rows and
         columns of the logical matrix.
-    layout: "compact" or "gemm_ready", of row-wise scales.
-    transposed: of (128, 128) blocks, whether codes and scales are stored transposed. Blocks (128, 1) and
-        (32, 1) always are, the others never.
+    layout : "compact" or "gemm_ready"
+        Of row-wise scales.
+    transposed : bool
+        Of (128, 128) blocks, whether codes and scales are stored transposed. Blocks (128, 1) and (32, 1)
+        always are, the others never.
     """
 
     data: Array
@@ -133,8 +141,16 @@ class QuantTensor(Record):
 
 @dataclass(frozen=True)
 class Quantized(Record):
-    """Both orientations of one tensor: ``rowwise`` and the transposed ``columnwise`` one. Weights that are
-    kept for a backward that does not need the row-wise one (`fp8moe.moe.Saved`) have None there."""
+    """Both orientations of one tensor.
+
+    Attributes
+    ----------
+    rowwise : QuantTensor
+        Stored as it is. None in weights that are saved for a backward that does not need it
+        (`fp8moe.moe.Saved`).
+    columnwise : QuantTensor
+        Stored transposed.
+    """
 
     rowwise: QuantTensor
     columnwise: QuantTensor
@@ -142,19 +158,29 @@ class Quantized(Record):
 
 @dataclass(frozen=True)
 class PermutationPlan(Record):
-    """Where every routed row goes. It lies on the device of the routing it came from, in one array of which
-    the properties below are views.
+    """Where every routed row goes.
 
-    Symbols: T tokens, E experts, R the most experts a token may have, A the alignment.
+    It lies on the device of the routing it came from, in one array of which the properties below are views.
+    Symbols: T tokens, E experts, R the most experts a token may have, A the alignment. The counts and offsets
+    speak of the routing, also when ``num_out_tokens`` was too small for it; whoever reads rows through
+    ``expert_offsets`` stops at ``num_out_tokens``.
 
-    data: int32 [size], all arrays of the plan, one after the other.
-    num_tokens, num_experts, max_experts_per_token: T, E and R.
-    has_slots: whether there are ``slots``: of a plan from top-k ids, not of one from a mask.
-    num_out_tokens: rows a permuted buffer has; nothing is written past it.
-    align_size: A.
-
-    The counts and offsets speak of the routing, also when ``num_out_tokens`` was too small for it;
-    whoever reads rows through ``expert_offsets`` stops at ``num_out_tokens``.
+    Attributes
+    ----------
+    data : ArrayLike, int32, [size]
+        All arrays of the plan, one after another.
+    num_tokens : int
+        T.
+    num_experts : int
+        E.
+    max_experts_per_token : int
+        R.
+    has_slots : bool
+        Whether there are ``slots``: of a plan from top-k ids, not of one from a mask.
+    num_out_tokens : int
+        Rows that a permuted buffer has; nothing is written past it.
+    align_size : int
+        A.
     """
 
     data: Array
@@ -259,7 +285,17 @@ def pack_plan(
 
 @dataclass(frozen=True)
 class Permuted(Record):
-    """Rows in expert order, with their probabilities and the plan that put them there."""
+    """Rows in expert order, with their probabilities and the plan that put them there.
+
+    Attributes
+    ----------
+    data : ArrayLike or QuantTensor, [num_out_tokens, H]
+        The rows.
+    probs : ArrayLike, [num_out_tokens], or None
+        Their probabilities.
+    plan : PermutationPlan
+        Where they came from.
+    """
 
     data: Rows
     probs: Array
@@ -280,7 +316,17 @@ class Permuted(Record):
 
 @dataclass(frozen=True)
 class SortedChunks(Record):
-    """Chunks in their new order. ``group_offsets`` int32 [G+1]: padded starts of the chunk groups."""
+    """Chunks of rows in their new order.
+
+    Attributes
+    ----------
+    data : ArrayLike or QuantTensor, [num_out_tokens, H]
+        The rows.
+    probs : ArrayLike, [num_out_tokens], or None
+        Their probabilities.
+    group_offsets : ArrayLike, int32, [G+1]
+        Padded first rows of the groups of chunks, and the last one's end.
+    """
 
     data: Rows
     probs: Array
@@ -289,8 +335,15 @@ class SortedChunks(Record):
 
 @dataclass(frozen=True)
 class SwigluGrad(Record):
-    """dh: quantised gradient [P, 2F] (`Quantized` when both orientations were asked for), or a plain
-    array from `swiglu_backward`; dprobs: float32 [P], None without probs."""
+    """Gradients of SwiGLU.
+
+    Attributes
+    ----------
+    dh : ArrayLike, QuantTensor or Quantized, [P, 2F]
+        An array of `swiglu_backward`; `Quantized` where both orientations were asked for.
+    dprobs : ArrayLike, float32, [P], or None
+        None without probabilities. float64 where h is.
+    """
 
     dh: Any
     dprobs: Array
@@ -298,8 +351,19 @@ class SwigluGrad(Record):
 
 @dataclass(frozen=True)
 class MoEGrads(Record):
-    """dx [T, H] and dprobs [T, k] in their inputs' dtypes; dw13 [E, 2F, H], dw2 [E, H, F] float32, or
-    as asked for."""
+    """Gradients of a layer's experts.
+
+    Attributes
+    ----------
+    dx : ArrayLike, [T, H], or None
+        In x's dtype.
+    dprobs : ArrayLike, float32, [T, k], or None
+        Of the router's probabilities.
+    dw13 : ArrayLike, [E, 2F, H], or None
+        float32, or as asked for.
+    dw2 : ArrayLike, [E, H, F], or None
+        As ``dw13``.
+    """
 
     dx: Array
     dprobs: Array
@@ -309,7 +373,7 @@ class MoEGrads(Record):
 
 #: of fields that are no arrays
 METADATA_TYPES = frozenset({int, float, str, bool, type(None)})
-#: of integers that a compiler has not fixed yet, which it adds itself (`fp8moe.adapters.torch_ops`)
+#: of integers that a compiler has not fixed yet, which it adds itself (`fp8moe.adapters.torch_library`)
 SYMBOLIC_TYPES: set[type] = set()
 
 

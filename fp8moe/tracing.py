@@ -11,15 +11,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Trace:
-    """Counts of one traced run.
+    """Counts of what a `trace` block did.
 
-    casts: explicit casts of activations and gradients, one for each `quantize` or `dequantize` call
-        (what the FP8-Flow-MoE paper, arXiv 2511.02302, counts). Casts fused into another operation
-        and casts of weights are not in it.
-    weight_casts: `quantize` calls with (128, 128) blocks.
-    launches: calls of a backend, by operation.
-    saved_bytes: bytes that `moe_forward` kept for `moe_backward`.
-    sent_bytes: bytes of rows that went to other ranks (`fp8moe.expert_parallel`).
+    Attributes
+    ----------
+    casts : int
+        Explicit casts of activations and gradients, one for each `quantize` or `dequantize` call (what the
+        FP8-Flow-MoE paper, arXiv 2511.02302, counts). Casts fused into another operation and casts of weights
+        are not in it.
+    weight_casts : int
+        `quantize` calls with (128, 128) blocks.
+    launches : Counter of str
+        Calls of a backend, by operation.
+    saved_bytes : int
+        Bytes that `moe_forward` saved for `moe_backward`.
+    sent_bytes : int
+        Bytes of rows that went to other ranks (`fp8moe.expert_parallel`).
     """
 
     casts: int = 0

@@ -1,5 +1,6 @@
 """Public docstrings follow one template (numpydoc's), agree with the signatures, and their examples run."""
 
+import dataclasses
 import doctest
 import inspect
 
@@ -62,3 +63,14 @@ def test_examples(name):
     )
     assert any(e.want for e in example.examples), "an example shows a value"
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+RECORDS = [name for name in fp8moe.__all__ if dataclasses.is_dataclass(getattr(fp8moe, name))]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_attributes(name):
+    record = getattr(fp8moe, name)
+    found = sections_of(record)
+    assert found[""][0].endswith(".")
+    assert [name for name, _ in items_of(found["Attributes"])] == [f.name for f in dataclasses.fields(record)]
