@@ -132,8 +132,13 @@ class Operator:
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def __call__(self, *arguments: Any) -> Any:
-        if not torch.compiler.is_compiling() and _are_plain(arguments):
-            return self._results(self.function(*arguments))
+        first = arguments[0]
+        if type(first) is QuantTensor:
+            first = first.data
+        # neither fake nor one that stands for others: the rest is of its kind
+        if type(first) in _PLAIN and not torch.compiler.is_compiling():
+            results = self.function(*arguments)
+            return [t for t in results if t is not None] if self._form is list else results
         flat = list(arguments)
         for n, flatten, *_ in reversed(self._records):
             flat[n : n + 1] = flatten(flat[n])
@@ -144,9 +149,6 @@ class Operator:
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]
         return arguments
-
-    def _results(self, results: Any) -> Any:
-        return [t for t in results if t is not None] if self._form is list else results
 
     def _run(self, *flat: Any) -> Any:
         for n in self._written:
@@ -166,11 +168,11 @@ class Operator:
             results = self.function(*self._arguments(_with(a, following) for a in flat))
             return tuple(results) if self._form is list else results
 
-        results = self._results(workspace.result_specs(run, [spec_of(t) for t in tensors]))
+        results = workspace.result_specs(run, [spec_of(t) for t in tensors])
         device = tensors[0].device
         if self._form is Tensor:
             return like(results, device)
-        return self._form(like(a, device) for a in results)
+        return self._form(like(a, device) for a in results if a is not None)
 
 
 def _with(value: Any, arrays: Iterator[Any]) -> Any:
@@ -181,16 +183,6 @@ def _with(value: Any, arrays: Iterator[Any]) -> Any:
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
-def _are_plain(arguments: Iterable[Any]) -> bool:
-    """Whether all tensors have memory: neither fake ones nor such as stand for others."""
-    for a in arguments:
-        if isinstance(a, (PermutationPlan, QuantTensor)):
-            a = a.data
-        if isinstance(a, Tensor) and type(a) not in _PLAIN:
-            return False
-    return True
 
 
 def operator(
