@@ -27,7 +27,7 @@ def quantize_and_pack(
     ):
         variant = (*conversion(x, like), f"PEERS={PEERS if len(out) > 1 else 1}")
         arguments = (x, x.size // 8, x.shape[1] // 128, *_where(row_id_map, out))
-        launch("expert_parallel", "quantize_messages", *by_warps(x), *arguments, defines=variant)
+        launch("expert_parallel", "quantize_messages", *by_warps(x.size).grid, *arguments, defines=variant)
         if parts:
             after = sum(row_bytes)
             rest = tuple(replace(w, ptr=w.ptr + after, start=w.start + after) for w in out)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
+from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import (
     FORMATS,
     KINDS,
@@ -29,6 +30,16 @@ BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
 STAGES = 3
 SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 32  # codes, scales; a tile
 TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
+
+
+def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
+    """Of the tensor cores' kernels: a persistent block a multiprocessor, whole clusters. The experts' table
+    has two words for each, and for the end."""
+    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
+
+
+def _table_bytes(experts: int) -> int:
+    return 8 * (experts + 1)
 
 
 def grouped_gemm(
@@ -165,7 +176,7 @@ def _by_wgmma(
         why.append(f"out is {out.dtype}, not float32 or bfloat16")
     if any(p.ptr % 16 for p in (a.data, a.scales, b.data, b.scales, out)):
         why.append("codes, scales or out do not begin at a multiple of 16 bytes")
-    if expert_offsets.size * 8 > TABLE_BYTES:
+    if _table_bytes(expert_offsets.size - 1) > TABLE_BYTES:
         why.append(f"{expert_offsets.size - 1} experts are too many")
     if expert_offsets.size * threads(rows, 128) * threads(out.shape[-1], TILE_COLUMNS) >= 2**30:
         why.append(f"{rows} rows are too many")  # the kernel counts tiles of every expert in 32 bits
@@ -186,15 +197,16 @@ def _by_wgmma(
 def _launch_tiles(
     source: str, kernel: str, variant: tuple[str, ...], a: Any, b: Any, expert_offsets: Any, *arguments: Any
 ) -> None:
+    configuration = tiles_configuration(expert_offsets.size - 1, multiprocessors())
     launch(
         source,
         kernel,
-        multiprocessors() // CLUSTER * CLUSTER,
-        THREADS,
+        configuration.blocks,
+        configuration.threads,
         a.data,
         b.data,
         *arguments,
-        shared=SHARED_BYTES + expert_offsets.size * 8,
+        shared=configuration.shared,
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,
     )

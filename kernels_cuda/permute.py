@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
+from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, shared_limit, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
@@ -23,6 +24,57 @@ SHARE = 256  # vectors of a row that a block of unpermute_bf16 sums
 FILLERS = 132  # blocks of unpermute_bf16_backward that write rows of zeros
 CHUNK_THREADS = 256  # as in sort_chunks.cu
 UNIT = 4096  # bytes of rows that a warp of sort_chunks_rows moves
+
+
+class Pieces(NamedTuple):
+    """How rows are moved by warps, each a block of its own."""
+
+    configuration: Configuration
+    per_row: int
+    nbytes: int  # of a piece; the last may be shorter
+    zeros: int = 0  # bytes of shared memory that rows of zeros are copied from
+    together: int = 1  # rows whose pieces a warp moves
+
+
+def permute_pieces(tokens: int, row_bytes: int, scale_bytes: int, *, fill: bool) -> Pieces:
+    """Of permute_rows."""
+    count, piece = _pieces(row_bytes, PIECE)
+    zeros = ZEROS if fill and piece < LONG_PIECE else 0
+    least = LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0  # so that fewer warps fit
+    shared = max(zeros + piece + scale_bytes + 16, least)
+    return Pieces(Configuration(tokens * count, 32, shared), count, piece, zeros)
+
+
+def sort_chunks_pieces(rows: int, row_bytes: int, scale_bytes: int) -> Pieces:
+    """Of sort_chunks_rows."""
+    count, piece = _pieces(row_bytes, UNIT)
+    together = max(1, min(32, UNIT // (row_bytes + scale_bytes)))
+    shared = together * (piece + scale_bytes) + 16
+    return Pieces(Configuration(-(-rows // together) * count, 32, shared), count, piece, together=together)
+
+
+def _pieces(row_bytes: int, most: int) -> tuple[int, int]:
+    """(pieces of a row, bytes of each): as equal as multiples of 16 bytes can be."""
+    count = -(-row_bytes // most)
+    return count, -(-row_bytes // count // 16) * 16
+
+
+def unpermute_configuration(tokens: int, vectors: int) -> Configuration:
+    """Of unpermute_bf16: ``vectors`` of eight values a row, two of its SHARE a thread."""
+    return Configuration((tokens, -(-vectors // SHARE)), SHARE // 2)
+
+
+def unpermute_backward_configuration(tokens: int, columns: int) -> Configuration:
+    """Of unpermute_bf16_backward: blocks that write rows of zeros, and one a token."""
+    return Configuration(FILLERS + tokens, 256 if columns > 2048 else 192)
+
+
+def sort_chunks_configuration(rows: int, chunks: int) -> Configuration:
+    """Of sort_chunks_sources: a thread a row; a block at least, since the offsets are wanted of no rows,
+    too. Shared memory: eight bytes a warp, and five words a chunk and one more."""
+    return Configuration(
+        max(1, threads(rows, CHUNK_THREADS)), CHUNK_THREADS, CHUNK_THREADS // 4 + 4 * (5 * chunks + 1)
+    )
 
 
 def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
@@ -54,19 +106,16 @@ def _permute_rows(
     tokens = data.shape[0]
     row_bytes = data.nbytes // tokens
     scale_bytes = 0 if scales is None else scales.nbytes // tokens
-    pieces = -(-row_bytes // PIECE)
-    piece_bytes = -(-row_bytes // pieces // 16) * 16
-    zeros = ZEROS if fill and piece_bytes < LONG_PIECE else 0
-    least = LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0
+    pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill)
     launch(
         "permute",
         "permute_rows",
-        tokens * pieces,
-        32,
+        pieces.configuration.blocks,
+        pieces.configuration.threads,
         data,
         row_bytes,
-        piece_bytes,
-        pieces,
+        pieces.nbytes,
+        pieces.per_row,
         scales,
         scale_bytes,
         probs,
@@ -81,11 +130,11 @@ def _permute_rows(
         plan.num_experts,
         plan.num_out_tokens,
         fill,
-        zeros,
+        pieces.zeros,
         out,
         out_scales,
         out_probs,
-        shared=max(zeros + piece_bytes + scale_bytes + 16, least),
+        shared=pieces.configuration.shared,
     )
 
 
@@ -124,12 +173,12 @@ def _merge(
     back = (grad_probs, 0 if grad_probs is None else grad_probs.dtype.itemsize, out_probs)
     if not isinstance(x, QuantTensor) and x.dtype == BFLOAT16 and x.size and _whole_vectors(x, out):
         vectors = width // 8
-        grid = (tokens, -(-vectors // SHARE))
+        grid = unpermute_configuration(tokens, vectors).grid
         arguments = (x, *maps, *probs, vectors, SHARE, out)
         if grad_probs is None:
-            launch("unpermute", "unpermute_bf16", grid, 128, *arguments)
+            launch("unpermute", "unpermute_bf16", *grid, *arguments)
         else:
-            launch("unpermute", "unpermute_bf16_and_probs", grid, 128, *arguments, *back)
+            launch("unpermute", "unpermute_bf16_and_probs", *grid, *arguments, *back)
         return
     launch(
         "unpermute",
@@ -155,8 +204,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
         launch(
             "unpermute",
             "unpermute_bf16_backward",
-            FILLERS + plan.num_tokens,
-            256 if grad.shape[1] > 2048 else 192,
+            *unpermute_backward_configuration(plan.num_tokens, grad.shape[1]).grid,
             grad,
             x,
             plan.row_id_map,
@@ -247,8 +295,8 @@ def _move(
     if isinstance(x, QuantTensor) and x.block is None:
         scales = moved_scales = None
     count, rows_in, rows = sizes.shape[0], data.shape[0], moved.shape[0]
-    table = CHUNK_THREADS // 4 + 4 * (5 * count + 1)
-    if table > shared_limit():
+    configuration = sort_chunks_configuration(rows, count)
+    if configuration.shared > shared_limit():
         name, most = "tokens_per_expert" if order is None else "split_sizes", shared_limit() // 20 - 4
         raise ValueError(
             f"{name}: got {count} chunks; wanted at most {most}, which this device's blocks can hold"
@@ -257,8 +305,8 @@ def _move(
     launch(
         "sort_chunks",
         "sort_chunks_sources",
-        max(1, threads(rows, CHUNK_THREADS)),  # the offsets are wanted of no rows, too
-        CHUNK_THREADS,
+        configuration.blocks,
+        configuration.threads,
         sizes,
         order,
         sizes.dtype.itemsize == 8,
@@ -275,32 +323,30 @@ def _move(
         source,
         out_probs,
         offsets,
-        shared=table,
+        shared=configuration.shared,
     )
     if not _whole_vectors(data, scales, moved, moved_scales):
         gather(x, source, True, out)
         return
     row_bytes, scale_bytes = data.nbytes // rows_in, 0 if scales is None else scales.nbytes // rows_in
-    pieces = -(-row_bytes // UNIT)
-    piece_bytes = -(-row_bytes // pieces // 16) * 16
-    together = max(1, min(32, UNIT // (row_bytes + scale_bytes)))
+    pieces = sort_chunks_pieces(rows, row_bytes, scale_bytes)
     launch(
         "sort_chunks",
         "sort_chunks_rows",
-        -(-rows // together) * pieces,
-        32,
+        pieces.configuration.blocks,
+        pieces.configuration.threads,
         data,
         row_bytes,
-        piece_bytes,
-        pieces,
-        together,
+        pieces.nbytes,
+        pieces.per_row,
+        pieces.together,
         scales,
         scale_bytes,
         source,
         rows,
         moved,
         moved_scales,
-        shared=together * (piece_bytes + scale_bytes) + 16,
+        shared=pieces.configuration.shared,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import ceil_div, is_columnwise, is_mx
+from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import (
     FORMATS,
     KINDS,
@@ -37,7 +38,7 @@ def quantize(
     if blocks_are_whole(x, out):
         _quantize_weights(x, round_up, eps, out)
         return
-    shared = tile_bytes(x.dtype.itemsize, expert_offsets)
+    shared = tile_bytes(x.dtype.itemsize, experts_of(expert_offsets))
     if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared, expert_offsets):
         _quantize_tiles(x, round_up, eps, out.rowwise, out.columnwise, expert_offsets)
         return
@@ -85,7 +86,7 @@ def quantize(
             fill_bytes(out.scales, 0)
         blocks = columns // (32 if is_mx(out.block) else 128)
         arguments = (x, x.size // 8, blocks, round_up, float(eps), ready, out.data, out.scales)
-        launch("quantize", "quantize_rows", *by_warps(x), *arguments, defines=conversion(x, out))
+        launch("quantize", "quantize_rows", *by_warps(x.size).grid, *arguments, defines=conversion(x, out))
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
@@ -127,11 +128,12 @@ def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
 def _quantize_weights(x: Any, round_up: bool, eps: float, out: QuantTensor | Quantized) -> None:
     *lead, rows, columns = x.shape
     rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out, None)
+    configuration = weights_configuration(int(np.prod(lead, dtype=np.int64)), rows, columns)
     launch(
         "quantize",
         "quantize_weights",
-        (rows // 128 * (columns // 128), int(np.prod(lead, dtype=np.int64))),
-        WEIGHT_THREADS,
+        configuration.blocks,
+        configuration.threads,
         x,
         rows,
         columns,
@@ -144,21 +146,27 @@ def _quantize_weights(x: Any, round_up: bool, eps: float, out: QuantTensor | Qua
     )
 
 
-def by_warps(x: Any) -> tuple[int, int]:
-    """Blocks, and threads of each, of a kernel that is made of fp8.cuh's quantize_warp."""
-    return threads(x.size // 8, 4 * 64), 64
+def weights_configuration(matrices: int, rows: int, columns: int) -> Configuration:
+    """Of quantize_weights: a block of threads for each (128, 128) block."""
+    return Configuration((rows // TILE * (columns // TILE), matrices), WEIGHT_THREADS)
+
+
+def by_warps(size: int) -> Configuration:
+    """Of a kernel that is made of fp8.cuh's quantize_warp, for so many values: four vectors of eight a
+    thread."""
+    return Configuration(threads(size // 8, 4 * 64), 64)
 
 
 def _quantize_tiles(
     x: Any, round_up: bool, eps: float, rowwise: QuantTensor | None, columnwise: QuantTensor, offsets: Any
 ) -> None:
     rows, columns = x.shape
-    blocks, taken = tile_blocks(columnwise, columns, offsets)
+    configuration, taken = tile_launch(columnwise, columns, x.dtype.itemsize, offsets)
     launch(
         "quantize",
         "quantize_tiles",
-        blocks,
-        TILE_THREADS,
+        configuration.blocks,
+        configuration.threads,
         x,
         rows,
         columns,
@@ -168,7 +176,7 @@ def _quantize_tiles(
         float(eps),
         taken,
         *tile_results(rowwise, columnwise),
-        shared=tile_bytes(x.dtype.itemsize, offsets),
+        shared=configuration.shared,
         defines=conversion(x, columnwise),
     )
 
@@ -187,33 +195,51 @@ def tiles_down(strips: int, *, mx: bool) -> int:
     return threads(strips, 4) if mx else strips
 
 
-def tile_blocks(columnwise: QuantTensor, columns: int, offsets: Any) -> tuple[int, Any]:
-    """As many blocks as fit at once, to take all tiles in turn, and what they need for that."""
-    rest = 0 if offsets is None else 2  # strips more than are kept, for rows that no expert has
-    strips = columnwise.scales.shape[0] + rest
-    tiles = tiles_down(strips, mx=is_mx(columnwise.block)) * threads(columns, TILE)
-    blocks = min(tiles, multiprocessors() * RESIDENT)
-    return blocks, tiles_taken(tiles, blocks)
+def tiles_configuration(
+    strips: int, columns: int, value_bytes: int, experts: int | None, *, mx: bool, multiprocessors: int
+) -> tuple[Configuration, bool]:
+    """Of the tile kernels: as many persistent blocks as fit at once, and whether each takes its next tile
+    when it is free, for which there must be many; else their turns are fixed (tile_order.cuh: Turns).
+    value_bytes: of what is read for one result."""
+    rest = 0 if experts is None else 2  # strips more than are kept, for rows that no expert has
+    tiles = tiles_down(strips + rest, mx=mx) * threads(columns, TILE)
+    blocks = min(tiles, multiprocessors * RESIDENT)
+    shared = tile_bytes(value_bytes, experts)
+    return Configuration(blocks, TILE_THREADS, shared), tiles > MANY_TURNS * blocks
 
 
-def tiles_taken(tiles: int, blocks: int) -> Any:
-    """How many tiles have been taken, 0, for blocks with so many that they take them when they are free;
-    None: their turns are fixed (tile_order.cuh: Turns)."""
-    if tiles <= MANY_TURNS * blocks:
-        return None
+def tile_launch(
+    columnwise: QuantTensor, columns: int, value_bytes: int, offsets: Any
+) -> tuple[Configuration, Any]:
+    """The configuration, and the count of tiles taken, 0 before the launch; None: turns are fixed."""
+    configuration, when_free = tiles_configuration(
+        columnwise.scales.shape[0],
+        columns,
+        value_bytes,
+        experts_of(offsets),
+        mx=is_mx(columnwise.block),
+        multiprocessors=multiprocessors(),
+    )
+    if not when_free:
+        return configuration, None
     taken = scratch((1,), np.int32)
     launch("quantize", "no_tiles_taken", 1, 1, taken)
-    return taken
+    return configuration, taken
 
 
 def with_experts(offsets: Any) -> tuple[Any, int]:
     """Offsets as kernels take them: null and 0 where there are none."""
-    return offsets, 0 if offsets is None else offsets.shape[0] - 1
+    return offsets, experts_of(offsets) or 0
 
 
-def tile_bytes(value_bytes: int, offsets: Any) -> int:
-    """Shared memory: the tile that goes out, as codes, the one that comes, and the table of strips."""
-    ranges = 0 if offsets is None else offsets.shape[0] + 1
+def experts_of(offsets: Any) -> int | None:
+    return None if offsets is None else offsets.shape[0] - 1
+
+
+def tile_bytes(value_bytes: int, experts: int | None) -> int:
+    """Shared memory: the tile that goes out, as codes, the one that comes, and the table of strips, three
+    words of each expert and of the rows before and after them."""
+    ranges = 0 if experts is None else experts + 2
     return TILE * TILE * (1 + value_bytes) + 3 * 4 * ranges
 
 

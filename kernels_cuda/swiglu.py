@@ -8,20 +8,37 @@ from typing import Any
 import numpy as np
 
 from fp8moe.activation import Activation
+from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import KIND_NAMES, KINDS, conversion, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     TILE,
-    TILE_THREADS,
+    experts_of,
     quantize,
     rows_are_whole,
-    tile_blocks,
     tile_bytes,
+    tile_launch,
     tile_results,
     tiles_are_whole,
     with_experts,
 )
 from fp8moe.kernels_cuda.transpose import scaling_aware_transpose
 from fp8moe.records import DeviceArray, Quantized, QuantTensor, SwigluGrad
+
+
+def rows_configuration(rows: int, vectors: int) -> Configuration:
+    """Of swiglu_rows and swiglu_quantize_rows: two of a row's vectors of eight values a thread."""
+    return Configuration(threads(rows * vectors, 2 * 64), 64)
+
+
+def backward_configuration(rows: int) -> Configuration:
+    """Of swiglu_backward_rows and swiglu_quantize_backward_rows: a warp a row."""
+    return Configuration(threads(rows, 4), 4 * 32)
+
+
+def transposed_configuration(rows: int, width: int) -> Configuration:
+    """Of the kernels that write their codes transposed, too: a block a tile of the result (of the backward:
+    of each half)."""
+    return Configuration(rows // TILE * (width // TILE), 256)
 
 
 def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
@@ -32,8 +49,7 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
     launch(
         "swiglu",
         "swiglu_rows",
-        threads(rows * vectors, 2 * 64),
-        64,
+        *rows_configuration(rows, vectors).grid,
         h,
         *_probs(probs),
         *_constants(activation),
@@ -52,8 +68,7 @@ def swiglu_quantize(
         launch(
             "swiglu",
             "swiglu_quantize_rows",
-            threads(h.shape[0] * vectors, 2 * 64),
-            64,
+            *rows_configuration(h.shape[0], vectors).grid,
             h,
             *_probs(probs),
             _last(expert_offsets),
@@ -69,14 +84,15 @@ def swiglu_quantize(
     if _is_transposed(out):
         _quantize_transpose(h, probs, activation, expert_offsets, out)
         return
-    shared = tile_bytes(2 * h.dtype.itemsize, expert_offsets)
+    value_bytes = 2 * h.dtype.itemsize  # a and b
+    shared = tile_bytes(value_bytes, experts_of(expert_offsets))
     if isinstance(out, Quantized) and tiles_are_whole(h, width, out.rowwise, shared, expert_offsets):
-        blocks, taken = tile_blocks(out.columnwise, width, expert_offsets)
+        configuration, taken = tile_launch(out.columnwise, width, value_bytes, expert_offsets)
         launch(
             "swiglu",
             "swiglu_quantize_tiles",
-            blocks,
-            TILE_THREADS,
+            configuration.blocks,
+            configuration.threads,
             h,
             *_probs(probs),
             *_constants(activation),
@@ -86,7 +102,7 @@ def swiglu_quantize(
             out.columnwise.scales.shape[0],
             taken,
             *tile_results(out.rowwise, out.columnwise),
-            shared=shared,
+            shared=configuration.shared,
             defines=_variant(h, activation, out.columnwise),
         )
         return
@@ -102,8 +118,7 @@ def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, ou
     launch(
         "swiglu",
         "swiglu_backward_rows",
-        threads(h.shape[0], 4),
-        128,
+        *backward_configuration(h.shape[0]).grid,
         grad,
         h,
         *_probs(probs),
@@ -123,8 +138,7 @@ def swiglu_quantize_backward(
         launch(
             "swiglu",
             "swiglu_quantize_backward_rows",
-            threads(h.shape[0], 4),
-            128,
+            *backward_configuration(h.shape[0]).grid,
             grad,
             h,
             *_probs(probs),
@@ -155,8 +169,7 @@ def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any
     launch(
         "swiglu_transpose",
         "swiglu_quantize_transpose",
-        rows // TILE * (width // TILE),
-        256,
+        *transposed_configuration(rows, width).grid,
         h,
         *_probs(probs),
         *with_experts(offsets),
@@ -183,8 +196,7 @@ def _quantize_backward_transpose(
     launch(
         "swiglu_transpose",
         "swiglu_quantize_backward_transpose",
-        rows // TILE * tiles,
-        256,
+        *transposed_configuration(rows, width).grid,
         grad,
         h,
         *_probs(probs),

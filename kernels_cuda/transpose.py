@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from fp8moe.formats import is_mx
+from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import FORMATS, fill_bytes, formats, launch, threads
 from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down, with_experts
 from fp8moe.records import PermutationPlan, QuantTensor
+
+
+def transpose_configuration(strips: int, columns: int, *, mx: bool) -> Configuration:
+    """Of scaling_aware_transpose: a block a tile, rows of tiles first."""
+    return Configuration((tiles_down(strips, mx=mx), threads(columns, TILE)), TILE)
 
 
 def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str, out: QuantTensor) -> None:
@@ -31,8 +37,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
         launch(
             "transpose",
             "scaling_aware_transpose",
-            (tiles_down(count, mx=mx), threads(columns, TILE)),
-            TILE,
+            *transpose_configuration(count, columns, mx=mx).grid,
             q.data,
             q.scales,
             source,

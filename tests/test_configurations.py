@@ -1,0 +1,119 @@
+"""Launch configurations, from shapes and numbers of a device, without one."""
+
+import re
+
+import pytest
+from cases import generator
+
+pytest.importorskip("cupy")
+from fp8moe.kernels_cuda import compiler, grouped_gemm, permute, quantize, swiglu, transpose
+
+H200 = {"multiprocessors": 132, "shared": 228 << 10, "block": 227 << 10}
+BLOCK_RESERVES = 1 << 10  # bytes of shared memory that the system takes of every block
+ROWS = (16, 32, 128, 512, 2048, 4096, 4112, 7168, 14_336, 16_384, 16_400, 57_344)  # bytes
+
+
+def constants(header):
+    """The numbers that a source or header defines, of those that stand there as numbers."""
+    text = (compiler.SOURCES / header).read_text()
+    return {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+) *(?://.*)?\n", text)}
+
+
+def test_launchers_have_the_numbers_of_their_kernels():
+    wgmma, tile = constants("wgmma_pipeline.cuh"), constants("tile_order.cuh")
+    assert wgmma["COLUMNS"] == grouped_gemm.TILE_COLUMNS
+    assert wgmma["STAGES"] == grouped_gemm.STAGES
+    assert wgmma["CLUSTER"] == grouped_gemm.CLUSTER
+    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm.THREADS  # a third warpgroup serves the two
+    assert (wgmma["ROWS"] // 2, wgmma["COLUMNS"] // 2) == grouped_gemm.BOXES
+    assert (tile["TILE"], 32 * tile["CHUNKS"]) == (quantize.TILE, quantize.TILE_THREADS)
+    assert constants("quantize.cu")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
+    assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
+
+
+@pytest.mark.parametrize("experts", [1, 32, 256, 1407])
+@pytest.mark.parametrize("multiprocessors", [2, 113, 132])
+def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multiprocessors):
+    wgmma = constants("wgmma_pipeline.cuh")
+    here = grouped_gemm.tiles_configuration(experts, multiprocessors)
+    print(here)
+    assert here.blocks % wgmma["CLUSTER"] == 0
+    assert multiprocessors - wgmma["CLUSTER"] < here.blocks <= multiprocessors
+    sides = wgmma["ROWS"] + wgmma["COLUMNS"]
+    stage = sides * wgmma["STEP"] + 4 * sides + 2 * 8  # codes, a scale of each row, two barriers
+    needed = wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + 2 * 4 * (experts + 1)
+    assert needed <= here.shared <= H200["block"]
+
+
+def test_grouped_gemm_asks_for_no_more_experts_than_fit():
+    most = grouped_gemm.TABLE_BYTES // 8 - 1
+    assert grouped_gemm.tiles_configuration(most, 132).shared <= H200["block"]
+
+
+@pytest.mark.parametrize("mx", [False, True])
+@pytest.mark.parametrize("experts", [None, 0, 8, 256])
+@pytest.mark.parametrize("value_bytes", [2, 4])
+@pytest.mark.parametrize("strips", [1, 96, 376, 4096])
+def test_tiles_are_shared_out_among_resident_blocks(strips, value_bytes, experts, mx):
+    columns, multiprocessors = 7168, H200["multiprocessors"]
+    here, when_free = quantize.tiles_configuration(
+        strips, columns, value_bytes, experts, mx=mx, multiprocessors=multiprocessors
+    )
+    print(here, when_free)
+    down = -(-(strips + (0 if experts is None else 2)) // (4 if mx else 1))
+    tiles = down * columns // quantize.TILE
+    assert here.blocks == min(tiles, quantize.RESIDENT * multiprocessors)
+    assert when_free == (tiles > quantize.MANY_TURNS * here.blocks)
+    table = 0 if experts is None else 12 * (experts + 2)
+    assert here.shared == quantize.TILE**2 * (1 + value_bytes) + table
+    resident = quantize.RESIDENT if value_bytes == 2 else 1
+    assert resident * (here.shared + quantize.DECLARED + BLOCK_RESERVES) <= H200["shared"]
+
+
+@pytest.mark.parametrize("row_bytes", ROWS)
+@pytest.mark.parametrize("scale_bytes", [0, 16, 224])
+@pytest.mark.parametrize("fill", [False, True])
+def test_pieces_cover_a_row(row_bytes, scale_bytes, fill):
+    tokens = int(generator().integers(1, 5000))
+    moved = permute.permute_pieces(tokens, row_bytes, scale_bytes, fill=fill)
+    sorted_ = permute.sort_chunks_pieces(tokens, row_bytes, scale_bytes)
+    print(moved, sorted_, sep="\n")
+    for pieces, most in ((moved, permute.PIECE), (sorted_, permute.UNIT)):
+        assert pieces.nbytes % 16 == 0
+        assert pieces.nbytes <= most
+        assert (pieces.per_row - 1) * pieces.nbytes < row_bytes <= pieces.per_row * pieces.nbytes
+        units = -(-tokens // pieces.together)
+        assert pieces.configuration.grid == (units * pieces.per_row, 32)
+        room = pieces.zeros + pieces.together * (pieces.nbytes + scale_bytes) + 16
+        assert room <= pieces.configuration.shared <= 48 << 10  # also on devices that have little
+    assert fill or moved.zeros == 0
+    assert sorted_.together == 1 or sorted_.together * (row_bytes + scale_bytes) <= permute.UNIT
+
+
+def test_a_thread_has_its_part_of_the_rows():
+    rows, width = 4097, 7168
+    vectors = width // 8
+    here = permute.unpermute_configuration(rows, vectors)
+    assert here.blocks[0] == rows
+    assert (here.blocks[1] - 1) * permute.SHARE < vectors <= here.blocks[1] * permute.SHARE
+    assert permute.unpermute_backward_configuration(rows, width).blocks - permute.FILLERS == rows
+    for here, values_of_thread, values in (
+        (swiglu.rows_configuration(rows, vectors), 16, rows * width),
+        (quantize.by_warps(rows * width), 32, rows * width),
+        (permute.sort_chunks_configuration(rows, 9), 1, rows),
+    ):
+        reached = here.blocks * here.threads * values_of_thread
+        assert values <= reached < values + here.threads * values_of_thread
+    assert swiglu.backward_configuration(rows).blocks * 4 >= rows
+    assert permute.sort_chunks_configuration(0, 9).blocks == 1
+
+
+def test_a_block_has_a_tile():
+    rows, columns = 4096, 7168
+    tiles = rows * columns // 128**2
+    assert swiglu.transposed_configuration(rows, columns).blocks == tiles
+    matrices = quantize.weights_configuration(3, rows, columns)
+    assert (matrices.blocks[0] * matrices.blocks[1], matrices.blocks[1]) == (3 * tiles, 3)
+    for mx, height in ((False, 128), (True, 32)):
+        down, across = transpose.transpose_configuration(rows // height, columns, mx=mx).blocks
+        assert down * across == tiles
