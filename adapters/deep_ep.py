@@ -60,11 +60,11 @@ class Engine:
             raise ValueError(f"fmt: got {fmt!r}; wanted None: DeepEP combines bfloat16 only")
         return self._buffer.combine(y, route.handle)[0]
 
-    def dispatch_gradient(self, dy: Any, route: DeepEPRoute, fmt: str | None) -> Any:
+    def combine_backward(self, dy: Any, route: DeepEPRoute, fmt: str | None) -> Any:
         given, like = _given(dy, fmt)
         return _taken(self._buffer.dispatch(given, handle=route.handle)[0], like)
 
-    def combine_gradient(self, dx: Any, dprobs: Any, route: DeepEPRoute) -> tuple[Any, Any]:
+    def dispatch_backward(self, dx: Any, dprobs: Any, route: DeepEPRoute) -> tuple[Any, Any]:
         found, probs, _ = self._buffer.combine(dx, route.handle, topk_weights=dprobs.float())
         return found, probs
 

@@ -157,7 +157,7 @@ class _Dispatch(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, dprobs, _):  # type: ignore[no-untyped-def]
         grads = dx.contiguous(), dprobs.contiguous()
-        return *expert_parallel.combine_gradient(*grads, ctx.route, ctx.comm), None, None, None
+        return *expert_parallel.dispatch_backward(*grads, ctx.route, ctx.comm), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -169,7 +169,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return expert_parallel.dispatch_gradient(dy.contiguous(), ctx.route, ctx.comm), None, None
+        return expert_parallel.combine_backward(dy.contiguous(), ctx.route, ctx.comm), None, None
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class SymmetricMemory(ProcessGroup):
     ) -> Pending:
         turn, rank = self._turn, self.rank
         before = self._pending[turn]
-        if before is not None and not before.done:
+        if before is not None and not before.waited:
             raise RuntimeError(f"got a third exchange while {WINDOWS} are on their way; wait() for the first")
         self._turn = (turn + 1) % WINDOWS
         windows = tuple(
@@ -79,7 +79,7 @@ class SymmetricMemory(ProcessGroup):
             for r in range(self.world_size)
         )
         mine = self._rows(rank, turn, 0, sum(row[rank] for row in counts), row_bytes)
-        if not async_op and all(p is None or p.done for p in self._pending):
+        if not async_op and all(p is None or p.waited for p in self._pending):
             # events between streams would take the host longer than the launches
             self._between_barriers(write, windows)
             return Pending(lambda: mine)

@@ -116,12 +116,12 @@ def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, 
 def of_format(
     comm: ProcessGroup, x: Any, ids: Any, probs: Any, equal: Counts, fmt: str | None
 ) -> list[tuple[str, Callable[[], Any]]]:
-    ready = expert_parallel._Message(x, fmt).pack()
+    ready = expert_parallel.messages.Message(x, fmt).pack()
 
     def exchange(rows: Any, fmt: str | None) -> Any:
-        message = expert_parallel._Message(rows, fmt)
-        pending = expert_parallel._deliver(message, None, equal, comm)
-        return (pending or expert_parallel._exchange(message.pack(), equal, comm)).wait()
+        message = expert_parallel.messages.Message(rows, fmt)
+        pending = expert_parallel.exchange.deliver(message, None, equal, comm)
+        return (pending or expert_parallel.exchange.exchange_rows(message.pack(), equal, comm)).wait()
 
     def dispatch() -> Any:
         return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)

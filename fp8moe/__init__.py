@@ -7,6 +7,7 @@ with DLPack. Importing this package imports no framework and no GPU library.
 from fp8moe import fsdp
 from fp8moe._version import __version__
 from fp8moe.activation import Activation
+from fp8moe.counters import Trace, trace
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.interop import BackendUnavailable
 from fp8moe.moe import moe_backward, moe_forward, quantize_weights
@@ -33,7 +34,6 @@ from fp8moe.records import (
     SwigluGrad,
 )
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
-from fp8moe.tracing import Trace, trace
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 
 __all__ = [

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import checks, interop, tracing
+from fp8moe import checks, counters, interop
 from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.interop import NUMPY, Device, Framework, RawArray, describe_device, load_module, require_cupy
 from fp8moe.launch_plan import PLANS_KEPT, LaunchPlan, Log, NotPlannable
@@ -168,7 +168,7 @@ def _make_plan(
         return None
     call = DryRun(log, framework)
     require_cupy(f"an array on {describe_device(device)}")
-    with tracing.trace_only() as counts, _running(call), while_capturing():
+    with counters.trace_only() as counts, _running(call), while_capturing():
         try:
             result = function(
                 *ours[: len(arguments)], **dict(zip(options, ours[len(arguments) :], strict=True))
@@ -303,7 +303,7 @@ class Call:
         backend = load_backend(self.device, room)
         if _is_empty(out):
             return
-        tracing.record_launch(verb)
+        counters.record_launch(verb)
         with self._on_device():
             getattr(backend, verb)(*args, out=out, **options)
 

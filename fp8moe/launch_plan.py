@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fp8moe import tracing
+from fp8moe import counters
 from fp8moe.interop import Framework, load_module
 from fp8moe.records import ArraySpec, DeviceArray, Record, field_names, is_metadata
 
@@ -91,7 +91,7 @@ class LaunchPlan:
         result: Any,
         given: Sequence[Any],
         written: Sequence[int],
-        counts: tracing.Trace,
+        counts: counters.Trace,
         framework: Framework,
     ):
         """given: the arguments of the dry run. written: the inputs, by their numbers, that the call writes
@@ -131,8 +131,8 @@ class LaunchPlan:
         launch = load_module("fp8moe.kernels_cuda.launch")
         if self._steps:
             launch.run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
-        if counting := tracing.counting():
-            tracing.add(self._counts, counting)
+        if counting := counters.counting():
+            counters.add(self._counts, counting)
         return self._result(given, memory, self._finish)
 
 

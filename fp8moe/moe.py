@@ -12,10 +12,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8moe import checks, tracing
+from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.dispatch import enter, operation
-from fp8moe.expert_parallel import Comm, combine, combine_gradient, dispatch, dispatch_gradient
+from fp8moe.expert_parallel import Comm, combine, combine_backward, dispatch, dispatch_backward
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
@@ -201,8 +201,8 @@ def moe_forward(
         y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
     if overwritten != (None, None):
         saved = replace(saved, overwritten=overwritten)
-    if tracing.counting():
-        tracing.record_saved(saved.nbytes)
+    if counters.counting():
+        counters.record_saved(saved.nbytes)
     return y, saved
 
 
@@ -339,11 +339,11 @@ def moe_backward(
     if comm is None or route is None:
         return experts_backward(here, dy, dw13, dw2, dtype, gradients)  # type: ignore[no-any-return]
     _check_backward(saved, dy, dw13, dw2, dtype)
-    arrived = dispatch_gradient(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
+    arrived = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
     grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients)
     if grads.dx is None:
         return grads
-    dx, dprobs = combine_gradient(grads.dx, grads.dprobs, route, comm)
+    dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
     return replace(grads, dx=dx, dprobs=dprobs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import checks, tracing
+from fp8moe import checks, counters
 from fp8moe.dispatch import enter, operation, place_of
 from fp8moe.formats import (
     BFLOAT16,
@@ -141,7 +141,7 @@ def quantize(
     else:
         checks.like("out", result, spec)
         checks.writable("out", result, x=array)
-    tracing.record_cast(weight=block == (128, 128))
+    counters.record_cast(weight=block == (128, 128))
     round_up = scale_rounding == "up" if is_mx(block) else pow2
     call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
     return call.leave(result) if out is None else out
@@ -234,7 +234,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayL
         if is_columnwise(a.q.block):
             checks.column_scales(call, "q", a.q, a.expert_offsets)
     out = call.empty(ArraySpec(a.q.shape, BFLOAT16 if dtype == "bfloat16" else checks.FLOAT32))
-    tracing.record_cast(weight=a.q.block == (128, 128))
+    counters.record_cast(weight=a.q.block == (128, 128))
     call.run("quantize", "dequantize", a.q, expert_offsets=a.expert_offsets, out=out)
     return call.leave(out)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import checks, tracing
+from fp8moe import checks, counters
 from fp8moe.dispatch import NOWHERE, Call, DryRun, launching_on, running, while_capturing
 from fp8moe.interop import NUMPY, load_module, require_cupy
 from fp8moe.launch_plan import Launch, Log, NotPlannable
@@ -141,7 +141,7 @@ def _dry_run(
     function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec], device: int
 ) -> tuple[Any, DryRun]:
     call = DryRun(Log([(tuple(a.shape), a.dtype, 0) for a in arguments], device), NUMPY)
-    with tracing.trace_only(), running(call):
+    with counters.trace_only(), running(call):
         if device == NOWHERE:
             return function(list(call.log.inputs)), call
         with while_capturing():  # kernels are loaded

@@ -27,33 +27,33 @@ def messages(both, rng, rows, columns, k, dtype):
     the reference's result and a backend's."""
     x, probs = values(rng, (rows, columns), dtype), rng.random((rows, k)).astype(np.float32)
     ids = rng.integers(-1, 12, (rows, k))
-    assert_same(*both(lambda i: expert_parallel._rank_mask(i, 4, 3), ids))
-    local, theirs = both(lambda i: expert_parallel._local_ids(i, 4, 4), ids)
+    assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
+    local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
     assert_same(local, theirs)
     q = fp8moe.quantize(x)
     for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
-        message, theirs = both(expert_parallel._pack, *parts)
+        message, theirs = both(expert_parallel.messages.pack, *parts)
         assert_same(message, theirs)
         shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
-        apart, theirs = both(lambda m, shapes=shapes: expert_parallel._unpack(m, shapes), message)
+        apart, theirs = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
         assert_same(parts, apart)
         assert_same(parts, theirs)
     for fmt in ("e4m3", "e5m2"):
         for others in ((local, probs), ()):
-            pack = expert_parallel._quantize_and_pack
+            pack = expert_parallel.messages.quantize_and_pack
             assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
     # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
-    plan = fp8moe.plan_routing_map(expert_parallel._rank_mask(ids, 4, 3)[0], topk=min(k, 3))
+    plan = fp8moe.plan_routing_map(expert_parallel.messages.rank_mask(ids, 4, 3)[0], topk=min(k, 3))
     halves = np.array([rows // 2, 0, rows - rows // 2])
     for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
         for fmt in (None, "e4m3"):
-            message = expert_parallel._Message(x, fmt, (local, probs))
+            message = expert_parallel.messages.Message(x, fmt, (local, probs))
             poison = [rng.integers(0, 256, (n + 2, message.row_bytes)).astype(np.uint8) for n in counts]
 
             def into(x, row_id_map, local, probs, *poison, fmt=fmt):
-                around = tuple(expert_parallel._pack(p) for p in poison)
+                around = tuple(expert_parallel.messages.pack(p) for p in poison)
                 inside = tuple(within(w) for w in around)
-                expert_parallel._Message(x, fmt, (local, probs)).write(row_id_map, inside)
+                expert_parallel.messages.Message(x, fmt, (local, probs)).write(row_id_map, inside)
                 return around
 
             assert_same(*both(into, x, row_id_map, local, probs, *poison))

@@ -195,7 +195,7 @@ def test_windows_have_room_for_every_message(dtype, itemsize):
     x, ids, probs = values(rng, (3, 100), dtype), np.zeros((3, 5), np.int32), np.ones((3, 5))
     room = torch_symmetric_memory.window_bytes(4, 1000, 100, 5, itemsize)
     for fmt, parts in ((None, (ids, probs)), ("e4m3", (ids, probs)), (None, (probs,)), (None, ())):
-        assert 4 * 1000 * expert_parallel._Message(x, fmt, parts).row_bytes <= room
+        assert 4 * 1000 * expert_parallel.messages.Message(x, fmt, parts).row_bytes <= room
 
 
 def in_threads(kind, world, action):
@@ -222,10 +222,10 @@ def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
             found = expert_parallel.dispatch(xs[r], ids[r], probs[r], 2 * world, comm, fmt=fmt)
             x = found.x if fmt is None else fp8moe.dequantize(found.x)
             back = expert_parallel.combine(x.astype(BF16), found.route, comm, fmt=fmt)
-            dy = expert_parallel.dispatch_gradient(dys[r], found.route, comm, fmt=fmt)
-            dx = expert_parallel.combine_gradient(x, found.topk_probs, found.route, comm)
+            dy = expert_parallel.combine_backward(dys[r], found.route, comm, fmt=fmt)
+            dx = expert_parallel.dispatch_backward(x, found.topk_probs, found.route, comm)
             for _ in range(2):  # what came before stays as it is
-                expert_parallel.dispatch_gradient(-dys[r], found.route, comm, fmt=fmt)
+                expert_parallel.combine_backward(-dys[r], found.route, comm, fmt=fmt)
         arrays = (found.x, found.topk_ids, found.topk_probs, back, dy, dx)
         return arrays, (found.num_entries, counted.sent_bytes, counted.casts)
 

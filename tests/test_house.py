@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,11 @@ def below(name, *prefixes):
     return any(name == p or name.startswith(p + ".") for p in prefixes)
 
 
-@pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/reference"), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [p for folder in ("fp8moe", "fp8moe/expert_parallel", "fp8moe/reference") for p in files(folder)],
+    ids=lambda p: p.stem,
+)
 def test_the_library_names_no_framework(path):
     roots = {name.partition(".")[0] for name in imports_of(path)}
     assert not roots & FRAMEWORKS
@@ -55,7 +60,7 @@ def test_the_kernels_see_only_the_records(path):
     assert all(below(n, *allowed) for n in ours), ours
 
 
-@pytest.mark.parametrize("path", files("fp8moe"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/expert_parallel"), ids=lambda p: p.stem)
 def test_nothing_looks_up_to_the_adapters(path):
     if path.stem in ("__main__", "info"):
         pytest.skip("the command line reports on the adapters")
@@ -88,6 +93,29 @@ def test_every_public_name_says_what_it_does():
             assert "Array" not in name
 
 
+def test_the_backends_agree_on_messages_between_ranks():
+    """Their functions are no public names, so all that the reference has count."""
+    reference = functions_of(ROOT / "fp8moe/reference/expert_parallel.py")
+    kernels = functions_of(ROOT / "kernels_cuda/expert_parallel.py")
+    operations = {name for name in reference if not name.startswith("_")}
+    assert operations == {"local_ids", "pack_rows", "quantize_and_pack", "rank_mask", "unpack_rows"}
+    for name in operations:
+        assert kernels.get(name) == reference[name], name
+
+
+def test_expert_parallelism_has_its_rooms():
+    stems = {path.stem for path in files("fp8moe/expert_parallel")}
+    assert stems == {"__init__", "protocols", "messages", "exchange"}
+
+
+def test_every_package_is_in_the_wheel():
+    """Folders with Python files, in ``packages`` of pyproject.toml."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = settings["tool"]["setuptools"]["packages"]
+    found = {f"fp8moe.{path.parent.name}" for path in (ROOT / "fp8moe").glob("*/__init__.py")}
+    assert set(listed) == found | {"fp8moe"}
+
+
 def test_every_row_has_its_rooms():
     for room in ROOMS:
         assert (ROOT / "fp8moe" / f"{room}.py").exists()
@@ -104,7 +132,9 @@ def test_the_links_are_relative(link):
     assert Path(module.__file__).resolve().parent == ROOT / link
 
 
-@pytest.mark.parametrize("folder", ["fp8moe", "fp8moe/demo", "fp8moe/reference", "adapters", "examples"])
+@pytest.mark.parametrize(
+    "folder", ["fp8moe", "fp8moe/demo", "fp8moe/expert_parallel", "fp8moe/reference", "adapters", "examples"]
+)
 def test_benchmarks_are_imported_by_their_command_only(folder):
     for path in files(folder):
         if path.name != "__main__.py":  # ``python -m fp8moe bench``

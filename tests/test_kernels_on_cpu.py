@@ -550,7 +550,7 @@ def test_more_windows_than_a_kernel_has_are_refused(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     rows, *windows = (cuda_on_cpu.upload(np.zeros((n, 16), np.uint8)) for n in (9, *[1] * 9))
     with pytest.raises(ValueError, match="windows: got 9; wanted at most 8"):
-        expert_parallel._Message(rows, None).write(None, tuple(windows))
+        expert_parallel.messages.Message(rows, None).write(None, tuple(windows))
 
 
 def column_major(address, dtype, rows, columns, stride):

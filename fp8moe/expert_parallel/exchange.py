@@ -1,0 +1,196 @@
+"""Dispatch, combine and their gradients: which rows go to which ranks, and what is made of those that
+arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from fp8moe import checks, counters
+from fp8moe.dispatch import enter
+from fp8moe.expert_parallel.messages import FORMS, Message, form, local_ids, rank_mask, row_bytes, rows_of
+from fp8moe.expert_parallel.protocols import (
+    Comm,
+    Counts,
+    Dispatched,
+    Engine,
+    PeerMemory,
+    Pending,
+    Route,
+    Transport,
+    implements,
+)
+from fp8moe.permute import permute, unpermute
+from fp8moe.plan import plan_routing_map
+from fp8moe.quantize import dequantize
+from fp8moe.records import QuantTensor
+
+
+def dispatch(
+    x: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    num_experts: int,
+    comm: Comm,
+    *,
+    fmt: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Send every token to the ranks of its experts.
+
+    x: row-wise compact `QuantTensor` or array [T, H]. topk_ids: int32 or int64 [T, k], of all ranks' experts,
+    below 0 or E and more for none. topk_probs: float [T, k]. num_experts: E of all ranks together. fmt:
+    "e4m3" or "e5m2": x is quantised by 1x128 blocks with power-of-two scales on its way into the message, in
+    the same pass, and arrives as a `QuantTensor`.
+
+    Returns `Dispatched`, or with ``async_op`` a `Pending` of it: what is launched before its ``wait()`` runs
+    beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA.
+    """
+    world = comm.world_size
+    num_experts = checks.integer("num_experts", num_experts, 0)
+    if num_experts % world:
+        raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
+    a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
+    checks.shape("x", a.x, ("T", "H"))
+    if not isinstance(a.x, QuantTensor):
+        checks.dtype("x", a.x, checks.FLOATS)
+    checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
+    checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
+    checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
+    checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.dispatch(x, topk_ids, topk_probs, num_experts, fmt))
+    experts, topk = num_experts // world, a.topk_ids.shape[1]
+    mask, entries = rank_mask(topk_ids, experts, world)
+    plan = plan_routing_map(mask, topk=min(topk, world))
+    # each rank looks for its own: what is no expert may travel as it is
+    ids = topk_ids if a.topk_ids.dtype == checks.INT32 else local_ids(topk_ids, 0, num_experts)
+    message = Message(x, fmt, (ids, topk_probs))
+    if not implements(comm, PeerMemory):
+        message.pack()  # something to do for the device until the counts are here
+    header = {
+        "hidden": a.x.shape[1],
+        "topk": topk,
+        "num_experts": num_experts,
+        "bytes of a row": message.row_bytes,
+        f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
+    }
+    transport: Any = comm
+    counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
+    route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
+
+    def arrived(rows: Any) -> Dispatched:
+        *data, ids, probs = message.unpack(rows)
+        ids = local_ids(ids, comm.rank * experts, experts)
+        return Dispatched(rows_of(message.like, data), ids, probs, route, arriving)
+
+    return _finished(_send(message, route, comm, async_op).then(arrived), async_op)
+
+
+def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False) -> Any:
+    """Send each row back and sum every token's: y [R, H] -> [T, H], in float32, rounded to y's dtype.
+
+    fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and a rounding more
+    for each rank; the result is bfloat16 then.
+    """
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.combine(y, route, fmt))
+    message = Message(y, fmt)
+
+    def arrived(rows: Any) -> Any:
+        y = rows_of(message.like, message.unpack(rows))
+        if fmt is not None:
+            # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
+            y = dequantize(y, dtype="bfloat16")
+        return _sums(y, route)
+
+    return _finished(_send_back(message, route, comm, async_op).then(arrived), async_op)
+
+
+def combine_backward(
+    dy: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False
+) -> Any:
+    """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
+    are as `dispatch` has x and fmt."""
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.combine_backward(dy, route, fmt))
+    message = Message(dy, fmt)
+    pending = _send(message, route, comm, async_op)
+    return _finished(pending.then(lambda rows: rows_of(message.like, message.unpack(rows))), async_op)
+
+
+def dispatch_backward(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False) -> Any:
+    """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
+    probability has its gradient from its own rank, zeros from the others."""
+    if engine := _engine(comm):
+        return _now(async_op, lambda: engine.dispatch_backward(dx, dprobs, route))
+    message = Message(dx, None, (dprobs,))
+
+    def arrived(rows: Any) -> tuple[Any, Any]:
+        return tuple(_sums(part, route) for part in message.unpack(rows))  # type: ignore[return-value]
+
+    return _finished(_send_back(message, route, comm, async_op).then(arrived), async_op)
+
+
+def _send(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
+    """The tokens' rows to their ranks."""
+    if (pending := deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
+        return pending.then(message.kept)
+    rows = permute(message.pack(), route.plan, fill_padding=False).data
+    return exchange_rows(rows, route.counts, comm)
+
+
+def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
+    """Rows to where they came from."""
+    counts = tuple(zip(*route.counts, strict=True))
+    if (pending := deliver(message, None, counts, comm, async_op)) is not None:
+        return pending
+    return exchange_rows(message.pack(), counts, comm, route.plan.num_out_tokens)
+
+
+def _sums(rows: Any, route: Route) -> Any:
+    """Each token's, of rows that came back: as many as the plan has room for, or just those."""
+    plan = route.plan
+    if rows.shape[0] != plan.num_out_tokens:
+        plan = replace(plan, num_out_tokens=rows.shape[0])
+    return unpermute(rows, plan)
+
+
+def deliver(
+    message: Message, row_id_map: Any, counts: Counts, comm: Any, async_op: bool = False
+) -> Pending | None:
+    """The messages written into the ranks' memory; None where the transport cannot or has no room."""
+    row_bytes = message.row_bytes
+    if not implements(comm, PeerMemory) or not comm.fits(counts, row_bytes):
+        return None
+    _record_sent(counts, row_bytes, comm)
+    pending: Pending = comm.deliver(
+        lambda windows: message.write(row_id_map, windows), counts, row_bytes, async_op
+    )
+    return pending
+
+
+def exchange_rows(rows: Any, counts: Counts, comm: Transport, size: int | None = None) -> Pending:
+    """Rows in rank order, to their ranks by `Transport.exchange`."""
+    _record_sent(counts, row_bytes(enter(rows=rows).args.rows), comm)
+    return comm.exchange(rows, counts, size)
+
+
+def _record_sent(counts: Counts, row_bytes: int, comm: Transport) -> None:
+    sent = counts[comm.rank]
+    counters.record_sent((sum(sent) - sent[comm.rank]) * row_bytes)
+
+
+def _engine(comm: Comm) -> Any:
+    return comm if implements(comm, Engine) else None
+
+
+def _now(async_op: bool, action: Callable[[], Any]) -> Any:
+    """An engine's step, done at once."""
+    result = action()
+    return Pending(lambda: result) if async_op else result
+
+
+def _finished(pending: Pending, async_op: bool) -> Any:
+    return pending if async_op else pending.wait()
