@@ -132,13 +132,21 @@ class Operator:
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def __call__(self, *arguments: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.run(*arguments)
+        return self._dispatched(arguments)
+
+    def run(self, *arguments: Any) -> Any:
+        """The same where no compiler traces this call, as in the functions that `differentiable` makes."""
         first = arguments[0]
         if type(first) is QuantTensor:
             first = first.data
-        # neither fake nor one that stands for others: the rest is of its kind
-        if type(first) in _PLAIN and not torch.compiler.is_compiling():
-            results = self.function(*arguments)
-            return [t for t in results if t is not None] if self._form is list else results
+        if type(first) not in _PLAIN:  # fake, or one that stands for others; the rest is of its kind
+            return self._dispatched(arguments)
+        results = self.function(*arguments)
+        return [t for t in results if t is not None] if self._form is list else results
+
+    def _dispatched(self, arguments: Iterable[Any]) -> Any:
         flat = list(arguments)
         for n, flatten, *_ in reversed(self._records):
             flat[n : n + 1] = flatten(flat[n])

@@ -670,10 +670,6 @@ def _grouped_gemm_wgrad(
 # The same in eager mode and in compiled code. Each is an operator above.
 
 
-def _one_or_more(results: list[Any]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
-
-
 def _contiguous(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.contiguous()
 
@@ -685,14 +681,15 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x: Any, probs: Any, plan: Any, sizes: Any, fill_padding: bool) -> Any:
         ctx.save_for_backward(plan)
         ctx.sizes, ctx.has_probs = sizes, probs is not None
-        return _one_or_more(_permute(x, plan_of(plan, sizes), probs, fill_padding))
+        found = _permute.run(x, plan_of(plan, sizes), probs, fill_padding)
+        return found[0] if probs is None else tuple(found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any, grad_probs: Any = None) -> Any:
         (data,) = ctx.saved_tensors
         plan = plan_of(data, ctx.sizes)
-        dx, *dprobs = _permute_backward(grad.contiguous(), plan, _contiguous(grad_probs))
+        dx, *dprobs = _permute_backward.run(grad.contiguous(), plan, _contiguous(grad_probs))
         return dx, dprobs[0] if dprobs else None, None, None, None
 
 
@@ -702,14 +699,14 @@ class _Unpermute(torch.autograd.Function):
         # the rows themselves are needed for the probabilities' gradient only
         ctx.save_for_backward(plan, *(() if probs is None else (x, probs)))
         ctx.sizes = sizes
-        return _unpermute(x, plan_of(plan, sizes), probs)
+        return _unpermute.run(x, plan_of(plan, sizes), probs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         plan, *rows = ctx.saved_tensors
         x, probs = rows or (None, None)
-        dx, *dprobs = _unpermute_backward(grad.contiguous(), plan_of(plan, ctx.sizes), x, probs)
+        dx, *dprobs = _unpermute_backward.run(grad.contiguous(), plan_of(plan, ctx.sizes), x, probs)
         return dx, dprobs[0] if dprobs else None, None, None
 
 
@@ -721,7 +718,7 @@ class _SortChunks(torch.autograd.Function):
         ctx.save_for_backward(sizes, indices)
         ctx.options, ctx.tokens, ctx.has_probs = options, x.shape[0], probs is not None
         align_size, chunks_per_group, keep_rest = options
-        found = _sort_chunks(x, sizes, indices, probs, align_size, chunks_per_group, rows, keep_rest)
+        found = _sort_chunks.run(x, sizes, indices, probs, align_size, chunks_per_group, rows, keep_rest)
         ctx.mark_non_differentiable(found[-1])
         return tuple(found)
 
@@ -731,7 +728,7 @@ class _SortChunks(torch.autograd.Function):
         grad_probs = _contiguous(others[0]) if ctx.has_probs else None
         align_size, chunks_per_group, keep_rest = ctx.options
         options = align_size, chunks_per_group, ctx.tokens, keep_rest
-        dx, *dprobs = _sort_chunks_backward(grad.contiguous(), *ctx.saved_tensors, grad_probs, *options)
+        dx, *dprobs = _sort_chunks_backward.run(grad.contiguous(), *ctx.saved_tensors, grad_probs, *options)
         return dx, dprobs[0] if dprobs else None, None, None, None, None
 
 
@@ -742,13 +739,19 @@ class _Pad(torch.autograd.Function):
     def forward(ctx: Any, x: Any, counts: Any, align_size: int, rows: Any, reverse: bool) -> Any:
         ctx.save_for_backward(counts)
         ctx.align_size, ctx.rows, ctx.reverse = align_size, x.shape[0], reverse
-        return (_unpad if reverse else _pad)(x, counts, align_size, rows)
+        return (_unpad if reverse else _pad).run(x, counts, align_size, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         back = _pad if ctx.reverse else _unpad
-        return back(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.rows), None, None, None, None
+        return (
+            back.run(grad.contiguous(), *ctx.saved_tensors, ctx.align_size, ctx.rows),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _activation_of(scalars: Any) -> Activation:
@@ -762,14 +765,14 @@ class _Swiglu(torch.autograd.Function):
     def forward(ctx: Any, h: Any, probs: Any, activation: Any) -> Any:
         ctx.save_for_backward(h, *(() if probs is None else (probs,)))
         ctx.activation = activation
-        return _swiglu(h, probs, _activation_of(activation))
+        return _swiglu.run(h, probs, _activation_of(activation))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         h, *rest = ctx.saved_tensors
         probs = rest[0] if rest else None
-        dh, *dprobs = swiglu_backward(grad.contiguous(), h, probs, _activation_of(ctx.activation))
+        dh, *dprobs = swiglu_backward.run(grad.contiguous(), h, probs, _activation_of(ctx.activation))
         return dh, None if probs is None else dprobs[0].to(probs.dtype), None
 
 
@@ -779,7 +782,7 @@ class _GroupedGemm(torch.autograd.Function):
         x, w = x.contiguous(), w.contiguous()
         ctx.save_for_backward(x, w, expert_offsets)
         ctx.transpose_w, ctx.backend = transpose_w, backend
-        return _grouped_gemm(x, w, expert_offsets, transpose_w, backend)
+        return _grouped_gemm.run(x, w, expert_offsets, transpose_w, backend)
 
     @staticmethod
     @once_differentiable
@@ -788,12 +791,12 @@ class _GroupedGemm(torch.autograd.Function):
         of_x, of_w, *_ = ctx.needs_input_grad
         dy, dx, dw = dy.contiguous(), None, None
         if of_x:
-            dx = _grouped_gemm(dy, w, expert_offsets, not ctx.transpose_w, ctx.backend)
+            dx = _grouped_gemm.run(dy, w, expert_offsets, not ctx.transpose_w, ctx.backend)
         if of_w:
             # there is no sum in float16
             dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
             pair = (x, dy) if ctx.transpose_w else (dy, x)
-            dw = _grouped_gemm_wgrad(*pair, expert_offsets, dtype, ctx.backend).to(w.dtype)
+            dw = _grouped_gemm_wgrad.run(*pair, expert_offsets, dtype, ctx.backend).to(w.dtype)
         return dx, dw, None, None, None
 
 
