@@ -14,8 +14,7 @@ from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import (
     FORMATS,
     KINDS,
-    architecture,
-    current_device,
+    current_architecture,
     launch,
     multiprocessors,
     threads,
@@ -169,7 +168,7 @@ def _by_wgmma(
     if backend == "plain" or not quantized or 0 in (a.data.size, b.data.size):
         return False
     why = []
-    if (here := architecture(current_device())) != "sm_90a":
+    if (here := current_architecture()) != "sm_90a":
         why.append(f"the device is {here}, not sm_90a")
     why += [f"{name} is {n}, no multiple of {of}" for name, (n, of) in multiples.items() if n % of]
     if out.dtype not in (BFLOAT16, np.dtype(np.float32)):

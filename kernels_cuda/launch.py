@@ -430,6 +430,10 @@ def shared_limit() -> int:
     return _shared_limit(_current.place[0])
 
 
+def current_architecture() -> str:
+    return architecture(current_device())
+
+
 def current_device() -> int:
     return _current.place[0]
 
