@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from fp8moe import PermutationPlan, QuantTensor, workspace
+from fp8moe import PermutationPlan, QuantTensor, RouterConfig, workspace
 from fp8moe.activation import Activation
 from fp8moe.interop import dtype_named
 from fp8moe.records import SYMBOLIC_TYPES, ArraySpec
@@ -77,6 +77,11 @@ def _of_activation(activation: Activation) -> list[Any]:
     return [activation.kind, activation.clamp, activation.alpha, activation.linear_offset]
 
 
+def _of_router(config: RouterConfig) -> list[Any]:
+    groups = config.num_groups, config.topk_groups
+    return [config.topk, config.score_function, *groups, config.renormalize, config.scaling_factor]
+
+
 def listed(block: Any) -> list[int]:
     """A block as operators take it, empty for None."""
     if block is not None and not isinstance(block, tuple):
@@ -96,6 +101,12 @@ RECORDS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] 
         "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset",
         _of_activation,
         functools.lru_cache(Activation),  # checks its fields
+    ),
+    RouterConfig: (
+        "int {}_topk, str {}_score_function, int {}_num_groups, int {}_topk_groups, bool {}_renormalize, "
+        "float {}_scaling_factor",
+        _of_router,
+        functools.lru_cache(RouterConfig),
     ),
 }
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8moe import Quantized, checks
+from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import experts, handle_of
@@ -60,7 +60,10 @@ class FP8FlowMoE(nn.Module):
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
 
-    router: False leaves it out, with its parameters: forwards are then given topk_ids and topk_probs.
+    router: a `fp8moe.RouterConfig` with this topk for other scores, groups or weights than a softmax over all
+        experts and its k largest, made to sum to one again unless ``normalize_probs`` is False. False leaves
+        it out, with its parameters: forwards are then given topk_ids and topk_probs. Losses, and a bias for
+        balancing, are a `fp8moe.adapters.torch_router.Router`'s of the model's own, beside such a layer.
     process_group: the ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what
         moves rows between them, a `fp8moe.expert_parallel.Transport`, as
         `fp8moe.adapters.torch_symmetric_memory` has one. Of num_experts each rank holds an equal share: w13
@@ -92,7 +95,7 @@ class FP8FlowMoE(nn.Module):
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
         process_group: Any = None,
-        router: bool = True,
+        router: bool | RouterConfig = True,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
     ):
@@ -104,11 +107,18 @@ class FP8FlowMoE(nn.Module):
         if not 0 < topk <= num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
-        self.recipe, self.recompute, self.normalize_probs = recipe, recompute, normalize_probs
+        self.recipe, self.recompute = recipe, recompute
         checks.options("activation", activation, Activation)
         self.activation = activation
         place = {"device": device, "dtype": dtype}
-        self.router = Router(hidden, num_experts, bias=False, **place) if router else None
+        if router is True:
+            router = RouterConfig(topk, renormalize=normalize_probs)
+        elif router and (router.topk != topk or not normalize_probs):
+            raise ValueError(
+                f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; wanted "
+                "the same topk, and the RouterConfig's renormalize in place of normalize_probs"
+            )
+        self.router = Router(hidden, num_experts, router, **place) if router else None
         self._ranks = ranks = Ranks(process_group, torch.empty(0, device=device).device)
         if num_experts % ranks.size:
             raise ValueError(
@@ -179,15 +189,14 @@ class FP8FlowMoE(nn.Module):
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids [T, k], probabilities [T, k]): softmax over all experts in float32, then the k largest, made
-        to sum to one again unless ``normalize_probs`` is False. In float32 under autocast, too. Raises
+        """(ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too. Raises
         ValueError in a layer without a router."""
         if self.router is None:
             raise ValueError(
                 "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
             )
-        probs, ids = torch.softmax(self.router(tokens), dim=-1).topk(self.topk, dim=-1)
-        return ids, probs / probs.sum(dim=-1, keepdim=True) if self.normalize_probs else probs
+        ids, probs = self.router(tokens)
+        return ids, probs
 
     def quantize_weights(self) -> None:
         """Make FP8 copies of the weights now and keep them.

@@ -395,7 +395,7 @@ def gradient_dtype(*weights: torch.dtype) -> str:
     return "bfloat16" if set(weights) == {torch.bfloat16} else "float32"
 
 
-_ABOVE = {"FP8FlowMoE": "torch_moe", "moe_experts": "torch_functional"}
+_ABOVE = {"FP8FlowMoE": "torch_moe", "moe_experts": "torch_functional", "route": "torch_router"}
 
 
 def __getattr__(name: str) -> Any:

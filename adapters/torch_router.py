@@ -1,30 +1,97 @@
-"""The router's product, logits = x @ w.T in float32, on tensor cores where x is bfloat16 on CUDA.
+"""The router in torch: its product in float32, and `fp8moe.route` with gradients.
 
 torch multiplies float32 without tensor cores, after a cast of x to twice its bytes: 0.9 ms of the layer's
 6.2 for 16,384 x 2048 rows and 128 experts, forward and backward. A float32 number is the sum of three
 bfloat16 numbers (24 bits, 8 each), products of bfloat16 are exact in float32, and tensor cores add them in
 float32. So one product of x with the three parts of w side by side has float32's accuracy (Henry, Tang and
 Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations", ARITH
-2019), and where w is bfloat16 it has one part.
+2019), and where w is bfloat16 it has one part. The gradient of the logits comes as three parts from the
+kernel that computes it.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+import fp8moe
+from fp8moe import Routed, RouterConfig
+from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
+from fp8moe.adapters.torch_ops import refuse_transforms
 
-class Router(nn.Linear):
-    """x [T, H] to float32 logits [T, E]. A module, so that what wraps modules (``fully_shard``) can."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return router_logits(x, self.weight)
+class Router(nn.Module):
+    """x [T, H] to the experts of each row, by a product with ``weight`` [E, H] and `fp8moe.route`.
+
+    config: scores, groups and weights. expert_bias: whether there is a buffer ``expert_bias`` [E], float32
+    whatever the module is cast to, zeros at first, that is added to the scores for the choice only; whoever
+    balances by it (arXiv 2408.15664) changes it, by ``tokens_per_expert`` of a forward with
+    ``num_sequences``.
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        config: RouterConfig,
+        *,
+        expert_bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `torch.nn.Linear`'s."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        after = self.expert_bias
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.expert_bias = before.to(after.device)  # steps of 1e-3 are lost in bfloat16
+        return self
+
+    def forward(self, x: Tensor, num_sequences: int | None = None) -> tuple[Tensor, ...]:
+        """(ids [T, k] int32, probabilities [T, k] float32), and with ``num_sequences`` also aux_loss [1],
+        z_loss [1] and tokens_per_expert [S, E], as `fp8moe.Routed` has them. In float32, under autocast, too.
+        """
+        return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, {self.config}"
+
+
+def route(
+    logits: Tensor,
+    config: RouterConfig,
+    *,
+    expert_bias: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> Routed:
+    """`fp8moe.route`, with a gradient for logits through the probabilities and the losses."""
+    refuse_transforms("route")
+    bias = None if expert_bias is None else expert_bias.detach()
+    return Routed(*_route_with_grad(logits.contiguous(), bias, _scalars_of(config), num_sequences))
 
 
 def router_logits(x: Tensor, w: Tensor) -> Tensor:
     """x [T, H] @ w [E, H] transposed: float32 [T, E], also under autocast."""
     with torch.autocast(x.device.type, enabled=False):
-        if x.is_cuda and x.dtype == torch.bfloat16 and w.dtype in (torch.bfloat16, torch.float32):
+        if _on_tensor_cores(x, w):
             return _Logits.apply(x, w)
         return x.float() @ w.float().t()
 
@@ -39,21 +106,135 @@ def parts(a: Tensor) -> list[Tensor]:
     return [high, middle, (rest - middle).bfloat16()]
 
 
+# ---------------------------------------------------------------- the product
+
+
+def _on_tensor_cores(x: Tensor, w: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and w.dtype in (torch.bfloat16, torch.float32)
+
+
+def _product(x: Tensor, w: Tensor) -> Tensor:
+    of_w = parts(w)
+    logits = torch.mm(x, torch.cat(of_w).t(), out_dtype=torch.float32)
+    return logits if len(of_w) == 1 else logits.view(len(x), -1, len(w)).sum(dim=1)
+
+
+def _product_backward(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dw) for the gradient of the logits as three parts side by side, [T, 3 E] bfloat16."""
+    experts = len(w)
+    of_w = parts(w)
+    if len(of_w) == 1:
+        dx = grad @ w.repeat(3, 1)
+    else:
+        # the products of parts that count: two parts' 2^-8 each time one goes further
+        pairs = [(i, j) for i in range(3) for j in range(3 - i)]
+        of_grad = grad.view(len(grad), 3, experts)
+        dx = torch.cat([of_grad[:, i] for i, _ in pairs], dim=1) @ torch.cat([of_w[j] for _, j in pairs])
+    dw = torch.mm(grad.t(), x, out_dtype=torch.float32)
+    return dx, dw.view(3, experts, -1).sum(dim=0).to(w.dtype)
+
+
 class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, w)
-        side_by_side = torch.cat(parts(w)).t()
-        logits = torch.mm(x, side_by_side, out_dtype=torch.float32)
-        return logits.view(len(x), -1, len(w)).sum(dim=1)
+        return _product(x, w)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x, w = ctx.saved_tensors
-        of_grad, of_w = parts(grad), parts(w)
-        # the products of parts that count: two parts' 2^-8 each time one goes further
-        pairs = [(g, v) for i, g in enumerate(of_grad) for j, v in enumerate(of_w) if i + j < 3]
-        dx = torch.cat([g for g, _ in pairs], dim=1) @ torch.cat([v for _, v in pairs])
-        dw = torch.mm(torch.cat(of_grad, dim=1).t(), x, out_dtype=torch.float32)
-        return dx, dw.view(len(of_grad), len(w), -1).sum(dim=0).to(w.dtype)
+        return _product_backward(torch.cat(parts(grad), dim=1), *ctx.saved_tensors)
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def _scalars_of(config: RouterConfig) -> tuple[Any, ...]:
+    """A configuration as functions that a compiler traces take it."""
+    groups = config.num_groups, config.topk_groups
+    return config.topk, config.score_function, *groups, config.renormalize, config.scaling_factor
+
+
+@operator("route")
+def _route(
+    logits: Tensor, expert_bias: Tensor | None, config: RouterConfig, num_sequences: int | None
+) -> list[Any]:
+    found = fp8moe.route(logits, config, expert_bias=expert_bias, num_sequences=num_sequences)
+    return [found.topk_ids, found.topk_probs, found.aux_loss, found.z_loss, found.tokens_per_expert]
+
+
+@operator("route_backward")
+def _route_backward(
+    grad_probs: Tensor,
+    logits: Tensor,
+    topk_ids: Tensor,
+    tokens_per_expert: Tensor | None,
+    grad_aux_loss: Tensor | None,
+    grad_z_loss: Tensor | None,
+    config: RouterConfig,
+    split: bool,
+) -> Tensor:
+    losses: Any = {"tokens_per_expert": tokens_per_expert, "grad_aux_loss": grad_aux_loss}
+    losses["grad_z_loss"] = grad_z_loss
+    return fp8moe.route_backward(grad_probs, logits, topk_ids, config, split=split, **losses)
+
+
+def _forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any, *others: Any) -> Any:
+    """Of a `torch.autograd.Function`, which saves what `_gradient` and the caller (``others``) need."""
+    results = tuple(_route.run(logits, bias, RouterConfig(*config), num_sequences))
+    ids, counts = results[0], results[4:]
+    ctx.mark_non_differentiable(ids, *counts)
+    ctx.save_for_backward(logits, ids, *others, *counts)
+    ctx.config = config
+    return results
+
+
+def _gradient(ctx: Any, saved: Any, grads: Any, split: bool) -> Tensor:
+    """Of the logits. saved: those, the ids and the counts; grads: of what `_forward` returned."""
+    logits, ids, *counts = saved
+    _, of_probs, *of_losses = grads
+    of_losses = of_losses[:2] or (None, None)
+    counts = counts[0] if counts else None
+    config = RouterConfig(*ctx.config)
+    return _route_backward.run(of_probs.contiguous(), logits, ids, counts, *of_losses, config, split)  # type: ignore[no-any-return]
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any) -> Any:
+        return _forward(ctx, logits, bias, config, num_sequences)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _gradient(ctx, ctx.saved_tensors, grads, False), None, None, None
+
+
+class _RouteRows(torch.autograd.Function):
+    """Product and choice in one, so that the gradient of the logits comes as three parts at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, bias: Any, config: Any, num_sequences: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return _forward(ctx, _product(x, w), bias, config, num_sequences, x, w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, ids, x, w, *counts = ctx.saved_tensors
+        grad = _gradient(ctx, (logits, ids, *counts), grads, True)
+        with torch.autocast(x.device.type, enabled=False):
+            return *_product_backward(grad, x, w), None, None, None
+
+
+_route_with_grad = differentiable(_Route)
+_route_rows_with_grad = differentiable(_RouteRows)
+
+
+def _route_rows(
+    x: Tensor, w: Tensor, bias: Tensor | None, config: RouterConfig, num_sequences: int | None
+) -> tuple[Tensor, ...]:
+    scalars = _scalars_of(config)
+    if _on_tensor_cores(x, w):
+        return tuple(_route_rows_with_grad(x, w, bias, scalars, num_sequences))
+    return tuple(_route_with_grad(router_logits(x, w), bias, scalars, num_sequences))

@@ -40,6 +40,7 @@ TOPICS = (
     "transpose",
     "swiglu",
     "grouped_gemm",
+    "router",
     "moe",
 )
 

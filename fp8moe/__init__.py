@@ -33,6 +33,7 @@ from fp8moe.records import (
     SortedChunks,
     SwigluGrad,
 )
+from fp8moe.router import Routed, RouterConfig, route, route_backward
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 
@@ -44,6 +45,8 @@ __all__ = [
     "Permuted",
     "QuantTensor",
     "Quantized",
+    "Routed",
+    "RouterConfig",
     "SortedChunks",
     "SwigluGrad",
     "Trace",
@@ -63,6 +66,8 @@ __all__ = [
     "plan_topk",
     "quantize",
     "quantize_weights",
+    "route",
+    "route_backward",
     "scaling_aware_transpose",
     "sort_chunks",
     "sort_chunks_backward",

@@ -101,6 +101,27 @@ def check_swiglu(i: Inputs) -> None:
     _equal(fp8moe.swiglu_quantize(h).data, fp8moe.quantize(y.astype(np.float32)).data, "codes")
 
 
+def check_router(i: Inputs) -> None:
+    logits = i.x[:, :EXPERTS].astype(np.float32)
+    config = fp8moe.RouterConfig(2)
+    routed = fp8moe.route(logits, config, num_sequences=1)
+    e = np.exp(logits.astype(np.float64))
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+    chosen = np.take_along_axis(e, ids, 1)
+    chosen /= chosen.sum(axis=1, keepdims=True)
+    _equal(routed.topk_ids, ids, "ids")
+    _near(routed.topk_probs, chosen, 1e-6, "probabilities")
+    _equal(routed.tokens_per_expert[0], np.bincount(ids.ravel(), minlength=EXPERTS), "tokens per expert")
+    z = np.log(e.sum(axis=1)) ** 2
+    _near(routed.z_loss, z.mean(keepdims=True), 1e-6, "z loss")
+    # of the weights' sum of squares: the softmax of the two chosen, by hand
+    grad = fp8moe.route_backward(2 * routed.topk_probs, logits, routed.topk_ids, config)
+    wanted = np.zeros_like(e)
+    inner = 2 * chosen - 2 * (chosen**2).sum(axis=1, keepdims=True)
+    np.put_along_axis(wanted, ids, chosen * inner, 1)
+    _near(grad, wanted, 1e-5, "gradient")
+
+
 def check_grouped_gemm(i: Inputs) -> None:
     x = fp8moe.quantize(i.x)
     w = fp8moe.quantize_weights(i.w13).rowwise
@@ -178,6 +199,7 @@ CHECKS: dict[str, Callable[[Inputs], None]] = {
     "quantize": check_quantize,
     "transpose": check_transpose,
     "swiglu": check_swiglu,
+    "router": check_router,
     "grouped GEMM": check_grouped_gemm,
     "messages of ranks": check_messages,
     "layer": check_layer,
@@ -255,7 +277,16 @@ class CudaCheck:
                     results += [rows, found.topk_ids, found.topk_probs, back]
             return tuple(results)
 
+        def route(x: Any) -> Any:
+            config = fp8moe.RouterConfig(4)
+            logits = x[:, :EXPERTS].astype("float32")
+            routed = fp8moe.route(logits, config, num_sequences=1)
+            grad = fp8moe.route_backward(routed.topk_probs, logits, routed.topk_ids, config)
+            return routed.topk_ids, routed.topk_probs, routed.aux_loss, routed.z_loss, grad
+
         return {
+            # float32's roundings; the ids, by logits, are equal
+            "router": lambda: self._compare(route, 1e-5, "x"),
             "plan, permute": lambda: self._compare(permute, 0.0, "x", "ids", "probs"),
             "transpose": lambda: self._compare(transpose, 0.0, "x", "ids"),
             "messages of ranks": lambda: self._compare(messages, 0.0, "wide", "ids", "probs"),

@@ -45,7 +45,16 @@ def test_selftest_passes_on_fresh_inputs(capsys):
 
 @pytest.mark.parametrize(
     "verb",
-    ["permute", "quantize", "scaling_aware_transpose", "grouped_gemm", "swiglu", "pack_rows", "unpack_rows"],
+    [
+        "permute",
+        "quantize",
+        "scaling_aware_transpose",
+        "grouped_gemm",
+        "swiglu",
+        "route",
+        "pack_rows",
+        "unpack_rows",
+    ],
 )
 def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
     """A backend that leaves its output as it was allocated must be found by every check that uses it."""
@@ -123,7 +132,7 @@ def test_bench_refuses_to_time_a_wrong_result(monkeypatch, capsys):
     assert "WRONG RESULT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("topic", ["plan", "transpose", "swiglu", "grouped_gemm", "moe"])
+@pytest.mark.parametrize("topic", ["plan", "transpose", "swiglu", "router", "grouped_gemm", "moe"])
 def test_every_benchmark_is_right(topic):
     assert main(["bench", topic, "--device", "cpu", "--quick"]) == 0
 

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import router_checks
 from backend_checks import (
     check,
     error_inputs,
@@ -92,6 +93,15 @@ def both(function, *arguments, **options):
     ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     theirs = function(*(upload(a) for a in arguments), **{k: upload(v) for k, v in options.items()})
     return ours, download(theirs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "config"), [*router_checks.SIZES, *router_checks.LARGE], ids=str
+)
+@pytest.mark.parametrize(("biased", "sequences"), [(False, None), (True, 1), (False, 4)])
+def test_router(tokens, experts, config, biased, sequences):
+    tokens -= tokens % (sequences or 1)
+    router_checks.router_agrees(generator(), both, tokens, experts, config, biased, sequences)
 
 
 @given(routings(), st.booleans())

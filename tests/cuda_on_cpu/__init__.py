@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fp8moe import dispatch, interop
 from fp8moe.kernels_cuda import compiler
@@ -178,6 +179,16 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
     monkeypatch.setattr(launch, "_shared_limit", lambda device: shared_limit)
     return runtime
+
+
+def both(function, *arguments, **options):
+    """(the reference's result, the CUDA backend's)."""
+    ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        uploaded = [upload(a) for a in arguments]
+        theirs = function(*uploaded, **{k: upload(v) for k, v in options.items()})
+        return ours, download(theirs)
 
 
 class Kernel:

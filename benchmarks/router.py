@@ -1,0 +1,67 @@
+"""The router's choice, forward with and without losses, and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import fp8moe
+from fp8moe.benchmarks.harness import Case, host
+
+DEEPSEEK = fp8moe.RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
+QWEN3 = fp8moe.RouterConfig(8)
+#: (name, tokens, experts, configuration)
+SHAPES = [("Qwen3-MoE", 16_384, 128, QWEN3), ("DeepSeek-V3", 16_384, 256, DEEPSEEK)]
+
+
+def cases(quick: bool) -> list[Case]:
+    shapes = [("quick", 512, 32, QWEN3)] if quick else SHAPES
+    return [case for shape in shapes for case in one_shape(*shape)]
+
+
+def one_shape(name: str, tokens: int, experts: int, config: fp8moe.RouterConfig) -> list[Case]:
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((tokens, experts), dtype=np.float32)
+    bias = rng.standard_normal(experts, dtype=np.float32) * 0.01
+    grads = rng.standard_normal((tokens, config.topk), dtype=np.float32)
+    wanted = fp8moe.route(logits, config, expert_bias=bias)
+    gradient = fp8moe.route_backward(grads, logits, wanted.topk_ids, config)
+
+    def right(found: fp8moe.Routed, *_: np.ndarray) -> bool:
+        same = host(found.topk_ids) == wanted.topk_ids  # but where two scores differ by their rounding
+        return float(same.mean()) > 0.999 and bool(
+            (np.abs(host(found.topk_probs) - wanted.topk_probs)[same] < 1e-5).all()
+        )
+
+    def near(found: Any, *_: np.ndarray) -> bool:
+        return bool((np.abs(host(found) - gradient) < 1e-4).all())
+
+    results = tokens * config.topk * 8
+    shape = f"{name}: {tokens} x {experts}, top-{config.topk}"
+    return [
+        Case(
+            "route",
+            shape,
+            (logits, bias),
+            lambda x, b: fp8moe.route(x, config, expert_bias=b),
+            right,
+            nbytes=logits.nbytes + results,
+        ),
+        Case(
+            "route with losses",
+            shape,
+            (logits, bias),
+            lambda x, b: fp8moe.route(x, config, expert_bias=b, num_sequences=4),
+            right,
+            nbytes=logits.nbytes + results,
+        ),
+        Case(
+            "route backward",
+            shape,
+            (grads, logits, wanted.topk_ids),
+            lambda *arrays: fp8moe.route_backward(*arrays, config),
+            near,
+            nbytes=2 * logits.nbytes + results,
+        ),
+    ]

@@ -1,0 +1,138 @@
+"""The router's choice in NumPy: scores in float64, rounded once to float32.
+
+Four experts in two groups, of which a token may choose one, top-2, sigmoid scores, expert 3 with bias 0.5:
+
+    scores           0.9  0.1 | 0.6  0.3
+    + bias           0.9  0.1 | 0.6  0.8      two best of each group: 1.0 and 1.4, so the second
+    chosen           3 (0.8), 2 (0.6)         weights by scores: 0.3 / 0.9 and 0.6 / 0.9
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe.formats import BFLOAT16
+
+EPSILON = 1e-20  # DeepSeek-V3's, beside the sum of a token's weights
+
+
+def route(logits: np.ndarray, expert_bias: np.ndarray | None, *, config: Any, out: Any) -> None:
+    scores = _scores(logits, config.score_function)
+    rounded = scores.astype(np.float32)
+    by_logits = expert_bias is None and config.num_groups == 1
+    choice = logits if by_logits else rounded if expert_bias is None else rounded + expert_bias
+    ids = _largest(_eligible(choice, config), config.topk)
+    weights = np.take_along_axis(scores, ids, 1)
+    if config.renormalize:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + EPSILON)
+    out.topk_ids[:] = ids
+    out.topk_probs[:] = weights * config.scaling_factor
+    if out.aux_loss is None:
+        return
+    tokens, experts = logits.shape
+    sequences, length = len(out.tokens_per_expert), tokens // len(out.tokens_per_expert)
+    counts = np.zeros((sequences, experts), np.int64)
+    np.add.at(counts, (np.arange(tokens)[:, None] // max(length, 1), ids), 1)
+    sums = _shares(scores).reshape(sequences, length, experts).sum(axis=1)
+    out.tokens_per_expert[:] = counts
+    out.aux_loss[:] = (counts * sums).sum() * aux_coefficient(tokens, sequences, experts, config.topk)
+    out.z_loss[:] = (_log_sum_exp(logits) ** 2).sum() / max(tokens, 1)
+
+
+def route_backward(
+    grad_probs: np.ndarray,
+    logits: np.ndarray,
+    topk_ids: np.ndarray,
+    tokens_per_expert: np.ndarray | None,
+    grad_aux_loss: np.ndarray | None,
+    grad_z_loss: np.ndarray | None,
+    *,
+    config: Any,
+    split: bool,
+    out: np.ndarray,
+) -> None:
+    tokens, experts = logits.shape
+    scores = _scores(logits, config.score_function)
+    ids = topk_ids.astype(np.int64)
+    chosen = np.take_along_axis(scores, ids, 1)
+    grads = grad_probs * np.float64(config.scaling_factor)
+    if config.renormalize:
+        total = chosen.sum(axis=1, keepdims=True) + EPSILON
+        grads = (grads - (grads * chosen / total).sum(axis=1, keepdims=True)) / total
+    of_scores = np.zeros_like(scores)
+    np.put_along_axis(of_scores, ids, grads, 1)
+    if grad_aux_loss is not None and tokens_per_expert is not None:
+        sequences = len(tokens_per_expert)
+        by = float(grad_aux_loss[0]) * aux_coefficient(tokens, sequences, experts, config.topk)
+        of_shares = by * np.repeat(tokens_per_expert.astype(np.float64), tokens // sequences, axis=0)
+        if config.score_function == "sigmoid":
+            mean = (of_shares * _shares(scores)).sum(axis=1, keepdims=True)
+            of_shares = (of_shares - mean) / scores.sum(axis=1, keepdims=True)
+        of_scores += of_shares
+    if config.score_function == "sigmoid":
+        grad = of_scores * scores * (1 - scores)
+    else:
+        grad = scores * (of_scores - (of_scores * scores).sum(axis=1, keepdims=True))
+    if grad_z_loss is not None:
+        by = float(grad_z_loss[0]) * 2 / max(tokens, 1)
+        grad += by * _log_sum_exp(logits)[:, None] * _scores(logits, "softmax")
+    result = grad.astype(np.float32)
+    if not split:
+        out[:] = result
+        return
+    for part in range(3):
+        rounded = result.astype(BFLOAT16)
+        out[:, part * experts : (part + 1) * experts] = rounded
+        result = result - rounded.astype(np.float32)
+
+
+def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:
+    """What the sum over sequences and experts of count * share is multiplied by."""
+    length = max(tokens // sequences, 1)
+    return experts / (topk * length * length * sequences)
+
+
+def _scores(logits: np.ndarray, function: str) -> np.ndarray:
+    x = logits.astype(np.float64)
+    with np.errstate(all="ignore"):
+        if function == "sigmoid":
+            return 1 / (1 + np.exp(-x))
+        x = np.exp(x - x.max(axis=1, keepdims=True, initial=-np.inf))
+        return x / x.sum(axis=1, keepdims=True)
+
+
+def _shares(scores: np.ndarray) -> np.ndarray:
+    """Scores of a token that sum to 1, as a softmax's do."""
+    return scores / scores.sum(axis=1, keepdims=True)
+
+
+def _log_sum_exp(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    top = x.max(axis=1, initial=-np.inf)
+    with np.errstate(all="ignore"):
+        return top + np.log(np.exp(x - top[:, None]).sum(axis=1))
+
+
+def _eligible(choice: np.ndarray, config: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(what is chosen by, whether a token may choose it)."""
+    tokens, experts = choice.shape
+    groups = config.num_groups
+    if groups == 1:
+        return choice, np.ones_like(choice, bool)
+    by_group = choice.reshape(tokens * groups, experts // groups)
+    best = np.take_along_axis(by_group, _largest((by_group, np.ones_like(by_group, bool)), 2), 1)
+    sums = best.sum(axis=1, dtype=np.float32).reshape(tokens, groups)
+    allowed = np.zeros((tokens, groups), bool)
+    np.put_along_axis(allowed, _largest((sums, ~allowed), config.topk_groups), True, 1)
+    return choice, np.repeat(allowed, experts // groups, axis=1)
+
+
+def _largest(eligible: tuple[np.ndarray, np.ndarray], count: int) -> np.ndarray:
+    """Columns of each row's largest, in descending order; of equals the first; NaN after all numbers."""
+    values, allowed = eligible
+    nan = np.isnan(values)
+    descending = -np.where(nan, 0, values)
+    columns = np.broadcast_to(np.arange(values.shape[1]), values.shape)
+    return np.lexsort((columns, descending, nan, ~allowed), axis=1)[:, :count]

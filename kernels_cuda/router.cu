@@ -1,0 +1,324 @@
+// The router's choice: scores, top-k with and without groups, weights, losses, and the backward of all of it.
+//
+// A warp has a token, PER_LANE experts a lane (expert i is lane i % 32's), all in registers: one read of the
+// logits. The k largest are found by k maxima over the warp of keys that sort as the numbers do. Exponentials
+// are expf, at most 2 units in the last place off; the reference's are float64 rounded once.
+#ifndef PER_LANE
+#define PER_LANE 4  // E <= 32 * PER_LANE
+#endif
+#include "common.cuh"
+
+#define ALL 0xffffffffu
+#define EPSILON 1e-20f  // DeepSeek-V3's, beside the sum of a token's weights
+#define WARPS 8         // of a block, where there are losses
+
+template <class T>
+__device__ __forceinline__ T warp_sum(T v) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(ALL, v, step);
+  return v;
+}
+
+// Keys sort as the numbers do: 0 is no number, 1 NaN.
+__device__ __forceinline__ u32 key_of(float x) {
+  if (x != x) return 1u;
+  const u32 u = __float_as_uint(x + 0.f);  // -0 as 0
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+__device__ __forceinline__ float number_of(u32 key) {
+  if (key < 2u) return __uint_as_float(0x7fc00000u);
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// The expert of the largest key of a warp, of equals the first, and its key; its key is 0 from then on.
+struct Largest {
+  u32 key;
+  int expert;
+};
+__device__ __forceinline__ Largest take_largest(u32 (&keys)[PER_LANE], u32 first, u32 end) {
+  const u32 lane = threadIdx.x % 32;
+  u32 best = 0;
+  int slot = 0;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    const u32 expert = 32 * i + lane;
+    if (expert >= first && expert < end && keys[i] > best) best = keys[i], slot = i;
+  }
+  const u32 top = __reduce_max_sync(ALL, best);
+  const u32 expert = __reduce_min_sync(ALL, best == top ? 32u * slot + lane : ALL);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i)
+    if (expert == 32 * i + lane) keys[i] = 0;
+  return {top, (int)expert};
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+  const float e = expf(-fabsf(x));
+  return (x < 0.f ? e : 1.f) / (1.f + e);
+}
+
+// A token's logits and the softmax of them.
+struct Token {
+  float logits[PER_LANE], top, sum;
+  __device__ __forceinline__ void read(const float* row, int experts) {
+    const int lane = threadIdx.x % 32;
+    top = __uint_as_float(0xff800000u);  // -infinity
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      logits[i] = 32 * i + lane < experts ? row[32 * i + lane] : __uint_as_float(0xff800000u);
+      top = fmaxf(top, logits[i]);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) sum += 32 * i + lane < experts ? expf(logits[i] - top) : 0.f;
+    sum = warp_sum(sum);
+  }
+  __device__ __forceinline__ float softmax(float logit) const { return expf(logit - top) / sum; }
+  __device__ __forceinline__ float score(float logit, bool by_sigmoid) const {
+    return by_sigmoid ? sigmoid(logit) : softmax(logit);
+  }
+  __device__ __forceinline__ float log_sum_exp() const { return top + logf(sum); }
+};
+
+// ids, probs [tokens, topk] of logits [tokens, experts]; of each block of `length` tokens, a sequence (y),
+// and where `partial_scores` is given, its blocks' (x) sums [experts] of scores that sum to 1, counts
+// [experts] of choices, and sum of squared log-sum-exps. Bytes: the logits once, ids and probs. Launch: a
+// warp a token, or WARPS warps a block in turns.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    route_tokens(const float* logits, const float* bias, i64 length, i64 experts, i64 topk, i64 by_sigmoid,
+                 i64 groups, i64 topk_groups, i64 renormalize, float factor, int* ids, float* probs,
+                 float* partial_scores, int* partial_counts, float* partial_z) {
+  pdl_wait();
+  pdl_launch_dependents();
+  DYNAMIC_SHARED(memory);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int group_size = (int)(experts / groups);
+  const bool by_scores = bias || groups > 1;
+  float shares[PER_LANE], squares = 0.f;
+  int counts[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) shares[i] = 0.f, counts[i] = 0;
+  for (i64 t = (i64)blockIdx.x * warps + warp; t < length; t += (i64)gridDim.x * warps) {
+    const i64 token = blockIdx.y * length + t;
+    const float* row = logits + token * experts;
+    Token x;
+    x.read(row, (int)experts);
+    u32 keys[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int expert = 32 * i + lane;
+      float choice = x.logits[i];
+      if (by_scores) {
+        choice = x.score(choice, by_sigmoid);
+        if (bias && expert < experts) choice += bias[expert];
+      }
+      keys[i] = expert < experts ? key_of(choice) : 0u;
+    }
+    if (groups > 1) {
+      u32 key_of_group = 0;  // lane g has group g's
+      u32 copies[PER_LANE];
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) copies[i] = keys[i];
+      for (int g = 0; g < groups; ++g) {
+        const u32 first = g * group_size, end = first + group_size;
+        float sum = number_of(take_largest(copies, first, end).key);
+        if (group_size > 1) sum += number_of(take_largest(copies, first, end).key);
+        if (lane == g) key_of_group = key_of(sum);
+      }
+      u32 allowed = 0;
+      for (int r = 0; r < topk_groups; ++r) {
+        const u32 top = __reduce_max_sync(ALL, key_of_group);
+        const u32 group = __reduce_min_sync(ALL, key_of_group == top ? (u32)lane : ALL);
+        if (lane == group) key_of_group = 0;
+        allowed |= 1u << group;
+      }
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i)
+        if (32 * i + lane < experts && !(allowed >> (32 * i + lane) / group_size & 1u)) keys[i] = 0;
+    }
+    int mine = 0;  // lane r has choice r
+    for (int r = 0; r < topk; ++r) {
+      const int expert = take_largest(keys, 0, (u32)experts).expert;
+      if (lane == r) mine = expert;
+      if (partial_scores) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) counts[i] += expert == 32 * i + lane;
+      }
+    }
+    const float score = lane < topk ? x.score(row[mine], by_sigmoid) : 0.f;
+    float prob = score;
+    if (renormalize) prob /= warp_sum(score) + EPSILON;
+    if (lane < topk) {
+      ids[token * topk + lane] = mine;
+      probs[token * topk + lane] = prob * factor;
+    }
+    if (partial_scores) {
+      float scores[PER_LANE], total = 0.f;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        scores[i] = 32 * i + lane < experts ? x.score(x.logits[i], by_sigmoid) : 0.f;
+        total += scores[i];
+      }
+      total = by_sigmoid ? warp_sum(total) : 1.f;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) shares[i] += scores[i] / total;
+      const float z = x.log_sum_exp();
+      squares += z * z;
+    }
+  }
+  if (!partial_scores) return;
+  // the warps' sums, in their order
+  float* shared_shares = (float*)memory;
+  int* shared_counts = (int*)memory + warps * (int)experts;
+  float* shared_squares = (float*)memory + 2 * warps * (int)experts;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i)
+    if (32 * i + lane < experts) {
+      shared_shares[warp * (int)experts + 32 * i + lane] = shares[i];
+      shared_counts[warp * (int)experts + 32 * i + lane] = counts[i];
+    }
+  if (lane == 0) shared_squares[warp] = squares;
+  __syncthreads();
+  const i64 block = (i64)blockIdx.y * gridDim.x + blockIdx.x;
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    float share = 0.f;
+    int count = 0;
+    for (int w = 0; w < warps; ++w) {
+      share += shared_shares[w * (int)experts + e];
+      count += shared_counts[w * (int)experts + e];
+    }
+    partial_scores[block * experts + e] = share;
+    partial_counts[block * experts + e] = count;
+  }
+  if (threadIdx.x == 0) {
+    float all = 0.f;
+    for (int w = 0; w < warps; ++w) all += shared_squares[w];
+    partial_z[block] = all;
+  }
+}
+
+// Of each sequence (y) and 32 experts (x): how many tokens chose them, tokens_per_expert [sequences,
+// experts], and the sum over the experts of that times their scores' sums, partial_losses [sequences,
+// gridDim.x]. Launch: 8 warps a block, each with every eighth of the sequence's blocks of route_tokens.
+extern "C" __global__ void route_losses(const float* partial_scores, const int* partial_counts, i64 blocks,
+                                        i64 experts, int* tokens_per_expert, double* partial_losses) {
+  pdl_wait();
+  pdl_launch_dependents();
+  __shared__ double shared_shares[8][32];
+  __shared__ int shared_counts[8][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const i64 expert = 32 * blockIdx.x + lane, sequence = blockIdx.y;
+  double share = 0.0;
+  int count = 0;
+  if (expert < experts)
+    for (i64 b = warp; b < blocks; b += 8) {
+      share += (double)partial_scores[(sequence * blocks + b) * experts + expert];
+      count += partial_counts[(sequence * blocks + b) * experts + expert];
+    }
+  shared_shares[warp][lane] = share;
+  shared_counts[warp][lane] = count;
+  __syncthreads();
+  if (warp != 0) return;
+  for (int w = 1; w < 8; ++w) share += shared_shares[w][lane], count += shared_counts[w][lane];
+  if (expert < experts) tokens_per_expert[sequence * experts + expert] = count;
+  const double loss = warp_sum(share * count);
+  if (lane == 0) partial_losses[sequence * gridDim.x + blockIdx.x] = loss;
+}
+
+// The losses: sums in a fixed order, by one block of 256 threads.
+extern "C" __global__ void route_total(const double* partial_losses, i64 losses, const float* partial_z,
+                                       i64 blocks, float aux_coefficient, float z_coefficient,
+                                       float* aux_loss, float* z_loss) {
+  pdl_wait();
+  __shared__ double shared[256];
+  double aux = 0.0, z = 0.0;
+  for (i64 i = threadIdx.x; i < losses; i += 256) aux += partial_losses[i];
+  for (i64 i = threadIdx.x; i < blocks; i += 256) z += (double)partial_z[i];
+  aux = block_reduce(aux, shared, [](double a, double b) { return a + b; });
+  z = block_reduce(z, shared, [](double a, double b) { return a + b; });
+  if (threadIdx.x == 0) *aux_loss = (float)(aux * aux_coefficient), *z_loss = (float)(z * z_coefficient);
+}
+
+// grad_logits [tokens, experts] float32 or, `split`, [tokens, 3 * experts] bfloat16: the rounding of each, of
+// what that leaves and of what is left then. aux_coefficient, z_coefficient: what the losses' gradients are
+// multiplied by for each token and choice.
+// Bytes: the logits once, the gradient once. Launch: a warp a token.
+extern "C" __global__ void __launch_bounds__(128)
+    route_backward_tokens(const float* grad_probs, const float* logits, const int* ids, i64 tokens,
+                          i64 length, i64 experts, i64 topk, i64 by_sigmoid, i64 renormalize, float factor,
+                          const int* tokens_per_expert, const float* grad_aux, float aux_coefficient,
+                          const float* grad_z, float z_coefficient, i64 split, void* out) {
+  pdl_wait();
+  pdl_launch_dependents();
+  const int lane = threadIdx.x % 32;
+  const i64 token = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  if (token >= tokens) return;
+  const float* row = logits + token * experts;
+  Token x;
+  x.read(row, (int)experts);
+  // of the chosen scores; lane r has choice r
+  const int expert = lane < topk ? ids[token * topk + lane] : -1;
+  const bool there = expert >= 0 && expert < experts;
+  const float chosen = there ? x.score(row[expert], by_sigmoid) : 0.f;
+  float of_chosen = there ? grad_probs[token * topk + lane] * factor : 0.f;
+  if (renormalize) {
+    const float total = warp_sum(chosen) + EPSILON;
+    of_chosen = (of_chosen - warp_sum(of_chosen * (chosen / total))) / total;
+    if (!there) of_chosen = 0.f;
+  }
+  float scores[PER_LANE], of_scores[PER_LANE], total = 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    scores[i] = 32 * i + lane < experts ? x.score(x.logits[i], by_sigmoid) : 0.f;
+    of_scores[i] = 0.f;
+    total += scores[i];
+  }
+  if (grad_aux) {
+    const float by = *grad_aux * aux_coefficient;
+    const int* counts = tokens_per_expert + token / length * experts;
+    float mean = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      if (32 * i + lane < experts) of_scores[i] = by * (float)counts[32 * i + lane];
+      mean += of_scores[i] * scores[i];
+    }
+    if (by_sigmoid) {  // the loss is of scores divided by their sum
+      total = warp_sum(total);
+      mean = warp_sum(mean) / total;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) of_scores[i] = (of_scores[i] - mean) / total;
+    }
+  }
+  for (int r = 0; r < topk; ++r) {
+    const int at = __shfl_sync(ALL, expert, r);
+    const float grad = __shfl_sync(ALL, of_chosen, r);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (at == 32 * i + lane) of_scores[i] += grad;
+  }
+  float mean = 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) mean += of_scores[i] * scores[i];
+  mean = warp_sum(mean);
+  const float by_z = grad_z ? *grad_z * z_coefficient * x.log_sum_exp() : 0.f;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    if (32 * i + lane >= experts) continue;
+    float grad =
+        by_sigmoid ? of_scores[i] * scores[i] * (1.f - scores[i]) : scores[i] * (of_scores[i] - mean);
+    if (grad_z) grad += by_z * x.softmax(x.logits[i]);
+    if (!split) {
+      ((float*)out)[token * experts + 32 * i + lane] = grad;
+      continue;
+    }
+    u16* to = (u16*)out + token * 3 * experts + 32 * i + lane;
+#pragma unroll
+    for (int part = 0; part < 3; ++part, to += experts) {
+      const u16 rounded = float_to_bf16(grad);
+      *to = rounded;
+      grad -= bf16_to_float(rounded);
+    }
+  }
+}

@@ -1,0 +1,139 @@
+"""Launchers of router.cu: the same names and signatures as `fp8moe.reference.router`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp8moe.kernels_cuda.configuration import Configuration
+from fp8moe.kernels_cuda.launch import launch, multiprocessors, scratch, threads
+
+PER_LANE = (1, 4, 8, 32)  # experts of a lane that there are variants for
+WARPS = 8  # as in router.cu
+
+
+def tokens_configuration(tokens: int) -> Configuration:
+    """Of route_tokens without losses and of route_backward_tokens: a warp a token."""
+    return Configuration(threads(tokens, 4), 4 * 32)
+
+
+def losses_configuration(length: int, sequences: int, experts: int, multiprocessors: int) -> Configuration:
+    """Of route_tokens with losses: of each sequence's blocks every warp has several tokens, so that there are
+    fewer partial sums; about three blocks a multiprocessor, and no more than there are tokens for."""
+    blocks = max(1, min(threads(length, WARPS), 3 * multiprocessors // sequences))
+    return Configuration((blocks, sequences), 32 * WARPS, 8 * WARPS * experts + 4 * WARPS)
+
+
+def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
+    tokens, experts = logits.shape
+    sequences = 1 if out.aux_loss is None else out.tokens_per_expert.shape[0]
+    length = tokens // sequences
+    partial: tuple[Any, ...] = (None, None, None)
+    if out.aux_loss is None:
+        configuration = tokens_configuration(tokens)
+    else:
+        configuration = losses_configuration(length, sequences, experts, multiprocessors())
+        blocks = configuration.blocks[0]  # type: ignore[index]
+        shape = (sequences * blocks, experts)
+        partial = scratch(shape, np.float32), scratch(shape, np.int32), scratch(shape[:1], np.float32)
+    launch(
+        "router",
+        "route_tokens",
+        *configuration.grid,
+        logits,
+        expert_bias,
+        length,
+        experts,
+        config.topk,
+        config.score_function == "sigmoid",
+        config.num_groups,
+        config.topk_groups,
+        config.renormalize,
+        config.scaling_factor,
+        out.topk_ids,
+        out.topk_probs,
+        *partial,
+        shared=configuration.shared,
+        defines=_variant(experts),
+    )
+    if out.aux_loss is None:
+        return
+    columns = threads(experts, 32)
+    losses = scratch((sequences, columns), np.float64)
+    launch(
+        "router",
+        "route_losses",
+        (columns, sequences),
+        8 * 32,
+        *partial[:2],
+        blocks,
+        experts,
+        out.tokens_per_expert,
+        losses,
+        defines=_variant(experts),
+    )
+    launch(
+        "router",
+        "route_total",
+        1,
+        256,
+        losses,
+        sequences * columns,
+        partial[2],
+        sequences * blocks,
+        aux_coefficient(tokens, sequences, experts, config.topk),
+        1 / max(tokens, 1),
+        out.aux_loss,
+        out.z_loss,
+        defines=_variant(experts),
+    )
+
+
+def route_backward(
+    grad_probs: Any,
+    logits: Any,
+    topk_ids: Any,
+    tokens_per_expert: Any,
+    grad_aux_loss: Any,
+    grad_z_loss: Any,
+    *,
+    config: Any,
+    split: bool,
+    out: Any,
+) -> None:
+    tokens, experts = logits.shape
+    sequences = 1 if tokens_per_expert is None else tokens_per_expert.shape[0]
+    launch(
+        "router",
+        "route_backward_tokens",
+        *tokens_configuration(tokens).grid,
+        grad_probs,
+        logits,
+        topk_ids,
+        tokens,
+        tokens // sequences,
+        experts,
+        config.topk,
+        config.score_function == "sigmoid",
+        config.renormalize,
+        config.scaling_factor,
+        tokens_per_expert,
+        grad_aux_loss,
+        aux_coefficient(tokens, sequences, experts, config.topk),
+        grad_z_loss,
+        2 / max(tokens, 1),
+        split,
+        out,
+        defines=_variant(experts),
+    )
+
+
+def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:
+    """What the sum over sequences and experts of count * share is multiplied by."""
+    length = max(tokens // sequences, 1)
+    return experts / (topk * length * length * sequences)
+
+
+def _variant(experts: int) -> tuple[str, ...]:
+    return (f"PER_LANE={next(n for n in PER_LANE if experts <= 32 * n)}",)

@@ -1,0 +1,130 @@
+"""What the router chooses and weights by torch in float64, and a check of a backend against the reference."""
+
+import numpy as np
+import torch
+from cases import same_bits
+
+import fp8moe
+from fp8moe import RouterConfig
+from fp8moe.reference import router as reference
+
+DEEPSEEK = RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)
+CONFIGS = [
+    RouterConfig(2),
+    RouterConfig(8, renormalize=False),
+    RouterConfig(1, "sigmoid", renormalize=False),
+    RouterConfig(3, "softmax", num_groups=4, topk_groups=2, scaling_factor=1.5),
+    DEEPSEEK,
+]
+UNIT = 2.0**-24  # the largest relative error of a rounding to float32
+
+
+def random_logits(rng, tokens, experts, biased):
+    logits = rng.standard_normal((tokens, experts)).astype(np.float32) * 2
+    bias = (rng.standard_normal(experts) * 0.1).astype(np.float32) if biased else None
+    return logits, bias
+
+
+def scores_of(logits, config):
+    return torch.sigmoid(logits) if config.score_function == "sigmoid" else torch.softmax(logits, dim=-1)
+
+
+def choice_of(logits, config, bias):
+    """What torch chooses by in float64, with minus infinity for experts of other groups."""
+    choice = scores_of(logits, config)
+    choice = choice if bias is None else choice + bias
+    groups = choice.unflatten(1, (config.num_groups, -1))
+    sums = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    allowed = torch.zeros_like(sums).scatter(1, sums.topk(config.topk_groups, dim=-1).indices, 1.0)
+    return groups.masked_fill(allowed[..., None] == 0, -torch.inf).flatten(1)
+
+
+def weights_of(logits, ids, config):
+    chosen = scores_of(logits, config).gather(1, ids)
+    return config.scaling_factor * (chosen / chosen.sum(1, keepdim=True) if config.renormalize else chosen)
+
+
+def losses_of(logits, ids, config, sequences):
+    """(aux_loss, z_loss), by one-hot masks."""
+    tokens, experts = logits.shape
+    shares = scores_of(logits, config)
+    shares = shares / shares.sum(1, keepdim=True)
+    mask = torch.nn.functional.one_hot(ids, experts).sum(1).double()
+    length = tokens // sequences
+    fraction = mask.unflatten(0, (sequences, length)).mean(1) * experts / config.topk
+    aux = (fraction * shares.unflatten(0, (sequences, length)).mean(1)).sum(1).mean()
+    return aux, torch.logsumexp(logits, dim=-1).square().mean()
+
+
+def router_agrees(rng, both, tokens, experts, config, biased, sequences):
+    """The CUDA backend's choice, weights, losses and gradient within the bounds of float32 arithmetic."""
+    logits, bias = random_logits(rng, tokens, experts, biased)
+    options = {"expert_bias": bias, "num_sequences": sequences}
+    ours, theirs = both(lambda x, **o: fp8moe.route(x, config, **o), logits, **options)
+    spread = np.ptp(logits, axis=1).max(initial=0)
+    # expf is within 2 units, its argument is rounded; a sum of a lane's experts and of 32 lanes; a quotient.
+    # Twice that for scores divided by their sum (8 and 32 terms more at most), and the last product.
+    score_units = 2 * (2 + spread) + experts / 32 + 5 + 3
+    bound = (2 * score_units + 5 + 3) * UNIT
+    if biased or config.num_groups > 1:  # of values up to 2 that are rounded differently
+        x = torch.tensor(logits).double()
+        choice = choice_of(x, config, None if bias is None else torch.tensor(bias).double())
+        chosen = choice.gather(1, torch.tensor(theirs.topk_ids).long())
+        wanted = choice.topk(config.topk, dim=-1).values
+        torch.testing.assert_close(chosen, wanted, rtol=0, atol=2 * bound)
+        same = (ours.topk_ids == theirs.topk_ids).all(axis=1)
+        assert same.mean() > 0.9
+    else:
+        assert same_bits(ours.topk_ids, theirs.topk_ids)
+        same = np.ones(tokens, bool)
+    np.testing.assert_allclose(theirs.topk_probs[same], ours.topk_probs[same], rtol=bound)
+    losses = {}
+    if sequences is not None:
+        if same.all():
+            assert same_bits(ours.tokens_per_expert, theirs.tokens_per_expert)
+            # besides: a warp's sum of its tokens, 8 warps', 2 more roundings
+            more = (tokens / sequences + 8 + 2) * UNIT
+            np.testing.assert_allclose(theirs.aux_loss, ours.aux_loss, rtol=bound + more)
+            np.testing.assert_allclose(theirs.z_loss, ours.z_loss, rtol=bound + more)
+        losses = {"tokens_per_expert": ours.tokens_per_expert}
+        losses["grad_aux_loss"] = rng.standard_normal(1).astype(np.float32)
+        losses["grad_z_loss"] = rng.standard_normal(1).astype(np.float32)
+    grads = rng.standard_normal(ours.topk_probs.shape).astype(np.float32)
+    arguments = grads, logits, ours.topk_ids
+    ours, theirs = both(
+        lambda g, x, i, **o: fp8moe.route_backward(g, x, i, config, **o), *arguments, **losses
+    )
+    # terms by their magnitudes: what is subtracted from each other is as large as the largest of them
+    scores = reference._scores(logits, config.score_function)
+    chosen = np.take_along_axis(scores, arguments[2].astype(np.int64), 1)
+    sizes = np.abs(grads) * config.scaling_factor
+    if config.renormalize:
+        total = chosen.sum(axis=1, keepdims=True)
+        sizes = (sizes + (sizes * chosen / total).sum(axis=1, keepdims=True)) / total
+    of_scores = np.zeros_like(scores)
+    np.put_along_axis(of_scores, arguments[2].astype(np.int64), sizes, 1)
+    size = scores * (of_scores + (of_scores * scores).sum(axis=1, keepdims=True))
+    if losses:
+        coefficient = reference.aux_coefficient(tokens, sequences, experts, config.topk)
+        coefficient *= abs(losses["grad_aux_loss"][0])
+        counts = np.repeat(losses["tokens_per_expert"], tokens // sequences, axis=0) * coefficient
+        shares = reference._shares(scores)
+        size = size + shares * (counts + (counts * shares).sum(axis=1, keepdims=True))
+        z = np.abs(reference._log_sum_exp(logits))[:, None] * reference._scores(logits, "softmax")
+        size = size + z * abs(losses["grad_z_loss"][0]) * 2 / max(tokens, 1)
+    assert (np.abs(theirs - ours) <= 4 * bound * size + 1e-38).all()
+    split, parts = both(
+        lambda g, *a, **o: fp8moe.route_backward(g, *a, config, split=True, **o), *arguments, **losses
+    )
+    assert parts.dtype == split.dtype
+    parts = parts.astype(np.float64).reshape(tokens, 3, experts).sum(axis=1)
+    np.testing.assert_allclose(parts, theirs.astype(np.float64), rtol=0, atol=2.0**-133)
+
+
+SIZES = [
+    (21, 5, RouterConfig(2)),
+    (9, 64, DEEPSEEK),
+    (6, 200, RouterConfig(10, "sigmoid")),
+    (5, 1000, RouterConfig(32)),
+]
+SIZES += [(33, 96, CONFIGS[3]), (7, 128, CONFIGS[1])]

@@ -1,0 +1,237 @@
+"""The router: its choice against torch's chain in float64 and the published models' own code, its gradient
+against autograd's, and the CUDA backend against the reference."""
+
+import cuda_on_cpu
+import numpy as np
+import pytest
+import torch
+from cases import generator, poisoned, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from router_checks import (
+    CONFIGS,
+    DEEPSEEK,
+    SIZES,
+    UNIT,
+    choice_of,
+    losses_of,
+    random_logits,
+    router_agrees,
+    weights_of,
+)
+
+import fp8moe
+from fp8moe import RouterConfig
+from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_router import Router
+from fp8moe.reference import router as reference
+
+RNG = generator()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_choice_is_that_of_torch_in_float64(config, biased):
+    logits, bias = random_logits(RNG, 40, 64, biased)
+    found = fp8moe.route(logits, config, expert_bias=bias)
+    logits, bias = torch.tensor(logits).double(), None if bias is None else torch.tensor(bias).double()
+    choice, ids = choice_of(logits, config, bias), torch.tensor(found.topk_ids).long()
+    assert all(len(set(row)) == config.topk for row in found.topk_ids.tolist())
+    # a score, a bias and their sum are rounded before they are compared: at most 2 units of values below 2
+    ours = choice.gather(1, ids)
+    torch.testing.assert_close(ours, choice.topk(config.topk, dim=-1).values, rtol=0, atol=4 * UNIT)
+    wanted = weights_of(logits, ids, config).numpy()
+    np.testing.assert_allclose(found.topk_probs, wanted, rtol=UNIT + 1e-12, atol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_losses_and_all_gradients_are_autograds(config, sequences):
+    logits, bias = random_logits(RNG, 40, 64, True)
+    found = fp8moe.route(logits, config, expert_bias=bias, num_sequences=sequences)
+    x = torch.tensor(logits).double().requires_grad_()
+    ids = torch.tensor(found.topk_ids).long()
+    aux, z = losses_of(x, ids, config, sequences)
+    for ours, wanted in ((found.aux_loss, aux), (found.z_loss, z)):
+        np.testing.assert_allclose(ours, [wanted.item()], rtol=UNIT + 1e-12)
+    mask = torch.nn.functional.one_hot(ids, 64).sum(1).unflatten(0, (sequences, -1)).sum(1)
+    assert (found.tokens_per_expert == mask.numpy()).all()
+    grads = RNG.standard_normal(found.topk_probs.shape).astype(np.float32)
+    of_losses = RNG.standard_normal((2, 1)).astype(np.float32)
+    total = (weights_of(x, ids, config) * torch.tensor(grads).double()).sum()
+    total = total + aux * float(of_losses[0, 0]) + z * float(of_losses[1, 0])
+    (wanted,) = torch.autograd.grad(total, x)
+    losses = {"tokens_per_expert": found.tokens_per_expert}
+    losses |= {"grad_aux_loss": of_losses[0], "grad_z_loss": of_losses[1]}
+    ours = fp8moe.route_backward(grads, logits, found.topk_ids, config, **losses)
+    # float64 throughout, rounded once; 1e-12 is 4000 units of float64's rounding of terms up to 1
+    np.testing.assert_allclose(ours, wanted.numpy(), rtol=UNIT, atol=1e-12)
+    split = fp8moe.route_backward(grads, logits, found.topk_ids, config, split=True, **losses)
+    parts = split.astype(np.float64).reshape(40, 3, 64).sum(axis=1)
+    # 8 bits a part: exact but where the third part is subnormal
+    np.testing.assert_allclose(parts, ours.astype(np.float64), rtol=0, atol=2.0**-133)
+
+
+def test_deepseek_v3_is_transformers_own():
+    """By the model's code, whose scores are float32."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    from transformers import DeepseekV3Config
+
+    settings = DeepseekV3Config(hidden_size=64, n_routed_experts=64, n_group=8, topk_group=4)
+    settings.num_experts_per_tok, settings.routed_scaling_factor, settings.norm_topk_prob = 8, 2.5, True
+    router = modeling.DeepseekV3TopkRouter(settings)
+    logits, bias = random_logits(RNG, 50, 64, True)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(64))  # so that its logits are its rows
+        router.e_score_correction_bias.copy_(torch.tensor(bias))
+        _, weights, ids = router(torch.tensor(logits))
+    found = fp8moe.route(logits, DEEPSEEK, expert_bias=bias)
+    order, theirs = np.argsort(found.topk_ids, axis=1), np.argsort(ids.numpy(), axis=1)
+    assert (np.take_along_axis(found.topk_ids, order, 1) == np.take_along_axis(ids.numpy(), theirs, 1)).all()
+    # of theirs: a sigmoid within 2 units, a sum of 8, a quotient and a product, each rounded
+    ours, wanted = (
+        np.take_along_axis(w, o, 1) for w, o in ((found.topk_probs, order), (weights.numpy(), theirs))
+    )
+    np.testing.assert_allclose(ours, wanted, rtol=(4 + 7 + 2) * UNIT)
+
+
+def test_losses_are_mixtrals_and_megatrons():
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits, _ = random_logits(RNG, 64, 16, False)
+    found = fp8moe.route(logits, RouterConfig(4), num_sequences=1)
+    x = torch.tensor(logits)
+    wanted = mixtral.load_balancing_loss_func((x,), 16, 4)
+    # theirs: means of 64 rounded values, 64 products summed, in float32
+    bound = (64 + 64 + 4) * UNIT
+    np.testing.assert_allclose(4 * found.aux_loss, wanted.numpy(), rtol=bound)
+    counts = torch.tensor(found.tokens_per_expert[0])
+    wanted = utils.switch_load_balancing_loss_func(torch.softmax(x, -1), counts, 64, 4, 16, 1.0)
+    np.testing.assert_allclose(found.aux_loss, wanted.numpy(), rtol=bound)
+    np.testing.assert_allclose(found.z_loss, utils.z_loss_func(x, 1.0).numpy(), rtol=bound)
+
+
+def test_equal_scores_go_to_the_lower_expert_and_nan_is_chosen_last():
+    logits = np.zeros((3, 6), np.float32)
+    logits[1] = [-0.0, 0.0, 1.0, -np.inf, 0.0, -0.0]
+    logits[2, :5] = np.nan
+    found = fp8moe.route(logits, RouterConfig(4))
+    assert found.topk_ids[:2].tolist() == [[0, 1, 2, 3], [2, 0, 1, 4]]
+    assert found.topk_ids[2, 0] == 5
+    assert found.topk_ids[2, 1:].tolist() == [0, 1, 2]
+    assert np.isnan(found.topk_probs[2]).all()
+    assert not np.isnan(found.topk_probs[:2]).any()
+
+
+def test_saturated_scores_are_chosen_by_their_logits():
+    logits = np.array([[90.0, 95.0, 91.0, 0.0], [-200.0, -150.0, -170.0, 60.0]], np.float32)
+    for function in ("softmax", "sigmoid"):
+        found = fp8moe.route(logits, RouterConfig(3, function))
+        assert found.topk_ids.tolist() == [[1, 2, 0], [3, 1, 2]]
+
+
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@pytest.mark.parametrize(("tokens", "experts", "config"), SIZES, ids=str)
+@pytest.mark.parametrize(("biased", "sequences"), [(False, None), (True, 1), (False, 3)])
+def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences):
+    pytest.importorskip("cupy")
+    tokens = tokens - tokens % (sequences or 1)
+    router_agrees(RNG, cuda_on_cpu.both, tokens, experts, config, biased, sequences)
+
+
+def test_the_kernels_write_every_element_of_poisoned_outputs():
+    logits, _ = random_logits(RNG, 8, 16, False)
+    out = fp8moe.Routed(
+        poisoned((8, 2), np.int32), poisoned((8, 2), np.float32), *(poisoned((1,), np.float32) for _ in "ab"),
+        poisoned((2, 16), np.int32),
+    )  # fmt: skip
+    reference.route(logits, None, config=RouterConfig(2), out=out)
+    again = fp8moe.route(logits, RouterConfig(2), num_sequences=2)
+    assert all(same_bits(getattr(out, name), getattr(again, name)) for name in vars(out))
+
+
+def test_no_tokens():
+    found = fp8moe.route(np.zeros((0, 4), np.float32), RouterConfig(2), num_sequences=1)
+    assert found.topk_ids.shape == (0, 2)
+    assert [found.aux_loss.item(), found.z_loss.item(), found.tokens_per_expert.sum()] == [0, 0, 0]
+
+
+@given(st.integers(1, 32), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_ids_are_distinct_experts_whatever_the_logits_are(topk, experts, seed):
+    rng = np.random.default_rng(seed)
+    special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38, 1e-45, 1.0], np.float32)
+    logits = rng.choice(special, (5, max(topk, experts)))
+    with np.errstate(all="ignore"):
+        ids = fp8moe.route(logits, RouterConfig(topk, rng.choice(["softmax", "sigmoid"]))).topk_ids
+    assert ids.min() >= 0
+    assert ids.max() < logits.shape[1]
+    assert all(len(set(row)) == topk for row in ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": np.zeros((2, 8))}, TypeError, "logits: got dtype float64; wanted float32"),
+        ({"logits": np.zeros((2, 1025), np.float32)}, ValueError, "logits: got 1025 experts"),
+        ({"config": RouterConfig(9)}, ValueError, "topk: got 9; wanted at most 8"),
+        ({"config": RouterConfig(2, num_groups=3)}, ValueError, "num_groups: got 3 for 8 experts"),
+        ({"config": RouterConfig(5, num_groups=4, topk_groups=2)}, ValueError, "at most 4, the experts of 2"),
+        ({"config": 2}, TypeError, "config: got int"),
+        ({"expert_bias": np.zeros(7, np.float32)}, ValueError, "expert_bias: got shape"),
+        ({"num_sequences": 3}, ValueError, "num_sequences: got 3 for 2 tokens"),
+    ],
+)  # fmt: skip
+def test_validation_errors(change, error, message):
+    arguments = {"logits": np.zeros((2, 8), np.float32), "config": RouterConfig(2), **change}
+    with pytest.raises(error, match=message):
+        fp8moe.route(**arguments)
+
+
+def test_a_configuration_refuses_what_is_none():
+    for options in ({"topk": 0}, {"topk": 33}, {"topk": 2, "num_groups": 2, "topk_groups": 3}):
+        with pytest.raises(ValueError, match="got"):
+            RouterConfig(**options)
+    with pytest.raises(ValueError, match="score_function: got 'relu'"):
+        RouterConfig(2, "relu")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_torch_function_has_the_librarys_gradients(compiled):
+    logits, bias = random_logits(RNG, 12, 16, True)
+    config = RouterConfig(4, "sigmoid", num_groups=4, topk_groups=2)
+    x = torch.tensor(logits).requires_grad_()
+
+    def loss(x, bias):
+        found = torch_ops.route(x, config, expert_bias=bias, num_sequences=2)
+        weights = torch.arange(48.0).reshape(12, 4)
+        return (found.topk_probs * weights).sum() + 3 * found.aux_loss.sum() + 5 * found.z_loss.sum()
+
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    run(x, torch.tensor(bias)).backward()
+    found = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
+    wanted = fp8moe.route_backward(
+        np.arange(48, dtype=np.float32).reshape(12, 4),
+        logits,
+        found.topk_ids,
+        config,
+        tokens_per_expert=found.tokens_per_expert,
+        grad_aux_loss=np.full(1, 3, np.float32),
+        grad_z_loss=np.full(1, 5, np.float32),
+    )
+    assert same_bits(x.grad.numpy(), wanted)
+
+
+def test_a_router_module_balances_by_its_bias():
+    """With the update of arXiv 2408.15664 the most chosen expert is chosen less."""
+    torch.manual_seed(0)
+    router, x = Router(32, 8, RouterConfig(2, "sigmoid"), expert_bias=True), torch.randn(256, 32) + 0.5
+    assert [n for n, _ in router.named_buffers()] == ["expert_bias"]
+    spreads = []
+    for _ in range(40):
+        *_, counts = router(x, num_sequences=1)
+        spreads.append(counts.max().item())
+        router.expert_bias += 0.02 * torch.sign(counts[0].float().mean() - counts[0])
+    assert min(spreads[-5:]) < 0.75 * spreads[0]
+    before = router.expert_bias.clone()
+    assert torch.equal(router.bfloat16().expert_bias, before)
+    assert router.weight.dtype == torch.bfloat16
