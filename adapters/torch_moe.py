@@ -183,7 +183,7 @@ class FP8FlowMoE(nn.Module):
             )
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
-            topk_ids, topk_probs = self.route(tokens)
+            tokens, topk_ids, topk_probs = self._require_router()(tokens, pass_rows=True)
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
         # not as a view: an in-place operation on one would take hooks off that fully_shard puts on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
@@ -191,12 +191,15 @@ class FP8FlowMoE(nn.Module):
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too. Raises
         ValueError in a layer without a router."""
+        ids, probs = self._require_router()(tokens)
+        return ids, probs
+
+    def _require_router(self) -> Router:
         if self.router is None:
             raise ValueError(
                 "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
             )
-        ids, probs = self.router(tokens)
-        return ids, probs
+        return self.router
 
     def quantize_weights(self) -> None:
         """Make FP8 copies of the weights now and keep them.

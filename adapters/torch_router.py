@@ -65,11 +65,16 @@ class Router(nn.Module):
             self.expert_bias = before.to(after.device)  # steps of 1e-3 are lost in bfloat16
         return self
 
-    def forward(self, x: Tensor, num_sequences: int | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, num_sequences: int | None = None, *, pass_rows: bool = False
+    ) -> tuple[Tensor, ...]:
         """(ids [T, k] int32, probabilities [T, k] float32), and with ``num_sequences`` also aux_loss [1],
         z_loss [1] and tokens_per_expert [S, E], as `fp8moe.Routed` has them. In float32, under autocast, too.
+
+        pass_rows: return x, too, before them, for the experts: the product that makes the router's gradient
+            of x then adds it to theirs, in one pass over both (of 8192 x 4096 rows: 15 us for 48).
         """
-        return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences)
+        return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences, pass_rows)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, {self.config}"
@@ -119,17 +124,21 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     return logits if len(of_w) == 1 else logits.view(len(x), -1, len(w)).sum(dim=1)
 
 
-def _product_backward(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dw) for the gradient of the logits as three parts side by side, [T, 3 E] bfloat16."""
+def _product_backward(
+    grad: Tensor, x: Tensor, w: Tensor, added_to: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw) for the gradient of the logits as three parts side by side, [T, 3 E] bfloat16; added_to:
+    another gradient of x, which dx is the sum with."""
     experts = len(w)
     of_w = parts(w)
     if len(of_w) == 1:
-        dx = grad @ w.repeat(3, 1)
+        pair = grad, w.repeat(3, 1)
     else:
         # the products of parts that count: two parts' 2^-8 each time one goes further
         pairs = [(i, j) for i in range(3) for j in range(3 - i)]
         of_grad = grad.view(len(grad), 3, experts)
-        dx = torch.cat([of_grad[:, i] for i, _ in pairs], dim=1) @ torch.cat([of_w[j] for _, j in pairs])
+        pair = torch.cat([of_grad[:, i] for i, _ in pairs], dim=1), torch.cat([of_w[j] for _, j in pairs])
+    dx = torch.mm(*pair) if added_to is None else torch.addmm(added_to, *pair)
     dw = torch.mm(grad.t(), x, out_dtype=torch.float32)
     return dx, dw.view(3, experts, -1).sum(dim=0).to(w.dtype)
 
@@ -211,20 +220,24 @@ class _Route(torch.autograd.Function):
 
 
 class _RouteRows(torch.autograd.Function):
-    """Product and choice in one, so that the gradient of the logits comes as three parts at once."""
+    """Product and choice in one, so that the gradient of the logits comes as three parts at once; after the
+    rows themselves, where these are passed on."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, w: Any, bias: Any, config: Any, num_sequences: Any) -> Any:
+    def forward(ctx: Any, x: Any, w: Any, bias: Any, config: Any, num_sequences: Any, pass_rows: bool) -> Any:
+        ctx.pass_rows = pass_rows
         with torch.autocast(x.device.type, enabled=False):
-            return _forward(ctx, _product(x, w), bias, config, num_sequences, x, w)
+            results = _forward(ctx, _product(x, w), bias, config, num_sequences, x, w)
+        return (x.view_as(x), *results) if pass_rows else results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, ids, x, w, *counts = ctx.saved_tensors
+        of_rows, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
         grad = _gradient(ctx, (logits, ids, *counts), grads, True)
         with torch.autocast(x.device.type, enabled=False):
-            return *_product_backward(grad, x, w), None, None, None
+            return *_product_backward(grad, x, w, of_rows), None, None, None, None
 
 
 _route_with_grad = differentiable(_Route)
@@ -232,9 +245,15 @@ _route_rows_with_grad = differentiable(_RouteRows)
 
 
 def _route_rows(
-    x: Tensor, w: Tensor, bias: Tensor | None, config: RouterConfig, num_sequences: int | None
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    config: RouterConfig,
+    num_sequences: int | None,
+    pass_rows: bool,
 ) -> tuple[Tensor, ...]:
     scalars = _scalars_of(config)
     if _on_tensor_cores(x, w):
-        return tuple(_route_rows_with_grad(x, w, bias, scalars, num_sequences))
-    return tuple(_route_with_grad(router_logits(x, w), bias, scalars, num_sequences))
+        return tuple(_route_rows_with_grad(x, w, bias, scalars, num_sequences, pass_rows))
+    results = _route_with_grad(router_logits(x, w), bias, scalars, num_sequences)
+    return (x, *results) if pass_rows else tuple(results)

@@ -31,35 +31,87 @@ __device__ __forceinline__ float number_of(u32 key) {
 }
 
 // The expert of the largest key of a warp, of equals the first, and its key; its key is 0 from then on.
+// RANGE: of experts first to end - 1 only.
 struct Largest {
-  u32 key;
-  int expert;
+  u32 key, expert;
 };
+template <bool RANGE>
 __device__ __forceinline__ Largest take_largest(u32 (&keys)[PER_LANE], u32 first, u32 end) {
   const u32 lane = threadIdx.x % 32;
-  u32 best = 0;
-  int slot = 0;
+  u32 best = 0, slot = 0;
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
+  for (u32 i = 0; i < PER_LANE; ++i) {
     const u32 expert = 32 * i + lane;
-    if (expert >= first && expert < end && keys[i] > best) best = keys[i], slot = i;
+    if ((!RANGE || (expert >= first && expert < end)) && keys[i] > best) best = keys[i], slot = i;
   }
   const u32 top = __reduce_max_sync(ALL, best);
-  const u32 expert = __reduce_min_sync(ALL, best == top ? 32u * slot + lane : ALL);
+  const u32 expert = __reduce_min_sync(ALL, best == top ? 32 * slot + lane : ALL);
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i)
+  for (u32 i = 0; i < PER_LANE; ++i)
     if (expert == 32 * i + lane) keys[i] = 0;
-  return {top, (int)expert};
+  return {top, expert};
+}
+
+// The same by the largest of each lane, which few experts are sorted for: half the instructions of a look at
+// all of them for each choice.
+#define SORTED (PER_LANE <= 4)
+__device__ __forceinline__ void sort_lane(u32 (&keys)[PER_LANE], u32 (&experts)[PER_LANE]) {
+#pragma unroll
+  for (int end = PER_LANE - 1; end > 0; --end)
+#pragma unroll
+    for (int i = 0; i < end; ++i) {
+      const bool swap = keys[i] < keys[i + 1];  // of equals the lower expert stays in front
+      const u32 key = keys[i], expert = experts[i];
+      keys[i] = swap ? keys[i + 1] : key, experts[i] = swap ? experts[i + 1] : expert;
+      keys[i + 1] = swap ? key : keys[i + 1], experts[i + 1] = swap ? expert : experts[i + 1];
+    }
+}
+__device__ __forceinline__ u32 take_sorted(u32 (&keys)[PER_LANE], u32 (&experts)[PER_LANE]) {
+  const u32 top = __reduce_max_sync(ALL, keys[0]);
+  const u32 expert = __reduce_min_sync(ALL, keys[0] == top ? experts[0] : ALL);
+  if (experts[0] == expert) {
+#pragma unroll
+    for (int i = 0; i + 1 < PER_LANE; ++i) keys[i] = keys[i + 1], experts[i] = experts[i + 1];
+    keys[PER_LANE - 1] = 0;
+  }
+  return expert;
+}
+
+// The sum of the two best of each group: lane g gets group g's key.
+__device__ __forceinline__ u32 key_of_groups(const u32 (&keys)[PER_LANE], int groups, int group_size) {
+  u32 mine = 0;
+  if (group_size == 32) {  // a group is what the lanes have in one place (DeepSeek-V3's)
+    const u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (int g = 0; g < PER_LANE; ++g) {
+      const u32 top = __reduce_max_sync(ALL, keys[g]);
+      const u32 first = __reduce_min_sync(ALL, keys[g] == top ? lane : ALL);
+      const u32 second = __reduce_max_sync(ALL, lane == first ? 0u : keys[g]);
+      if (lane == g) mine = key_of(number_of(top) + number_of(second));
+    }
+    return mine;
+  }
+  u32 copies[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) copies[i] = keys[i];
+#pragma unroll 1
+  for (int g = 0; g < groups; ++g) {
+    const u32 first = g * group_size, end = first + group_size;
+    float sum = number_of(take_largest<true>(copies, first, end).key);
+    if (group_size > 1) sum += number_of(take_largest<true>(copies, first, end).key);
+    if (threadIdx.x % 32 == g) mine = key_of(sum);
+  }
+  return mine;
 }
 
 __device__ __forceinline__ float sigmoid(float x) {
   const float e = expf(-fabsf(x));
-  return (x < 0.f ? e : 1.f) / (1.f + e);
+  return (x < 0.f ? e : 1.f) * reciprocal_approx(1.f + e);
 }
 
 // A token's logits and the softmax of them.
 struct Token {
-  float logits[PER_LANE], top, sum;
+  float logits[PER_LANE], top, sum, inverse;
   __device__ __forceinline__ void read(const float* row, int experts) {
     const int lane = threadIdx.x % 32;
     top = __uint_as_float(0xff800000u);  // -infinity
@@ -74,8 +126,9 @@ struct Token {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) sum += 32 * i + lane < experts ? expf(logits[i] - top) : 0.f;
     sum = warp_sum(sum);
+    inverse = 1.f / sum;
   }
-  __device__ __forceinline__ float softmax(float logit) const { return expf(logit - top) / sum; }
+  __device__ __forceinline__ float softmax(float logit) const { return expf(logit - top) * inverse; }
   __device__ __forceinline__ float score(float logit, bool by_sigmoid) const {
     return by_sigmoid ? sigmoid(logit) : softmax(logit);
   }
@@ -117,16 +170,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       keys[i] = expert < experts ? key_of(choice) : 0u;
     }
     if (groups > 1) {
-      u32 key_of_group = 0;  // lane g has group g's
-      u32 copies[PER_LANE];
-#pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) copies[i] = keys[i];
-      for (int g = 0; g < groups; ++g) {
-        const u32 first = g * group_size, end = first + group_size;
-        float sum = number_of(take_largest(copies, first, end).key);
-        if (group_size > 1) sum += number_of(take_largest(copies, first, end).key);
-        if (lane == g) key_of_group = key_of(sum);
-      }
+      u32 key_of_group = key_of_groups(keys, (int)groups, group_size);
       u32 allowed = 0;
       for (int r = 0; r < topk_groups; ++r) {
         const u32 top = __reduce_max_sync(ALL, key_of_group);
@@ -138,9 +182,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       for (int i = 0; i < PER_LANE; ++i)
         if (32 * i + lane < experts && !(allowed >> (32 * i + lane) / group_size & 1u)) keys[i] = 0;
     }
-    int mine = 0;  // lane r has choice r
+    u32 mine = 0;  // lane r has choice r
+#if SORTED
+    u32 experts_of[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) experts_of[i] = 32 * i + lane;
+    sort_lane(keys, experts_of);
+#endif
+#pragma unroll 1
     for (int r = 0; r < topk; ++r) {
-      const int expert = take_largest(keys, 0, (u32)experts).expert;
+#if SORTED
+      const u32 expert = take_sorted(keys, experts_of);
+#else
+      const u32 expert = take_largest<false>(keys, 0, 0).expert;
+#endif
       if (lane == r) mine = expert;
       if (partial_scores) {
 #pragma unroll
@@ -151,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     float prob = score;
     if (renormalize) prob /= warp_sum(score) + EPSILON;
     if (lane < topk) {
-      ids[token * topk + lane] = mine;
+      ids[token * topk + lane] = (int)mine;
       probs[token * topk + lane] = prob * factor;
     }
     if (partial_scores) {

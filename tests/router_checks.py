@@ -62,9 +62,10 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
     options = {"expert_bias": bias, "num_sequences": sequences}
     ours, theirs = both(lambda x, **o: fp8moe.route(x, config, **o), logits, **options)
     spread = np.ptp(logits, axis=1).max(initial=0)
-    # expf is within 2 units, its argument is rounded; a sum of a lane's experts and of 32 lanes; a quotient.
+    # expf is within 2 units, its argument is rounded; a sum of a lane's experts and of 32 lanes; a reciprocal
+    # (approximate: 2 units) and a product.
     # Twice that for scores divided by their sum (8 and 32 terms more at most), and the last product.
-    score_units = 2 * (2 + spread) + experts / 32 + 5 + 3
+    score_units = 2 * (2 + spread) + experts / 32 + 5 + 5
     bound = (2 * score_units + 5 + 3) * UNIT
     if biased or config.num_groups > 1:  # of values up to 2 that are rounded differently
         x = torch.tensor(logits).double()

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fp8moe
-from fp8moe import Activation
+from fp8moe import Activation, RouterConfig
 from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import parts, router_logits
+from fp8moe.adapters.torch_router import Router, parts, router_logits
 from fp8moe.records import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -286,3 +286,27 @@ def test_without_a_router():
         bare(x)
     bare.reset_parameters()
     assert torch.equal(copy.deepcopy(bare)(x, ids, probs), bare(x, ids, probs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_the_router_passes_on_get_both_gradients(dtype):
+    """The sum of the router's and the experts' gradients of x is rounded once in place of twice."""
+    router = Router(256, 16, RouterConfig(4), device="cuda", dtype=dtype)
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    grad, of_probs = torch.randn_like(x), torch.randn(300, 4, device="cuda")
+
+    def gradients(pass_rows):
+        rows = x.clone().requires_grad_()
+        router.zero_grad()
+        passed, probs = router(rows, pass_rows=True)[::2] if pass_rows else (rows, router(rows)[1])
+        torch.autograd.backward([passed, probs], [grad, of_probs])
+        return rows.grad, router.weight.grad.clone()
+
+    (apart, dw), (together, same_dw) = gradients(False), gradients(True)
+    assert torch.equal(dw, same_dw)
+    # apart the router's part is rounded, and in both the sum, each by at most 2^-9 of itself
+    part, apart = (apart.float() - grad.float()).abs(), apart.float()
+    assert (
+        (apart - together.float()).abs() <= 2.0**-8 * (part + apart.abs()) + 2.0**-8 * grad.float().abs()
+    ).all()
