@@ -53,7 +53,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         *((*c, f"BARE={bare}") for c in _CONVERSIONS if "MX=0" in c for bare in (1, 0)),
         *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GEGLU", "GEGLU_TANH")),
     ],
-    "router": [(f"PER_LANE={n}",) for n in (4, 1, 8, 32)],
+    "router": [(f"PER_LANE={n}", f"LOSSES={losses}") for n in (4, 1, 8, 32) for losses in (0, 1)],
     "transpose": [(*formats, f"TILE_TARGET={tile}") for formats in _FORMATS for tile in (0, 1)],
 }
 

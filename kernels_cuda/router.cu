@@ -5,6 +5,7 @@
 // are expf, at most 2 units in the last place off; the reference's are float64 rounded once.
 #ifndef PER_LANE
 #define PER_LANE 4  // E <= 32 * PER_LANE
+#define LOSSES 0    // whether route_tokens makes partial sums for the losses
 #endif
 #include "common.cuh"
 
@@ -197,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       const u32 expert = take_largest<false>(keys, 0, 0).expert;
 #endif
       if (lane == r) mine = expert;
-      if (partial_scores) {
+      if (LOSSES) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) counts[i] += expert == 32 * i + lane;
       }
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       ids[token * topk + lane] = (int)mine;
       probs[token * topk + lane] = prob * factor;
     }
-    if (partial_scores) {
+    if (LOSSES) {
       float scores[PER_LANE], total = 0.f;
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i) {
@@ -223,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       squares += z * z;
     }
   }
-  if (!partial_scores) return;
+  if (!LOSSES) return;
   // the warps' sums, in their order
   float* shared_shares = (float*)memory;
   int* shared_counts = (int*)memory + warps * (int)experts;

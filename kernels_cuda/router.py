@@ -55,7 +55,7 @@ def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
         out.topk_probs,
         *partial,
         shared=configuration.shared,
-        defines=_variant(experts),
+        defines=_variant(experts, out.aux_loss is not None),
     )
     if out.aux_loss is None:
         return
@@ -71,7 +71,7 @@ def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
         experts,
         out.tokens_per_expert,
         losses,
-        defines=_variant(experts),
+        defines=_variant(experts, True),
     )
     launch(
         "router",
@@ -86,7 +86,7 @@ def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:
         1 / max(tokens, 1),
         out.aux_loss,
         out.z_loss,
-        defines=_variant(experts),
+        defines=_variant(experts, True),
     )
 
 
@@ -125,7 +125,7 @@ def route_backward(
         2 / max(tokens, 1),
         split,
         out,
-        defines=_variant(experts),
+        defines=_variant(experts, False),
     )
 
 
@@ -135,5 +135,5 @@ def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> flo
     return experts / (topk * length * length * sequences)
 
 
-def _variant(experts: int) -> tuple[str, ...]:
-    return (f"PER_LANE={next(n for n in PER_LANE if experts <= 32 * n)}",)
+def _variant(experts: int, losses: bool) -> tuple[str, ...]:
+    return f"PER_LANE={next(n for n in PER_LANE if experts <= 32 * n)}", f"LOSSES={int(losses)}"

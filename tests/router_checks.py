@@ -29,6 +29,9 @@ def scores_of(logits, config):
     return torch.sigmoid(logits) if config.score_function == "sigmoid" else torch.softmax(logits, dim=-1)
 
 
+LARGE = [(4096, 256, DEEPSEEK), (5000, 128, CONFIGS[1]), (16_384, 128, RouterConfig(8))]
+
+
 def choice_of(logits, config, bias):
     """What torch chooses by in float64, with minus infinity for experts of other groups."""
     choice = scores_of(logits, config)
