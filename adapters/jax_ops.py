@@ -37,6 +37,7 @@ from fp8moe.dispatch import map_raw
 from fp8moe.formats import BFLOAT16
 from fp8moe.interop import capsule
 from fp8moe.moe import Saved
+from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
     ArraySpec,
     MoEGrads,
@@ -46,9 +47,6 @@ from fp8moe.records import (
     QuantTensor,
     SortedChunks,
     SwigluGrad,
-    arrays_in,
-    field_names,
-    is_metadata,
 )
 from fp8moe.workspace import Layout
 

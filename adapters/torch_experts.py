@@ -27,7 +27,8 @@ from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
-from fp8moe.records import ArraySpec, arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.records import ArraySpec
 
 #: of FP8 weights: codes and scales of both orientations
 FP8_BLOCK = (128, 128)

@@ -19,7 +19,8 @@ from torch import Tensor
 from fp8moe import PermutationPlan, QuantTensor, RouterConfig, workspace
 from fp8moe.activation import Activation
 from fp8moe.interop import dtype_named
-from fp8moe.records import SYMBOLIC_TYPES, ArraySpec
+from fp8moe.record_trees import SYMBOLIC_TYPES
+from fp8moe.records import ArraySpec
 
 SYMBOLIC_TYPES.add(torch.SymInt)
 

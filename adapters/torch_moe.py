@@ -22,7 +22,7 @@ from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.moe import RECIPES
-from fp8moe.records import arrays_in
+from fp8moe.record_trees import arrays_in
 
 
 class FP8FlowMoE(nn.Module):

@@ -30,7 +30,7 @@ from fp8moe.adapters.torch_library import (
 )
 from fp8moe.formats import COLUMN_BLOCK
 from fp8moe.plan import places, plan_spec, static_bound
-from fp8moe.records import arrays_in
+from fp8moe.record_trees import arrays_in
 from fp8moe.transpose import transposed_block
 
 # ---------------------------------------------------------------- the public functions

@@ -20,7 +20,8 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_library import plan_arguments
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
-LAUNCHERS = ("go", "go_tiled", "fill")  # of kernels_cuda/launch.py: after them comes the driver
+# of kernels_cuda/launch.py: after them comes the driver
+LAUNCHERS = ("launch_packed", "launch_with_tensor_maps", "fill")
 
 
 class Counter:

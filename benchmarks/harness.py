@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.info import command, commit, versions
-from fp8moe.records import arrays_in
+from fp8moe.record_trees import arrays_in
 
 CACHE_BYTES = 50_000_000
 MAX_SETS = 8

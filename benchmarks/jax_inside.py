@@ -23,7 +23,7 @@ from fp8moe.adapters import jax_ops
 from fp8moe.benchmarks import permute, plan, swiglu, transpose
 from fp8moe.benchmarks.harness import Case, Cuda, append, host
 from fp8moe.info import commit, versions
-from fp8moe.records import arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
 
 SETS, OPERATIONS, CALLS = 4, 16, 3
 SMALL = (256, 8, 512, 2, 16)

@@ -18,15 +18,8 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16, BLOCKS, Block, is_columnwise, scale_shape
-from fp8moe.records import (
-    SYMBOLIC_TYPES,
-    DeviceArray,
-    PermutationPlan,
-    QuantTensor,
-    arrays_in,
-    is_metadata,
-    map_arrays,
-)
+from fp8moe.record_trees import SYMBOLIC_TYPES, arrays_in, is_metadata, map_arrays
+from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)

@@ -24,18 +24,8 @@ from fp8moe import checks, counters, interop
 from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.interop import NUMPY, Device, Framework, RawArray, describe_device, load_module, require_cupy
 from fp8moe.launch_plan import PLANS_KEPT, LaunchPlan, Log, NotPlannable
-from fp8moe.records import (
-    METADATA_TYPES,
-    ArraySpec,
-    DeviceArray,
-    PermutationPlan,
-    Quantized,
-    QuantTensor,
-    Record,
-    field_names,
-    is_metadata,
-    map_arrays,
-)
+from fp8moe.record_trees import METADATA_TYPES, field_names, is_metadata, map_arrays
+from fp8moe.records import ArraySpec, DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 
 NOWHERE = -1  # the device of arrays that are shapes only: nothing is computed there
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
@@ -482,9 +472,9 @@ def launching_on(device: int, stream: int, scratch: Any, log: Log | None = None)
 
 def order(before: int, after: int, device: int) -> None:
     """Have one stream of a device wait for what is on another one now; the host waits for nothing."""
-    load_module("fp8moe.kernels_cuda.launch").order(before, after, device)
+    load_module("fp8moe.kernels_cuda.driver").order(before, after, device)
 
 
 def while_capturing() -> Any:
     """A context in which kernels may be loaded and memory allocated whatever stream is captured."""
-    return load_module("fp8moe.kernels_cuda.launch").while_capturing()
+    return load_module("fp8moe.kernels_cuda.driver").while_capturing()

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from fp8moe import counters
 from fp8moe.interop import Framework, load_module
-from fp8moe.records import ArraySpec, DeviceArray, Record, field_names, is_metadata
+from fp8moe.record_trees import field_names, is_metadata
+from fp8moe.records import ArraySpec, DeviceArray, Record
 
 #: descriptors' addresses: nobody's memory, a different one for each buffer, of the alignment that it has
 FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42

@@ -21,7 +21,8 @@ from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from fp8moe.plan import plan_topk, static_bound
 from fp8moe.quantize import dequantize, quantize, times_overwritten
-from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor, Record, nbytes
+from fp8moe.record_trees import nbytes
+from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor, Record
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import permute_transpose, scaling_aware_transpose
 

@@ -19,7 +19,7 @@ import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Counts, Pending
 from fp8moe.formats import FLOAT8_DTYPES
-from fp8moe.records import map_arrays
+from fp8moe.record_trees import map_arrays
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 300, 256, 128, 5, 3
 

@@ -20,7 +20,8 @@ from fp8moe import checks, counters
 from fp8moe.dispatch import NOWHERE, Call, DryRun, launching_on, running, while_capturing
 from fp8moe.interop import NUMPY, load_module, require_cupy
 from fp8moe.launch_plan import Launch, Log, NotPlannable
-from fp8moe.records import ArraySpec, DeviceArray, arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.records import ArraySpec, DeviceArray
 
 ALIGNMENT = 256  # bytes, of a temporary in the workspace: as cudaMalloc's
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp8moe.kernels_cuda.launch import conversion, fill_bytes, launch, scratch, threads
+from fp8moe.kernels_cuda.encodings import conversion
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import by_warps, quantize, rows_are_whole
 from fp8moe.records import QuantTensor
 

@@ -11,14 +11,8 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.launch import (
-    FORMATS,
-    KINDS,
-    current_architecture,
-    launch,
-    multiprocessors,
-    threads,
-)
+from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
+from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, threads
 from fp8moe.records import QuantTensor
 
 # As in wgmma_pipeline.cuh.

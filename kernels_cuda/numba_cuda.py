@@ -33,6 +33,7 @@ except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep i
         "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
     ) from error
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
+driver: Any = None if SIMULATED else importlib.import_module("fp8moe.kernels_cuda.driver")
 launch: Any = None if SIMULATED else importlib.import_module("fp8moe.kernels_cuda.launch")
 BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread of each
 types: Any = importlib.import_module("numba.core.types")
@@ -89,9 +90,9 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
     loaded = _loaded.get((kernel, arguments[0].dtype, device))
     if loaded is None:
         kinds = tuple(a.dtype.name if isinstance(a, DeviceArray) else _kind(a) for a in arguments)
-        code = cubin(kernel, kinds, launch.architecture(device))
+        code = cubin(kernel, kinds, driver.architecture(device))
         loaded = _loaded[kernel, arguments[0].dtype, device] = launch.Kernel(code, kernel.__name__)
-    launch.start(loaded, blocks, BLOCK, shared_bytes, arguments)
+    launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, arguments)
 
 
 # By kernel, dtype of the first argument, and device: all other pointers are int32.

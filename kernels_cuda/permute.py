@@ -10,7 +10,8 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.launch import KINDS, fill_bytes, launch, rows_of, scratch, shared_limit, threads
+from fp8moe.kernels_cuda.encodings import KINDS, rows_of
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, shared_limit, threads
 from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
 # Tuned on an H200; kernels_cuda/README.md has the figures.

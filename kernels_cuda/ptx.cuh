@@ -53,7 +53,7 @@ __device__ __forceinline__ u32 of_lane_near(u32 v) {
 }
 
 // What every kernel begins with: its blocks may start when those of the launch in front of it end (launch.py:
-// start), and wait here until all launches before it are done, and what they wrote can be read.
+// launch_loaded), and wait here until all launches before it are done, and what they wrote can be read.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

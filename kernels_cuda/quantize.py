@@ -8,17 +8,8 @@ import numpy as np
 
 from fp8moe.formats import ceil_div, is_columnwise, is_mx
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.launch import (
-    FORMATS,
-    KINDS,
-    conversion,
-    fill_bytes,
-    launch,
-    multiprocessors,
-    scratch,
-    shared_limit,
-    threads,
-)
+from fp8moe.kernels_cuda.encodings import FORMATS, KINDS, conversion
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, shared_limit, threads
 from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths

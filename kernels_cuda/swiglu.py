@@ -9,7 +9,8 @@ import numpy as np
 
 from fp8moe.activation import Activation
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.launch import KIND_NAMES, KINDS, conversion, launch, scratch, threads
+from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS, conversion
+from fp8moe.kernels_cuda.launch import launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     TILE,
     experts_of,

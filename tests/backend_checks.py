@@ -19,7 +19,7 @@ from oracles import at_boundaries, blocks_of, transposed
 
 import fp8moe
 from fp8moe import QuantTensor, expert_parallel
-from fp8moe.records import arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
 
 
 def messages(both, rng, rows, columns, k, dtype):

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from fp8moe import Activation, QuantTensor
-from fp8moe.records import arrays_in, pack_plan
+from fp8moe.record_trees import arrays_in
+from fp8moe.records import pack_plan
 
 #: of the run: pytest prints it first, and the environment variable gives the same random values again
 SEED = int(os.environ.get("FP8MOE_TEST_SEED") or secrets.randbits(32))

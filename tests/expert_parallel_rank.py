@@ -29,7 +29,7 @@ from fp8moe.adapters import torch_sharding
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
-from fp8moe.records import map_arrays
+from fp8moe.record_trees import map_arrays
 
 CASE, RANK, WORLD, FILE, DEVICE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 H, F, E = 512, 128, 2 * WORLD  # H: quantised straight into messages from 512 on

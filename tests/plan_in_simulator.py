@@ -6,7 +6,8 @@ import numpy as np
 from cases import generator, mask_of, poisoned
 
 from fp8moe.plan import plan_spec
-from fp8moe.records import ArraySpec, arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.records import ArraySpec
 
 assert importlib.import_module("fp8moe.kernels_cuda.numba_cuda").SIMULATED
 kernels = importlib.import_module("fp8moe.kernels_cuda.plan")

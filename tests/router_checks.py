@@ -16,6 +16,15 @@ CONFIGS = [
     RouterConfig(3, "softmax", num_groups=4, topk_groups=2, scaling_factor=1.5),
     DEEPSEEK,
 ]
+SIZES = [
+    (21, 5, RouterConfig(2)),
+    (9, 64, DEEPSEEK),
+    (6, 200, RouterConfig(10, "sigmoid")),
+    (5, 1000, RouterConfig(32)),
+    (33, 96, CONFIGS[3]),
+    (7, 128, CONFIGS[1]),
+]
+LARGE = [(4096, 256, DEEPSEEK), (5000, 128, CONFIGS[1]), (16_384, 128, RouterConfig(8))]
 UNIT = 2.0**-24  # the largest relative error of a rounding to float32
 
 
@@ -27,9 +36,6 @@ def random_logits(rng, tokens, experts, biased):
 
 def scores_of(logits, config):
     return torch.sigmoid(logits) if config.score_function == "sigmoid" else torch.softmax(logits, dim=-1)
-
-
-LARGE = [(4096, 256, DEEPSEEK), (5000, 128, CONFIGS[1]), (16_384, 128, RouterConfig(8))]
 
 
 def choice_of(logits, config, bias):
@@ -123,12 +129,3 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
     assert parts.dtype == split.dtype
     parts = parts.astype(np.float64).reshape(tokens, 3, experts).sum(axis=1)
     np.testing.assert_allclose(parts, theirs.astype(np.float64), rtol=0, atol=2.0**-133)
-
-
-SIZES = [
-    (21, 5, RouterConfig(2)),
-    (9, 64, DEEPSEEK),
-    (6, 200, RouterConfig(10, "sigmoid")),
-    (5, 1000, RouterConfig(32)),
-]
-SIZES += [(33, 96, CONFIGS[3]), (7, 128, CONFIGS[1])]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8moe
-from fp8moe.records import arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
 
 RNG = generator()
 IDS = np.array([[0, 1], [1, 2], [0, 2]], np.int32)

@@ -62,7 +62,7 @@ def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
 
     def broken(self, room, name, *args, out, **options):
         if name == verb:
-            for array in fp8moe.records.arrays_in(out):
+            for array in fp8moe.record_trees.arrays_in(out):
                 array.reshape(-1).view("uint8")[:] = 0x11
         else:
             run(self, room, name, *args, out=out, **options)

@@ -43,7 +43,8 @@ from oracles import exact
 
 import fp8moe
 from fp8moe import Activation
-from fp8moe.records import DeviceArray, QuantTensor, arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.records import DeviceArray, QuantTensor
 
 pytestmark = pytest.mark.gpu
 KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
@@ -901,13 +902,13 @@ def test_a_cupy_graph_keeps_its_scratch():
     assert_same(wanted.data, download(captured.data))
     assert all(bool((o == 7).all()) for o in others)
 
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda import driver
 
     def capture():
         with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             run()
-            return stream.end_capture(), len(launch._KEPT)
+            return stream.end_capture(), driver.count_kept_by_graphs()
 
     first, kept = capture()
     second, kept_by_both = capture()
@@ -923,7 +924,7 @@ def test_launches_wait_for_each_other(monkeypatch, captured):
     write over was just read; in front of them is a kernel, a copy on this stream, or one on another."""
     import cupy
 
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda import driver
 
     monkeypatch.undo()  # filling outputs would part the launches
     rng = np.random.default_rng(15)
@@ -947,7 +948,7 @@ def test_launches_wait_for_each_other(monkeypatch, captured):
         )
 
     with monkeypatch.context() as context:
-        context.setattr(launch, "_has_early", lambda device: False)
+        context.setattr(driver, "has_dependent_launch", lambda device: False)
         wanted = []
         for each in xs:
             x[...] = each

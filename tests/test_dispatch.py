@@ -292,12 +292,12 @@ def test_parts_of_records_are_not_written_to_either():
 @pytest.fixture
 def runtime(monkeypatch):
     """CUDA's runtime, as far as streams are concerned."""
-    launch = pytest.importorskip("fp8moe.kernels_cuda.launch")
+    driver = pytest.importorskip("fp8moe.kernels_cuda.driver")
 
     runtime = cuda_on_cpu.Runtime()
     runtime.pointerGetAttributes = lambda ptr: SimpleNamespace(type=2, device=0)
     runtime.CUDARuntimeError = RuntimeError
-    monkeypatch.setattr(launch, "runtime", runtime)
+    monkeypatch.setattr(driver, "runtime", runtime)
     cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(interop.dlpack, "require_cupy", lambda purpose: cupy)
     return runtime

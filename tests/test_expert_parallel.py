@@ -15,7 +15,7 @@ from cases import BF16, assert_same, generator, values
 import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Pending
-from fp8moe.records import arrays_in
+from fp8moe.record_trees import arrays_in
 
 torch = pytest.importorskip("torch")
 deep_ep = pytest.importorskip("fp8moe.adapters.deep_ep")

@@ -60,6 +60,13 @@ def test_the_kernels_see_only_the_records(path):
     assert all(below(n, *allowed) for n in ours), ours
 
 
+def test_launching_has_its_rooms():
+    """The driver knows no calls, encodings need no CUDA, and only launches know both."""
+    roots = {name: imports_of(ROOT / "kernels_cuda" / f"{name}.py") for name in ("driver", "encodings")}
+    assert not any(below(n, "fp8moe") for n in roots["driver"])
+    assert not any(below(n, "cupy", "fp8moe.kernels_cuda") for n in roots["encodings"])
+
+
 @pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/expert_parallel"), ids=lambda p: p.stem)
 def test_nothing_looks_up_to_the_adapters(path):
     if path.stem in ("__main__", "info"):
@@ -148,7 +155,7 @@ def test_every_adapter_is_reported():
 
 
 def test_every_kernel_begins_after_the_launch_in_front_of_it():
-    """What is launched may start early (launch.start), and would read what is not yet written."""
+    """What is launched may start early (launch.launch_loaded), and would read what is not yet written."""
     kernel = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\(.*\))*\s+(\w+)\([^{]*?\) \{\n(.*)')
     later = {  # the second of two launches: what they do first may begin beside the other
         "sort_chunks_rows": "  DYNAMIC_SHARED(shared);",

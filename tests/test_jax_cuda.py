@@ -30,7 +30,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, workspace
-from fp8moe.records import map_arrays
+from fp8moe.record_trees import map_arrays
 
 pytestmark = pytest.mark.gpu
 

@@ -31,7 +31,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation
-from fp8moe.records import map_arrays
+from fp8moe.record_trees import map_arrays
 
 
 def to_jax(value):

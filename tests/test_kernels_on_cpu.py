@@ -37,7 +37,7 @@ from cases import (
 import fp8moe
 from fp8moe import Activation, dispatch, expert_parallel
 from fp8moe.launch_plan import LaunchPlan
-from fp8moe.records import arrays_in
+from fp8moe.record_trees import arrays_in
 
 pytest.importorskip("cupy")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
@@ -292,8 +292,8 @@ def test_which_swiglu_goes_by_vectors(monkeypatch):
     from fp8moe.kernels_cuda import launch
 
     cuda_on_cpu.install(monkeypatch)
-    launched, kernel = [], launch._kernel
-    monkeypatch.setattr(launch, "_kernel", lambda *a: launched.append(a[1]) or kernel(*a))
+    launched, load = [], launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.append(a[1]) or load(*a))
     for dtype, width in ((BF16, 128), (np.float16, 256), (BF16, 120), (np.float32, 128)):
         h = cuda_on_cpu.upload(RNG.standard_normal((3, 2 * width)).astype(dtype))
         fp8moe.swiglu(h)
@@ -339,8 +339,8 @@ def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
         fp8moe.swiglu_quantize(h, columnwise=True),
     )
     cuda_on_cpu.install(monkeypatch, shared_limit=40 << 10)
-    launched, kernel = set(), launch._kernel
-    monkeypatch.setattr(launch, "_kernel", lambda *a: launched.add(a[1]) or kernel(*a))
+    launched, load = set(), launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.add(a[1]) or load(*a))
     h, q = cuda_on_cpu.upload(h), cuda_on_cpu.upload(q)
     theirs = (
         fp8moe.quantize(h, columnwise=True),

@@ -11,7 +11,8 @@ from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
 from fp8moe import dispatch, interop
-from fp8moe.records import DeviceArray, arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.records import DeviceArray
 
 RNG = generator()
 A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_size=4)

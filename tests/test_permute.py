@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import fp8moe
 from fp8moe.permute import permute_spec
-from fp8moe.records import ArraySpec, QuantTensor, map_arrays
+from fp8moe.record_trees import map_arrays
+from fp8moe.records import ArraySpec, QuantTensor
 
 reference = importlib.import_module("fp8moe.reference.permute")
 

@@ -12,7 +12,7 @@ from fp8moe import Activation, RouterConfig
 from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import Router, parts, router_logits
-from fp8moe.records import arrays_in
+from fp8moe.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8moe
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.records import Record, arrays_in
+from fp8moe.record_trees import arrays_in
+from fp8moe.records import Record
 
 HIDDEN, FFN, EXPERTS, TOPK = 256, 128, 4, 2
 RECIPES = ["bf16", "fp8_blockwise", "fp8_flow"]

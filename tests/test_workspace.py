@@ -7,7 +7,8 @@ from cases import BF16, assert_same, generator, values
 
 import fp8moe
 from fp8moe import interop
-from fp8moe.records import ArraySpec, arrays_in, map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
+from fp8moe.records import ArraySpec
 from fp8moe.workspace import Layout
 
 RNG = generator()

@@ -28,7 +28,8 @@ from fp8moe.interop.dlpack import EXCHANGED
 from fp8moe.interop.jax import Jax
 from fp8moe.interop.numba import Numba
 from fp8moe.interop.torch import StandsForOthers, Torch
-from fp8moe.records import DeviceArray, field_names
+from fp8moe.record_trees import field_names
+from fp8moe.records import DeviceArray
 
 __all__ = [
     "NUMPY",

@@ -34,7 +34,7 @@ class Cupy(Framework):
         raw = self.empty(spec, device)
         stream = sys.modules["cupy"].cuda.get_current_stream(device)
         if stream.is_capturing():
-            load_module("fp8moe.kernels_cuda.launch").kept_by_graph(stream.ptr, raw)
+            load_module("fp8moe.kernels_cuda.driver").kept_by_graph(stream.ptr, raw)
         return raw
 
     def stream(self, device: Device) -> int:

@@ -97,7 +97,7 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
             )
         if stream is not None and stream != 1:
             # 0: what this framework runs on
-            load_module("fp8moe.kernels_cuda.launch").order(stream, 0, device)
+            load_module("fp8moe.kernels_cuda.driver").order(stream, 0, device)
     return DeviceArray(ptr, shape, dtype, device, x)
 
 

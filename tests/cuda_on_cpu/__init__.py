@@ -20,7 +20,8 @@ import pytest
 
 from fp8moe import dispatch, interop
 from fp8moe.kernels_cuda import compiler
-from fp8moe.records import DeviceArray, map_arrays
+from fp8moe.record_trees import map_arrays
+from fp8moe.records import DeviceArray
 
 HERE = Path(__file__).parent
 SIGNATURE = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\([^{]*?\))*\s+(\w+)\(([^{]*?)\) \{')
@@ -111,7 +112,7 @@ def download(value):
 
 
 class Runtime:
-    """What launch.py asks of CuPy."""
+    """What driver.py and launch.py ask of CUDA's runtime."""
 
     memcpyHostToDevice = memcpyDeviceToHost = eventDisableTiming = 0
 
@@ -150,34 +151,34 @@ class Runtime:
 
 def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     """Until the test ends, `Array` is an array on a device whose kernels run here."""
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda import driver, launch
 
     def kernel(source, name, defines, device):
         defines = defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0]
         # blocks run one after the other: no clusters
-        found = library(source, (*defines, "CLUSTER=1"))
-        return Kernel(getattr(found, f"run_{name}"))
+        compiled = library(source, (*defines, "CLUSTER=1"))
+        return Kernel(getattr(compiled, f"run_{name}"))
 
-    def go(function, x, y, block, shared, values):
+    def launch_packed(function, x, y, block, shared, values):
         function(x, y, block, *map(argument, values))
 
-    def go_tiled(function, tiled, x, y, block, shared, values):
+    def launch_with_tensor_maps(function, tiled, x, y, block, shared, values):
         maps = [TensorMap(a, *of) for a, of in zip(values, tiled, strict=False)]
-        go(function, x, y, block, shared, [*maps, *values[len(maps) :]])
+        launch_packed(function, x, y, block, shared, [*maps, *values[len(maps) :]])
 
     family = Device()
     monkeypatch.setattr(dispatch, "_plans", {})
     others = interop.framework_of_type
     monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
-    monkeypatch.setattr(launch, "_kernel", kernel)
-    monkeypatch.setattr(launch, "go", go)
-    monkeypatch.setattr(launch, "go_tiled", go_tiled)
-    monkeypatch.setattr(launch, "while_capturing", contextlib.nullcontext)
-    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+    monkeypatch.setattr(launch, "load_kernel", kernel)
+    monkeypatch.setattr(launch, "launch_packed", launch_packed)
+    monkeypatch.setattr(launch, "launch_with_tensor_maps", launch_with_tensor_maps)
     runtime = Runtime()
-    monkeypatch.setattr(launch, "runtime", runtime)
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(launch, "_shared_limit", lambda device: shared_limit)
+    monkeypatch.setattr(driver, "runtime", runtime)
+    monkeypatch.setattr(driver, "while_capturing", contextlib.nullcontext)
+    monkeypatch.setattr(driver, "architecture", lambda device: architecture)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(driver, "shared_limit", lambda device: shared_limit)
     return runtime
 
 

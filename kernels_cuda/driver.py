@@ -1,0 +1,179 @@
+"""The CUDA driver, through CuPy and, for what CuPy has no name for, ctypes: properties of devices, launches,
+tensor maps, order between streams, capture, memory that belongs to a graph.
+
+Nothing here knows of a call, or of where this thread launches: that is `fp8moe.kernels_cuda.launch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any
+
+import cupy
+
+runtime = cupy.cuda.runtime
+
+# ---------------------------------------------------------------- devices
+
+
+@cache
+def architecture(device: int) -> str:
+    """sm_90a for compute capability 9.0: the "a" gives the instructions that only that chip has."""
+    capability = cupy.cuda.Device(device).compute_capability
+    return f"sm_{capability}" + ("a" if int(capability) >= 90 else "")
+
+
+@cache
+def has_dependent_launch(device: int) -> bool:
+    """Whether a launch may begin before the one in front of it is done (programmatic dependent launch)."""
+    return int(cupy.cuda.Device(device).compute_capability) >= 90
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@cache
+def shared_limit(device: int) -> int:
+    """Bytes of shared memory that a block can have: 227 KB on sm_90, 163 on sm_80, 99 on sm_89 and sm_120."""
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+# ---------------------------------------------------------------- kernels
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+#: CUlaunchConfig: grid and block in three dimensions each, shared memory; stream, attributes; how many
+LAUNCH_CONFIG = struct.Struct("7I4xQQI4x")
+#: CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, true
+DEPENDENT_LAUNCH = (6, 1)
+
+
+class LaunchBuffers:
+    """What cuLaunchKernelEx reads: of one thread, written anew for each launch."""
+
+    def __init__(self) -> None:
+        # its `extra`: a buffer of parameters and its size
+        buffer, size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
+        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
+        self.parameters = buffer, size, ctypes.addressof(self._extra)
+        # a CUlaunchConfig, and its one attribute
+        self._attribute = (ctypes.c_uint64 * 9)(*DEPENDENT_LAUNCH)
+        self.config = ctypes.create_string_buffer(LAUNCH_CONFIG.size), ctypes.addressof(self._attribute)
+
+
+@cache
+def launch_kernel() -> Any:
+    """cuLaunchKernelEx(config, kernel, parameters, extra)."""
+    function = _library().cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
+
+
+def allow_shared(kernel: int, nbytes: int) -> None:
+    """Let a kernel be launched with so much dynamic shared memory."""
+    cupy.cuda.driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, nbytes)
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
+    """The driver's description of codes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
+    (cuTensorMapEncodeTiled). It depends on nothing else; a new one takes the host 3 us."""
+    space = ctypes.create_string_buffer(128 + 64)
+    start = -(-ctypes.addressof(space) // 64) * 64
+    status = _library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start),
+        0,  # CU_TENSOR_MAP_DATA_TYPE_UINT8
+        2,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(columns),  # bytes from row to row
+        (ctypes.c_uint32 * 2)(128, box),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+        3,  # CU_TENSOR_MAP_SWIZZLE_128B
+        3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE: zeros
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled({address:#x}, {rows} x {columns}): error {status}")
+    return ctypes.string_at(start, 128)
+
+
+# ---------------------------------------------------------------- streams and graphs
+
+
+def order(before: int, after: int, device: int) -> None:
+    """What goes to the stream ``after`` from here on waits for what is on ``before``. A stream that is being
+    captured in a graph cannot wait for what is not in it: there the caller has to."""
+    try:
+        if runtime.streamIsCapturing(after):
+            return
+    except runtime.CUDARuntimeError:  # the default stream, while another one is captured
+        return
+    current = runtime.getDevice()
+    runtime.setDevice(device)
+    try:
+        event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+        runtime.eventRecord(event, before)
+        runtime.streamWaitEvent(after, event)
+        runtime.eventDestroy(event)  # which waits for nothing, and lives as long as it is waited for
+    finally:
+        runtime.setDevice(current)
+
+
+@contextmanager
+def while_capturing() -> Iterator[None]:
+    """Inside, this thread may load kernels and allocate although it captures a stream in a graph."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; what was in force comes back in it
+    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def kept_by_graph(stream: int, memory: Any) -> None:
+    """Hold memory until the graph that the stream is being captured in, and all that is made of it, is
+    destroyed: a replay writes to the memory again, and CuPy's pool, which knows of no graphs, would have
+    given it to somebody else. The next call after that releases it."""
+    status, graph, owner = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    # The driver calls this from a thread of its own, maybe as late as at the interpreter's end: no Python.
+    destroyed, destroy = ctypes.create_string_buffer(32), _libc().sem_post
+    _libc().sem_init(destroyed, 0, 0)
+    error = _library().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), None, None
+    )
+    # 1: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, and CU_GRAPH_USER_OBJECT_MOVE
+    error = error or _library().cuUserObjectCreate(ctypes.byref(owner), destroyed, destroy, 1, 1)
+    error = error or _library().cuGraphRetainUserObject(graph, owner, 1, 1)
+    if error:
+        raise RuntimeError(f"cuGraphRetainUserObject: error {error}")
+    with _kept_lock:
+        _kept[:] = [pair for pair in _kept if _libc().sem_trywait(pair[0])]
+        _kept.append((destroyed, memory))
+
+
+def count_kept_by_graphs() -> int:
+    """Pieces of memory that `kept_by_graph` holds."""
+    return len(_kept)
+
+
+_kept: list[tuple[Any, Any]] = []  # a semaphore that is posted when the graph is destroyed, and the memory
+_kept_lock = threading.Lock()
+
+
+@cache
+def _library() -> Any:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
