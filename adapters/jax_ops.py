@@ -1,27 +1,25 @@
 """The public operations for JAX, eagerly and inside ``jax.jit``, with gradients.
 
-Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one
-`jax.experimental.buffer_callback` an operation (`_traced`, the one place that would change with JAX): on CUDA
-its kernels run on XLA's stream, in XLA's memory, temporaries included. Shapes are static: a plan has its
-static bound, and nothing looks at values. An array to add to (``out``, ``dw13``, ``dw2``) is not changed, the
-result is: XLA gives it the same memory where nobody needs the old one. An FP8 tensor never crosses an
-autodiff border: `moe_ffn` holds the whole FP8 segment in one ``custom_vjp``, bfloat16 (or float32) at both
-edges.
+Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one custom call an
+operation (`fp8moe.adapters.jax_calls`): on CUDA its kernels run on XLA's stream, in XLA's memory, temporaries
+included. JAX's persistent compilation cache keeps such programs, and ``jax.export.export(function,
+disabled_checks=jax_ops.EXPORT_CHECKS)`` takes them; who loads one imports this module first. Shapes are
+static: a plan has its static bound, and nothing looks at values. An array to add to (``out``, ``dw13``,
+``dw2``) is not changed, the result is: XLA gives it the same memory where nobody needs the old one. An FP8
+tensor never crosses an autodiff border: `moe_ffn` holds the whole FP8 segment in one ``custom_vjp``, bfloat16
+(or float32) at both edges.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 try:
     import jax
-    from jax.experimental.buffer_callback import buffer_callback
+    import jax.export
 
     if jax.__version_info__ < (0, 10):
         raise ImportError(f"this is jax {jax.__version__}")
@@ -33,26 +31,23 @@ except ImportError as error:
 import fp8moe
 from fp8moe import checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.dispatch import map_raw
+from fp8moe.adapters import jax_calls
 from fp8moe.formats import BFLOAT16
-from fp8moe.interop import capsule
-from fp8moe.moe import Saved
+from fp8moe.moe import RECIPES
 from fp8moe.records import (
-    ArraySpec,
     MoEGrads,
     PermutationPlan,
     Permuted,
     Quantized,
     QuantTensor,
     SortedChunks,
-    SwigluGrad,
     arrays_in,
     field_names,
     is_metadata,
 )
-from fp8moe.workspace import Layout
 
-GRAPHS = os.environ.get("FP8MOE_JAX_GRAPHS", "1") != "0"
+#: ``disabled_checks`` of ``jax.export.export``, which knows no custom calls but its own
+EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, jax_calls.TARGETS))
 
 # ---------------------------------------------------------------- records as pytrees
 
@@ -72,7 +67,7 @@ def _unflatten(kind: type, structure: Any, children: Any) -> Any:
     return record
 
 
-for _kind in (QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, SwigluGrad, MoEGrads, Saved):
+for _kind in jax_calls.RECORDS:
     jax.tree_util.register_pytree_node(_kind, _flatten, functools.partial(_unflatten, _kind))
 
 # ---------------------------------------------------------------- tracing
@@ -83,6 +78,7 @@ def traceable(function: Any) -> Any:
     program, which allocates nothing of its own."""
     parameters = inspect.signature(function)
     changed = {"out", "dw13", "dw2"} & set(parameters.parameters)  # arguments that are added to, in place
+    name = jax_calls.name_function(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -93,51 +89,10 @@ def traceable(function: Any) -> Any:
             arrays = (a for name in changed for a in arrays_in(given.get(name)))
             in_place = [a for a in arrays if isinstance(a, jax.Array)]
         if in_place or any(isinstance(a, jax.core.Tracer) for a in leaves):
-            return _traced(function, args, options, leaves, set(map(id, in_place)))
+            return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
     return call
-
-
-def _traced(
-    function: Any, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any], in_place: set[int]
-) -> Any:
-    operands = list({id(a): a for a in leaves}.values())  # each once
-    number_of = {id(a): i for i, a in enumerate(operands)}
-    numbers = [number_of[id(a)] for a in leaves]
-
-    def on_arrays(arrays: Any) -> Any:
-        following = (arrays[n] for n in numbers)
-        given = [map_raw(lambda _, a: next(following), v) for v in args]
-        return function(*given, **{k: map_raw(lambda _, a: next(following), v) for k, v in options.items()})
-
-    specs = [ArraySpec(tuple(a.shape), np.dtype(a.dtype)) for a in operands]
-    layout = Layout(on_arrays, specs, {number_of[i] for i in in_place})
-
-    def callback(context: Any, out: Any, *buffers: Any) -> None:
-        kind, device = out[0].__dlpack_device__()
-        if kind == capsule.CPU:
-            arrays = [
-                np.asarray(out[layout.aliases[i]] if i in layout.aliases else b)
-                for i, b in enumerate(buffers)
-            ]
-            for n, found in zip(layout.leaves, arrays_in(on_arrays(arrays)), strict=True):
-                if n >= 0 and n not in layout.aliases.values():
-                    np.copyto(np.asarray(out[n]), found)
-            return
-        layout.run(buffers, out, capsule.address_of, device, context.stream)
-
-    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.outputs)
-    made = ()
-    if shapes:
-        made = buffer_callback(
-            callback,
-            shapes,
-            vmap_method="sequential",
-            input_output_aliases=layout.aliases,
-            command_buffer_compatible=layout.only_launches and GRAPHS,
-        )(*operands)
-    return layout.result(operands, made)
 
 
 # ---------------------------------------------------------------- without gradients
