@@ -178,9 +178,7 @@ def _batch(arrays: Any, axes: Any, *, text: str) -> Any:
 
     def one(some: Any) -> Any:
         following = iter(some)
-        given = (
-            a if axis is None else next(following) for a, axis in zip(arrays, axes, strict=True)
-        )
+        given = (a if axis is None else next(following) for a, axis in zip(arrays, axes, strict=True))
         return _call_p.bind(*given, text=text)
 
     made = jax.lax.map(one, batched)
@@ -188,32 +186,23 @@ def _batch(arrays: Any, axes: Any, *, text: str) -> Any:
 
 
 def _refuse_gradient(tangents: Any, arrays: Any, *, text: str) -> Any:
-    name = json.loads(text)["function"].rpartition(".")[2]
-    raise TypeError(
-        f"{name}: got arrays that are differentiated; wanted ones without a gradient; "
-        + _INSTEAD.get(name, _INSTEAD_OF_CODES)
-    )
+    name = _name_in(text)
+    if name.endswith("_backward") or name == "grouped_gemm_wgrad":
+        instead = "it computes a gradient, which has none here; pass jax.lax.stop_gradient(...)"
+    elif name in ("moe_forward", "grouped_gemm"):
+        instead = "call jax_ops.moe_ffn, which has gradients"
+    elif name.startswith("plan"):
+        instead = "pass jax.lax.stop_gradient(...)"
+    else:
+        instead = (
+            "FP8 codes have none: pass the float arrays to jax_ops.moe_ffn, which quantises them inside and "
+            "has their gradients, or jax.lax.stop_gradient(...)"
+        )
+    raise TypeError(f"{name}: got arrays that are differentiated; wanted ones without a gradient; {instead}")
 
 
-_INSTEAD_OF_CODES = (
-    "FP8 codes have none: pass the float arrays themselves to jax_ops.moe_ffn, which quantises inside and has "
-    "their gradients, or jax.lax.stop_gradient(...)"
-)
-_INSTEAD = {
-    "experts_forward": "call moe_ffn",
-    "moe_forward": "call jax_ops.moe_ffn",
-    "grouped_gemm": "call jax_ops.moe_ffn, or jax.lax.ragged_dot in bfloat16",
-    "grouped_gemm_wgrad": "it is a gradient: there are no second ones; pass jax.lax.stop_gradient(...)",
-    "plan_topk": "pass jax.lax.stop_gradient(...)",
-    "plan_routing_map": "pass jax.lax.stop_gradient(...)",
-}
-_INSTEAD |= dict.fromkeys(
-    (
-        "experts_backward moe_backward permute_backward unpermute_backward sort_chunks_backward "
-        "swiglu_backward swiglu_quantize_backward"
-    ).split(),
-    _INSTEAD["grouped_gemm_wgrad"],
-)
+def _name_in(text: str) -> str:
+    return str(json.loads(text)["function"]).rpartition(".")[2]
 
 
 def _lower(context: Any, *operands: Any, text: str) -> Any:
@@ -232,11 +221,10 @@ def _refuse_partitioning(context: Any, text: str) -> None:
     else:
         devices = getattr(context, "num_devices", 1)
     if devices > 1:
-        name = json.loads(text)["function"].rpartition(".")[2]
         raise ValueError(
-            f"{name}: got a program that XLA divides over {devices} devices; wanted the arrays of one device, "
-            "since XLA would do the whole call on each; call it inside jax.shard_map over all axes of the "
-            "mesh, or pass token_sharding to jax_ops.moe_ffn"
+            f"{_name_in(text)}: got a program that XLA divides over {devices} devices; wanted the arrays of "
+            "one device, since XLA would do the whole call on each; call it inside jax.shard_map over all "
+            "axes of the mesh, or pass token_sharding to jax_ops.moe_ffn"
         )
 
 
@@ -297,7 +285,7 @@ def _on_host(described: Described, call: jax_ffi.Call) -> None:
 def _host_array(buffer: int, spec: ArraySpec, *, writable: bool) -> np.ndarray:
     if not spec.size:
         return np.empty(spec.shape, spec.dtype)
-    memory = (ctypes.c_char * spec.nbytes).from_address(jax_ffi.address_of(buffer))
+    memory: Any = (ctypes.c_char * spec.nbytes).from_address(jax_ffi.address_of(buffer))
     array: np.ndarray = np.ndarray(spec.shape, spec.dtype, memory)
     array.flags.writeable = writable
     return array

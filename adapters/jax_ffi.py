@@ -1,5 +1,5 @@
-"""Functions of this process as custom calls of XLA, without anything compiled: ctypes reads what XLA's foreign
-function interface hands over.
+"""Functions of this process as custom calls of XLA, without anything compiled: ctypes reads what XLA's
+foreign function interface hands over.
 
 That interface is a C ABI (``xla/ffi/api/c_api.h``, which jaxlib ships), whose structures grow at their ends
 only while its major version stays 0: each says its size, which is compared here. What a program holds of such
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 _Word = ctypes.c_uint64
-_HEADER = [("size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
+_HEADER: Any = (("size", ctypes.c_size_t), ("extension", ctypes.c_void_p))
 _COMMAND_BUFFER_COMPATIBLE = 1
 _METADATA = 1  # the extension of a call that asks what the handler is
 _INTERNAL = 13  # an error's code
@@ -45,7 +45,13 @@ class _List(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    _fields_ = [*_List._fields_[:4], ("names", ctypes.c_void_p), ("items", ctypes.c_void_p)]
+    _fields_ = [
+        *_HEADER,
+        ("count", ctypes.c_int64),
+        ("types", ctypes.c_void_p),
+        ("names", ctypes.c_void_p),
+        ("items", ctypes.c_void_p),
+    ]
 
 
 class _Frame(ctypes.Structure):
@@ -141,9 +147,7 @@ def _handler(function: Callable[[Call], None], on_device: bool, traits: int) -> 
             device, stream = (_ask(frame, "device"), _ask(frame, "stream")) if on_device else (-1, 0)
             (attribute,) = _words(frame.attributes)
             span = (_Word * 2).from_address(attribute)
-            function(
-                Call((span[0], span[1]), _words(frame.arguments), _words(frame.results), device, stream)
-            )
+            function(Call((span[0], span[1]), _words(frame.arguments), _words(frame.results), device, stream))
         except BaseException as error:  # it must not pass through XLA
             return _refusal(frame, f"{type(error).__name__}: {error}")
         return None
@@ -160,8 +164,8 @@ def _introduce(frame: _Frame, traits: int) -> None:
     sizes = {"call frame": (frame, _Frame), "API": (api, _Api)}
     if api.version.major != 0 or any(s.size < ctypes.sizeof(kind) for s, kind in sizes.values()):
         raise RuntimeError(
-            f"jaxlib: got version {api.version.major}.{api.version.minor} of XLA's FFI; wanted 0.3 or a later "
-            "one of major version 0, which jaxlib 0.10 has"
+            f"jaxlib: got version {api.version.major}.{api.version.minor} of XLA's FFI; wanted 0.3, as in "
+            "jaxlib 0.10, or a later one of major version 0"
         )
     metadata = _MetadataExtension.from_address(frame.extension).metadata.contents
     metadata.version.major, metadata.version.minor = api.version.major, api.version.minor
