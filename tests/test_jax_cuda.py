@@ -200,7 +200,7 @@ def test_a_program_that_xla_captures(put, monkeypatch):
 
 
 def test_places_of_a_program_are_known_once(put):
-    """XLA hands over a place's string at the same address in every call; each place has scratch of its own."""
+    """XLA hands over a place's string at one address in every call; each place has scratch of its own."""
     w13, w2 = map(put, weights())
     ids, probs, x = put(IDS), put(PROBS), put(X)
 
