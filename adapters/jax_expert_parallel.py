@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8moe import moe
+from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_ops
 from fp8moe.plan import static_bound
@@ -39,26 +39,29 @@ def moe_ffn(
     capacity: int | None = None,
     num_out_tokens: int | None = None,
     activation: Activation = SWIGLU,
+    transposed: bool = False,
 ) -> Any:
     """`jax_ops.moe_ffn` of each device's tokens, with the experts of all devices along ``axis_name``: to be
     called inside ``jax.shard_map(..., check_vma=False)``.
 
-    x, topk_ids, topk_probs: this device's tokens [T, H], [T, k]; ids are of all E experts, below 0 or E and
-        more for none.
-    w13, w2: this device's E / W experts, or what `quantize_weights` returned of them, which then have no
-        gradient.
+    x, topk_ids, topk_probs: this device's tokens [..., H], [..., k]; ids are of all E experts, below 0 or E
+        and more for none.
+    w13, w2, transposed: this device's E / W experts, as `jax_ops.moe_ffn` takes them.
     capacity: rows that a device sends another at most; what would go beyond is left out, as if those ids were
         negative. T by default, which is never too few. With W devices W * capacity rows arrive at each.
     num_out_tokens: rows of the device's own plan (`plan_topk`), overflow left out; the static bound by
         default, which holds whatever the routing.
 
-    Returns y [T, H] in x's dtype, with gradients for x, w13, w2 and topk_probs in their dtypes.
+    Returns y in x's shape and dtype, with gradients for x, w13, w2 and topk_probs in their dtypes.
     """
-    if capacity is not None and not 0 < capacity <= x.shape[0]:
-        raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {x.shape[0]}")
-    capacity = x.shape[0] if capacity is None else capacity
-    how = _How(axis_name, recipe, recompute, capacity, num_out_tokens, activation)
-    return _moe(x, w13, w2, topk_probs, topk_ids, how)
+    checks.choice("recipe", recipe, moe.RECIPES)
+    rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed)
+    if capacity is not None and not 0 < capacity <= rows.shape[0]:
+        raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
+    capacity = rows.shape[0] if capacity is None else capacity
+    ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
+    how = _How(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed)
+    return _moe(rows, w13, w2, probs, ids, how).astype(x.dtype).reshape(x.shape)
 
 
 class _How(NamedTuple):
@@ -68,6 +71,7 @@ class _How(NamedTuple):
     capacity: int
     num_out_tokens: int | None
     activation: Activation
+    transposed: bool
 
 
 class Route(NamedTuple):
@@ -136,9 +140,10 @@ def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
     return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
 
 
-def _moe_fwd(x, w13, w2, probs, ids, how, gradients=moe.GRADIENTS):  # type: ignore[no-untyped-def]
+def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
     devices = jax.lax.axis_size(how.axis)
-    experts = moe.experts_of(w13)
+    weights = [jax_ops.multiplied(w, how.recipe, how.transposed) for w in (w13, w2)]
+    experts = moe.experts_of(weights[0])
     way = route(ids, experts, devices, how.capacity)
     *rows, local, moved = dispatch([*_parts(x, how), ids.astype(jnp.int32), probs], way, how.axis)
     local -= jax.lax.axis_index(how.axis) * experts
@@ -149,15 +154,14 @@ def _moe_fwd(x, w13, w2, probs, ids, how, gradients=moe.GRADIENTS):  # type: ign
         bound = static_bound(entries, experts, moe.ALIGN_SIZE[how.recipe])
     y, saved = _experts_forward(
         _rows_of(rows, how),
-        w13,
-        w2,
+        *weights,
         local,
         moved,
         recipe=how.recipe,
         recompute=how.recompute,
         num_out_tokens=bound,
         activation=how.activation,
-        gradients=gradients,
+        gradients=jax_ops.wanted_gradients(w13, w2) if gradients is None else gradients,
     )
     return combine(y, way, how.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
 
@@ -165,9 +169,11 @@ def _moe_fwd(x, w13, w2, probs, ids, how, gradients=moe.GRADIENTS):  # type: ign
 def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, way, like, probs = kept
     rows = _rows_of(dispatch(_parts(dy, how), way, how.axis), how)
-    grads = _experts_backward(saved, rows, dtype=jax_ops.gradient_dtype(like))
+    wanted = jax_ops.wanted_gradients(*like)
+    grads = _experts_backward(saved, rows, dtype=jax_ops.gradient_dtype(like), gradients=wanted)
     dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
-    return dx, *jax_ops.of_weights(grads, like), dprobs.astype(probs.dtype), None
+    weights = jax_ops.of_weights(grads, like, how.transposed and how.recipe != "bf16")
+    return dx, *weights, dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)

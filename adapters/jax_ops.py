@@ -1,27 +1,26 @@
 """The public operations for JAX, eagerly and inside ``jax.jit``, with gradients.
 
-Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one
-`jax.experimental.buffer_callback` an operation (`_traced`, the one place that would change with JAX): on CUDA
-its kernels run on XLA's stream, in XLA's memory, temporaries included. Shapes are static: a plan has its
-static bound, and nothing looks at values. An array to add to (``out``, ``dw13``, ``dw2``) is not changed, the
-result is: XLA gives it the same memory where nobody needs the old one. An FP8 tensor never crosses an
-autodiff border: `moe_ffn` holds the whole FP8 segment in one ``custom_vjp``, bfloat16 (or float32) at both
-edges.
+Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one custom call an
+operation (`fp8moe.adapters.jax_calls`): on CUDA its kernels run on XLA's stream, in XLA's memory, temporaries
+included. JAX's persistent compilation cache keeps such programs, and ``jax.export.export(function,
+disabled_checks=jax_ops.EXPORT_CHECKS)`` takes them; who loads one imports this module first. Shapes are
+static: a plan has its static bound, and nothing looks at values. An array to add to (``out``, ``dw13``,
+``dw2``) is not changed, the result is: XLA gives it the same memory where nobody needs the old one. An FP8
+tensor never crosses an autodiff border: `moe_ffn` holds the whole FP8 segment in one ``custom_vjp``, bfloat16
+(or float32) at both edges.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 try:
     import jax
-    from jax.experimental.buffer_callback import buffer_callback
+    import jax.export
+    import jax.numpy as jnp
 
     if jax.__version_info__ < (0, 10):
         raise ImportError(f"this is jax {jax.__version__}")
@@ -33,24 +32,22 @@ except ImportError as error:
 import fp8moe
 from fp8moe import checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.dispatch import map_raw
+from fp8moe.adapters import jax_calls
 from fp8moe.formats import BFLOAT16
-from fp8moe.interop import capsule
-from fp8moe.moe import Saved
+from fp8moe.moe import RECIPES
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
-    ArraySpec,
     MoEGrads,
     PermutationPlan,
     Permuted,
     Quantized,
     QuantTensor,
     SortedChunks,
-    SwigluGrad,
 )
-from fp8moe.workspace import Layout
+from fp8moe.weights import WIDTH, join_weights, transpose_weights
 
-GRAPHS = os.environ.get("FP8MOE_JAX_GRAPHS", "1") != "0"
+#: ``disabled_checks`` of ``jax.export.export``, which knows no custom calls but its own
+EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, jax_calls.TARGETS))
 
 # ---------------------------------------------------------------- records as pytrees
 
@@ -70,7 +67,7 @@ def _unflatten(kind: type, structure: Any, children: Any) -> Any:
     return record
 
 
-for _kind in (QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, SwigluGrad, MoEGrads, Saved):
+for _kind in jax_calls.RECORDS:
     jax.tree_util.register_pytree_node(_kind, _flatten, functools.partial(_unflatten, _kind))
 
 # ---------------------------------------------------------------- tracing
@@ -81,6 +78,7 @@ def traceable(function: Any) -> Any:
     program, which allocates nothing of its own."""
     parameters = inspect.signature(function)
     changed = {"out", "dw13", "dw2"} & set(parameters.parameters)  # arguments that are added to, in place
+    name = jax_calls.name_function(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -91,51 +89,10 @@ def traceable(function: Any) -> Any:
             arrays = (a for name in changed for a in arrays_in(given.get(name)))
             in_place = [a for a in arrays if isinstance(a, jax.Array)]
         if in_place or any(isinstance(a, jax.core.Tracer) for a in leaves):
-            return _traced(function, args, options, leaves, set(map(id, in_place)))
+            return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
     return call
-
-
-def _traced(
-    function: Any, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any], in_place: set[int]
-) -> Any:
-    operands = list({id(a): a for a in leaves}.values())  # each once
-    number_of = {id(a): i for i, a in enumerate(operands)}
-    numbers = [number_of[id(a)] for a in leaves]
-
-    def on_arrays(arrays: Any) -> Any:
-        following = (arrays[n] for n in numbers)
-        given = [map_raw(lambda _, a: next(following), v) for v in args]
-        return function(*given, **{k: map_raw(lambda _, a: next(following), v) for k, v in options.items()})
-
-    specs = [ArraySpec(tuple(a.shape), np.dtype(a.dtype)) for a in operands]
-    layout = Layout(on_arrays, specs, {number_of[i] for i in in_place})
-
-    def callback(context: Any, out: Any, *buffers: Any) -> None:
-        kind, device = out[0].__dlpack_device__()
-        if kind == capsule.CPU:
-            arrays = [
-                np.asarray(out[layout.aliases[i]] if i in layout.aliases else b)
-                for i, b in enumerate(buffers)
-            ]
-            for n, found in zip(layout.leaves, arrays_in(on_arrays(arrays)), strict=True):
-                if n >= 0 and n not in layout.aliases.values():
-                    np.copyto(np.asarray(out[n]), found)
-            return
-        layout.run(buffers, out, capsule.address_of, device, context.stream)
-
-    shapes = tuple(jax.ShapeDtypeStruct(s.shape, s.dtype) for s in layout.outputs)
-    made = ()
-    if shapes:
-        made = buffer_callback(
-            callback,
-            shapes,
-            vmap_method="sequential",
-            input_output_aliases=layout.aliases,
-            command_buffer_compatible=layout.only_launches and GRAPHS,
-        )(*operands)
-    return layout.result(operands, made)
 
 
 # ---------------------------------------------------------------- without gradients
@@ -189,7 +146,7 @@ def may_need_grad(x: Any) -> bool:
 
 
 def no_columns(probs: Any) -> Any:
-    return jax.numpy.zeros((probs.shape[0], 0), probs.dtype)
+    return jnp.zeros((probs.shape[0], 0), probs.dtype)
 
 
 def refuse_codes(grad: Any) -> None:
@@ -376,48 +333,196 @@ def moe_ffn(
     recipe: str,
     recompute: str | None = None,
     activation: Activation = SWIGLU,
+    transposed: bool = False,
+    token_sharding: jax.sharding.NamedSharding | None = None,
 ) -> Any:
-    """`fp8moe.moe_forward`, with gradients for x, w13, w2 and topk_probs in their dtypes.
+    """`fp8moe.moe_forward` of any floats, with gradients for x, w13, w2 and topk_probs in their dtypes.
 
-    Weights are arrays, or what `quantize_weights` returned, which then have no gradient.
+    Parameters
+    ----------
+    x : jax.Array, floating point, [..., H]
+        The FP8 recipes multiply it as bfloat16, "bf16" in its own dtype.
+    w13 : jax.Array, tuple of two, or Quantized
+        [E, 2F, H], gates before ups, or the two apart, [E, F, H] each. Any float, float32 masters too; or,
+        for the FP8 recipes, what `quantize_weights` returned, which has no gradient.
+    w2 : jax.Array or Quantized
+        [E, H, F].
+    topk_ids : jax.Array, int32 or int64, [..., k]
+        Below 0, or E and more, for no expert.
+    topk_probs : jax.Array, floating point, [..., k]
+        Factors of the experts' results.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision.
+    recompute : None or "moe_expert"
+        As in `fp8moe.moe_forward`.
+    activation : Activation
+        Between the two products.
+    transposed : bool
+        Weights come as ``jax.lax.ragged_dot`` takes them, as MaxText's and Transformer Engine's layers have
+        them: w13 [E, H, 2F] or (wi_0, wi_1) [E, H, F] each, and w2, their wo, [E, F, H].
+    token_sharding : NamedSharding or None
+        How x's leading dimensions are spread over the devices of a mesh, in a program that XLA partitions:
+        each device computes its own tokens, by weights that XLA gathers, and their gradients are summed. Not
+        inside ``shard_map``, where a device sees nothing but its own arrays.
+
+    Returns
+    -------
+    jax.Array, [..., H]
+        In x's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other; for a program that XLA partitions, without token_sharding.
+
+    Notes
+    -----
+    A (128, 128)-blocked quantise writes both orientations from one read, so the FP8 recipes take transposed
+    weights without a copy: the orientations change places. Gates and ups apart are quantised apart, and their
+    codes joined, a quarter of float32's bytes. "bf16" transposes and joins the weights themselves. Where F is
+    no multiple of 128, the FP8 recipes multiply by copies with zeros up to the next one.
     """
-    return _moe(x, w13, w2, topk_probs, topk_ids, recipe, recompute, activation)
+    checks.choice("recipe", recipe, RECIPES)
+    how = _How(recipe, recompute, activation, transposed)
+    if token_sharding is None:
+        return _any_floats(x, w13, w2, topk_ids, topk_probs, how)
+    tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
+    if len(tokens) >= x.ndim:
+        raise ValueError(
+            f"token_sharding: got {tokens} for x {list(x.shape)}; wanted the sharding of its leading "
+            "dimensions alone, since all of a token's features are multiplied together"
+        )
+    return jax.shard_map(
+        functools.partial(_any_floats, how=how),
+        mesh=token_sharding.mesh,
+        in_specs=(tokens, everywhere, everywhere, tokens, tokens),
+        out_specs=tokens,
+        check_vma=False,
+    )(x, w13, w2, topk_ids, topk_probs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _moe(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
-    how = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    return moe_forward(x, w13, w2, ids, probs, gradients=(), **how)[0]
+class _How(NamedTuple):
+    recipe: str
+    recompute: str | None
+    activation: Activation
+    transposed: bool
 
 
-def _moe_fwd(x, w13, w2, probs, ids, recipe, recompute, activation):  # type: ignore[no-untyped-def]
-    how = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    y, saved = moe_forward(x, w13, w2, ids, probs, **how)
+def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, how: _How) -> Any:
+    rows, *weights = operands(x, w13, w2, how.recipe, how.transposed)
+    ids, probs = (a.reshape(-1, a.shape[-1]) for a in (ids, probs))
+    return _moe(rows, *weights, probs, ids, how).astype(x.dtype).reshape(x.shape)
+
+
+def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any, Any]:
+    """x [T, H], w13 and w2 in the dtypes in which ``recipe`` takes them, with JAX's gradients. For FP8 F is a
+    multiple of 128 then; for "bf16" w13 is [E, 2F, H] and w2 [E, H, F]."""
+    parts = w13 if isinstance(w13, tuple) else (w13,)
+    for name, a in [("x", x), *(("w13", w) for w in parts), ("w2", w2)]:
+        if isinstance(a, Quantized):
+            if recipe == "bf16":
+                raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
+        elif a.dtype not in checks.FLOATS:
+            raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point one")
+    kinds = {"Quantized" if isinstance(w, Quantized) else tuple(w.shape) for w in parts}
+    if len(parts) not in (1, 2) or len(kinds) > 1:
+        raise ValueError(
+            f"w13: got a tuple of {[*map(_shape_of, parts)]}; wanted gates and ups, two arrays of one shape"
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    of_hidden, of_ffn = (1, 2) if transposed else (2, 1)
+    if recipe == "bf16":
+        gate_up = jnp.concatenate(parts, of_ffn) if len(parts) > 1 else w13
+        w13, w2 = (w.astype(x.dtype) for w in (gate_up, w2))
+        return rows, *(w.swapaxes(1, 2) if transposed else w for w in (w13, w2))
+    rows = rows.astype(jnp.bfloat16)
+    missing = 0 if isinstance(w2, Quantized) else -w2.shape[of_hidden] % WIDTH  # w2's last is F
+    if missing and not isinstance(parts[0], Quantized):
+        halves = parts if len(parts) == 2 else jnp.split(w13, 2, of_ffn)
+        w13, w2 = tuple(_pad_axis(h, of_ffn, missing) for h in halves), _pad_axis(w2, of_hidden, missing)
+    return rows, w13, w2
+
+
+def _shape_of(w: Any) -> Any:
+    return "Quantized" if isinstance(w, Quantized) else list(w.shape)
+
+
+def _pad_axis(x: Any, axis: int, zeros: int) -> Any:
+    return jnp.pad(x, [(0, zeros if a == axis else 0) for a in range(x.ndim)])
+
+
+def multiplied(w: Any, recipe: str, transposed: bool) -> Any:
+    """Of `operands`' weights what `fp8moe.moe_forward` takes."""
+    if recipe == "bf16" or not (transposed or isinstance(w, tuple)):
+        return w
+    parts = [
+        p if isinstance(p, Quantized) else quantize_weights(p) for p in (w if isinstance(w, tuple) else (w,))
+    ]
+    if transposed:
+        parts = [transpose_weights(p) for p in parts]
+    return parts[0] if len(parts) == 1 else join_weights(parts, jnp.concatenate)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
+    return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
+
+
+def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
+    weights = [multiplied(w, how.recipe, how.transposed) for w in (w13, w2)]
+    y, saved = moe_forward(
+        x,
+        *weights,
+        ids,
+        probs,
+        recipe=how.recipe,
+        recompute=how.recompute,
+        activation=how.activation,
+        gradients=wanted_gradients(w13, w2) if gradients is None else gradients,
+    )
     return y, (saved, like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(recipe, recompute, activation, kept, dy):  # type: ignore[no-untyped-def]
+def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    grads = moe_backward(saved, dy, dtype=gradient_dtype(like))
-    return grads.dx, *of_weights(grads, like), grads.dprobs.astype(probs.dtype), None
+    grads = moe_backward(saved, dy, dtype=gradient_dtype(like), gradients=wanted_gradients(*like))
+    weights = of_weights(grads, like, how.transposed and how.recipe != "bf16")
+    return grads.dx, *weights, grads.dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
 
 
+def _has_gradient(w: Any) -> bool:
+    return not isinstance(w[0] if isinstance(w, tuple) else w, Quantized)
+
+
+def wanted_gradients(w13: Any, w2: Any) -> tuple[str, ...]:
+    """Those of arrays: quantised weights have none."""
+    weights = {"dw13": w13, "dw2": w2}
+    return "dx", "dprobs", *(name for name, w in weights.items() if _has_gradient(w))
+
+
 def like_weights(*weights: Any) -> list[Any]:
     """What a backward needs of weights to give `of_weights`: their dtypes, or that they are quantised."""
-    return [w if isinstance(w, Quantized) else w[:0] for w in weights]
+    return [jax.tree.map(lambda a: a[:0], w) if _has_gradient(w) else w for w in weights]
 
 
 def gradient_dtype(like: list[Any]) -> str:
     """What a backward is to make for these weights: bfloat16 at once, the others of float32."""
-    return "bfloat16" if all(getattr(w, "dtype", None) == BFLOAT16 for w in like) else "float32"
+    return "bfloat16" if all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like)) else "float32"
 
 
-def of_weights(grads: MoEGrads, like: list[Any]) -> list[Any]:
-    """Weights' gradients in their dtypes, none for quantised ones."""
+def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:
+    """Weights' gradients in their dtypes and layouts, none for quantised ones."""
     return [
-        None if isinstance(w, Quantized) else g.astype(w.dtype)
+        _in_layout(g, w, transposed) if _has_gradient(w) else None
         for w, g in zip(like, (grads.dw13, grads.dw2), strict=True)
     ]
+
+
+def _in_layout(grad: Any, like: Any, transposed: bool) -> Any:
+    if isinstance(like, tuple):
+        halves = zip(jnp.split(grad, len(like), 1), like, strict=True)
+        return tuple(_in_layout(half, w, transposed) for half, w in halves)
+    return (grad.swapaxes(1, 2) if transposed else grad).astype(like.dtype)

@@ -32,6 +32,8 @@ ADAPTERS = {
     "torch_symmetric_memory": _TORCH,
     "torch_fsdp": _TORCH,
     "transformer_engine": _TORCH,
+    "jax_ffi": _JAX,
+    "jax_calls": _JAX,
     "jax_ops": _JAX,
     "jax_tokens": _JAX,
     "jax_expert_parallel": _JAX,

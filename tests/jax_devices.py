@@ -61,11 +61,15 @@ def on_one(given, **options):
     return [np.asarray(a) for a in jax.jit(step(jax_ops.moe_ffn, **options))(*given)]
 
 
-def same_as_one(k, ids, recipe, recompute=None):
+def same_as_one(k, ids, recipe, recompute=None, transposed=False):
     given, options = (
         problem(ids, recipe),
         {"recipe": recipe, "recompute": recompute, "activation": Activation(clamp=3.0)},
     )
+    if transposed:
+        x, w13, w2, *rest = given
+        given = x, *(np.ascontiguousarray(w.swapaxes(1, 2)) for w in (w13, w2)), *rest
+        options["transposed"] = True
     found, wanted = on_all(given, **options), on_one(given, **options)
     for name, a, b in zip(("y", "dx", "dw13", "dw2", "dprobs"), found, wanted, strict=True):
         if k == 1 or name.startswith(("dw", "dp")):
@@ -139,6 +143,7 @@ for k, ids in ((1, anywhere(1)), (2, anywhere(2)), (2, to_one_device(2)), (2, np
     same_as_one(k, ids, "fp8_flow")
 for recipe, recompute in (("fp8_flow", "moe_expert"), ("fp8_blockwise", None), ("bf16", None)):
     same_as_one(2, anywhere(2), recipe, recompute)
+same_as_one(2, anywhere(2), "fp8_flow", transposed=True)
 left_out()
 with pytest.raises(ValueError, match="capacity: got 0; wanted 1 to the number of tokens, 16"):
     on_all(problem(anywhere(1), "fp8_flow"), recipe="fp8_flow", capacity=0)

@@ -1,6 +1,9 @@
 """Inside ``jax.jit`` on CUDA: the same bits as the kernels give eagerly, which test_cuda.py compares."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +33,7 @@ from jax_cases import (
 
 import fp8moe
 from fp8moe import Activation, workspace
+from fp8moe.adapters import jax_calls
 from fp8moe.record_trees import map_arrays
 
 pytestmark = pytest.mark.gpu
@@ -191,5 +195,80 @@ def test_a_program_that_xla_captures(put, monkeypatch):
     before = len(calls)
     for _ in range(5):
         jax.block_until_ready(program(given, ids))
-    if jax_ops.GRAPHS:
+    if jax_calls.GRAPHS:
         assert len(calls) - before < 5 * 8
+
+
+def test_places_of_a_program_are_known_once(put):
+    """XLA hands over a place's string at one address in every call; each place has scratch of its own."""
+    w13, w2 = map(put, weights())
+    ids, probs, x = put(IDS), put(PROBS), put(X)
+
+    @jax.jit
+    def program(x):
+        for _ in range(3):
+            x = jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
+        return x
+
+    before = len(jax_calls._places)
+    jax.block_until_ready(program(x))
+    after = len(jax_calls._places)
+    assert after - before <= 3
+    for _ in range(5):
+        jax.block_until_ready(program(x))
+    assert len(jax_calls._places) == after
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_layouts_of_weights(recipe, put):
+    """MaxText's against the library's own: the same bits."""
+    w13, w2 = weights()
+    ids, probs = put(IDS), put(PROBS)
+    dy = put(RNG.standard_normal((T, H)).astype(np.float32))
+
+    def gradients(x, w13, w2, **how):
+        def layer(x, w13, w2):
+            return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, **how)
+
+        y, back = jax.vjp(layer, x, w13, w2)
+        return y, *back(dy)
+
+    x = X.astype(np.float32)
+    y, dx, dw13, dw2 = jax.jit(gradients)(*map(put, (x, w13, w2)))
+    wi = tuple(put(np.ascontiguousarray(w.swapaxes(1, 2))) for w in np.split(w13, 2, 1))
+    wo = put(np.ascontiguousarray(w2.swapaxes(1, 2)))
+    turned = jax.jit(lambda *a: gradients(*a, transposed=True))(put(x), wi, wo)
+    np.testing.assert_array_equal(np.asarray(turned[0]), np.asarray(y))
+    np.testing.assert_array_equal(np.asarray(turned[1]), np.asarray(dx))
+    joined = np.concatenate([np.asarray(w).swapaxes(1, 2) for w in turned[2]], 1)
+    np.testing.assert_array_equal(joined, np.asarray(dw13))
+    np.testing.assert_array_equal(np.asarray(turned[3]).swapaxes(1, 2), np.asarray(dw2))
+
+
+def test_a_program_is_stored(tmp_path):
+    """JAX's compilation cache has it in the next process, and what ``jax.export`` wrote runs there."""
+    pytest.importorskip("flatbuffers")
+
+    def run(verb):
+        script = Path(__file__).with_name("jax_stored.py")
+        environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
+        command = [sys.executable, script, verb, tmp_path]
+        found = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert found.returncode == 0, found.stderr
+        return found.stdout.split()
+
+    digest, hits = run("make")
+    assert hits == "0"
+    of_exported, _, again, hits = run("load")
+    assert of_exported == again == digest
+    assert hits == "1"
+
+
+def test_an_error_of_a_call(put, monkeypatch):
+    """It reaches the caller by XLA, with its words, and the next call works."""
+    program = jax.jit(jax_ops.quantize)
+    monkeypatch.setattr(workspace.Layout, "run", lambda *a: 1 / 0)
+    with pytest.raises(Exception, match="ZeroDivisionError: division by zero"):
+        jax.block_until_ready(program(put(X)))
+    monkeypatch.undo()
+    assert_same(fp8moe.quantize(X), download(program(put(X))))

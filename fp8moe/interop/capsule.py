@@ -113,17 +113,6 @@ def read_capsule(capsule: Any) -> Exchanged:
     )
 
 
-def address_of(x: Any) -> int:
-    """Where an array begins; 1 us, where `read_capsule` takes 8."""
-    capsule = x.__dlpack__()
-    try:
-        tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
-    except ValueError:  # it has the other name
-        pointer = _capsule_pointer(capsule, b"dltensor_versioned")
-        tensor = _ManagedVersioned.from_address(pointer).tensor
-    return (tensor.data or 0) + tensor.byte_offset
-
-
 def as_numpy(x: Exchanged) -> np.ndarray:
     """A NumPy view of host memory; it keeps the capsule alive."""
     if 0 in x.shape:

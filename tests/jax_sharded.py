@@ -1,0 +1,84 @@
+"""Programs that XLA divides over four devices: refused by name, or each its own tokens, by token_sharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import generator, same_bits
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fp8moe.adapters import jax_ops
+
+MESH = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+T, H, F, E, K = 48, 128, 128, 4, 2
+RNG = generator()
+
+
+def put(array, *spec):
+    return jax.device_put(array, NamedSharding(MESH, P(*spec)))
+
+
+x, dy = (RNG.standard_normal((2, T // 2, H)).astype(np.float32) for _ in range(2))
+wi = tuple((RNG.standard_normal((E, H, F)) / 11).astype(np.float32) for _ in range(2))
+wo = (RNG.standard_normal((E, F, H)) / 11).astype(np.float32)
+ids = RNG.integers(-1, E, (2, T // 2, K)).astype(np.int32)
+probs = RNG.random(ids.shape).astype(np.float32)
+
+
+def layer(x, wi, wo, ids, probs, **options):
+    return jax_ops.moe_ffn(x, wi, wo, ids, probs, recipe="fp8_flow", transposed=True, **options)
+
+
+def step(x, wi, wo, ids, probs, dy, **options):
+    y, back = jax.vjp(lambda x, wi, wo, p: layer(x, wi, wo, ids, p, **options), x, wi, wo, probs)
+    return y, *back(dy)
+
+
+# Weights are spread over both axes, as fully sharded ones are; tokens over the one, or over both.
+weights = tuple(put(w, None, "data", "model") for w in wi), put(wo, "model", "data")
+message = (
+    "got a program that XLA divides over 4 devices; wanted the arrays of one device, since XLA would do the "
+    "whole call on each; call it inside jax.shard_map over all axes of the mesh, or pass token_sharding to "
+    "jax_ops.moe_ffn"
+)
+sharded = put(x, "data"), *weights, put(ids, "data"), put(probs, "data"), put(dy, "data")
+with pytest.raises(ValueError, match=f"quantize_weights: {message}"):
+    jax.jit(step)(*sharded)
+with pytest.raises(ValueError, match=f"quantize: {message}"):
+    jax.jit(lambda x: jax_ops.quantize(x.reshape(-1, H)))(put(x, "data"))
+# inside a shard_map that leaves an axis to XLA, too
+some = jax.shard_map(
+    jax_ops.quantize, mesh=MESH, in_specs=P(), out_specs=P(), axis_names={"model"}, check_vma=False
+)
+with pytest.raises(ValueError, match="quantize: got a program that XLA divides over 2 devices"):
+    jax.jit(some)(put(x.reshape(-1, H), "data"))
+
+alone = [
+    jax.tree.map(
+        np.asarray, jax.jit(step)(x[i : i + 1], wi, wo, ids[i : i + 1], probs[i : i + 1], dy[i : i + 1])
+    )
+    for i in range(2)
+]
+run = jax.jit(lambda *a: step(*a, token_sharding=NamedSharding(MESH, P("data"))))
+y, dx, dwi, dwo, dprobs = run(*sharded)
+for name, found, parts in (("y", y, 0), ("dx", dx, 1), ("dprobs", dprobs, 4)):
+    assert same_bits(np.asarray(found), np.concatenate([part[parts] for part in alone])), name
+    assert found.sharding.spec[0] == "data", (name, found.sharding)
+for found, first, second in zip((*dwi, dwo), *((*part[2], part[3]) for part in alone), strict=True):
+    # XLA adds halves of each, of two devices along "model", in an order of its own: three additions
+    assert (np.abs(found - (first + second)) <= 3 * 2.0**-24 * (np.abs(first) + np.abs(second))).all()
+assert "all-gather" in run.lower(*sharded).compile().as_text()
+
+# batch and length both spread
+both = NamedSharding(MESH, P("data", "model"))
+y = jax.jit(lambda *a: layer(*a, token_sharding=both))(
+    *(jax.device_put(a, both) for a in (x,)), *weights, ids, probs
+)
+assert same_bits(np.asarray(y), np.concatenate([part[0] for part in alone]))
+
+with pytest.raises(
+    ValueError, match=r"token_sharding: got .*; wanted the sharding of its leading dimensions alone"
+):
+    layer(jnp.asarray(x), wi, wo, ids, probs, token_sharding=NamedSharding(MESH, P("data", None, "model")))
+print("right")

@@ -1,0 +1,250 @@
+"""`jax_ops.moe_ffn` as JAX's stacks call it: their layouts, dtypes and widths, stored programs, devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import BF16, generator, same_bits
+from jax_cases import E, H, K, T, jax, jax_ops, jnp
+
+import fp8moe
+
+HERE = Path(__file__).parent
+FP8 = ("fp8_flow", "fp8_blockwise")
+
+
+def problem(hidden=H, ffn=128, dtype=np.float32):
+    """x, w1, w3, w2, ids, probs and dy, masters and x of one dtype."""
+    rng = generator()
+    x, dy = (rng.standard_normal((2, T // 2, hidden)).astype(dtype) for _ in range(2))
+    w1, w3 = (
+        (
+            rng.standard_normal((E, ffn, hidden)) / hidden**0.5 * 2.0 ** rng.integers(-3, 4, (E, ffn, 1))
+        ).astype(dtype)
+        for _ in range(2)
+    )
+    w2 = (rng.standard_normal((E, hidden, ffn)) / ffn**0.5).astype(dtype)
+    ids = rng.integers(-1, E + 1, (2, T // 2, K)).astype(np.int32)  # -1 and E: no expert
+    return x, w1, w3, w2, ids, rng.random(ids.shape).astype(np.float32), dy
+
+
+def in_layout(w1, w3, w2, transposed, apart):
+    turn = (lambda w: np.ascontiguousarray(w.swapaxes(1, 2))) if transposed else (lambda w: w)
+    gate_up = tuple(map(turn, (w1, w3))) if apart else turn(np.concatenate([w1, w3], 1))
+    return gate_up, turn(w2)
+
+
+def by_the_library(x, w1, w3, w2, ids, probs, dy, recipe, recompute=None):
+    """y, dx, dprobs, dw1, dw3, dw2 by NumPy, ffn padded by hand."""
+    ffn, rows = w1.shape[1], (-1, x.shape[-1])
+    dtype = x.dtype if recipe == "bf16" else BF16
+    missing = 0 if recipe == "bf16" else -ffn % 128
+    w1, w3 = (np.pad(w, [(0, 0), (0, missing), (0, 0)]) for w in (w1, w3))
+    w13, w2 = np.concatenate([w1, w3], 1), np.pad(w2, [(0, 0), (0, 0), (0, missing)])
+    y, saved = fp8moe.moe_forward(
+        x.astype(dtype).reshape(rows),
+        w13,
+        w2,
+        ids.reshape(-1, K),
+        probs.reshape(-1, K),
+        recipe=recipe,
+        recompute=recompute,
+    )
+    of_bf16 = w1.dtype == BF16
+    grads = fp8moe.moe_backward(
+        saved, dy.astype(dtype).reshape(rows), dtype="bfloat16" if of_bf16 else "float32"
+    )
+    dw1, dw3 = (half[:, :ffn] for half in np.split(grads.dw13, 2, 1))
+    arrays = [y.reshape(x.shape), grads.dx.reshape(x.shape), grads.dprobs.reshape(probs.shape)]
+    kinds = [x.dtype, x.dtype, probs.dtype, *[w1.dtype] * 3]
+    arrays += [dw1, dw3, grads.dw2[:, :, :ffn]]
+    return [a.astype(kind) for a, kind in zip(arrays, kinds, strict=True)]
+
+
+def step(layer):
+    """y and the gradients of x, probs, w13 and w2."""
+
+    def run(x, w13, w2, ids, probs, dy):
+        y, back = jax.vjp(lambda x, p, w13, w2: layer(x, w13, w2, ids, p), x, probs, w13, w2)
+        return y, *back(dy)
+
+    return run
+
+
+def by_jax(given, transposed=False, apart=False, **how):
+    x, w1, w3, w2, ids, probs, dy = given
+    w13, w2 = in_layout(w1, w3, w2, transposed, apart)
+    layer = step(lambda *a: jax_ops.moe_ffn(*a, transposed=transposed, **how))
+    arrays = jax.tree.map(jnp.asarray, (x, w13, w2, ids, probs, dy))
+    y, dx, dprobs, dw13, dw2 = jax.tree.map(np.asarray, jax.jit(layer)(*arrays))
+    assert jax.tree.structure(dw13) == jax.tree.structure(w13)
+    dw1, dw3 = dw13 if apart else np.split(dw13, 2, 2 if transposed else 1)
+    turned = [w.swapaxes(1, 2) if transposed else w for w in (dw1, dw3, dw2)]
+    return [y, dx, dprobs, *turned]
+
+
+def check(found, wanted):
+    names = ("y", "dx", "dprobs", "dw1", "dw3", "dw2")
+    for name, a, b in zip(names, found, wanted, strict=True):
+        assert a.dtype == b.dtype, name
+        assert same_bits(np.ascontiguousarray(a), np.ascontiguousarray(b)), name
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "recompute"), [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", None)]
+)
+def test_layouts(recipe, recompute, apart, transposed):
+    """Float32 masters and x of three dimensions: the same bits whatever the layout of the weights."""
+    given = problem()
+    how = {"recipe": recipe, "recompute": recompute}
+    check(by_jax(given, transposed, apart, **how), by_the_library(*given, **how))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_layouts_without_fp8(transposed):
+    given = problem(hidden=24, ffn=40)
+    check(by_jax(given, transposed, apart=True, recipe="bf16"), by_the_library(*given, recipe="bf16"))
+
+
+def test_masters_in_another_dtype_than_x():
+    given = [a.astype(BF16) if i in (0, 6) else a for i, a in enumerate(problem())]
+    wanted = by_the_library(
+        *(a.astype(BF16) if i in (1, 2, 3) else a for i, a in enumerate(given)), recipe="bf16"
+    )
+    found = by_jax(given, recipe="bf16")
+    assert [a.dtype for a in found[3:]] == [np.float32] * 3
+    check([a.astype(b.dtype) for a, b in zip(found, wanted, strict=True)], wanted)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("recipe", FP8)
+def test_widths_that_are_no_multiples_of_128(recipe, apart, transposed):
+    given = problem(hidden=144, ffn=72)
+    check(by_jax(given, transposed, apart, recipe=recipe), by_the_library(*given, recipe=recipe))
+
+
+def test_padding_adds_nothing():
+    """Against float64 without padding."""
+    x, w1, w3, w2, ids, probs, dy = problem(hidden=144, ffn=72)
+    y = by_jax((x, w1, w3, w2, ids, probs, dy), recipe="fp8_flow")[0]
+    wide = [a.astype(np.float64) for a in (x, w1, w3, w2)]
+    wanted = np.zeros(x.shape)
+    for e in range(E):
+        a, b = (wide[0] @ w[e].T for w in wide[1:3])
+        share = np.where(ids == e, probs, 0).sum(-1, keepdims=True)
+        wanted += share * (a / (1 + np.exp(-a)) * b @ wide[3][e].T)
+    # e4m3 rounds a value by 2^-4 of it at most, and so five times between x and y (x, w1 and w3, which are
+    # multiplied, the activation and w2); errors of a sum's terms differ in sign
+    assert np.linalg.norm(y - wanted) < 5 * 2.0**-4 / 2 * np.linalg.norm(wanted)
+
+
+def test_codes_of_transposed_weights():
+    """Quantised once in their own layout, for several steps: as the weights, without a gradient."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    (wi_0, wi_1), wo = in_layout(w1, w3, w2, transposed=True, apart=True)
+    codes = [jax_ops.quantize_weights(jnp.asarray(w)) for w in (wi_0, wi_1, wo)]
+
+    def layer(x, wi_0, wi_1, wo):
+        return jax_ops.moe_ffn(x, (wi_0, wi_1), wo, ids, probs, recipe="fp8_flow", transposed=True)
+
+    y, back = jax.vjp(jax.jit(lambda x: layer(x, *codes)), jnp.asarray(x))
+    wanted = by_the_library(x, w1, w3, w2, ids, probs, dy, "fp8_flow")
+    assert same_bits(np.asarray(y), wanted[0])
+    assert same_bits(np.asarray(back(jnp.asarray(dy))[0]), wanted[1])
+
+
+REFUSED = {
+    "three parts": (
+        lambda x, w, v: ((w, w, w), v),
+        ValueError,
+        r"w13: got a tuple of .*; wanted gates and ups",
+    ),
+    "parts of two shapes": (lambda x, w, v: ((w, w[:, :1]), v), ValueError, "w13: got a tuple of"),
+    "integers": (lambda x, w, v: (w.astype(jnp.int32), v), TypeError, "w13: got dtype int32"),
+    "codes": (
+        lambda x, w, v: (w, jax_ops.quantize_weights(v)),
+        TypeError,
+        'w2: got quantised weights; wanted an array for recipe "bf16"',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit(name):
+    weights, kind, message = REFUSED[name]
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    with pytest.raises(kind, match=message):
+        jax_ops.moe_ffn(x, *weights(x, jnp.concatenate([w1, w3], 1), w2), ids, probs, recipe="bf16")
+    with pytest.raises(ValueError, match="recipe: got 'fp8'"):
+        jax_ops.moe_ffn(x, w1, w2, ids, probs, recipe="fp8")
+
+
+# ---------------------------------------------------------------- gradients that do not exist
+
+WITHOUT = {
+    "quantize_weights": (lambda w: jax_ops.quantize_weights(w).rowwise.scales, "pass the float arrays to"),
+    "quantize": (lambda w: jax_ops.quantize(w[0]).scales, "pass the float arrays to jax_ops.moe_ffn"),
+    "swiglu_quantize": (lambda w: jax_ops.swiglu_quantize(w[0]).scales, "pass the float arrays to"),
+    "grouped_gemm": (
+        lambda w: jax_ops.grouped_gemm(w[0], w, jnp.array([0, 64, 128], jnp.int32)),
+        "call jax_ops.moe_ffn, which has gradients",
+    ),
+    "swiglu_backward": (
+        lambda w: jax_ops.swiglu_backward(w[0, :, :64], w[0]).dh,
+        "it computes a gradient, which has none here",
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_gradients_that_do_not_exist(name, jit):
+    function, instead = WITHOUT[name]
+    w = jnp.asarray(generator().standard_normal((2, 128, 128)).astype(np.float32))
+    run = jax.jit(function) if jit else function
+    with pytest.raises(TypeError, match=f"{name}: got arrays that are differentiated.*{instead}"):
+        jax.grad(lambda w: run(w).sum())(w)
+    jax.grad(lambda w: run(jax.lax.stop_gradient(w)).sum())(w)  # as the message says
+
+
+# ---------------------------------------------------------------- stored programs, several devices
+
+
+def run_script(*arguments, **environment):
+    command = [sys.executable, *map(str, arguments)]
+    found = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.split()
+
+
+def test_a_program_is_stored(tmp_path):
+    """JAX's compilation cache has it in the next process, and what ``jax.export`` wrote runs there."""
+    pytest.importorskip("flatbuffers")
+    script = HERE / "jax_stored.py"
+    digest, hits = run_script(script, "make", tmp_path)
+    assert hits == "0"
+    of_exported, _, again, hits = run_script(script, "load", tmp_path)
+    assert of_exported == again == digest
+    assert hits == "1"
+
+
+def test_a_program_of_another_version_is_refused(monkeypatch):
+    exported = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)(
+        jnp.ones((8, 128))
+    )
+    monkeypatch.setattr(fp8moe, "__version__", "9.9")
+    with pytest.raises(Exception, match=r"program: got one that was made with fp8moe .*; wanted 9.9"):
+        jax.block_until_ready(exported.call(jnp.ones((8, 128))))
+
+
+def test_a_program_that_is_divided_over_devices():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    assert run_script(HERE / "jax_sharded.py", **flags) == ["right"]
