@@ -396,6 +396,7 @@ def gradient_dtype(*weights: torch.dtype) -> str:
 
 
 _ABOVE = {"FP8FlowMoE": "torch_moe", "moe_experts": "torch_functional"}
+_ABOVE["moe_experts_permuted"] = _ABOVE["moe_experts"]
 
 
 def __getattr__(name: str) -> Any:

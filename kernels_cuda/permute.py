@@ -249,7 +249,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
 def sort_chunks(
     x: Any,
     split_sizes: DeviceArray,
-    sorted_indices: DeviceArray,
+    sorted_indices: DeviceArray | None,
     probs: Any,
     *,
     align_size: int,
@@ -264,7 +264,7 @@ def sort_chunks(
 def sort_chunks_backward(
     grad: Any,
     split_sizes: DeviceArray,
-    sorted_indices: DeviceArray,
+    sorted_indices: DeviceArray | None,
     grad_probs: Any,
     *,
     align_size: int,
