@@ -49,10 +49,13 @@ def experts(
     parameters: Sequence[Tensor | None] | None = None,
     handle: Tensor | None = None,
     collector: Collector | None = None,
+    align_size: int = 0,
 ) -> Tensor:
     """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, topk_probs, w13 and w2.
 
     x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, of dtypes that `fp8moe.moe_forward` takes.
+    align_size: where it is not 0, rows are permuted already, and these three are x, tokens_per_expert and
+        probs of `fp8moe.moe_forward_permuted`.
     w13, w2: for their gradients alone; None where they have none.
     multiplied: what stands for them in the products, `Quantized` or arrays.
     parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
@@ -70,7 +73,7 @@ def experts(
     recording = torch.is_grad_enabled()
     wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
     checks.options("activation", activation, Activation)
-    how = (recipe, recompute, activation, ",".join(wanted))
+    how = (recipe, recompute, align_size, activation, ",".join(wanted))
     if comm is not None or not torch.compiler.is_compiling():
         rest = how, parameters, comm, collector
         return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, *rest)
@@ -102,6 +105,17 @@ def _names(wanted: str) -> tuple[str, ...]:
     return tuple(wanted.split(",")) if wanted else ()
 
 
+def _call_forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any, comm: Any) -> tuple[Any, Saved]:
+    """`fp8moe.moe_forward`, or of rows that are permuted already."""
+    recipe, recompute, align_size, activation, wanted = how
+    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    options["gradients"] = _names(wanted)
+    w13, w2 = weights
+    if align_size:
+        return fp8moe.moe_forward_permuted(x, w13, w2, ids, probs, align_size=align_size, **options)
+    return fp8moe.moe_forward(x, w13, w2, ids, probs, comm=comm, **options)
+
+
 # ---------------------------------------------------------------- eager mode
 
 
@@ -115,11 +129,9 @@ _HERE = _Here()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w13, w2, probs, ids, multiplied, how, parameters, comm, collector):  # type: ignore[no-untyped-def]
-        recipe, recompute, activation, wanted = how
-        w13_used, w2_used = multiplied
-        how = {"recipe": recipe, "recompute": recompute, "activation": activation}
+        *_, wanted = how
         gradients = _names(wanted)
-        y, saved = fp8moe.moe_forward(x, w13_used, w2_used, ids, probs, comm=comm, gradients=gradients, **how)
+        y, saved = _call_forward(x, ids, probs, multiplied, how, comm)
         if collector is not None:
             collector.forward(x, saved)
         if wanted:
@@ -285,10 +297,7 @@ def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
 
 def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any, Saved]:
     """y, and what is kept apart from the weights."""
-    recipe, recompute, activation, wanted = how
-    options = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    w13, w2 = weights
-    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, gradients=_names(wanted), **options)
+    y, saved = _call_forward(x, ids, probs, weights, how, None)
     return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
 
 
@@ -321,10 +330,11 @@ def _experts_op(
     probs: Tensor,
     recipe: str,
     recompute: str | None,
+    align_size: int,
     activation: Activation,
     wanted: str,
 ) -> list[Any]:
-    how = recipe, recompute, activation, wanted
+    how = recipe, recompute, align_size, activation, wanted
     y, saved = _forward(x, ids, probs, _weights(recipe, multiplied), how)
     return [y, *(arrays_in(saved) if wanted else ())]
 
@@ -343,10 +353,11 @@ def _experts_backward_fake(
     zeros: list[bool],
     recipe: str,
     recompute: str | None,
+    align_size: int,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     *activation, gradients = rest
-    how = recipe, recompute, Activation(*activation), gradients
+    how = recipe, recompute, align_size, Activation(*activation), gradients
     wanted = _names(gradients)
     _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
 
@@ -394,10 +405,11 @@ def _experts_backward_op(
     zeros: list[bool],
     recipe: str,
     recompute: str | None,
+    align_size: int,
     activation: Activation,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    how = recipe, recompute, activation, wanted
+    how = recipe, recompute, align_size, activation, wanted
     _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
     mains, dtypes, saved = (main13, main2), (dtype13, dtype2), _saved(saved_like, kept, needed)
     g = fp8moe.moe_backward(

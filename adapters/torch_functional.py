@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8moe import Quantized, checks
+from fp8moe import Quantized, QuantTensor, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
-from fp8moe.adapters.torch_grouped import by_grouped_mm
+from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
 from fp8moe.moe import RECIPES
 
@@ -60,10 +60,83 @@ def moe_experts(
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range, by the argument's name;
     NotImplementedError inside transforms of torch.func.
     """
-    torch_ops.refuse_transforms("moe_experts")
+    rest: dict[str, Any] = {
+        "recompute": recompute,
+        "activation": activation,
+        "bias13": bias13,
+        "bias2": bias2,
+    }
+    rest |= {"comm": comm, "fp8_weights": fp8_weights}
+    return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, recipe=recipe, **rest)
+
+
+def moe_experts_permuted(
+    x: Tensor,
+    w13: Tensor | Quantized | tuple[Tensor, Tensor],
+    w2: Tensor | Quantized,
+    tokens_per_expert: Tensor,
+    probs: Tensor,
+    *,
+    recipe: Recipe = "fp8_flow",
+    recompute: str | None = None,
+    activation: Activation = SWIGLU,
+    bias13: Tensor | None = None,
+    bias2: Tensor | None = None,
+    align_size: int = 1,
+    fp8_weights: tuple[Quantized, Quantized] | None = None,
+) -> Tensor:
+    """`moe_experts` of rows that a dispatcher has permuted, and may have padded: y[i] = probs[i] * (w2[e] @
+    act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing synchronises.
+
+    x: [N, H], any float: rows of expert 0, then of expert 1, and so on; those past the last expert's belong
+        to none, and y has zeros there. tokens_per_expert: int32 or int64 [E], on x's device. probs: float
+        [N].
+    align_size: what each expert's rows are padded to a multiple of in x, with rows and probs of zeros;
+        tokens_per_expert may count these or not. With a multiple of 128 the FP8 recipes read them where they
+        lie; others are padded inside, by a pass more.
+    The others, and what is raised, as for `moe_experts`.
+
+    FP8 rows come without a gradient of their own in torch: `fp8moe.moe_forward_permuted` and
+    `fp8moe.moe_backward` take them, and `moe_experts` with a ``comm`` that dispatches in FP8.
+    """
+    if isinstance(x, QuantTensor):
+        raise TypeError(
+            "x: got a QuantTensor, through which no gradient goes in torch; wanted a tensor; pass it to "
+            "fp8moe.moe_forward_permuted"
+        )
+    checks.integer("align_size", align_size, 1)
+    rest: dict[str, Any] = {
+        "recompute": recompute,
+        "activation": activation,
+        "bias13": bias13,
+        "bias2": bias2,
+    }
+    rest |= {"comm": None, "fp8_weights": fp8_weights, "align_size": align_size}
+    return _moe_experts("moe_experts_permuted", x, w13, w2, tokens_per_expert, probs, recipe=recipe, **rest)
+
+
+def _moe_experts(
+    name: str,
+    x: Tensor,
+    w13: Any,
+    w2: Any,
+    topk_ids: Tensor,
+    topk_probs: Tensor,
+    *,
+    recipe: Recipe,
+    recompute: str | None,
+    activation: Activation,
+    bias13: Tensor | None,
+    bias2: Tensor | None,
+    comm: Any,
+    fp8_weights: tuple[Quantized, Quantized] | None,
+    align_size: int = 0,
+) -> Tensor:
+    """Both. align_size: not 0 for rows that are permuted, whose counts and probs stand for ids and theirs."""
+    torch_ops.refuse_transforms(name)
     checks.choice("recipe", recipe, RECIPES)
     torch_ops.check_float("x", x)
-    torch_ops.check_float("topk_probs", topk_probs)
+    torch_ops.check_float("probs" if align_size else "topk_probs", topk_probs)
     given, dtype = _weights(w13, w2, bias13, recipe), torch.bfloat16
     if bias2 is not None and comm is not None:
         raise NotImplementedError("bias2: got one with comm; wanted None: other ranks' biases are not here")
@@ -79,19 +152,26 @@ def moe_experts(
     weights = [None if isinstance(w, Quantized) else w for w in given]
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
-    ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
+    if align_size:
+        ids, probs = topk_ids.contiguous(), topk_probs.contiguous()
+    else:
+        ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
     if bias13 is not None:
         before, ones, after = _columns(hidden, recipe)
         added = rows.new_ones(rows.shape[0], ones)
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
-    how: dict[str, Any] = {"recompute": recompute, "activation": activation, "comm": comm}
+    how: dict[str, Any] = {"recompute": recompute, "activation": activation}
+    how |= {"align_size": align_size} if align_size else {"comm": comm}
     if recipe == "bf16" and _grouped_mm_takes(rows, given[0], given[1], comm):
-        y = by_grouped_mm(rows, given[0], given[1], ids, probs, **how)
+        product = rows_by_grouped_mm if align_size else by_grouped_mm
+        y = product(rows, given[0], given[1], ids, probs, **how)
     else:
         y = experts(rows, weights[0], weights[1], ids, probs, multiplied, recipe=recipe, **how)
     if bias13 is not None:
         y = y[:, :hidden]
     if bias2 is not None:
+        if align_size:
+            ids, probs = _expert_of_rows(ids, len(rows), align_size)[:, None], probs[:, None]
         y = y + _shares(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
     return y.to(x.dtype).reshape(x.shape)
 
@@ -102,6 +182,12 @@ def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
         return False
     whole = all(w.shape[2] % 8 == 0 for w in (w13, w2))
     return x.dtype == torch.bfloat16 and whole and all(main_grad_of(w) is None for w in (w13, w2))
+
+
+def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Tensor:
+    """[rows], E for those past the last expert's."""
+    ends = ((tokens_per_expert + (align_size - 1)) // align_size * align_size).cumsum(0)
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
 def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:

@@ -41,6 +41,28 @@ def by_grouped_mm(
     return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
 
 
+def rows_by_grouped_mm(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    tokens_per_expert: Tensor,
+    probs: Tensor,
+    *,
+    recompute: str | None,
+    activation: Activation,
+    align_size: int,
+) -> Tensor:
+    """`fp8moe.moe_forward_permuted` with recipe "bf16" in the same way: x [N, H], probs [N]."""
+    counts = tokens_per_expert
+    if align_size > 1:  # padding rows are rows
+        counts = (counts + (align_size - 1)) // align_size * align_size
+    order = torch.arange(len(counts), device=counts.device)
+    moved = torch_ops.sort_chunks(x, counts, order, probs.float(), align_size=16)
+    products = _products if recompute is None else _Recomputed.apply
+    y = products(moved.data, moved.probs, w13, w2, moved.group_offsets[1:], activation)
+    return torch_ops.unpad(y, counts, 16, num_out_tokens=len(x))  # type: ignore[no-any-return]
+
+
 def _products(
     x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, ends: Tensor, activation: Activation
 ) -> Tensor:

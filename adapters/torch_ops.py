@@ -395,7 +395,12 @@ def gradient_dtype(*weights: torch.dtype) -> str:
     return "bfloat16" if set(weights) == {torch.bfloat16} else "float32"
 
 
-_ABOVE = {"FP8FlowMoE": "torch_moe", "moe_experts": "torch_functional", "route": "torch_router"}
+_ABOVE = {
+    "FP8FlowMoE": "torch_moe",
+    "moe_experts": "torch_functional",
+    "moe_experts_permuted": "torch_functional",
+    "route": "torch_router",
+}
 
 
 def __getattr__(name: str) -> Any:

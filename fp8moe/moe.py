@@ -18,13 +18,23 @@ from fp8moe.dispatch import enter, operation
 from fp8moe.expert_parallel import Comm, combine, combine_backward, dispatch, dispatch_backward
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
-from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
+from fp8moe.permuted_rows import (
+    PlacedRows,
+    pad_rows,
+    permute,
+    permute_backward,
+    permute_transpose,
+    place_rows,
+    unpad_rows,
+    unpermute,
+    unpermute_backward,
+)
 from fp8moe.plan import plan_topk, static_bound
 from fp8moe.quantize import dequantize, quantize, times_overwritten
 from fp8moe.record_trees import nbytes
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor, Record
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
-from fp8moe.transpose import permute_transpose, scaling_aware_transpose
+from fp8moe.transpose import scaling_aware_transpose
 
 RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
 #: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
@@ -50,7 +60,7 @@ class Saved(Record):
 
     recipe: str
     recompute: str | None
-    plan: PermutationPlan
+    plan: PermutationPlan | PlacedRows
     probs: Any
     x: Any
     h: Any
@@ -186,7 +196,7 @@ def moe_forward(
     _check_gradients(gradients)
     how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
     how["gradients"] = tuple(gradients)
-    overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
+    overwritten = _overwritten(w13, w2)
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
     else:
@@ -200,11 +210,110 @@ def moe_forward(
             arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
         )
         y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
+    return y, _recorded(saved, overwritten)
+
+
+def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
+    """How often the codes of weights that came quantised have been overwritten."""
+    first, second = (times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
+    return first, second
+
+
+def _recorded(saved: Saved, overwritten: tuple[int | None, int | None]) -> Saved:
     if overwritten != (None, None):
         saved = replace(saved, overwritten=overwritten)
     if counters.counting():
         counters.record_saved(saved.nbytes)
-    return y, saved
+    return saved
+
+
+def moe_forward_permuted(
+    x: ArrayLike | QuantTensor,
+    w13: ArrayLike,
+    w2: ArrayLike,
+    tokens_per_expert: ArrayLike,
+    probs: ArrayLike,
+    *,
+    recipe: str,
+    recompute: str | None = None,
+    activation: Activation = SWIGLU,
+    align_size: int = 1,
+    gradients: Collection[str] = GRADIENTS,
+) -> tuple[Any, Saved]:
+    """The experts of rows that a dispatcher has permuted: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
+
+    Nothing synchronises with the host. Where the FP8 recipes want each expert's rows padded and they are not,
+    they are padded inside, by one more pass over the rows.
+
+    Parameters
+    ----------
+    x : ArrayLike or QuantTensor, [N, H]
+        Rows of expert 0, then of expert 1, and so on: bfloat16 (for "bf16" also float32 or float64), or, for
+        the FP8 recipes, row-wise codes of block (1, 128), which are not quantised again. Rows past the last
+        expert's belong to none.
+    w13 : ArrayLike or Quantized, [E, 2F, H]
+        As for `moe_forward`.
+    w2 : ArrayLike or Quantized, [E, H, F]
+        As for `moe_forward`.
+    tokens_per_expert : ArrayLike, int32 or int64, [E]
+        Rows of each expert, on x's device.
+    probs : ArrayLike, floating point, [N]
+        Factor of each row's result.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision.
+    recompute : None or "moe_expert"
+        As for `moe_forward`.
+    activation : Activation
+        Between the two products.
+    align_size : int
+        What each expert's rows are padded to a multiple of in x already, with rows and probs of zeros;
+        ``tokens_per_expert`` may count these or not. A multiple of 128 saves the FP8 recipes their own
+        padding. On CUDA only FP8MOE_CHECK=1 looks whether it is so.
+    gradients : collection of str
+        As for `moe_forward`; "dprobs" is that of ``probs``.
+
+    Returns
+    -------
+    y : ArrayLike, [N, H]
+        In x's dtype, bfloat16 for a `QuantTensor`; zeros past the last expert's rows.
+    saved : Saved
+        For `moe_backward`, whose dx is [N, H] and whose dprobs is [N].
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Notes
+    -----
+    This is `moe_forward` without its permutation: with rows and probs of `permute`, and `unpermute` after it,
+    it computes the same bits.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((2, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> rows = np.array([2], np.int32), np.array([0.5, 1.0])
+    >>> fp8moe.moe_forward_permuted(x, w13, w2, *rows, recipe="bf16")[0].tolist()
+    [[100.0], [200.0]]
+    """
+    checks.choice("recipe", recipe, RECIPES)
+    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.options("activation", activation, Activation)
+    align_size = checks.integer("align_size", align_size, 1)
+    _check_gradients(gradients)
+    y, saved = permuted_experts_forward(
+        x,
+        w13,
+        w2,
+        tokens_per_expert,
+        probs,
+        recipe=recipe,
+        recompute=recompute,
+        align_size=align_size,
+        activation=activation,
+        gradients=tuple(gradients),
+    )
+    return y, _recorded(saved, _overwritten(w13, w2))
 
 
 @operation
@@ -225,13 +334,51 @@ def experts_forward(
     if not isinstance(x, QuantTensor):
         _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
         x = _cast(recipe, x)
+    align = ALIGN_SIZE[recipe]
+    plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
+    return _by_plan(x, w13, w2, plan, topk_probs, recipe, recompute, activation, gradients)
+
+
+@operation
+def permuted_experts_forward(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    tokens_per_expert: Any,
+    probs: Any,
+    *,
+    recipe: str,
+    recompute: str | None,
+    align_size: int,
+    activation: Activation,
+    gradients: Collection[str] = GRADIENTS,
+) -> tuple[Any, Saved]:
+    """`moe_forward_permuted`."""
+    _check_permuted(recipe, align_size, x=x, w13=w13, w2=w2, tokens_per_expert=tokens_per_expert, probs=probs)
+    if not isinstance(x, QuantTensor):
+        x = _cast(recipe, x)
+    x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
+    y, saved = _by_plan(x, w13, w2, rows, probs, recipe, recompute, activation, gradients)
+    return unpad_rows(y, rows)[0], saved
+
+
+def _by_plan(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    plan: PermutationPlan | PlacedRows,
+    probs: Any,
+    recipe: str,
+    recompute: str | None,
+    activation: Activation,
+    gradients: Collection[str],
+) -> tuple[Any, Saved]:
+    """The experts of rows that have their places."""
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
-    align = ALIGN_SIZE[recipe]
-    plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
-    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None, gradients)
+    y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
     saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=activation, **kept)
@@ -248,16 +395,23 @@ def experts_backward(
     gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
     """`moe_backward` of this rank's experts; dy is quantised already where it came so from other ranks."""
+    _check_backward(saved, dy, dw13, dw2, dtype)
     if not isinstance(dy, QuantTensor):
-        _check_backward(saved, dy, dw13, dw2, dtype)
         dy = _cast(saved.recipe, dy)
     _, backward = _STEPS[saved.recipe]
-    return backward(saved, dy, dw13, dw2, dtype, gradients)
+    rows = saved.plan
+    if not isinstance(rows, PlacedRows):
+        return backward(saved, dy, dw13, dw2, dtype, gradients)
+    grads: MoEGrads = backward(saved, pad_rows(dy, rows), dw13, dw2, dtype, gradients)
+    if grads.dx is None:
+        return grads
+    dx, dprobs = unpad_rows(grads.dx, rows, grads.dprobs)
+    return replace(grads, dx=dx, dprobs=dprobs)
 
 
 def moe_backward(
     saved: Saved,
-    dy: ArrayLike,
+    dy: ArrayLike | QuantTensor,
     *,
     dw13: ArrayLike | None = None,
     dw2: ArrayLike | None = None,
@@ -265,14 +419,14 @@ def moe_backward(
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
-    """Gradients of `moe_forward`.
+    """Gradients of `moe_forward` and of `moe_forward_permuted`.
 
     Parameters
     ----------
     saved : Saved
         What the forward returned.
-    dy : ArrayLike, [T, H]
-        In y's dtype.
+    dy : ArrayLike or QuantTensor, [T, H]
+        In y's dtype; or, for the FP8 recipes, row-wise codes of block (1, 128), not quantised again.
     dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None
         To add the gradient of w13 to, in place: what several micro-batches sum up.
     dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
@@ -375,7 +529,12 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> N
     """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
     a = enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=dw13, dw2=dw2).args
     quantized = saved.recipe != "bf16"
-    checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
+    if isinstance(a.dy, QuantTensor):
+        if not quantized:
+            raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
+        checks.quant_tensor("dy", a.dy, ((1, 128),))
+    else:
+        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
     tokens = (saved.plan if saved.route is None else saved.route).num_tokens
     checks.shape("dy", a.dy, (tokens, _hidden(a.w13)))
     checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
@@ -397,10 +556,41 @@ def _cast(recipe: str, x: Any) -> Any:
 
 def _check_layer(recipe: str, **arrays: Any) -> None:
     a = enter(**arrays).args
+    _check_rows_and_weights(recipe, a)
+    checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
+    checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
+    checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
+    checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+
+
+def _check_permuted(recipe: str, align_size: int, **arrays: Any) -> None:
+    a = enter(**arrays).args
+    if isinstance(a.x, QuantTensor):
+        if recipe == "bf16":
+            raise TypeError(
+                'x: got a QuantTensor with recipe "bf16"; wanted an array; pass fp8moe.dequantize(x)'
+            )
+        checks.quant_tensor("x", a.x, ((1, 128),))
+    experts = _check_rows_and_weights(recipe, a)
+    checks.dtype("tokens_per_expert", a.tokens_per_expert, checks.INTEGERS)
+    checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
+    checks.dtype("probs", a.probs, checks.FLOATS)
+    checks.shape("probs", a.probs, (a.x.shape[0],))
+    wanted = ALIGN_SIZE[recipe]
+    if align_size != 1 and align_size % wanted:
+        raise ValueError(
+            f"align_size: got {align_size}; wanted 1, of rows without padding, or a multiple of {wanted} for "
+            f"recipe {recipe!r}"
+        )
+
+
+def _check_rows_and_weights(recipe: str, a: Any) -> int:
+    """The number of experts."""
     quantized = recipe != "bf16"
     checks.shape("x", a.x, ("T", "H"))
-    checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS)
-    tokens, hidden = a.x.shape
+    if not isinstance(a.x, QuantTensor):
+        checks.dtype("x", a.x, (BFLOAT16,) if quantized else checks.FLOATS)
+    hidden = a.x.shape[1]
     for name in ("w13", "w2"):
         w = getattr(a, name)
         if isinstance(w, Quantized):
@@ -427,10 +617,7 @@ def _check_layer(recipe: str, **arrays: Any) -> None:
             + ("twice a multiple of 128, so that no block spans both halves" if quantized else "it even")
         )
     checks.shape("w2", a.w2, (experts, hidden, width // 2))
-    checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
-    checks.shape("topk_ids", a.topk_ids, (tokens, "k"))
-    checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
-    checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+    return int(experts)
 
 
 # Each recipe is read from top to bottom; what differs between them is where casts stand.
@@ -501,7 +688,7 @@ def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
 
 def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
-    q = quantize(moved.data)  # cast 1
+    q = _quantized(moved.data)  # cast 1
     h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
     a = quantize(swiglu(h, moved.probs, activation=activation))  # cast 2
     y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
@@ -515,7 +702,7 @@ def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype, gradients):  # type: ig
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
         a = quantize(swiglu(h, saved.probs, activation=saved.activation)) if "dw2" in gradients else None
-    dout = quantize(permute(dy, plan).data)  # cast 3
+    dout = _quantized(permute(dy, plan).data)  # cast 3
     da = grouped_gemm(dout, saved.w2.columnwise, offsets)
     if "dw2" in gradients:
         columnwise = _requantize(dout), _requantize(a)  # casts 4 to 7
@@ -530,6 +717,11 @@ def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype, gradients):  # type: ig
     if _of_inputs(gradients):
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+def _quantized(x: Any) -> QuantTensor:
+    """Rows in FP8, unless they came so from another library's dispatcher."""
+    return x if isinstance(x, QuantTensor) else quantize(x)  # type: ignore[no-any-return]
 
 
 def _requantize(q: Any) -> QuantTensor:

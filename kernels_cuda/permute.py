@@ -250,7 +250,7 @@ def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: 
 def sort_chunks(
     x: Any,
     split_sizes: DeviceArray,
-    sorted_indices: DeviceArray,
+    sorted_indices: DeviceArray | None,
     probs: Any,
     *,
     align_size: int,
@@ -265,7 +265,7 @@ def sort_chunks(
 def sort_chunks_backward(
     grad: Any,
     split_sizes: DeviceArray,
-    sorted_indices: DeviceArray,
+    sorted_indices: DeviceArray | None,
     grad_probs: Any,
     *,
     align_size: int,

@@ -30,6 +30,14 @@ LAYER = {
     "topk_probs": PROBS,
     "recipe": "fp8_flow",
 }
+PERMUTED_LAYER = {
+    "x": ROWS.astype(BF16),
+    "w13": LAYER["w13"],
+    "w2": LAYER["w2"],
+    "tokens_per_expert": np.array([5, 0, 40], np.int32),
+    "probs": PP,
+    "recipe": "fp8_flow",
+}
 
 #: a call of every public function that works
 CALLS = {
@@ -57,5 +65,6 @@ CALLS = {
     "grouped_gemm_wgrad": {"dy": COLUMN, "x": COLUMN, "expert_offsets": OFFSETS},
     "quantize_weights": {"x": np.ones((E, 8, H), np.float32)},
     "moe_forward": LAYER,
+    "moe_forward_permuted": PERMUTED_LAYER,
     "moe_backward": {"saved": fp8moe.moe_forward(**LAYER)[1], "dy": X.astype(BF16)},
 }

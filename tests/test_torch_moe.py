@@ -175,7 +175,7 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
     ids, probs = layer.route(x)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        how = (layer.recipe, recompute, layer.activation, "dx,dprobs,dw13,dw2")
+        how = (layer.recipe, recompute, 0, layer.activation, "dx,dprobs,dw13,dw2")
         copies = arrays_in(tuple(layer._compiled_copies(None)))
         weights = layer.w13, layer.w2
         torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, how, [None, None], None)

@@ -55,7 +55,7 @@ def unpermute_backward(
 def sort_chunks(
     x: Any,
     split_sizes: np.ndarray,
-    sorted_indices: np.ndarray,
+    sorted_indices: np.ndarray | None,
     probs: np.ndarray | None,
     *,
     align_size: int,
@@ -76,7 +76,7 @@ def sort_chunks(
 def sort_chunks_backward(
     grad: Any,
     split_sizes: np.ndarray,
-    sorted_indices: np.ndarray,
+    sorted_indices: np.ndarray | None,
     grad_probs: np.ndarray | None,
     *,
     align_size: int,
@@ -162,7 +162,7 @@ def _padded_rows(tokens_per_expert: np.ndarray, align: int) -> tuple[np.ndarray,
 
 def _chunk_sources(
     split_sizes: np.ndarray,
-    sorted_indices: np.ndarray,
+    sorted_indices: np.ndarray | None,
     align: int,
     chunks_per_group: int,
     keep_rest: bool,
@@ -170,6 +170,8 @@ def _chunk_sources(
     rows_out: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Source row of every output row (-1 for padding and tail), and the padded starts of the groups."""
+    if sorted_indices is None:
+        sorted_indices = np.arange(len(split_sizes))
     sizes = split_sizes.astype(np.int64)
     starts = np.cumsum(sizes) - sizes
     groups = len(sizes) // chunks_per_group
