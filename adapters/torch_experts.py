@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -36,7 +36,7 @@ FP8_BLOCK = (128, 128)
 
 def experts(
     x: Tensor,
-    w13: Tensor | None,
+    w13: Tensor | tuple[Tensor, Tensor] | None,
     w2: Tensor | None,
     topk_ids: Tensor,
     topk_probs: Tensor,
@@ -46,6 +46,7 @@ def experts(
     recompute: str | None,
     activation: Activation,
     comm: Any = None,
+    ffn: int | None = None,
     parameters: Sequence[Tensor | None] | None = None,
     handle: Tensor | None = None,
     collector: Collector | None = None,
@@ -56,8 +57,9 @@ def experts(
     x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, of dtypes that `fp8moe.moe_forward` takes.
     align_size: where it is not 0, rows are permuted already, and these three are x, tokens_per_expert and
         probs of `fp8moe.moe_forward_permuted`.
-    w13, w2: for their gradients alone; None where they have none.
+    w13, w2: for their gradients alone; None where they have none. w13 may be w1 and w3 apart, for "fp8_flow".
     multiplied: what stands for them in the products, `Quantized` or arrays.
+    ffn: F, where ``multiplied`` is filled up with zeros, as of `fp8moe.moe_backward`; for "fp8_flow".
     parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
         it has to set.
@@ -68,18 +70,22 @@ def experts(
     take no memory of their own as its ``grad`` where it had that attribute before, as Megatron's
     DistributedDataParallel expects, which drops them, and otherwise none.
     """
-    inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w13), ("dw2", w2))
-    parameters = (w13, w2) if parameters is None else parameters
+    w1, w3 = w13 if isinstance(w13, tuple) else (w13, None)  # w1 is all of w13 where there is no w3
+    inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w1), ("dw13", w3), ("dw2", w2))
+    parameters = (w1, w3, w2) if parameters is None else (parameters[0], None, parameters[1])
     recording = torch.is_grad_enabled()
-    wanted = [name for name, t in inputs if recording and t is not None and t.requires_grad]
+    needed = {name: recording and t is not None and t.requires_grad for name, t in reversed(inputs)}
+    needed["dw13"] |= recording and w3 is not None and w3.requires_grad
+    wanted = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
     how = (recipe, recompute, align_size, activation, ",".join(wanted))
+    width = ffn, w3 is not None
     if comm is not None or not torch.compiler.is_compiling():
-        rest = how, parameters, comm, collector
-        return _Experts.apply(x, w13, w2, topk_probs, topk_ids, multiplied, *rest)
-    mains = [main_grad_of(w) if n in wanted else None for n, w in (("dw13", w13), ("dw2", w2))]
+        rest = how, width, parameters, comm, collector
+        return _Experts.apply(x, w1, w3, w2, topk_probs, topk_ids, multiplied, *rest)
+    mains = _mains((w1, w3, w2), wanted)
     tensors = [t for w in multiplied for t in arrays_in(w)]
-    return _CompiledExperts.apply(x, w13, w2, topk_probs, topk_ids, tensors, how, mains, handle)
+    return _CompiledExperts.apply(x, w1, w3, w2, topk_probs, topk_ids, tensors, how, width, mains, handle)
 
 
 def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
@@ -128,7 +134,7 @@ _HERE = _Here()
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, parameters, comm, collector):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, how, width, parameters, comm, collector):  # type: ignore[no-untyped-def]
         *_, wanted = how
         gradients = _names(wanted)
         y, saved = _call_forward(x, ids, probs, multiplied, how, comm)
@@ -139,8 +145,8 @@ class _Experts(torch.autograd.Function):
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
-        ctx.parameters, ctx.wanted, ctx.comm = parameters, gradients, comm
-        ctx.dtypes = [None if w is None else w.dtype for w in (w13, w2)], probs.dtype
+        ctx.parameters, ctx.wanted, ctx.comm, ctx.width = parameters, gradients, comm, width
+        ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2)], probs.dtype
         ctx.collector = collector
         return y
 
@@ -161,33 +167,70 @@ class _Experts(torch.autograd.Function):
         if ctx.collector is not None:
             ctx.collector.backward(dy)
         dtypes, of_probs = ctx.dtypes
-        dx, dprobs, dw13, dw2 = _backward(saved, dy, ctx.parameters, dtypes, ctx.wanted, ctx.comm)
-        return dx, dw13, dw2, None if dprobs is None else dprobs.to(of_probs), *[None] * 6
+        dx, dprobs, *of_weights = _backward(
+            saved, dy, ctx.parameters, dtypes, ctx.wanted, ctx.width, ctx.comm
+        )
+        return dx, *of_weights, None if dprobs is None else dprobs.to(of_probs), *[None] * 7
 
 
 def _backward(
-    saved: Saved, dy: Tensor, parameters: Any, dtypes: Any, wanted: tuple[str, ...], comm: Any
+    saved: Saved, dy: Tensor, parameters: Any, dtypes: Any, wanted: tuple[str, ...], width: Any, comm: Any
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 and dw2, None for those that are not wanted."""
-    pairs = zip(("dw13", "dw2"), parameters, strict=True)
-    into = [main_grad_of(w) if name in wanted else None for name, w in pairs]
-    g = fp8moe.moe_backward(
-        saved,
-        dy.contiguous(),
-        dw13=into[0],
-        dw2=into[1],
-        dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
-        comm=comm,
-        gradients=wanted,
-    )
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not wanted."""
+    mains = _mains(parameters, wanted)
+    dx, dprobs, *of_weights = _gradients(saved, dy.contiguous(), mains, dtypes, wanted, width, comm)
     grads: list[Tensor | None] = []
-    for w, main, dtype, new in zip(parameters, into, dtypes, (g.dw13, g.dw2), strict=True):
+    for w, main, dtype, new in zip(parameters, mains, dtypes, of_weights, strict=True):
         if main is None:
             grads.append(None if new is None else new.to(dtype))
         else:
             grads.append(_zeros_like(main, dtype) if wants_zeros(w) else None)
             set_added(w)
-    return [g.dx if "dx" in wanted else None, g.dprobs if "dprobs" in wanted else None, *grads]
+    return [dx if "dx" in wanted else None, dprobs if "dprobs" in wanted else None, *grads]
+
+
+_OF_WEIGHTS = ("dw13", "dw13", "dw2")  # of w13 (or w1), w3 and w2
+
+
+def _mains(weights: Any, wanted: Collection[str]) -> list[Tensor | None]:
+    """The ``main_grad`` of each that gets a gradient."""
+    pairs = zip(_OF_WEIGHTS, weights, strict=True)
+    return [main_grad_of(w) if n in wanted and w is not None and w.requires_grad else None for n, w in pairs]
+
+
+def _in_halves(width: tuple[int | None, bool]) -> bool:
+    """Whether the library makes the gradients of gates and ups apart: so the weights are, or, padded, each
+    half is to be cut."""
+    ffn, apart = width
+    return apart or ffn is not None
+
+
+def _gradients(
+    saved: Saved, dy: Tensor, mains: Any, dtypes: Any, wanted: Any, width: Any, comm: Any = None
+) -> list[Tensor | None]:
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that."""
+    ffn, apart = width
+    main13, main3, main2 = mains
+    halves = (main13, main3) if apart else (None, None)
+    g = fp8moe.moe_backward(
+        saved,
+        dy,
+        dw13=halves if _in_halves(width) else main13,
+        dw2=main2,
+        dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
+        ffn=ffn,
+        comm=comm,
+        gradients=wanted,
+    )
+    if g.dw13 is None or not _in_halves(width):
+        return [g.dx, g.dprobs, g.dw13, None, g.dw2]
+    if apart:
+        return [g.dx, g.dprobs, *g.dw13, g.dw2]
+    if main13 is None:
+        return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
+    for half, added in zip(main13.chunk(2, dim=1), g.dw13, strict=True):
+        half.add_(added)
+    return [g.dx, g.dprobs, main13, None, g.dw2]
 
 
 def wants_zeros(w: Tensor) -> bool:
@@ -227,7 +270,7 @@ def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _CompiledExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w13, w2, probs, ids, multiplied, how, mains, handle):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, how, width, mains, handle):  # type: ignore[no-untyped-def]
         y, *kept = _experts_op(x, multiplied, ids, probs, *how)
         recipe, recompute, *_, wanted = how
         needed = multiplied
@@ -236,10 +279,10 @@ class _CompiledExperts(torch.autograd.Function):
         if wanted:
             ctx.save_for_backward(ids, probs, *needed, *kept)
         # not saved: autograd would refuse a backward after another one has added to them
-        ctx.mains, ctx.handle = mains, handle
+        ctx.mains, ctx.handle, ctx.width = mains, handle, width
         ctx.how, ctx.num_needed, ctx.wanted = how, len(needed), wanted.split(",")
-        ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w13, w2)]
-        pairs = zip((w13, w2), mains, strict=True)
+        ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w1, w2)]
+        pairs = zip((w1, w3, w2), mains, strict=True)
         ctx.zeros = [main is not None and wants_zeros(w) for w, main in pairs]
         return y
 
@@ -248,7 +291,7 @@ class _CompiledExperts(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         ids, probs, *rest = ctx.saved_tensors
         multiplied, kept = rest[: ctx.num_needed], rest[ctx.num_needed :]
-        dx, dprobs, dw13, dw2 = _experts_backward_op(
+        dx, dprobs, *of_weights = _experts_backward_op(
             dy.contiguous(),
             kept,
             multiplied,
@@ -258,15 +301,18 @@ class _CompiledExperts(torch.autograd.Function):
             *ctx.mains,
             *ctx.dtypes,
             ctx.zeros,
+            *ctx.width,
             *ctx.how,
         )
-        wanted, (main13, main2) = ctx.wanted, ctx.mains
+        wanted, (_, apart) = ctx.wanted, ctx.width
+        given = [name in wanted for name in _OF_WEIGHTS]
+        given[1] &= apart
+        rest = zip(given, of_weights, ctx.mains, ctx.zeros, strict=True)
         return (
             dx if "dx" in wanted else None,
-            dw13 if "dw13" in wanted and (main13 is None or ctx.zeros[0]) else None,
-            dw2 if "dw2" in wanted and (main2 is None or ctx.zeros[1]) else None,
+            *(dw if is_given and (main is None or zero) else None for is_given, dw, main, zero in rest),
             dprobs.to(probs.dtype) if "dprobs" in wanted else None,
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
@@ -347,10 +393,13 @@ def _experts_backward_fake(
     probs: Tensor,
     handle: Tensor | None,
     main13: Tensor | None,
+    main3: Tensor | None,
     main2: Tensor | None,
     dtype13: torch.dtype,
     dtype2: torch.dtype,
     zeros: list[bool],
+    ffn: int | None,
+    apart: bool,
     recipe: str,
     recompute: str | None,
     align_size: int,
@@ -360,17 +409,24 @@ def _experts_backward_fake(
     how = recipe, recompute, align_size, Activation(*activation), gradients
     wanted = _names(gradients)
     _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
+    halves = _in_halves((ffn, apart))
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
         saved = _saved(saved_like, rest[: len(kept)], rest[len(kept) :])
-        return fp8moe.moe_backward(saved, dy, gradients=wanted)
+        dw13 = (None, None) if halves else None
+        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=ffn, gradients=wanted)
 
     g = workspace.result_specs(backward, [spec_of(t) for t in (dy, *kept, *needed)])
     found = [_nothing(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
-    mains, dtypes = (main13, main2), (dtype13, dtype2)
-    for new, main, dtype, zero in zip((g.dw13, g.dw2), mains, dtypes, zeros, strict=True):
-        shape = new.shape if new is not None and (main is None or zero) else _NOTHING
+    parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
+    shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]
+    if halves and not apart and shapes[0] is not None:
+        experts, width, hidden = shapes[0]
+        shapes[:2] = (experts, 2 * width, hidden), None
+    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    for shape, main, dtype, zero in zip(shapes, mains, dtypes, zeros, strict=True):
+        shape = shape if shape is not None and (main is None or zero) else _NOTHING
         found.append(torch.empty(shape, dtype=dtype, device=dy.device))
     return tuple(found)
 
@@ -390,7 +446,7 @@ def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
     return replace(saved, w13=w13, w2=w2)
 
 
-@operator("experts_backward", writes=("main13", "main2"), fake=_experts_backward_fake)
+@operator("experts_backward", writes=("main13", "main3", "main2"), fake=_experts_backward_fake)
 def _experts_backward_op(
     dy: Tensor,
     kept: list[Tensor],
@@ -399,31 +455,28 @@ def _experts_backward_op(
     probs: Tensor,
     handle: Tensor | None,
     main13: Tensor | None,
+    main3: Tensor | None,
     main2: Tensor | None,
     dtype13: torch.dtype,
     dtype2: torch.dtype,
     zeros: list[bool],
+    ffn: int | None,
+    apart: bool,
     recipe: str,
     recompute: str | None,
     align_size: int,
     activation: Activation,
     wanted: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     how = recipe, recompute, align_size, activation, wanted
     _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
-    mains, dtypes, saved = (main13, main2), (dtype13, dtype2), _saved(saved_like, kept, needed)
-    g = fp8moe.moe_backward(
-        saved,
-        dy,
-        dw13=main13,
-        dw2=main2,
-        dtype=gradient_dtype(*dtypes),
-        gradients=_names(wanted),
-    )
+    saved = _saved(saved_like, kept, needed)
+    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    dx, dprobs, *of_weights = _gradients(saved, dy, mains, dtypes, _names(wanted), (ffn, apart))
     layer = None if handle is None else _layers.get(int(handle))
-    found = [_nothing(dy) if a is None else a for a in (g.dx, g.dprobs)]
+    found = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
-        ("w13", "w2"), (g.dw13, g.dw2), mains, dtypes, zeros, strict=True
+        ("w13", "w3", "w2"), of_weights, mains, dtypes, zeros, strict=True
     ):
         if main is None:
             found.append(dy.new_empty(_NOTHING, dtype=dtype) if new is None else new.to(dtype))

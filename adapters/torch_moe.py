@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_experts import experts, handle_of
+from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, handle_of
+from fp8moe.adapters.torch_functional import Recipe, quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
@@ -29,7 +30,8 @@ class FP8FlowMoE(nn.Module):
     """Top-k routed SwiGLU experts: y[t] = sum of prob * w2[e] @ (silu(gate) * up) over t's experts e, with
     [gate, up] = w13[e] @ x[t].
 
-    hidden, ffn: multiples of 128 for the FP8 recipes.
+    hidden, ffn: any for "fp8_flow" and "bf16"; ffn a multiple of 128 for "fp8_blockwise". Multiples of 128
+        are fastest: where ffn is none, FP8 copies are filled up with zeros to the next one.
     recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
         "bf16" (torch's grouped matrix product between this library's permutation).
     recompute: "moe_expert" keeps only the input of the first product for the backward.
@@ -90,7 +92,7 @@ class FP8FlowMoE(nn.Module):
         num_experts: int,
         topk: int,
         *,
-        recipe: str = "fp8_flow",
+        recipe: Recipe = "fp8_flow",
         recompute: str | None = None,
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
@@ -102,8 +104,12 @@ class FP8FlowMoE(nn.Module):
         super().__init__()
         checks.choice("recipe", recipe, RECIPES)
         checks.choice("recompute", recompute, (None, "moe_expert"))
-        if recipe != "bf16" and (hidden % 128 or ffn % 128):
-            raise ValueError(f"hidden, ffn: got {hidden}, {ffn}; wanted multiples of 128 for {recipe!r}")
+        hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
+        if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
+            raise ValueError(
+                f'ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; pass recipe="fp8_flow", which '
+                "fills up with zeros"
+            )
         if not 0 < topk <= num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
@@ -283,6 +289,7 @@ class FP8FlowMoE(nn.Module):
             recompute=self.recompute,
             activation=self.activation,
             comm=self._ranks.comm,
+            ffn=self.ffn if self.ffn % FP8_BLOCK[1] else None,
             parameters=(self.w13, self.w2),
             handle=self._handle,
             collector=self._collector if self.collect_stats else None,
@@ -324,7 +331,7 @@ class FP8FlowMoE(nn.Module):
                 return kept.records
         elif kept is not None:
             self._release()
-        return [torch_ops.quantize_weights(w) for w in (self.w13, self.w2)]
+        return list(quantize_fp8_weights(self.w13, self.w2))
 
     def _keep(self) -> _Copies:
         """Make copies and keep them, in the memory of those that a captured graph reads, if there are any."""
@@ -342,8 +349,8 @@ class FP8FlowMoE(nn.Module):
     def _make(self, into: list[Quantized] | None = None) -> list[Quantized]:
         # not as inference tensors, which no backward may read
         with torch.inference_mode(False), torch.no_grad():
-            pairs = zip((self.w13, self.w2), into or (None, None), strict=True)
-            return [torch_ops.quantize_weights(local_of(w), old) for w, old in pairs]
+            out = None if into is None else (into[0], into[1])
+            return list(quantize_fp8_weights(local_of(self.w13), local_of(self.w2), out=out))
 
     def _release(self) -> None:
         """Kept copies are of no more use, but for a captured graph that reads them."""
@@ -354,8 +361,12 @@ class FP8FlowMoE(nn.Module):
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         w13, w2 = local_of(self.w13).bfloat16(), local_of(self.w2).bfloat16()
-        how = {"recompute": self.recompute, "activation": self.activation, "comm": self._ranks.comm}
-        return by_grouped_mm(x, w13, w2, ids, probs, **how)
+        how: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
+        how["comm"] = self._ranks.comm
+        if self.hidden % 8 == self.ffn % 8 == 0:
+            return by_grouped_mm(x, w13, w2, ids, probs, **how)
+        x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
+        return experts(x, w13, w2, ids, probs, [w13, w2], recipe="bf16", **how)
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:

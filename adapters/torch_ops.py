@@ -377,13 +377,29 @@ def refuse_transforms(what: str) -> None:
         )
 
 
-def quantize_weights(w: Tensor, out: Quantized | None = None) -> Quantized:
-    """`fp8moe.quantize_weights`. Codes have no gradient. out: in eager mode only."""
+def quantize_weights(
+    w: Tensor | tuple[Tensor, Tensor],
+    out: Quantized | None = None,
+    *,
+    parts: int = 1,
+    rows: int | None = None,
+    columns: int | None = None,
+) -> Quantized:
+    """`fp8moe.quantize_weights`. Codes have no gradient. out: in eager mode only. Views that are transposed
+    are read as they lie; what lies otherwise is copied first."""
+    given = w if isinstance(w, tuple) else (w,)
+    eager, given = _eager(**{f"w[{i}]": t for i, t in enumerate(given)}), tuple(t.detach() for t in given)
+    transposed = all(t.ndim == 3 and not t.is_contiguous() and t.mT.is_contiguous() for t in given)
+    given = tuple(t.mT if transposed else t for t in given)
     # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
-    eager, w = _eager(w=w), w.detach().clone() if w.device.type == "cpu" else w.detach().contiguous()
+    given = tuple(
+        t.clone(memory_format=torch.contiguous_format) if t.device.type == "cpu" else t.contiguous()
+        for t in given
+    )
+    how: Any = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
     if eager:
-        return fp8moe.quantize_weights(w, out=out)
-    data, scales, column_data, column_scales = _quantize_weights(w)
+        return fp8moe.quantize_weights(given if isinstance(w, tuple) else given[0], **how, out=out)
+    data, scales, column_data, column_scales = _quantize_weights(list(given), *how.values())
     return Quantized(
         QuantTensor(data, scales, "e4m3", (128, 128)),
         QuantTensor(column_data, column_scales, "e4m3", (128, 128), transposed=True),
@@ -598,8 +614,11 @@ def _quantize(
 
 
 @operator("quantize_weights")
-def _quantize_weights(w: Tensor) -> list[Any]:
-    return arrays_in(fp8moe.quantize_weights(w))
+def _quantize_weights(
+    w: list[Tensor], parts: int, rows: int | None, columns: int | None, transposed: bool
+) -> list[Any]:
+    how: Any = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    return arrays_in(fp8moe.quantize_weights(w[0] if len(w) == 1 else tuple(w), **how))
 
 
 @operator("dequantize")

@@ -30,7 +30,7 @@ from fp8moe.permuted_rows import (
     unpermute_backward,
 )
 from fp8moe.plan import plan_topk, static_bound
-from fp8moe.quantize import dequantize, quantize, times_overwritten
+from fp8moe.quantize import columns_of, dequantize, quantize, quantize_parts, times_overwritten
 from fp8moe.record_trees import nbytes
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor, Record
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
@@ -56,6 +56,8 @@ class Saved(Record):
         multiplies by them (all of w2's, and w13's but for recompute); ``nbytes`` leaves weights out.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
+    ffn: F without the zeros that FP8 weights were padded with, None where they were not: what `moe_backward`
+        was told.
     """
 
     recipe: str
@@ -70,6 +72,7 @@ class Saved(Record):
     activation: Activation = SWIGLU
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
+    ffn: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,17 +85,34 @@ class Saved(Record):
         return replace(self, x=x, a=self.a if "dw2" in gradients else None)
 
 
-def quantize_weights(x: ArrayLike, *, fmt: str = "e4m3", out: Quantized | None = None) -> Quantized:
+def quantize_weights(
+    x: ArrayLike | tuple[ArrayLike, ...],
+    *,
+    fmt: str = "e4m3",
+    parts: int = 1,
+    rows: int | None = None,
+    columns: int | None = None,
+    transposed: bool = False,
+    out: Quantized | None = None,
+) -> Quantized:
     """Quantise weights by (128, 128) blocks, row-wise and transposed, from one read.
 
-    Once a step, however many micro-batches use them.
+    Once a step, however many micro-batches use them. Nothing is copied on the way, whatever the options.
 
     Parameters
     ----------
-    x : ArrayLike, bfloat16, float16 or float32, [E, N, K]
-        The weights of all experts.
+    x : ArrayLike, bfloat16, float16 or float32, [E, N, K], or a tuple of them
+        The weights of all experts; of several arrays, such as (w1, w3), the rows one after another.
     fmt : "e4m3" or "e5m2"
         Format of the codes.
+    parts : int
+        Of how many equal parts the rows of one array consist: 2 for w13.
+    rows : int or None
+        Of each part in the result: zeros beyond x's. A multiple of 128 where there are several parts.
+    columns : int or None
+        Of the result, zeros beyond x's.
+    transposed : bool
+        x is [E, K, N], stored transposed.
     out : Quantized or None
         The memory of the step before (see `quantize`), which `moe_backward` of a forward that read the old
         codes then refuses.
@@ -105,15 +125,21 @@ def quantize_weights(x: ArrayLike, *, fmt: str = "e4m3", out: Quantized | None =
     Raises
     ------
     TypeError, ValueError
-        As `quantize`.
+        As `quantize`, and for sizes that do not fit.
 
     Examples
     --------
     >>> w = fp8moe.quantize_weights(np.ones((2, 128, 256), np.float32))
     >>> w.rowwise.data.shape, w.columnwise.data.shape, w.columnwise.shape
     ((2, 128, 256), (2, 256, 128), (2, 128, 256))
+    >>> w1, w3 = np.ones((2, 2, 100, 256), np.float32)
+    >>> fp8moe.quantize_weights((w1, w3), rows=128).rowwise.shape
+    (2, 256, 256)
     """
-    return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)
+    if not isinstance(x, tuple) and (parts, rows, columns, transposed) == (1, None, None, False):
+        return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)  # type: ignore[no-any-return]
+    how: dict[str, Any] = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    return quantize_parts(x, fmt=fmt, **how, out=out)  # type: ignore[no-any-return]
 
 
 def experts_of(w: Any) -> int:
@@ -413,9 +439,10 @@ def moe_backward(
     saved: Saved,
     dy: ArrayLike | QuantTensor,
     *,
-    dw13: ArrayLike | None = None,
+    dw13: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
     dw2: ArrayLike | None = None,
     dtype: str = "float32",
+    ffn: int | None = None,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
 ) -> MoEGrads:
@@ -427,12 +454,16 @@ def moe_backward(
         What the forward returned.
     dy : ArrayLike or QuantTensor, [T, H]
         In y's dtype; or, for the FP8 recipes, row-wise codes of block (1, 128), not quantised again.
-    dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None
-        To add the gradient of w13 to, in place: what several micro-batches sum up.
+    dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None, or a tuple of two
+        To add the gradient of w13 to, in place: what several micro-batches sum up. For "fp8_flow" also two,
+        [E, F, H] each or None, of w1 and w3 apart, which the result then has, too.
     dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
         To add the gradient of w2 to.
     dtype : "float32", "bfloat16" or "float64"
         Of the weights' gradients where none are given.
+    ffn : int or None
+        F, where `quantize_weights` filled weights up with zeros: gradients have this width. For "fp8_flow",
+        and with gates w1 and w3 apart.
     comm : Comm or None
         The forward's.
     gradients : collection of str
@@ -472,7 +503,7 @@ def moe_backward(
                 f"gradients: got {gradient!r}, and saved.{name} is None; wanted it among the forward's"
             )
     for name, given in (("dw13", dw13), ("dw2", dw2)):
-        if given is not None and name not in gradients:
+        if any(part is not None for part in _parts(given)) and name not in gradients:
             raise ValueError(f"{name}: got an array to add to, and gradients without {name!r}; wanted both")
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         if before is not None and times_overwritten(w) != before:
@@ -487,6 +518,8 @@ def moe_backward(
             f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
         )
     gradients = tuple(gradients)
+    if ffn is not None:
+        saved = replace(saved, ffn=checks.integer("ffn", ffn, 1))
     if route is not None or saved.overwritten != (None, None):
         here = replace(saved, route=None, overwritten=(None, None))
     else:
@@ -500,6 +533,11 @@ def moe_backward(
         return grads
     dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
     return replace(grads, dx=dx, dprobs=dprobs)
+
+
+def _parts(dw13: Any) -> tuple[Any, ...]:
+    """Of w1 and w3 apart, or the one of w13."""
+    return dw13 if isinstance(dw13, tuple) else (dw13,)
 
 
 def _hidden(w13: Any) -> int:
@@ -527,7 +565,9 @@ def _check_comm(comm: Any) -> None:
 
 def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> None:
     """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
-    a = enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=dw13, dw2=dw2).args
+    apart = isinstance(dw13, tuple)
+    given = dw13 if any(part is not None for part in _parts(dw13)) else None
+    a = enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=given, dw2=dw2).args
     quantized = saved.recipe != "bf16"
     if isinstance(a.dy, QuantTensor):
         if not quantized:
@@ -539,12 +579,28 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> N
     checks.shape("dy", a.dy, (tokens, _hidden(a.w13)))
     checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
     kept = {"dy": a.dy, "x": a.x, "a": a.a, "w13": a.w13, "w2": a.w2}
-    for name, w, out in (("dw13", a.w13, a.dw13), ("dw2", a.w2, a.dw2)):
+    # the column-wise copy is always kept
+    of_w13, of_w2 = ((w.columnwise if quantized else w).shape for w in (a.w13, a.w2))
+    if (apart or saved.ffn is not None) and saved.recipe != "fp8_flow":
+        raise ValueError(
+            f'{"dw13: got two" if apart else "ffn: got one"} with recipe {saved.recipe!r}; wanted "fp8_flow"'
+        )
+    if saved.ffn is not None:
+        checks.integer("ffn", saved.ffn, 1, of_w2[2])
+        if not apart and of_w13[1] != of_w2[2]:
+            raise ValueError(
+                f"dw13: got one with ffn={saved.ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
+            )
+        of_w13, of_w2 = (of_w13[0], saved.ffn, of_w13[2]), (*of_w2[:2], saved.ffn)
+    elif apart:
+        of_w13 = of_w13[0], of_w13[1] // 2, of_w13[2]
+    names = ("dw13[0]", "dw13[1]") if apart else ("dw13",)
+    outs = [(name, of_w13, out) for name, out in zip(names, _parts(a.dw13), strict=False)]
+    for name, shape, out in (*outs, ("dw2", of_w2, a.dw2)):
         if out is None:
             continue
         checks.dtype(name, out, checks.FLOATS)
-        # the column-wise copy is always kept
-        checks.shape(name, out, (w.columnwise if quantized else w).shape)
+        checks.shape(name, out, shape)
         checks.writable(name, out, **kept)
         kept[name] = out
 
@@ -645,6 +701,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
         # not of permuted rows, which are k times those to read: 360 us for 571 (131,072 x 7168, 32 experts)
         transposed = permute_transpose(dy, plan, target=_TARGET)
+        a = columns_of(a, 0, saved.ffn or a.shape[1])
         dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
     if "dw13" in gradients or _of_inputs(gradients):
         dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
@@ -664,10 +721,19 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
     if "dw13" in gradients:
         x = saved.x
         transposed = _transpose(x, plan) if saved.recompute else permute_transpose(x, plan, target=_TARGET)
-        dw13 = grouped_gemm_wgrad(grad.dh.columnwise, transposed, offsets, dw13, dtype=dtype)
+        parts = _parts_of_dh(grad.dh.columnwise, dw13, saved.ffn)
+        found = [grouped_gemm_wgrad(dh, transposed, offsets, out, dtype=dtype) for dh, out in parts]
+        dw13 = tuple(found) if isinstance(dw13, tuple) else found[0]
     if _of_inputs(gradients):
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:
+    """Columns of dh, and what to add their gradient to: of w13, or of w1 and w3 apart."""
+    outs = _parts(dw13)
+    width = dh.shape[1] // len(outs)
+    return [(columns_of(dh, i * width, ffn or width), out) for i, out in enumerate(outs)]
 
 
 def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untyped-def]

@@ -17,10 +17,12 @@ from fp8moe.formats import (
     COLUMN_BLOCK,
     FORMATS,
     Block,
+    ceil_div,
     data_shape,
     is_columnwise,
     is_mx,
     scale_shape,
+    swapped,
 )
 from fp8moe.interop import Device
 from fp8moe.records import ArrayLike, ArraySpec, Quantized, QuantTensor
@@ -147,6 +149,57 @@ def quantize(
     return call.leave(result) if out is None else out
 
 
+@_counts_overwriting
+@operation
+def quantize_parts(
+    x: Any,
+    *,
+    fmt: str = "e4m3",
+    parts: int = 1,
+    rows: int | None = None,
+    columns: int | None = None,
+    transposed: bool = False,
+    out: Any = None,
+) -> Any:
+    """`fp8moe.quantize_weights` of arrays that the result's rows consist of, with zeros up to other sizes."""
+    call = enter(x=x, out=out)
+    given, result = call.args.x, call.args.out
+    arrays = given if isinstance(given, tuple) else (given,)
+    checks.flag("transposed", transposed)
+    parts = checks.integer("parts", parts, 1)
+    if isinstance(given, tuple):
+        if parts not in (1, len(arrays)):
+            raise ValueError(f"parts: got {parts} with {len(arrays)} arrays; wanted it with one array only")
+        parts = len(arrays)
+    dims = ("E", "K", "N") if transposed else ("E", "N", "K")
+    for i, array in enumerate(arrays):
+        name = f"x[{i}]" if isinstance(given, tuple) else "x"
+        checks.dtype(name, array, checks.QUANTIZABLE if i == 0 else (arrays[0].dtype,))
+        checks.shape(name, array, dims if i == 0 else tuple(arrays[0].shape))
+    experts, height, width = swapped(arrays[0].shape) if transposed else arrays[0].shape
+    height, rest = divmod(height * len(arrays), parts)
+    if rest:
+        raise ValueError(f"x: got {height * parts + rest} rows; wanted a multiple of parts = {parts}")
+    rows = height if rows is None else checks.integer("rows", rows, height)
+    columns = width if columns is None else checks.integer("columns", columns, width)
+    if parts > 1 and rows % 128:
+        raise ValueError(
+            f"rows: got {rows} of each of {parts} parts; wanted a multiple of 128, a block; "
+            f"pass rows={ceil_div(rows, 128) * 128}, which fills up with zeros"
+        )
+    whole = ArraySpec((experts, parts * rows, columns), arrays[0].dtype)
+    spec = quantize_spec(whole, fmt, (128, 128), "compact", columnwise=True)
+    if result is None:
+        result = call.empty(spec)
+    else:
+        checks.like("out", result, spec)
+        checks.writable("out", result, x=given)
+    counters.record_cast(weight=True)
+    how = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
+    call.run("quantize", "quantize_parts", arrays, out=result, **how)
+    return call.leave(result) if out is None else out
+
+
 def quantize_spec(
     x: Any, fmt: str, block: Block, layout: str, columnwise: bool, scale_rounding: str = "up"
 ) -> Any:
@@ -194,6 +247,21 @@ def quant_spec(
         layout,
         transposed,
     )
+
+
+def columns_of(q: QuantTensor, first: int, count: int) -> QuantTensor:
+    """Columns of raw transposed (128, 128) blocks, which lie together; ``first`` is a multiple of 128."""
+    if (first, count) == (0, q.shape[1]):
+        return q
+    blocks = first // 128, ceil_div(count, 128)
+    data, scales = _rows_of(q.data, first, count), _rows_of(q.scales, *blocks)
+    return replace(q, data=data, scales=scales)
+
+
+def _rows_of(x: Any, first: int, count: int) -> Any:
+    if isinstance(x, np.ndarray):
+        return x[first : first + count]
+    return x.part(first * x.shape[1], (count, x.shape[1]))
 
 
 @operation

@@ -359,8 +359,8 @@ class MoEGrads(Record):
         In x's dtype.
     dprobs : ArrayLike, float32, [T, k], or None
         Of the router's probabilities.
-    dw13 : ArrayLike, [E, 2F, H], or None
-        float32, or as asked for.
+    dw13 : ArrayLike, [E, 2F, H], or None, or a tuple of two
+        float32, or as asked for; [E, F, H] each of w1 and w3 apart.
     dw2 : ArrayLike, [E, H, F], or None
         As ``dw13``.
     """

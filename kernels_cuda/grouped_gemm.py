@@ -167,7 +167,8 @@ def _by_wgmma(
     why += [f"{name} is {n}, no multiple of {of}" for name, (n, of) in multiples.items() if n % of]
     if out.dtype not in (BFLOAT16, np.dtype(np.float32)):
         why.append(f"out is {out.dtype}, not float32 or bfloat16")
-    if any(p.ptr % 16 for p in (a.data, a.scales, b.data, b.scales, out)):
+    scales = () if a.transposed else (a.scales, b.scales)  # those of transposed blocks are read one by one
+    if any(p.ptr % 16 for p in (a.data, b.data, out, *scales)):
         why.append("codes, scales or out do not begin at a multiple of 16 bytes")
     if _table_bytes(expert_offsets.size - 1) > TABLE_BYTES:
         why.append(f"{expert_offsets.size - 1} experts are too many")

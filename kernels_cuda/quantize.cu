@@ -104,6 +104,55 @@ __device__ __forceinline__ void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 
 
 #define WEIGHT_THREADS 256
 
+// What the block's values, of which each thread has 8 x 8, are multiplied by, and their scale. By all
+// threads.
+template <int FROM>
+__device__ __forceinline__ float factor_of_block(const Eight<FROM> (&v)[8], const Rule& rule, float* scale) {
+  __shared__ u32 largest[WEIGHT_THREADS / 32];
+  u32 top = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) top = max(top, largest_magnitude<FROM>(v[i]));
+  top = __reduce_max_sync(0xffffffffu, top);
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = top;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < WEIGHT_THREADS / 32; ++w) top = max(top, largest[w]);
+  u8 unused;
+  return block_scale(magnitude_bits<FROM>(top), rule, scale, &unused);
+}
+
+// A block's codes, of which each thread has eight rows of eight, to shared memory [columns][rows]: 8 x 8
+// bytes transposed in registers; the rows of chunk t / 16 of column c lie at chunk ^ c / 8 % 16. By all
+// threads.
+__device__ __forceinline__ void stage_columns(u8* stage, const uint2 (&code)[8]) {
+  const u32 chunk = threadIdx.x / 16, eighth = threadIdx.x % 16;
+  u8* const to = stage + 8 * eighth * TILE + (chunk ^ eighth) * 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 low[4], high[4];
+#define WORD(i) (half ? code[i].y : code[i].x)
+    transpose_bytes(WORD(0), WORD(1), WORD(2), WORD(3), low);
+    transpose_bytes(WORD(4), WORD(5), WORD(6), WORD(7), high);
+#undef WORD
+#pragma unroll
+    for (int c = 0; c < 4; ++c) *(uint2*)(to + (4 * half + c) * TILE) = make_uint2(low[c], high[c]);
+  }
+  __syncthreads();
+}
+
+// The column that a thread reads from there in each of four steps, and its sixteen rows from
+// 16 * (threadIdx.x % 8) on.
+__device__ __forceinline__ u32 column_of_step(u32 step) {
+  return 16 * (threadIdx.x / 32) + 4 * step + threadIdx.x % 32 / 8;
+}
+__device__ __forceinline__ uint4 staged_rows(const u8* stage, u32 step) {
+  const u32 swizzle = 2 * (threadIdx.x / 32) + step / 2;
+  const uint4 v =
+      *(const uint4*)(stage + column_of_step(step) * TILE + ((2 * (threadIdx.x % 8) ^ swizzle) & 14u) * 8);
+  // an odd swizzle has two chunks the other way round
+  return step / 2 ? make_uint4(v.z, v.w, v.x, v.y) : v;
+}
+
 // What: codes and scales of (128, 128) blocks and, unless `transposed` is null, of the transposed matrices.
 // Shapes: x and codes [matrices, rows, columns], both multiples of 128; transposed [matrices, columns, rows];
 //   scales [matrices, rows / 128, columns / 128], transposed_scales [matrices, columns / 128, rows / 128].
@@ -118,29 +167,19 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
                      u8* transposed, float* transposed_scales) {
   pdl_wait();
   __shared__ __align__(128) u8 stage[TILE * TILE];  // [columns][rows]
-  __shared__ u32 largest[WEIGHT_THREADS / 32];
-  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
+  const u32 t = threadIdx.x;
   const u32 across = (u32)(columns / TILE), down = (u32)(rows / TILE);
   const u32 block_row = blockIdx.x / across, block_column = blockIdx.x - block_row * across;
-  const u32 chunk = t / 16, eighth = lane % 16;  // this thread's rows and columns, in eights
+  const u32 chunk = t / 16, eighth = t % 16;  // this thread's rows and columns, in eights
   const i64 matrix = blockIdx.y, first_row = (i64)block_row * TILE, first_column = (i64)block_column * TILE;
   const i64 from = (matrix * rows + first_row + 8 * chunk) * columns + first_column + 8 * eighth;
   Eight<KIND> v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = load_eight<KIND>(x, (from + i * columns) / 8);
   pdl_launch_dependents();
-  u32 top = 0;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) top = max(top, largest_magnitude<KIND>(v[i]));
-  top = __reduce_max_sync(0xffffffffu, top);
-  if (lane == 0) largest[warp] = top;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < WEIGHT_THREADS / 32; ++w) top = max(top, largest[w]);
   float scale;
-  u8 unused;
   const Rule rule = {FMT, (int)up, 0, eps};
-  const float factor = block_scale(magnitude_bits<KIND>(top), rule, &scale, &unused);
+  const float factor = factor_of_block<KIND>(v, rule, &scale);
   if (t == 0) {
     scales[(matrix * down + block_row) * across + block_column] = scale;
     if (transposed) transposed_scales[(matrix * across + block_column) * down + block_row] = scale;
@@ -154,29 +193,94 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
     __stcs((uint2*)(codes + from + i * columns), code[i]);
   }
   if (!transposed) return;
-  // 8 x 8 bytes transposed in registers; the rows of this chunk of column c lie at chunk ^ c / 8 % 16
-  u8* const to = stage + 8 * eighth * TILE + (chunk ^ eighth) * 8;
+  stage_columns(stage, code);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 low[4], high[4];
-#define WORD(i) (half ? code[i].y : code[i].x)
-    transpose_bytes(WORD(0), WORD(1), WORD(2), WORD(3), low);
-    transpose_bytes(WORD(4), WORD(5), WORD(6), WORD(7), high);
-#undef WORD
+  for (u32 step = 0; step < 4; ++step)
+    __stcs((uint4*)(transposed + (matrix * columns + first_column + column_of_step(step)) * rows + first_row +
+                    16 * (t % 8)),
+           staged_rows(stage, step));
+}
+
+// Eight values from element `at` of x on, of which the first `count` are there: zeros for the others.
+template <int FROM>
+__device__ __forceinline__ Eight<FROM> load_some(const void* x, i64 at, i64 count, bool aligned) {
+  if (aligned && count >= 8) return load_eight<FROM>(x, at / 8);
+  Eight<FROM> v;
+  u32* const words = (u32*)&v;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) *(uint2*)(to + (4 * half + c) * TILE) = make_uint2(low[c], high[c]);
+  for (int i = 0; i < 8; ++i) {
+    if (FROM == F32)
+      words[i] = i < count ? ((const u32*)x)[at + i] : 0u;
+    else {
+      const u32 bits = i < count ? ((const u16*)x)[at + i] : 0u;
+      words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
+    }
   }
-  __syncthreads();
-  const u32 sixteenth = lane % 8;  // of a column's rows
+  return v;
+}
+
+// N bytes of words to an address of any alignment, the first `count` of them.
+template <int N, class Words>
+__device__ __forceinline__ void store_some(u8* to, const Words& words, i64 count) {
+  if (count >= N && (size_t)to % N == 0) {
+    __stcs((Words*)to, words);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < count) to[i] = (u8)(((const u32*)&words)[i / 4] >> (8 * (i % 4)));
+}
+
+// What: the same of a part of the result, of any size, whose values lie anywhere and may be fewer: the rest
+// of
+//   the part are codes of zero.
+// Shapes: x [matrices, real_rows, real_columns], matrices x_matrix and rows x_row elements apart, `aligned`
+//   where rows and their eights are at multiples of 16 bytes; the part [matrices, part_rows, part_columns]
+//   from (first_row, first_column) on, multiples of 128, of codes [matrices, rows, columns]. Results as
+//   above.
+// Launch: a block of 256 threads for each (128, 128) block, grid (blocks of a part, matrices).
+extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, 3)
+    quantize_weights_part(const void* x, i64 aligned, i64 x_matrix, i64 x_row, i64 real_rows,
+                          i64 real_columns, i64 first_row, i64 first_column, i64 part_rows, i64 part_columns,
+                          i64 rows, i64 columns, i64 up, float eps, u8* codes, float* scales, u8* transposed,
+                          float* transposed_scales) {
+  pdl_wait();
+  __shared__ __align__(128) u8 stage[TILE * TILE];  // [columns][rows]
+  const u32 t = threadIdx.x, part_across = (u32)((part_columns + TILE - 1) / TILE);
+  const u32 block_row = blockIdx.x / part_across, block_column = blockIdx.x - block_row * part_across;
+  const i64 matrix = blockIdx.y, row = (i64)block_row * TILE + t / 16 * 8,
+            column = (i64)block_column * TILE + t % 16 * 8;  // of the part, this thread's first
+  Eight<KIND> v[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    v[i] = load_some<KIND>(x, matrix * x_matrix + (row + i) * x_row + column,
+                           row + i < real_rows ? real_columns - column : 0, aligned);
+  pdl_launch_dependents();
+  float scale;
+  const Rule rule = {FMT, (int)up, 0, eps};
+  const float factor = factor_of_block<KIND>(v, rule, &scale);
+  if (t == 0) {
+    const i64 across = (columns + TILE - 1) / TILE, down = (rows + TILE - 1) / TILE,
+              at_row = first_row / TILE + block_row, at_column = first_column / TILE + block_column;
+    scales[(matrix * down + at_row) * across + at_column] = scale;
+    transposed_scales[(matrix * across + at_column) * down + at_row] = scale;
+  }
+  uint2 code[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float values[8];
+    floats<KIND>(v[i], values);
+    code[i] = encode_eight(values, factor, FMT);
+    u8* to = codes + (matrix * rows + first_row + row + i) * columns + first_column + column;
+    store_some<8>(to, code[i], row + i < part_rows ? part_columns - column : 0);
+  }
+  stage_columns(stage, code);
 #pragma unroll
   for (u32 step = 0; step < 4; ++step) {
-    const u32 column = 16 * warp + 4 * step + lane / 8, swizzle = 2 * warp + step / 2;
-    uint4 of_column = *(const uint4*)(stage + column * TILE + ((2 * sixteenth ^ swizzle) & 14u) * 8);
-    if (step / 2)  // an odd swizzle has two chunks the other way round
-      of_column = make_uint4(of_column.z, of_column.w, of_column.x, of_column.y);
-    __stcs(
-        (uint4*)(transposed + (matrix * columns + first_column + column) * rows + first_row + 16 * sixteenth),
-        of_column);
+    const i64 of_part = (i64)block_column * TILE + column_of_step(step);
+    const i64 from = (i64)block_row * TILE + 16 * (t % 8);
+    u8* to = transposed + (matrix * columns + first_column + of_part) * rows + first_row + from;
+    store_some<16>(to, staged_rows(stage, step), of_part < part_columns ? part_rows - from : 0);
   }
 }
 

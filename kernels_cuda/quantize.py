@@ -137,6 +137,54 @@ def _quantize_weights(x: Any, round_up: bool, eps: float, out: QuantTensor | Qua
     )
 
 
+def quantize_parts(
+    parts: tuple[Any, ...], *, count: int, transposed: bool, round_up: bool, eps: float, out: Quantized
+) -> None:
+    rowwise, columnwise = (out.columnwise, out.rowwise) if transposed else (out.rowwise, out.columnwise)
+    matrices, rows, columns = rowwise.data.shape
+    along = 2 if transposed else 1  # the dimension that falls into parts
+    part = [rows, columns]
+    part[along - 1] //= count
+    apart = count // len(parts)  # parts of one array
+    for i in range(count):
+        x = parts[i // apart]
+        real = list(x.shape[1:])
+        real[along - 1] //= apart
+        start = i % apart * (real[0] * x.shape[2] if along == 1 else real[1])
+        first = [0, 0]
+        first[along - 1] = i * part[along - 1]
+        strides = x.shape[1] * x.shape[2], x.shape[2]
+        source = x.part(start, x.shape)
+        aligned = source.ptr % 16 == 0 and x.shape[2] % 8 == 0 == strides[0] % 8
+        configuration = part_configuration(matrices, *part)
+        launch(
+            "quantize",
+            "quantize_weights_part",
+            configuration.blocks,
+            configuration.threads,
+            source,
+            aligned,
+            *strides,
+            *real,
+            *first,
+            *part,
+            rows,
+            columns,
+            round_up,
+            float(eps),
+            rowwise.data,
+            rowwise.scales,
+            columnwise.data,
+            columnwise.scales,
+            defines=conversion(x, out.rowwise),
+        )
+
+
+def part_configuration(matrices: int, rows: int, columns: int) -> Configuration:
+    """Of quantize_weights_part: a block of threads for each (128, 128) block, the incomplete ones too."""
+    return Configuration((threads(rows, TILE) * threads(columns, TILE), matrices), WEIGHT_THREADS)
+
+
 def weights_configuration(matrices: int, rows: int, columns: int) -> Configuration:
     """Of quantize_weights: a block of threads for each (128, 128) block."""
     return Configuration((rows // TILE * (columns // TILE), matrices), WEIGHT_THREADS)

@@ -10,6 +10,7 @@ from cases import (
     assert_same,
     from_float8,
     generator,
+    layer_inputs,
     random_rowwise,
     relative,
     same_bits,
@@ -310,3 +311,53 @@ def unquantised(both, dtype, rows, width, activation, with_probs):
         assert np.isnan(theirs.dprobs[0])
         far = np.abs(ours.dprobs[1:].astype(np.float64) - theirs.dprobs[1:])
         assert (far <= 2.0**-18 * (np.abs(grad.astype(np.float64)) * a * b)[1:].sum(axis=1)).all()
+
+
+#: shapes [N, K] of an array of weights, in how many parts, and the rows of each and columns of the result
+PARTS = (
+    ([(128, 256), (128, 256)], 1, None, None),
+    ([(100, 72), (100, 72)], 1, 128, 72),
+    ([(200, 136)], 2, 128, 200),
+    ([(130, 201)], 1, None, 256),
+    ([(6, 5), (6, 5)], 1, 256, 131),
+)
+
+
+def weights_in_parts(both, rng, dtype, transposed):
+    """In vectors of eight and not, at any alignment, with zeros past the values of each part."""
+    for shapes, parts, rows, columns in PARTS:
+        for fmt in ("e4m3", "e5m2"):
+            arrays = [values(rng, (2, *shape), dtype, awkward=True) for shape in shapes]
+            if transposed:
+                arrays = [np.ascontiguousarray(np.swapaxes(a, 1, 2)) for a in arrays]
+
+            def call(*arrays, fmt=fmt, parts=parts, rows=rows, columns=columns):
+                x = arrays if len(arrays) > 1 else arrays[0]
+                how = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+                return fp8moe.quantize_weights(x, fmt=fmt, **how)
+
+            assert_same(*both(call, *arrays))
+
+
+def gradients_apart(both, ffn):
+    """Of w1, w3 and w2, which zeros fill up: those of w13 in one piece, bit for bit, new and added to."""
+    inputs, dy = layer_inputs(9, ffn=256)
+    w13 = inputs.pop("w13")
+    w1, w3 = (np.ascontiguousarray(w13[:, first : first + ffn]) for first in (0, 256))
+    w2 = np.ascontiguousarray(inputs.pop("w2")[:, :, :ffn])
+
+    def run(x, ids, probs, w1, w3, w2, dy, *into):
+        w13, w2 = fp8moe.quantize_weights((w1, w3), rows=128), fp8moe.quantize_weights(w2, columns=128)
+        _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
+        whole = fp8moe.moe_backward(saved, dy)
+        how = {} if ffn == 128 else {"ffn": ffn}
+        apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **how)
+        added = fp8moe.moe_backward(saved, dy, dw13=tuple(into[:2]), dw2=into[2], **how)
+        return whole.dw13, whole.dw2, *apart.dw13, apart.dw2, *added.dw13, added.dw2
+
+    into = [np.ones(w.shape, np.float32) for w in (w1, w3, w2)]
+    _, (dw13, dw2, *found) = both(run, *inputs.values(), w1, w3, w2, dy, *into)
+    wanted = dw13[:, :ffn], dw13[:, 128 : 128 + ffn], dw2[:, :, :ffn]
+    for apart, added, true in zip(found[:3], found[3:], wanted, strict=True):
+        assert same_bits(apart, true)
+        np.testing.assert_allclose(added, 1 + true, rtol=2.0**-22)

@@ -13,6 +13,7 @@ from backend_checks import (
     check,
     error_inputs,
     every_code_under_every_difference,
+    gradients_apart,
     messages,
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
@@ -22,6 +23,7 @@ from backend_checks import (
     tiny_values_under_large_probabilities,
     transposed_in_the_same_pass,
     unquantised,
+    weights_in_parts,
     wgrad_takes_any_scales,
 )
 from cases import (
@@ -257,6 +259,17 @@ def test_layouts_and_weights():
             w = values(rng, shape, dtype, awkward=True)
             for fmt in ("e4m3", "e5m2"):
                 assert_same(*both(fp8moe.quantize_weights, w, fmt=fmt))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_in_parts(dtype, transposed):
+    weights_in_parts(both, np.random.default_rng(2), dtype, transposed)
+
+
+@pytest.mark.parametrize("ffn", [128, 72])
+def test_gradients_of_w1_and_w3_apart(ffn):
+    gradients_apart(both, ffn)
 
 
 @given(

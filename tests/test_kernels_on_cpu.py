@@ -18,6 +18,7 @@ from backend_checks import (
     tiny_values_under_large_probabilities,
     transposed_in_the_same_pass,
     unquantised,
+    weights_in_parts,
     wgrad_takes_any_scales,
 )
 from cases import (
@@ -173,6 +174,12 @@ def test_weights(dtype, fmt):
             options = {"fmt": fmt, "block": (128, 128), "pow2": pow2, "eps": eps}
             assert_same(*both(fp8moe.quantize, w, **options))
             assert_same(*both(fp8moe.quantize, w, columnwise=True, **options))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_in_parts(dtype, transposed):
+    weights_in_parts(both, RNG, dtype, transposed)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

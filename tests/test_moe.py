@@ -124,6 +124,52 @@ def test_weights_quantised_once_serve_many_micro_batches():
         assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("ffn", [128, 72])
+def test_gradients_of_w1_and_w3_apart(ffn, recompute):
+    """Those of w13 in one piece, of padded weights without the zeros; new, and added to what is there."""
+    inputs, dy = layer_inputs(9, ffn=256)
+    w13, w2 = inputs.pop("w13")[:, :512], inputs.pop("w2")
+    w1, w3 = (np.ascontiguousarray(w13[:, first : first + ffn]) for first in (0, 256))
+    w2 = np.ascontiguousarray(w2[:, :, :ffn])
+    padded = {
+        "w13": fp8moe.quantize_weights((w1, w3), rows=128),
+        "w2": fp8moe.quantize_weights(w2, columns=128),
+    }
+    _, saved = fp8moe.moe_forward(**inputs, **padded, recipe="fp8_flow", recompute=recompute)
+    whole = fp8moe.moe_backward(saved, dy)
+    options = {} if ffn == 128 else {"ffn": ffn}
+    apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **options)
+    wanted = whole.dw13[:, :ffn], whole.dw13[:, 128 : 128 + ffn], whole.dw2[:, :, :ffn]
+    for name in ("dx", "dprobs"):
+        assert same_bits(getattr(apart, name), getattr(whole, name))
+    for found, true in zip((*apart.dw13, apart.dw2), wanted, strict=True):
+        assert found.shape == true.shape
+        # sums of 128 products in float32, which a BLAS orders by the shape
+        assert np.linalg.norm(found - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
+    into = [np.random.default_rng(10).standard_normal(w.shape).astype(np.float32) for w in wanted]
+    before = [w.copy() for w in into]
+    added = fp8moe.moe_backward(saved, dy, dw13=(into[0], into[1]), dw2=into[2], **options)
+    assert added.dw13[0] is into[0]
+    for found, old, new in zip(into, before, (*apart.dw13, apart.dw2), strict=True):
+        np.testing.assert_allclose(found, old + new, rtol=2.0**-22, atol=2.0**-22)
+
+
+def test_gradients_apart_that_are_refused():
+    inputs, dy = layer_inputs(9)
+    _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
+    with pytest.raises(ValueError, match="dw13: got one with ffn=100; wanted two, of w1 and w3"):
+        fp8moe.moe_backward(saved, dy, ffn=100)
+    with pytest.raises(ValueError, match="ffn: got 129"):
+        fp8moe.moe_backward(saved, dy, dw13=(None, None), ffn=129)
+    with pytest.raises(ValueError, match=r"dw13\[1\]: got shape"):
+        fp8moe.moe_backward(saved, dy, dw13=(None, np.zeros((4, 256, 128), np.float32)))
+    for recipe in ("bf16", "fp8_blockwise"):
+        _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)
+        with pytest.raises(ValueError, match=f"dw13: got two with recipe '{recipe}'"):
+            fp8moe.moe_backward(saved, dy, dw13=(None, None))
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("kind", ["no tokens", "no expert chosen", "one expert", "k=1", "every expert"])
 def test_extreme_routings(recipe, kind):

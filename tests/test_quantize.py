@@ -250,6 +250,43 @@ def test_weights_of_several_experts_and_their_transpose():
     assert same_bits(fp8moe.dequantize(both.columnwise), fp8moe.dequantize(both.rowwise))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("count", "given"), [(1, 1), (2, 1), (2, 2)])
+def test_weights_in_parts_are_those_side_by_side_with_zeros(count, given, transposed):
+    rng = np.random.default_rng(3)
+    halves = [values(rng, (3, 100, 72), BF16, awkward=True) for _ in range(count)]
+    whole = np.zeros((3, count * 128, 200), BF16)
+    for i, half in enumerate(halves):
+        whole[:, i * 128 : i * 128 + 100, :72] = half
+    wanted = fp8moe.quantize_weights(whole)
+    arrays = halves if given == count else [np.concatenate(halves, axis=1)]
+    if transposed:
+        arrays = [a.transpose(0, 2, 1).copy() for a in arrays]
+    out = fp8moe.quantize_weights(np.ones_like(whole))
+    for a in arrays_in(out):
+        a.view(np.uint8)[:] = 0xA5
+    options = {"parts": count if given == 1 else 1, "rows": 128, "columns": 200, "transposed": transposed}
+    x = tuple(arrays) if given > 1 else arrays[0]
+    for found in (fp8moe.quantize_weights(x, **options), fp8moe.quantize_weights(x, **options, out=out)):
+        assert_same(wanted, found)
+
+
+@pytest.mark.parametrize(
+    ("x", "how", "words"),
+    [
+        ((np.ones((1, 100, 8), BF16),) * 2, {}, "rows: got 100 of each of 2 parts; .* pass rows=128"),
+        (np.ones((1, 255, 8), BF16), {"parts": 2}, "x: got 255 rows; wanted a multiple of parts = 2"),
+        (np.ones((1, 256, 8), BF16), {"parts": 2, "rows": 64}, "rows: got 64"),
+        (np.ones((1, 256, 8), BF16), {"columns": 7}, "columns: got 7"),
+        ((np.ones((1, 128, 8), BF16), np.ones((1, 128, 9), BF16)), {}, r"x\[1\]: got shape \[1, 128, 9\]"),
+        ((np.ones((1, 128, 8), BF16),) * 2, {"parts": 4}, "parts: got 4 with 2 arrays"),
+    ],
+)
+def test_parts_that_are_refused(x, how, words):
+    with pytest.raises(ValueError, match=words):
+        fp8moe.quantize_weights(x, **how)
+
+
 @pytest.mark.parametrize(
     "how",
     [

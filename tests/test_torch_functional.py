@@ -53,6 +53,66 @@ def test_halves_and_any_width(recipe):
             assert torch.equal(found, true)
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_padded_weights_are_neither_joined_nor_copied(monkeypatch, mode, apart):
+    """fp8_flow; gradients in ``main_grad`` of each weight are those that it gets otherwise."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    weights = [w1, w3, w2] if apart else [torch.cat((w1, w3), dim=1), w2]
+
+    def call(x, *weights):
+        *w13, w2 = weights
+        return moe_experts(x, tuple(w13) if apart else w13[0], w2, ids, probs)
+
+    wanted = results(call, [x, *weights], dy)
+    torch.compiler.reset()
+    if mode == "compiled":
+        call = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for found, true in zip(results(call, [x, *weights], dy), wanted, strict=True):
+        assert torch.equal(found, true)
+    leaves = [torch.nn.Parameter(w.clone()) for w in weights]
+    for w in leaves:
+        w.main_grad = torch.ones_like(w)
+    if apart:
+        for module, name in ((torch, "cat"), (torch.nn.functional, "pad")):
+            monkeypatch.setattr(module, name, None)
+    y = call(x, *leaves)
+    monkeypatch.undo()
+    y.backward(dy)
+    for w, true in zip(leaves, wanted[2:], strict=True):
+        assert w.grad is None
+        # one addition in float32, of products whose sums are the same
+        assert (w.main_grad - (1 + true)).abs().max() <= 2.0**-23 * (1 + true.abs().max())
+
+
+def test_one_frozen_half():
+    x, w1, w3, w2, ids, probs, dy = problem()
+    _, _, *wanted = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)
+    w3.requires_grad_()
+    w1.main_grad = torch.zeros_like(w1)
+    moe_experts(x, (w1, w3), w2, ids, probs).backward(dy)
+    assert torch.equal(w3.grad, wanted[1])
+    assert w1.grad is None
+    assert not w1.main_grad.any()
+
+
+def test_transposed_weights_are_read_as_they_lie(monkeypatch):
+    x, w1, w3, w2, ids, probs, dy = problem()
+    weights = torch.cat((w1, w3), dim=1), w2
+    wanted = results(lambda x, *w: moe_experts(x, *w, ids, probs), [x, *weights], dy)
+    quantize, orientations = fp8moe.quantize_weights, []
+    monkeypatch.setattr(
+        fp8moe,
+        "quantize_weights",
+        lambda *a, **how: orientations.append(how["transposed"]) or quantize(*a, **how),
+    )
+    stored = [w.mT.contiguous() for w in weights]
+    found = results(lambda x, *w: moe_experts(x, *(v.mT for v in w), ids, probs), [x, *stored], dy)
+    assert orientations == [True, True]
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a if a.ndim == 2 else a.mT, b)
+
+
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
     """Not by the kernel with a thread an output, which is all that `fp8moe.moe_forward` has for bfloat16."""
@@ -160,6 +220,12 @@ def test_fp8_weights_from_outside():
     [
         ({"recipe": "fp4"}, ValueError, "recipe: got 'fp4'"),
         ({"w13": (torch.ones(E, F, H), torch.ones(E, F, H + 1))}, ValueError, "w13: got tensors of shapes"),
+        (
+            {"w13": (torch.ones(E, F, H), torch.ones(E, F, H).half())},
+            TypeError,
+            "w13: got w1 of torch.float32",
+        ),
+        ({"w2": torch.ones(E, H, F + 1)}, ValueError, "w2: got shape .* wanted .E, H, 72."),
         ({"w13": torch.ones(E, F)}, ValueError, "w13: got shape"),
         ({"bias13": torch.ones(E)}, ValueError, "bias13: got shape"),
         ({"bias2": torch.ones(E, H), "comm": object()}, NotImplementedError, "bias2: got one with comm"),

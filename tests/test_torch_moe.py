@@ -177,8 +177,8 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         how = (layer.recipe, recompute, 0, layer.activation, "dx,dprobs,dw13,dw2")
         copies = arrays_in(tuple(layer._compiled_copies(None)))
-        weights = layer.w13, layer.w2
-        torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, how, [None, None], None)
+        rest = how, (None, False), [None] * 3, None
+        torch_experts._CompiledExperts.apply(x, layer.w13, None, layer.w2, probs, ids, copies, *rest)
     places = {t.data_ptr() for t in copies}
     found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
     _, saved = fp8moe.moe_forward(
@@ -191,6 +191,47 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
         recompute=recompute,
     )
     assert found == saved.nbytes + ids.nbytes + probs.nbytes
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_any_width(recipe, mode, main_grad):
+    """As the layer whose weights have zeros up to a multiple of 128: those change no bit in FP8. The state
+    dict has the widths that were asked for."""
+    torch.manual_seed(0)
+    hidden, ffn = (96, 72) if recipe == "fp8_flow" else (100, 71)
+    layer = FP8FlowMoE(hidden, ffn, EXPERTS, TOPK, recipe=recipe, normalize_probs=False)
+    assert layer.w13.shape == (EXPERTS, 2 * ffn, hidden)
+    wide = FP8FlowMoE(hidden, 128, EXPERTS, TOPK, recipe=recipe, normalize_probs=False)
+    halves = [torch.nn.functional.pad(h, (0, 0, 0, 128 - ffn)) for h in layer.w13.chunk(2, dim=1)]
+    w2 = torch.nn.functional.pad(layer.w2, (0, 128 - ffn))
+    wide.load_state_dict({"router.weight": layer.router.weight, "w13": torch.cat(halves, dim=1), "w2": w2})
+    x = torch.randn(TOKENS, hidden).bfloat16().requires_grad_()
+    y = backward(wide, x)
+    wanted = [
+        y,
+        x.grad,
+        wide.w13.grad.unflatten(1, (2, 128))[:, :, :ffn].flatten(1, 2),
+        wide.w2.grad[..., :ffn],
+    ]
+    x.grad = None
+    if main_grad and recipe == "fp8_flow":
+        for w in (layer.w13, layer.w2):
+            w.main_grad = torch.zeros_like(w)
+    torch.compiler.reset()
+    forward = torch.compile(layer, backend="aot_eager", fullgraph=True) if mode == "compiled" else layer
+    y = backward(forward, x)
+    grads = [w.grad if w.grad is not None else w.main_grad for w in (layer.w13, layer.w2)]
+    for found, true in zip([y, x.grad, *grads], wanted, strict=True):
+        if recipe == "fp8_flow":
+            assert torch.equal(found, true)
+        else:  # a dozen bfloat16 roundings of 2^-9 each in a chain, in another order of sums
+            assert (found - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
+    if recipe == "fp8_flow" and mode == "eager":
+        with layer.weights_unchanged():
+            assert torch.equal(layer(x), y)
+            assert layer.fp8_weight_nbytes > 0
 
 
 def test_layers_share_compiled_code():
@@ -228,7 +269,8 @@ def test_compiled_gradients_are_added_to_main_grad():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((200, 128, 4, 2), {}, "hidden, ffn: got 200, 128; wanted multiples of 128"),
+        ((256, 200, 4, 2), {"recipe": "fp8_blockwise"}, "ffn: got 200; wanted a multiple of 128"),
+        ((0, 128, 4, 2), {}, "hidden: got 0"),
         ((256, 128, 4, 5), {}, "topk: got 5"),
         ((256, 128, 4, 2), {"recipe": "fp4"}, "recipe: got 'fp4'"),
         ((256, 128, 4, 2), {"recompute": "all"}, "recompute: got 'all'"),

@@ -697,12 +697,21 @@ def test_the_operators_declare_what_they_do(recipe, recompute):
         needed = multiplied
         if recipe != "bf16":
             needed = [*(multiplied[:2] if recompute else []), *multiplied[2:4], *multiplied[6:]]
-        cases = [((None, None), [False, False])]
+        cases = [((None,) * 3, [False] * 3, (None, False))]
         if "dw13" in wanted:
-            mains = tuple(torch.zeros(w.shape) for w in weights)
-            cases += [(mains, [False, False]), (mains, [True, True])]
-        for mains, zeros in cases:
-            added = (None, *mains, torch.float32, torch.float32, zeros)
+            w13, w2 = (torch.zeros(w.shape) for w in weights)
+            mains = w13, None, w2
+            cases += [(mains, [False] * 3, (None, False)), (mains, [True, False, True], (None, False))]
+            if recipe == "fp8_flow":  # w1 and w3 apart, and padded ones
+                halves = tuple(h.contiguous() for h in w13.chunk(2, dim=1))
+                cut = torch.zeros(EXPERTS, 200, HIDDEN), None, torch.zeros(EXPERTS, HIDDEN, 100)
+                cases += [
+                    ((*halves, w2), [True, False, True], (None, True)),
+                    (cut, [False] * 3, (100, False)),
+                ]
+                cases += [((None,) * 3, [False] * 3, width) for width in ((100, True), (100, False))]
+        for mains, zeros, width in cases:
+            added = (None, *mains, torch.float32, torch.float32, zeros, *width)
             torch.library.opcheck(
                 torch.ops.fp8moe.experts_backward.default,
                 (gradient_of(y), kept, needed, ids, probs, *added, *how),

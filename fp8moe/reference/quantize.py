@@ -90,6 +90,27 @@ def quantize(
         )
 
 
+def quantize_parts(
+    parts: tuple[np.ndarray, ...],
+    *,
+    count: int,
+    transposed: bool,
+    round_up: bool,
+    eps: float,
+    out: Quantized,
+) -> None:
+    """The matrices that consist of ``count`` parts of rows, the arrays of ``parts`` one after another, with
+    zeros past the rows of each and past all columns up to ``out``'s sizes."""
+    experts, rows, columns = out.rowwise.data.shape
+    whole = np.zeros((experts, count, rows // count, columns), parts[0].dtype)
+    for i, x in enumerate(parts):
+        x = np.swapaxes(x, 1, 2) if transposed else x
+        real = x.reshape(experts, count // len(parts), -1, x.shape[2])
+        first = i * real.shape[1]
+        whole[:, first : first + real.shape[1], : real.shape[2], : real.shape[3]] = real
+    quantize(whole.reshape(experts, rows, columns), round_up=round_up, eps=eps, out=out)
+
+
 def strips_of(
     shape: tuple[int, ...], block: tuple[int, int], expert_offsets: np.ndarray | None = None
 ) -> np.ndarray:
