@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8moe import expert_parallel
+from fp8moe.adapters.torch_experts import handle_of
 from fp8moe.expert_parallel import Counts, Dispatched, Pending, Route, Transport
 
 # torch 2.13 has another name for it, and warns of the old one
@@ -47,6 +48,7 @@ class ProcessGroup:
     def __init__(self, group: Any = None):
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.handle = handle_of(self)  # by which compiled code finds it
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
         self._here = ""  # the call for which this rank said that it is there

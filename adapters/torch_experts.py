@@ -9,11 +9,12 @@ place is noticed.
 from __future__ import annotations
 
 import itertools
+import pickle
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, workspace
 from fp8moe.activation import Activation
-from fp8moe.adapters.torch_library import like, operator, spec_of
+from fp8moe.adapters.torch_library import NAMESPACE, library, like, operator, spec_of
 from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
@@ -80,12 +81,17 @@ def experts(
     checks.options("activation", activation, Activation)
     how = (recipe, recompute, align_size, activation, ",".join(wanted))
     width = ffn, w3 is not None
-    if comm is not None or not torch.compiler.is_compiling():
-        rest = how, width, parameters, comm, collector
+    rest: tuple[Any, ...] = how, width, parameters, comm, collector
+    if not torch.compiler.is_compiling():
         return _Experts.apply(x, w1, w3, w2, topk_probs, topk_ids, multiplied, *rest)
-    mains = _mains((w1, w3, w2), wanted)
+    mains = _mains(parameters, wanted)
     tensors = [t for w in multiplied for t in arrays_in(w)]
-    return _CompiledExperts.apply(x, w1, w3, w2, topk_probs, topk_ids, tensors, how, width, mains, handle)
+    zeros = [m is not None and wants_zeros(w) for m, w in zip(mains, parameters, strict=True)]
+    if comm is not None:
+        given = x, topk_ids, topk_probs, w1, w3, w2, *mains, tensors, handle_of_comm(comm), handle
+        return _experts_over_ranks_op(*given, zeros, *width, *how)[0]
+    rest = how, width, mains, zeros, handle
+    return _CompiledExperts.apply(x, w1, w3, w2, topk_probs, topk_ids, tensors, *rest)
 
 
 def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
@@ -127,6 +133,9 @@ def _call_forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any, comm: An
 
 class _Here:
     """Stands in a record for a tensor that autograd saved."""
+
+    def __reduce__(self) -> str:
+        return "_HERE"
 
 
 _HERE = _Here()
@@ -233,7 +242,7 @@ def _gradients(
     return [g.dx, g.dprobs, main13, None, g.dw2]
 
 
-def wants_zeros(w: Tensor) -> bool:
+def wants_zeros(w: Tensor | None) -> bool:
     """Whether whoever gave the parameter its ``main_grad`` also gave it ``grad_added_to_main_grad``, as
     Megatron does: it asserts that there is a ``grad`` after the backward, and drops it."""
     return hasattr(w, "grad_added_to_main_grad") and not hasattr(w, _SET_HERE)
@@ -270,7 +279,7 @@ def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _CompiledExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, how, width, mains, handle):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, how, width, mains, zeros, handle):  # type: ignore[no-untyped-def]
         y, *kept = _experts_op(x, multiplied, ids, probs, *how)
         recipe, recompute, *_, wanted = how
         needed = multiplied
@@ -279,11 +288,9 @@ class _CompiledExperts(torch.autograd.Function):
         if wanted:
             ctx.save_for_backward(ids, probs, *needed, *kept)
         # not saved: autograd would refuse a backward after another one has added to them
-        ctx.mains, ctx.handle, ctx.width = mains, handle, width
+        ctx.mains, ctx.zeros, ctx.handle, ctx.width = mains, zeros, handle, width
         ctx.how, ctx.num_needed, ctx.wanted = how, len(needed), wanted.split(",")
         ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w1, w2)]
-        pairs = zip((w1, w3, w2), mains, strict=True)
-        ctx.zeros = [main is not None and wants_zeros(w) for w, main in pairs]
         return y
 
     @staticmethod
@@ -291,7 +298,7 @@ class _CompiledExperts(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         ids, probs, *rest = ctx.saved_tensors
         multiplied, kept = rest[: ctx.num_needed], rest[ctx.num_needed :]
-        dx, dprobs, *of_weights = _experts_backward_op(
+        found = _experts_backward_op(
             dy.contiguous(),
             kept,
             multiplied,
@@ -304,16 +311,26 @@ class _CompiledExperts(torch.autograd.Function):
             *ctx.width,
             *ctx.how,
         )
-        wanted, (_, apart) = ctx.wanted, ctx.width
-        given = [name in wanted for name in _OF_WEIGHTS]
-        given[1] &= apart
-        rest = zip(given, of_weights, ctx.mains, ctx.zeros, strict=True)
-        return (
-            dx if "dx" in wanted else None,
-            *(dw if is_given and (main is None or zero) else None for is_given, dw, main, zero in rest),
-            dprobs.to(probs.dtype) if "dprobs" in wanted else None,
-            *[None] * 6,
+        dx, dprobs, *of_weights = _given_gradients(
+            found, ",".join(ctx.wanted), ctx.mains, ctx.zeros, ctx.width[1], probs
         )
+        return dx, *of_weights, dprobs, *[None] * 7
+
+
+def _given_gradients(
+    found: Any, wanted: str, mains: Any, zeros: list[bool], apart: bool, probs: Tensor
+) -> list[Tensor | None]:
+    """What autograd gets of what an operator returned, in which empty tensors stand for None."""
+    dx, dprobs, *of_weights = found
+    names = _names(wanted)
+    given = [name in names for name in _OF_WEIGHTS]
+    given[1] &= apart
+    rest = zip(given, of_weights, mains, zeros, strict=True)
+    return [
+        dx if "dx" in names else None,
+        dprobs.to(probs.dtype) if "dprobs" in names else None,
+        *(dw if is_given and (main is None or zero) else None for is_given, dw, main, zero in rest),
+    ]
 
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -321,11 +338,23 @@ _numbers = itertools.count()
 
 
 def handle_of(layer: Any) -> Tensor:
-    """A number by which operators find the layer, in a tensor: compiled code for a plain one would be
-    compiled for every layer anew."""
+    """A number by which operators find the layer (or what moves rows between ranks), in a tensor: compiled
+    code for a plain one would be compiled for every layer anew."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
+
+
+def handle_of_comm(comm: Any) -> Tensor:
+    """The attribute ``handle`` of a `fp8moe.expert_parallel.Transport`, which compiled code finds it by."""
+    handle = getattr(comm, "handle", None)
+    if handle is None:
+        raise NotImplementedError(
+            f"comm: got a {type(comm).__name__} without a handle in compiled code; wanted a "
+            "fp8moe.adapters.torch_distributed.ProcessGroup, or a Transport with handle = handle_of(itself) "
+            "of fp8moe.adapters.torch_experts; or call the layer in a function under torch.compiler.disable"
+        )
+    return handle  # type: ignore[no-any-return]
 
 
 def _weights(recipe: str, tensors: Any) -> Any:
@@ -405,26 +434,42 @@ def _experts_backward_fake(
     align_size: int,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    *activation, gradients = rest
-    how = recipe, recompute, align_size, Activation(*activation), gradients
-    wanted = _names(gradients)
+    *activation, wanted = rest
+    how = recipe, recompute, align_size, Activation(*activation), wanted
+    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    return _fake_gradients(dy, kept, needed, ids, probs, mains, dtypes, zeros, (ffn, apart), how)
+
+
+def _fake_gradients(
+    dy: Tensor,
+    kept: list[Tensor] | None,
+    needed: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    mains: Any,
+    dtypes: Any,
+    zeros: list[bool],
+    width: tuple[int | None, bool],
+    how: Any,
+) -> tuple[Tensor, ...]:
+    """What the backward's operators return. kept: None where other ranks' rows decide its shapes."""
+    (recipe, *_, gradients), (ffn, apart), halves = how, width, _in_halves(width)
     _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
-    halves = _in_halves((ffn, apart))
+    specs = arrays_in(saved_like) if kept is None else [spec_of(t) for t in kept]
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
-        saved = _saved(saved_like, rest[: len(kept)], rest[len(kept) :])
+        saved = _saved(saved_like, rest[: len(specs)], rest[len(specs) :])
         dw13 = (None, None) if halves else None
-        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=ffn, gradients=wanted)
+        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=ffn, gradients=_names(gradients))
 
-    g = workspace.result_specs(backward, [spec_of(t) for t in (dy, *kept, *needed)])
+    g = workspace.result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in needed)])
     found = [_nothing(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
     parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
     shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]
     if halves and not apart and shapes[0] is not None:
-        experts, width, hidden = shapes[0]
-        shapes[:2] = (experts, 2 * width, hidden), None
-    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+        experts, half, hidden = shapes[0]
+        shapes[:2] = (experts, 2 * half, hidden), None
     for shape, main, dtype, zero in zip(shapes, mains, dtypes, zeros, strict=True):
         shape = shape if shape is not None and (main is None or zero) else _NOTHING
         found.append(torch.empty(shape, dtype=dtype, device=dy.device))
@@ -472,7 +517,21 @@ def _experts_backward_op(
     _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
     saved = _saved(saved_like, kept, needed)
     mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
-    dx, dprobs, *of_weights = _gradients(saved, dy, mains, dtypes, _names(wanted), (ffn, apart))
+    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, (ffn, apart), wanted)
+
+
+def _results_of_backward(
+    saved: Saved,
+    dy: Tensor,
+    handle: Tensor | None,
+    mains: Any,
+    dtypes: Any,
+    zeros: list[bool],
+    width: tuple[int | None, bool],
+    wanted: str,
+    comm: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dx, dprobs, *of_weights = _gradients(saved, dy, mains, dtypes, _names(wanted), width, comm)
     layer = None if handle is None else _layers.get(int(handle))
     found = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
@@ -485,3 +544,179 @@ def _experts_backward_op(
         if layer is not None:
             set_added(getattr(layer, name))
     return tuple(found)  # type: ignore[return-value]
+
+
+# ---------------------------------------------------------------- compiled code, over several ranks
+#
+# How many rows come from other ranks is known in the forward only. So are the shapes of what is kept: the
+# operator returns it with sizes that the compiler does not know, and behind y a description of it, pickled.
+# Its gradient is registered with it, as Dynamo finds no such sizes in a torch.autograd.Function.
+
+
+def _experts_over_ranks_fake(
+    x: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    w1: Tensor | None,
+    w3: Tensor | None,
+    w2: Tensor | None,
+    main13: Tensor | None,
+    main3: Tensor | None,
+    main2: Tensor | None,
+    multiplied: list[Tensor],
+    comm: Tensor,
+    handle: Tensor | None,
+    zeros: list[bool],
+    ffn: int | None,
+    apart: bool,
+    recipe: str,
+    recompute: str | None,
+    align_size: int,
+    *rest: Any,
+) -> list[Tensor]:
+    *activation, wanted = rest
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not wanted:
+        return [y]
+    how = recipe, recompute, align_size, Activation(*activation), wanted
+    specs = _specs(x, ids, probs, _weights(recipe, multiplied))
+    _, saved_like = _results(specs, how)
+    kept = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]  # the last: where rows went
+    size = torch.library.get_ctx().new_dynamic_size
+    described = torch.empty(size(), dtype=torch.uint8, device="cpu")
+    return [
+        y,
+        described,
+        *(like(ArraySpec(tuple(cast(int, size()) for _ in a.shape), a.dtype), x.device) for a in kept),
+    ]
+
+
+@operator("experts_over_ranks", fake=_experts_over_ranks_fake)
+def _experts_over_ranks_op(
+    x: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    w1: Tensor | None,
+    w3: Tensor | None,
+    w2: Tensor | None,
+    main13: Tensor | None,
+    main3: Tensor | None,
+    main2: Tensor | None,
+    multiplied: list[Tensor],
+    comm: Tensor,
+    handle: Tensor | None,
+    zeros: list[bool],
+    ffn: int | None,
+    apart: bool,
+    recipe: str,
+    recompute: str | None,
+    align_size: int,
+    activation: Activation,
+    wanted: str,
+) -> list[Any]:
+    """The weights and their ``main_grad`` are here for the gradient alone."""
+    w13, w2_used = _weights(recipe, multiplied)
+    how: Any = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    how |= {"comm": _layers[int(comm)], "gradients": _names(wanted)}
+    y, saved = fp8moe.moe_forward(x, w13, w2_used, ids, probs, **how)
+    if not wanted:
+        return [y]
+    saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
+    described = pickle.dumps(map_arrays(lambda _, a: _HERE, saved))
+    return [y, torch.frombuffer(bytearray(described), dtype=torch.uint8), *arrays_in(saved)]
+
+
+def _experts_over_ranks_backward_fake(
+    dy: Tensor,
+    described: Tensor,
+    kept: list[Tensor],
+    needed: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    comm: Tensor,
+    handle: Tensor | None,
+    main13: Tensor | None,
+    main3: Tensor | None,
+    main2: Tensor | None,
+    dtype13: torch.dtype,
+    dtype2: torch.dtype,
+    zeros: list[bool],
+    ffn: int | None,
+    apart: bool,
+    recipe: str,
+    recompute: str | None,
+    align_size: int,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *activation, wanted = rest
+    how = recipe, recompute, align_size, Activation(*activation), wanted
+    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    return _fake_gradients(dy, None, needed, ids, probs, mains, dtypes, zeros, (ffn, apart), how)
+
+
+@operator(
+    "experts_over_ranks_backward",
+    writes=("main13", "main3", "main2"),
+    fake=_experts_over_ranks_backward_fake,
+)
+def _experts_over_ranks_backward_op(
+    dy: Tensor,
+    described: Tensor,
+    kept: list[Tensor],
+    needed: list[Tensor],
+    ids: Tensor,
+    probs: Tensor,
+    comm: Tensor,
+    handle: Tensor | None,
+    main13: Tensor | None,
+    main3: Tensor | None,
+    main2: Tensor | None,
+    dtype13: torch.dtype,
+    dtype2: torch.dtype,
+    zeros: list[bool],
+    ffn: int | None,
+    apart: bool,
+    recipe: str,
+    recompute: str | None,
+    align_size: int,
+    activation: Activation,
+    wanted: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    following = iter(kept)
+    saved = pickle.loads(described.numpy().tobytes())
+    saved = map_arrays(lambda _, a: next(following), saved)
+    w13, w2 = _kept_weights(recipe, needed)
+    saved = replace(saved, w13=w13, w2=w2)
+    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    over = _layers[int(comm)]
+    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, (ffn, apart), wanted, over)
+
+
+def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ids, probs, w1, _, w2, main13, main3, main2, multiplied, comm, handle, zeros, *rest = inputs
+    recipe, recompute, *_, wanted = rest[2:]
+    if not wanted:
+        return
+    needed = multiplied
+    if recipe != "bf16":  # as for one rank
+        needed = [*(multiplied[:2] if recompute else ()), *multiplied[2:4], *multiplied[6:]]
+    ctx.save_for_backward(*output[1:], ids, probs, *needed)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.mains, ctx.handles, ctx.zeros, ctx.rest = (main13, main3, main2), (comm, handle), zeros, rest
+    ctx.num_kept, ctx.num_multiplied = len(output) - 1, len(multiplied)
+    ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w1, w2)]
+
+
+def _backward_over_ranks(ctx: Any, grads: Any) -> Any:
+    described, *saved = ctx.saved_tensors
+    kept, (ids, probs, *needed) = saved[: ctx.num_kept - 1], saved[ctx.num_kept - 1 :]
+    given = grads[0].contiguous(), described, kept, needed, ids, probs, *ctx.handles
+    found = _experts_over_ranks_backward_op.op(*given, *ctx.mains, *ctx.dtypes, ctx.zeros, *ctx.rest)
+    dx, dprobs, *of_weights = _given_gradients(found, ctx.rest[-1], ctx.mains, ctx.zeros, ctx.rest[1], probs)
+    after = 2 + 1 + len(ctx.rest)  # handles, zeros and the options
+    return dx, None, dprobs, *of_weights, *[None] * 3, [None] * ctx.num_multiplied, *[None] * after
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::experts_over_ranks", _backward_over_ranks, setup_context=_keep_over_ranks, lib=library
+)

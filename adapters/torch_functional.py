@@ -7,10 +7,11 @@ compilers see through it.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.functional import pad
 
 from fp8moe import Quantized, QuantTensor, checks
@@ -19,9 +20,7 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
-from fp8moe.moe import RECIPES
-
-Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
+from fp8moe.moe import RECIPES, Recipe
 
 
 def moe_experts(
@@ -47,13 +46,17 @@ def moe_experts(
         dtype, under autocast in that of the context.
     w13: [E, 2F, H], gates before ups, or the two apart, [E, F, H] each. w2: [E, H, F]. Any float, any
         strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned, which has no
-        gradient. Gradients come in the weights' dtype. Where F is no multiple of 128, the FP8 recipes
-        multiply by copies with zeros up to the next one.
+        gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
+        ``main_grad``. Where F is no multiple of 128, the FP8 recipes multiply by codes with zeros up to the
+        next one. "fp8_flow" copies no weights on the way, halves, padded or transposed; the gradient of a
+        padded w13 in one piece is copied once. The other recipes join the halves, "fp8_blockwise" pads.
     topk_ids: int32 or int64 [..., k], below 0 or E and more for no expert. topk_probs: float [..., k].
     bias13, bias2: float [E, 2F] and [E, H], as gpt-oss has. The first becomes columns of w13, which multiply
         ones after x's; in FP8 four, whose sum is the bias to 2^-16. The second is added by torch.
     comm: what moves rows between ranks (`fp8moe.expert_parallel.Comm`): w13 and w2 are this rank's experts
-        then, and ids name those of all.
+        then, and ids name those of all. Compiled, it is one graph all the same (``fullgraph=True``), for a
+        `fp8moe.adapters.torch_distributed.ProcessGroup` or another Transport that has a ``handle``. bias2 is
+        gathered from all ranks, which takes the attribute ``group``, a torch.distributed.ProcessGroup.
     fp8_weights: what `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it
         that they have not changed since: micro-batches share one set. All get their gradients the same.
 
@@ -137,9 +140,15 @@ def _moe_experts(
     checks.choice("recipe", recipe, RECIPES)
     torch_ops.check_float("x", x)
     torch_ops.check_float("probs" if align_size else "topk_probs", topk_probs)
-    given, dtype = _weights(w13, w2, bias13, recipe), torch.bfloat16
+    dtype, ffn = torch.bfloat16, None
+    given: list[Any] = _checked(w13, w2, bias13, recipe)
+    as_given = recipe == "fp8_flow" and bias13 is None
+    if not as_given:
+        given = _whole(given, bias13, recipe)
+    elif (width := _ffn_of(*given)) is not None and width % FP8_BLOCK[1]:
+        ffn = width
     if bias2 is not None and comm is not None:
-        raise NotImplementedError("bias2: got one with comm; wanted None: other ranks' biases are not here")
+        bias2 = _of_all_ranks(bias2, comm)
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
@@ -148,7 +157,7 @@ def _moe_experts(
         given = [w.to(dtype).contiguous() for w in given]
     multiplied: Any = fp8_weights or given
     if recipe != "bf16" and fp8_weights is None:
-        multiplied = [w if isinstance(w, Quantized) else torch_ops.quantize_weights(w) for w in given]
+        multiplied = _quantized(given) if as_given else [_codes(w) for w in given]
     weights = [None if isinstance(w, Quantized) else w for w in given]
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
@@ -166,7 +175,7 @@ def _moe_experts(
         product = rows_by_grouped_mm if align_size else by_grouped_mm
         y = product(rows, given[0], given[1], ids, probs, **how)
     else:
-        y = experts(rows, weights[0], weights[1], ids, probs, multiplied, recipe=recipe, **how)
+        y = experts(rows, weights[0], weights[1], ids, probs, multiplied, recipe=recipe, ffn=ffn, **how)
     if bias13 is not None:
         y = y[:, :hidden]
     if bias2 is not None:
@@ -190,6 +199,17 @@ def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Te
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
+def _of_all_ranks(bias2: Tensor, comm: Any) -> Tensor:
+    """The biases of all experts; their gradient is the sum over ranks."""
+    group = getattr(comm, "group", None)
+    if group is None:
+        raise NotImplementedError(
+            f"bias2: got one with a comm of {type(comm).__name__} without an attribute `group`; wanted its "
+            "torch.distributed.ProcessGroup there, or no bias"
+        )
+    return all_gather_tensor_autograd(bias2.contiguous(), 0, group)
+
+
 def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
     """[T, E]: what each expert counts for a token."""
     there = (ids >= 0) & (ids < experts)
@@ -206,10 +226,34 @@ def quantize_fp8_weights(
 ) -> tuple[Quantized, Quantized]:
     """(w13, w2) as `moe_experts` multiplies by them in the FP8 recipes, padded like there. out: what an
     earlier call returned, to write to."""
+    given = _checked(w13, w2, bias13, "fp8_flow")
+    if bias13 is None:
+        return _quantized(given, out)
     into = out or (None, None)
-    pairs = zip(_weights(w13, w2, bias13, "fp8_flow"), into, strict=True)
-    first, second = (torch_ops.quantize_weights(w, old) for w, old in pairs)
+    first, second = (_codes(w, old) for w, old in zip(_whole(given, bias13, "fp8_flow"), into, strict=True))
     return first, second
+
+
+def _codes(w: Any, out: Quantized | None = None) -> Quantized:
+    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out)
+
+
+def _quantized(
+    weights: list[Any], out: tuple[Quantized, Quantized] | None = None
+) -> tuple[Quantized, Quantized]:
+    """FP8 codes of w13, or of w1 and w3, and of w2, filled up with zeros to a multiple of 128 for F."""
+    (w13, w2), (out13, out2) = weights, out or (None, None)
+    if isinstance(w13, tuple):
+        w13 = torch_ops.quantize_weights(w13, out13, rows=_whole_blocks(w13[0].shape[1]))
+    elif isinstance(w13, Tensor):
+        w13 = torch_ops.quantize_weights(w13, out13, parts=2, rows=_whole_blocks(w13.shape[1] // 2))
+    if not isinstance(w2, Quantized):
+        w2 = torch_ops.quantize_weights(w2, out2, columns=_whole_blocks(w2.shape[2]))
+    return w13, w2
+
+
+def _whole_blocks(width: int) -> int:
+    return width + -width % FP8_BLOCK[1]
 
 
 def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
@@ -231,8 +275,8 @@ def _split(bias: Tensor, parts: int) -> Tensor:
     return torch.stack((*found, left), dim=-1)
 
 
-def _weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str) -> list[Any]:
-    """w13 [E, 2F, H] and w2 [E, H, F], F a multiple of 128 where FP8 wants it, with `_columns` for a bias."""
+def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str) -> list[Any]:
+    """w13 (or w1 and w3) and w2, of dtypes and shapes that the recipe takes."""
     halves: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in halves), ("w2", w2)):
         torch_ops.check_float(name, w, 3)
@@ -249,6 +293,30 @@ def _weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str) -> list[Any]
             f"w13: got tensors of shapes {[list(w.shape) for w in halves]}; wanted one of [E, 2F, H], or two "
             "of [E, F, H]"
         )
+    if halves[0].dtype != halves[-1].dtype:
+        raise TypeError(f"w13: got w1 of {halves[0].dtype}, w3 of {halves[1].dtype}; wanted one dtype")
+    width = halves[0].shape[1] * len(halves)
+    if isinstance(w2, Tensor) and 2 * w2.shape[2] != width:
+        raise ValueError(
+            f"w2: got shape {list(w2.shape)}; wanted [E, H, {width // 2}], for the 2F = {width} rows of w13"
+        )
+    return [tuple(halves) if len(halves) == 2 else halves[0], w2]
+
+
+def _ffn_of(w13: Any, w2: Any) -> int | None:
+    """F, as far as tensors tell."""
+    if isinstance(w13, tuple):
+        return int(w13[0].shape[1])
+    return int(w13.shape[1]) // 2 if isinstance(w13, Tensor) else getattr(w2, "shape", (None,))[-1]
+
+
+def _whole(weights: list[Any], bias13: Tensor | None, recipe: str) -> list[Any]:
+    """w13 [E, 2F, H] in one piece and w2 [E, H, F], F a multiple of 128 where FP8 wants it, with `_columns`
+    for a bias."""
+    w13, w2 = weights
+    if isinstance(w13, Quantized):
+        return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]
+    halves = list(w13) if isinstance(w13, tuple) else [w13]
     missing = 0 if recipe == "bf16" or isinstance(w2, Quantized) else -w2.shape[2] % FP8_BLOCK[1]
     if missing:
         if len(halves) == 1:

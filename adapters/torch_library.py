@@ -25,7 +25,7 @@ from fp8moe.records import ArraySpec
 SYMBOLIC_TYPES.add(torch.SymInt)
 
 NAMESPACE = "fp8moe"
-_library = torch.library.Library(NAMESPACE, "DEF")
+library = torch.library.Library(NAMESPACE, "DEF")
 
 #: types of arguments in a schema
 _TYPES: dict[Any, str] = {
@@ -138,9 +138,9 @@ class Operator:
         many = f"({', '.join(['Tensor'] * len(get_args(returned)))})"
         result = {Tensor: "Tensor", list: "Tensor[]", tuple: many}[self._form]
         tags = (torch.Tag.pt2_compliant_tag,)
-        _library.define(f"{name}({', '.join(arguments)}) -> {result}", tags=tags)
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake or self._fake, lib=_library)
+        library.define(f"{name}({', '.join(arguments)}) -> {result}", tags=tags)
+        library.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake or self._fake, lib=library)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def __call__(self, *arguments: Any) -> Any:

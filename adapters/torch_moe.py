@@ -17,12 +17,12 @@ from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, handle_of
-from fp8moe.adapters.torch_functional import Recipe, quantize_fp8_weights
+from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
-from fp8moe.moe import RECIPES
+from fp8moe.moe import RECIPES, Recipe
 from fp8moe.record_trees import arrays_in
 
 
@@ -82,7 +82,7 @@ class FP8FlowMoE(nn.Module):
 
     `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the FP8 copies of the weights
     are one operator each, the experts another and their gradient another, for each number of tokens anew;
-    with a process_group there is a break before and after them.
+    with a process_group, too, which must be no Engine.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class FP8FlowMoE(nn.Module):
         hidden, ffn = checks.integer("hidden", hidden, 1), checks.integer("ffn", ffn, 1)
         if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
             raise ValueError(
-                f'ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; pass recipe="fp8_flow", which '
-                "fills up with zeros"
+                f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
+                'pass recipe="fp8_flow", which fills up with zeros'
             )
         if not 0 < topk <= num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
@@ -260,7 +260,7 @@ class FP8FlowMoE(nn.Module):
         self._handle = handle_of(self)
 
     def _experts(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
-        if self._ranks.comm is not None or not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             return self._eagerly(x, ids, probs, first)
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
@@ -268,8 +268,6 @@ class FP8FlowMoE(nn.Module):
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
-    # Compiled code calls this as it is: everything in it is one kernel after another already.
-    @torch.compiler.disable
     def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
@@ -331,7 +329,7 @@ class FP8FlowMoE(nn.Module):
                 return kept.records
         elif kept is not None:
             self._release()
-        return list(quantize_fp8_weights(self.w13, self.w2))
+        return list(quantize_fp8_weights(local_of(self.w13), local_of(self.w2)))
 
     def _keep(self) -> _Copies:
         """Make copies and keep them, in the memory of those that a captured graph reads, if there are any."""
@@ -363,7 +361,8 @@ class FP8FlowMoE(nn.Module):
         w13, w2 = local_of(self.w13).bfloat16(), local_of(self.w2).bfloat16()
         how: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         how["comm"] = self._ranks.comm
-        if self.hidden % 8 == self.ffn % 8 == 0:
+        compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
+        if self.hidden % 8 == self.ffn % 8 == 0 and not compiling:
             return by_grouped_mm(x, w13, w2, ids, probs, **how)
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         return experts(x, w13, w2, ids, probs, [w13, w2], recipe="bf16", **how)

@@ -387,7 +387,7 @@ def quantize_weights(
 ) -> Quantized:
     """`fp8moe.quantize_weights`. Codes have no gradient. out: in eager mode only. Views that are transposed
     are read as they lie; what lies otherwise is copied first."""
-    given = w if isinstance(w, tuple) else (w,)
+    given: tuple[Tensor, ...] = w if isinstance(w, tuple) else (w,)
     eager, given = _eager(**{f"w[{i}]": t for i, t in enumerate(given)}), tuple(t.detach() for t in given)
     transposed = all(t.ndim == 3 and not t.is_contiguous() and t.mT.is_contiguous() for t in given)
     given = tuple(t.mT if transposed else t for t in given)

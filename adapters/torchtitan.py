@@ -24,7 +24,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.moe import RECIPES
+from fp8moe.moe import RECIPES, Recipe
 
 
 class FP8RoutedExperts(RoutedExperts):
@@ -33,7 +33,7 @@ class FP8RoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        recipe: str = "fp8_flow"
+        recipe: Recipe = "fp8_flow"
         recompute: str | None = None
 
     def __init__(self, config: Config):
@@ -62,7 +62,7 @@ class FP8RoutedExperts(RoutedExperts):
             w2,
             topk_expert_ids_BLK,
             topk_scores_BLK,
-            recipe=self._recipe,  # type: ignore[arg-type]
+            recipe=self._recipe,
             recompute=self._recompute,
             comm=self._comm,
         )
@@ -78,7 +78,7 @@ class FP8MoEConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        recipe: str = "fp8_flow"
+        recipe: Recipe = "fp8_flow"
         """ "fp8_flow", "fp8_blockwise" or "bf16": of `fp8moe.moe_forward`."""
         recompute: str | None = None
         """None, or "moe_expert": the backward computes the first product and the activation again."""

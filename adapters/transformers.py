@@ -33,10 +33,10 @@ from fp8moe import Activation, checks
 from fp8moe.activation import Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.moe import RECIPES
+from fp8moe.moe import RECIPES, Recipe
 
 
-def enable(recipe: str = "fp8_flow", *, recompute: str | None = None, name: str = "fp8moe") -> None:
+def enable(recipe: Recipe = "fp8_flow", *, recompute: str | None = None, name: str = "fp8moe") -> None:
     """Register the experts, and their expert parallelism, with transformers.
 
     name: what ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their

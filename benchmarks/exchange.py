@@ -136,10 +136,8 @@ def of_format(
 def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device: str) -> dict[str, Any]:
     hidden, ffn = (HIDDEN, FFN) if device == "cuda" else (256, 128)
     topk = min(TOPK, experts)
-    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    layer = FP8FlowMoE(
-        hidden, ffn, experts * comm.world_size, topk, recipe=recipe, process_group=comm, **place
-    )
+    how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "recipe": recipe}
+    layer = FP8FlowMoE(hidden, ffn, experts * comm.world_size, topk, process_group=comm, **how)
     forward, backward = training_step(layer, tokens)
     us = seconds(lambda: backward(forward()), device) * 1e6
     shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts a rank, top-{topk}"

@@ -97,7 +97,8 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
     optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-5, fused=True)
     contenders = []
     for _, recipe, recompute, kept in RECIPES:
-        layer = FP8FlowMoE(hidden, ffn, experts, topk, recipe=recipe, recompute=recompute, device="meta")
+        how: Any = {"recipe": recipe, "recompute": recompute}
+        layer = FP8FlowMoE(hidden, ffn, experts, topk, **how, device="meta")
         layer.router, layer.w13, layer.w2 = shared.router, shared.w13, shared.w2
         forward, backward = training_step(layer, tokens)
 

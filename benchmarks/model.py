@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for _, implementation, recipe in CONTENDERS:
         if recipe is not None:
-            adapter.enable(recipe, name=implementation)
+            adapter.enable(recipe, name=implementation)  # type: ignore[arg-type]
     batches = learnable(WARM + STEPS)
     for dtype in ("bfloat16", "autocast"):
         for name, implementation, _ in CONTENDERS:

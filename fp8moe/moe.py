@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
@@ -36,7 +36,8 @@ from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, Quan
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import scaling_aware_transpose
 
-RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
+Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
+RECIPES = get_args(Recipe)
 #: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
 ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
 #: in what format the caller's rows travel and are permuted; None: as they are

@@ -177,9 +177,10 @@ def quantize_parts(
         checks.dtype(name, array, checks.QUANTIZABLE if i == 0 else (arrays[0].dtype,))
         checks.shape(name, array, dims if i == 0 else tuple(arrays[0].shape))
     experts, height, width = swapped(arrays[0].shape) if transposed else arrays[0].shape
-    height, rest = divmod(height * len(arrays), parts)
-    if rest:
-        raise ValueError(f"x: got {height * parts + rest} rows; wanted a multiple of parts = {parts}")
+    height *= len(arrays)
+    if height % parts:
+        raise ValueError(f"x: got {height} rows; wanted a multiple of parts = {parts}")
+    height //= parts
     rows = height if rows is None else checks.integer("rows", rows, height)
     columns = width if columns is None else checks.integer("columns", columns, width)
     if parts > 1 and rows % 128:

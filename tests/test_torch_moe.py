@@ -177,7 +177,7 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         how = (layer.recipe, recompute, 0, layer.activation, "dx,dprobs,dw13,dw2")
         copies = arrays_in(tuple(layer._compiled_copies(None)))
-        rest = how, (None, False), [None] * 3, None
+        rest = how, (None, False), [None] * 3, [False] * 3, None
         torch_experts._CompiledExperts.apply(x, layer.w13, None, layer.w2, probs, ids, copies, *rest)
     places = {t.data_ptr() for t in copies}
     found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
@@ -224,8 +224,9 @@ def test_any_width(recipe, mode, main_grad):
     y = backward(forward, x)
     grads = [w.grad if w.grad is not None else w.main_grad for w in (layer.w13, layer.w2)]
     for found, true in zip([y, x.grad, *grads], wanted, strict=True):
-        if recipe == "fp8_flow":
-            assert torch.equal(found, true)
+        if recipe == "fp8_flow":  # sums in float32, which a BLAS orders by the width, rounded once
+            bound = 2.0**-8 if true.dtype == torch.bfloat16 else 2.0**-16
+            assert (found - true).float().norm() <= bound * true.float().norm()
         else:  # a dozen bfloat16 roundings of 2^-9 each in a chain, in another order of sums
             assert (found - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
     if recipe == "fp8_flow" and mode == "eager":
