@@ -1,11 +1,22 @@
-"""This library's permutation in Megatron-Core, where it looks for Transformer Engine's.
+"""Megatron-Core with this library: its MoE layer, or its permutation alone. Checked against megatron-core
+0.16.1 and 0.19.2.
+
+The whole FP8 flow, in a layer spec of a GPT or a hybrid model:
 
     from fp8moe.adapters import megatron
+    spec = megatron.use_fp8_flow(get_gpt_layer_local_spec(num_experts=8), recipe="fp8_flow")
+    model = GPTModel(config, spec, ...)     # its MoE layers are megatron.FP8FlowMoELayer
+
+Checkpoints are those of Megatron's own experts, in either direction. examples/train_moe_megatron.py trains
+so.
+
+The permutation alone, where Megatron looks for Transformer Engine's, the products left to Megatron:
+
     megatron.enable()                       # before a TransformerConfig(moe_permute_fusion=True) is made
 
-``moe_permute_fusion`` then works without Transformer Engine, and takes these kernels with it. Checked against
-megatron-core 0.16.1 and 0.19.2, which pads each expert in the same pass (Megatron-LM PR #2763). Results are
-those of Megatron's own ``fused=False``, gradients too.
+``moe_permute_fusion`` then works without Transformer Engine, and takes these kernels with it, which pad each
+expert in the same pass where Megatron asks for it (Megatron-LM PR #2763). Results are those of Megatron's own
+``fused=False``, gradients too.
 """
 
 from __future__ import annotations
@@ -21,6 +32,8 @@ import fp8moe
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters import transformer_engine as te
 
+_LAYER = ("FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow")  # of `fp8moe.adapters.megatron_layer`
+NEEDED = "fp8moe.adapters.megatron needs megatron-core 0.16 or later ({}): pip install 'megatron-core>=0.16'"
 MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.extensions.transformer_engine")
 # what moe_utils imports beside, and asks whether it is None once HAVE_TE is true
 OTHERS = (
@@ -31,6 +44,18 @@ OTHERS = (
 )
 SINCE = "2.12.0"  # the Transformer Engine whose padding Megatron asks for, by ``is_te_min_version``
 ALIGNED = "get_align_size_for_quantization"
+
+
+def __getattr__(name: str) -> Any:
+    """The layer, which cannot be made without megatron-core, when it is asked for."""
+    if name not in _LAYER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        layer = importlib.import_module("fp8moe.adapters.megatron_layer")
+    except ImportError as error:
+        raise ImportError(NEEDED.format(error)) from error
+    globals().update({n: getattr(layer, n) for n in _LAYER})
+    return globals()[name]
 
 
 def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> tuple[Tensor, Tensor]:
@@ -125,7 +150,8 @@ _enabled: Enabled | None = None
 
 
 def enable(*, grouped_blockwise: bool = False) -> Enabled:
-    """Put this library's permutation where Megatron-Core looks for Transformer Engine's fused one.
+    """Put this library's permutation, and nothing else of it, where Megatron-Core looks for Transformer
+    Engine's fused one. For experts in FP8 see `use_fp8_flow`.
 
     grouped_blockwise: have Megatron pad experts to multiples of 128 under the blockwise FP8 recipe.
 
@@ -138,10 +164,7 @@ def enable(*, grouped_blockwise: bool = False) -> Enabled:
     try:
         modules = [importlib.import_module(name) for name in MODULES]
     except ImportError as error:
-        raise ImportError(
-            f"fp8moe.adapters.megatron needs megatron-core 0.16 or later ({error}): "
-            "pip install 'megatron-core>=0.16'"
-        ) from error
+        raise ImportError(NEEDED.format(error)) from error
     new = Enabled()
     for module in modules:
         for name, function in FUSED.items():

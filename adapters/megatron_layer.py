@@ -93,7 +93,7 @@ def activation_of(config: Any) -> Activation:
     Raises NotImplementedError for activations other than SwiGLU, GeGLU and the gated quick GELU.
     """
     function = config.activation_func
-    options = {
+    options: dict[str, Any] = {
         "clamp": getattr(config, "activation_func_clamp_value", None),
         "linear_offset": getattr(config, "glu_linear_offset", 0.0),
     }
@@ -259,7 +259,7 @@ def _pieces(
     if flattened_range is not None:
         raise NotImplementedError(
             "flattened_range: got one; wanted None; use a checkpoint format with whole tensors "
-            '("fully_sharded_model_space" or "dp_reshardable")'
+            '("fully_reshardable" or "dp_reshardable")'
         )
     suffix = f"{layer}.weight"
     before = key.removesuffix(suffix)
