@@ -38,7 +38,7 @@ types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
 Kernel = Callable[..., None]
-Kind = str | tuple[type, tuple[str, ...]]
+Kind = str | tuple[type, tuple[Any, ...]]
 _compiling = threading.local()  # .capability: of the device that this thread compiles for
 
 
