@@ -5,7 +5,7 @@ the `.cu` files are, since Numba's own launcher costs the host 15 to 20 us a lau
 its views of arrays). With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays,
 without a GPU.
 
-Kernels take flat pointers and integers only.
+Kernels take flat pointers, integers, and named tuples of those, whose fields become parameters one by one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.records import DeviceArray
-
 try:
     cuda: Any = importlib.import_module("numba.cuda")
 except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep inside
@@ -40,6 +38,7 @@ types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
 Kernel = Callable[..., None]
+Kind = str | tuple[type, tuple[Any, ...]]
 _compiling = threading.local()  # .capability: of the device that this thread compiles for
 
 
@@ -69,8 +68,9 @@ pdl_launch_dependents = _instruction("griddepcontrol.launch_dependents;")
 
 def inlined(function: Kernel) -> Any:
     """A function that kernels call. Inlined by Numba before it knows types, it is compiled with them, for any
-    architecture; by itself it would be for the device at hand."""
-    return cuda.jit(function, device=True, inline="always")
+    architecture; by itself it would be for the device at hand. The simulator calls it as it is: its device
+    functions take the simulated ``cuda`` from their module when the first thread leaves."""
+    return function if SIMULATED else cuda.jit(function, device=True, inline="always")
 
 
 def shared_limit() -> int:
@@ -87,20 +87,26 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         cuda.jit(kernel)[blocks, BLOCK, 0, shared_bytes](*views)
         return
     device = launch.current_device()
-    loaded = _loaded.get((kernel, arguments[0].dtype, device))
+    kinds = tuple(map(kind_of, arguments))
+    loaded = _loaded.get((kernel, kinds, device))
     if loaded is None:
-        kinds = tuple(a.dtype.name if isinstance(a, DeviceArray) else _kind(a) for a in arguments)
         code = cubin(kernel, kinds, driver.architecture(device))
-        loaded = _loaded[kernel, arguments[0].dtype, device] = launch.Kernel(code, kernel.__name__)
-    launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, arguments)
+        loaded = _loaded[kernel, kinds, device] = launch.Kernel(code, kernel.__name__)
+    parameters = [v for a in arguments for v in (a if isinstance(a, tuple) else (a,))]
+    launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, parameters)
 
 
-# By kernel, dtype of the first argument, and device: all other pointers are int32.
-_loaded: dict[Any, Any] = {}
+_loaded: dict[Any, Any] = {}  # by kernel, kinds of its arguments, and device
 
 
-def _kind(argument: int | None) -> str:
-    return "int32" if argument is None else "i"
+def kind_of(argument: Any) -> Kind:
+    """A pointer by its dtype's name (None is one to int32), "i" for an integer, a named tuple by its class
+    and the kinds of its fields."""
+    if isinstance(argument, tuple):
+        return type(argument), tuple(map(kind_of, argument))
+    if argument is None:
+        return "int32"
+    return "i" if isinstance(argument, int) else argument.dtype.name
 
 
 def scratch(*sizes: int) -> list[Any]:
@@ -119,9 +125,9 @@ def as_words(x: Any) -> Any:
     return x.part(0, (x.size // 8,), np.dtype(np.uint64))
 
 
-def cubin(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
-    """Machine code of a kernel under its own name. ``kinds``: a pointer by its dtype's name, "i" for an
-    integer. Needs no GPU."""
+def cubin(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
+    """Machine code of a kernel under its own name. kinds: of its arguments, as `kind_of` says. Needs no
+    GPU."""
     from fp8moe.kernels_cuda import compiler
 
     version = importlib.import_module("numba_cuda").__version__
@@ -149,7 +155,7 @@ def _without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def _compile(kernel: Kernel, kinds: tuple[str, ...], architecture: str) -> bytes:
+def _compile(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
     signature = types.void(*(_type(k) for k in kinds))
     capability = _compiling.capability = _capability(architecture)
     options = {"device": False, "abi": "numba", "launch_bounds": BLOCK, "output": "ptx"}
@@ -172,13 +178,18 @@ def _capability(architecture: str) -> tuple[int, int]:
     return int(number[:-1]), int(number[-1])
 
 
-def _type(kind: str) -> Any:
+def _type(kind: Kind) -> Any:
+    if isinstance(kind, tuple):
+        named, fields = kind
+        return types.BaseTuple.from_types(tuple(map(_type, fields)), named)
     if kind == "i":
         return types.int64
     return types.CPointer(types.uint8 if kind == "bool" else getattr(types, kind))
 
 
 def _flat(argument: Any) -> Any:
+    if isinstance(argument, tuple):
+        return type(argument)(*map(_flat, argument))
     if isinstance(argument, np.ndarray):
         return argument.reshape(-1).view(np.uint8) if argument.dtype == bool else argument.reshape(-1)
     return np.empty(0, np.int32) if argument is None else argument

@@ -167,13 +167,15 @@ def test_the_plans_kernels_compile(architecture):
     numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
     from fp8moe.kernels_cuda import plan
 
+    integers = plan.Sizes, ("i",) * len(plan.Sizes._fields)
+    arrays = plan.Arrays, ("int32",) * len(plan.Arrays._fields)
     kinds = {
-        plan._count_entries: ("int64", *["i"] * 3, "int32"),
-        plan._place_entries: ("int32", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
-        plan._count_mask_words: ("uint64", *["i"] * 7, "int32"),
-        plan._place_mask_words: ("uint64", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
-        plan._count_mask: ("bool", *["i"] * 7, "int32"),
-        plan._place_mask: ("bool", *["i"] * 3, *["int32"] * 2, *["i"] * 9, *["int32"] * 7),
+        plan._count_entries: ("int64", integers, "int32"),
+        plan._place_entries: ("int32", "int32", integers, "int32", arrays),
+        plan._count_mask_words: ("uint64", integers, "int32"),
+        plan._place_mask_words: ("int32", "uint64", integers, "int32", arrays),
+        plan._count_mask: ("bool", integers, "int32"),
+        plan._place_mask: ("int32", "bool", integers, "int32", arrays),
     }
     for kernel, types in kinds.items():
         assert len(numba_cuda.cubin(kernel, types, architecture)) > 1000

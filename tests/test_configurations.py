@@ -5,6 +5,8 @@ import re
 import pytest
 from cases import generator
 
+import fp8moe
+
 pytest.importorskip("cupy")
 from fp8moe.kernels_cuda import compiler, grouped_gemm, permute, quantize, swiglu, transpose
 
@@ -117,3 +119,19 @@ def test_a_block_has_a_tile():
     for mx, height in ((False, 128), (True, 32)):
         down, across = transpose.transpose_configuration(rows // height, columns, mx=mx).blocks
         assert down * across == tiles
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 8, 300, 1024])
+@pytest.mark.parametrize("experts", [0, 1, 8, 257, 4096])
+@pytest.mark.parametrize("tokens", [0, 1, 511, 4096, 1_000_000])
+def test_a_plans_chunks_hold_all_tokens_and_its_bits_a_whole_piece(tokens, experts, width):
+    plan = pytest.importorskip("fp8moe.kernels_cuda.plan")
+    sizes = plan.plan_sizes(fp8moe.PermutationPlan(None, tokens, experts, width, True, 0, 1))
+    assert 1 <= sizes.chunks <= plan.MAX_CHUNKS
+    assert (sizes.chunks - 1) * sizes.per_chunk < max(tokens, 1) <= sizes.chunks * sizes.per_chunk
+    assert sizes.piece == 1 or sizes.piece * width <= plan.BLOCK
+    assert 32 * (sizes.bit_words - 1) < max(sizes.piece * width, 1)
+    assert sizes.bit_words == 1 or sizes.bit_words * experts <= plan.BITS
+    assert 32 * sizes.mask_words >= experts
+    assert sizes.mask_words <= 1 << sizes.shift
+    assert sizes.step == 1 or sizes.step << sizes.shift <= plan.BLOCK
