@@ -11,7 +11,7 @@ from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
 
-BACKENDS = (None, "wgmma", "cublas", "plain")
+BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 
 
 def _check_backend(call: Call, backend: str | None) -> None:
