@@ -99,7 +99,7 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
 def prefetch(architecture: str) -> None:
     """Have what most programs come to use compiled in other threads: every source in its first variant, the
     matrix products last, which take longest and are not wanted first."""
-    for path in sorted(sources(architecture), key=lambda p: p.stem in ONLY):
+    for path in sorted(sources(architecture), key=lambda p: "mma" in p.stem):
         _submit(path, architecture, variants(path)[0])
 
 

@@ -10,11 +10,10 @@
 //   dy [rows, width] and x [rows, depth] of KIND; or column-wise codes [width, rows] and [depth, rows], with
 //   scales [blocks, width] and [blocks, depth] of blocks of 128 rows, anew with every expert, of which
 //   `known` have scales (the others are NaN), or (BLOCKS) [ceil(width / 128), ceil(rows / 128)] and
-//   [ceil(depth / 128), ...], where experts begin at multiples of 128 rows; out [experts, width, depth] of
-//   any dtype.
-// Shapes: any, and any offsets. Where rows of an operand, or codes of an expert, do not begin at multiples of
-// 16
-//   bytes they are read one by one.
+//   [ceil(depth / 128), ...], where experts that begin at no multiple of 128 rows get NaN; out [experts,
+//   width, depth] of any dtype.
+// Shapes: any, and any offsets. Where rows of an operand, or an expert's codes, do not begin at multiples of 16
+//   bytes, values are read one by one.
 // Launch: a block of THREADS a tile: experts * ceil(width / ROWS) * ceil(depth / COLUMNS).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_wgrad_mma(const void* dy, const float* dy_scales, const void* x, const float* x_scales,
@@ -49,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               *of_columns = x_scales + column / 128 * blocks + lo / 128;
   float scale;
   multiply<false, false>(
-      memory, a, b, steps, d, [&](int k) { scale = of_rows[k] * of_columns[k]; },
+      memory, a, b, steps, d,
+      [&](int k) { scale = lo % 128 ? __uint_as_float(0x7fc00000u) : of_rows[k] * of_columns[k]; },
       [&](int, Sums& d) {
 #pragma unroll
         for (int i = 0; i < ROW_TILES; ++i)

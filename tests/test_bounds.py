@@ -563,6 +563,11 @@ def test_scales_that_are_missing_are_nan(backend):
     got = stays_inside(fp8moe.grouped_gemm_wgrad, columns, columns, offsets, backend=backend)
     assert np.isfinite(got[:3]).all()
     assert np.isnan(got[3]).all()
+    # and whose first row lies inside of a block has no scale either
+    blocks = fp8moe.scaling_aware_transpose(fp8moe.quantize(x), target="block")
+    got = stays_inside(fp8moe.grouped_gemm_wgrad, blocks, blocks, ints(0, 128, 200, 272), backend=backend)
+    assert np.isfinite(got[:2]).all()
+    assert np.isnan(got[2]).all()
 
 
 @needs_emulation
