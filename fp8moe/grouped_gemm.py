@@ -11,7 +11,7 @@ from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
 
-BACKENDS = (None, "wgmma", "cublas", "plain")
+BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 
 
 def _check_backend(call: Call, backend: str | None) -> None:
@@ -45,11 +45,14 @@ def grouped_gemm(
         Of arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights the
         orientation says it.
     backend : str or None
-        On CUDA only. "wgmma": FP8 on Hopper's tensor cores, or a ValueError that says why not (compute
-        capability 9.0; N a multiple of 8, K of 16). "plain": a simple kernel that takes everything, hundreds
-        of times slower. None: the first if it can, else the second, with a RuntimeWarning for FP8. "cublas":
-        on any device, an expert at a time by cuBLAS, FP8 decoded to bfloat16 first (exact for power-of-two
-        scales); it reads the offsets, which **synchronises once**, and wants bfloat16, float16 or float32.
+        On CUDA only; None: the fastest that takes the product, as ``python -m fp8moe info`` lists them.
+        "wgmma": Hopper's tensor cores (compute capability 9.0; N a multiple of 8, K of 16, memory that
+        begins at multiples of 16 bytes). "mma": every tensor core from compute capability 8.0 on, by warps;
+        bfloat16, float16 and FP8 of any shape, multiplied as FP8 on 8.9 and 12.x, else as float16, which
+        every code is exactly. "cublas": on any device, an expert at a time by cuBLAS, FP8 decoded to bfloat16
+        first (exact for power-of-two scales); it reads the offsets, which **synchronises once**, and wants
+        bfloat16, float16 or float32. "plain": a simple kernel that takes everything, hundreds of times
+        slower.
 
     Returns
     -------
@@ -61,12 +64,14 @@ def grouped_gemm(
     TypeError
         For operands of different kinds or dtypes.
     ValueError
-        For shapes that do not fit, or a backend that cannot multiply them.
+        For shapes that do not fit, or a backend that cannot multiply them. With None also for a product of
+        more than 1 GFLOP that only the plain kernel takes: float32 and float64.
 
     Notes
     -----
     FP8: float32 accumulation, promoted every 128 of the contraction (DeepSeek-V3, arXiv 2412.19437, section
-    3.3.2).
+    3.3.2). With ``backend=None`` on compute capability 9.0, a RuntimeWarning says for a product of more than
+    1 GFLOP why "wgmma" does not take it.
 
     Examples
     --------
@@ -138,7 +143,7 @@ def grouped_gemm_wgrad(
         Of a new result.
     backend : str or None
         As `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or bfloat16
-        out.
+        out. "mma" is slow for FP8 experts that begin at no multiple of 16 rows.
 
     Returns
     -------
@@ -151,8 +156,8 @@ def grouped_gemm_wgrad(
         For operands of different kinds or dtypes.
     ValueError
         For shapes that do not fit, or a backend that cannot multiply them. Offsets that ask for more blocks
-        than there are scales are refused on the CPU; on CUDA, where looking would synchronise, their products
-        are NaN.
+        than there are scales, or begin inside a (128, 128) block, are refused on the CPU; on CUDA, where
+        looking would synchronise, their products are NaN.
 
     Notes
     -----

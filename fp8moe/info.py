@@ -62,6 +62,7 @@ def report() -> str:
         lines.append("  kernels_cuda  not working: CuPy is missing; pip install 'fp8moe[cuda13]'")
     else:
         lines.append(f"  kernels_cuda  {_try(_require_device)}")
+        lines += _products()
     lines += ["", "adapters"]
     for adapter, (package, fix) in ADAPTERS.items():
         if importlib.util.find_spec(package) is None:
@@ -112,6 +113,21 @@ def _devices() -> list[str]:
         return [*found, f"  driver for CUDA {_cuda(driver)}, runtime {_cuda(toolkit)}"]
     except Exception as error:
         return [f"  CuPy finds no usable CUDA device: {error}"]
+
+
+def _products() -> list[str]:
+    """By which kernel each device makes the grouped products, and why by none that is faster."""
+    lines: list[str] = []
+    try:
+        launch = importlib.import_module("fp8moe.kernels_cuda.launch")
+        grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
+        for i in range(launch.runtime.getDeviceCount()):
+            architecture = launch.architecture(i)
+            lines += ["", f"products on cuda:{i}, {architecture}"]
+            lines += [f"  {line}" for line in grouped_gemm.describe(architecture)]
+    except Exception:
+        return lines  # what is wrong stands under devices and backends
+    return lines
 
 
 def _cuda(version: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 SOURCES = Path(__file__).resolve().parent
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 # -fmad=false: a * b + c must round twice, as the reference does; CuPy would add -ftz=true by itself.
 # FP8MOE_NVRTC_OPTIONS adds some, for debugging.
 OPTIONS: tuple[str, ...] = (
@@ -35,6 +35,14 @@ _KINDS = ("BF16", "F16", "F32")
 _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
 VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "expert_parallel": [(*c, f"PEERS={n}") for c in _CONVERSIONS if "MX=0" in c for n in (8, 1)],
+    "grouped_gemm_mma": [
+        *((f"KIND={kind}", f"TRANSPOSED={t}") for kind in ("BF16", "F16") for t in (0, 1)),
+        *((f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)),
+    ],
+    "grouped_gemm_wgrad_mma": [
+        *((f"KIND={kind}",) for kind in ("BF16", "F16")),
+        *((f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={c}") for a in (0, 1) for b in (0, 1) for c in (0, 1)),
+    ],
     "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
@@ -92,7 +100,7 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
 def prefetch(architecture: str) -> None:
     """Have what most programs come to use compiled in other threads: every source in its first variant, the
     matrix products last, which take longest and are not wanted first."""
-    for path in sorted(sources(architecture), key=lambda p: p.stem in ONLY):
+    for path in sorted(sources(architecture), key=lambda p: "mma" in p.stem):
         _submit(path, architecture, variants(path)[0])
 
 

@@ -1,7 +1,5 @@
-// Grouped GEMM, the plainest form: one thread an output value, float32 sums promoted every 128.
-//
-// One thread an output: for dtypes and devices that no tensor-core kernel takes, and the tests' measure of
-// those that there are.
+// Grouped GEMM, the plainest form: one thread an output value, float32 sums promoted every 128. For float32
+// and float64, which no kernel for tensor cores takes, and the tests' measure of those that there are.
 #include "common.cuh"
 
 __device__ __forceinline__ i64 expert_of(i64 row, const int* offsets, i64 experts, i64 rows) {
@@ -46,7 +44,8 @@ extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i6
 
 // out[e, n, k] (+)= sum over e's rows m of dy[m, n] * x[m, k]. Column-wise codes [N, rows] and [K, rows] with
 // scales [block, N] and [block, K], or (by_blocks) [N / 128, blocks] and [K / 128, blocks]; or plain arrays.
-// `known`: blocks that have scales; those of others are NaN. Grid (E * N, K / 128).
+// `known`: blocks that have scales; those of others are NaN, and of experts that begin inside a 128 x 128
+// block. Grid (E * N, K / 128).
 extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_scales, i64 dy_fmt,
                                               const void* x, const float* x_scales, i64 x_fmt, i64 known,
                                               const int* offsets, i64 rows, i64 width, i64 depth,
@@ -75,7 +74,8 @@ extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_sc
     }
     if (by_blocks) {
       const i64 blocks = (rows + 127) / 128;
-      part = part * dy_scales[n / 128 * blocks + m / 128] * x_scales[k / 128 * blocks + m / 128];
+      part = lo % 128 ? __uint_as_float(0x7fc00000u)
+                      : part * dy_scales[n / 128 * blocks + m / 128] * x_scales[k / 128 * blocks + m / 128];
     } else if (quantized) {
       part = block < known ? part * dy_scales[block * width + n] * x_scales[block * depth + k]
                            : __uint_as_float(0x7fc00000u);

@@ -1,73 +1,133 @@
-"""Launchers of grouped_gemm_wgmma.cu and grouped_gemm_wgrad_wgmma.cu, for FP8 on Hopper's tensor cores, and
-of grouped_gemm.cu, for all else: the names and signatures of `fp8moe.reference.grouped_gemm`."""
+"""Which kernel makes a grouped product, and the launcher of the plain one (grouped_gemm.cu): the names and
+signatures of `fp8moe.reference.grouped_gemm`."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from fp8moe.formats import BFLOAT16
-from fp8moe.kernels_cuda.configuration import Configuration
+from fp8moe.kernels_cuda import grouped_gemm_mma, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, threads
+from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
+from fp8moe.kernels_cuda.product import Product, product_of_grouped_gemm, product_of_wgrad
 from fp8moe.records import QuantTensor
 
-# As in wgmma_pipeline.cuh.
-TILE_COLUMNS = 256
-THREADS = 384
-CLUSTER = 2  # blocks that share what they read
-BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
-STAGES = 3
-SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 32  # codes, scales; a tile
-TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
+#: floating-point operations from which on a kernel that is not the fastest is not taken without a word
+MANY = 10**9
+#: (operation, operands) of what `python -m fp8moe info` lists: the dtypes' usual pairs
+USUAL_OPERANDS = (("e4m3", "e4m3"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"))
 
 
-def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
-    """Of the tensor cores' kernels: a persistent block a multiprocessor, whole clusters. The experts' table
-    has two words for each, and for the end."""
-    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
+class Choice(NamedTuple):
+    backend: str
+    reasons: tuple[str, ...] = ()  # why none of those that are faster
 
 
-def _table_bytes(experts: int) -> int:
-    return 8 * (experts + 1)
+def launchers(product: Product) -> dict[str, ModuleType]:
+    """Of the tensor cores' kernels for such operands, the fastest first."""
+    if product.quantized:
+        return {"wgmma": grouped_gemm_wgmma_fp8, "mma": grouped_gemm_mma}
+    return {"mma": grouped_gemm_mma}
+
+
+def choose(product: Product, architecture: str, backend: str | None) -> Choice:
+    """The backend that makes a product: the one that is asked for, or the fastest that takes it.
+
+    Raises ValueError where the one that is asked for does not take it, and where the plain kernel, hundreds
+    of times slower, would make a large one unasked.
+    """
+    if backend in ("plain", "cublas"):
+        return Choice(backend)
+    known = launchers(product)
+    if backend is not None:
+        if backend in known:
+            why = known[backend].takes(product, architecture)
+        else:
+            why = [f"the operands are {product.operands[0]}"]
+        if why:
+            raise ValueError(
+                f"backend: got {backend!r} for a product it does not take: {'; '.join(why)}; wanted None, "
+                "for the fastest backend that does, or 'cublas'"
+            )
+        return Choice(backend)
+    reasons: list[str] = []
+    for name, module in known.items():
+        why = module.takes(product, architecture)
+        if not why:
+            return Choice(name, tuple(reasons))
+        reasons += [f"{name}: {reason}" for reason in why]
+    if product.flops > MANY:
+        raise ValueError(
+            f"backend: got None for a product of {product.flops / 1e9:.3g} GFLOP that no kernel for tensor "
+            f"cores takes ({'; '.join(reasons)}); wanted bfloat16 operands; or backend='cublas', which takes "
+            "float32, and synchronises; or 'plain', which says that one hundreds of times slower is meant"
+        )
+    return Choice("plain", tuple(reasons))
+
+
+def describe(architecture: str) -> list[str]:
+    """A line for each usual product: by what it is made on such a device, and why by nothing faster."""
+    lines = []
+    for operands in USUAL_OPERANDS:
+        for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
+            out = "float32" if verb == "grouped_gemm_wgrad" or operands[0] == "float32" else "bfloat16"
+            product = Product(verb, operands, out, experts=8, rows=256, width=256, depth=256)
+            backend, reasons = choose(product, architecture, None)
+            why = f"  ({'; '.join(reasons)})" if reasons else ""
+            lines.append(f"{verb:18} {'FP8' if product.quantized else operands[0]:8} {backend:6}{why}")
+    return lines
+
+
+def _chosen(product: Product, backend: str | None) -> str:
+    architecture = current_architecture()
+    chosen = choose(product, architecture, backend)
+    if chosen.reasons and product.flops > MANY and architecture == "sm_90a":
+        warnings.warn(
+            f"{product.verb}: {chosen.backend} multiplies, not a faster one ({'; '.join(chosen.reasons)}); "
+            f"backend={chosen.backend!r} says that this is meant",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return chosen.backend
 
 
 def grouped_gemm(
     x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, backend: str | None, out: Any
 ) -> None:
-    if backend == "cublas":
-        _cublas().grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out)
-        return
+    product = product_of_grouped_gemm(x, w, expert_offsets, transpose_w, out)
+    chosen = _chosen(product, backend)
+    if chosen == "plain":
+        _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
+    else:
+        module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
+        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out)
+
+
+def grouped_gemm_wgrad(
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, backend: str | None, out: Any
+) -> None:
+    product = product_of_wgrad(dy, x, expert_offsets, out)
+    chosen = _chosen(product, backend)
+    if chosen == "plain":
+        _plain_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
+    else:
+        module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
+        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
+
+
+def _cublas() -> ModuleType:
+    return importlib.import_module("fp8moe.kernels_cuda.cublas")
+
+
+def _plain(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
     rows, width = out.shape
     quantized = isinstance(x, QuantTensor)
     strides = (0, 0)
     if quantized:
         ready = x.layout == "gemm_ready"
         strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
-    multiples = {"N": (width, 8), "K": (x.shape[1], 16)}
-    if _by_wgmma(backend, quantized, x, w, out, expert_offsets, rows, multiples):
-        experts = w.data.shape[0]
-        _launch_tiles(
-            "grouped_gemm_wgmma",
-            "grouped_gemm_tiles",
-            (),
-            x,
-            w,
-            expert_offsets,
-            x.scales,
-            *strides,
-            w.scales,
-            expert_offsets,
-            experts,
-            rows,
-            width,
-            x.shape[1],
-            out,
-        )
-        return
     launch(
         "grouped_gemm",
         "grouped_gemm",
@@ -88,40 +148,11 @@ def grouped_gemm(
     )
 
 
-def grouped_gemm_wgrad(
-    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, backend: str | None, out: Any
-) -> None:
-    if backend == "cublas":
-        _cublas().grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
-        return
+def _plain_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
     rows, blocks = dy.shape[0], quantized and dy.transposed
-    multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
     known = min(dy.scales.shape[0], x.scales.shape[0]) if quantized else 0  # scales of columns
-    if _by_wgmma(backend, quantized, dy, x, out, expert_offsets, rows, multiples):
-        _launch_tiles(
-            "grouped_gemm_wgrad_wgmma",
-            "grouped_gemm_wgrad_tiles",
-            (f"BLOCKS={int(blocks)}",),
-            dy,
-            x,
-            expert_offsets,
-            dy.data,
-            x.data,
-            dy.scales,
-            x.scales,
-            known,
-            expert_offsets,
-            experts,
-            rows,
-            width,
-            depth,
-            accumulate,
-            KINDS[out.dtype],
-            out,
-        )
-        return
     launch(
         "grouped_gemm",
         "grouped_gemm_wgrad",
@@ -140,67 +171,4 @@ def grouped_gemm_wgrad(
         accumulate,
         KINDS[out.dtype],
         out,
-    )
-
-
-def _cublas() -> Any:
-    return importlib.import_module("fp8moe.kernels_cuda.cublas")
-
-
-def _by_wgmma(
-    backend: str | None,
-    quantized: bool,
-    a: Any,
-    b: Any,
-    out: Any,
-    expert_offsets: Any,
-    rows: int,
-    multiples: dict[str, tuple[int, int]],
-) -> bool:
-    """Whether the tensor cores' kernel makes this product. That FP8 goes another way unasked is not passed
-    over in silence: it is hundreds of times slower."""
-    if backend == "plain" or not quantized or 0 in (a.data.size, b.data.size):
-        return False
-    why = []
-    if (here := current_architecture()) != "sm_90a":
-        why.append(f"the device is {here}, not sm_90a")
-    why += [f"{name} is {n}, no multiple of {of}" for name, (n, of) in multiples.items() if n % of]
-    if out.dtype not in (BFLOAT16, np.dtype(np.float32)):
-        why.append(f"out is {out.dtype}, not float32 or bfloat16")
-    scales = () if a.transposed else (a.scales, b.scales)  # those of transposed blocks are read one by one
-    if any(p.ptr % 16 for p in (a.data, b.data, out, *scales)):
-        why.append("codes, scales or out do not begin at a multiple of 16 bytes")
-    if _table_bytes(expert_offsets.size - 1) > TABLE_BYTES:
-        why.append(f"{expert_offsets.size - 1} experts are too many")
-    if expert_offsets.size * threads(rows, 128) * threads(out.shape[-1], TILE_COLUMNS) >= 2**30:
-        why.append(f"{rows} rows are too many")  # the kernel counts tiles of every expert in 32 bits
-    if not why:
-        return True
-    reason = f"FP8 operands that the tensor cores' kernel does not take: {'; '.join(why)}"
-    if backend == "wgmma":
-        raise ValueError(f"backend: got 'wgmma' with {reason}; pass backend='cublas'")
-    warnings.warn(
-        f"grouped_gemm: {reason}; a plain kernel, hundreds of times slower, multiplies them "
-        "(backend='plain' says that this is meant; 'cublas' is faster, and looks at the offsets)",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-def _launch_tiles(
-    source: str, kernel: str, variant: tuple[str, ...], a: Any, b: Any, expert_offsets: Any, *arguments: Any
-) -> None:
-    configuration = tiles_configuration(expert_offsets.size - 1, multiprocessors())
-    launch(
-        source,
-        kernel,
-        configuration.blocks,
-        configuration.threads,
-        a.data,
-        b.data,
-        *arguments,
-        shared=configuration.shared,
-        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
-        boxes=BOXES,
     )

@@ -33,8 +33,8 @@ __device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7
 //   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
 //   blocks of 128 rows, anew with every expert, of which `known` have scales; out float32 or bfloat16
 //   [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise,
-//   and experts begin at multiples of 128 rows. Those of columns take two instructions a sum, and loads
-//   beside the products; these one, and made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
+//   and experts that begin at no multiple of 128 rows get NaN. Those of columns take two instructions a sum,
+//   and loads beside the products; these one, and made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
 // Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
 //   rows are slow, and multiples of 128 rows fastest.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
             if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
           }
           if (BLOCKS) {
-            if (lane < 3) copy_async4(to, from, true);
+            if (lane < 3) copy_async4(to, s.offsets[e] % 128 ? (const void*)NO_SCALES : from, true);
           } else {
             const bool some = s.first[e] + k < known;
             copy_async16(to, some ? (const void*)from : NO_SCALES, row < width);

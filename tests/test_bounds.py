@@ -539,14 +539,17 @@ def test_offsets_of_any_values_lead_nowhere_else(ascending):
         for x in (q, odd):
             inside(fp8moe.scaling_aware_transpose, x, offsets, target=target, align_size=align)
     inside(fp8moe.dequantize, columns, expert_offsets=offsets)
-    for backend in ("wgmma", "plain"):
+    for backend in ("wgmma", "mma", "plain"):
         inside(fp8moe.grouped_gemm, q, w, offsets, backend=backend)
         for pair in (columns, transposed):
             inside(fp8moe.grouped_gemm_wgrad, pair, pair, offsets, backend=backend)
+    plain, weights = RNG.standard_normal((rows, 40)).astype(BF16), np.ones((5, 16, 40), BF16)
+    inside(fp8moe.grouped_gemm, plain, weights, offsets, backend="mma")
+    inside(fp8moe.grouped_gemm_wgrad, plain, plain, offsets, backend="mma")
 
 
 @needs_emulation
-@pytest.mark.parametrize("backend", ["wgmma", "plain"])
+@pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
 def test_scales_that_are_missing_are_nan(backend):
     """Offsets in device memory that ask for more blocks than there are scales: what is without is NaN."""
     x = RNG.standard_normal((272, 128)).astype(np.float32)
@@ -560,6 +563,11 @@ def test_scales_that_are_missing_are_nan(backend):
     got = stays_inside(fp8moe.grouped_gemm_wgrad, columns, columns, offsets, backend=backend)
     assert np.isfinite(got[:3]).all()
     assert np.isnan(got[3]).all()
+    # and whose first row lies inside of a block has no scale either
+    blocks = fp8moe.scaling_aware_transpose(fp8moe.quantize(x), target="block")
+    got = stays_inside(fp8moe.grouped_gemm_wgrad, blocks, blocks, ints(0, 128, 200, 272), backend=backend)
+    assert np.isfinite(got[:2]).all()
+    assert np.isnan(got[2]).all()
 
 
 @needs_emulation

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,22 @@ def test_info(capsys):
     text = capsys.readouterr().out
     for words in ("numpy", "reference +works", "torch_ops +works", "devices"):
         assert re.search(words, text)
+
+
+@pytest.mark.parametrize(("architecture", "fp8"), [("sm_86", "mma"), ("sm_90a", "wgmma"), ("sm_120a", "mma")])
+def test_info_says_by_what_products_are_made(monkeypatch, architecture, fp8):
+    pytest.importorskip("cupy")
+    from fp8moe.kernels_cuda import launch
+
+    monkeypatch.setattr(launch, "runtime", SimpleNamespace(getDeviceCount=lambda: 2))
+    monkeypatch.setattr(launch, "architecture", lambda device: ("sm_80", architecture)[device])
+    text = info.report()
+    first, second = text.partition(f"products on cuda:1, {architecture}")[::2]
+    assert "products on cuda:0, sm_80" in first
+    lines = [line.split() for line in second.splitlines()]
+    assert ["grouped_gemm", "FP8", fp8] in [line[:3] for line in lines]
+    assert ["grouped_gemm_wgrad", "bfloat16", "mma"] in [line[:3] for line in lines]
+    assert ["grouped_gemm", "float32", "plain"] in [line[:3] for line in lines]
 
 
 def test_selftest_passes_on_fresh_inputs(capsys):

@@ -88,6 +88,8 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
         "swiglu_transpose": ("KIND=BF16", "FMT=0", "MX=0", "BARE=1"),
         "transpose": ("FMT=0", "MX=0", "TILE_TARGET=0"),
         "grouped_gemm": (),
+        "grouped_gemm_mma": ("KIND=BF16", "TRANSPOSED=0"),
+        "grouped_gemm_wgrad_mma": ("KIND=BF16",),
         "grouped_gemm_wgmma": ("A_FMT=0", "B_FMT=0"),
         "grouped_gemm_wgrad_wgmma": ("A_FMT=0", "B_FMT=0", "BLOCKS=0"),
     }

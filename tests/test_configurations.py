@@ -1,14 +1,26 @@
 """Launch configurations, from shapes and numbers of a device, without one."""
 
 import re
+import subprocess
 
+import cuda_on_cpu
 import pytest
 from cases import generator
 
 import fp8moe
 
 pytest.importorskip("cupy")
-from fp8moe.kernels_cuda import compiler, grouped_gemm, permute, quantize, swiglu, transpose
+from fp8moe.kernels_cuda import (
+    compiler,
+    grouped_gemm,
+    grouped_gemm_mma,
+    grouped_gemm_wgmma_fp8,
+    permute,
+    quantize,
+    swiglu,
+    transpose,
+)
+from fp8moe.kernels_cuda.product import Product
 
 H200 = {"multiprocessors": 132, "shared": 228 << 10, "block": 227 << 10}
 BLOCK_RESERVES = 1 << 10  # bytes of shared memory that the system takes of every block
@@ -23,11 +35,11 @@ def constants(header):
 
 def test_launchers_have_the_numbers_of_their_kernels():
     wgmma, tile = constants("wgmma_pipeline.cuh"), constants("tile_order.cuh")
-    assert wgmma["COLUMNS"] == grouped_gemm.TILE_COLUMNS
-    assert wgmma["STAGES"] == grouped_gemm.STAGES
-    assert wgmma["CLUSTER"] == grouped_gemm.CLUSTER
-    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm.THREADS  # a third warpgroup serves the two
-    assert (wgmma["ROWS"] // 2, wgmma["COLUMNS"] // 2) == grouped_gemm.BOXES
+    assert wgmma["COLUMNS"] == grouped_gemm_wgmma_fp8.TILE_COLUMNS
+    assert wgmma["STAGES"] == grouped_gemm_wgmma_fp8.STAGES
+    assert wgmma["CLUSTER"] == grouped_gemm_wgmma_fp8.CLUSTER
+    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma_fp8.THREADS  # a third warpgroup serves the two
+    assert (wgmma["ROWS"] // 2, wgmma["COLUMNS"] // 2) == grouped_gemm_wgmma_fp8.BOXES
     assert (tile["TILE"], 32 * tile["CHUNKS"]) == (quantize.TILE, quantize.TILE_THREADS)
     assert constants("quantize.cu")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
     assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
@@ -37,7 +49,7 @@ def test_launchers_have_the_numbers_of_their_kernels():
 @pytest.mark.parametrize("multiprocessors", [2, 113, 132])
 def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multiprocessors):
     wgmma = constants("wgmma_pipeline.cuh")
-    here = grouped_gemm.tiles_configuration(experts, multiprocessors)
+    here = grouped_gemm_wgmma_fp8.tiles_configuration(experts, multiprocessors)
     print(here)
     assert here.blocks % wgmma["CLUSTER"] == 0
     assert multiprocessors - wgmma["CLUSTER"] < here.blocks <= multiprocessors
@@ -48,8 +60,137 @@ def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multipr
 
 
 def test_grouped_gemm_asks_for_no_more_experts_than_fit():
-    most = grouped_gemm.TABLE_BYTES // 8 - 1
-    assert grouped_gemm.tiles_configuration(most, 132).shared <= H200["block"]
+    most = grouped_gemm_wgmma_fp8.TABLE_BYTES // 8 - 1
+    assert grouped_gemm_wgmma_fp8.tiles_configuration(most, 132).shared <= H200["block"]
+
+
+# bytes of shared memory a block may have, of CUDA's table of compute capabilities
+SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227}
+SHARED_MEMORY |= {"sm_120a": 99}
+
+
+def product(operands="bfloat16", verb="grouped_gemm", out=None, width=4096, depth=7168, rows=32_768, **rest):
+    out = out or ("float32" if verb == "grouped_gemm_wgrad" else "bfloat16")
+    return Product(verb, (operands, operands), out, 8, rows, width, depth, **rest)
+
+
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("operands", ["bfloat16", "e4m3"])
+def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands):
+    directives = re.findall(
+        r"^#(?!pragma|include).*", (compiler.SOURCES / "mma_pipeline.cuh").read_text(), re.M
+    )
+    number = "".join(filter(str.isdigit, architecture))
+    wanted = "COLUMNS, ROWS, THREADS, STAGES * STAGE_BYTES"
+    given = [f"-D__CUDA_ARCH__={number}0", *(["-DKIND=BF16"] if operands == "bfloat16" else [])]
+    found = subprocess.run(
+        ["g++", "-E", "-P", "-x", "c++", *given, "-"],
+        input="\n".join([*directives, wanted]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    columns, rows, threads, shared = eval(found.stdout.replace("/", "//"))
+    for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
+        here = grouped_gemm_mma.configuration(product(operands, verb), architecture)
+        print(architecture, operands, verb, here)
+        assert (here.threads, here.shared) == (threads, shared)
+        assert (
+            here.shared + BLOCK_RESERVES <= SHARED_MEMORY[architecture] << 10
+        )  # and what the kernel declares
+        if verb == "grouped_gemm":
+            assert here.blocks == (32_768 // rows + 8) * (4096 // columns)
+        else:
+            assert here.blocks == 8 * (4096 // rows) * (7168 // columns)
+
+
+# the fastest that takes a product, by architecture: of FP8 and of 16-bit operands
+FASTEST = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a"), ("mma", "mma")),
+    "sm_90a": ("wgmma", "mma"),
+    "sm_75": (None, None),
+}
+
+
+@pytest.mark.parametrize("verb", ["grouped_gemm", "grouped_gemm_wgrad"])
+@pytest.mark.parametrize("architecture", FASTEST)
+def test_the_fastest_backend_that_takes_a_product_makes_it(architecture, verb):
+    for operands, wanted in zip(("e4m3", "bfloat16"), FASTEST[architecture], strict=True):
+        asked = product(operands, verb)
+        small = asked._replace(rows=16, width=16, depth=64)
+        if wanted is None:
+            with pytest.raises(
+                ValueError, match=r"1\.92e\+03 GFLOP.*mma: the device is sm_75.*backend='cublas'"
+            ):
+                grouped_gemm.choose(asked, architecture, None)
+            assert grouped_gemm.choose(small, architecture, None).backend == "plain"
+        else:
+            assert grouped_gemm.choose(asked, architecture, None).backend == wanted
+            assert grouped_gemm.choose(small, architecture, None).backend == wanted
+            assert grouped_gemm.choose(asked, architecture, wanted) == (wanted, ())
+        for backend in ("plain", "cublas"):
+            assert grouped_gemm.choose(asked, architecture, backend) == (backend, ())
+        if architecture not in ("sm_90a", "sm_75"):
+            with pytest.raises(ValueError, match="backend: got 'wgmma'"):
+                grouped_gemm.choose(asked, architecture, "wgmma")
+        if architecture == "sm_75":
+            with pytest.raises(
+                ValueError, match=r"backend: got 'mma' .*the device is sm_75, not sm_80 or later"
+            ):
+                grouped_gemm.choose(asked, architecture, "mma")
+
+
+@pytest.mark.parametrize("architecture", FASTEST)
+@pytest.mark.parametrize("operands", ["float32", "float64"])
+def test_large_products_go_to_the_plain_kernel_only_when_that_is_said(architecture, operands):
+    asked = product(operands, out=operands)
+    with pytest.raises(
+        ValueError, match=f"backend: got None .*the operands are {operands}.*'plain', which says"
+    ):
+        grouped_gemm.choose(asked, architecture, None)
+    assert grouped_gemm.choose(asked, architecture, "plain") == ("plain", ())
+    most = asked._replace(rows=1000, width=1000, depth=500)
+    assert grouped_gemm.choose(most, architecture, None).backend == "plain"
+    with pytest.raises(ValueError, match="GFLOP"):
+        grouped_gemm.choose(most._replace(depth=501), architecture, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"width": 4100}, "N is 4100, no multiple of 8"),
+        ({"depth": 7160}, "K is 7160, no multiple of 16"),
+        ({"alignment": 8}, "do not begin at a multiple of 16 bytes"),
+        ({"experts": 2000}, "2000 experts are too many"),
+    ],
+)
+def test_what_wgmma_refuses_is_multiplied_by_mma_with_the_reason(change, reason):
+    asked = product("e4m3")._replace(**change)
+    backend, reasons = grouped_gemm.choose(asked, "sm_90a", None)
+    assert backend == "mma"
+    assert any(reason in one for one in reasons)
+    with pytest.raises(ValueError, match=f"backend: got 'wgmma'.*{reason}"):
+        grouped_gemm.choose(asked, "sm_90a", "wgmma")
+
+
+@pytest.mark.parametrize("architecture", FASTEST)
+def test_the_choice_is_described_for_every_architecture(architecture):
+    fp8, sixteen = (name or "plain" for name in FASTEST[architecture])
+    lines = grouped_gemm.describe(architecture)
+    assert [line.split()[:3] for line in lines] == [
+        [verb, operands, backend]
+        for operands, backend in (
+            ("FP8", fp8),
+            ("bfloat16", sixteen),
+            ("float16", sixteen),
+            ("float32", "plain"),
+        )
+        for verb in ("grouped_gemm", "grouped_gemm_wgrad")
+    ]
+    for line in lines:
+        assert ("the operands are float32" in line) == ("float32" in line)
+        assert ("wgmma: the device is" in line) == (" FP8  " in line and architecture != "sm_90a")
 
 
 @pytest.mark.parametrize("mx", [False, True])

@@ -631,7 +631,7 @@ def wgrad_agrees(transposed, offsets, backend):
         assert_close((ours, download(theirs)), bound + rounding)
 
 
-@pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
+@pytest.mark.parametrize("backend", ["plain", "mma", "wgmma", "cublas"])
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [2000, 1, 700], [4200, 300, 0]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
 def test_grouped_gemm(counts, width, depth, backend):
@@ -654,7 +654,7 @@ def test_grouped_gemm(counts, width, depth, backend):
     wgrad_agrees(transposed, offsets, backend)
 
 
-@pytest.mark.parametrize("backend", ["plain", "wgmma", "cublas"])
+@pytest.mark.parametrize("backend", ["plain", "mma", "wgmma", "cublas"])
 @pytest.mark.parametrize("counts", [[128, 0, 256], [0, 0, 0], [2048, 128, 640], [4224, 384, 0]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (1152, 1280)])
 def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
@@ -679,12 +679,26 @@ def test_grouped_gemm_wgrad_takes_any_scales():
     wgrad_takes_any_scales(both, rng, offsets, *(fp8moe.scaling_aware_transpose(a, offsets) for a in q))
 
 
-def test_grouped_gemm_of_plain_arrays():
+@pytest.mark.parametrize("backend", ["plain", "mma", None])
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [1000, 1, 700]])
+@pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (21, 35), (40, 30)])
+def test_grouped_gemm_of_plain_arrays(width, depth, counts, dtype, backend):
+    """Rows of no expert, NaN among them, in front of the first and behind the last."""
     rng = np.random.default_rng(5)
-    offsets = np.array([0, 5, 135, 135], np.int32)
-    x, w, dy = (rng.standard_normal(s).astype(BF16) for s in ((138, 40), (3, 40, 30), (138, 30)))
-    assert_close(both(fp8moe.grouped_gemm, x, w, offsets, transpose_w=True), 2.0**-8)
-    assert_close(both(fp8moe.grouped_gemm_wgrad, x, dy, offsets), 1e-5)
+    offsets = 3 + np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = int(offsets[-1]) + 6
+    x, w, wt, dy = (
+        rng.standard_normal(s).astype(dtype)
+        for s in ((rows, depth), (3, width, depth), (3, depth, width), (rows, width))
+    )
+    for a in (x, dy):
+        a[: offsets[0]] = a[offsets[-1] :] = np.nan
+    # float32 sums in another order, then one rounding
+    for b, transpose_w in ((w, False), (wt, True)):
+        pair = both(fp8moe.grouped_gemm, x, b, offsets, transpose_w=transpose_w, backend=backend)
+        assert_close(pair, 2.0**-8 if dtype is BF16 else 2.0**-11)
+    wgrad_agrees((dy, x), offsets, backend)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])

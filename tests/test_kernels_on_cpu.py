@@ -41,17 +41,18 @@ from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import arrays_in
 
 pytest.importorskip("cupy")
+grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = generator()
 ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0)
 
 
-def both(function, *arguments, **options):
+def both(function, *arguments, architecture="sm_90a", **options):
     """(the reference's result, the CUDA backend's)."""
     ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     with pytest.MonkeyPatch.context() as patch:
-        cuda_on_cpu.install(patch)
+        cuda_on_cpu.install(patch, architecture=architecture)
         uploaded = [cuda_on_cpu.upload(a) for a in arguments]
         theirs = function(*uploaded, **{k: cuda_on_cpu.upload(v) for k, v in options.items()})
         return ours, cuda_on_cpu.download(theirs)
@@ -404,6 +405,8 @@ def random_operands(counts, width, depth, fmts):
         ("wgmma", [5, 130, 1], 520, 272, ("e5m2", "e4m3")),
         ("wgmma", [0, 0], 8, 16, ("e4m3", "e5m2")),
         ("wgmma", [300], 24, 640, ("e5m2", "e5m2")),
+        ("mma", [5, 130, 1], 200, 272, ("e5m2", "e4m3")),
+        ("mma", [0, 0], 8, 16, ("e4m3", "e5m2")),
         ("plain", [5, 0, 30], 20, 40, ("e5m2", "e4m3")),
     ],
 )
@@ -423,6 +426,7 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
     [
         ("wgmma", [128, 0, 256], 264, 144, ("e4m3", "e4m3")),
         ("wgmma", [384, 128], 520, 272, ("e5m2", "e4m3")),
+        ("mma", [128, 0, 256], 140, 264, ("e4m3", "e5m2")),
         ("plain", [128, 0, 128], 20, 140, ("e5m2", "e4m3")),
         ("cublas", [128, 0, 256], 140, 40, ("e4m3", "e4m3")),
     ],
@@ -441,17 +445,82 @@ def test_wgrad_takes_any_scales():
     wgrad_takes_any_scales(both, RNG, offsets, *transposed)
 
 
-def test_grouped_gemm_says_when_it_is_slow():
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.parametrize(
+    ("counts", "width", "depth"),
+    [([5, 0, 130], 272, 72), ([300], 40, 136), ([3, 4], 21, 35), ([0, 0], 8, 16)],
+)
+def test_grouped_gemm_of_16_bits(dtype, counts, width, depth):
+    """By mma.sync: rows of no expert, with NaN, in front of the first and behind the last."""
+    offsets = 2 + offsets_of(counts)
+    rows, experts = int(offsets[-1]) + 7, len(counts)
+    x, dy, w, wt = (
+        RNG.standard_normal(shape).astype(dtype)
+        for shape in ((rows, depth), (rows, width), (experts, width, depth), (experts, depth, width))
+    )
+    for a in (x, dy):
+        a[:2] = a[offsets[-1] :] = np.nan
+    for b, transpose_w in ((w, False), (wt, True)):
+        ours, theirs = both(fp8moe.grouped_gemm, x, b, offsets, transpose_w=transpose_w, backend="mma")
+        # float32 sums in another order, then one rounding
+        wide = [a.astype(np.float64) for a in (theirs, ours)]  # squares of float16 overflow
+        assert relative(*wide) <= (2.0**-8 if dtype is BF16 else 2.0**-11)
+        assert not theirs[:2].any()
+        assert not theirs[offsets[-1] :].any()
+    wgrad_agrees((dy, x), offsets, "mma")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89"])
+def test_grouped_gemm_on_other_tensor_cores(architecture):
+    """Codes decoded by integer steps, and multiplied as they are."""
+    x, w, dy, offsets = random_operands([3, 130], 136, 144, ("e5m2", "e4m3"))
+    ours, theirs = both(fp8moe.grouped_gemm, x, w, offsets, architecture=architecture)
+    assert relative(theirs, ours) <= 2.0**-8
+    transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    ours, theirs = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, architecture=architecture)
+    assert relative(theirs, ours) <= 1e-5  # float32 sums in another order
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_every_code_is_multiplied_exactly(fmt, architecture):
+    """Each code by one: NaN and infinity among them, and all subnormals."""
+    codes = np.arange(256, dtype=np.uint8)
+    x = fp8moe.QuantTensor(np.zeros((256, 128), np.uint8), np.ones((256, 1), np.float32), fmt, (1, 128))
+    x.data[:, 5] = codes
+    one = np.zeros((1, 8, 128), np.float32)
+    one[0, :, 5] = 1
+    w = fp8moe.quantize(one, block=(128, 128))
+    ours, theirs = both(
+        fp8moe.grouped_gemm, x, w, np.array([0, 256], np.int32), architecture=architecture, backend="mma"
+    )
+    np.testing.assert_array_equal(theirs.astype(np.float32), ours.astype(np.float32))
+    assert np.isnan(ours).any()
+
+
+def test_what_wgmma_does_not_take_is_multiplied_by_mma():
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
-    with pytest.warns(RuntimeWarning, match="N is 20, no multiple of 8"):
+    with fp8moe.trace() as traced:
         assert relative(*both(fp8moe.grouped_gemm, x, w, offsets)[::-1]) <= 2.0**-8
-    with pytest.raises(ValueError, match=r"N is 20.*backend='cublas'"):
+    assert traced.launches["grouped_gemm"] == 2
+    with pytest.raises(ValueError, match=r"backend: got 'wgmma'.*N is 20, no multiple of 8"):
         both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
     transposed = fp8moe.scaling_aware_transpose(x, offsets)
     odd = np.zeros(2 * 128 * 128 + 1, np.float32)[1:].reshape(2, 128, 128)  # not at a multiple of 16 bytes
-    with pytest.warns(RuntimeWarning, match="out do not begin at a multiple of 16 bytes"):
-        _, theirs = both(fp8moe.grouped_gemm_wgrad, transposed, transposed, offsets, odd)
+    _, theirs = both(fp8moe.grouped_gemm_wgrad, transposed, transposed, offsets, odd)
     assert theirs.any()
+
+
+def test_large_products_by_a_slow_kernel_are_refused_or_announced(monkeypatch):
+    monkeypatch.setattr(grouped_gemm, "MANY", 1000)
+    x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
+    with pytest.warns(RuntimeWarning, match=r"grouped_gemm: mma multiplies.*N is 20, no multiple of 8"):
+        both(fp8moe.grouped_gemm, x, w, offsets)
+    both(fp8moe.grouped_gemm, x, w, offsets, backend="mma")
+    wide = np.ones((4, 16), np.float32), np.ones((1, 16, 16), np.float32), np.array([0, 4], np.int32)
+    with pytest.raises(ValueError, match=r"backend: got None .*the operands are float32"):
+        both(fp8moe.grouped_gemm, *wide)
+    assert_same(*both(fp8moe.grouped_gemm, *wide, backend="plain"))
 
 
 def test_a_new_thread_asks_for_the_devices_context(monkeypatch):

@@ -156,7 +156,9 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     def kernel(source, name, defines, device):
         defines = defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0]
         # blocks run one after the other: no clusters
-        compiled = library(source, (*defines, "CLUSTER=1"))
+        number = "".join(filter(str.isdigit, architecture))
+        chip = () if architecture == "sm_90a" else (f"__CUDA_ARCH__={number}0",)
+        compiled = library(source, (*defines, "CLUSTER=1", *chip))
         return Kernel(getattr(compiled, f"run_{name}"))
 
     def launch_packed(function, x, y, block, shared, values):

@@ -17,8 +17,10 @@
 #include <random>
 #include <vector>
 
+#ifndef __CUDA_ARCH__
 #define __CUDA_ARCH__ 900
 #define __CUDA_ARCH_FEAT_SM90_ALL
+#endif
 #define __device__
 #define __global__
 #define __forceinline__ inline

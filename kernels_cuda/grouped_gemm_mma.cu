@@ -1,0 +1,93 @@
+// Grouped GEMM by mma.sync, forward and data gradient: bfloat16, float16 and FP8 on every tensor core from
+// sm_80 on.
+#if !defined KIND && !defined A_FMT
+#define A_FMT 0  // of x
+#define B_FMT 0  // of w
+#endif
+#ifndef TRANSPOSED
+#define TRANSPOSED 0  // 1: w is [experts, depth, width]; of 16-bit values only
+#endif
+#include "mma_pipeline.cuh"
+
+// What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
+//   x [rows, depth] and w [experts, width, depth] of KIND, out [rows, width] of KIND; or x codes and
+//   x_scales[r * row_stride + block * column_stride], w codes and w_scales [experts, ceil(width / 128),
+//   ceil(depth / 128)], out bfloat16.
+// Shapes: any, and any offsets. Where rows of an operand do not begin at multiples of 16 bytes its values are
+//   read one by one.
+// Launch: a block of THREADS a tile, for as many tiles as there can be: ceil(rows / ROWS) + experts of them
+// down,
+//   ceil(width / COLUMNS) across.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    grouped_gemm_mma(const void* x, const float* x_scales, i64 row_stride, i64 column_stride, const void* w,
+                     const float* w_scales, const int* offsets, i64 experts, i64 rows, i64 width, i64 depth,
+                     u16* out) {
+  pdl_wait();
+  DYNAMIC_SHARED(memory);
+  __shared__ i64 found[2];
+  const i64 wide = blocks_of(width, COLUMNS);
+  if (threadIdx.x < 32) {
+    i64 before;
+    const i64 e = find_expert(offsets, experts, rows, blockIdx.x, &before,
+                              [&](i64 count) { return blocks_of(count, ROWS) * wide; });
+    if (threadIdx.x == 0) found[0] = e, found[1] = before;
+  }
+  // rows of no expert
+  const i64 head = clamped(offsets[0], rows) * width, tail = clamped(offsets[experts], rows) * width;
+  const bool eight = width % 8 == 0 && ((size_t)out & 15) == 0;
+  const i64 size = eight ? 8 : 1, count = (head + rows * width - tail) / size;
+  for (i64 i = blockIdx.x * (i64)THREADS + threadIdx.x; i < count; i += gridDim.x * (i64)THREADS) {
+    const i64 at = i * size < head ? i * size : i * size - head + tail;
+    if (eight)
+      *(uint4*)(out + at) = make_uint4(0u, 0u, 0u, 0u);
+    else
+      out[at] = 0;
+  }
+  __syncthreads();
+  const i64 e = found[0];
+  if (e == experts) return;
+  const i64 lo = clamped(offsets[e], rows), hi = clamped(offsets[e + 1], rows);
+  i64 row, column;
+  find_tile(blockIdx.x - found[1], blocks_of(hi - lo, ROWS), wide, &row, &column);
+  row = lo + row * ROWS;
+  column *= COLUMNS;
+  Operand<false, ROWS> a(x, depth, row, hi, 0, depth);
+  Operand<TRANSPOSED, COLUMNS> b((const u8*)w + e * width * depth * OPERAND_BYTES, TRANSPOSED ? width : depth,
+                                 column, width, 0, depth);
+  const int steps = (int)blocks_of(depth, STEP);
+  Sums sums;
+  clear(sums);
+#ifdef KIND
+  multiply<false, TRANSPOSED>(memory, a, b, steps, sums, [](int) {}, [](int, Sums&) {});
+  store_tile(sums, out, KIND, row * width + column, width, hi - row, width - column, false);
+#else
+  const Part part;
+  const float* of_columns = w_scales + (e * blocks_of(width, 128) + column / 128) * steps;
+  Sums d;
+  clear(d);
+  float scales[ROW_TILES][2], of_all;
+  multiply<false, false>(
+      memory, a, b, steps, d,
+      [&](int k) {
+        of_all = of_columns[k];
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+          const i64 r = row + part.row + 8 * i;
+          scales[i / 2][i % 2] = r < hi ? x_scales[r * row_stride + k * column_stride] : 0.f;
+        }
+      },
+      [&](int, Sums& d) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i) {
+          const float upper = scales[i][0] * of_all, lower = scales[i][1] * of_all;
+#pragma unroll
+          for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+              sums[i][j][v] = __fmaf_rn(d[i][j][v], v < 2 ? upper : lower, sums[i][j][v]);
+        }
+        clear(d);
+      });
+  store_tile(sums, out, BF16, row * width + column, width, hi - row, width - column, false);
+#endif
+}

@@ -1,0 +1,125 @@
+"""Launchers of grouped_gemm_wgmma.cu and grouped_gemm_wgrad_wgmma.cu: FP8 on Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8moe.kernels_cuda.configuration import Configuration
+from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
+from fp8moe.kernels_cuda.launch import launch, multiprocessors, threads
+from fp8moe.kernels_cuda.product import Product
+from fp8moe.records import QuantTensor
+
+# As in wgmma_pipeline.cuh.
+TILE_COLUMNS = 256
+THREADS = 384
+CLUSTER = 2  # blocks that share what they read
+BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
+STAGES = 3
+SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 32  # codes, scales; a tile
+TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
+
+
+def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
+    """Of both kernels: a persistent block a multiprocessor, whole clusters. The experts' table has two words
+    for each, and for the end."""
+    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
+
+
+def _table_bytes(experts: int) -> int:
+    return 8 * (experts + 1)
+
+
+def takes(product: Product, architecture: str) -> list[str]:
+    """Why these kernels do not make a product; nothing where they do."""
+    why = []
+    if not product.quantized:
+        why.append(f"the operands are {product.operands[0]}, not FP8")
+    if architecture != "sm_90a":
+        why.append(f"the device is {architecture}, not sm_90a")
+    rows, width, depth = product.rows, product.width, product.depth
+    if product.verb == "grouped_gemm":
+        multiples = {"N": (width, 8), "K": (depth, 16)}
+    else:
+        multiples = {"P": (rows, 16), "N": (width, 4), "K": (depth, 8)}
+    why += [f"{name} is {n}, no multiple of {of}" for name, (n, of) in multiples.items() if n % of]
+    if product.out not in ("bfloat16", "float32"):
+        why.append(f"out is {product.out}, not float32 or bfloat16")
+    if product.alignment < 16:
+        why.append("codes, scales or out do not begin at a multiple of 16 bytes")
+    if _table_bytes(product.experts) > TABLE_BYTES:
+        why.append(f"{product.experts} experts are too many")
+    columns = width if product.verb == "grouped_gemm" else depth
+    if (product.experts + 1) * threads(rows, 128) * threads(columns, TILE_COLUMNS) >= 2**30:
+        why.append(f"{rows} rows are too many")  # the kernel counts tiles of every expert in 32 bits
+    if 0 in (rows, width, depth):
+        why.append("an operand is empty")
+    return why
+
+
+def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+    rows, width = out.shape
+    ready = x.layout == "gemm_ready"
+    strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
+    _launch_tiles(
+        "grouped_gemm_wgmma",
+        "grouped_gemm_tiles",
+        (),
+        x,
+        w,
+        expert_offsets,
+        x.scales,
+        *strides,
+        w.scales,
+        expert_offsets,
+        w.data.shape[0],
+        rows,
+        width,
+        x.shape[1],
+        out,
+    )
+
+
+def grouped_gemm_wgrad(
+    dy: QuantTensor, x: QuantTensor, expert_offsets: Any, *, accumulate: bool, out: Any
+) -> None:
+    experts, width, depth = out.shape
+    _launch_tiles(
+        "grouped_gemm_wgrad_wgmma",
+        "grouped_gemm_wgrad_tiles",
+        (f"BLOCKS={int(dy.transposed)}",),
+        dy,
+        x,
+        expert_offsets,
+        dy.data,
+        x.data,
+        dy.scales,
+        x.scales,
+        min(dy.scales.shape[0], x.scales.shape[0]),
+        expert_offsets,
+        experts,
+        dy.shape[0],
+        width,
+        depth,
+        accumulate,
+        KINDS[out.dtype],
+        out,
+    )
+
+
+def _launch_tiles(
+    source: str, kernel: str, variant: tuple[str, ...], a: Any, b: Any, expert_offsets: Any, *arguments: Any
+) -> None:
+    configuration = tiles_configuration(expert_offsets.size - 1, multiprocessors())
+    launch(
+        source,
+        kernel,
+        configuration.blocks,
+        configuration.threads,
+        a.data,
+        b.data,
+        *arguments,
+        shared=configuration.shared,
+        defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
+        boxes=BOXES,
+    )

@@ -1,0 +1,104 @@
+// Grouped GEMM by mma.sync, weight gradient: bfloat16, float16 and FP8 on every tensor core from sm_80 on.
+#if !defined KIND && !defined A_FMT
+#define A_FMT 0   // of dy
+#define B_FMT 0   // of x
+#define BLOCKS 0  // 1: operands with one scale for 128 x 128 codes
+#endif
+#include "mma_pipeline.cuh"
+
+// What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
+//   dy [rows, width] and x [rows, depth] of KIND; or column-wise codes [width, rows] and [depth, rows], with
+//   scales [blocks, width] and [blocks, depth] of blocks of 128 rows, anew with every expert, of which
+//   `known` have scales (the others are NaN), or (BLOCKS) [ceil(width / 128), ceil(rows / 128)] and
+//   [ceil(depth / 128), ...], where experts that begin at no multiple of 128 rows get NaN; out [experts,
+//   width, depth] of any dtype.
+// Shapes: any, and any offsets. Where rows of an operand, or an expert's codes, do not begin at multiples of 16
+//   bytes, values are read one by one.
+// Launch: a block of THREADS a tile: experts * ceil(width / ROWS) * ceil(depth / COLUMNS).
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    grouped_gemm_wgrad_mma(const void* dy, const float* dy_scales, const void* x, const float* x_scales,
+                           i64 known, const int* offsets, i64 experts, i64 rows, i64 width, i64 depth,
+                           i64 accumulate, i64 out_kind, void* out) {
+  pdl_wait();
+  DYNAMIC_SHARED(memory);
+  const i64 high = blocks_of(width, ROWS), wide = blocks_of(depth, COLUMNS);
+  const i64 e = blockIdx.x / (high * wide);
+  const i64 lo = clamped(offsets[e], rows), hi = max(clamped(offsets[e + 1], rows), lo);
+  i64 row, column;
+  find_tile(blockIdx.x - e * (high * wide), high, wide, &row, &column);
+  row *= ROWS;
+  column *= COLUMNS;
+  if (accumulate && lo == hi) return;
+  const int steps = (int)blocks_of(hi - lo, STEP);
+  Sums sums;
+  clear(sums);
+#ifdef KIND
+  Operand<true, ROWS> a(dy, width, row, width, lo, hi);
+  Operand<true, COLUMNS> b(x, depth, column, depth, lo, hi);
+  multiply<true, true>(memory, a, b, steps, sums, [](int) {}, [](int, Sums&) {});
+#else
+  Operand<false, ROWS> a(dy, rows, row, width, lo, hi);
+  Operand<false, COLUMNS> b(x, rows, column, depth, lo, hi);
+  const Part part;
+  Sums d;
+  clear(d);
+#if BLOCKS
+  const i64 blocks = blocks_of(rows, 128);
+  const float *of_rows = dy_scales + row / 128 * blocks + lo / 128,
+              *of_columns = x_scales + column / 128 * blocks + lo / 128;
+  float scale;
+  multiply<false, false>(
+      memory, a, b, steps, d,
+      [&](int k) { scale = lo % 128 ? __uint_as_float(0x7fc00000u) : of_rows[k] * of_columns[k]; },
+      [&](int, Sums& d) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+          for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+            for (int v = 0; v < 4; ++v) sums[i][j][v] = __fmaf_rn(d[i][j][v], scale, sums[i][j][v]);
+        clear(d);
+      });
+#else
+  __shared__ i64 blocks_before;
+  if (threadIdx.x < 32) {
+    i64 first;
+    find_expert(offsets, e, rows, (i64)1 << 62, &first, [](i64 count) { return blocks_of(count, 128); });
+    if (threadIdx.x == 0) blocks_before = first;
+  }
+  __syncthreads();
+  const i64 first = blocks_before;
+  float of_rows[ROW_TILES][2], of_columns[COLUMN_TILES][2];
+  multiply<false, false>(
+      memory, a, b, steps, d,
+      [&](int k) {
+        const float* rows_from = dy_scales + (first + k) * width + row;
+        const float* columns_from = x_scales + (first + k) * depth + column;
+        const bool there = first + k < known;
+        const float missing = __uint_as_float(0x7fc00000u);
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) {
+          const int r = part.row + 8 * i;
+          of_rows[i / 2][i % 2] = !there ? missing : row + r < width ? rows_from[r] : 0.f;
+        }
+#pragma unroll
+        for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
+          const int c = part.column + j / 2 * 8 + j % 2;
+          of_columns[j / 2][j % 2] = !there ? missing : column + c < depth ? columns_from[c] : 0.f;
+        }
+      },
+      [&](int, Sums& d) {
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+          for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+            for (int v = 0; v < 4; ++v)
+              sums[i][j][v] = __fmaf_rn(d[i][j][v], of_rows[i][v / 2] * of_columns[j][v % 2], sums[i][j][v]);
+        clear(d);
+      });
+#endif
+#endif
+  store_tile(sums, out, (int)out_kind, (e * width + row) * depth + column, depth, width - row, depth - column,
+             accumulate);
+}

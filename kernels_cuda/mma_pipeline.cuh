@@ -1,0 +1,327 @@
+// The pipeline of the grouped GEMMs by mma.sync, for every tensor core from sm_80 on.
+//
+// A block makes one tile of ROWS x COLUMNS of the result. Its threads copy both operands to shared memory by
+// cp.async, STAGES - 1 steps ahead; a step is 128 bytes of the contraction: 64 values of 16 bits, or 128 FP8
+// codes, one block of scales. Each warp multiplies WARP_ROWS x WARP_COLUMNS of the tile from there.
+//
+// An operand lies in memory with the contraction along its rows (codes, always), or across them: the other
+// orientation of 16-bit weights, and both operands of their gradient. Shared memory has it as it lies in
+// memory, in lines of 128 bytes whose 16-byte pieces are swizzled, so that neither copies nor ldmatrix have
+// bank conflicts: 128 bytes along the contraction of each row; or of 64 rows, 64 values each, panel by panel.
+//
+// FP8 is multiplied as it is where tensor cores can, and else as halves, which every code is exactly; either
+// way a step's sum is multiplied by its scales and added to float32 sums.
+#pragma once
+#include "mma.cuh"
+
+// 99 KB of shared memory a block, instead of 163 and more
+#define LITTLE_SHARED (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+
+#define ROWS 128
+#define WARP_ROWS 64
+#ifdef KIND  // BF16 or F16
+#define OPERAND_BYTES 2
+#define WARP_COLUMNS 64
+#if !defined COLUMNS && LITTLE_SHARED
+#define COLUMNS 128
+#elif !defined COLUMNS
+#define COLUMNS 256
+#endif
+#else  // A_FMT and B_FMT; a step's sums and all sums are 128 registers together
+#define OPERAND_BYTES 1
+#define WARP_COLUMNS 32
+#ifndef COLUMNS
+#define COLUMNS 128
+#endif
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+#define THREADS (32 * (ROWS / WARP_ROWS) * (COLUMNS / WARP_COLUMNS))
+#define LINE 128  // bytes
+#define STEP (LINE / OPERAND_BYTES)
+#define A_BYTES (ROWS * LINE)
+#define STAGE_BYTES ((ROWS + COLUMNS) * LINE)
+#define PARTS (LINE / 32)  // of a step, as long as one product's contraction is
+#define ROW_TILES (WARP_ROWS / 16)
+#define COLUMN_TILES (WARP_COLUMNS / 8)
+#define AT_ONCE (THREADS / 8)  // lines that the block copies with one piece a thread
+#ifndef HEIGHT
+#define HEIGHT 8  // rows of tiles that are worked on at a time, so that operands stay in L2
+#endif
+
+// One operand's copies to shared memory, by the whole block: a thread's pieces are of 16 bytes, AT_ONCE lines
+// apart. LINES: rows of the tile, or columns.
+template <bool ACROSS, int LINES>
+struct Operand {
+  const u8* from;  // the thread's first piece of the next step
+  i64 pitch;       // bytes from row to row
+  int lines;       // along: how many lines there are from the thread's own on; across: bytes of its row
+  int left;        // along: bytes of the contraction from the thread's own on; across: rows
+  bool whole;      // all pieces begin at multiples of 16 bytes
+
+  // Lines `first` to `end` of the tile, of which the last ones may be missing, and k0 to k1 of the
+  // contraction, of rows of `length` values.
+  __device__ __forceinline__ Operand(const void* data, i64 length, i64 first, i64 end, i64 k0, i64 k1) {
+    const int line = (int)threadIdx.x / 8, piece = (int)threadIdx.x % 8 * 16;
+    pitch = length * OPERAND_BYTES;
+    const u8* start =
+        (const u8*)data + (ACROSS ? k0 * pitch + first * OPERAND_BYTES : first * pitch + k0 * OPERAND_BYTES);
+    whole = (((size_t)start | (size_t)pitch) & 15) == 0;
+    from = start + line * pitch + piece;
+    const i64 bytes = min((ACROSS ? end - first : k1 - k0) * OPERAND_BYTES, (i64)1 << 30) - piece;
+    const i64 rows = min(ACROSS ? k1 - k0 : end - first, (i64)1 << 30) - line;
+    lines = (int)(ACROSS ? bytes : rows);
+    left = (int)(ACROSS ? rows : bytes);
+  }
+
+  // Pieces FIRST to END of the thread's LINES / AT_ONCE of the next step.
+  template <int FIRST, int END>
+  __device__ __forceinline__ void fetch(At stage) const {
+    constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // pieces until the next panel
+    const At to = stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
+    auto piece = [&](int i, const u8** source) {  // returns how many of its bytes there are
+      const int down = i % DOWN, panel = i / DOWN;
+      *source = from + down * (AT_ONCE * pitch) + panel * LINE;
+      const int bytes = ACROSS ? lines - panel * LINE : left;
+      return down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(bytes, 16), 0) : 0u;
+    };
+    const u8* source;
+    if (whole) {
+#pragma unroll
+      for (int i = FIRST; i < END; ++i) {
+        const u32 bytes = piece(i, &source);
+        copy_async_part(to + i * (AT_ONCE * LINE), source, bytes);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = FIRST; i < END; ++i) {
+        const u32 bytes = piece(i, &source);
+        u32 words[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (u32 b = 0; b < 16; b += OPERAND_BYTES)
+          if (b < bytes)
+            words[b / 4] |= (u32)(OPERAND_BYTES == 2 ? *(const u16*)(source + b) : source[b]) << b % 4 * 8;
+        store_words_at(to + i * (AT_ONCE * LINE), make_uint4(words[0], words[1], words[2], words[3]));
+      }
+    }
+  }
+  __device__ __forceinline__ void next() {
+    from += ACROSS ? STEP * pitch : LINE;
+    left -= ACROSS ? STEP : LINE;
+  }
+};
+
+// Where a warp's part of the tile begins, and what a lane has of it: rows `row` + 16 i and those 8 below,
+// columns `column` + 8 j and the next.
+struct Part {
+  int first_row, first_column, row, column;
+  __device__ __forceinline__ Part() {
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    first_row = warp % (ROWS / WARP_ROWS) * WARP_ROWS;
+    first_column = warp / (ROWS / WARP_ROWS) * WARP_COLUMNS;
+    row = first_row + lane / 4;
+    column = first_column + lane % 4 * 2;
+  }
+};
+
+struct Fragments {  // of one part of a step
+  u32 a[ROW_TILES][4], b[COLUMN_TILES / 2][4];
+};
+
+// A warp's part of a step. a_at, b_at: where the lane's address in both operands' first matrices is, of part
+// 0. (Pieces are swizzled by three bits of the address that only the piece's own number changes.)
+template <bool A_ACROSS, bool B_ACROSS>
+__device__ __forceinline__ void load_fragments(Fragments& f, At a_at, At b_at, u32 part) {
+#pragma unroll
+  for (u32 i = 0; i < ROW_TILES; ++i)
+    if (A_ACROSS)
+      load_transposed_at((a_at ^ 32 * i) + part * 16 * LINE, f.a[i]);
+    else
+      load_matrices_at((a_at ^ 32 * part) + i * 16 * LINE, f.a[i]);
+#pragma unroll
+  for (u32 j = 0; j < COLUMN_TILES / 2; ++j)
+    if (B_ACROSS)
+      load_transposed_at((b_at ^ 32 * j) + part * 16 * LINE, f.b[j]);
+    else
+      load_matrices_at((b_at ^ 32 * part) + j * 16 * LINE, f.b[j]);
+}
+
+typedef float Sums[ROW_TILES][COLUMN_TILES][4];
+
+__device__ __forceinline__ void add_products(Sums& d, const Fragments& f) {
+#if defined KIND
+#pragma unroll
+  for (u32 i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+    for (u32 j = 0; j < COLUMN_TILES; ++j) {
+      const u32 b0 = f.b[j / 2][j % 2 * 2], b1 = f.b[j / 2][j % 2 * 2 + 1];
+      if (KIND == BF16)
+        mma_bf16(d[i][j], f.a[i], b0, b1);
+      else
+        mma_f16(d[i][j], f.a[i], b0, b1);
+    }
+#elif MULTIPLIES_CODES
+#pragma unroll
+  for (u32 i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+    for (u32 j = 0; j < COLUMN_TILES; ++j)
+      mma_codes<A_FMT, B_FMT>(d[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
+#else
+  // 16 codes at a time. A lane has four that lie side by side, and takes the first two for the values 2 q of
+  // the contraction, the others for 2 q + 8: the same of both operands, whose sum has no order.
+#pragma unroll
+  for (u32 half = 0; half < 2; ++half) {
+    u32 b[COLUMN_TILES][2];
+#pragma unroll
+    for (u32 j = 0; j < COLUMN_TILES; ++j) decode4(f.b[j / 2][j % 2 * 2 + half], B_FMT, &b[j][0], &b[j][1]);
+#pragma unroll
+    for (u32 i = 0; i < ROW_TILES; ++i) {
+      u32 a[4];
+      decode4(f.a[i][2 * half], A_FMT, &a[0], &a[2]);
+      decode4(f.a[i][2 * half + 1], A_FMT, &a[1], &a[3]);
+#pragma unroll
+      for (u32 j = 0; j < COLUMN_TILES; ++j) mma_f16(d[i][j], a, b[j][0], b[j][1]);
+    }
+  }
+#endif
+}
+
+__device__ __forceinline__ void clear(Sums& d) {
+#pragma unroll
+  for (u32 i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+    for (u32 j = 0; j < COLUMN_TILES; ++j) d[i][j][0] = d[i][j][1] = d[i][j][2] = d[i][j][3] = 0.f;
+}
+
+// The whole block: d, the sums of a tile's products over `steps` steps; of codes, of each step by itself:
+// begin(step) is called before the step's products are made, and end(step, d) when d is its sum.
+template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
+__device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
+                                         Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
+                                         const Begin& begin, const End& end) {
+  const u32 lane = threadIdx.x % 32;
+  const Part part;
+  const At stages = at_of(memory);
+  // of four matrices of 8 x 8: a: two below each other, two further along the contraction; b: the other way
+  const u32 low = lane / 8 % 2, high = lane / 16, line = lane % 8;
+  const u32 a_line = A_ACROSS ? high * 8 + line : part.first_row + low * 8 + line;
+  const u32 b_line = B_ACROSS ? low * 8 + line : part.first_column + high * 8 + line;
+  const u32 a_piece = A_ACROSS ? low : high, b_piece = B_ACROSS ? high : low;
+  const u32 a_panel = A_ACROSS ? part.first_row / 64 * (STEP * LINE) : 0;
+  const u32 b_panel = B_ACROSS ? part.first_column / 64 * (STEP * LINE) : 0;
+  const At a_at = stages + a_panel + a_line * LINE + (a_piece ^ line) * 16;
+  const At b_at = stages + A_BYTES + b_panel + b_line * LINE + (b_piece ^ line) * 16;
+  constexpr int A_PIECES = ROWS / AT_ONCE, B_PIECES = COLUMNS / AT_ONCE;
+
+  u32 to = 0, stage = 0;  // offsets of the stage that is fetched next, and of that in use
+  auto turned = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
+#pragma unroll 1
+  for (int k = 0; k < STAGES - 1; ++k) {
+    if (k < steps) {
+      a.template fetch<0, A_PIECES>(stages + to);
+      b.template fetch<0, B_PIECES>(stages + to + A_BYTES);
+      a.next();
+      b.next();
+    }
+    copy_async_commit();
+    to = turned(to);
+  }
+  copy_async_wait<STAGES - 2>();
+  __syncthreads();
+  Fragments f[2];
+  load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0);
+#pragma unroll 1
+  for (int k = 0; k < steps; ++k) {
+    const bool more = k + STAGES - 1 < steps;
+    begin(k);
+#pragma unroll
+    for (u32 i = 0; i < PARTS; ++i) {
+      if (i + 1 == PARTS) {
+        // all have read this step's last fragments, and the next step is there
+        copy_async_wait<STAGES - 2>();
+        __syncthreads();
+        stage = turned(stage);
+      }
+      load_fragments<A_ACROSS, B_ACROSS>(f[(i + 1) % 2], a_at + stage, b_at + stage, (i + 1) % PARTS);
+      if (i == 0 && more) a.template fetch<0, A_PIECES>(stages + to);
+      if (i == 1 && more) b.template fetch<0, B_PIECES / 2>(stages + to + A_BYTES);
+      if (i == 2) {
+        if (more) {
+          b.template fetch<B_PIECES / 2, B_PIECES>(stages + to + A_BYTES);
+          a.next();
+          b.next();
+        }
+        copy_async_commit();
+        to = turned(to);
+      }
+      add_products(d, f[i % 2]);
+    }
+    end(k, d);
+  }
+  copy_async_wait<0>();
+}
+
+__device__ __forceinline__ i64 blocks_of(i64 rows, i64 height) { return (rows + height - 1) / height; }
+
+// By a whole warp: the expert to which unit `unit` belongs, units(rows) of an expert with so many rows; the
+// units of all experts before it are in *before. `experts` where there is none.
+template <class Units>
+__device__ __forceinline__ i64 find_expert(const int* offsets, i64 experts, i64 rows, i64 unit, i64* before,
+                                           const Units& units) {
+  const i64 lane = threadIdx.x % 32;
+  i64 sum = 0;
+  for (i64 e0 = 0; e0 < experts; e0 += 32) {
+    const i64 e = e0 + lane;
+    const i64 count = e < experts ? clamped(offsets[e + 1], rows) - clamped(offsets[e], rows) : 0;
+    const i64 mine = units(max(count, (i64)0)), end = sum + sum_up_to_here(mine);
+    const u32 after = __ballot_sync(0xffffffffu, e < experts && end > unit);
+    if (after) {
+      const int first = __ffs(after) - 1;
+      *before = __shfl_sync(0xffffffffu, end - mine, first);
+      return e0 + first;
+    }
+    sum = __shfl_sync(0xffffffffu, end, 31);
+  }
+  *before = sum;
+  return experts;
+}
+
+// Row and column of tile `tile` of `high` x `wide`: HEIGHT rows at a time, column by column.
+__device__ __forceinline__ void find_tile(i64 tile, i64 high, i64 wide, i64* row, i64* column) {
+  const i64 strip = tile / (HEIGHT * wide), first = strip * HEIGHT, count = min(high - first, (i64)HEIGHT);
+  const i64 inside = tile - first * wide;
+  *row = first + inside % count;
+  *column = inside / count;
+}
+
+// Sums to rows of `pitch` values, beginning with the tile's first at `at`; `rows` and `columns` of them, or
+// (add) added to what is there, in the dtype of `out`.
+__device__ __forceinline__ void store_tile(const Sums& sums, void* out, int kind, i64 at, i64 pitch, i64 rows,
+                                           i64 columns, bool add) {
+  const Part part;
+  const u32 size = kind == F32 ? 4 : 2;
+  const bool pairs = kind != F64 && pitch % 2 == 0 && ((size_t)out & (2 * size - 1)) == 0;
+  auto pair = [&](i64 row, int column, float x, float y) {
+    const i64 i = at + row * pitch + column;
+    if (row >= rows || column >= columns) return;
+    if (!pairs || column + 1 == columns) {
+      store(out, i, kind, add ? x + load_wide(out, i, kind) : x);
+      if (column + 1 < columns) store(out, i + 1, kind, add ? y + load_wide(out, i + 1, kind) : y);
+      return;
+    }
+    if (add) x += load(out, i, kind), y += load(out, i + 1, kind);
+    if (kind == F32)
+      *(float2*)((float*)out + i) = make_float2(x, y);
+    else
+      *(u32*)((u16*)out + i) = kind == BF16 ? to_bf16x2(x, y) : to_f16x2(x, y);
+  };
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; ++j)
+#pragma unroll
+      for (int below = 0; below < 2; ++below)
+        pair(part.row + 16 * i + 8 * below, part.column + 8 * j, sums[i][j][2 * below],
+             sums[i][j][2 * below + 1]);
+}

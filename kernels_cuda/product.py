@@ -1,0 +1,71 @@
+"""A grouped product as far as the choice of its kernel depends on it: what `grouped_gemm.choose` goes by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from fp8moe.record_trees import arrays_in
+from fp8moe.records import QuantTensor
+
+
+class Product(NamedTuple):
+    verb: str  # "grouped_gemm" or "grouped_gemm_wgrad"
+    operands: tuple[str, str]  # formats of codes, or dtypes
+    out: str  # its dtype
+    experts: int
+    rows: int  # P
+    width: int  # N
+    depth: int  # K
+    alignment: int = 16  # bytes, at most 16: codes, scales and out begin at multiples of it
+    transpose_w: bool = False  # grouped_gemm of arrays: w is [E, K, N]
+    blocks: bool = False  # grouped_gemm_wgrad of codes: one scale for (128, 128)
+
+    @property
+    def quantized(self) -> bool:
+        return self.operands[0] in ("e4m3", "e5m2")
+
+    @property
+    def flops(self) -> int:
+        """Of all rows that the operands have, whether or not an expert has them."""
+        return 2 * self.rows * self.width * self.depth
+
+
+def product_of_grouped_gemm(x: Any, w: Any, expert_offsets: Any, transpose_w: bool, out: Any) -> Product:
+    rows, width = out.shape
+    return Product(
+        "grouped_gemm",
+        (_format(x), _format(w)),
+        out.dtype.name,
+        expert_offsets.shape[0] - 1,
+        rows,
+        width,
+        x.shape[1],
+        _alignment(x, w, out),
+        transpose_w=transpose_w,
+    )
+
+
+def product_of_wgrad(dy: Any, x: Any, expert_offsets: Any, out: Any) -> Product:
+    experts, width, depth = out.shape
+    blocks = isinstance(dy, QuantTensor) and dy.transposed
+    read = (dy.data, x.data) if blocks else (dy, x)  # a block's scale is read by itself, wherever it lies
+    return Product(
+        "grouped_gemm_wgrad",
+        (_format(dy), _format(x)),
+        out.dtype.name,
+        experts,
+        dy.shape[0],
+        width,
+        depth,
+        _alignment(*read, out),
+        blocks=blocks,
+    )
+
+
+def _format(x: Any) -> str:
+    return x.fmt if isinstance(x, QuantTensor) else str(x.dtype.name)
+
+
+def _alignment(*operands: Any) -> int:
+    return math.gcd(16, *(a.ptr for x in operands for a in arrays_in(x)))
