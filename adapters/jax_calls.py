@@ -7,11 +7,14 @@ and their shapes, so that any process that has imported `fp8moe.adapters.jax_ops
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import json
 import math
 import os
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -237,6 +240,21 @@ for _platform in ("cpu", "cuda"):
 # A place's layout has scratch memory, which no other may use at the same time; the address of the string is
 # that of one place of a loaded program, and may serve another when that program is gone.
 _places: dict[int, tuple[bytes, Described]] = {}
+_host_calls: list[bool] = []  # one of each call that is going on
+_calls_done = threading.Event()  # since it was looked at
+
+
+@atexit.register
+def _finish() -> None:
+    """On the host XLA's own threads make the calls. They cannot enter Python while it ends, and XLA waits for
+    them: a process that ended with results still to come would hang."""
+    if not _places:
+        return
+    for array in jax.live_arrays():
+        with contextlib.suppress(Exception):  # of the program, or of an array that was deleted meanwhile
+            array.block_until_ready()
+    while _calls_done.wait(timeout=0.1) or _host_calls:  # results that nobody holds
+        _calls_done.clear()
 
 
 def _execute(call: jax_ffi.Call) -> None:
@@ -268,6 +286,15 @@ def _first_time(text: str, call: jax_ffi.Call) -> Described:
 
 
 def _on_host(described: Described, call: jax_ffi.Call) -> None:
+    _host_calls.append(True)
+    try:
+        _on_host_arrays(described, call)
+    finally:
+        _host_calls.pop()
+        _calls_done.set()
+
+
+def _on_host_arrays(described: Described, call: jax_ffi.Call) -> None:
     layout = described.layout
     results = [
         _host_array(b, spec, writable=True) for b, spec in zip(call.results, layout.outputs, strict=True)

@@ -392,13 +392,16 @@ def moe_ffn(
             f"token_sharding: got {tokens} for x {list(x.shape)}; wanted the sharding of its leading "
             "dimensions alone, since all of a token's features are multiplied together"
         )
-    return jax.shard_map(
-        functools.partial(_any_floats, how=how),
-        mesh=token_sharding.mesh,
-        in_specs=(tokens, everywhere, everywhere, tokens, tokens),
-        out_specs=tokens,
-        check_vma=False,
-    )(x, w13, w2, topk_ids, topk_probs)
+    mesh, specs = token_sharding.mesh, (tokens, everywhere, everywhere, tokens, tokens)
+    arrays = x, w13, w2, topk_ids, topk_probs
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:  # which nothing but this gathers
+        arrays = tuple(
+            jax.tree.map(lambda a, s=spec: jax.reshard(a, jax.sharding.NamedSharding(mesh, s)), array)
+            for array, spec in zip(arrays, specs, strict=True)
+        )
+    layer = functools.partial(_any_floats, how=how)
+    run = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    return run(*arrays)
 
 
 class _How(NamedTuple):

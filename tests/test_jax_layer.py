@@ -1,6 +1,8 @@
 """`jax_ops.moe_ffn` as JAX's stacks call it: their layouts, dtypes and widths, stored programs, devices."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +161,34 @@ def test_codes_of_transposed_weights():
     assert same_bits(np.asarray(back(jnp.asarray(dy))[0]), wanted[1])
 
 
+def test_the_flax_layer_against_ragged_dot():
+    """In float32, where both are sums of some hundred products."""
+    pytest.importorskip("flax")
+    spec = importlib.util.spec_from_file_location("flax_moe", HERE.parent / "examples/flax_moe.py")
+    flax_moe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(flax_moe)
+    hidden, ffn, experts, k = flax_moe.HIDDEN, flax_moe.FFN, flax_moe.EXPERTS, flax_moe.TOPK
+    rng = generator()
+    shapes = (2, 30, hidden), (experts, hidden, ffn), (experts, hidden, ffn), (experts, ffn, hidden)
+    arrays = [(rng.standard_normal(s) / s[1] ** 0.5).astype(np.float32) for s in shapes]
+    ids = jnp.asarray(np.argsort(rng.random((2, 30, experts)), axis=-1)[..., :k])
+    probs, dy = rng.random(ids.shape).astype(np.float32), rng.standard_normal(shapes[0]).astype(np.float32)
+
+    def ours(x, wi_0, wi_1, wo, probs):
+        return jax_ops.moe_ffn(x, (wi_0, wi_1), wo, ids, probs, recipe="bf16", transposed=True)
+
+    def ragged(x, wi_0, wi_1, wo, probs):
+        return flax_moe.by_ragged_dot(x, wi_0, wi_1, wo, ids, probs)
+
+    results = []
+    for layer in (ours, ragged):
+        y, back = jax.jit(lambda *a, layer=layer: jax.vjp(layer, *a))(*map(jnp.asarray, (*arrays, probs)))
+        results.append((y, *back(dy)))
+    for found, wanted in zip(*(map(np.asarray, r) for r in results), strict=True):
+        # three sums of at most 128 float32 products in a row, each off by 128 * 2^-24 of its terms at most
+        assert np.linalg.norm(found - wanted) <= 3 * 128 * 2.0**-24 * np.linalg.norm(wanted)
+
+
 REFUSED = {
     "three parts": (
         lambda x, w, v: ((w, w, w), v),
@@ -216,6 +246,9 @@ def test_gradients_that_do_not_exist(name, jit):
 # ---------------------------------------------------------------- stored programs, several devices
 
 
+FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+
+
 def run_script(*arguments, **environment):
     command = [sys.executable, *map(str, arguments)]
     found = subprocess.run(
@@ -246,5 +279,24 @@ def test_a_program_of_another_version_is_refused(monkeypatch):
 
 
 def test_a_program_that_is_divided_over_devices():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    assert run_script(HERE / "jax_sharded.py", **flags) == ["right"]
+    assert run_script(HERE / "jax_sharded.py", **FOUR_DEVICES) == ["right"]
+
+
+def test_a_process_that_ends_before_its_results():
+    """Nobody waits for the gradient, whose calls XLA's threads are still to make when Python ends."""
+    program = (
+        "import jax, jax.numpy as jnp\nfrom fp8moe.adapters import jax_ops\nx = jnp.ones((16, 128))\n"
+        "w13, w2 = jnp.ones((4, 256, 128)), jnp.ones((4, 128, 128))\nids = jnp.zeros((16, 1), int)\n"
+        "run = lambda w13: jax_ops.moe_ffn(x, w13, w2, ids, x[:, :1], recipe='fp8_flow').sum()\n"
+        "jax.grad(jax.jit(run))(w13)\nprint('end')\n"
+    )
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **FOUR_DEVICES}
+    assert subprocess.run(command, timeout=120, env=environment, check=True, stdout=-1).stdout == b"end\n"
+
+
+def test_the_programs_of_the_docs():
+    pytest.importorskip("flatbuffers")
+    programs = re.findall(r"```python\n(.*?)```", (HERE.parent / "docs/jax.md").read_text(), re.DOTALL)
+    assert len(programs) == 3
+    run_script("-W", "error", "-c", "\n".join(programs), **FOUR_DEVICES)

@@ -1,0 +1,100 @@
+"""A Flax NNX layer of experts in MaxText's layout, trained by optax: `jax.lax.ragged_dot` and fp8moe in turn.
+
+python examples/flax_moe.py [steps]   (pip install flax optax; on the CPU, or on CUDA where jax finds a GPU)
+"""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from fp8moe.adapters import jax_ops
+from fp8moe.demo.train import standard_library_text
+
+WINDOW, HIDDEN, FFN, EXPERTS, TOPK, BATCH = 16, 128, 96, 8, 2, 16  # 96: no multiple of 128, padded inside
+
+
+class Experts(nnx.Module):
+    """Top-k routed SwiGLU experts; parameters are float32 and named and laid out as MaxText's."""
+
+    def __init__(self, backend, rngs):
+        init, last = nnx.initializers.lecun_normal(), nnx.initializers.lecun_normal(batch_axis=0)
+        self.backend = backend
+        self.gate = nnx.Linear(HIDDEN, EXPERTS, use_bias=False, kernel_init=init, rngs=rngs)
+        self.wi_0 = nnx.Param(last(rngs.params(), (EXPERTS, HIDDEN, FFN)))
+        self.wi_1 = nnx.Param(last(rngs.params(), (EXPERTS, HIDDEN, FFN)))
+        self.wo = nnx.Param(last(rngs.params(), (EXPERTS, FFN, HIDDEN)))
+
+    def __call__(self, x):  # [B, L, H]
+        probs, ids = jax.lax.top_k(jax.nn.softmax(self.gate(x)), TOPK)
+        wi_0, wi_1, wo = self.wi_0[...], self.wi_1[...], self.wo[...]
+        if self.backend == "ragged_dot":
+            return by_ragged_dot(x.astype(jnp.bfloat16), wi_0, wi_1, wo, ids, probs).astype(x.dtype)
+        return jax_ops.moe_ffn(x, (wi_0, wi_1), wo, ids, probs, recipe=self.backend, transposed=True)
+
+
+def by_ragged_dot(x, wi_0, wi_1, wo, ids, probs):
+    """The same in bfloat16 by XLA: rows sorted by expert, three products, rows back."""
+    rows, experts = x.reshape(-1, HIDDEN), ids.reshape(-1)
+    order = jnp.argsort(experts)
+    sizes = jnp.bincount(experts, length=EXPERTS).astype(jnp.int32)
+    wi_0, wi_1, wo = (w.astype(x.dtype) for w in (wi_0, wi_1, wo))
+    rows = rows[order // TOPK]
+    h = jax.nn.silu(jax.lax.ragged_dot(rows, wi_0, sizes)) * jax.lax.ragged_dot(rows, wi_1, sizes)
+    out = jax.lax.ragged_dot(h, wo, sizes) * probs.reshape(-1)[order, None].astype(x.dtype)
+    return jnp.zeros((x.size // HIDDEN, HIDDEN), x.dtype).at[order // TOPK].add(out).reshape(x.shape)
+
+
+class Model(nnx.Module):
+    """The next byte of each byte of a window, from itself and those before it."""
+
+    def __init__(self, backend, rngs):
+        self.embed = nnx.Embed(256, HIDDEN, rngs=rngs)
+        self.mix = nnx.Param(jnp.tril(jnp.ones((WINDOW, WINDOW))) / jnp.arange(1, WINDOW + 1)[:, None])
+        self.experts = Experts(backend, rngs)
+        self.norm = nnx.RMSNorm(HIDDEN, rngs=rngs)
+        self.head = nnx.Linear(HIDDEN, 256, rngs=rngs)
+
+    def __call__(self, text):
+        x = self.embed(text)
+        x = x + jnp.einsum("qk,bkh->bqh", jnp.tril(self.mix[...]), x)
+        return self.head(x + self.experts(self.norm(x)))
+
+
+@nnx.jit
+def step(model, optimizer, text):
+    def loss(model):
+        logits = model(text[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def main():
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+    source = standard_library_text()
+    for backend in ("ragged_dot", "bf16", "fp8_flow"):
+        model = Model(backend, nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+        starts = np.random.default_rng(0)
+        for i in range(steps):
+            at = starts.integers(0, len(source) - WINDOW - 1, (BATCH, 1))
+            text = jnp.asarray(source[at + np.arange(WINDOW + 1)].astype(np.int32))
+            value = step(model, optimizer, text)
+            if i in (0, steps - 1):
+                print(f"{backend:10} step {i:4} loss {value:.4f}")
+            if i == 0:  # compiled
+                begin = time.perf_counter()
+        if steps > 1:
+            seconds = time.perf_counter() - begin
+            print(f"{backend:10} {BATCH * WINDOW * (steps - 1) / seconds:,.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()
