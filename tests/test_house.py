@@ -56,7 +56,8 @@ def test_the_reference_sees_only_the_records(path):
 @pytest.mark.parametrize("path", files("kernels_cuda"), ids=lambda p: p.stem)
 def test_the_kernels_see_only_the_records(path):
     ours = {n for n in imports_of(path) if below(n, "fp8moe")}
-    allowed = ("fp8moe.kernels_cuda", "fp8moe.activation", "fp8moe.records", "fp8moe.formats")
+    records = "fp8moe.activation", "fp8moe.records", "fp8moe.record_trees", "fp8moe.formats"
+    allowed = ("fp8moe.kernels_cuda", *records)
     assert all(below(n, *allowed) for n in ours), ours
 
 
