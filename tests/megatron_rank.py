@@ -124,7 +124,7 @@ def loss_of(model, step):
     return model(*inputs, labels=labels).mean()
 
 
-def trained(model, steps=3):
+def trained(model, steps=2):
     """Losses of a few steps, and the first step's gradients by the names that Megatron's experts have."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads = [], {}
@@ -159,10 +159,11 @@ def losses(ep):
     parallel(ep)
     wanted, grads = trained(gpt())
     kinds = [(recipe, "fp8moe", {}) for recipe in ("bf16", "fp8_flow", "fp8_blockwise")]
-    kinds += [(recipe, "megatron", {}) for recipe in ("bf16", "fp8_flow")]
-    selective = {"recompute_granularity": "selective", "moe_grouped_gemm": True}
-    kinds += [("bf16", "fp8moe", {**selective, "recompute_modules": ["moe_act"]})]
-    kinds += [("fp8_flow", "fp8moe", {**selective, "recompute_modules": ["moe"]})]
+    kinds += [("fp8_flow", "megatron", {})]
+    if ep == 1:
+        selective = {"recompute_granularity": "selective", "moe_grouped_gemm": True}
+        kinds += [("bf16", "fp8moe", {**selective, "recompute_modules": ["moe_act"]})]
+        kinds += [("fp8_flow", "fp8moe", {**selective, "recompute_modules": ["moe"]})]
     for recipe, dispatcher, options in kinds:
         model = gpt(recipe, dispatcher, **options)
         layer = model.decoder.layers[0].mlp
@@ -313,11 +314,78 @@ def distributed_optimizer(ep, overlap):
         # Adam's first steps are the gradients' signs: where these are 0 but for roundings, any
         moved = torch.linalg.norm(value - start[name])
         assert torch.linalg.norm(ours[name] - value) <= 1e-2 * moved, name
-    flow, *_ = wrapped("fp8_flow", overlap)
-    for a, b in zip(flow, losses, strict=True):
-        assert abs(a - b) <= 1e-3 * b
-    state = ddp.module.sharded_state_dict()
-    optimizer.sharded_state_dict(state, metadata={"distrib_optim_sharding_type": "fully_reshardable"})
+    flow, *_, ddp, optimizer = wrapped("fp8_flow", overlap)
+    assert abs(flow[0] - losses[0]) <= 1e-3 * losses[0]  # Adam's first step is by the gradients' signs
+    optimizers_saved(ep, overlap, ddp, optimizer)
+
+
+def optimizers_saved(ep, overlap, *ours):
+    """The optimizer's state of Megatron's experts loads, and this layer's loads into Megatron's."""
+    *_, wanted, plain = wrapped(None, overlap)
+    theirs = wanted, plain
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+    def state_of(ddp, optimizer, loading=False):
+        model = ddp.module.sharded_state_dict(metadata=metadata)
+        state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        return {"model": model, "optimizer": state}
+
+    folders = [f"{FOLDER}/optimizer-{ep}-{overlap}-{n}" for n in range(2)]
+    if RANK == 0:
+        for folder in folders:
+            os.makedirs(folder)
+    torch.distributed.barrier()
+    before = moments(*theirs)
+    dist_checkpointing.save(state_of(*theirs), folders[0])
+    for source, target in ((folders[0], ours), (folders[1], theirs)):
+        loaded = dist_checkpointing.load(state_of(*target, loading=True), source)
+        for part in getattr(target[1], "chained_optimizers", target[1:]):
+            keep_step(part)
+            for tensors in part.optimizer.state.values():
+                tensors["exp_avg"].zero_()
+                tensors["exp_avg_sq"].zero_()
+        target[1].load_state_dict(loaded["optimizer"])
+        after = moments(*target)
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            assert torch.equal(value, after[key]), key
+        if target is ours:
+            dist_checkpointing.save(state_of(*ours), folders[1])
+
+
+def keep_step(optimizer):
+    """torch's Adam has one, which Megatron neither saves nor expects: its own is Transformer Engine's."""
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def set_states(p, tensors):
+        step = optimizer._get_main_param_and_optimizer_states(p)["step"]
+        original(p, {"step": step, **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+
+
+def moments(ddp, optimizer):
+    """Adam's of every parameter, expert by expert: each rank has ranges of them."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = {}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        tensors = {}
+        for name, p in ddp.module.named_parameters():
+            whole = torch.zeros(p.numel())
+            for part in parts:
+                if p in part.model_param_gbuf_map:
+                    place = part._get_model_param_range_map(p)["param"]
+                    whole[place.start : place.end] = part._get_main_param_and_optimizer_states(p)[kind]
+            experts = not getattr(p, "allreduce", True)
+            group = (
+                parallel_state.get_expert_data_parallel_group()
+                if experts
+                else parallel_state.get_data_parallel_group()
+            )
+            torch.distributed.all_reduce(whole, group=group)
+            tensors[name] = whole.view(p.shape)
+        found |= {(kind, name): t for name, t in by_expert(tensors).items()}
+    return found
 
 
 CASES = {
@@ -325,7 +393,7 @@ CASES = {
     "dropped": dropped,
     "pieces": lambda: [same_pieces(ep) for ep in (1, 2)],
     "saved": saved_and_loaded,
-    "optimizer": lambda: [distributed_optimizer(ep, overlap) for ep in (1, 2) for overlap in (True, False)],
+    "optimizer": lambda: [distributed_optimizer(ep, overlap) for ep, overlap in ((1, True), (2, True))],
 }
 
 

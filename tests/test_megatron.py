@@ -1,11 +1,15 @@
-"""This library's permutation inside the real megatron-core: ``fused=True`` against its ``fused=False``."""
+"""Inside the real megatron-core: the permutation, ``fused=True`` against its ``fused=False``; the MoE layer
+beside Megatron's own experts."""
 
+import importlib
 import inspect
+import os
 import socket
 import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +20,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from megatron.core.activations import quick_gelu
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 megatron = pytest.importorskip("fp8moe.adapters.megatron")
@@ -332,11 +340,173 @@ def test_the_gradients_of_distributed_data_parallel(overlap, compiled):
             process.kill()
 
 
+@pytest.mark.parametrize("cases", ["losses,dropped,pieces,saved", "optimizer"])
+def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
+    """Losses, gradients, checkpoints, the distributed optimizer; with one rank of experts and with two."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    folder = Path(__file__).parent
+    code = "import megatron_rank; megatron_rank.main()"
+    paths = os.pathsep.join([str(folder), str(folder.parent), *sys.path])
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), "2", port, str(tmp_path), cases],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in running:
+            said, _ = process.communicate(timeout=400)
+            assert said.rstrip().endswith("right"), said[-4000:]
+            print(said)
+    finally:
+        for process in running:
+            process.kill()
+
+
+def groups(**sizes):
+    """Process groups of these sizes, whose rank is 0."""
+    names = {"ep": 1, "tp": 1, "expt_tp": 1, "expt_dp": 1, **sizes}
+    parts = {n: types.SimpleNamespace(size=lambda s=s: s, rank=lambda: 0) for n, s in names.items()}
+    return types.SimpleNamespace(**parts)
+
+
+def moe_config(**options):
+    plain = {
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "use_cpu_initialization": True,
+        "ffn_hidden_size": 128,
+        "bias_activation_fusion": False,
+    }
+    return config(**plain | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        ({}, fp8moe.Activation()),
+        ({"activation_func_clamp_value": 7.0}, fp8moe.Activation(clamp=7.0)),
+        ({"activation_func": torch.nn.functional.gelu}, fp8moe.Activation("geglu")),
+        (
+            {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+            fp8moe.Activation(alpha=1.702, clamp=7.0, linear_offset=1.0),
+        ),
+    ],
+)
+def test_activations(options, activation):
+    """Those of the config are Megatron's own, by its MLP."""
+    given_config = moe_config(moe_ffn_hidden_size=128, **options)
+    experts = megatron.FP8FlowExperts(2, given_config, pg_collection=groups(), recipe="bf16")
+    assert experts.activation == activation
+    counts, probs = torch.tensor([5, 3]), torch.rand(8)
+    x = torch.randn(8, 64)
+    y, bias = experts(x, counts, probs)
+    assert bias is None
+    start, wanted = 0, []
+    for e, count in enumerate(counts.tolist()):
+        rows = slice(start, start + count)
+        stand_in = types.SimpleNamespace(
+            config=given_config,
+            activation_func=given_config.activation_func,
+            linear_fc1=lambda a, e=e: (a @ experts.weight1[e].T, None),
+            linear_fc2=lambda a, e=e: (a @ experts.weight2[e].T, None),
+        )
+        wanted.append(MLP.forward(stand_in, x[rows], per_token_scale=probs[rows])[0])
+        start += count
+    # products of 64 and 128 terms in float32
+    torch.testing.assert_close(y, torch.cat(wanted), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        ("add_bias_linear", {"add_bias_linear": True}, {}),
+        ("activation_func", {"activation_func": torch.nn.functional.relu}, {}),
+        ("activation_func", {"gated_linear_unit": False}, {}),
+        ("expert_tensor_parallel_size", {}, {"expt_tp": 2}),
+        ("moe_apply_probs_on_input", {"moe_apply_probs_on_input": True, "moe_router_topk": 1}, {}),
+        ("delay_wgrad_compute", {"then": {"delay_wgrad_compute": True}}, {}),
+        ("overlap_moe_expert_parallel_comm", {"then": {"overlap_moe_expert_parallel_comm": True}}, {}),
+        ("moe_latent_size", {"then": {"moe_latent_size": 32}}, {}),
+        (
+            "offload_modules",
+            {"then": {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}},
+            {},
+        ),
+        ("moe_shared_expert_overlap", {"then": {"moe_shared_expert_overlap": True}}, {}),
+        ("moe_pad_expert_input_to_capacity", {"then": {"moe_pad_expert_input_to_capacity": True}}, {}),
+        ("moe_router_padding_for", {"then": {"moe_router_padding_for_quantization": True}}, {}),
+        ("recipe", {"recipe": "fp8"}, {}),
+    ],
+)
+def test_what_is_not_done_is_refused_when_the_layer_is_made(name, options, sizes):
+    then, recipe = options.pop("then", {}), options.pop("recipe", "fp8_flow")
+    given_config = moe_config(**options)
+    for field, value in then.items():  # whose other conditions do not matter here
+        setattr(given_config, field, value)
+    with pytest.raises((NotImplementedError, ValueError), match=f"^{name}[a-z_0-9]*: got"):
+        megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), recipe=recipe)
+    options |= {"then": then, "recipe": recipe}
+
+
+def test_layer_specs():
+    """Every MoE layer in a spec, whatever it is made of; shared experts, router and all else stay."""
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    for dispatcher in ("fp8moe", "megatron"):
+        new = megatron.use_fp8_flow(spec, recipe="fp8_blockwise", dispatcher=dispatcher)
+        assert new is not spec
+        before, after = spec.submodules.mlp, new.submodules.mlp
+        kind, params, submodules = parts_of(after)
+        assert parts_of(before)[0] is MoELayer
+        assert submodules.shared_experts is parts_of(before)[2].shared_experts
+        if dispatcher == "fp8moe":
+            assert (kind, params["recipe"]) == (megatron.FP8FlowMoELayer, "fp8_blockwise")
+        else:
+            assert kind is MoELayer
+            assert submodules.experts.module is megatron.FP8FlowExperts
+            assert submodules.experts.params == {"recipe": "fp8_blockwise"}
+        assert new.submodules.self_attention.module is spec.submodules.self_attention.module
+    several = megatron.use_fp8_flow([spec, spec])
+    assert [parts_of(s.submodules.mlp)[0] for s in several] == [megatron.FP8FlowMoELayer] * 2
+    with pytest.raises(ValueError, match="spec: got one without a MoELayer"):
+        megatron.use_fp8_flow(get_gpt_layer_local_spec())
+    with pytest.raises(ValueError, match="dispatcher"):
+        megatron.use_fp8_flow(spec, dispatcher="alltoall")
+
+
+def test_hybrid_layer_specs():
+    try:
+        hybrid = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs").hybrid_stack_spec
+    except ImportError:
+        hybrid = importlib.import_module("megatron.core.models.mamba.mamba_layer_specs").mamba_stack_spec
+    new = megatron.use_fp8_flow(hybrid)
+    kind, params, _ = parts_of(new.submodules.moe_layer.submodules.mlp)
+    assert (kind, params["recipe"]) == (megatron.FP8FlowMoELayer, "fp8_flow")
+    assert parts_of(hybrid.submodules.moe_layer.submodules.mlp)[0] is MoELayer
+    assert new.submodules.mamba_layer.module is hybrid.submodules.mamba_layer.module
+
+
+def parts_of(spec):
+    """(class, parameters, submodules) of a spec or a builder."""
+    if hasattr(spec, "submodules"):
+        return spec.module, spec.params, spec.submodules
+    return spec.func, spec.keywords, spec.keywords["submodules"]
+
+
 def test_without_megatron():
     code = "import sys; sys.modules['megatron.core'] = None\n"
-    code += "from fp8moe.adapters import megatron; megatron.enable()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'megatron-core>=0.16'" in done.stderr
+    for call in ("megatron.enable()", "megatron.FP8FlowMoELayer"):
+        lines = code + f"from fp8moe.adapters import megatron; {call}"
+        done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+        assert "pip install 'megatron-core>=0.16'" in done.stderr
 
 
 def test_the_rows_a_caller_counts_are_enough():
