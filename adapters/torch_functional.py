@@ -75,7 +75,7 @@ def moe_experts(
     as_given = recipe == "fp8_flow" and bias13 is None
     if not as_given:
         given = _whole(given, bias13, recipe, halves)
-    elif (width := _ffn_of(*given, halves)) is not None and width % FP8_BLOCK[1]:
+    elif (width := _ffn_of(given[0], given[1], halves)) is not None and width % FP8_BLOCK[1]:
         ffn = width
     if bias2 is not None and comm is not None:
         bias2 = _of_all_ranks(bias2, comm)
