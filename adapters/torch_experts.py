@@ -207,31 +207,31 @@ def _mains(weights: Any, wanted: Collection[str]) -> list[Tensor | None]:
     return [main_grad_of(w) if n in wanted and w is not None and w.requires_grad else None for n, w in pairs]
 
 
-def _in_halves(width: tuple[int | None, bool]) -> bool:
+def _in_halves(width: tuple[int | None, bool], activation: Activation) -> bool:
     """Whether the library makes the gradients of gates and ups apart: so the weights are, or, padded, each
     half is to be cut."""
     ffn, apart = width
-    return apart or ffn is not None
+    return apart or (ffn is not None and activation.gated)
 
 
 def _gradients(
     saved: Saved, dy: Tensor, mains: Any, dtypes: Any, wanted: Any, width: Any, comm: Any = None
 ) -> list[Tensor | None]:
     """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that."""
-    ffn, apart = width
+    (ffn, apart), in_halves = width, _in_halves(width, saved.activation)
     main13, main3, main2 = mains
     halves = (main13, main3) if apart else (None, None)
     g = fp8moe.moe_backward(
         saved,
         dy,
-        dw13=halves if _in_halves(width) else main13,
+        dw13=halves if in_halves else main13,
         dw2=main2,
         dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
         ffn=ffn,
         comm=comm,
         gradients=wanted,
     )
-    if g.dw13 is None or not _in_halves(width):
+    if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
     if apart:
         return [g.dx, g.dprobs, *g.dw13, g.dw2]
@@ -453,7 +453,8 @@ def _fake_gradients(
     how: Any,
 ) -> tuple[Tensor, ...]:
     """What the backward's operators return. kept: None where other ranks' rows decide its shapes."""
-    (recipe, *_, gradients), (ffn, apart), halves = how, width, _in_halves(width)
+    (recipe, _, _, activation, gradients), (ffn, apart) = how, width
+    halves = _in_halves(width, activation)
     _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
     specs = arrays_in(saved_like) if kept is None else [spec_of(t) for t in kept]
 

@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.functional import pad
 
 from fp8moe import Quantized, QuantTensor, checks
-from fp8moe.activation import SWIGLU, Activation
+from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
@@ -44,12 +44,13 @@ def moe_experts(
 
     x: [..., H], any float; y has its shape and dtype. The FP8 recipes multiply it as bfloat16, "bf16" in x's
         dtype, under autocast in that of the context.
-    w13: [E, 2F, H], gates before ups, or the two apart, [E, F, H] each. w2: [E, H, F]. Any float, any
-        strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned, which has no
-        gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
-        ``main_grad``. Where F is no multiple of 128, the FP8 recipes multiply by codes with zeros up to the
-        next one. "fp8_flow" copies no weights on the way, halves, padded or transposed; the gradient of a
-        padded w13 in one piece is copied once. The other recipes join the halves, "fp8_blockwise" pads.
+    w13: [E, 2F, H], gates before ups, or the two apart, [E, F, H] each; [E, F, H] for an activation without a
+        gate. w2: [E, H, F]. Any float, any strides, leaves or not; or, for the FP8 recipes, what
+        `fp8moe.quantize_weights` returned, which has no gradient. Gradients come in the weights' dtype, of w1
+        and w3 apart, too; each may have a ``main_grad``. Where F is no multiple of 128, the FP8 recipes
+        multiply by codes with zeros up to the next one. "fp8_flow" copies no weights on the way, halves,
+        padded or transposed; the gradient of a padded w13 in one piece is copied once. The other recipes join
+        the halves, "fp8_blockwise" pads.
     topk_ids: int32 or int64 [..., k], below 0 or E and more for no expert. topk_probs: float [..., k].
     bias13, bias2: float [E, 2F] and [E, H], as gpt-oss has. The first becomes columns of w13, which multiply
         ones after x's; in FP8 four, whose sum is the bias to 2^-16. The second is added by torch.
@@ -141,11 +142,13 @@ def _moe_experts(
     torch_ops.check_float("x", x)
     torch_ops.check_float("probs" if align_size else "topk_probs", topk_probs)
     dtype, ffn = torch.bfloat16, None
-    given: list[Any] = _checked(w13, w2, bias13, recipe)
+    checks.options("activation", activation, Activation)
+    halves = halves_of(activation.kind)
+    given: list[Any] = _checked(w13, w2, bias13, recipe, halves)
     as_given = recipe == "fp8_flow" and bias13 is None
     if not as_given:
-        given = _whole(given, bias13, recipe)
-    elif (width := _ffn_of(*given)) is not None and width % FP8_BLOCK[1]:
+        given = _whole(given, bias13, recipe, halves)
+    elif (width := _ffn_of(given[0], given[1], halves)) is not None and width % FP8_BLOCK[1]:
         ffn = width
     if bias2 is not None and comm is not None:
         bias2 = _of_all_ranks(bias2, comm)
@@ -157,7 +160,7 @@ def _moe_experts(
         given = [w.to(dtype).contiguous() for w in given]
     multiplied: Any = fp8_weights or given
     if recipe != "bf16" and fp8_weights is None:
-        multiplied = _quantized(given) if as_given else [_codes(w) for w in given]
+        multiplied = _quantized(given, halves) if as_given else [_codes(w) for w in given]
     weights = [None if isinstance(w, Quantized) else w for w in given]
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
@@ -222,15 +225,17 @@ def quantize_fp8_weights(
     w2: Tensor,
     bias13: Tensor | None = None,
     *,
+    activation: Activation = SWIGLU,
     out: tuple[Quantized, Quantized] | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """(w13, w2) as `moe_experts` multiplies by them in the FP8 recipes, padded like there. out: what an
-    earlier call returned, to write to."""
-    given = _checked(w13, w2, bias13, "fp8_flow")
+    """(w13, w2) as `moe_experts` multiplies by them in the FP8 recipes, padded like there. activation: says
+    whether w13 has gates. out: what an earlier call returned, to write to."""
+    halves = halves_of(activation.kind)
+    given = _checked(w13, w2, bias13, "fp8_flow", halves)
     if bias13 is None:
-        return _quantized(given, out)
-    into = out or (None, None)
-    first, second = (_codes(w, old) for w, old in zip(_whole(given, bias13, "fp8_flow"), into, strict=True))
+        return _quantized(given, halves, out)
+    whole = _whole(given, bias13, "fp8_flow", halves)
+    first, second = (_codes(w, old) for w, old in zip(whole, out or (None, None), strict=True))
     return first, second
 
 
@@ -239,14 +244,15 @@ def _codes(w: Any, out: Quantized | None = None) -> Quantized:
 
 
 def _quantized(
-    weights: list[Any], out: tuple[Quantized, Quantized] | None = None
+    weights: list[Any], halves: int, out: tuple[Quantized, Quantized] | None = None
 ) -> tuple[Quantized, Quantized]:
     """FP8 codes of w13, or of w1 and w3, and of w2, filled up with zeros to a multiple of 128 for F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
     if isinstance(w13, tuple):
         w13 = torch_ops.quantize_weights(w13, out13, rows=_whole_blocks(w13[0].shape[1]))
     elif isinstance(w13, Tensor):
-        w13 = torch_ops.quantize_weights(w13, out13, parts=2, rows=_whole_blocks(w13.shape[1] // 2))
+        rows = _whole_blocks(w13.shape[1] // halves)
+        w13 = torch_ops.quantize_weights(w13, out13, parts=halves, rows=rows)
     if not isinstance(w2, Quantized):
         w2 = torch_ops.quantize_weights(w2, out2, columns=_whole_blocks(w2.shape[2]))
     return w13, w2
@@ -275,59 +281,64 @@ def _split(bias: Tensor, parts: int) -> Tensor:
     return torch.stack((*found, left), dim=-1)
 
 
-def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str) -> list[Any]:
+def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 (or w1 and w3) and w2, of dtypes and shapes that the recipe takes."""
-    halves: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
-    for name, w in (*(("w13", w) for w in halves), ("w2", w2)):
+    parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
+    for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
         torch_ops.check_float(name, w, 3)
         if recipe == "bf16" and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
         if recipe != "bf16" and isinstance(w, Tensor):
             checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
-    if isinstance(halves[0], Quantized):
+    if isinstance(parts[0], Quantized):
         if bias13 is not None:
             raise TypeError("bias13: got one with quantised w13; wanted tensors, or fp8_weights made with it")
-        return [halves[0], w2]
-    if len(halves) not in (1, 2) or halves[0].shape != halves[-1].shape:
+        return [parts[0], w2]
+    if len(parts) not in (1, 2) or parts[0].shape != parts[-1].shape:
         raise ValueError(
-            f"w13: got tensors of shapes {[list(w.shape) for w in halves]}; wanted one of [E, 2F, H], or two "
+            f"w13: got tensors of shapes {[list(w.shape) for w in parts]}; wanted one of [E, 2F, H], or two "
             "of [E, F, H]"
         )
-    if halves[0].dtype != halves[-1].dtype:
-        raise TypeError(f"w13: got w1 of {halves[0].dtype}, w3 of {halves[1].dtype}; wanted one dtype")
-    width = halves[0].shape[1] * len(halves)
-    if isinstance(w2, Tensor) and 2 * w2.shape[2] != width:
+    if parts[0].dtype != parts[-1].dtype:
+        raise TypeError(f"w13: got w1 of {parts[0].dtype}, w3 of {parts[1].dtype}; wanted one dtype")
+    if len(parts) > halves:
+        raise ValueError("w13: got two; wanted one of [E, F, H] for an activation without a gate")
+    width = parts[0].shape[1] * len(parts)
+    if isinstance(w2, Tensor) and halves * w2.shape[2] != width:
+        wanted = width // halves
         raise ValueError(
-            f"w2: got shape {list(w2.shape)}; wanted [E, H, {width // 2}], for the 2F = {width} rows of w13"
+            f"w2: got shape {list(w2.shape)}; wanted [E, H, {wanted}], for the {width} rows of w13"
         )
-    return [tuple(halves) if len(halves) == 2 else halves[0], w2]
+    return [tuple(parts) if len(parts) == 2 else parts[0], w2]
 
 
-def _ffn_of(w13: Any, w2: Any) -> int | None:
+def _ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
     """F, as far as tensors tell."""
     if isinstance(w13, tuple):
         return int(w13[0].shape[1])
-    return int(w13.shape[1]) // 2 if isinstance(w13, Tensor) else getattr(w2, "shape", (None,))[-1]
+    if isinstance(w13, Tensor):
+        return int(w13.shape[1]) // halves
+    return getattr(w2, "shape", (None,))[-1]
 
 
-def _whole(weights: list[Any], bias13: Tensor | None, recipe: str) -> list[Any]:
+def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 [E, 2F, H] in one piece and w2 [E, H, F], F a multiple of 128 where FP8 wants it, with `_columns`
     for a bias."""
     w13, w2 = weights
     if isinstance(w13, Quantized):
         return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]
-    halves = list(w13) if isinstance(w13, tuple) else [w13]
+    parts = list(w13) if isinstance(w13, tuple) else [w13]
     missing = 0 if recipe == "bf16" or isinstance(w2, Quantized) else -w2.shape[2] % FP8_BLOCK[1]
     if missing:
-        if len(halves) == 1:
-            halves = list(halves[0].unflatten(1, (2, -1)).unbind(1))
-        halves, w2 = [pad(w, (0, 0, 0, missing)) for w in halves], pad(w2, (0, missing))
-    gate_up = halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)
+        if len(parts) < halves:
+            parts = list(parts[0].unflatten(1, (2, -1)).unbind(1))
+        parts, w2 = [pad(w, (0, 0, 0, missing)) for w in parts], pad(w2, (0, missing))
+    gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if bias13 is not None:
         torch_ops.check_float("bias13", bias13, 2)
         before, ones, after = _columns(gate_up.shape[2], recipe)
         if missing:
-            bias13 = pad(bias13.unflatten(1, (2, -1)), (0, missing)).flatten(1)
+            bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)
         columns = _split(bias13, ones).to(gate_up.dtype)
         gate_up = torch.cat((pad(gate_up, (0, before)), pad(columns, (0, after))), dim=2)
         w2 = pad(w2, (0, 0, 0, before + ones + after))

@@ -35,7 +35,7 @@ class FP8FlowMoE(nn.Module):
     recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
         "bf16" (torch's grouped matrix product between this library's permutation).
     recompute: "moe_expert" keeps only the input of the first product for the backward.
-    activation: between the two products.
+    activation: between the two products; w13 is [E, ffn, hidden] for one without a gate.
     dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32
         by default. The state dict holds these and nothing else.
 
@@ -130,7 +130,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
             )
-        self.w13 = self._weight(num_experts, 2 * ffn, hidden, **place)
+        self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **place)
         self.w2 = self._weight(num_experts, hidden, ffn, **place)
         self.register_load_state_dict_pre_hook(_shards_given)
         self._copies: _Copies | None = None  # those that outlive a forward
@@ -329,7 +329,8 @@ class FP8FlowMoE(nn.Module):
                 return kept.records
         elif kept is not None:
             self._release()
-        return list(quantize_fp8_weights(local_of(self.w13), local_of(self.w2)))
+        weights = local_of(self.w13), local_of(self.w2)
+        return list(quantize_fp8_weights(*weights, activation=self.activation))
 
     def _keep(self) -> _Copies:
         """Make copies and keep them, in the memory of those that a captured graph reads, if there are any."""
@@ -348,7 +349,8 @@ class FP8FlowMoE(nn.Module):
         # not as inference tensors, which no backward may read
         with torch.inference_mode(False), torch.no_grad():
             out = None if into is None else (into[0], into[1])
-            return list(quantize_fp8_weights(local_of(self.w13), local_of(self.w2), out=out))
+            weights = local_of(self.w13), local_of(self.w2)
+            return list(quantize_fp8_weights(*weights, activation=self.activation, out=out))
 
     def _release(self) -> None:
         """Kept copies are of no more use, but for a captured graph that reads them."""

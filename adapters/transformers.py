@@ -7,9 +7,9 @@
 Parameters keep their names, shapes and dtypes: checkpoints, optimizers, PEFT and FSDP see the model that they
 know. Every forward quantises the weights as they are then; nothing can be stale.
 
-What a class computes between its two products is found by evaluating its own gate on numbers, and comparing
-with every `fp8moe.Activation` of its constants. A class whose gate is none of them is refused by name, as are
-experts without a gate or with a norm of their own.
+What a class computes between its two products is found by evaluating its own gate (without one, its
+activation) on numbers, and comparing with every `fp8moe.Activation` of its constants. A class whose gate is
+none of them is refused by name, as are experts with a norm of their own.
 
 Checked against transformers 5.23.
 """
@@ -88,12 +88,14 @@ def _multiply(
     experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: dict[str, Any], comm: Any = None
 ) -> Tensor:
     activation = activation_of(experts)
-    w13, w2 = experts.gate_up_proj, experts.down_proj
-    biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
-    bias13, bias2 = biases
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    w13, w2 = getattr(experts, first), experts.down_proj
+    bias13, bias2 = None, None
+    if experts.has_bias:
+        bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
     if experts.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    if not experts.is_concatenated:
+    if experts.has_gate and not experts.is_concatenated:
         w13 = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
         if bias13 is not None:
             bias13 = torch.cat((bias13[:, ::2], bias13[:, 1::2]), dim=1)
@@ -117,15 +119,14 @@ def activation_of(experts: Any) -> Activation:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise _unsupported(name, "experts with a norm after each expert")
-    if not getattr(experts, "has_gate", False):
-        raise _unsupported(name, "experts without a gate")
-    probe = _probe(constants)
-    gated = _gated(experts, probe)
-    found = _matching(gated.tobytes(), constants)
+    gated = bool(experts.has_gate)
+    activated = _activated(experts, _probe(constants), gated)
+    found = _matching(activated.tobytes(), constants, gated)
     if found is None:
         act = getattr(experts, "act_fn", None)
+        kind = "a gate" if gated else "experts without a gate"
         raise _unsupported(
-            name, f"a gate ({getattr(act, '__name__', type(act).__name__)}) that is none of Activation's"
+            name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that is none of Activation's"
         )
     _activations[experts] = getattr(experts, "act_fn", None), constants, found
     return found
@@ -136,7 +137,7 @@ _activations: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDiction
 
 def _unsupported(name: str, what: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name}: got {what}; wanted gated experts of one of {', '.join(get_args(Kind))}; pass "
+        f"{name}: got {what}; wanted experts of one of {', '.join(get_args(Kind))}; pass "
         'experts_implementation="grouped_mm"'
     )
 
@@ -159,24 +160,27 @@ def _probe(constants: tuple[float, ...]) -> np.ndarray:
     return np.stack(np.meshgrid(grid, grid), axis=-1).reshape(-1, 2)
 
 
-def _gated(experts: Any, probe: np.ndarray) -> np.ndarray:
+def _activated(experts: Any, probe: np.ndarray, gated: bool) -> np.ndarray:
     # as the module has its columns: of one gate and one up, interleaved and concatenated are the same
     with (
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.utils._python_dispatch._disable_current_modes(),
     ):
+        if not gated:
+            return experts.act_fn(torch.from_numpy(probe[:, 0].copy())).numpy()
         return experts._apply_gate(torch.from_numpy(probe)).numpy()[:, 0]
 
 
 @functools.lru_cache(maxsize=256)
-def _matching(gated: bytes, constants: tuple[float, ...]) -> Activation | None:
-    probe, wanted = _probe(constants), np.frombuffer(gated, np.float64)
+def _matching(activated: bytes, constants: tuple[float, ...], gated: bool) -> Activation | None:
+    probe, wanted = _probe(constants), np.frombuffer(activated, np.float64)
     sigmoids = [("swiglu", alpha) for alpha in (1.0, 1.702, *constants)]
-    others = [(kind, 1.0) for kind in get_args(Kind) if kind != "swiglu"]
-    for (kind, alpha), clamp, offset in itertools.product(
-        [*sigmoids, *others], (None, *constants), (0.0, 1.0)
-    ):
+    others = [(kind, 1.0) for kind in get_args(Kind) if kind not in ("swiglu", "quick_geglu", "relu2")]
+    candidates: Any = itertools.product([*sigmoids, *others], (None, *constants), (0.0, 1.0))
+    if not gated:
+        candidates, probe = [(("relu2", 1.0), None, 0.0)], probe[:, :1].copy()
+    for (kind, alpha), clamp, offset in candidates:
         activation = Activation(kind, clamp, alpha, offset)
         found = fp8moe.swiglu(probe, activation=activation)[:, 0]
         # some gates work in float32, 2^-24 of each of a handful of steps; the next kind differs by 4e-4

@@ -169,7 +169,7 @@ def moe_forward(
         For "bf16" also float32 or float64, which then is the dtype of everything.
     w13 : ArrayLike or Quantized, [E, 2F, H]
         In x's dtype or float32, or, for the FP8 recipes, what `quantize_weights` returned. F must be a
-        multiple of 128 for FP8.
+        multiple of 128 for FP8. [E, F, H] for an activation without a gate.
     w2 : ArrayLike or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : ArrayLike, int32 or int64, [T, k]
@@ -227,7 +227,7 @@ def moe_forward(
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
     else:
-        _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+        _check_layer(recipe, activation, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
         experts = experts_of(w13)
         arrived = dispatch(
             x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
@@ -359,7 +359,7 @@ def experts_forward(
 ) -> tuple[Any, Saved]:
     """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
     if not isinstance(x, QuantTensor):
-        _check_layer(recipe, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+        _check_layer(recipe, activation, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
         x = _cast(recipe, x)
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
@@ -381,7 +381,8 @@ def permuted_experts_forward(
     gradients: Collection[str] = GRADIENTS,
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
-    _check_permuted(recipe, align_size, x=x, w13=w13, w2=w2, tokens_per_expert=tokens_per_expert, probs=probs)
+    given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
+    _check_permuted(recipe, activation, align_size, **given)
     if not isinstance(x, QuantTensor):
         x = _cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
@@ -582,13 +583,15 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> N
     kept = {"dy": a.dy, "x": a.x, "a": a.a, "w13": a.w13, "w2": a.w2}
     # the column-wise copy is always kept
     of_w13, of_w2 = ((w.columnwise if quantized else w).shape for w in (a.w13, a.w2))
+    if apart and not saved.activation.gated:
+        raise ValueError(f"dw13: got two with {saved.activation}; wanted one array or None, without a gate")
     if (apart or saved.ffn is not None) and saved.recipe != "fp8_flow":
         raise ValueError(
             f'{"dw13: got two" if apart else "ffn: got one"} with recipe {saved.recipe!r}; wanted "fp8_flow"'
         )
     if saved.ffn is not None:
         checks.integer("ffn", saved.ffn, 1, of_w2[2])
-        if not apart and of_w13[1] != of_w2[2]:
+        if not apart and saved.activation.gated:
             raise ValueError(
                 f"dw13: got one with ffn={saved.ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
             )
@@ -611,16 +614,16 @@ def _cast(recipe: str, x: Any) -> Any:
     return x if fmt is None else quantize(x, fmt=fmt)
 
 
-def _check_layer(recipe: str, **arrays: Any) -> None:
+def _check_layer(recipe: str, activation: Activation, **arrays: Any) -> None:
     a = enter(**arrays).args
-    _check_rows_and_weights(recipe, a)
+    _check_rows_and_weights(recipe, activation, a)
     checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
 
 
-def _check_permuted(recipe: str, align_size: int, **arrays: Any) -> None:
+def _check_permuted(recipe: str, activation: Activation, align_size: int, **arrays: Any) -> None:
     a = enter(**arrays).args
     if isinstance(a.x, QuantTensor):
         if recipe == "bf16":
@@ -628,7 +631,7 @@ def _check_permuted(recipe: str, align_size: int, **arrays: Any) -> None:
                 'x: got a QuantTensor with recipe "bf16"; wanted an array; pass fp8moe.dequantize(x)'
             )
         checks.quant_tensor("x", a.x, ((1, 128),))
-    experts = _check_rows_and_weights(recipe, a)
+    experts = _check_rows_and_weights(recipe, activation, a)
     checks.dtype("tokens_per_expert", a.tokens_per_expert, checks.INTEGERS)
     checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
     checks.dtype("probs", a.probs, checks.FLOATS)
@@ -641,7 +644,7 @@ def _check_permuted(recipe: str, align_size: int, **arrays: Any) -> None:
         )
 
 
-def _check_rows_and_weights(recipe: str, a: Any) -> int:
+def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     """The number of experts."""
     quantized = recipe != "bf16"
     checks.shape("x", a.x, ("T", "H"))
@@ -666,14 +669,16 @@ def _check_rows_and_weights(recipe: str, a: Any) -> int:
             setattr(a, name, w.rowwise)
         else:
             checks.dtype(name, w, checks.QUANTIZABLE if quantized else (a.x.dtype,))
-    checks.shape("w13", a.w13, ("E", "2F", hidden))
+    checks.shape("w13", a.w13, ("E", "2F" if activation.gated else "F", hidden))
     experts, width, _ = a.w13.shape
-    if width % (256 if quantized else 2):
+    if width % activation.columns(128 if quantized else 1):
+        why = "twice a multiple of 128, so that no block spans both halves" if quantized else "it even"
         raise ValueError(
-            f"w13: got 2F = {width}; wanted "
-            + ("twice a multiple of 128, so that no block spans both halves" if quantized else "it even")
+            f"w13: got 2F = {width}; wanted {why}"
+            if activation.gated
+            else f"w13: got F = {width}; wanted a multiple of 128; pass quantize_weights(w13, rows=...)"
         )
-    checks.shape("w2", a.w2, (experts, hidden, width // 2))
+    checks.shape("w2", a.w2, (experts, hidden, activation.width(width)))
     return int(experts)
 
 
@@ -727,7 +732,7 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
         dw13 = tuple(found) if isinstance(dw13, tuple) else found[0]
     if _of_inputs(gradients):
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
-    return MoEGrads(dx, dprobs, dw13, dw2)
+    return MoEGrads(dx, dprobs, dw13 if "dw13" in gradients else None, dw2)
 
 
 def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:

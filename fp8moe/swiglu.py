@@ -22,12 +22,12 @@ def swiglu(
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    """Activate: y = act(a) * (b + linear_offset) * prob, for h = (a | b).
+    """Activate: y = act(a) * (b + linear_offset) * prob, for h = (a | b); y = act(h) * prob without a gate.
 
     Parameters
     ----------
     h : ArrayLike, floating point, [P, 2F]
-        Gate and up projections, side by side.
+        Gate and up projections, side by side; for "relu2" [P, F].
     probs : ArrayLike, floating point, [P], or None
         Factors of the rows.
     activation : Activation
@@ -54,7 +54,7 @@ def swiglu(
     [[0.0, 200.0]]
     """
     call, a = _enter(activation, checks.FLOATS, h=h, probs=probs)
-    out = call.empty(ArraySpec((a.h.shape[0], a.h.shape[1] // 2), a.h.dtype))
+    out = call.empty(ArraySpec((a.h.shape[0], activation.width(a.h.shape[1])), a.h.dtype))
     call.run("swiglu", "swiglu", a.h, a.probs, activation=activation, out=out)
     return call.leave(out)
 
@@ -83,8 +83,8 @@ def swiglu_backward(
     Returns
     -------
     SwigluGrad
-        dh [P, 2F] in h's dtype; dprobs [P], float32 (float64 for float64), or None. The sum over F in dprobs
-        has a fixed order: the result is the same from run to run.
+        dh like h; dprobs [P], float32 (float64 for float64), or None. The sum over F in dprobs has a fixed
+        order: the result is the same from run to run.
 
     Raises
     ------
@@ -122,7 +122,7 @@ def swiglu_quantize(
     Parameters
     ----------
     h : ArrayLike, bfloat16, float16 or float32, [P, 2F]
-        Gate and up projections, side by side.
+        Gate and up projections, side by side; for "relu2" [P, F].
     probs : ArrayLike, floating point, [P], or None
         Factors of the rows.
     fmt : "e4m3" or "e5m2"
@@ -171,7 +171,7 @@ def swiglu_quantize(
         probs=probs,
         expert_offsets=expert_offsets,
     )
-    shape = (a.h.shape[0], a.h.shape[1] // 2)
+    shape = (a.h.shape[0], activation.width(a.h.shape[1]))
     out = call.empty(activation_spec(shape, fmt, block, columnwise, a.expert_offsets, align_size, transposed))
     call.run(
         "swiglu",
@@ -227,7 +227,7 @@ def swiglu_quantize_backward(
     Returns
     -------
     SwigluGrad
-        dh a `QuantTensor` [P, 2F] or `Quantized`; dprobs float32 [P] or None.
+        dh a `QuantTensor` as h is or `Quantized`; dprobs float32 [P] or None.
 
     Raises
     ------
@@ -312,16 +312,16 @@ def _enter(
     call = enter(**arrays)
     a = call.args
     checks.dtype("h", a.h, dtypes)
-    checks.shape("h", a.h, ("P", "2F"))
+    checks.shape("h", a.h, ("P", "2F" if activation.gated else "F"))
     rows, width = a.h.shape
-    if width % 2:
+    if activation.gated and width % 2:
         raise ValueError(f"h: got {width} columns; wanted an even number, (a | b) side by side")
     if a.probs is not None:
         checks.dtype("probs", a.probs, checks.FLOATS)
         checks.shape("probs", a.probs, (rows,))
     if "grad" in arrays:
         checks.dtype("grad", a.grad, (a.h.dtype,), "as h is")
-        checks.shape("grad", a.grad, (rows, width // 2))
+        checks.shape("grad", a.grad, (rows, activation.width(width)))
     if getattr(a, "expert_offsets", None) is not None:
         align_size = checks.integer("align_size", align_size, 1)
         checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)

@@ -56,10 +56,11 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
             for bare in (1, 0)
             for act in ("GEGLU", "GEGLU_TANH")
         ),
+        (*_CONVERSIONS[0], "BARE=1", "ACT=RELU2"),
     ],
     "swiglu_transpose": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS if "MX=0" in c for bare in (1, 0)),
-        *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GEGLU", "GEGLU_TANH")),
+        *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GEGLU", "GEGLU_TANH", "RELU2")),
     ],
     "router": [(f"PER_LANE={n}", f"LOSSES={losses}") for n in (4, 1, 8, 32) for losses in (0, 1)],
     "transpose": [(*formats, f"TILE_TARGET={tile}") for formats in _FORMATS for tile in (0, 1)],

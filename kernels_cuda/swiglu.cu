@@ -8,7 +8,7 @@
 #include "swiglu.cuh"
 #include "tile_quantize.cuh"
 
-// y [rows, width] of h [rows, 2 * width]; rows past *last (when given) are zeros. One block a row.
+// y [rows, width] of h [rows, HALVES * width]; rows past *last (when given) are zeros. One block a row.
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
                                           const int* last, float clamp, float alpha, float offset, i64 width,
                                           i64 out_kind, void* y) {
@@ -17,8 +17,9 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
   const bool real = !last || row < *last;
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
     if (kind == F64) {
-      const double* in = (const double*)h + row * 2 * width;
-      double a = in[i], b = in[width + i];
+      const double* in = (const double*)h + row * HALVES * width;
+      double a = in[i], b = HALVES == 2 ? in[width + i] : 1.0;
+      if (ACT == RELU2 && a < 0.0) a = 0.0;
       if (a > clamp) a = clamp;
       if (b > clamp) b = clamp;
       if (b < -clamp) b = -clamp;
@@ -29,8 +30,9 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
     }
     float value = 0.f;
     if (real) {
-      const Element e = element(load(h, row * 2 * width + i, (int)kind),
-                                load(h, row * 2 * width + width + i, (int)kind), clamp, alpha, offset);
+      const i64 at = row * HALVES * width + i;
+      const float b = HALVES == 2 ? load(h, at + width, (int)kind) : 1.f;
+      const Element e = element(load(h, at, (int)kind), b, clamp, alpha, offset);
       value = e.a * e.s * e.b;
       if (probs) value *= load(probs, row, (int)probs_kind);
     }
@@ -38,7 +40,8 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
   }
 }
 
-// dh [rows, 2 * width] and dprobs [rows], the sum in float64 in a fixed order. One block (256 threads) a row.
+// dh [rows, HALVES * width] and dprobs [rows], the sum in float64 in a fixed order. One block (256 threads) a
+// row.
 extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 kind, const void* probs,
                                            i64 probs_kind, const int* last, float clamp, float alpha,
                                            float offset, i64 width, i64 out_kind, void* dh, i64 dprobs_kind,
@@ -50,9 +53,10 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
   double sum = 0.0;
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
     double da = 0.0, db = 0.0;
-    const i64 at = row * 2 * width + i;
+    const i64 at = row * HALVES * width + i;
     if (kind == F64) {
-      double a = ((const double*)h)[at], b = ((const double*)h)[at + width];
+      double a = ((const double*)h)[at], b = HALVES == 2 ? ((const double*)h)[at + width] : 1.0;
+      if (ACT == RELU2 && a < 0.0) a = 0.0;
       const double g = ((const double*)grad)[row * width + i];
       const bool a_free = !(a > clamp), b_free = !(fabs(b) > clamp);
       if (a > clamp) a = clamp;
@@ -65,7 +69,8 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
       db = b_free ? scaled * a * s : 0.0;
       sum += g * a * s * b;
     } else if (real) {
-      const Element e = element(load(h, at, (int)kind), load(h, at + width, (int)kind), clamp, alpha, offset);
+      const float b = HALVES == 2 ? load(h, at + width, (int)kind) : 1.f;
+      const Element e = element(load(h, at, (int)kind), b, clamp, alpha, offset);
       float scaled = load(grad, row * width + i, (int)kind);
       const float g = e.a * e.s;
       sum += (double)(scaled * g * e.b);
@@ -74,7 +79,7 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
       db = e.b_free ? scaled * g : 0.f;
     }
     store(dh, at, (int)out_kind, da);
-    store(dh, at + width, (int)out_kind, db);
+    if (HALVES == 2) store(dh, at + width, (int)out_kind, db);
   }
   sum = block_reduce(sum, partial, [](double a, double b) { return a + b; });
   if (dprobs && threadIdx.x == 0) store(dprobs, row, (int)dprobs_kind, sum);
@@ -103,19 +108,19 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
   if (whole && (!last || row < *last)) {
-    const i64 from = at + row * vectors;
+    const i64 from = at + (HALVES - 1) * row * vectors;
     Eight<KIND> a[2], b[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       a[u] = load_eight<KIND>(h, from + u * lanes);
-      b[u] = load_eight<KIND>(h, from + u * lanes + vectors);
+      if (HALVES == 2) b[u] = load_eight<KIND>(h, from + u * lanes + vectors);
     }
     if (probs) prob = load(probs, row, (int)probs_kind);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       Gates g;
       floats<KIND>(a[u], g.a);
-      floats<KIND>(b[u], g.b);
+      if (HALVES == 2) floats<KIND>(b[u], g.b);
       gates(g, act);
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
@@ -125,7 +130,8 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
 }
 
 // What: y, quantised by blocks of 128 (mx: 32) of a row; zeros past *last.
-// Shapes: h [rows, 2 width] = (a | b), width a multiple of the block; codes [rows, width], scales [rows,
+// Shapes: h [rows, 2 width] = (a | b), or [rows, width], width a multiple of the block; codes [rows, width],
+// scales [rows,
 //   width / block]. `vectors`: width / 8.
 // Bytes: h read once, codes and scales written once.
 // Launch: blocks of 64 threads, a thread sixteen values of a and of b. (With 256 threads 24,576 x 1408
@@ -170,7 +176,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
   const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
   double sum = 0.0;
   for (i64 first = 0; first < vectors; first += 64) {
-    const i64 at = vector_of(first, lane, MX), half = row * 2 * vectors + at;
+    const i64 at = vector_of(first, lane, MX), half = row * HALVES * vectors + at;
     const bool whole = at + lanes < vectors;
     float da[2][8], db[2][8];
 #pragma unroll
@@ -180,7 +186,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         a[u] = load_eight<KIND>(h, half + u * lanes);
-        b[u] = load_eight<KIND>(h, half + u * lanes + vectors);
+        if (HALVES == 2) b[u] = load_eight<KIND>(h, half + u * lanes + vectors);
         up[u] = load_eight<KIND>(grad, row * vectors + at + u * lanes);
       }
 #pragma unroll
@@ -188,7 +194,7 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
     }
     if (first + 64 >= vectors) pdl_launch_dependents();
 #pragma unroll
-    for (int u = 0; u < 2; ++u)
+    for (int u = 0; u < HALVES; ++u)
       put(u ? db[0] : da[0], u ? db[1] : da[1], prob, half + u * vectors, whole, row, u, first);
   }
   if (!dprobs) return;
@@ -204,16 +210,15 @@ struct RowScales {
     const u32 lane = threadIdx.x % 32, turn = (u32)first / 64 % 4;
     const u32 theirs = __shfl_sync(0xffffffffu, scale, lane % 4 * 8);
     if (lane / 4 == 4 * half + turn) kept = theirs;
-    if (half == 0 || (turn < 3 && first + 64 < vectors)) return;
+    if (half < HALVES - 1 || (turn < 3 && first + 64 < vectors)) return;
     const i64 blocks = vectors / 16, block = first / 256 * 16 + lane % 16;
-    if (block < blocks) scales[(2 * row + lane / 16) * blocks + block] = kept;
+    if (block < blocks && lane / 16 < HALVES) scales[(HALVES * row + lane / 16) * blocks + block] = kept;
   }
 };
 
 // What: dh, each half quantised by its own blocks, and dprobs; zeros past *last.
-// Shapes: grad [rows, width], h and dh [rows, 2 width], dprobs [rows] float32 or null. `vectors`: width / 8.
-// Bytes: grad and h read once, codes and scales written once.
-// Launch: a warp a row.
+// Shapes: grad [rows, width], h and dh [rows, HALVES width], dprobs [rows] float32 or null. `vectors`: width
+// / 8. Bytes: grad and h read once, codes and scales written once. Launch: a warp a row.
 extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
                                                   : ACT == SWIGLU ? 6
                                                                   : 5)
@@ -277,8 +282,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   auto fetch = [&](u32 turn) {
     if (turns.has(turn)) {
       const u8* x = (const u8*)h + turns.place(turn).column * (TILE * size);
-      fetch_tile<size, MX>(in, turns.place(turn), last, x, (u32)width * 2 * size);
-      fetch_tile<size, MX>(in + table, turns.place(turn), last, x + width * size, (u32)width * 2 * size);
+      fetch_tile<size, MX>(in, turns.place(turn), last, x, (u32)width * HALVES * size);
+      if (HALVES == 2)
+        fetch_tile<size, MX>(in + table, turns.place(turn), last, x + width * size, (u32)width * 2 * size);
     }
     copy_async_commit();
   };
@@ -305,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         four_of<KIND>(mine + (i + k) * (TILE * size), g.a + 4 * k);
-        four_of<KIND>(mine + (i + k) * (TILE * size) + table, g.b + 4 * k);
+        if (HALVES == 2) four_of<KIND>(mine + (i + k) * (TILE * size) + table, g.b + 4 * k);
       }
       near = quick_gates(g, act) && near;
 #pragma unroll

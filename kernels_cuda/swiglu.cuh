@@ -5,9 +5,11 @@
 #define SWIGLU 0
 #define GEGLU 1
 #define GEGLU_TANH 2
+#define RELU2 3  // max(a, 0)^2, without a gate: h is a, and b is 1
 #ifndef ACT
 #define ACT SWIGLU
 #endif
+#define HALVES (ACT == RELU2 ? 1 : 2)  // of h and dh
 
 #ifndef KIND
 #define KIND BF16  // what the fast path reads
@@ -29,17 +31,20 @@ __device__ __forceinline__ float exponent(float a, float alpha) {
 
 // a * ds/da of a gate = a * s.
 __device__ __forceinline__ float slope(float a, float gate, float s, float alpha) {
+  if (ACT == RELU2) return s;
   if (ACT == GEGLU) return (float)((double)a * exp(-0.5 * (double)a * (double)a) / ROOT_PI);
   if (ACT == GEGLU_TANH) alpha = (float)LINE + (float)(3 * CUBE) * (a * a);
   return alpha * gate * (1.f - s);
 }
 
 __device__ __forceinline__ double wide_weight(double a, double alpha) {
+  if (ACT == RELU2) return a;
   if (ACT == GEGLU) return 0.5 * erfc(-a * HALF_ROOT);
   return 1.0 / (1.0 + exp(-(ACT == GEGLU_TANH ? a * (LINE + CUBE * (a * a)) : alpha * a)));
 }
 
 __device__ __forceinline__ double wide_slope(double a, double s, double alpha) {
+  if (ACT == RELU2) return s;
   if (ACT == GEGLU) return a * exp(-0.5 * a * a) / ROOT_PI;
   return (ACT == GEGLU_TANH ? LINE + 3 * CUBE * (a * a) : alpha) * a * s * (1.0 - s);
 }
@@ -51,6 +56,12 @@ struct Element {
 
 __device__ __forceinline__ Element element(float a, float b, float clamp, float alpha, float offset) {
   Element e;
+  if (ACT == RELU2) {
+    e.a = e.s = a < 0.f ? 0.f : a;
+    e.b = 1.f;
+    e.a_free = e.b_free = true;
+    return e;
+  }
   e.a_free = !(a > clamp);
   e.b_free = !(fabsf(b) > clamp);
   if (a > clamp) a = clamp;
@@ -96,6 +107,7 @@ __device__ __forceinline__ float far_sigmoid(float x) {
 __device__ __forceinline__ float quick_normal(float x) { return 0.5f * erfcf(-(float)HALF_ROOT * x); }
 
 __device__ __forceinline__ float quick_slope(float a, float gate, float s) {
+  if (ACT == RELU2) return s;
   if (ACT == GEGLU) return a * (exp2_approx(a * a * (-0.5f * LOG2E)) * (float)(1 / ROOT_PI));
   return slope(a, gate, s, 1.f);
 }
@@ -114,6 +126,11 @@ struct Gates {
 // Whether all are near enough for the quick sigmoid.
 __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   g.free = 0xffffu;
+  if (ACT == RELU2) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) g.a[i] = g.s[i] = g.a[i] < 0.f ? 0.f : g.a[i], g.b[i] = 1.f;
+    return true;
+  }
   if (!BARE) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -156,7 +173,7 @@ __device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eig
   Gates g;
   float grads[8], part = 0.f;
   floats<FROM>(a, g.a);
-  floats<FROM>(b, g.b);
+  if (HALVES == 2) floats<FROM>(b, g.b);
   floats<FROM>(up, grads);
   gates(g, act);
 #pragma unroll

@@ -43,10 +43,10 @@ def transposed_configuration(rows: int, width: int) -> Configuration:
 
 
 def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
-    if not _by_vectors(h, out):
+    if not _by_vectors(h, activation, out):
         _forward(h, probs, activation, None, out)
         return
-    rows, vectors = h.shape[0], h.shape[1] // 16
+    rows, vectors = h.shape[0], out.shape[1] // 8
     launch(
         "swiglu",
         "swiglu_rows",
@@ -64,8 +64,9 @@ def swiglu(h: Any, probs: Any, *, activation: Activation, out: Any) -> None:
 def swiglu_quantize(
     h: Any, probs: Any, *, activation: Activation, expert_offsets: Any, out: QuantTensor | Quantized
 ) -> None:
-    if isinstance(out, QuantTensor) and rows_are_whole(h, h.shape[1] // 2, out):
-        vectors = h.shape[1] // 16
+    rows, width = h.shape[0], activation.width(h.shape[1])
+    if isinstance(out, QuantTensor) and rows_are_whole(h, width, out):
+        vectors = width // 8
         launch(
             "swiglu",
             "swiglu_quantize_rows",
@@ -81,7 +82,6 @@ def swiglu_quantize(
             defines=_variant(h, activation, out),
         )
         return
-    rows, width = h.shape[0], h.shape[1] // 2
     if _is_transposed(out):
         _quantize_transpose(h, probs, activation, expert_offsets, out)
         return
@@ -113,7 +113,7 @@ def swiglu_quantize(
 
 
 def swiglu_backward(grad: Any, h: Any, probs: Any, *, activation: Activation, out: SwigluGrad) -> None:
-    if not _by_vectors(h, out.dh, grad):
+    if not _by_vectors(h, activation, out.dh, grad):
         _backward(grad, h, probs, activation, None, out)
         return
     launch(
@@ -162,11 +162,11 @@ def swiglu_quantize_backward(
 
 
 def _quantize_transpose(h: Any, probs: Any, activation: Activation, offsets: Any, out: Any) -> None:
-    if not _by_blocks(h, h, out):
+    rows, width = h.shape[0], activation.width(h.shape[1])
+    if not _by_blocks(h, width, h, out):
         swiglu_quantize(h, probs, activation=activation, expert_offsets=offsets, out=out.rowwise)
         scaling_aware_transpose(out.rowwise, offsets, target="block", out=out.columnwise)
         return
-    rows, width = h.shape[0], h.shape[1] // 2
     launch(
         "swiglu_transpose",
         "swiglu_quantize_transpose",
@@ -186,12 +186,12 @@ def _quantize_backward_transpose(
     grad: Any, h: Any, probs: Any, activation: Activation, offsets: Any, out: SwigluGrad
 ) -> None:
     dh: Any = out.dh
-    if not _by_blocks(h, grad, dh):
+    rows, width = grad.shape
+    if not _by_blocks(h, width, grad, dh):
         rowwise = replace(out, dh=dh.rowwise)
         swiglu_quantize_backward(grad, h, probs, activation=activation, expert_offsets=offsets, out=rowwise)
         scaling_aware_transpose(dh.rowwise, offsets, target="block", out=dh.columnwise)
         return
-    rows, width = grad.shape
     tiles = width // TILE
     partial = None if out.dprobs is None else scratch((tiles, rows), np.float64)
     launch(
@@ -220,10 +220,9 @@ def _is_transposed(out: Any) -> bool:
     return isinstance(out, Quantized) and out.columnwise.block == (128, 128)
 
 
-def _by_blocks(h: Any, grad: Any, out: Quantized) -> bool:
+def _by_blocks(h: Any, width: int, grad: Any, out: Quantized) -> bool:
     """Whether the kernels of 128 x 128 tiles take these."""
-    rows, width = h.shape[0], h.shape[1] // 2
-    whole = rows % TILE == 0 and width % TILE == 0
+    whole = h.shape[0] % TILE == 0 and width % TILE == 0
     return whole and all(a.ptr % 16 == 0 for a in (h, grad, out.rowwise.data, out.columnwise.data))
 
 
@@ -272,10 +271,10 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
     )
 
 
-def _by_vectors(h: Any, *others: Any) -> bool:
+def _by_vectors(h: Any, activation: Activation, *others: Any) -> bool:
     """Whether the fast path takes these. In float32 its sigmoid's 2^-20 would show, in 16 bits not."""
     sixteen = h.dtype.itemsize == 2
-    return sixteen and h.shape[1] % (2 * TILE) == 0 and all(a.ptr % 16 == 0 for a in (h, *others))
+    return sixteen and activation.width(h.shape[1]) % TILE == 0 and all(a.ptr % 16 == 0 for a in (h, *others))
 
 
 def _variant(h: Any, activation: Activation, out: QuantTensor) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 ro
   }
 }
 
-// What: y [rows, width] of h [rows, 2 width], quantised by (1, 128): row_codes [rows, width], row_scales
+// What: y [rows, width] of h [rows, HALVES width], quantised by (1, 128): row_codes [rows, width], row_scales
 // [rows,
 //   width / 128]; and transposed: codes [width, rows], scales [width / 128, rows / 128]. Zeros from the last
 //   of `offsets` on, where the transposed codes are not written; offsets are multiples of 128.
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 #pragma unroll 1
   for (u32 step = 0; step < 4; ++step) {
     const u32 inside = row_of_step(step);
-    const i64 row = (i64)tile_row * TILE + inside, at = row * 2 * vectors + column * 16 + j;
+    const i64 row = (i64)tile_row * TILE + inside, at = row * HALVES * vectors + column * 16 + j;
     float y[2][8], prob = 1.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
@@ -105,14 +105,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         a[u] = load_eight<KIND>(h, at + 8 * u);
-        b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
+        if (HALVES == 2) b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
       }
       if (probs) prob = load(probs, row, (int)probs_kind);
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         Gates g;
         floats<KIND>(a[u], g.a);
-        floats<KIND>(b[u], g.b);
+        if (HALVES == 2) floats<KIND>(b[u], g.b);
         gates(g, act);
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
@@ -126,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
               {rows, width, rows / TILE, codes, scales, true});
 }
 
-// What: the same of dh [rows, 2 width], a tile of each half by a block; partial [width / 128, rows] float64,
+// What: the same of dh [rows, HALVES width], a tile of each half by a block; partial [width / 128, rows]
+// float64,
 //   what each tile adds to dprobs, or null.
 // Bytes: grad and h read once, both codes written once, and 8 bytes a row and tile.
 // Why: 139,264 x 768 takes 314 us, the row-wise kernel and the transpose one after the other 358; 67,584 x
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
                                        float offset, i64 rows, i64 width, u8* row_codes, u32* row_scales,
                                        u8* codes, float* scales, double* partial) {
   pdl_wait();
-  __shared__ Made made[2];
+  __shared__ Made made[HALVES];
   const Activation act = {clamp, alpha, offset};
   const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
             column = blockIdx.x - tile_row * across;
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
 #pragma unroll 1
   for (u32 step = 0; step < 4; ++step) {
     const u32 inside = row_of_step(step);
-    const i64 row = (i64)tile_row * TILE + inside, at = row * 2 * vectors + column * 16 + j;
+    const i64 row = (i64)tile_row * TILE + inside, at = row * HALVES * vectors + column * 16 + j;
     const bool real = row < last;
     const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
     double sum = 0.0;
@@ -160,15 +161,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         a[u] = load_eight<KIND>(h, at + 8 * u);
-        b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
+        if (HALVES == 2) b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
         up[u] = load_eight<KIND>(grad, row * vectors + column * 16 + j + 8 * u);
       }
 #pragma unroll
       for (int u = 0; u < 2; ++u) sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
     }
-    u32* scale_to = row_scales + row * 2 * across + column;
+    u32* scale_to = row_scales + row * HALVES * across + column;
     make_block(da[0], da[1], prob, inside, scale_to, made[0]);
-    make_block(db[0], db[1], prob, inside, scale_to + across, made[1]);
+    if (HALVES == 2) make_block(db[0], db[1], prob, inside, scale_to + across, made[HALVES - 1]);
     if (!partial) continue;
 #pragma unroll
     for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
@@ -176,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
   }
   pdl_launch_dependents();
   __syncthreads();
-  write_tiles(made, 2, tile_row, column, across, offsets, experts, row_codes,
-              {rows, 2 * width, rows / TILE, codes, scales, true});
+  write_tiles(made, HALVES, tile_row, column, across, offsets, experts, row_codes,
+              {rows, HALVES * width, rows / TILE, codes, scales, true});
 }
 
 // dprobs [rows]: sums of the tiles' parts, in their order.

@@ -189,12 +189,12 @@ def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
     """Both ways from one pass are, bit for bit, the row-wise codes and their transpose, of rows of zeros, of
     NaN and of scales far apart, too."""
     rng = generator()
-    width = 384
-    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
+    width, columns = 384, activation.columns(384)
+    h, grad = rng.standard_normal((rows, columns)) * 4, rng.standard_normal((rows, width))
     h[rng.random(h.shape) < 0.01] *= 100
     grad[rng.random(rows) < 0.2] *= 2.0 ** rng.integers(-60, 20)
     h[rng.random(rows) < 0.1] = 0
-    h[rng.integers(0, rows, 2), rng.integers(0, 2 * width, 2)] = np.nan, np.inf
+    h[rng.integers(0, rows, 2), rng.integers(0, columns, 2)] = np.nan, np.inf
     h[: rows // 4, :128] = 0  # tiles of zeros only
     with np.errstate(over="ignore"):
         h, grad = h.astype(dtype), grad.astype(dtype)
@@ -289,9 +289,9 @@ def unquantised(both, dtype, rows, width, activation, with_probs):
     """A backend's values and gradients in 16 bits, `both` giving the reference's and them, of NaN, infinities
     and far values too. Its sigmoid may be 2^-20 off, and some rounding errors of float32 come with it."""
     rng = generator()
-    h, grad = rng.standard_normal((rows, 2 * width)) * 4, rng.standard_normal((rows, width))
+    h, grad = rng.standard_normal((rows, activation.columns(width))) * 4, rng.standard_normal((rows, width))
     h[rng.random(h.shape) < 0.01] *= 100  # up to some 1600
-    h[0, :3], h[0, width] = (np.nan, -np.inf, np.inf), np.nan
+    h[0, :3], h[0, -width] = (np.nan, -np.inf, np.inf), np.nan
     h, grad = h.astype(dtype), grad.astype(dtype)
     probs = rng.random(rows).astype(np.float32) if with_probs else None
     given = (h, probs) if with_probs else (h,)
@@ -302,9 +302,10 @@ def unquantised(both, dtype, rows, width, activation, with_probs):
     ours, theirs = both(fp8moe.swiglu_backward, grad, *given, activation=activation)
     # where da = grad p b (s + g (1 - s)) nearly cancels, 2^-20 is of its terms, which are up to 1 + |alpha a|
     bare = np.where(np.isfinite(h), h, 0).astype(np.float64)
-    a, b = np.abs(bare[:, :width]), np.abs(bare[:, width:]) + 1
+    a, b = np.abs(bare[:, :width]), np.abs(bare[:, -width:]) + 1  # relu2: a b is more than its a^2
     terms = np.abs(grad.astype(np.float64)) * b * (1 + 2 * a)
-    same_but_for(ours.dh, theirs.dh, digits, tiny + 2.0**-18 * np.concatenate([terms, terms], axis=1))
+    terms = np.concatenate([terms] * (1 + activation.gated), axis=1)
+    same_but_for(ours.dh, theirs.dh, digits, tiny + 2.0**-18 * terms)
     assert (ours.dprobs is None) == (theirs.dprobs is None) == (not with_probs)
     if with_probs:
         assert np.isnan(ours.dprobs[0])

@@ -179,6 +179,7 @@ ACTIVATIONS = (
     Activation("geglu"),
     Activation("geglu_tanh"),
     Activation("geglu", clamp=0.5, linear_offset=1.0),
+    Activation("relu2"),
 )
 
 

@@ -94,6 +94,9 @@ def stored(scales, mx):
 
 
 def torch_swiglu(h, probs, activation):
+    if activation.kind == "relu2":
+        y = torch.relu(h).square()
+        return y if probs is None else y * probs[:, None]
     a, b = h.chunk(2, dim=-1)
     if activation.clamp is not None:
         a, b = a.clamp(max=activation.clamp), b.clamp(-activation.clamp, activation.clamp)

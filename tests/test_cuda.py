@@ -418,7 +418,13 @@ def test_permute_transpose_and_checked_scales(monkeypatch):
         fp8moe.scaling_aware_transpose(upload(bad))
 
 
-ACTIVATIONS = (Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", clamp=7.0))
+ACTIVATIONS = (
+    Activation(),
+    GPT_OSS,
+    Activation("geglu"),
+    Activation("geglu_tanh", clamp=7.0),
+    Activation("relu2"),
+)
 
 
 @given(
@@ -431,7 +437,7 @@ ACTIVATIONS = (Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tan
 @settings(max_examples=25)
 def test_swiglu(rows, block, activation, dtype, seed):
     rng = np.random.default_rng(seed)
-    h = values(rng, (rows, 256)).clip(-30, 30).astype(dtype)
+    h = values(rng, (rows, activation.columns(128))).clip(-30, 30).astype(dtype)
     grad, probs = values(rng, (rows, 128)).clip(-30, 30).astype(dtype), rng.random(rows).astype(np.float32)
     # Two float64 exponentials may differ in their last bit, so a float32 sigmoid in some 10^8 may: one code
     # beside, and with it a scale when it is the block's largest. Seen here: none.
@@ -448,7 +454,7 @@ def test_swiglu(rows, block, activation, dtype, seed):
     assert_close((ours.dh, theirs.dh), 2.0**-7)
     # as in `unquantised`, of the magnitudes that are summed, which may cancel; float32's sigmoid is the
     # reference's, and a product errs by a few roundings
-    a, b = np.abs(h.astype(np.float64)).reshape(rows, 2, 128).transpose(1, 0, 2)
+    a, b = np.abs(h.astype(np.float64))[:, :128], np.abs(h.astype(np.float64))[:, -128:]  # relu2: both are h
     terms = (np.abs(grad.astype(np.float64)) * a * (b + 1)).sum(axis=1)
     bound = 2.0**-20 if dtype == np.float32 else 2.0**-18
     assert (np.abs(ours.dprobs.astype(np.float64) - theirs.dprobs) <= bound * terms).all()
@@ -474,7 +480,11 @@ def swiglu_in_float64(h, probs, activation, grad=None):
     arguments of -a / sqrt(2) and -a^2 / 2 with two roundings each, and answer with a^2 times their relative
     error.
     """
-    h, width = h.astype(np.float64), h.shape[1] // 2
+    h, width = h.astype(np.float64), activation.width(h.shape[1])
+    if activation.kind == "relu2":  # products of factors that are exact
+        a, p = np.maximum(h, 0), probs.astype(np.float64)[:, None]
+        y = a * a * p if grad is None else grad.astype(np.float64) * p * 2 * a
+        return y, np.abs(y) * 2.0**-20 + UNDERFLOW
     a, b = h[:, :width], h[:, width:]
     limit = np.inf if activation.clamp is None else activation.clamp
     alpha, kind = activation.alpha, activation.kind
@@ -545,7 +555,7 @@ def assert_rounded(q, exact, error):
 def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype, seed):
     rng = np.random.default_rng(seed)
     # seven standard deviations of 4: from -28 to 28, and a few far out, where the exponential runs over
-    h = (rng.standard_normal((rows, 2 * width)) * 4).astype(dtype)
+    h = (rng.standard_normal((rows, activation.columns(width))) * 4).astype(dtype)
     h[rng.random(h.shape) < 0.01] = -75
     grad, probs = rng.standard_normal((rows, width)).astype(dtype), rng.random(rows).astype(np.float32)
     options = {"fmt": fmt, "block": block, "activation": activation}

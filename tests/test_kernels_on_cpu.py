@@ -45,7 +45,7 @@ grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = generator()
-ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0)
+ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0), Activation("relu2")
 
 
 def both(function, *arguments, architecture="sm_90a", **options):
@@ -237,7 +237,7 @@ def test_transpose_to_blocks(fmt, columns):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 def test_swiglu(activation, block):
-    h = RNG.standard_normal((140, 256)) * 4
+    h = RNG.standard_normal((140, activation.columns(128))) * 4
     h[RNG.random(h.shape) < 0.01] *= 100  # far from where the quick sigmoid serves
     h = h.astype(BF16)
     grad, probs = RNG.standard_normal((140, 128)).astype(BF16), RNG.random(140).astype(np.float32)
@@ -281,6 +281,7 @@ def test_swiglu_unquantised(dtype, width, activation, with_probs):
         (BF16, "e4m3", Activation(), 512),
         (BF16, "e5m2", GPT_OSS, 512),
         (np.float32, "e4m3", Activation("geglu"), 512),
+        (BF16, "e4m3", Activation("relu2"), 512),
         (BF16, "e4m3", Activation(), 520),  # rows that do not fill tiles: two launches
     ],
 )

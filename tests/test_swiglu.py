@@ -27,7 +27,7 @@ reference = importlib.import_module("fp8moe.reference.swiglu")
 )
 def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed):
     rng = np.random.default_rng(seed)
-    h = values(rng, (rows, 2 * width)).clip(-60, 60).astype(dtype)
+    h = values(rng, (rows, activation.columns(width))).clip(-60, 60).astype(dtype)
     probs = rng.random(rows).astype(np.float32) if with_probs else None
     exact = torch_swiglu(
         torch.from_numpy(h.astype(np.float64)),
@@ -40,7 +40,7 @@ def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed)
     # + 1 cancels, 2^-24 of the operands. sigmoid's argument is rounded too: 2^-24 * |alpha a| (1 - s), and
     # that of GELU by tanh three times more, z times 2^-24 each, z = a (1.6 + 0.0714 a^2) and past 20 nothing.
     a = np.abs(h[:, :width].astype(np.float64))
-    operand = 1 + np.abs(h[:, width:].astype(np.float64))
+    operand = 1 + np.abs(h[:, -width:].astype(np.float64))
     z = 2 * a + 0.3 * a**3 * (activation.kind == "geglu_tanh")
     shifted = activation.linear_offset != 0
     float32 = np.abs(exact) * 2.0**-24 * (6 + z) + a * operand * 2.0**-23 * shifted
@@ -57,7 +57,7 @@ def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed)
 )
 def test_backward_matches_torch_autograd(rows, width, activation, with_probs, seed):
     rng = np.random.default_rng(seed)
-    h = torch.tensor(rng.standard_normal((rows, 2 * width)) * 3, requires_grad=True)
+    h = torch.tensor(rng.standard_normal((rows, activation.columns(width))) * 3, requires_grad=True)
     probs = torch.tensor(rng.random(rows), requires_grad=True) if with_probs else None
     grad = rng.standard_normal((rows, width))
     torch_swiglu(h, probs, activation=activation).backward(torch.tensor(grad))
@@ -87,7 +87,7 @@ def test_backward_matches_torch_autograd(rows, width, activation, with_probs, se
 )
 def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block, fmt, activation, seed):
     rng = np.random.default_rng(seed)
-    h = values(rng, (rows, 2 * width)).clip(-30, 30).astype(BF16)
+    h = values(rng, (rows, activation.columns(width))).clip(-30, 30).astype(BF16)
     probs, grad = rng.random(rows).astype(np.float32), values(rng, (rows, width), BF16)
     both = fp8moe.swiglu_quantize(h, probs, fmt=fmt, block=block, columnwise=True, activation=activation)
     y = fp8moe.swiglu(h.astype(np.float32), probs, activation=activation)
@@ -103,7 +103,7 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
     plain = fp8moe.swiglu_backward(
         grad.astype(np.float32), h.astype(np.float32), probs, activation=activation
     )
-    for half in (slice(0, width), slice(width, 2 * width)):  # each half on its own
+    for half in (slice(0, width), slice(width, 2 * width))[: 1 + activation.gated]:  # each half on its own
         codes, _ = quantized(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
         assert same_bits(got.dh.rowwise.data[:, half], codes)
     assert same_bits(got.dprobs, plain.dprobs)
@@ -142,7 +142,7 @@ def test_half_blocks_are_refused():
 )
 def test_compiled_forms_equal_the_plain_ones(rows, width, activation, with_probs, seed):
     rng = np.random.default_rng(seed)
-    h = values(rng, (rows, 2 * width), awkward=True)
+    h = values(rng, (rows, activation.columns(width)), awkward=True)
     probs = rng.random(rows).astype(np.float32) if with_probs else None
     grad = values(rng, (rows, width), awkward=True)
     act = activation
@@ -172,6 +172,13 @@ def test_gradients_that_overflow_are_infinite():
     ("given", "kind", "words"),
     [
         ({"kind": "reglu"}, ValueError, "kind: got 'reglu'; wanted one of 'swiglu', 'geglu', 'geglu_tanh'"),
+        (
+            {"kind": "relu2", "clamp": 7.0},
+            ValueError,
+            "clamp: got 7.0 with kind='relu2'; wanted a gated kind",
+        ),
+        ({"kind": "relu2", "linear_offset": 1}, ValueError, "linear_offset: got 1.0 with kind='relu2'"),
+        ({"kind": "quick_geglu", "alpha": 2.0}, ValueError, "alpha: got 2.0 with kind='quick_geglu'"),
         ({"clamp": -1.0}, ValueError, "clamp: got -1.0"),
         ({"clamp": True}, TypeError, "clamp: got bool"),
         ({"alpha": "1"}, TypeError, "alpha: got str"),
@@ -183,6 +190,21 @@ def test_gradients_that_overflow_are_infinite():
 def test_no_such_activation(given, kind, words):
     with pytest.raises(kind, match=words):
         Activation(**given)
+
+
+def test_quick_geglu_is_swiglu_with_an_alpha():
+    assert Activation("quick_geglu", clamp=7.0) == Activation(alpha=1.702, clamp=7.0)
+
+
+def test_relu2_of_awkward_numbers():
+    """Without a gate: infinities, NaN and what overflows, as torch has them."""
+    h = np.array([[-np.inf, np.inf, np.nan, -0.0, 3e38, -1e-40, 1e-30, -2.0, 3.0]], np.float32)
+    x = torch.tensor(h, requires_grad=True)
+    y = torch_swiglu(x, None, Activation("relu2"))
+    y.sum().backward()
+    np.testing.assert_array_equal(fp8moe.swiglu(h, activation=Activation("relu2")), y.detach())
+    g = fp8moe.swiglu_backward(np.ones_like(h), h, activation=Activation("relu2"))
+    np.testing.assert_array_equal(g.dh, x.grad)
 
 
 @pytest.mark.parametrize("kind", ["geglu", "geglu_tanh"])

@@ -106,6 +106,49 @@ def test_one_frozen_half():
     assert not w1.main_grad.any()
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_frozen_padded_weights(apart):
+    """As LoRA elsewhere has them: x's gradient alone."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    given = (w1, w3) if apart else torch.cat((w1, w3), dim=1)
+    _, wanted, *_ = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)
+    _, found = results(lambda x: moe_experts(x, given, w2, ids, probs), [x], dy)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_without_a_gate(recipe):
+    """Squared ReLU, biased or not, against the same in float64; compiled the same bits."""
+    x, w13, _, w2, ids, probs, dy = problem()
+    dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
+    activation, biases = Activation("relu2"), [torch.randn(E, F), torch.randn(E, H)]
+    for added in ([], biases):
+        leaves = [x, w13.to(dtype), w2.to(dtype), probs, *(b.to(dtype) for b in added)]
+
+        def ours(x, w13, w2, probs, bias13=None, bias2=None):
+            how = {"recipe": recipe, "activation": activation, "bias13": bias13, "bias2": bias2}
+            return moe_experts(x, w13, w2, ids, probs, **how)
+
+        def exact(x, w13, w2, probs, bias13=0.0, bias2=0.0):
+            h = torch.einsum("th,enh->ten", x, w13) + bias13
+            every = torch.einsum("tef,ehf->teh", torch.relu(h).square(), w2) + bias2
+            shares = torch.where(ids >= 0, probs, 0)[..., None]
+            return (torch.take_along_dim(every, ids.clamp(min=0)[..., None], 1) * shares).sum(1)
+
+        found = results(ours, leaves, dy)
+        for one, true in zip(found, results(exact, [t.double() for t in leaves], dy.double()), strict=True):
+            # as with biases; the square doubles an operand's error
+            bound = 20 * 2.0**-9 if recipe == "bf16" else 0.2
+            assert (one - true).norm() <= bound * true.norm()
+        torch.compiler.reset()
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        for a, b in zip(results(compiled, leaves, dy), found, strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="w13: got two; wanted one of"):
+        moe_experts(x, (w13, w13), w2, ids, probs, activation=activation)
+
+
 def test_transposed_weights_are_read_as_they_lie(monkeypatch):
     x, w1, w3, w2, ids, probs, dy = problem()
     weights = torch.cat((w1, w3), dim=1), w2

@@ -235,6 +235,21 @@ def test_any_width(recipe, mode, main_grad):
             assert layer.fp8_weight_nbytes > 0
 
 
+def test_experts_without_a_gate():
+    layer = module(activation=Activation("relu2"))
+    assert layer.w13.shape == (EXPERTS, FFN, HIDDEN)
+    x = tokens()
+    y = backward(layer, x)
+    other = x.detach().clone().requires_grad_()
+    ids, probs = (t.detach() for t in layer.route(other))
+    weights = [w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2)]
+    z = torch_ops.moe_experts(other, *weights, ids, probs, activation=layer.activation)
+    g = torch.Generator().manual_seed(2)
+    z.backward(torch.randn(z.shape, generator=g).to(z.dtype))
+    for a, b in ((y, z), (layer.w13.grad, weights[0].grad), (layer.w2.grad, weights[1].grad)):
+        assert torch.equal(a, b)
+
+
 def test_layers_share_compiled_code():
     torch.compiler.reset()
     layers = [module(), copy.deepcopy(module())]

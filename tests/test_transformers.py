@@ -50,7 +50,6 @@ def expert_classes():
 
 REFUSED = {
     "MuseSparkExperts": "a norm after each expert",
-    "NemotronHExperts": "experts without a gate",
     "Inkling2Experts": "a gate .Inkling2SoftcappedSwiGLU. that",
 }
 
@@ -105,11 +104,11 @@ def test_every_class(module, name):
         assert (found - true).norm() <= FP8_NOISE * true.norm()
 
 
-def test_at_least_62_classes_are_supported():
+def test_at_least_63_classes_are_supported():
     classes = {name: module for module, name in expert_classes()}
     assert set(REFUSED) <= set(classes)
     supported = [n for n, module in classes.items() if not validation_error(experts_of(module, n))]
-    assert len(supported) >= 62, sorted(set(classes) - set(supported))
+    assert len(supported) >= 63, sorted(set(classes) - set(supported))
 
 
 QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts"
@@ -128,6 +127,13 @@ def test_the_activation_is_the_configured_one(act):
 def test_other_activations_are_refused_by_name(act):
     experts = experts_of(*QWEN, hidden_act=act, _experts_implementation=FP8)
     with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts: got a gate \(\w+\) that is none"):
+        experts(*routed()[:3])
+
+
+def test_experts_without_a_gate_of_another_activation():
+    where = "transformers.models.nemotron_h.modeling_nemotron_h"
+    experts = experts_of(where, "NemotronHExperts", mlp_hidden_act="silu", _experts_implementation=FP8)
+    with pytest.raises(NotImplementedError, match=r"NemotronHExperts: got experts without a gate \(SiLU"):
         experts(*routed()[:3])
 
 

@@ -9,6 +9,8 @@ one value in 10^8; an implementation with another exponential differs from it by
 
 The derivative of a' * s is s + slope, slope = a' * ds/da': z' * (a' * s) * (1 - s), and a' * phi(a') for
 "geglu", with the normal distribution's density phi.
+
+"relu2" has no gate: h is a, a' = s = max(a, 0), b' = 1, and slope = s.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def swiglu_quantize(
     expert_offsets: np.ndarray | None,
     out: QuantTensor | Quantized,
 ) -> None:
-    y = np.zeros((len(h), h.shape[1] // 2), np.float32)
+    y = np.zeros((len(h), activation.width(h.shape[1])), np.float32)
     real = slice(0, _rows_of(expert_offsets, len(h)))
     y[real] = forward(h[real], _part(probs, real), activation)
     _quantize(y, expert_offsets, out)
@@ -101,7 +103,7 @@ def forward(h: np.ndarray, probs: np.ndarray | None, activation: Activation) -> 
     if h.dtype == np.float64:
         return forward_plain(h, probs, activation)
     h = to_f32(h)
-    y = np.empty((len(h), h.shape[1] // 2), np.float32)
+    y = np.empty((len(h), activation.width(h.shape[1])), np.float32)
     split_rows(_forward_loop, len(h), h, _weights(probs), *_constants(activation), y, work=h.size)
     return y
 
@@ -122,7 +124,7 @@ def backward(
 @quietly
 def forward_plain(h: np.ndarray, probs: np.ndarray | None, activation: Activation) -> np.ndarray:
     wide = _wide(h)
-    a, b = _clamped(*_halves(h), activation)
+    a, b = _clamped(*_halves(h, activation), activation)
     y = a * _weight(a, activation, wide) * b
     return y if probs is None else y * probs.astype(wide)[:, None]
 
@@ -134,7 +136,7 @@ def backward_plain(
     """With g = a' * s: da = grad * prob * b' * (s + slope), db = grad * prob * g, each zero where the clamp
     holds; dprob = sum of grad * g * b', summed in float64."""
     wide = _wide(h)
-    raw_a, raw_b = _halves(h)
+    raw_a, raw_b = _halves(h, activation)
     a, b = _clamped(raw_a, raw_b, activation)
     grad = grad if grad.dtype == wide else to_f32(grad)
     s = _weight(a, activation, wide)
@@ -147,19 +149,23 @@ def backward_plain(
         da = np.where(raw_a > limit, wide.type(0), da)
         db = np.where(np.abs(raw_b) > limit, wide.type(0), db)
     dprobs = None if probs is None else (grad * g * b).sum(axis=1, dtype=np.float64)
-    return np.concatenate([da, db], axis=1), dprobs
+    return np.concatenate([da, db], axis=1) if activation.gated else da, dprobs
 
 
 def _wide(h: np.ndarray) -> np.dtype:
     return np.dtype(np.float64 if h.dtype == np.float64 else np.float32)
 
 
-def _halves(h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _halves(h: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray]:
     values, width = h if h.dtype == np.float64 else to_f32(h), h.shape[1] // 2
+    if not activation.gated:
+        return values, np.ones((), values.dtype)
     return values[:, :width], values[:, width:]
 
 
 def _clamped(a: np.ndarray, b: np.ndarray, activation: Activation) -> tuple[np.ndarray, np.ndarray]:
+    if activation.kind == "relu2":
+        a = np.where(a < 0, a.dtype.type(0), a)
     if activation.clamp is not None:
         limit = a.dtype.type(activation.clamp)
         a, b = np.minimum(a, limit), np.clip(b, -limit, limit)
@@ -174,6 +180,8 @@ CUBE = LINE * 0.044715
 
 def _weight(a: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray:
     """s of the gates."""
+    if activation.kind == "relu2":
+        return a
     if activation.kind == "geglu":
         return _erfc(-a.astype(np.float64) * math.sqrt(0.5)).astype(wide) / wide.type(2)
     if activation.kind == "geglu_tanh":
@@ -184,6 +192,8 @@ def _weight(a: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray
 
 
 def _slope(a: np.ndarray, g: np.ndarray, s: np.ndarray, activation: Activation, wide: np.dtype) -> np.ndarray:
+    if activation.kind == "relu2":
+        return s
     if activation.kind == "geglu":
         x = a.astype(np.float64)
         return (x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)).astype(wide)
@@ -211,7 +221,7 @@ def _constants(activation: Activation) -> tuple[Any, ...]:
 
 
 KINDS = get_args(Kind)
-GEGLU, GEGLU_TANH = KINDS.index("geglu"), KINDS.index("geglu_tanh")
+GEGLU, GEGLU_TANH, RELU2 = (KINDS.index(kind) for kind in ("geglu", "geglu_tanh", "relu2"))
 LINE32, CUBE32, SLOPE32 = np.float32(LINE), np.float32(CUBE), np.float32(3 * CUBE)
 HALF_ROOT, ROOT_PI = math.sqrt(0.5), math.sqrt(2 * math.pi)
 
@@ -219,6 +229,9 @@ HALF_ROOT, ROOT_PI = math.sqrt(0.5), math.sqrt(2 * math.pi)
 @compiled
 def _value(a, b, kind, clamp, alpha, offset):  # type: ignore[no-untyped-def]
     """(a', b', s): one element of `_clamped` and `_weight`."""
+    if kind == RELU2:
+        a = np.float32(0) if a < 0 else a
+        return a, np.float32(1), a
     if a > clamp:
         a = clamp
     if b > clamp:
@@ -236,6 +249,8 @@ def _value(a, b, kind, clamp, alpha, offset):  # type: ignore[no-untyped-def]
 @compiled
 def _slope_of(a, g, s, kind, alpha):  # type: ignore[no-untyped-def]
     """One element of `_slope`."""
+    if kind == RELU2:
+        return s
     if kind == GEGLU:
         x = np.float64(a)
         return np.float32(x * math.exp(-x * x / 2) / ROOT_PI)
@@ -246,9 +261,10 @@ def _slope_of(a, g, s, kind, alpha):  # type: ignore[no-untyped-def]
 @compiled
 def _forward_loop(first, last, h, probs, kind, clamp, alpha, offset, y):  # type: ignore[no-untyped-def]
     width = y.shape[1]
+    up = 0 if kind == RELU2 else width  # where b is; without a gate nobody looks at it
     for r in range(first, last):
         for i in range(width):
-            a, b, s = _value(h[r, i], h[r, width + i], kind, clamp, alpha, offset)
+            a, b, s = _value(h[r, i], h[r, up + i], kind, clamp, alpha, offset)
             y[r, i] = a * s * b
         if probs.size:
             for i in range(width):
@@ -260,10 +276,11 @@ def _backward_loop(  # type: ignore[no-untyped-def]
     first, last, grad, h, probs, kind, clamp, alpha, offset, dh, dprobs
 ):
     width = grad.shape[1]
+    up = 0 if kind == RELU2 else width
     for r in range(first, last):
         total = 0.0
         for i in range(width):
-            a, b, s = _value(h[r, i], h[r, width + i], kind, clamp, alpha, offset)
+            a, b, s = _value(h[r, i], h[r, up + i], kind, clamp, alpha, offset)
             g = a * s
             scaled = grad[r, i]
             total += np.float64(scaled * g * b)
@@ -272,5 +289,6 @@ def _backward_loop(  # type: ignore[no-untyped-def]
             da = scaled * b * (s + _slope_of(a, g, s, kind, alpha))
             db = scaled * g
             dh[r, i] = np.float32(0) if h[r, i] > clamp else da
-            dh[r, width + i] = np.float32(0) if abs(h[r, width + i]) > clamp else db
+            if kind != RELU2:
+                dh[r, width + i] = np.float32(0) if abs(h[r, width + i]) > clamp else db
         dprobs[r] = total
