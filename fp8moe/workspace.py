@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe import checks, counters
-from fp8moe.dispatch import NOWHERE, Call, DryRun, launching_on, running, while_capturing
+from fp8moe.dispatch import NOWHERE, Call, DryRun, Running, launching_on, while_capturing
 from fp8moe.interop import NUMPY, load_module, require_cupy
 from fp8moe.launch_plan import Launch, Log, NotPlannable
 from fp8moe.record_trees import arrays_in, map_arrays
@@ -127,7 +127,7 @@ class Layout:
         for i, output in self.aliases.items():
             addresses[i] = addresses[len(self._arguments) + output]
         given = zip(addresses, self._arguments, strict=False)
-        with running(_Placed(self, addresses[len(self._arguments) :], device, stream)):
+        with Running(_Placed(self, addresses[len(self._arguments) :], device, stream)):
             self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given])
 
 
@@ -142,11 +142,8 @@ def _dry_run(
     function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec], device: int
 ) -> tuple[Any, DryRun]:
     call = DryRun(Log([(tuple(a.shape), a.dtype, 0) for a in arguments], device), NUMPY)
-    with counters.trace_only(), running(call):
-        if device == NOWHERE:
-            return function(list(call.log.inputs)), call
-        with while_capturing():  # kernels are loaded
-            return function(list(call.log.inputs)), call
+    with counters.TraceOnly(), Running(call):
+        return function(list(call.log.inputs)), call
 
 
 class _Known:

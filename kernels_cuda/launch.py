@@ -98,8 +98,9 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str):
         module = cupy.cuda.function.Module()
-        module.load(code)
-        self._function = module.get_function(name)  # keeps the module
+        with driver.while_capturing():
+            module.load(code)
+            self._function = module.get_function(name)  # keeps the module
         self.ptr = self._function.ptr
         self.shared = SHARED
         self.parameters: struct.Struct | None = None
@@ -282,10 +283,10 @@ def run_steps(
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
     if x.nbytes:
-        _do_or_log(fill, (value, x.nbytes), [x.ptr], (x,))
+        _do_or_log(fill_memory, (value, x.nbytes), [x.ptr], (x,))
 
 
-def fill(value: int, nbytes: int, address: list[int]) -> None:
+def fill_memory(value: int, nbytes: int, address: list[int]) -> None:
     driver.runtime.memsetAsync(address[0], value, nbytes, _current.place[1])
 
 

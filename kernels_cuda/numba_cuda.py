@@ -10,6 +10,7 @@ Kernels take flat pointers, integers, and named tuples of those, whose fields be
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import inspect
@@ -87,16 +88,16 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         cuda.jit(kernel)[blocks, BLOCK, 0, shared_bytes](*views)
         return
     device = launch.current_device()
-    kinds = tuple(map(kind_of, arguments))
-    loaded = _loaded.get((kernel, kinds, device))
-    if loaded is None:
-        code = cubin(kernel, kinds, driver.architecture(device))
-        loaded = _loaded[kernel, kinds, device] = launch.Kernel(code, kernel.__name__)
+    loaded = load_numba_kernel(kernel, tuple(map(kind_of, arguments)), device)
     parameters = [v for a in arguments for v in (a if isinstance(a, tuple) else (a,))]
     launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, parameters)
 
 
-_loaded: dict[Any, Any] = {}  # by kernel, kinds of its arguments, and device
+@functools.cache
+def load_numba_kernel(kernel: Kernel, kinds: tuple[Kind, ...], device: int) -> Any:
+    with driver.while_capturing():  # assembling PTX may ask the driver
+        code = cubin(kernel, kinds, driver.architecture(device))
+    return launch.Kernel(code, kernel.__name__)
 
 
 def kind_of(argument: Any) -> Kind:

@@ -1,6 +1,8 @@
 """Launch plans: done on any arrays of the same shapes, they do what the first call did; records follow their
 tensors, and calls are told apart by the types of their options."""
 
+import functools
+import sys
 import weakref
 
 import cuda_on_cpu
@@ -11,6 +13,7 @@ from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
 from fp8moe import dispatch, interop
+from fp8moe.benchmarks.calls import Counter
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray
 
@@ -48,9 +51,8 @@ def on_device(monkeypatch):
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
     family, others = TorchOnDevice(), interop.framework_of_type
-    monkeypatch.setattr(
-        interop, "framework_of_type", lambda kind: family if kind is torch.Tensor else others(kind)
-    )
+    framework_of_type = functools.cache(lambda kind: family if kind is torch.Tensor else others(kind))
+    monkeypatch.setattr(interop, "framework_of_type", framework_of_type)
 
 
 def tensor(x):
@@ -335,3 +337,25 @@ def test_a_result_without_memory_is_refused(monkeypatch):
     dispatch.clear_cached_plans()
     with pytest.raises(TypeError, match="a result: got a Tensor without memory"):
         fp8moe.quantize(x)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_calls_of_python_functions_between_user_and_kernel():
+    """Loading kernels apart; what this machine's stand-ins for CUDA call is in the numbers, too."""
+    plan, probs = map_arrays(lambda _, a: torch.tensor(a), A_PLAN), torch.ones(6, 2)
+    counted = []
+    for width in (128, 256, 256):
+        x = torch.tensor(values(RNG, (6, width), np.float32))
+        counter = Counter()
+        sys.setprofile(counter)
+        try:
+            moved = fp8moe.permute(x, plan, probs)
+        finally:
+            sys.setprofile(None)
+        assert same_bits(moved.data.numpy(), fp8moe.permute(x.numpy(), A_PLAN).data)
+        counted.append(counter)
+    loading, first, later = counted
+    print(*(c.row() for c in counted), sep="\n")
+    assert loading.loading_calls > 0 == first.loading_calls
+    assert 0 < len(first.names[: first.last]) <= 180
+    assert 0 < len(later.names[: later.last]) <= 30
