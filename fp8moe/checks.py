@@ -150,8 +150,8 @@ def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
     """One of some blocks, its sizes as Python's integers."""
     if isinstance(value, tuple):
         value = tuple([integer(name, size, 1) for size in value])
-    found: Block = choice(name, value, wanted)
-    return found
+    checked: Block = choice(name, value, wanted)
+    return checked
 
 
 def plan(call: Any, value: Any) -> PermutationPlan:
@@ -199,12 +199,12 @@ def _entries(of: PermutationPlan) -> None:
         _within("plan.slots", slots[used], of.prob_columns - 1, "column {}")
 
 
-def _within(name: str, values: np.ndarray, high: int, what: str, why: str = "") -> None:
+def _within(name: str, values: np.ndarray, high: int, template: str, why: str = "") -> None:
     if not values.size:
         return
     low, top = int(values.min()), int(values.max())
     if low < 0 or top > high:
-        wrong = what.format(low if low < 0 else top)
+        wrong = template.format(low if low < 0 else top)
         raise ValueError(f"{name}: got {wrong}; wanted 0 to {high}{why}")
 
 
@@ -251,10 +251,10 @@ def quant_tensor(
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
     """With FP8MOE_CHECK=1: ids of experts that there are, num_experts, or negative."""
-    known = call.values(ids) if LOOK_AT_VALUES else None
-    if known is not None and known.max(initial=-1) > num_experts:
+    values = call.values(ids) if LOOK_AT_VALUES else None
+    if values is not None and values.max(initial=-1) > num_experts:
         raise ValueError(
-            f"{name}: got an expert id of {known.max()}; wanted ids below num_experts={num_experts}, or for "
+            f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or for "
             "no expert that or negative ones"
         )
 

@@ -76,10 +76,10 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
             elif not _flatten(value, key, arrays):
                 return _run_now(function, names, arguments, options)
         framework = interop.framework_of_type(type(arrays[0])) if arrays else None  # type: ignore[arg-type]
-        found = None if framework is None else framework.describe(arrays)
-        if framework is None or found is None:
+        description = None if framework is None else framework.describe(arrays)
+        if framework is None or description is None:
             return _run_now(function, names, arguments, options)
-        device, addresses, described = found
+        device, addresses, described = description
         key += (framework, device, *described)
         identity = tuple(key)
         try:
@@ -145,12 +145,12 @@ def _make_plan(
     described: Sequence[tuple[tuple[int, ...], np.dtype, int]],
 ) -> LaunchPlan | None:
     log = Log(described, device)
-    given, ours = (*arguments, *options.values()), []
+    given, raw = (*arguments, *options.values()), []
     written: list[int] = []
     remaining = log.inputs[::-1]
     for name, value in zip((*_names_of(names, len(arguments)), *options), given, strict=True):
         first = len(log.inputs) - len(remaining)
-        ours.append(map_raw(lambda _, a: remaining.pop(), value))
+        raw.append(map_raw(lambda _, a: remaining.pop(), value))
         if name in WRITTEN:
             written += range(first, len(log.inputs) - len(remaining))
     if written and not framework.always_writable:
@@ -159,9 +159,10 @@ def _make_plan(
     with counters.TraceOnly() as counts, Running(call):
         try:
             result = function(
-                *ours[: len(arguments)], **dict(zip(options, ours[len(arguments) :], strict=True))
+                *raw[: len(arguments)],
+                **dict(zip(options, raw[len(arguments) :], strict=True)),
             )
-            return LaunchPlan(log, result, ours, written, counts, framework)
+            return LaunchPlan(log, result, raw, written, counts, framework)
         except NotPlannable:
             return None
 
@@ -170,9 +171,12 @@ def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], option
     """The call itself, on raw buffers of its arrays."""
     call = Call()
     named = [*zip(_names_of(names, len(arguments)), arguments, strict=True), *options.items()]
-    ours = [call.take(name, value) for name, value in named]
+    raw = [call.take(name, value) for name, value in named]
     with Running(call):
-        result = function(*ours[: len(arguments)], **dict(zip(options, ours[len(arguments) :], strict=True)))
+        result = function(
+            *raw[: len(arguments)],
+            **dict(zip(options, raw[len(arguments) :], strict=True)),
+        )
     return call.leave(result)
 
 

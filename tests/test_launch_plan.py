@@ -120,7 +120,7 @@ def test_records_follow_their_tensors(change, seen):
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("change", CHANGES[:-1])  # three dimensions are not transposed by t_
-def test_so_do_records_inside_of_records(change):
+def test_records_inside_of_records_follow_their_tensors(change):
     weights = [tensor(values(RNG, (2, 128, 128), BF16)) for _ in range(4)]
     *_, other = [fp8moe.quantize_weights(w) for w in weights]
     for w in weights[:3]:
@@ -133,7 +133,7 @@ def test_so_do_records_inside_of_records(change):
 
 
 @pytest.mark.usefixtures("on_device")
-def test_what_lost_its_memory_is_refused():
+def test_tensors_whose_memory_was_freed_are_refused():
     records = [fp8moe.quantize(tensor(values(RNG, (5, 128), BF16))) for _ in range(4)]
     for q in records:
         q.data.untyped_storage().resize_(0)
@@ -142,7 +142,7 @@ def test_what_lost_its_memory_is_refused():
 
 
 @pytest.mark.usefixtures("on_device")
-def test_what_shares_memory_with_an_argument_follows_it():
+def test_results_that_share_memory_with_an_argument_follow_it():
     """One scale a tensor is handed on as it is, by a record that nobody has asked for it."""
     for _ in range(4):
         plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
