@@ -10,7 +10,6 @@ Kernels take flat pointers, integers, and named tuples of those, whose fields be
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import inspect
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fp8moe.records import DeviceArray
 
 try:
     cuda: Any = importlib.import_module("numba.cuda")
@@ -88,15 +89,19 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         cuda.jit(kernel)[blocks, BLOCK, 0, shared_bytes](*views)
         return
     device = launch.current_device()
-    loaded = load_numba_kernel(kernel, tuple(map(kind_of, arguments)), device)
+    key = (kernel, device, *[a.dtype for a in arguments if isinstance(a, DeviceArray)])
+    loaded = _loaded.get(key) or _loaded.setdefault(key, load_numba_kernel(kernel, arguments, device))
     parameters = [v for a in arguments for v in (a if isinstance(a, tuple) else (a,))]
     launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, parameters)
 
 
-@functools.cache
-def load_numba_kernel(kernel: Kernel, kinds: tuple[Kind, ...], device: int) -> Any:
+_loaded: dict[Any, Any] = {}  # by kernel, device, and dtypes: a kernel's named tuples are always the same
+
+
+def load_numba_kernel(kernel: Kernel, arguments: tuple[Any, ...], device: int) -> Any:
+    """A kernel for arguments like these."""
     with driver.while_capturing():  # assembling PTX may ask the driver
-        code = cubin(kernel, kinds, driver.architecture(device))
+        code = cubin(kernel, tuple(map(kind_of, arguments)), driver.architecture(device))
     return launch.Kernel(code, kernel.__name__)
 
 
