@@ -1,7 +1,9 @@
 """How many Python functions run between a user's call and the kernel, and in how many files.
 ``python -m fp8moe.benchmarks.calls``, on CUDA with torch, and with JAX where it is installed.
 
-`sys.setprofile` counts them, C functions left out, from a call on to its last kernel launch.
+`sys.setprofile` counts them, C functions left out, from a call on to its last kernel launch. A first call is
+the first of these shapes, whose launch plan it makes; it may also be the first that needs a kernel: what
+compiles and loads that is counted apart.
 """
 
 from __future__ import annotations
@@ -21,27 +23,38 @@ from fp8moe.adapters.torch_library import plan_arguments
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
 # of kernels_cuda/launch.py: after them comes the driver
-LAUNCHERS = ("launch_packed", "launch_with_tensor_maps", "fill")
+LAUNCHERS = ("launch_packed", "launch_with_tensor_maps", "fill_memory")
+LOADERS = ("load_kernel", "load_numba_kernel")  # of kernels_cuda: they compile and load
 
 
 class Counter:
-    """Python calls, files, and changes of file, up to the last launch."""
+    """Python calls, files, and changes of file, up to the last launch; calls that load kernels apart."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.last = 0
+        self.last = self.loading_calls = 0
+        self._loading: Any = None  # the frame of a loader that runs
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call":
+        if self._loading is not None:
+            self.loading_calls += event == "call"
+            if event == "return" and frame is self._loading:
+                self._loading = None
+        elif event == "call":
             code = frame.f_code
+            if code.co_name in LOADERS:
+                self._loading = frame
+                self.loading_calls += 1
+                return
             self.names.append(code.co_filename)
-            if code.co_name in LAUNCHERS and code.co_filename.endswith("launch.py"):
+            if code.co_name in LAUNCHERS:
                 self.last = len(self.names)
 
     def row(self) -> str:
         names = self.names[: self.last]
         changes = sum(a != b for a, b in itertools.pairwise(names))
-        return f"{len(names):6} calls {len(set(names)):4} files {changes:6} changes of file"
+        loading = f" and {self.loading_calls} that load kernels" if self.loading_calls else ""
+        return f"{len(names):6} calls {len(set(names)):4} files {changes:6} changes of file{loading}"
 
 
 def count(name: str, call: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,22 +35,24 @@ MAX_EXPERTS = 2**20  # the arrays of a plan are as long
 
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
-    if isinstance(x, QuantTensor):
-        raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
-    _array(name, x, fix)
+    if type(x) is not DeviceArray:
+        if isinstance(x, QuantTensor):
+            raise TypeError(f"{name}: got a QuantTensor; wanted a plain array{_fix(fix)}")
+        _require_array(name, x, fix)
     if x.dtype not in wanted:
         names = ", ".join(d.name for d in wanted)
         raise TypeError(f"{name}: got dtype {x.dtype.name}; wanted {names}{_fix(fix)}")
 
 
-def _array(name: str, x: Any, fix: str) -> None:
+def _require_array(name: str, x: Any, fix: str) -> None:
     if is_metadata(x):
         raise TypeError(f"{name}: got {x!r}; wanted an array{_fix(fix)}")
 
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
     """``wanted``: an int must match, a str names a free size."""
-    _array(name, x, fix)
+    if type(x) is not DeviceArray:
+        _require_array(name, x, fix)
     got = x.shape
     if len(got) == len(wanted):
         for g, w in zip(got, wanted, strict=True):
@@ -147,8 +150,8 @@ def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
     """One of some blocks, its sizes as Python's integers."""
     if isinstance(value, tuple):
         value = tuple([integer(name, size, 1) for size in value])
-    found: Block = choice(name, value, wanted)
-    return found
+    checked: Block = choice(name, value, wanted)
+    return checked
 
 
 def plan(call: Any, value: Any) -> PermutationPlan:
@@ -157,20 +160,30 @@ def plan(call: Any, value: Any) -> PermutationPlan:
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
-    for size in ("num_tokens", "num_experts", "max_experts_per_token", "num_out_tokens"):
-        integer(f"plan.{size}", getattr(value, size), 0)
-    integer("plan.align_size", value.align_size, 1)
+    for size, low in _PLAN_SIZES.items():
+        count = getattr(value, size)
+        if type(count) is not int or not low <= count <= MAX_INT32:  # a call less for each that is right
+            integer(f"plan.{size}", count, low)
     flag("plan.has_slots", value.has_slots)
     shape("plan.data", value.data, (value.size,))
     dtype("plan.data", value.data, (INT32,))
-    known = call.values(value.row_id_map)
-    if known is not None:
-        slots = None if value.slots is None else call.values(value.slots)
-        _entries(known, call.values(value.pad_offsets), slots, value)
+    data = call.values(value.data)
+    if data is not None:
+        _entries(replace(value, data=data))
     return value
 
 
-def _entries(row_id_map: np.ndarray, pads: np.ndarray, slots: np.ndarray | None, of: PermutationPlan) -> None:
+_PLAN_SIZES = {
+    "num_tokens": 0,
+    "num_experts": 0,
+    "max_experts_per_token": 0,
+    "num_out_tokens": 0,
+    "align_size": 1,
+}
+
+
+def _entries(of: PermutationPlan) -> None:
+    row_id_map, pads, slots = of.row_id_map, of.pad_offsets, of.slots
     width, counts = of.max_experts_per_token, row_id_map[:, -1]
     _within("plan.row_id_map", counts, width, "{} experts of a token")
     used = np.arange(width, dtype=np.int32) < counts[:, None]
@@ -186,12 +199,12 @@ def _entries(row_id_map: np.ndarray, pads: np.ndarray, slots: np.ndarray | None,
         _within("plan.slots", slots[used], of.prob_columns - 1, "column {}")
 
 
-def _within(name: str, values: np.ndarray, high: int, what: str, why: str = "") -> None:
+def _within(name: str, values: np.ndarray, high: int, template: str, why: str = "") -> None:
     if not values.size:
         return
     low, top = int(values.min()), int(values.max())
     if low < 0 or top > high:
-        wrong = what.format(low if low < 0 else top)
+        wrong = template.format(low if low < 0 else top)
         raise ValueError(f"{name}: got {wrong}; wanted 0 to {high}{why}")
 
 
@@ -238,10 +251,10 @@ def quant_tensor(
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
     """With FP8MOE_CHECK=1: ids of experts that there are, num_experts, or negative."""
-    known = call.values(ids) if LOOK_AT_VALUES else None
-    if known is not None and known.max(initial=-1) > num_experts:
+    values = call.values(ids) if LOOK_AT_VALUES else None
+    if values is not None and values.max(initial=-1) > num_experts:
         raise ValueError(
-            f"{name}: got an expert id of {known.max()}; wanted ids below num_experts={num_experts}, or for "
+            f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or for "
             "no expert that or negative ones"
         )
 

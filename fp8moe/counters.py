@@ -67,15 +67,16 @@ def trace() -> Iterator[Trace]:
         _active.reset(token)
 
 
-@contextmanager
-def trace_only() -> Iterator[Trace]:
+class TraceOnly:
     """As `trace`, and nothing else counts what happens inside."""
-    counts = Trace()
-    token = _active.set((counts,))
-    try:
-        yield counts
-    finally:
-        _active.reset(token)
+
+    def __enter__(self) -> Trace:
+        counts = Trace()
+        self._token = _active.set((counts,))
+        return counts
+
+    def __exit__(self, *_: object) -> None:
+        _active.reset(self._token)
 
 
 #: the traces that count now

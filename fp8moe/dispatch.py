@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -24,7 +23,7 @@ from fp8moe import checks, counters, interop
 from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.interop import NUMPY, Device, Framework, RawArray, describe_device, load_module, require_cupy
 from fp8moe.launch_plan import PLANS_KEPT, LaunchPlan, Log, NotPlannable
-from fp8moe.record_trees import METADATA_TYPES, field_names, is_metadata, map_arrays
+from fp8moe.record_trees import METADATA_TYPES, field_names, is_metadata
 from fp8moe.records import ArraySpec, DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 
 NOWHERE = -1  # the device of arrays that are shapes only: nothing is computed there
@@ -77,10 +76,10 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
             elif not _flatten(value, key, arrays):
                 return _run_now(function, names, arguments, options)
         framework = interop.framework_of_type(type(arrays[0])) if arrays else None  # type: ignore[arg-type]
-        found = None if framework is None else framework.describe(arrays)
-        if framework is None or found is None:
+        description = None if framework is None else framework.describe(arrays)
+        if framework is None or description is None:
             return _run_now(function, names, arguments, options)
-        device, addresses, described = found
+        device, addresses, described = description
         key += (framework, device, *described)
         identity = tuple(key)
         try:
@@ -146,24 +145,24 @@ def _make_plan(
     described: Sequence[tuple[tuple[int, ...], np.dtype, int]],
 ) -> LaunchPlan | None:
     log = Log(described, device)
-    given, ours = (*arguments, *options.values()), []
+    given, raw = (*arguments, *options.values()), []
     written: list[int] = []
     remaining = log.inputs[::-1]
     for name, value in zip((*_names_of(names, len(arguments)), *options), given, strict=True):
         first = len(log.inputs) - len(remaining)
-        ours.append(map_raw(lambda _, a: remaining.pop(), value) if _may_hold_arrays(value) else value)
+        raw.append(map_raw(lambda _, a: remaining.pop(), value))
         if name in WRITTEN:
             written += range(first, len(log.inputs) - len(remaining))
     if written and not framework.always_writable:
         return None
     call = DryRun(log, framework)
-    require_cupy(f"an array on {describe_device(device)}")
-    with counters.trace_only() as counts, _running(call), while_capturing():
+    with counters.TraceOnly() as counts, Running(call):
         try:
             result = function(
-                *ours[: len(arguments)], **dict(zip(options, ours[len(arguments) :], strict=True))
+                *raw[: len(arguments)],
+                **dict(zip(options, raw[len(arguments) :], strict=True)),
             )
-            return LaunchPlan(log, result, ours, written, counts, framework)
+            return LaunchPlan(log, result, raw, written, counts, framework)
         except NotPlannable:
             return None
 
@@ -172,24 +171,33 @@ def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], option
     """The call itself, on raw buffers of its arrays."""
     call = Call()
     named = [*zip(_names_of(names, len(arguments)), arguments, strict=True), *options.items()]
-    ours = [call.take(name, value) for name, value in named]
-    with _running(call):
-        result = function(*ours[: len(arguments)], **dict(zip(options, ours[len(arguments) :], strict=True)))
+    raw = [call.take(name, value) for name, value in named]
+    with Running(call):
+        result = function(
+            *raw[: len(arguments)],
+            **dict(zip(options, raw[len(arguments) :], strict=True)),
+        )
     return call.leave(result)
 
 
 def _names_of(names: list[str], count: int) -> list[str]:
     """Of positional arguments, also of those that a ``*name`` takes."""
-    return names[:count] + [f"{names[-1]}[{i}]" for i in range(count - len(names))]
+    if count <= len(names):
+        return names[:count]
+    return names + [f"{names[-1]}[{i}]" for i in range(count - len(names))]
 
 
-@contextmanager
-def _running(call: Call) -> Iterator[None]:
-    before, _state.call = _state.call, call
-    try:
-        yield
-    finally:
-        _state.call = before
+class Running:
+    """Inside this context operations are part of ``call``: they take and return raw buffers."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._before, _state.call = _state.call, self._call
+
+    def __exit__(self, *_: object) -> None:
+        _state.call = self._before
 
 
 def enter(**values: Any) -> Call:
@@ -208,13 +216,17 @@ def enter(**values: Any) -> Call:
         call = Call()
         values = {name: call.take(name, value) for name, value in values.items()}
     for name, value in values.items():
-        _require_arrays(name, value)
+        if type(value) not in _ARRAYS:
+            _require_arrays(name, value)
     call.args = SimpleNamespace(**values)
     return call
 
 
+_ARRAYS = frozenset({type(None), DeviceArray, np.ndarray, QuantTensor, Quantized, PermutationPlan})
+
+
 def _require_arrays(name: str, value: Any) -> None:
-    if value is None or isinstance(value, (DeviceArray, np.ndarray, QuantTensor, Quantized, PermutationPlan)):
+    if isinstance(value, tuple(_ARRAYS)):
         return
     if isinstance(value, tuple) and not (value and is_metadata(value)):
         for i, part in enumerate(value):
@@ -282,7 +294,11 @@ class Call:
         new = object.__new__(type(spec))
         for name in names:
             value = getattr(spec, name)
-            new.__dict__[name] = value if is_metadata(value) else self.empty(value)
+            if type(value) is ArraySpec:
+                value = self._allocate(value)
+            elif type(value) not in METADATA_TYPES and not is_metadata(value):
+                value = self.empty(value)
+            new.__dict__[name] = value
         return new
 
     def _allocate(self, spec: ArraySpec) -> RawArray:
@@ -290,6 +306,8 @@ class Call:
 
     def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
+        if self.device == NOWHERE:
+            return
         backend = load_backend(self.device, room)
         if _is_empty(out):
             return
@@ -361,10 +379,6 @@ class DryRun(Call):
     def _scratch(self, spec: ArraySpec, device: int) -> RawArray:
         return self.log.allocate(spec, scratch=True)
 
-    def run(self, room: str, verb: str, *args: Any, out: Any, **options: Any) -> None:
-        if self.device != NOWHERE:
-            super().run(room, verb, *args, out=out, **options)
-
     def _on_device(self) -> Any:
         return launching_on(int(self.device), 0, self._scratch, self.log)
 
@@ -383,13 +397,6 @@ class DryRun(Call):
         raise TypeError("this call looks at values, which are not known yet; pass num_out_tokens as a number")
 
 
-@contextmanager
-def running(call: Call) -> Iterator[None]:
-    """Operations called inside are part of ``call``: they take and return raw buffers."""
-    with _running(call):
-        yield
-
-
 def _may_hold_arrays(value: Any) -> bool:
     """Whether an argument is an array, or a record or a tuple of them."""
     if isinstance(value, (Record, tuple)):
@@ -399,26 +406,22 @@ def _may_hold_arrays(value: Any) -> bool:
 
 def map_raw(fn: Callable[[str, Any], Any], value: Any, name: str = "") -> Any:
     """`map_arrays` of an argument; FP8 codes are bytes inside the library, whatever dtype they came as."""
-    if isinstance(value, QuantTensor):
-        return _as_codes(map_arrays(fn, value, name))
-    if isinstance(value, Quantized):
-        sides = (map_raw(fn, getattr(value, n), f"{name}.{n}") for n in ("rowwise", "columnwise"))
-        return Quantized(*sides)
-    if isinstance(value, tuple) and not is_metadata(value):
-        return tuple(map_raw(fn, v, f"{name}[{i}]") for i, v in enumerate(value))
-    if isinstance(value, Record):
-        prefix = f"{name}." if name else ""
-        new = object.__new__(type(value))
-        for field in field_names(type(value)) or ():
-            part = getattr(value, field)
-            plain = is_metadata(part) or isinstance(part, (Record, tuple))
-            new.__dict__[field] = (map_raw if plain else _map_leaf)(fn, part, prefix + field)
-        return new
-    return value if interop.framework_of_type(type(value)) is None else fn(name, value)  # type: ignore[arg-type]
-
-
-def _map_leaf(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
-    return fn(name, value)
+    if isinstance(value, tuple):
+        if is_metadata(value):
+            return value
+        return tuple([map_raw(fn, v, f"{name}[{i}]") for i, v in enumerate(value)])
+    if not isinstance(value, Record):
+        return value if interop.framework_of_type(type(value)) is None else fn(name, value)  # type: ignore[arg-type]
+    prefix = f"{name}." if name else ""
+    new = object.__new__(type(value))
+    for field in field_names(type(value)) or ():
+        part = getattr(value, field)
+        if isinstance(part, (Record, tuple)):
+            part = map_raw(fn, part, prefix + field)
+        elif type(part) not in METADATA_TYPES and not is_metadata(part):
+            part = fn(prefix + field, part)
+        new.__dict__[field] = part
+    return _as_codes(new) if isinstance(new, QuantTensor) else new
 
 
 def _as_codes(q: QuantTensor) -> QuantTensor:
@@ -437,12 +440,11 @@ def _require_writable(name: str, x: Any) -> None:
 
 def _is_empty(out: Any) -> bool:
     """Whether no array of a record has an element."""
-    names = field_names(type(out))
-    if names is not None:
-        return all(_is_empty(getattr(out, name)) for name in names)
     if isinstance(out, (DeviceArray, np.ndarray)):
-        return out.size == 0
-    return all(map(_is_empty, out)) if isinstance(out, tuple) else True
+        return 0 in out.shape
+    names = field_names(type(out))
+    parts = out if isinstance(out, tuple) else [getattr(out, name) for name in names or ()]
+    return all(map(_is_empty, parts))
 
 
 def place_of(raw: RawArray) -> tuple[Device, int] | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fp8moe import counters
 from fp8moe.interop import Framework, load_module
-from fp8moe.record_trees import field_names, is_metadata
+from fp8moe.record_trees import METADATA_TYPES, field_names, is_metadata
 from fp8moe.records import ArraySpec, DeviceArray, Record
 
 #: descriptors' addresses: nobody's memory, a different one for each buffer, of the alignment that it has
@@ -103,7 +103,7 @@ class LaunchPlan:
         self._device, self._counts = log.device, counts
         self._stream = framework.stream_getter(log.device)
         self.written = written
-        self._sizes = [spec.nbytes for spec in log.specs]
+        self._sizes = [spec.nbytes for spec in log.specs] if written else []
         self._last = len(log.specs)
         self._steps: list[Any] = []
         for step in steps:
@@ -111,9 +111,9 @@ class LaunchPlan:
                 self._steps.append(step)
             elif step >= 0:
                 make = framework.allocator(log.specs[step], log.device, step not in returned)
-                self._steps.append((None, make, step, self._sizes[step]))
+                self._steps.append((None, make, step, 0 not in log.specs[step].shape))
             else:
-                self._steps.append((None, None, ~step, 0))
+                self._steps.append((None, None, ~step, False))
         self._address, self._finish = framework.address, framework.finish
 
     def fits(self, addresses: list[int]) -> bool:
@@ -129,8 +129,8 @@ class LaunchPlan:
         """The call of ``given``, whose arrays are ``arrays``, at ``addresses``."""
         room = self._last - len(addresses)
         memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
-        launch = load_module("fp8moe.kernels_cuda.launch")
         if self._steps:
+            launch = load_module("fp8moe.kernels_cuda.launch")
             launch.run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
         if counting := counters.counting():
             counters.add(self._counts, counting)
@@ -147,7 +147,7 @@ def _template(
     returned: set[int] = set()
 
     def build(value: Any) -> Template:
-        if is_metadata(value):
+        if value is None or (type(value) is not DeviceArray and is_metadata(value)):
             return lambda given, memory, finish: value
         for i, ours in enumerate(given):
             if value is ours:
@@ -164,10 +164,15 @@ def _template(
             parts = [build(v) for v in value]
             return lambda given, memory, finish: tuple([p(given, memory, finish) for p in parts])
         kind = type(value)
-        plain = {n: getattr(value, n) for n in field_names(kind) or () if is_metadata(getattr(value, n))}
-        others = [(n, build(getattr(value, n))) for n in field_names(kind) or () if n not in plain]
         if not issubclass(kind, Record):
             raise NotPlannable
+        plain, others = {}, []
+        for name in field_names(kind) or ():
+            part = getattr(value, name)
+            if type(part) in METADATA_TYPES or (isinstance(part, tuple) and is_metadata(part)):
+                plain[name] = part
+            else:
+                others.append((name, build(part)))
 
         def record(given: Sequence[Any], memory: list[Any], finish: Callable[[Any], Any]) -> Any:
             new = object.__new__(kind)

@@ -42,7 +42,7 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, start: int, shape: tuple[int, ...]) -> ArraySpec:
         """An array of some of its elements."""
@@ -71,7 +71,7 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, dtype: np.dtype) -> DeviceArray:
         """The same bytes as another dtype of the same size."""
@@ -242,7 +242,7 @@ class PermutationPlan(Record):
     @property
     def size(self) -> int:
         """Elements that ``data`` has."""
-        return sum(math.prod(shape) for shape in self._shapes().values())
+        return sum(map(math.prod, self._shapes().values()))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the arrays, in the order in which they lie. Those whose place depends on the number of tokens

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe import checks, counters
-from fp8moe.dispatch import NOWHERE, Call, DryRun, launching_on, running, while_capturing
+from fp8moe.dispatch import NOWHERE, Call, DryRun, Running, launching_on, while_capturing
 from fp8moe.interop import NUMPY, load_module, require_cupy
 from fp8moe.launch_plan import Launch, Log, NotPlannable
 from fp8moe.record_trees import arrays_in, map_arrays
@@ -35,6 +35,7 @@ class Layout:
     aliases: the output that is an argument changed in place, by the argument's number.
     leaves: for each array of the result the number of its output, or ~i where it is argument i untouched.
     only_launches: whether the call brings nothing from the host, so that a graph may hold it.
+    plans: what is launched on each device that it has run on.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Layout:
         in_place: Collection[int] = (),
     ):
         self._function, self._arguments = function, arguments
-        self._known: dict[int, _Known] = {}  # by device
+        self.plans: dict[int, DevicePlan] = {}
         result, call = _dry_run(function, arguments, NOWHERE)
         log, inputs = call.log, len(arguments)
         numbers = [a.owner.number for a in arrays_in(result)]
@@ -79,27 +80,27 @@ class Layout:
         """Do the call on a CUDA device's stream, which may be being captured. An argument that is changed in
         place is not looked at: its output is."""
         arrays = [*arguments, *outputs]
-        known = self._known.get(device)
-        if known is None:
-            known = self._known[device] = self._learn(device)
-        addresses = [address_of(arrays[i]) for i in known.needed]
-        if known.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
+        plan = self.plans.get(device)
+        if plan is None:
+            plan = self.plans[device] = self._make_plan(device)
+        addresses = [address_of(arrays[i]) for i in plan.needed]
+        if plan.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
             self._call([address_of(a) for a in arrays], device, stream)
             return
         launch = load_module("fp8moe.kernels_cuda.launch")
-        with known.one_at_a_time:
-            if known.scratch:
-                addresses.append(known.memory_on(device, stream))
-            launch.run_steps(known.steps, [], addresses, None, device, stream)
+        with plan.one_at_a_time:
+            if plan.scratch:
+                addresses.append(plan.memory_on(device, stream))
+            launch.run_steps(plan.steps, [], addresses, None, device, stream)
 
-    def _learn(self, device: int) -> _Known:
+    def _make_plan(self, device: int) -> DevicePlan:
         """Find out what is launched."""
         try:
             if checks.LOOK_AT_VALUES:
                 raise NotPlannable
             _, call = _dry_run(self._function, self._arguments, device)
         except NotPlannable:  # it has to be done as it stands, each time
-            return _Known(None, [], [])
+            return DevicePlan(None, [], [])
         log, inputs = call.log, len(self._arguments)
         places: dict[int, tuple[int, int]] = {}  # array and offset of each buffer, of scratch below zero
         scratch: list[int] = []
@@ -121,13 +122,13 @@ class Layout:
         used = sorted({a for step in steps for _, a, _ in step.places if a >= 0})
         index = {**{a: i for i, a in enumerate(used)}, -1: len(used)}
         steps = [step._replace(places=[(at, index[a], o) for at, a, o in step.places]) for step in steps]
-        return _Known(steps, used, scratch)
+        return DevicePlan(steps, used, scratch)
 
     def _call(self, addresses: list[int], device: int, stream: int) -> None:
         for i, output in self.aliases.items():
             addresses[i] = addresses[len(self._arguments) + output]
         given = zip(addresses, self._arguments, strict=False)
-        with running(_Placed(self, addresses[len(self._arguments) :], device, stream)):
+        with Running(_Placed(self, addresses[len(self._arguments) :], device, stream)):
             self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given])
 
 
@@ -142,18 +143,15 @@ def _dry_run(
     function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec], device: int
 ) -> tuple[Any, DryRun]:
     call = DryRun(Log([(tuple(a.shape), a.dtype, 0) for a in arguments], device), NUMPY)
-    with counters.trace_only(), running(call):
-        if device == NOWHERE:
-            return function(list(call.log.inputs)), call
-        with while_capturing():  # kernels are loaded
-            return function(list(call.log.inputs)), call
+    with counters.TraceOnly(), Running(call):
+        return function(list(call.log.inputs)), call
 
 
-class _Known:
+class DevicePlan:
     """What a call launches: ``steps`` on the addresses of the arrays ``needed``, and of scratch memory."""
 
     def __init__(self, steps: list[Launch] | None, needed: list[int], scratch: list[int]):
-        """steps: None where they are not known. scratch: bytes of each piece."""
+        """steps: None where they depend on values. scratch: bytes of each piece."""
         self.one_at_a_time = threading.Lock()
         self._memory: dict[int, Any] = {}  # by stream
         self.steps, self.needed = steps, needed

@@ -91,8 +91,8 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
     one that is cut short or damaged is compiled again.
     """
     entry = _entry(path.stem, architecture, _key(path, architecture, defines))
-    if (found := _read(entry)) is not None:
-        return found
+    if (code := _read(entry)) is not None:
+        return code
     job = _submit(path, architecture, defines)
     prefetch(architecture)
     return job.result()
@@ -108,8 +108,8 @@ def prefetch(architecture: str) -> None:
 def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:
     """What ``compile`` returns, kept on disk under everything that decides it (``key``)."""
     entry = _entry(name, architecture, key)
-    if (found := _read(entry)) is not None:
-        return found
+    if (code := _read(entry)) is not None:
+        return code
     code = compile()
     _write(entry, code)
     return code
@@ -176,8 +176,8 @@ def usage(log: str) -> list[tuple[str, int, int, int]]:
 
 
 def _number(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    return found.group(1) if found else "0"
+    match = re.search(pattern, text)
+    return match.group(1) if match else "0"
 
 
 def compile_source(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> tuple[bytes, str]:

@@ -78,7 +78,8 @@ def launch_kernel() -> Any:
 
 def allow_shared(kernel: int, nbytes: int) -> None:
     """Let a kernel be launched with so much dynamic shared memory."""
-    cupy.cuda.driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, nbytes)
+    with while_capturing():
+        cupy.cuda.driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, nbytes)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ import cupy
 import numpy as np
 
 from fp8moe.kernels_cuda import compiler, driver
+from fp8moe.kernels_cuda.driver import LAUNCH_CONFIG
 from fp8moe.records import ArraySpec, DeviceArray
 
 SHARED = 32 * 1024  # bytes of shared memory beside what it declares that a block gets without asking
@@ -34,7 +35,8 @@ class _Current(threading.local):
         # device, address of the stream, allocator, and the log of a dry run (fp8moe.launch_plan)
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
         self.bound: set[int] = set()  # devices whose context this thread has had
-        self.buffers = driver.LaunchBuffers()
+        self._buffers = driver.LaunchBuffers()  # keeps what these point to
+        self.parameters, self.config = self._buffers.parameters, self._buffers.config
 
 
 _current = _Current()
@@ -98,8 +100,9 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str):
         module = cupy.cuda.function.Module()
-        module.load(code)
-        self._function = module.get_function(name)  # keeps the module
+        with driver.while_capturing():
+            module.load(code)
+            self._function = module.get_function(name)  # keeps the module
         self.ptr = self._function.ptr
         self.shared = SHARED
         self.parameters: struct.Struct | None = None
@@ -166,26 +169,22 @@ def launch_loaded(
 
 def launch_packed(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
     """Launch x by y blocks with these parameters."""
-    place, buffers = _current.place, _current.buffers
-    buffer, size, extra = buffers.parameters
+    buffer, size, extra = _current.parameters
     parameters = kernel.parameters
     parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
     size.value = parameters.size  # type: ignore[union-attr]
-    config, attribute = buffers.config  # as in `_launch`: a call more costs the host 0.1 us
-    driver.LAUNCH_CONFIG.pack_into(
-        *(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute),
-        driver.has_dependent_launch(place[0]),
-    )
+    # as in `_launch`: a call more costs the host 0.1 us
+    place, (config, attribute) = _current.place, _current.config
+    early = driver.has_dependent_launch(place[0])
+    LAUNCH_CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, early)
     if status := driver.launch_kernel()(config, kernel.ptr, None, extra):
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")
 
 
 def _launch(kernel: Kernel, x: int, y: int, block: int, shared: int, parameters: Any) -> None:
-    place, (config, attribute) = _current.place, _current.buffers.config
-    driver.LAUNCH_CONFIG.pack_into(
-        *(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute),
-        driver.has_dependent_launch(place[0]),
-    )
+    place, (config, attribute) = _current.place, _current.config
+    early = driver.has_dependent_launch(place[0])
+    LAUNCH_CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, early)
     if status := driver.launch_kernel()(config, kernel.ptr, parameters, None):
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")
 
@@ -203,7 +202,7 @@ def launch_with_tensor_maps(
     at multiples of 64 bytes of its own memory, are from the start of a block of parameters.
     tiled: rows, columns and rows of a box of each tensor map."""
     maps = [driver.tensor_map(values[i], *shape) for i, shape in enumerate(tiled)]
-    buffer = _current.buffers.parameters[0]
+    buffer = _current.parameters[0]
     kernel.parameters.pack_into(buffer, 0, *maps, *values[len(maps) :])  # type: ignore[union-attr]
     start, plain = ctypes.addressof(buffer), len(values) - len(maps)
     places = [start + 128 * i for i in range(len(maps))]
@@ -282,10 +281,10 @@ def run_steps(
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
     if x.nbytes:
-        _do_or_log(fill, (value, x.nbytes), [x.ptr], (x,))
+        _do_or_log(fill_memory, (value, x.nbytes), [x.ptr], (x,))
 
 
-def fill(value: int, nbytes: int, address: list[int]) -> None:
+def fill_memory(value: int, nbytes: int, address: list[int]) -> None:
     driver.runtime.memsetAsync(address[0], value, nbytes, _current.place[1])
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from fp8moe.records import DeviceArray
+
 try:
     cuda: Any = importlib.import_module("numba.cuda")
 except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep inside
@@ -87,16 +89,20 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
         cuda.jit(kernel)[blocks, BLOCK, 0, shared_bytes](*views)
         return
     device = launch.current_device()
-    kinds = tuple(map(kind_of, arguments))
-    loaded = _loaded.get((kernel, kinds, device))
-    if loaded is None:
-        code = cubin(kernel, kinds, driver.architecture(device))
-        loaded = _loaded[kernel, kinds, device] = launch.Kernel(code, kernel.__name__)
+    key = (kernel, device, *[a.dtype for a in arguments if isinstance(a, DeviceArray)])
+    loaded = _loaded.get(key) or _loaded.setdefault(key, load_numba_kernel(kernel, arguments, device))
     parameters = [v for a in arguments for v in (a if isinstance(a, tuple) else (a,))]
     launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, parameters)
 
 
-_loaded: dict[Any, Any] = {}  # by kernel, kinds of its arguments, and device
+_loaded: dict[Any, Any] = {}  # by kernel, device, and dtypes: a kernel's named tuples are always the same
+
+
+def load_numba_kernel(kernel: Kernel, arguments: tuple[Any, ...], device: int) -> Any:
+    """A kernel for arguments like these."""
+    with driver.while_capturing():  # assembling PTX may ask the driver
+        code = cubin(kernel, tuple(map(kind_of, arguments)), driver.architecture(device))
+    return launch.Kernel(code, kernel.__name__)
 
 
 def kind_of(argument: Any) -> Kind:

@@ -18,10 +18,10 @@ def compare(verb, routing, spec):
     def poison(_, s):
         return poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s
 
-    ours, theirs = map_arrays(poison, spec), map_arrays(poison, spec)
-    getattr(reference, verb)(routing, out=ours)
-    getattr(kernels, verb)(routing, out=theirs)
-    for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+    wanted, got = map_arrays(poison, spec), map_arrays(poison, spec)
+    getattr(reference, verb)(routing, out=wanted)
+    getattr(kernels, verb)(routing, out=got)
+    for a, b in zip(arrays_in(wanted), arrays_in(got), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

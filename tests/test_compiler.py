@@ -28,11 +28,11 @@ def cached(code, key="key", name="kernel", architecture="sm_90a"):
 
 
 def entry(tmp_path):
-    (found,) = (tmp_path / "cache").iterdir()
-    return found
+    (entry,) = (tmp_path / "cache").iterdir()
+    return entry
 
 
-def test_what_decides_the_code_decides_the_entry():
+def test_a_cache_entry_depends_on_all_that_decides_the_code():
     assert cached(b"one") == (b"one", 1)
     assert cached(b"two") == (b"one", 0)
     assert cached(b"two", key="another key") == (b"two", 1)
@@ -106,10 +106,10 @@ def _one_process(folder, seed):
         code = hashlib.sha256(bytes([turn])).digest() * 2000
         assert compiler.cached("kernel", "sm_90a", str(turn), lambda code=code: code) == code
         if turn % 3 == seed % 3:  # somebody clears the cache meanwhile
-            for found in list(os.scandir(folder)):
-                if found.name.startswith("kernel"):
+            for entry in list(os.scandir(folder)):
+                if entry.name.startswith("kernel"):
                     try:
-                        os.unlink(found.path)
+                        os.unlink(entry.path)
                     except FileNotFoundError:
                         continue
 

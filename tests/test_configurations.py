@@ -49,14 +49,14 @@ def test_launchers_have_the_numbers_of_their_kernels():
 @pytest.mark.parametrize("multiprocessors", [2, 113, 132])
 def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multiprocessors):
     wgmma = constants("wgmma_pipeline.cuh")
-    here = grouped_gemm_wgmma_fp8.tiles_configuration(experts, multiprocessors)
-    print(here)
-    assert here.blocks % wgmma["CLUSTER"] == 0
-    assert multiprocessors - wgmma["CLUSTER"] < here.blocks <= multiprocessors
+    configuration = grouped_gemm_wgmma_fp8.tiles_configuration(experts, multiprocessors)
+    print(configuration)
+    assert configuration.blocks % wgmma["CLUSTER"] == 0
+    assert multiprocessors - wgmma["CLUSTER"] < configuration.blocks <= multiprocessors
     sides = wgmma["ROWS"] + wgmma["COLUMNS"]
     stage = sides * wgmma["STEP"] + 4 * sides + 2 * 8  # codes, a scale of each row, two barriers
     needed = wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + 2 * 4 * (experts + 1)
-    assert needed <= here.shared <= H200["block"]
+    assert needed <= configuration.shared <= H200["block"]
 
 
 def test_grouped_gemm_asks_for_no_more_experts_than_fit():
@@ -199,18 +199,18 @@ def test_the_choice_is_described_for_every_architecture(architecture):
 @pytest.mark.parametrize("strips", [1, 96, 376, 4096])
 def test_tiles_are_shared_out_among_resident_blocks(strips, value_bytes, experts, mx):
     columns, multiprocessors = 7168, H200["multiprocessors"]
-    here, when_free = quantize.tiles_configuration(
+    configuration, when_free = quantize.tiles_configuration(
         strips, columns, value_bytes, experts, mx=mx, multiprocessors=multiprocessors
     )
-    print(here, when_free)
+    print(configuration, when_free)
     down = -(-(strips + (0 if experts is None else 2)) // (4 if mx else 1))
     tiles = down * columns // quantize.TILE
-    assert here.blocks == min(tiles, quantize.RESIDENT * multiprocessors)
-    assert when_free == (tiles > quantize.MANY_TURNS * here.blocks)
+    assert configuration.blocks == min(tiles, quantize.RESIDENT * multiprocessors)
+    assert when_free == (tiles > quantize.MANY_TURNS * configuration.blocks)
     table = 0 if experts is None else 12 * (experts + 2)
-    assert here.shared == quantize.TILE**2 * (1 + value_bytes) + table
+    assert configuration.shared == quantize.TILE**2 * (1 + value_bytes) + table
     resident = quantize.RESIDENT if value_bytes == 2 else 1
-    assert resident * (here.shared + quantize.DECLARED + BLOCK_RESERVES) <= H200["shared"]
+    assert resident * (configuration.shared + quantize.DECLARED + BLOCK_RESERVES) <= H200["shared"]
 
 
 @pytest.mark.parametrize("row_bytes", ROWS)
@@ -233,25 +233,25 @@ def test_pieces_cover_a_row(row_bytes, scale_bytes, fill):
     assert sorted_.together == 1 or sorted_.together * (row_bytes + scale_bytes) <= permute.UNIT
 
 
-def test_a_thread_has_its_part_of_the_rows():
+def test_threads_cover_all_rows_and_no_block_is_idle():
     rows, width = 4097, 7168
     vectors = width // 8
-    here = permute.unpermute_configuration(rows, vectors)
-    assert here.blocks[0] == rows
-    assert (here.blocks[1] - 1) * permute.SHARE < vectors <= here.blocks[1] * permute.SHARE
+    configuration = permute.unpermute_configuration(rows, vectors)
+    assert configuration.blocks[0] == rows
+    assert (configuration.blocks[1] - 1) * permute.SHARE < vectors <= configuration.blocks[1] * permute.SHARE
     assert permute.unpermute_backward_configuration(rows, width).blocks - permute.FILLERS == rows
-    for here, values_of_thread, values in (
+    for configuration, values_of_thread, values in (
         (swiglu.rows_configuration(rows, vectors), 16, rows * width),
         (quantize.by_warps(rows * width), 32, rows * width),
         (permute.sort_chunks_configuration(rows, 9), 1, rows),
     ):
-        reached = here.blocks * here.threads * values_of_thread
-        assert values <= reached < values + here.threads * values_of_thread
+        reached = configuration.blocks * configuration.threads * values_of_thread
+        assert values <= reached < values + configuration.threads * values_of_thread
     assert swiglu.backward_configuration(rows).blocks * 4 >= rows
     assert permute.sort_chunks_configuration(0, 9).blocks == 1
 
 
-def test_a_block_has_a_tile():
+def test_there_is_a_block_for_each_tile():
     rows, columns = 4096, 7168
     tiles = rows * columns // 128**2
     assert swiglu.transposed_configuration(rows, columns).blocks == tiles

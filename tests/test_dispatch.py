@@ -119,7 +119,7 @@ def test_capsules_that_cannot_be_read():
         capsule.read_capsule(np.ones(3, np.complex64).__dlpack__())
 
 
-def test_strides():
+def test_c_contiguity_ignores_strides_of_single_elements():
     assert capsule.is_c_contiguous((2, 3), (3, 1))
     assert capsule.is_c_contiguous((1, 3), (77, 1))
     assert not capsule.is_c_contiguous((2, 3), (1, 2))
@@ -199,7 +199,7 @@ def test_validation_errors(x, error, words):
         fp8moe.quantize(x)
 
 
-def test_what_else_is_refused_by_name():
+def test_validation_errors_name_arguments_without_memory():
     x = torch.ones(2, 4, 128)
     with pytest.raises(TypeError, match=r"x: got a tensor of layout .* outside of torch\.func"):
         torch.func.vmap(lambda x: fp8moe.quantize(x).data)(x)
@@ -211,7 +211,7 @@ def test_what_else_is_refused_by_name():
         fp8moe.grouped_gemm(x[0], None, torch.zeros(2, dtype=torch.int32))
 
 
-def test_a_subclass_that_is_its_memory_is_taken():
+def test_tensor_subclasses_with_memory_of_their_own_are_accepted():
     x = torch.randn(4, 128)
     assert torch.equal(fp8moe.quantize(x.as_subclass(Named)).data, fp8moe.quantize(x).data)
     assert fp8moe.quantize(torch.nn.Parameter(x, requires_grad=False)).data.shape == (4, 128)
@@ -389,7 +389,7 @@ def test_jax_results_lie_where_their_input_does_and_compile_nothing():
     )
 
 
-def test_jax_arrays_that_are_none():
+def test_deleted_jax_arrays_and_keys_are_refused():
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     deleted = jnp.ones((4, 128))
@@ -431,8 +431,8 @@ def test_importing_the_package_imports_no_framework():
     code = (
         "import sys, fp8moe, numpy as np\n"
         "q = fp8moe.quantize(np.ones((2, 128), np.float32))\n"
-        "found = {'torch', 'jax', 'jaxlib', 'cupy', 'transformer_engine', 'tensorflow'} & set(sys.modules)\n"
-        "assert not found, found\n"
+        "names = {'torch', 'jax', 'jaxlib', 'cupy', 'transformer_engine', 'tensorflow'} & set(sys.modules)\n"
+        "assert not names, names\n"
         "assert 'numba' in sys.modules  # the reference needs it, the package itself does not\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -481,7 +481,7 @@ def test_a_tensors_storage_can_be_freed_after_a_call(dtype):
     """As FSDP frees the parameters that it gathered."""
     x = torch.randn(4, 128).to(dtype)
     wanted = fp8moe.quantize(x.clone())
-    found = fp8moe.quantize(x)
+    q = fp8moe.quantize(x)
     x.untyped_storage().resize_(0)
-    assert torch.equal(found.data, wanted.data)
+    assert torch.equal(q.data, wanted.data)
     x.untyped_storage().resize_(4 * 128 * x.itemsize)

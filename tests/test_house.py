@@ -18,14 +18,14 @@ ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "
 
 def imports_of(path):
     """Top-level names and dotted modules a file imports, wherever in it."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def files(folder, pattern="*.py"):
@@ -48,24 +48,24 @@ def test_the_library_names_no_framework(path):
 
 @pytest.mark.parametrize("path", files("fp8moe/reference"), ids=lambda p: p.stem)
 def test_the_reference_sees_only_the_records(path):
-    ours = {n for n in imports_of(path) if below(n, "fp8moe")}
+    modules = {n for n in imports_of(path) if below(n, "fp8moe")}
     allowed = ("fp8moe.reference", "fp8moe.activation", "fp8moe.records", "fp8moe.formats")
-    assert all(below(n, *allowed) for n in ours), ours
+    assert all(below(n, *allowed) for n in modules), modules
 
 
 @pytest.mark.parametrize("path", files("kernels_cuda"), ids=lambda p: p.stem)
 def test_the_kernels_see_only_the_records(path):
-    ours = {n for n in imports_of(path) if below(n, "fp8moe")}
+    modules = {n for n in imports_of(path) if below(n, "fp8moe")}
     records = "fp8moe.activation", "fp8moe.records", "fp8moe.record_trees", "fp8moe.formats"
     allowed = ("fp8moe.kernels_cuda", *records)
-    assert all(below(n, *allowed) for n in ours), ours
+    assert all(below(n, *allowed) for n in modules), modules
 
 
 def test_launching_has_its_rooms():
     """The driver knows no calls, encodings need no CUDA, and only launches know both."""
-    roots = {name: imports_of(ROOT / "kernels_cuda" / f"{name}.py") for name in ("driver", "encodings")}
-    assert not any(below(n, "fp8moe") for n in roots["driver"])
-    assert not any(below(n, "cupy", "fp8moe.kernels_cuda") for n in roots["encodings"])
+    imports = {name: imports_of(ROOT / "kernels_cuda" / f"{name}.py") for name in ("driver", "encodings")}
+    assert not any(below(n, "fp8moe") for n in imports["driver"])
+    assert not any(below(n, "cupy", "fp8moe.kernels_cuda") for n in imports["encodings"])
 
 
 @pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/expert_parallel"), ids=lambda p: p.stem)
@@ -78,8 +78,10 @@ def test_nothing_looks_up_to_the_adapters(path):
 def functions_of(path):
     """Name -> parameter names of the functions of a file, which need not be importable here."""
     tree = ast.parse(path.read_text())
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return {f.name: [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)] for f in found}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {
+        f.name: [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)] for f in functions
+    }
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -120,8 +122,8 @@ def test_every_package_is_in_the_wheel():
     """Folders with Python files, in ``packages`` of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = settings["tool"]["setuptools"]["packages"]
-    found = {f"fp8moe.{path.parent.name}" for path in (ROOT / "fp8moe").glob("*/__init__.py")}
-    assert set(listed) == found | {"fp8moe"}
+    packages = {f"fp8moe.{path.parent.name}" for path in (ROOT / "fp8moe").glob("*/__init__.py")}
+    assert set(listed) == packages | {"fp8moe"}
 
 
 def test_every_row_has_its_rooms():
@@ -164,7 +166,7 @@ def test_every_kernel_begins_after_the_launch_in_front_of_it():
         "swiglu_quantize_tiles": "  if (!taken) pdl_wait();",
     }
     sources = [path.read_text() for path in files("kernels_cuda", "*.cu")]
-    kernels = [found for source in sources for found in kernel.findall(source)]
+    kernels = [match for source in sources for match in kernel.findall(source)]
     assert len(kernels) == sum(source.count('extern "C"') for source in sources) > 30
     for name, first in kernels:
         assert first == later.get(name, "  pdl_wait();"), name

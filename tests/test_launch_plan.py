@@ -1,6 +1,8 @@
 """Launch plans: done on any arrays of the same shapes, they do what the first call did; records follow their
 tensors, and calls are told apart by the types of their options."""
 
+import functools
+import sys
 import weakref
 
 import cuda_on_cpu
@@ -11,6 +13,7 @@ from cases import BF16, assert_same, generator, same_bits, values
 
 import fp8moe
 from fp8moe import dispatch, interop
+from fp8moe.benchmarks.calls import Counter
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray
 
@@ -48,9 +51,8 @@ def on_device(monkeypatch):
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
     family, others = TorchOnDevice(), interop.framework_of_type
-    monkeypatch.setattr(
-        interop, "framework_of_type", lambda kind: family if kind is torch.Tensor else others(kind)
-    )
+    framework_of_type = functools.cache(lambda kind: family if kind is torch.Tensor else others(kind))
+    monkeypatch.setattr(interop, "framework_of_type", framework_of_type)
 
 
 def tensor(x):
@@ -118,7 +120,7 @@ def test_records_follow_their_tensors(change, seen):
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("change", CHANGES[:-1])  # three dimensions are not transposed by t_
-def test_so_do_records_inside_of_records(change):
+def test_records_inside_of_records_follow_their_tensors(change):
     weights = [tensor(values(RNG, (2, 128, 128), BF16)) for _ in range(4)]
     *_, other = [fp8moe.quantize_weights(w) for w in weights]
     for w in weights[:3]:
@@ -131,7 +133,7 @@ def test_so_do_records_inside_of_records(change):
 
 
 @pytest.mark.usefixtures("on_device")
-def test_what_lost_its_memory_is_refused():
+def test_tensors_whose_memory_was_freed_are_refused():
     records = [fp8moe.quantize(tensor(values(RNG, (5, 128), BF16))) for _ in range(4)]
     for q in records:
         q.data.untyped_storage().resize_(0)
@@ -140,7 +142,7 @@ def test_what_lost_its_memory_is_refused():
 
 
 @pytest.mark.usefixtures("on_device")
-def test_what_shares_memory_with_an_argument_follows_it():
+def test_results_that_share_memory_with_an_argument_follow_it():
     """One scale a tensor is handed on as it is, by a record that nobody has asked for it."""
     for _ in range(4):
         plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
@@ -335,3 +337,25 @@ def test_a_result_without_memory_is_refused(monkeypatch):
     dispatch.clear_cached_plans()
     with pytest.raises(TypeError, match="a result: got a Tensor without memory"):
         fp8moe.quantize(x)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_calls_of_python_functions_between_user_and_kernel():
+    """Loading kernels apart; what this machine's stand-ins for CUDA call is in the numbers, too."""
+    plan, probs = map_arrays(lambda _, a: torch.tensor(a), A_PLAN), torch.ones(6, 2)
+    counted = []
+    for width in (128, 256, 256):
+        x = torch.tensor(values(RNG, (6, width), np.float32))
+        counter = Counter()
+        sys.setprofile(counter)
+        try:
+            moved = fp8moe.permute(x, plan, probs)
+        finally:
+            sys.setprofile(None)
+        assert same_bits(moved.data.numpy(), fp8moe.permute(x.numpy(), A_PLAN).data)
+        counted.append(counter)
+    loading, first, later = counted
+    print(*(c.row() for c in counted), sep="\n")
+    assert loading.loading_calls > 0 == first.loading_calls
+    assert 0 < len(first.names[: first.last]) <= 180
+    assert 0 < len(later.names[: later.last]) <= 30

@@ -30,15 +30,15 @@ def check_against_loops(plan, ids, num_experts, align, width, capacity=None, has
     per_token = [[] for _ in range(len(ids))]
     for row, token, slot, expert in kept:
         per_token[token].append((row - plan.pad_offsets[expert], expert, slot))
-    for token, mine in enumerate(per_token):
-        mine.sort(reverse=True)
+    for token, entries_of_token in enumerate(per_token):
+        entries_of_token.sort(reverse=True)
         got = plan.row_id_map[token].tolist()
-        blank = [-1] * (width - len(mine))
-        assert got[:width] == [m[0] for m in mine] + blank
-        assert got[width : 2 * width] == [m[1] for m in mine] + blank
-        assert got[-1] == len(mine)
+        blank = [-1] * (width - len(entries_of_token))
+        assert got[:width] == [m[0] for m in entries_of_token] + blank
+        assert got[width : 2 * width] == [m[1] for m in entries_of_token] + blank
+        assert got[-1] == len(entries_of_token)
         if has_slots:
-            assert plan.slots[token].tolist() == [m[2] for m in mine] + blank
+            assert plan.slots[token].tolist() == [m[2] for m in entries_of_token] + blank
 
 
 @given(routings())

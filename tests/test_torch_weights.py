@@ -424,7 +424,7 @@ def test_compiled(device, recipe):
 
 def assert_fresh_in_scope(layer, forward):
     x = tokens(layer.w13.device, 5)
-    with fp8moe.counters.trace_only():
+    with fp8moe.counters.TraceOnly():
         new = fresh(layer)
         wanted = step(new, new, x)
     for _ in range(2):

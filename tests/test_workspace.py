@@ -29,7 +29,7 @@ def chain(x, offsets):
     return ready, transposed.scales, offsets
 
 
-def test_results_apart_temporaries_together():
+def test_results_are_outputs_and_temporaries_share_one_workspace():
     x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
     layout = Layout(lambda a: chain(*a), specs((x, offsets)))
     wanted = arrays_in(chain(x, offsets))
@@ -46,13 +46,13 @@ def test_results_apart_temporaries_together():
     )
 
 
-def test_nothing_to_compute():
+def test_a_call_that_returns_its_arguments_has_no_outputs():
     q = fp8moe.quantize(values(RNG, (4, 128), BF16))
     layout = Layout(lambda a: fp8moe.to_layout(fp8moe.QuantTensor(*a), "compact"), specs(arrays_in(q)))
     assert (layout.outputs, layout.leaves) == ([], [~0, ~1])
 
 
-def test_checks_are_those_of_the_call():
+def test_layouts_raise_the_calls_validation_errors():
     with pytest.raises(ValueError, match="x: got shape"):
         Layout(lambda a: fp8moe.quantize(*a), specs([np.ones(3, np.float32)]))
     with pytest.raises(TypeError, match="looks at values"):
@@ -98,11 +98,11 @@ def run(layout, arrays):
     """Everything in new memory; results as `function` has them."""
     given = Memory(arrays)
     made = Memory(layout.outputs)
-    ours, outputs = given.addresses, made.addresses
+    addresses, outputs = given.addresses, made.addresses
     for i, output in layout.aliases.items():
         made.arrays[output][...] = arrays[i]
-        ours[i] = 0  # nobody looks there
-    layout.run(ours, outputs, int, 0, 0)
+        addresses[i] = 0  # nobody looks there
+    layout.run(addresses, outputs, int, 0, 0)
     assert made.untouched_around()
     assert given.untouched_around()
     for a, b in zip(given.arrays, arrays, strict=True):
@@ -137,7 +137,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_at_given_addresses_the_same(name, on_cpu):
+def test_results_at_given_addresses_are_the_calls(name, on_cpu):
     function, arguments = CASES[name]
     layout = Layout(function, specs(arguments()))
     for _ in range(3):  # checked and noted, then twice only launched
@@ -146,7 +146,7 @@ def test_at_given_addresses_the_same(name, on_cpu):
             patch.setattr(interop, "framework_of", lambda x, name: interop.NUMPY)
             wanted = function(list(arrays))
         assert_same(wanted, run(layout, arrays))
-        assert list(layout._known) == [0]
+        assert list(layout.plans) == [0]
 
 
 def test_an_argument_that_is_added_to(on_cpu):
@@ -158,9 +158,9 @@ def test_an_argument_that_is_added_to(on_cpu):
     layout = Layout(function, specs((a, b, offsets, into)), in_place=[3])
     assert (layout.aliases, layout.leaves) == ({3: 0}, [0])
     for _ in range(3):
-        found = run(layout, (a, b, offsets, into))
+        result = run(layout, (a, b, offsets, into))
         for e, rows in enumerate((slice(0, 40), slice(40, 64))):
-            np.testing.assert_allclose(found[e], into[e] + a[rows].T @ b[rows], atol=1e-4)
+            np.testing.assert_allclose(result[e], into[e] + a[rows].T @ b[rows], atol=1e-4)
 
 
 def test_arguments_in_the_same_memory(on_cpu):
@@ -176,7 +176,7 @@ def test_arguments_in_the_same_memory(on_cpu):
         np.testing.assert_array_equal(made.arrays[0][0], np.eye(8))
 
 
-def test_addresses_that_vectors_do_not_fit(on_cpu):
+def test_unaligned_addresses_are_served_by_other_kernels(on_cpu):
     """Then it is done with its checks, on other kernels."""
     x = values(RNG, (4, 128), BF16)
     layout = Layout(lambda a: fp8moe.quantize(*a), specs([x]))
@@ -200,10 +200,10 @@ def test_a_call_that_reads_or_writes_from_the_host(on_cpu, monkeypatch):
     assert not layout.only_launches
     for _ in range(2):
         x = RNG.standard_normal((8, 16)).astype(np.float32)
-        found = run(layout, [x])
-        np.testing.assert_array_equal(found[:3], x[:3])
-        np.testing.assert_array_equal(found[4:9], x[3:])
-        assert layout._known[0].steps is None
+        result = run(layout, [x])
+        np.testing.assert_array_equal(result[:3], x[:3])
+        np.testing.assert_array_equal(result[4:9], x[3:])
+        assert layout.plans[0].steps is None
     assert Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
     monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     assert not Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches

@@ -74,11 +74,11 @@ class Framework:
             return None
         device = getattr(raw[0], "device", None)
         for x, a in zip(arrays, raw, strict=True):
-            if not isinstance(a, DeviceArray) or a.device != device or not self.is_mine(x):
+            if not isinstance(a, DeviceArray) or a.device != device or not self.owns(x):
                 return None
         return raw[0].device, [a.ptr for a in raw], [(a.shape, a.dtype, a.ptr & 15) for a in raw]  # type: ignore
 
-    def is_mine(self, x: Any) -> bool:
+    def owns(self, x: Any) -> bool:
         """Whether an array is of this framework."""
         return load_module("fp8moe.interop").framework_of_type(type(x)) is self  # type: ignore[no-any-return]
 
@@ -162,14 +162,14 @@ _KNOWN = {dtype: dtype for dtype in _DTYPES.values()}
 
 def known_dtype(dtype: np.dtype, argument: str) -> np.dtype:
     """NumPy makes a dtype's name anew whenever it is asked, 2 us and more."""
-    known = _KNOWN.get(dtype)
-    if known is None:
+    same = _KNOWN.get(dtype)
+    if same is None:
         native = dtype_named(dtype.name, argument)
         raise TypeError(
             f"{argument}: got dtype {dtype.str}, whose bytes are in another order than this machine's; pass "
             f"it .astype({native.name!r})"
         )
-    return known
+    return same
 
 
 def plain_dtype(dtype: np.dtype) -> np.dtype:

@@ -149,9 +149,9 @@ _NUMPY_DTYPES: dict[Any, np.dtype] = {}  # by torch's
 
 @cache
 def _torch_dtype(dtype: np.dtype) -> Any:
-    found = getattr(sys.modules["torch"], dtype.name)
-    _NUMPY_DTYPES[found] = dtype
-    return found
+    torch_dtype = getattr(sys.modules["torch"], dtype.name)
+    _NUMPY_DTYPES[torch_dtype] = dtype
+    return torch_dtype
 
 
 @cache

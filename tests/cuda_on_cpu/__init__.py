@@ -7,12 +7,12 @@ what a race does between two barriers, and speed.
 import atexit
 import contextlib
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ SIGNATURE = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\([^{]*?\))*\s+(
 available = shutil.which("g++") is not None
 
 
-@cache
+@functools.cache
 def library(source, defines):
     """One source, with a C function ``run_NAME`` for every kernel of it."""
     folder = Path(tempfile.mkdtemp(prefix="fp8moe-cuda-on-cpu-"))
@@ -153,7 +153,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     """Until the test ends, `Array` is an array on a device whose kernels run here."""
     from fp8moe.kernels_cuda import driver, launch
 
-    def kernel(source, name, defines, device):
+    def load_kernel(source, name, defines, device):
         defines = defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0]
         # blocks run one after the other: no clusters
         number = "".join(filter(str.isdigit, architecture))
@@ -172,7 +172,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
     monkeypatch.setattr(dispatch, "_plans", {})
     others = interop.framework_of_type
     monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
-    monkeypatch.setattr(launch, "load_kernel", kernel)
+    monkeypatch.setattr(launch, "load_kernel", functools.cache(load_kernel))
     monkeypatch.setattr(launch, "launch_packed", launch_packed)
     monkeypatch.setattr(launch, "launch_with_tensor_maps", launch_with_tensor_maps)
     runtime = Runtime()
