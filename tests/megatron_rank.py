@@ -6,6 +6,7 @@ Megatron's SequentialMLP is the oracle: the same weights, tokens and optimizer.
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -419,4 +420,6 @@ def main():
         for case in sys.argv[5].split(","):
             CASES[case]()
     print("right", flush=True)
+    for child in multiprocessing.active_children():  # Megatron's writers of checkpoints
+        child.kill()
     os._exit(0)
