@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import types
 import warnings
 
 import torch
@@ -58,6 +59,7 @@ class NoTracker:
 
 
 torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_stream = lambda *_: types.SimpleNamespace(wait_stream=lambda other: None)
 megatron_random._get_cuda_rng_state = megatron_random._set_cuda_rng_state = lambda *_, **__: None
 megatron_random._CUDA_RNG_STATE_TRACKER = NoTracker()
 megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
