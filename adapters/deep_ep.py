@@ -1,15 +1,18 @@
-"""Expert parallelism by DeepEP, where it is installed: its FP8 tuple in, a `QuantTensor` out.
+"""Expert parallelism by DeepEP V2, where it is installed.
 
-    comm = fp8moe.adapters.deep_ep.Engine(deep_ep.Buffer(group, nvlink_bytes), group.rank(), group.size())
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
+    comm = fp8moe.adapters.deep_ep.Engine(buffer)
     y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 
-DeepEP's normal kernels (``Buffer.get_dispatch_layout``, ``dispatch``, ``combine``) move rows with their ids
-and probabilities themselves, so this is a whole `fp8moe.expert_parallel.Engine`, not a transport of bytes.
-Written against DeepEP's documented calls and tested with a stand-in of them.
+``ElasticBuffer`` moves rows with their scales and probabilities and puts them where the experts' products
+want them (its expanded layout, each expert's rows padded with zeros), so nothing is permuted after it: this
+is a whole `fp8moe.expert_parallel.Engine`, not a transport of bytes. Written against the calls of DeepEP at
+dd758ca (after v1.2.1), and tested with a stand-in that has their signatures. V1's ``Buffer`` is refused.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,10 @@ import torch
 
 import fp8moe
 from fp8moe import QuantTensor
-from fp8moe.expert_parallel import Dispatched
+from fp8moe.expert_parallel import DispatchedRows
 from fp8moe.formats import FLOAT8_DTYPES
+
+ALIGN_SIZE = 128  # what the FP8 products want; the others take it
 
 
 @dataclass(frozen=True)
@@ -30,30 +35,43 @@ class DeepEPRoute:
 
 
 class Engine:
-    """What `fp8moe.expert_parallel` does, by a DeepEP buffer. Rows travel in bfloat16 or, by 1x128 blocks, in
-    FP8; sums come back in bfloat16, which is all that DeepEP sums."""
+    """What `fp8moe.expert_parallel` does, by an ``ElasticBuffer``. Rows travel in bfloat16 or, by 1x128
+    blocks, in e4m3; sums come back in bfloat16, which is all that DeepEP sums. Its host learns the counts of
+    rows once a forward; the backward reuses its handle and waits for nothing.
 
-    def __init__(self, buffer: Any, rank: int, world_size: int):
-        self._buffer, self.rank, self.world_size = buffer, rank, world_size
-        self.group = getattr(buffer, "group", None)  # the torch.distributed.ProcessGroup
+    Raises TypeError for a buffer of another kind, as V1's, and ValueError for one that cannot bring the
+    probabilities' gradients back.
+    """
+
+    def __init__(self, buffer: Any):
+        if not hasattr(buffer, "allow_multiple_reduction"):
+            raise TypeError(f"buffer: got {type(buffer).__name__}; wanted DeepEP V2's deep_ep.ElasticBuffer")
+        if not buffer.allow_multiple_reduction:
+            raise ValueError(
+                "buffer: got one with allow_multiple_reduction=False, which brings no gradients of expanded "
+                "rows' probabilities back; wanted True"
+            )
+        self._buffer, self.group = buffer, buffer.group
+        self.rank, self.world_size = buffer.rank_idx, buffer.num_ranks
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None
-    ) -> Dispatched:
-        ids = topk_ids.to(torch.int64)
-        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(ids, num_experts)
+    ) -> DispatchedRows:
         given, like = _given(x, fmt)
-        received, local, probs, counts, handle, _ = self._buffer.dispatch(
+        kind = getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
+        there = (topk_ids >= 0) & (topk_ids < num_experts)
+        received, _, probs, handle, _ = self._buffer.dispatch(
             given,
-            topk_idx=ids,
+            topk_idx=torch.where(there, topk_ids, -1).to(kind),
             topk_weights=topk_probs.float(),
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
+            num_experts=num_experts,
+            expert_alignment=ALIGN_SIZE,
+            do_expand=True,
+            do_zero_padding=True,
         )
-        route = DeepEPRoute(handle, len(ids))
-        return Dispatched(_taken(received, like), local.to(torch.int32), probs, route, sum(counts))
+        counts = handle.num_unaligned_recv_tokens_per_expert
+        route = DeepEPRoute(handle, len(topk_ids))
+        return DispatchedRows(_taken(received, like), counts, probs, route, ALIGN_SIZE)
 
     def combine(self, y: Any, route: DeepEPRoute, fmt: str | None) -> Any:
         if fmt is not None:
@@ -62,11 +80,13 @@ class Engine:
 
     def combine_backward(self, dy: Any, route: DeepEPRoute, fmt: str | None) -> Any:
         given, like = _given(dy, fmt)
-        return _taken(self._buffer.dispatch(given, handle=route.handle)[0], like)
+        options = {"handle": route.handle, "do_expand": True, "do_zero_padding": True}
+        return _taken(self._buffer.dispatch(given, **options)[0], like)
 
     def dispatch_backward(self, dx: Any, dprobs: Any, route: DeepEPRoute) -> tuple[Any, Any]:
         found, probs, _ = self._buffer.combine(dx, route.handle, topk_weights=dprobs.float())
-        return found, probs
+        # of an id that is no expert DeepEP promises nothing
+        return found, torch.where(route.handle.topk_idx >= 0, probs, 0)
 
 
 def _given(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
@@ -74,6 +94,8 @@ def _given(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
     q = x if isinstance(x, QuantTensor) else None if fmt is None else fp8moe.quantize(x, fmt=fmt)
     if q is None:
         return x, None
+    if q.fmt != "e4m3":
+        raise ValueError(f"fmt: got {q.fmt!r}; wanted 'e4m3', the format that DeepEP dispatches")
     return (q.data.view(getattr(torch, FLOAT8_DTYPES[q.fmt].name)), q.scales), q
 
 

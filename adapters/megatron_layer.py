@@ -359,6 +359,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, REFUSED | REFUSED_BY_LAYER)
+        checks.choice("recipe", recipe, RECIPES)
+        activation_of(config)
         if submodules is None:
             submodules = MoESubmodules(experts=FP8FlowExperts)
         submodules = dataclasses.replace(submodules, experts=FP8FlowExperts)
@@ -368,7 +370,6 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = before
-        checks.choice("recipe", recipe, RECIPES)
         self.experts.recipe = recipe
         self.token_dispatcher = _Dispatcher(config, groups)
         self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8moe import expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
-from fp8moe.expert_parallel import Counts, Dispatched, Pending, Route, Transport
+from fp8moe.expert_parallel import Counts, Dispatched, DispatchedRows, Pending
 
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -136,14 +136,16 @@ def _timeout(group: Any, device: torch.device) -> float:
 
 
 def dispatch(
-    x: Tensor, topk_ids: Tensor, topk_probs: Tensor, num_experts: int, comm: Transport
-) -> Dispatched:
+    x: Tensor, topk_ids: Tensor, topk_probs: Tensor, num_experts: int, comm: Any
+) -> Dispatched | DispatchedRows:
     """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs."""
     rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm)
+    if isinstance(rest, DispatchedRows):
+        return replace(rest, x=rows, probs=probs)
     return replace(rest, x=rows, topk_probs=probs)
 
 
-def combine(y: Tensor, route: Route, comm: Transport) -> Tensor:
+def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
     """`fp8moe.expert_parallel.combine`, with a gradient for y."""
     return _Combine.apply(y, route, comm)
 
@@ -153,7 +155,8 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
         found = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
         ctx.route, ctx.comm = found.route, comm
-        return found.x, found.topk_probs, found
+        probs = found.probs if isinstance(found, DispatchedRows) else found.topk_probs
+        return found.x, probs, found
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_distributed, torch_ops
+from fp8moe.expert_parallel import DispatchedRows
 from fp8moe.plan import static_bound
 
 
@@ -30,6 +31,11 @@ def by_grouped_mm(
     rows, experts = None, len(w13)
     if comm is not None:
         arrived = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm)
+        if isinstance(arrived, DispatchedRows):
+            given = arrived.x, w13, w2, arrived.tokens_per_expert, arrived.probs
+            options: dict[str, Any] = {"recompute": recompute, "activation": activation}
+            y = rows_by_grouped_mm(*given, align_size=arrived.align_size, **options)
+            return torch_distributed.combine(y, arrived.route, comm)
         x, ids, probs = arrived.x, arrived.topk_ids, arrived.topk_probs
         rows = static_bound(arrived.num_entries, experts, 16)
     # torch's grouped product wants what it reads in multiples of 16 bytes

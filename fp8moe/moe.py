@@ -15,7 +15,14 @@ from typing import Any, Literal, get_args
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.dispatch import enter, operation
-from fp8moe.expert_parallel import Comm, combine, combine_backward, dispatch, dispatch_backward
+from fp8moe.expert_parallel import (
+    Comm,
+    DispatchedRows,
+    combine,
+    combine_backward,
+    dispatch,
+    dispatch_backward,
+)
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.permuted_rows import (
@@ -232,10 +239,15 @@ def moe_forward(
         arrived = dispatch(
             x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
         )
-        rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
-        y, saved = experts_forward(
-            arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
-        )
+        if isinstance(arrived, DispatchedRows):
+            of_rows = arrived.tokens_per_expert, arrived.probs
+            how["align_size"] = arrived.align_size
+            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **how)
+        else:
+            rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
+            y, saved = experts_forward(
+                arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
+            )
         y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
     return y, _recorded(saved, overwritten)
 

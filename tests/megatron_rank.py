@@ -6,8 +6,10 @@ Megatron's SequentialMLP is the oracle: the same weights, tokens and optimizer.
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
+import types
 import warnings
 
 import torch
@@ -57,6 +59,7 @@ class NoTracker:
 
 
 torch.cuda.synchronize = lambda *_: None
+torch.cuda.current_stream = lambda *_: types.SimpleNamespace(wait_stream=lambda other: None)
 megatron_random._get_cuda_rng_state = megatron_random._set_cuda_rng_state = lambda *_, **__: None
 megatron_random._CUDA_RNG_STATE_TRACKER = NoTracker()
 megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
@@ -419,4 +422,6 @@ def main():
         for case in sys.argv[5].split(","):
             CASES[case]()
     print("right", flush=True)
+    for child in multiprocessing.active_children():  # Megatron's writers of checkpoints
+        child.kill()
     os._exit(0)

@@ -81,7 +81,7 @@ class Engine(Protocol):
 
     def dispatch(
         self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None
-    ) -> Dispatched: ...
+    ) -> Dispatched | DispatchedRows: ...
 
     def combine(self, y: Any, route: Any, fmt: str | None) -> Any: ...
 
@@ -118,6 +118,19 @@ class Dispatched(Record):
     topk_probs: Any
     route: Any
     num_entries: int
+
+
+@dataclass(frozen=True)
+class DispatchedRows(Record):
+    """What arrived by an `Engine` that permutes: the rows of `fp8moe.moe_forward_permuted`, N of them. x:
+    [N, H], as sent; tokens_per_expert: [E / W]; probs: [N]; align_size: what each expert's rows are padded to
+    a multiple of. `Engine.dispatch_backward` has dprobs [N] of them then."""
+
+    x: Any
+    tokens_per_expert: Any
+    probs: Any
+    route: Any
+    align_size: int
 
 
 def counts_of(heard: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
