@@ -75,8 +75,9 @@ struct Operand {
     left = (int)(ACROSS ? rows : bytes);
   }
 
-  // Pieces FIRST to END of the thread's LINES / AT_ONCE of the next step.
-  template <int FIRST, int END>
+  // Pieces FIRST to END of the thread's LINES / AT_ONCE of the next step; zeros past the last. WHOLE: `whole`
+  // is known to be true.
+  template <int FIRST, int END, bool WHOLE>
   __device__ __forceinline__ void fetch(At stage) const {
     constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // pieces until the next panel
     const At to = stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
@@ -87,7 +88,7 @@ struct Operand {
       return down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(bytes, 16), 0) : 0u;
     };
     const u8* source;
-    if (whole) {
+    if (WHOLE || whole) {
 #pragma unroll
       for (int i = FIRST; i < END; ++i) {
         const u32 bytes = piece(i, &source);
@@ -195,11 +196,12 @@ __device__ __forceinline__ void clear(Sums& d) {
 }
 
 // The whole block: d, the sums of a tile's products over `steps` steps; of codes, of each step by itself:
-// begin(step) is called before the step's products are made, and end(step, d) when d is its sum.
-template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
-__device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
-                                         Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
-                                         const Begin& begin, const End& end) {
+// begin(step) is called before the step's products are made, and end(step, d) when d is its sum. WHOLE: all
+// pieces begin at multiples of 16 bytes, and the loop has no branches.
+template <bool WHOLE, bool A_ACROSS, bool B_ACROSS, class Begin, class End>
+__device__ __forceinline__ void multiply_pieces(u8* memory, Operand<A_ACROSS, ROWS>& a,
+                                                Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
+                                                const Begin& begin, const End& end) {
   const u32 lane = threadIdx.x % 32;
   const Part part;
   const At stages = at_of(memory);
@@ -218,12 +220,10 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
   auto turned = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
 #pragma unroll 1
   for (int k = 0; k < STAGES - 1; ++k) {
-    if (k < steps) {
-      a.template fetch<0, A_PIECES>(stages + to);
-      b.template fetch<0, B_PIECES>(stages + to + A_BYTES);
-      a.next();
-      b.next();
-    }
+    a.template fetch<0, A_PIECES, WHOLE>(stages + to);
+    b.template fetch<0, B_PIECES, WHOLE>(stages + to + A_BYTES);
+    a.next();
+    b.next();
     copy_async_commit();
     to = turned(to);
   }
@@ -233,7 +233,6 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
   load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0);
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
-    const bool more = k + STAGES - 1 < steps;
     begin(k);
 #pragma unroll
     for (u32 i = 0; i < PARTS; ++i) {
@@ -244,14 +243,13 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
         stage = turned(stage);
       }
       load_fragments<A_ACROSS, B_ACROSS>(f[(i + 1) % 2], a_at + stage, b_at + stage, (i + 1) % PARTS);
-      if (i == 0 && more) a.template fetch<0, A_PIECES>(stages + to);
-      if (i == 1 && more) b.template fetch<0, B_PIECES / 2>(stages + to + A_BYTES);
+      // past the last step there are only zeros
+      if (i == 0) a.template fetch<0, A_PIECES, WHOLE>(stages + to);
+      if (i == 1) b.template fetch<0, B_PIECES / 2, WHOLE>(stages + to + A_BYTES);
       if (i == 2) {
-        if (more) {
-          b.template fetch<B_PIECES / 2, B_PIECES>(stages + to + A_BYTES);
-          a.next();
-          b.next();
-        }
+        b.template fetch<B_PIECES / 2, B_PIECES, WHOLE>(stages + to + A_BYTES);
+        a.next();
+        b.next();
         copy_async_commit();
         to = turned(to);
       }
@@ -260,6 +258,16 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
     end(k, d);
   }
   copy_async_wait<0>();
+}
+
+template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
+__device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
+                                         Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
+                                         const Begin& begin, const End& end) {
+  if (a.whole && b.whole)
+    multiply_pieces<true>(memory, a, b, steps, d, begin, end);
+  else
+    multiply_pieces<false>(memory, a, b, steps, d, begin, end);
 }
 
 __device__ __forceinline__ i64 blocks_of(i64 rows, i64 height) { return (rows + height - 1) / height; }
