@@ -17,7 +17,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.dispatch import enter, operation
 from fp8moe.expert_parallel import Comm, combine, combine_backward, dispatch, dispatch_backward
 from fp8moe.formats import BFLOAT16
-from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, products_by
 from fp8moe.permute import permute, permute_backward, unpermute, unpermute_backward
 from fp8moe.plan import plan_topk, static_bound
 from fp8moe.quantize import dequantize, quantize, times_overwritten
@@ -45,6 +45,7 @@ class Saved(Record):
         multiplies by them (all of w2's, and w13's but for recompute); ``nbytes`` leaves weights out.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
+    backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
     """
 
     recipe: str
@@ -59,6 +60,7 @@ class Saved(Record):
     activation: Activation = SWIGLU
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
+    backend: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +124,7 @@ def moe_forward(
     activation: Activation = SWIGLU,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of a layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -151,6 +154,8 @@ def moe_forward(
     gradients : collection of str
         Names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What only
         the others need is neither made nor kept; () for inference.
+    backend : str or None
+        By which kernels all products are made, the backward's too: as `grouped_gemm` takes it.
 
     Returns
     -------
@@ -184,7 +189,8 @@ def moe_forward(
     checks.options("activation", activation, Activation)
     _check_gradients(gradients)
     how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    how["gradients"] = tuple(gradients)
+    checks.choice("backend", backend, BACKENDS)
+    how.update(gradients=tuple(gradients), backend=backend)
     overwritten: Any = tuple(times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
@@ -219,6 +225,7 @@ def experts_forward(
     num_out_tokens: int | None = None,
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
     if not isinstance(x, QuantTensor):
@@ -230,10 +237,12 @@ def experts_forward(
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
     forward, _ = _STEPS[recipe]
-    y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None, gradients)
+    with products_by(backend):
+        y, kept = forward(x, w13, w2, plan, topk_probs, activation, recompute is not None, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=activation, **kept)
+    kept.update(activation=activation, backend=backend)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **kept)
     return y, saved.needed_for(gradients)
 
 
@@ -251,7 +260,8 @@ def experts_backward(
         _check_backward(saved, dy, dw13, dw2, dtype)
         dy = _cast(saved.recipe, dy)
     _, backward = _STEPS[saved.recipe]
-    return backward(saved, dy, dw13, dw2, dtype, gradients)
+    with products_by(saved.backend):
+        return backward(saved, dy, dw13, dw2, dtype, gradients)
 
 
 def moe_backward(

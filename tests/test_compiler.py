@@ -121,8 +121,8 @@ def test_many_processes_at_once(tmp_path):
     assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no halves are left
 
 
-# architectures that differ from another one only in what the products by mma.sync make of their tensor cores and
-# shared memory: other sources are the same for them as for sm_80, sm_120a and sm_100a
+# architectures that differ from another one only in what the products by mma.sync make of their tensor cores
+# and shared memory: other sources are the same for them as for sm_80, sm_120a and sm_100a
 RELATED = ("sm_86", "sm_89", "sm_103a")
 
 
