@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,10 +17,30 @@ from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 
 
-def _check_backend(call: Call, backend: str | None) -> None:
+class _Scope(threading.local):
+    backend: str | None = None
+
+
+_scope = _Scope()
+
+
+@contextmanager
+def products_by(backend: str | None) -> Iterator[None]:
+    """Inside this context None means this backend: what an operation that consists of several products is
+    given (`moe_forward`), so that it has one name for all of them."""
+    before, _scope.backend = _scope.backend, backend
+    try:
+        yield
+    finally:
+        _scope.backend = before
+
+
+def _backend_of(call: Call, backend: str | None) -> str | None:
+    backend = _scope.backend if backend is None else backend
     checks.choice("backend", backend, BACKENDS)
     if backend is not None and call.device == "cpu":
         raise ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
+    return backend
 
 
 @operation
@@ -81,7 +104,7 @@ def grouped_gemm(
     """
     call = enter(x=x, w=w, expert_offsets=expert_offsets)
     a = call.args
-    _check_backend(call, backend)
+    backend = _backend_of(call, backend)
     transpose_w = checks.flag("transpose_w", transpose_w)
     quantized = isinstance(a.x, QuantTensor)
     if quantized:
@@ -171,7 +194,7 @@ def grouped_gemm_wgrad(
     """
     call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args
-    _check_backend(call, backend)
+    backend = _backend_of(call, backend)
     if isinstance(a.dy, QuantTensor):
         for name, q, blocks in (("dy", a.dy, ((128, 1), (128, 128))), ("x", a.x, (a.dy.block,))):
             if not checks.quant_tensor(name, q, blocks).columnwise:

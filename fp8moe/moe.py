@@ -24,7 +24,7 @@ from fp8moe.expert_parallel import (
     dispatch_backward,
 )
 from fp8moe.formats import BFLOAT16
-from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, products_by
 from fp8moe.permuted_rows import (
     PlacedRows,
     pad_rows,
@@ -66,6 +66,7 @@ class Saved(Record):
         when the forward read them; None for weights that it quantised itself.
     ffn: F without the zeros that FP8 weights were padded with, None where they were not: what `moe_backward`
         was told.
+    backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
     """
 
     recipe: str
@@ -81,6 +82,7 @@ class Saved(Record):
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
     ffn: int | None = None
+    backend: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +169,7 @@ def moe_forward(
     activation: Activation = SWIGLU,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of a layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -196,6 +199,8 @@ def moe_forward(
     gradients : collection of str
         Names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What only
         the others need is neither made nor kept; () for inference.
+    backend : str or None
+        By which kernels all products are made, the backward's too: as `grouped_gemm` takes it.
 
     Returns
     -------
@@ -229,7 +234,8 @@ def moe_forward(
     checks.options("activation", activation, Activation)
     _check_gradients(gradients)
     how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    how["gradients"] = tuple(gradients)
+    checks.choice("backend", backend, BACKENDS)
+    how.update(gradients=tuple(gradients), backend=backend)
     overwritten = _overwritten(w13, w2)
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
@@ -368,6 +374,7 @@ def experts_forward(
     num_out_tokens: int | None = None,
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
     if not isinstance(x, QuantTensor):
@@ -375,7 +382,7 @@ def experts_forward(
         x = _cast(recipe, x)
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
-    return _by_plan(x, w13, w2, plan, topk_probs, recipe, recompute, activation, gradients)
+    return _by_plan(x, w13, w2, plan, topk_probs, recipe, recompute, activation, gradients, backend)
 
 
 @operation
@@ -391,6 +398,7 @@ def permuted_experts_forward(
     align_size: int,
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
     given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
@@ -398,7 +406,7 @@ def permuted_experts_forward(
     if not isinstance(x, QuantTensor):
         x = _cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
-    y, saved = _by_plan(x, w13, w2, rows, probs, recipe, recompute, activation, gradients)
+    y, saved = _by_plan(x, w13, w2, rows, probs, recipe, recompute, activation, gradients, backend)
     return unpad_rows(y, rows)[0], saved
 
 
@@ -412,16 +420,19 @@ def _by_plan(
     recompute: str | None,
     activation: Activation,
     gradients: Collection[str],
+    backend: str | None,
 ) -> tuple[Any, Saved]:
     """The experts of rows that have their places."""
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     forward, _ = _STEPS[recipe]
-    y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
+    with products_by(backend):
+        y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, activation=activation, **kept)
+    kept.update(activation=activation, backend=backend)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **kept)
     return y, saved.needed_for(gradients)
 
 
@@ -440,9 +451,10 @@ def experts_backward(
         dy = _cast(saved.recipe, dy)
     _, backward = _STEPS[saved.recipe]
     rows = saved.plan
-    if not isinstance(rows, PlacedRows):
-        return backward(saved, dy, dw13, dw2, dtype, gradients)
-    grads: MoEGrads = backward(saved, pad_rows(dy, rows), dw13, dw2, dtype, gradients)
+    with products_by(saved.backend):
+        if not isinstance(rows, PlacedRows):
+            return backward(saved, dy, dw13, dw2, dtype, gradients)
+        grads: MoEGrads = backward(saved, pad_rows(dy, rows), dw13, dw2, dtype, gradients)
     if grads.dx is None:
         return grads
     dx, dprobs = unpad_rows(grads.dx, rows, grads.dprobs)

@@ -41,7 +41,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "grouped_gemm_wgrad_mma": [
         *((f"KIND={kind}",) for kind in ("BF16", "F16")),
-        *((f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={c}") for a in (0, 1) for b in (0, 1) for c in (0, 1)),
+        *((f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={c}") for a in (0, 1) for b in (0, 1) for c in (1, 0)),
     ],
     "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
     "grouped_gemm_wgrad_wgmma": [

@@ -63,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
   const Part part;
   const float* of_columns = w_scales + (e * blocks_of(width, 128) + column / 128) * steps;
+  const float* of_rows = x_scales + row * row_stride;
+  const int last = (int)min(hi - row, (i64)ROWS) - 1, stride = (int)row_stride;  // past the last row: its own
   Sums d;
   clear(d);
   float scales[ROW_TILES][2], of_all;
@@ -70,11 +72,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       memory, a, b, steps, d,
       [&](int k) {
         of_all = of_columns[k];
+        const float* from = of_rows + k * column_stride;
 #pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i) {
-          const i64 r = row + part.row + 8 * i;
-          scales[i / 2][i % 2] = r < hi ? x_scales[r * row_stride + k * column_stride] : 0.f;
-        }
+        for (int i = 0; i < 2 * ROW_TILES; ++i)
+          scales[i / 2][i % 2] = from[min(part.row + 8 * i, last) * stride];
       },
       [&](int, Sums& d) {
 #pragma unroll

@@ -12,7 +12,8 @@
 //   `known` have scales (the others are NaN), or (BLOCKS) [ceil(width / 128), ceil(rows / 128)] and
 //   [ceil(depth / 128), ...], where experts that begin at no multiple of 128 rows get NaN; out [experts,
 //   width, depth] of any dtype.
-// Shapes: any, and any offsets. Where rows of an operand, or an expert's codes, do not begin at multiples of 16
+// Shapes: any, and any offsets. Where rows of an operand, or an expert's codes, do not begin at multiples of
+// 16
 //   bytes, values are read one by one.
 // Launch: a block of THREADS a tile: experts * ceil(width / ROWS) * ceil(depth / COLUMNS).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -68,24 +69,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const i64 first = blocks_before;
+  const int last_row = (int)min(width - row, (i64)ROWS) - 1;  // past the last one: its own scale
+  const int last_column = (int)min(depth - column, (i64)COLUMNS) - 1;
   float of_rows[ROW_TILES][2], of_columns[COLUMN_TILES][2];
   multiply<false, false>(
       memory, a, b, steps, d,
       [&](int k) {
-        const float* rows_from = dy_scales + (first + k) * width + row;
-        const float* columns_from = x_scales + (first + k) * depth + column;
         const bool there = first + k < known;
-        const float missing = __uint_as_float(0x7fc00000u);
+        const i64 block = there ? first + k : 0;
+        const float* rows_from = dy_scales + block * width + row;
+        const float* columns_from = x_scales + block * depth + column;
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
-          const int r = part.row + 8 * i;
-          of_rows[i / 2][i % 2] = !there ? missing : row + r < width ? rows_from[r] : 0.f;
+          const float scale = rows_from[min(part.row + 8 * i, last_row)];
+          of_rows[i / 2][i % 2] = there ? scale : __uint_as_float(0x7fc00000u);
         }
 #pragma unroll
-        for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
-          const int c = part.column + j / 2 * 8 + j % 2;
-          of_columns[j / 2][j % 2] = !there ? missing : column + c < depth ? columns_from[c] : 0.f;
-        }
+        for (int j = 0; j < 2 * COLUMN_TILES; ++j)
+          of_columns[j / 2][j % 2] = columns_from[min(part.column + j / 2 * 8 + j % 2, last_column)];
       },
       [&](int, Sums& d) {
 #pragma unroll

@@ -37,6 +37,13 @@
 #ifndef STAGES
 #define STAGES 3
 #endif
+// Fragments that a warp holds: with two the next ones come while products are made. Sums of codes with a
+// scale a column leave no registers for that.
+#if !defined KIND && defined BLOCKS && !BLOCKS
+#define BUFFERS 1
+#else
+#define BUFFERS 2
+#endif
 #define THREADS (32 * (ROWS / WARP_ROWS) * (COLUMNS / WARP_COLUMNS))
 #define LINE 128  // bytes
 #define STEP (LINE / OPERAND_BYTES)
@@ -75,35 +82,42 @@ struct Operand {
     left = (int)(ACROSS ? rows : bytes);
   }
 
-  // Pieces FIRST to END of the thread's LINES / AT_ONCE of the next step.
+  // Where piece i of the thread's LINES / AT_ONCE of the next step is in memory, and how many bytes of it
+  // there are: none past the last step.
+  __device__ __forceinline__ const u8* piece(int i, u32* bytes) const {
+    constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // pieces until the next panel
+    const int down = i % DOWN, panel = i / DOWN;
+    const int there = ACROSS ? lines - panel * LINE : left;
+    *bytes = down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(there, 16), 0) : 0u;
+    return from + down * (AT_ONCE * pitch) + panel * LINE;
+  }
+  __device__ __forceinline__ At place(At stage) const {  // of piece 0; the others are AT_ONCE lines apart
+    return stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
+  }
+
+  // Pieces FIRST to END of the next step, which begin at multiples of 16 bytes.
   template <int FIRST, int END>
   __device__ __forceinline__ void fetch(At stage) const {
-    constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // pieces until the next panel
-    const At to = stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
-    auto piece = [&](int i, const u8** source) {  // returns how many of its bytes there are
-      const int down = i % DOWN, panel = i / DOWN;
-      *source = from + down * (AT_ONCE * pitch) + panel * LINE;
-      const int bytes = ACROSS ? lines - panel * LINE : left;
-      return down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(bytes, 16), 0) : 0u;
-    };
-    const u8* source;
-    if (whole) {
+    const At to = place(stage);
 #pragma unroll
-      for (int i = FIRST; i < END; ++i) {
-        const u32 bytes = piece(i, &source);
-        copy_async_part(to + i * (AT_ONCE * LINE), source, bytes);
-      }
-    } else {
+    for (int i = FIRST; i < END; ++i) {
+      u32 bytes;
+      const u8* source = piece(i, &bytes);
+      copy_async_part(to + i * (AT_ONCE * LINE), source, bytes);
+    }
+  }
+  // All pieces, wherever they begin.
+  __device__ __forceinline__ void fetch_by_values(At stage) const {
+    const At to = place(stage);
 #pragma unroll 1
-      for (int i = FIRST; i < END; ++i) {
-        const u32 bytes = piece(i, &source);
-        u32 words[4] = {0, 0, 0, 0};
+    for (int i = 0; i < LINES / AT_ONCE; ++i) {
+      u32 bytes, words[4] = {0, 0, 0, 0};
+      const u8* source = piece(i, &bytes);
 #pragma unroll
-        for (u32 b = 0; b < 16; b += OPERAND_BYTES)
-          if (b < bytes)
-            words[b / 4] |= (u32)(OPERAND_BYTES == 2 ? *(const u16*)(source + b) : source[b]) << b % 4 * 8;
-        store_words_at(to + i * (AT_ONCE * LINE), make_uint4(words[0], words[1], words[2], words[3]));
-      }
+      for (u32 b = 0; b < 16; b += OPERAND_BYTES)
+        if (b < bytes)
+          words[b / 4] |= (u32)(OPERAND_BYTES == 2 ? *(const u16*)(source + b) : source[b]) << b % 4 * 8;
+      store_words_at(to + i * (AT_ONCE * LINE), make_uint4(words[0], words[1], words[2], words[3]));
     }
   }
   __device__ __forceinline__ void next() {
@@ -194,15 +208,11 @@ __device__ __forceinline__ void clear(Sums& d) {
     for (u32 j = 0; j < COLUMN_TILES; ++j) d[i][j][0] = d[i][j][1] = d[i][j][2] = d[i][j][3] = 0.f;
 }
 
-// The whole block: d, the sums of a tile's products over `steps` steps; of codes, of each step by itself:
-// begin(step) is called before the step's products are made, and end(step, d) when d is its sum.
-template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
-__device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
-                                         Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
-                                         const Begin& begin, const End& end) {
+// Where the lane's addresses in both operands' first matrices are, of a step's first part.
+template <bool A_ACROSS, bool B_ACROSS>
+__device__ __forceinline__ void find_fragments(At stages, At* a_at, At* b_at) {
   const u32 lane = threadIdx.x % 32;
   const Part part;
-  const At stages = at_of(memory);
   // of four matrices of 8 x 8: a: two below each other, two further along the contraction; b: the other way
   const u32 low = lane / 8 % 2, high = lane / 16, line = lane % 8;
   const u32 a_line = A_ACROSS ? high * 8 + line : part.first_row + low * 8 + line;
@@ -210,52 +220,85 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
   const u32 a_piece = A_ACROSS ? low : high, b_piece = B_ACROSS ? high : low;
   const u32 a_panel = A_ACROSS ? part.first_row / 64 * (STEP * LINE) : 0;
   const u32 b_panel = B_ACROSS ? part.first_column / 64 * (STEP * LINE) : 0;
-  const At a_at = stages + a_panel + a_line * LINE + (a_piece ^ line) * 16;
-  const At b_at = stages + A_BYTES + b_panel + b_line * LINE + (b_piece ^ line) * 16;
-  constexpr int A_PIECES = ROWS / AT_ONCE, B_PIECES = COLUMNS / AT_ONCE;
+  *a_at = stages + a_panel + a_line * LINE + (a_piece ^ line) * 16;
+  *b_at = stages + A_BYTES + b_panel + b_line * LINE + (b_piece ^ line) * 16;
+}
 
+// The whole block: d, the sums of a tile's products over `steps` steps; of codes, of each step by itself:
+// begin(step) is called before the step's products are made, and end(step, d) when d is its sum.
+template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
+__device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
+                                         Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
+                                         const Begin& begin, const End& end) {
+  const At stages = at_of(memory);
+  constexpr int A_PIECES = ROWS / AT_ONCE, B_PIECES = COLUMNS / AT_ONCE;
+  At a_at, b_at;
+  find_fragments<A_ACROSS, B_ACROSS>(stages, &a_at, &b_at);
+  Fragments f[BUFFERS];
+  if (!a.whole || !b.whole) {  // one step at a time: the loop below has no branches, and is a tenth faster so
+#pragma unroll 1
+    for (int k = 0; k < steps; ++k) {
+      a.fetch_by_values(stages);
+      b.fetch_by_values(stages + A_BYTES);
+      a.next();
+      b.next();
+      begin(k);
+      __syncthreads();
+#pragma unroll 1
+      for (u32 i = 0; i < PARTS; ++i) {
+        load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, i);
+        add_products(d, f[0]);
+      }
+      __syncthreads();
+      end(k, d);
+    }
+    return;
+  }
   u32 to = 0, stage = 0;  // offsets of the stage that is fetched next, and of that in use
   auto turned = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
 #pragma unroll 1
   for (int k = 0; k < STAGES - 1; ++k) {
-    if (k < steps) {
-      a.template fetch<0, A_PIECES>(stages + to);
-      b.template fetch<0, B_PIECES>(stages + to + A_BYTES);
-      a.next();
-      b.next();
-    }
+    a.template fetch<0, A_PIECES>(stages + to);
+    b.template fetch<0, B_PIECES>(stages + to + A_BYTES);
+    a.next();
+    b.next();
     copy_async_commit();
     to = turned(to);
   }
-  copy_async_wait<STAGES - 2>();
-  __syncthreads();
-  Fragments f[2];
-  load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0);
+  auto turn = [&] {  // all have read the last step's fragments, and the next step is there
+    copy_async_wait<STAGES - 2>();
+    __syncthreads();
+  };
+  if (BUFFERS == 2) {
+    turn();
+    load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0);
+  }
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
-    const bool more = k + STAGES - 1 < steps;
     begin(k);
 #pragma unroll
     for (u32 i = 0; i < PARTS; ++i) {
-      if (i + 1 == PARTS) {
-        // all have read this step's last fragments, and the next step is there
-        copy_async_wait<STAGES - 2>();
-        __syncthreads();
-        stage = turned(stage);
-      }
-      load_fragments<A_ACROSS, B_ACROSS>(f[(i + 1) % 2], a_at + stage, b_at + stage, (i + 1) % PARTS);
-      if (i == 0 && more) a.template fetch<0, A_PIECES>(stages + to);
-      if (i == 1 && more) b.template fetch<0, B_PIECES / 2>(stages + to + A_BYTES);
-      if (i == 2) {
-        if (more) {
-          b.template fetch<B_PIECES / 2, B_PIECES>(stages + to + A_BYTES);
-          a.next();
-          b.next();
+      if (BUFFERS == 2) {
+        if (i + 1 == PARTS) {
+          turn();
+          stage = turned(stage);
         }
+        load_fragments<A_ACROSS, B_ACROSS>(f[(i + 1) % BUFFERS], a_at + stage, b_at + stage, (i + 1) % PARTS);
+      } else {
+        if (i == 0) turn();
+        load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at + stage, b_at + stage, i);
+        if (i + 1 == PARTS) stage = turned(stage);
+      }
+      if (i == 0) a.template fetch<0, A_PIECES>(stages + to);
+      if (i == 1) b.template fetch<0, B_PIECES / 2>(stages + to + A_BYTES);
+      if (i == 2) {
+        b.template fetch<B_PIECES / 2, B_PIECES>(stages + to + A_BYTES);
+        a.next();
+        b.next();
         copy_async_commit();
         to = turned(to);
       }
-      add_products(d, f[i % 2]);
+      add_products(d, f[i % BUFFERS]);
     }
     end(k, d);
   }

@@ -1,5 +1,8 @@
 """The layer against a dense float64 torch layer and its autograd; what each recipe casts and keeps."""
 
+import importlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -248,3 +251,39 @@ def test_weights_overwritten_before_the_backward_are_refused():
                 fp8moe.moe_backward(saved, dy)
             _, saved = fp8moe.moe_forward(**given, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, recompute):
+    used = []
+    products = importlib.import_module("fp8moe.reference.grouped_gemm")
+
+    def recorded(product):
+        def record(*arguments, backend, **options):
+            used.append(backend)
+            product(*arguments, backend=backend, **options)
+
+        return record
+
+    for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
+        monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
+    # as if these arrays lay on CUDA, where a backend can be chosen
+    choices = importlib.import_module("fp8moe.grouped_gemm")
+    real = choices._backend_of
+    monkeypatch.setattr(choices, "_backend_of", lambda call, name: real(SimpleNamespace(device=0), name))
+    inputs, dy = layer_inputs(3)
+    for backend in ("mma", None):
+        used.clear()
+        _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute, backend=backend)
+        fp8moe.moe_backward(saved, dy)
+        assert used == [backend] * (7 if recompute else 6)
+
+
+def test_a_backend_is_refused_by_name_on_the_cpu():
+    inputs, _ = layer_inputs(3)
+    with pytest.raises(ValueError, match=r"backend: got 'mma' for arrays on the CPU; wanted None"):
+        fp8moe.moe_forward(**inputs, recipe="bf16", backend="mma")
+    fp8moe.moe_forward(**inputs, recipe="bf16")
+    with pytest.raises(ValueError, match=r"backend: got 'tensor'; wanted one of None, 'wgmma', 'mma'"):
+        fp8moe.moe_forward(**inputs, recipe="bf16", backend="tensor")
