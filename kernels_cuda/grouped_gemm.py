@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
+from fp8moe.kernels_cuda import grouped_gemm_wgmma
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import (
     FORMATS,
@@ -19,6 +20,7 @@ from fp8moe.kernels_cuda.launch import (
     multiprocessors,
     threads,
 )
+from fp8moe.kernels_cuda.product import Product
 from fp8moe.records import QuantTensor
 
 # As in wgmma_pipeline.cuh.
@@ -74,6 +76,9 @@ def grouped_gemm(
             out,
         )
         return
+    if not quantized and _by_wgmma_16(backend, "grouped_gemm", x, w, out, expert_offsets, x.shape, width):
+        grouped_gemm_wgmma.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out)
+        return
     launch(
         "grouped_gemm",
         "grouped_gemm",
@@ -128,6 +133,11 @@ def grouped_gemm_wgrad(
             out,
         )
         return
+    if not quantized and _by_wgmma_16(
+        backend, "grouped_gemm_wgrad", dy, x, out, expert_offsets, (rows, depth), width
+    ):
+        grouped_gemm_wgmma.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
+        return
     launch(
         "grouped_gemm",
         "grouped_gemm_wgrad",
@@ -151,6 +161,20 @@ def grouped_gemm_wgrad(
 
 def _cublas() -> Any:
     return importlib.import_module("fp8moe.kernels_cuda.cublas")
+
+
+def _by_wgmma_16(
+    backend: str | None, verb: str, a: Any, b: Any, out: Any, offsets: Any, shape: tuple[int, int], width: int
+) -> bool:
+    if backend == "plain":
+        return False
+    names = (a.dtype.name, b.dtype.name)
+    alignment = 16 if all(p.ptr % 16 == 0 for p in (a, b, out)) else 1
+    product = Product(verb, names, out.dtype.name, offsets.shape[0] - 1, shape[0], width, shape[1], alignment)
+    why = grouped_gemm_wgmma.takes(product, current_architecture())
+    if why and backend == "wgmma":
+        raise ValueError(f"backend: got 'wgmma' with {'; '.join(why)}; pass backend='cublas'")
+    return not why
 
 
 def _by_wgmma(

@@ -143,7 +143,7 @@ def launch(
     boxes: tuple[int, ...] = (),
 ) -> None:
     """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
-    float32; the first arguments, one for each of ``boxes``, go as tensor maps of codes whose boxes are so
+    float32; the first arguments, one for each of ``boxes``, go as tensor maps of bytes whose boxes are so
     many rows of 128 bytes (and no floats behind them)."""
     start(_kernel(source, kernel, defines, _current.place[0]), grid, block, shared, arguments, boxes)
 
@@ -175,7 +175,8 @@ def start(
     values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
     if boxes:
         tiled = tuple(
-            (a.size // a.shape[-1], a.shape[-1], box) for a, box in zip(arguments, boxes, strict=False)
+            (a.size // a.shape[-1], a.shape[-1] * a.dtype.itemsize, box)
+            for a, box in zip(arguments, boxes, strict=False)
         )
         _do(go_tiled, (kernel, tiled, x, y, block, shared), values, arguments)
     else:
@@ -233,7 +234,7 @@ def go_tiled(
 
 @lru_cache(maxsize=4096)
 def _tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
-    """The driver's description of codes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
+    """The driver's description of bytes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
     (cuTensorMapEncodeTiled). It depends on nothing else; a new one takes the host 3 us."""
     space = ctypes.create_string_buffer(128 + 64)
     start = -(-ctypes.addressof(space) // 64) * 64
