@@ -31,7 +31,9 @@
 #define WIDE_PITCH 1056  // 32 bits: neither side has bank conflicts
 // Rows of tiles that are worked on at a time, so that their operands stay in L2: wgrad; the forward, in
 // bytes. With 16 everywhere 7168 x 2048 and x 3072 took 1.4 and 0.8 % longer.
+#ifndef HEIGHT
 #define HEIGHT 16
+#endif
 #ifndef IN_L2
 #define IN_L2 (15 << 20)
 #endif
