@@ -45,17 +45,16 @@ __device__ __forceinline__ void hand_over_wide(const Shared& s, const float (&d)
 
 // What is there, as bfloat16, added to a warpgroup's sums: of this thread's rows those that are within
 // `rows`.
-template <int WIDTH>
 __device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* from, i64 pitch, int rows,
                                                   int columns) {
 #pragma unroll
   for (u32 low = 0; low < 2; ++low, from += 8 * pitch) {
-    u32 two[WIDTH / 8];  // all are asked for before one is used
+    u32 two[COLUMNS / 8];  // all are asked for before one is used
 #pragma unroll
-    for (u32 j = 0; j < WIDTH / 8; ++j)
+    for (u32 j = 0; j < COLUMNS / 8; ++j)
       two[j] = 8 * (int)low < rows && 8 * (int)j < columns ? *(const u32*)(from + 8 * j) : 0u;
 #pragma unroll
-    for (u32 j = 0; j < WIDTH / 8; ++j) {
+    for (u32 j = 0; j < COLUMNS / 8; ++j) {
       d[4 * j + 2 * low] += bf16_to_float((u16)two[j]);
       d[4 * j + 2 * low + 1] += bf16_to_float((u16)(two[j] >> 16));
     }
@@ -132,31 +131,35 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     }
   } else {
     more_registers<224>();
-    // this warpgroup's rows of a tile of so many columns
-    auto make = [&](auto columns_of_tile, int tile) {
-      constexpr int WIDTH = decltype(columns_of_tile)::value;
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      find(tile);
+      if (accumulate && steps == 0) continue;
       float d[128];
-      multiply<WIDTH, true, true>(s, turn, group, uniform(steps),
-                                  uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP), d);
+      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
+      if (work.halves == 2)
+        multiply<COLUMNS, true, true>(s, turn, group, count, last, d);
+      else
+        multiply<COLUMNS / 2, true, true>(s, turn, group, count, last, d);
       find(tile);  // again, so that nothing of it takes registers meanwhile
       // value i is in row `row`, 8 below it with i & 2, and column `column` + i / 4 * 8
       const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);
       const int high_left = (int)width - row, wide_left = (int)depth - column;
       const i64 at = (e * width + row) * depth + column;
+      const bool there = high_left > 0;
       if (out_kind == F32) {
-        hand_over_wide<WIDTH>(s, d, group, (float*)out + at, high_left > 0, wide_left, accumulate, phase);
+        if (work.halves == 2)
+          hand_over_wide<COLUMNS>(s, d, group, (float*)out + at, there, wide_left, accumulate, phase);
+        else
+          hand_over_wide<COLUMNS / 2>(s, d, group, (float*)out + at, there, wide_left, accumulate, phase);
       } else {
-        if (accumulate) add_what_is_there<WIDTH>(d, (const u16*)out + at, depth, high_left, wide_left);
-        hand_over_16<WIDTH, BF16>(s, d, group, phase);
+        if (accumulate)
+          add_what_is_there(d, (const u16*)out + at, depth, high_left,
+                            min(wide_left, 128 * (int)work.halves));
+        if (work.halves == 2)
+          hand_over_16<COLUMNS, BF16>(s, d, group, phase);
+        else
+          hand_over_16<COLUMNS / 2, BF16>(s, d, group, phase);
       }
-    };
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
-      find(tile);
-      if (accumulate && steps == 0) continue;
-      if (work.halves == 2)
-        make(Number<COLUMNS>(), tile);
-      else
-        make(Number<COLUMNS / 2>(), tile);
     }
   }
   end();

@@ -28,11 +28,6 @@
 #define IN_FLIGHT 1  // steps whose products a warpgroup does not wait for when it issues the next one's
 #endif
 
-template <int N>
-struct Number {
-  static constexpr int value = N;
-};
-
 // An operand as TMA fetches it: `line` is the row of its first value, or (MN) the column.
 template <bool MN>
 __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int line, int along, u64* barrier,
@@ -93,7 +88,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   };
   u32 before = 0;  // the stage of the step before
 #pragma unroll
-  for (u32 i = 0; i < WIDTH / 2; ++i) d[i] = 0.f;
+  for (u32 i = 0; i < 128; ++i) d[i] = 0.f;
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
     const At here = operands + turn.stage * STAGE_BYTES;
