@@ -6,13 +6,57 @@
 #include "wgmma16_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Of each two rows that a thread has, 8 apart, the upper one straight to memory, or (ADD) added to what is
-// there; ALL, or as far as there are columns.
-template <int WIDTH, bool ADD, bool ALL>
+#ifndef STORES
+#define STORES 1
+#endif
+// Of each two rows that a thread has, 8 apart, the upper or (LOW) the lower one: two lanes side by side
+// exchange halves of two blocks of eight columns, so that each has four values in a row.
+template <int WIDTH, u32 LOW>
+__device__ __forceinline__ void join_columns(float (&d)[128]) {
+  const bool odd = threadIdx.x % 2;
+#pragma unroll
+  for (u32 j = 0; j < WIDTH / 8; j += 2) {
+    float* two = d + 4 * j + 2 * LOW;  // of block j, and with 4 and 5 of the next
+    const float x = __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[4], 1);
+    const float y = __shfl_xor_sync(0xffffffffu, odd ? two[1] : two[5], 1);
+    if (odd) two[0] = two[4], two[1] = two[5];
+    two[4] = x, two[5] = y;
+  }
+}
+
+// Such a row straight to memory, or (ADD) added to what is there; ALL, or as far as there are columns.
+template <int WIDTH, u32 LOW, bool ADD, bool ALL>
+__device__ __forceinline__ void store_row(float* to, int columns, const float (&d)[128]) {
+  const bool odd = threadIdx.x % 2;
+#pragma unroll
+  for (u32 j = 0; j < WIDTH / 8; j += 2) {
+    const float* two = d + 4 * j + 2 * LOW;
+    if (!ALL && 8 * (int)j >= columns) continue;
+    const float4 four =
+        odd ? make_float4(two[4], two[5], two[0], two[1]) : make_float4(two[0], two[1], two[4], two[5]);
+    if (ADD)
+      add_floats(to + 8 * j, four);
+    else
+      *(float4*)(to + 8 * j) = four;
+  }
+}
+// `to` and `columns`: of this thread's first value of the row.
+template <int WIDTH, u32 LOW, bool ADD>
+__device__ __forceinline__ void store_row(float* to, int columns, float (&d)[128], bool there) {
+  join_columns<WIDTH, LOW>(d);
+  const int further = threadIdx.x % 2 ? 8 - 2 : 0;
+  to += further, columns -= further;
+  if (!there) return;
+  if (columns > WIDTH - 16)  // the compiler makes a branch of each condition
+    store_row<WIDTH, LOW, ADD, true>(to, columns, d);
+  else
+    store_row<WIDTH, LOW, ADD, false>(to, columns, d);
+}
+template <int WIDTH, bool ADD>
 __device__ __forceinline__ void store_upper_row(float* to, int columns, const float (&d)[128]) {
 #pragma unroll
   for (u32 j = 0; j < WIDTH / 8; ++j) {
-    if (!ALL && 8 * (int)j >= columns) continue;
+    if (8 * (int)j >= columns) continue;
     const float2 two = make_float2(d[4 * j], d[4 * j + 1]);
     if (ADD)
       add_floats(to + 8 * j, two);
@@ -20,26 +64,21 @@ __device__ __forceinline__ void store_upper_row(float* to, int columns, const fl
       *(float2*)(to + 8 * j) = two;
   }
 }
-template <int WIDTH, bool ADD>
-__device__ __forceinline__ void store_upper_row(float* to, int columns, const float (&d)[128]) {
-  if (columns > WIDTH - 8)  // the compiler makes a branch of each condition
-    store_upper_row<WIDTH, ADD, true>(to, columns, d);
-  else
-    store_upper_row<WIDTH, ADD, false>(to, columns, d);
-}
 
 // A warpgroup's sums, float32: the upper rows by its threads, and while these stores are on their way the
 // lower ones to where the writers find them.
-template <int WIDTH>
-__device__ __forceinline__ void hand_over_wide(const Shared& s, const float (&d)[128], u32 group,
-                                               float* upper, bool there, int columns, bool add, u32& phase) {
-  if (there && add) store_upper_row<WIDTH, true>(upper, columns, d);
-  if (there && !add) store_upper_row<WIDTH, false>(upper, columns, d);
+template <int WIDTH, bool ADD>
+__device__ __forceinline__ void hand_over_wide(const Shared& s, float (&d)[128], u32 group, float* upper,
+                                               i64 pitch, int rows, int columns, u32& phase) {
   const u32 t = kept(threadIdx.x), lane = t % 32;
+  if (STORES == 0 && rows > 0) store_upper_row<WIDTH, ADD>(upper, columns, d);
+  if (STORES != 0) store_row<WIDTH, 0, ADD>(upper, columns, d, rows > 0);
+  if (STORES == 4) store_row<WIDTH, 1, ADD>(upper + 8 * pitch, columns, d, rows > 8);
   const At to = wait_for_buffer(s, group, phase) + (t % 128 / 32 * 8 + lane / 4) * WIDE_PITCH + lane % 4 * 8;
   phase ^= 1u;
+  if (STORES != 4)
 #pragma unroll
-  for (u32 j = 0; j < WIDTH / 8; ++j) store2_at(to + 32 * j, make_float2(d[4 * j + 2], d[4 * j + 3]));
+    for (u32 j = 0; j < WIDTH / 8; ++j) store2_at(to + 32 * j, make_float2(d[4 * j + 2], d[4 * j + 3]));
   hand_over(s, group);
 }
 
@@ -120,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
             const int row = (int)t % WRITERS / 8 * 16 + 8 + (int)t % 8;
             float* to = (float*)out + at + (64 * part + row) * depth;
             write_wide_rows(
-                s, part, row < left ? 32 : 0, 4 * columns, 4 * most, [&](int) { return to; }, accumulate,
-                phase);
+                s, part, row < left && STORES != 4 ? 32 : 0, 4 * columns, 4 * most, [&](int) { return to; },
+                accumulate, phase);
           } else {
             write_rows(s, part, left, 2 * columns, 2 * most, (u8*)((u16*)out + at + 64 * part * depth),
                        2 * depth, phase);
@@ -145,12 +184,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);
       const int high_left = (int)width - row, wide_left = (int)depth - column;
       const i64 at = (e * width + row) * depth + column;
-      const bool there = high_left > 0;
       if (out_kind == F32) {
-        if (work.halves == 2)
-          hand_over_wide<COLUMNS>(s, d, group, (float*)out + at, there, wide_left, accumulate, phase);
+        float* to = (float*)out + at;
+        if (work.halves == 2 && accumulate)
+          hand_over_wide<COLUMNS, true>(s, d, group, to, depth, high_left, wide_left, phase);
+        else if (work.halves == 2)
+          hand_over_wide<COLUMNS, false>(s, d, group, to, depth, high_left, wide_left, phase);
+        else if (accumulate)
+          hand_over_wide<COLUMNS / 2, true>(s, d, group, to, depth, high_left, wide_left, phase);
         else
-          hand_over_wide<COLUMNS / 2>(s, d, group, (float*)out + at, there, wide_left, accumulate, phase);
+          hand_over_wide<COLUMNS / 2, false>(s, d, group, to, depth, high_left, wide_left, phase);
       } else {
         if (accumulate)
           add_what_is_there(d, (const u16*)out + at, depth, high_left,

@@ -129,6 +129,11 @@ __device__ __forceinline__ void store2_at(At at, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v.x), "f"(v.y) : "memory");
 }
 
+__device__ __forceinline__ void add_floats(float* to, float4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
+               : "memory");
+}
 // Added to what is there: a rounding each.
 __device__ __forceinline__ void add_floats(float* to, float2 v) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v.x), "f"(v.y) : "memory");
@@ -181,9 +186,12 @@ __device__ __forceinline__ void product(float (&d)[64], Tile a, Tile b, bool add
 // A step of 16-bit operands whose rows are contracted over (MN-major): pieces of 64 rows of 64 values, 128
 // bytes, each at a multiple of 1024 bytes; the next 64 columns are in the next piece, 8192 bytes further on
 // (the leading dimension of PTX's descriptor: from one atom of the swizzle to that beside it; its stride goes
-// to the atom of the next eight rows, 1024 bytes). 16 rows further on: + 128.
+// to the atom of the next eight rows, 1024 bytes). 16 rows further on: + 128. An address has the number of
+// its block of the cluster above its 24 lowest bits, which would change the leading dimension: it is cut off.
 #define PIECE_BYTES 8192
-__device__ __forceinline__ Tile tile_mn_major_at(At at) { return at >> 4 | PIECE_BYTES / 16 << 16; }
+__device__ __forceinline__ Tile tile_mn_major_at(At at) {
+  return (at >> 4 & 0x3fffu) | PIECE_BYTES / 16 << 16;
+}
 
 #define PRODUCT_16(type, a_mn, b_mn)                                                                       \
   if constexpr (WIDTH == 256)                                                                              \

@@ -25,7 +25,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define STEP 64  // of the contraction
 #ifndef IN_FLIGHT
-#define IN_FLIGHT 1  // steps whose products a warpgroup does not wait for when it issues the next one's
+#define IN_FLIGHT 0  // steps whose products a warpgroup does not wait for when it issues the next one's
 #endif
 
 // An operand as TMA fetches it: `line` is the row of its first value, or (MN) the column.

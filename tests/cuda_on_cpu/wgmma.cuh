@@ -66,6 +66,7 @@ inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
 }
 inline void store2_at(At at, float2 v) { *(float2*)at = v; }
 inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
+inline void add_floats(float* to, float4 v) { to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w; }
 
 inline const float* decoded(int fmt) {  // every code's value
   static float all[2][256];
