@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, tall
+from fp8moe.formats import BFLOAT16
 
 # columns, contraction of the forward product: DeepSeek-V3's and Qwen3's experts
 FORWARD = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]
@@ -17,13 +19,21 @@ DRAWN = 4096  # rows that are drawn; they come again past the last, which no ker
 
 def cases(quick: bool) -> list[Case]:
     if quick:
-        return [forward(512, 256, 256, 4), *(wgrad(512, 256, 128, 4, t) for t in ("column", "block"))]
+        return [
+            forward(512, 256, 256, 4),
+            *(wgrad(512, 256, 128, 4, t) for t in ("column", "block")),
+            *(forward_bf16(512, 256, 128, 4, dgrad=dgrad) for dgrad in (False, True)),
+            wgrad_bf16(512, 256, 128, 4),
+        ]
     return [
         *(forward(32_768, *shape, 8) for shape in FORWARD),
         forward(32_768, 7168, 2048, 256),
         *(wgrad(32_768, *shape, 8, target) for target in ("column", "block") for shape in WGRAD),
         wgrad(32_768, *WGRAD[0], 8, "column", accumulate=True),
         wgrad(32_768, *WGRAD[0], 8, "block", accumulate=True),
+        *(forward_bf16(32_768, *shape, 8, dgrad=dgrad) for dgrad in (False, True) for shape in WGRAD),
+        *(wgrad_bf16(32_768, *shape, 8, dtype) for dtype in ("float32", "bfloat16") for shape in WGRAD),
+        wgrad_bf16(32_768, *WGRAD[0], 8, accumulate=True),
     ]
 
 
@@ -87,6 +97,60 @@ def wgrad(rows: int, width: int, depth: int, groups: int, target: str, accumulat
         flops=2 * rows * width * depth,
         prepare=prepare,
     )
+
+
+def forward_bf16(rows: int, width: int, depth: int, groups: int, *, dgrad: bool) -> Case:
+    """dgrad: of the same layer, so with the weights' other dimension contracted."""
+    w = tall(width, depth, 1).astype(BFLOAT16)
+    x = tall(min(rows, DRAWN), width if dgrad else depth).astype(BFLOAT16)
+    wide = w.astype(np.float64)
+    last = x[-1].astype(np.float64) @ (wide if dgrad else wide.T)
+
+    def prepare(x: Any, w: Any, offsets: Any) -> tuple[Any, ...]:
+        return repeated(x, rows // len(x)), repeated(w[None], groups), offsets
+
+    return Case(
+        "grouped_gemm bfloat16" + (", dgrad" if dgrad else ""),
+        f"{rows} x {width} x {depth}, {groups} experts",
+        (x, w, even(rows, groups)),
+        partial(fp8moe.grouped_gemm, transpose_w=dgrad),
+        # bfloat16 has 8 bits
+        lambda y, *_: close(host(y[-1:])[0], last, 2.0**-8),
+        flops=2 * rows * width * depth,
+        prepare=prepare,
+    )
+
+
+def wgrad_bf16(
+    rows: int, width: int, depth: int, groups: int, dtype: str = "float32", *, accumulate: bool = False
+) -> Case:
+    first = rows // groups  # rows of the first expert, among those that are drawn
+    dy, x = (tall(min(rows, DRAWN), n, i).astype(BFLOAT16) for i, n in enumerate((width, depth)))
+    product = dy[:first, :4].astype(np.float64).T @ x[:first].astype(np.float64)
+
+    def prepare(dy: Any, x: Any, offsets: Any) -> tuple[Any, ...]:
+        operands = *(repeated(a, rows // len(a)) for a in (dy, x)), offsets
+        return (*operands, fp8moe.grouped_gemm_wgrad(*operands, dtype=dtype)) if accumulate else operands
+
+    return Case(
+        f"grouped_gemm_wgrad bfloat16, {dtype}" + (", added" if accumulate else ""),
+        f"{rows} x {width} x {depth}, {groups} experts",
+        (dy, x, even(rows, groups)),
+        fp8moe.grouped_gemm_wgrad if accumulate else partial(fp8moe.grouped_gemm_wgrad, dtype=dtype),
+        # as many roundings in float32 as rows, or bfloat16's 8 bits
+        lambda out, *_: close(
+            host(out[0, :4]),
+            product * (2 if accumulate else 1),
+            2.0**-8 if dtype == "bfloat16" else first * 2.0**-23,
+        ),
+        flops=2 * rows * width * depth,
+        prepare=prepare,
+    )
+
+
+def repeated(drawn: Any, times: int) -> Any:
+    """The rows that were drawn again and again; as integers, which every array library concatenates."""
+    return np.concatenate([drawn.view(np.int16)] * times).view(BFLOAT16)
 
 
 def even(rows: int, groups: int) -> np.ndarray:

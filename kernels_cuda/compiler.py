@@ -44,6 +44,15 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         *((f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={c}") for a in (0, 1) for b in (0, 1) for c in (1, 0)),
     ],
     "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
+    "grouped_gemm_wgmma16": [
+        (f"KIND={kind}", f"TRANSPOSED={transposed}", *stages)
+        for stages in ((), ("STAGES=3",))
+        for kind in ("BF16", "F16")
+        for transposed in (0, 1)
+    ],
+    "grouped_gemm_wgrad_wgmma16": [
+        (f"KIND={kind}", *stages) for stages in ((), ("STAGES=3",)) for kind in ("BF16", "F16")
+    ],
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
@@ -72,7 +81,12 @@ class CompileError(RuntimeError):
 
 
 # Sources that are empty for every architecture but one.
-ONLY = {"grouped_gemm_wgmma": "sm_90a", "grouped_gemm_wgrad_wgmma": "sm_90a"}
+ONLY = {
+    "grouped_gemm_wgmma": "sm_90a",
+    "grouped_gemm_wgmma16": "sm_90a",
+    "grouped_gemm_wgrad_wgmma": "sm_90a",
+    "grouped_gemm_wgrad_wgmma16": "sm_90a",
+}
 
 
 def sources(architecture: str) -> list[Path]:

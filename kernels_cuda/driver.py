@@ -84,7 +84,7 @@ def allow_shared(kernel: int, nbytes: int) -> None:
 
 @lru_cache(maxsize=4096)
 def tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
-    """The driver's description of codes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
+    """The driver's description of bytes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
     (cuTensorMapEncodeTiled). It depends on nothing else; a new one takes the host 3 us."""
     space = ctypes.create_string_buffer(128 + 64)
     start = -(-ctypes.addressof(space) // 64) * 64

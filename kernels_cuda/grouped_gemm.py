@@ -8,7 +8,7 @@ import warnings
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8moe.kernels_cuda import grouped_gemm_mma, grouped_gemm_wgmma_fp8
+from fp8moe.kernels_cuda import grouped_gemm_mma, grouped_gemm_wgmma, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
 from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
 from fp8moe.kernels_cuda.product import Product, product_of_grouped_gemm, product_of_wgrad
@@ -29,7 +29,7 @@ def launchers(product: Product) -> dict[str, ModuleType]:
     """Of the tensor cores' kernels for such operands, the fastest first."""
     if product.quantized:
         return {"wgmma": grouped_gemm_wgmma_fp8, "mma": grouped_gemm_mma}
-    return {"mma": grouped_gemm_mma}
+    return {"wgmma": grouped_gemm_wgmma, "mma": grouped_gemm_mma}
 
 
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
@@ -72,8 +72,9 @@ def describe(architecture: str) -> list[str]:
     lines = []
     for operands in USUAL_OPERANDS:
         for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
-            out = "float32" if verb == "grouped_gemm_wgrad" or operands[0] == "float32" else "bfloat16"
-            product = Product(verb, operands, out, experts=8, rows=256, width=256, depth=256)
+            product = Product(verb, operands, "float32", experts=8, rows=256, width=256, depth=256)
+            if verb == "grouped_gemm":
+                product = product._replace(out="bfloat16" if product.quantized else operands[0])
             backend, reasons = choose(product, architecture, None)
             why = f"  ({'; '.join(reasons)})" if reasons else ""
             lines.append(f"{verb:18} {'FP8' if product.quantized else operands[0]:8} {backend:6}{why}")

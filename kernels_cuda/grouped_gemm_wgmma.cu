@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
         const float* w_from = w_scales + (e * (i64)column_blocks + block) * steps;
         for (int k = 0; k < steps; ++k, turn.next()) {
-          float* to = s.scales + turn.scales() + 4 * lane;
+          float* to = s.scales + scales_of_four(turn) + 4 * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
           if (!by_four) {
 #pragma unroll
@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
       for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
         find(tile);
-        write_tile(s, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
-                   (u8*)(out + first_row * width + first_column), 2 * width, phase);
+        write_rows(s, 0, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
+                   2 * COLUMNS, (u8*)(out + first_row * width + first_column), 2 * width, phase);
       }
     }
   } else {

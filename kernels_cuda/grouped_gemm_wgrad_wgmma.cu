@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
           if (s.offsets[e] % 16) {
-            copy_codes(s.codes + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
+            copy_codes(s.operands + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
                        s.offsets[e] + k * STEP, rows);
             if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
           }
@@ -121,9 +121,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const int count = min((int)width - first_row, (int)work.halves * 64);
         const int columns = (int)depth - first_column;
         if (out_kind == F32)  // the upper half; the other goes by itself
-          write_wide_tile(s, count, 4 * columns, (u8*)((float*)out + at), 4 * depth, accumulate, phase);
+          write_wide_rows(
+              s, 0, count, 4 * columns, 4 * COLUMNS,
+              [&](int row) { return (u8*)((float*)out + at) + row * (4 * depth); }, accumulate, phase);
         else
-          write_tile(s, count, 2 * columns, (u8*)((u16*)out + at), 2 * depth, phase);
+          write_rows(s, 0, count, 2 * columns, 2 * COLUMNS, (u8*)((u16*)out + at), 2 * depth, phase);
       }
     }
   } else {

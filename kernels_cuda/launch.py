@@ -127,7 +127,7 @@ def launch(
     boxes: tuple[int, ...] = (),
 ) -> None:
     """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
-    float32; the first arguments, one for each of ``boxes``, go as tensor maps of codes whose boxes are so
+    float32; the first arguments, one for each of ``boxes``, go as tensor maps of bytes whose boxes are so
     many rows of 128 bytes (and no floats behind them)."""
     loaded = load_kernel(source, kernel, defines, _current.place[0])
     launch_loaded(loaded, grid, block, shared, arguments, boxes)
@@ -160,7 +160,8 @@ def launch_loaded(
     values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
     if boxes:
         tiled = tuple(
-            (a.size // a.shape[-1], a.shape[-1], box) for a, box in zip(arguments, boxes, strict=False)
+            (a.size // a.shape[-1], a.shape[-1] * a.dtype.itemsize, box)
+            for a, box in zip(arguments, boxes, strict=False)
         )
         _do_or_log(launch_with_tensor_maps, (kernel, tiled, x, y, block, shared), values, arguments)
     else:

@@ -106,9 +106,10 @@ __device__ __forceinline__ void products_wait() {
 }
 
 // Behind products_wait: until here the compiler may not touch these.
-__device__ __forceinline__ void products_seen(float (&d)[64]) {
+template <int COUNT>
+__device__ __forceinline__ void products_seen(float (&d)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Barrier `name` of the block, for `count` threads.
@@ -124,32 +125,52 @@ __device__ __forceinline__ void store_matrices_at(At at, u32 a, u32 b, u32 c, u3
                : "memory");
 }
 
+__device__ __forceinline__ void store2_at(At at, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v.x), "f"(v.y) : "memory");
+}
+
+__device__ __forceinline__ void add_floats(float* to, float4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
+               : "memory");
+}
 // Added to what is there: a rounding each.
 __device__ __forceinline__ void add_floats(float* to, float2 v) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v.x), "f"(v.y) : "memory");
 }
 
-#define PRODUCT(a_type, b_type)                                                                         \
-  asm volatile(                                                                                         \
-      "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %66, 0;\n"                                        \
-      "mov.b64 a, {%64, " TILE_LAYOUT "}; mov.b64 b, {%65, " TILE_LAYOUT                                \
-      "};\n"                                                                                            \
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type "." b_type                                  \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                        \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "               \
-      "a, b, p, 1, 1; }"                                                                                \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),        \
-        "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),      \
-        "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),      \
-        "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),      \
-        "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),      \
-        "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),      \
-        "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),      \
-        "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])       \
-      : "r"(a), "r"(b), "r"((int)add))
+// Registers of sums, in the text of an instruction and as its operands.
+#define TEXT_64                                                                      \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TEXT_128                                                                                 \
+  TEXT_64                                                                                        \
+  ", "                                                                                           \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SUMS_8(i)                                                                             \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
+#define SUMS_64 SUMS_32(0), SUMS_32(32)
+#define SUMS_128 SUMS_64, SUMS_32(64), SUMS_32(96)
+// The operands behind the sums: a, b, and whether to add, as the first of them is numbered.
+#define PRODUCT_TEXT(shape, a_type, b_type, sums, a, b, add, transposed)                                  \
+  "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, " add                                                   \
+  ", 0;\n"                                                                                                \
+  "mov.b64 a, {" a ", " TILE_LAYOUT "}; mov.b64 b, {" b ", " TILE_LAYOUT                                  \
+  "};\n"                                                                                                  \
+  "wgmma.mma_async.sync.aligned." shape ".f32." a_type "." b_type " {" sums "}, a, b, p, 1, 1" transposed \
+  "; }"
+
+#define PRODUCT(a_type, b_type)                                                             \
+  asm volatile(PRODUCT_TEXT("m64n128k32", a_type, b_type, TEXT_64, "%64", "%65", "%66", "") \
+               : SUMS_64                                                                    \
+               : "r"(a), "r"(b), "r"((int)add))
 
 // d (+)= a b^T over 32 codes of each row: 64 rows of a, 128 of b. Thread t of the warpgroup has, of row
 // t / 32 * 16 + t % 32 / 4 and of the row 8 below it, columns 8 j + 2 (t % 4) and the next:
@@ -160,5 +181,49 @@ __device__ __forceinline__ void product(float (&d)[64], Tile a, Tile b, bool add
   if (A == 0 && B == 1) PRODUCT("e4m3", "e5m2");
   if (A == 1 && B == 0) PRODUCT("e5m2", "e4m3");
   if (A == 1 && B == 1) PRODUCT("e5m2", "e5m2");
+}
+
+// A step of 16-bit operands whose rows are contracted over (MN-major): pieces of 64 rows of 64 values, 128
+// bytes, each at a multiple of 1024 bytes; the next 64 columns are in the next piece, 8192 bytes further on
+// (the leading dimension of PTX's descriptor: from one atom of the swizzle to that beside it; its stride goes
+// to the atom of the next eight rows, 1024 bytes). 16 rows further on: + 128. An address has the number of
+// its block of the cluster above its 24 lowest bits, which would change the leading dimension: it is cut off.
+#define PIECE_BYTES 8192
+__device__ __forceinline__ Tile tile_mn_major_at(At at) {
+  return (at >> 4 & 0x3fffu) | PIECE_BYTES / 16 << 16;
+}
+
+#define PRODUCT_16(type, a_mn, b_mn)                                                                       \
+  if constexpr (WIDTH == 256)                                                                              \
+    asm volatile(                                                                                          \
+        PRODUCT_TEXT("m64n256k16", type, type, TEXT_128, "%128", "%129", "%130", ", " a_mn ", " b_mn)      \
+        : SUMS_128                                                                                         \
+        : "r"(a), "r"(b), "r"(1));                                                                         \
+  else                                                                                                     \
+    asm volatile(PRODUCT_TEXT("m64n128k16", type, type, TEXT_64, "%64", "%65", "%66", ", " a_mn ", " b_mn) \
+                 : SUMS_64                                                                                 \
+                 : "r"(a), "r"(b), "r"(1))
+
+// d += a b^T over 16 values, of TYPE BF16 or F16: 64 rows of a by WIDTH of b, 128 or 256. The sums
+// lie as above, of 128 columns in the first 64 registers. A_MN, B_MN: the operand is
+// MN-major.
+template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
+__device__ __forceinline__ void product_16(float (&d)[128], Tile a, Tile b) {
+  static_assert(B_MN || !A_MN, "no kernel has the first operand alone MN-major");
+  if constexpr (TYPE == F16) {
+    if constexpr (A_MN)
+      PRODUCT_16("f16", "1", "1");
+    else if constexpr (B_MN)
+      PRODUCT_16("f16", "0", "1");
+    else
+      PRODUCT_16("f16", "0", "0");
+  } else {
+    if constexpr (A_MN)
+      PRODUCT_16("bf16", "1", "1");
+    else if constexpr (B_MN)
+      PRODUCT_16("bf16", "0", "1");
+    else
+      PRODUCT_16("bf16", "0", "0");
+  }
 }
 #endif

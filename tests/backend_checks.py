@@ -1,6 +1,7 @@
 """Checks of a backend against another, which the CPU harness and the GPU tests both run: ``both(function,
 *arguments)`` gives the reference's result and the backend's."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -89,6 +90,39 @@ def wgrad_takes_any_scales(both, rng, offsets, dy, x):
     assert np.isnan(new[-1, 3]).all()
     assert not np.isnan(new[:-1]).any()
     assert not np.isnan(new[-1, :3]).any()
+
+
+def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, backend):
+    """Forward, dgrad and wgrad of bfloat16 or float16 against float64, NaN in rows that no expert has, before
+    the first and behind the last."""
+    offsets = (3 + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
+    shapes = (int(offsets[-1]) + 5, depth), (len(counts), width, depth), (int(offsets[-1]) + 5, width)
+    x, w, dy = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    for rows in (x, dy):
+        rows[: offsets[0]] = rows[offsets[-1] :] = np.nan
+    wide_x, wide_w, wide_dy = (a.astype(np.float64) for a in (x, w, dy))
+    wanted, wanted_dx, wanted_dw = np.zeros(dy.shape), np.zeros(x.shape), np.zeros(w.shape)
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
+        wanted[lo:hi] = wide_x[lo:hi] @ wide_w[e].T
+        wanted_dx[lo:hi] = wide_dy[lo:hi] @ wide_w[e]
+        wanted_dw[e] = wide_dy[lo:hi].T @ wide_x[lo:hi]
+    # products are exact in float32; each that is added rounds a sum that is on average below the last one by
+    # at most 2^-23 of it, and the result is rounded to 8 or 11 significant bits, by less than one of the last
+    rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
+    bound = rounding[dtype.name] + max(width, depth) * 2.0**-23
+    x, w, dy, offsets = map(upload, (x, w, dy, offsets))
+    for rows, product, transpose_w in ((x, wanted, False), (dy, wanted_dx, True)):
+        got = download(fp8moe.grouped_gemm(rows, w, offsets, transpose_w=transpose_w, backend=backend))
+        assert got.dtype == dtype
+        assert relative(got, product) <= bound
+    for out in ("float32", "bfloat16"):
+        bound = rounding[out] + max(counts) * 2.0**-23
+        got = download(fp8moe.grouped_gemm_wgrad(dy, x, offsets, dtype=out, backend=backend))
+        assert got.dtype.name == out
+        assert relative(got, wanted_dw) <= bound
+        into = rng.standard_normal(wanted_dw.shape).astype(got.dtype)
+        added = fp8moe.grouped_gemm_wgrad(dy, x, offsets, upload(into.copy()), backend=backend)
+        assert relative(download(added), wanted_dw + into.astype(np.float64)) <= bound + rounding[out] / 2
 
 
 def rows_without_room_are_left_out(upload, download, x, sizes, order):

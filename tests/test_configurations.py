@@ -14,6 +14,7 @@ from fp8moe.kernels_cuda import (
     compiler,
     grouped_gemm,
     grouped_gemm_mma,
+    grouped_gemm_wgmma,
     grouped_gemm_wgmma_fp8,
     permute,
     quantize,
@@ -34,12 +35,21 @@ def constants(header):
 
 
 def test_launchers_have_the_numbers_of_their_kernels():
-    wgmma, tile = constants("wgmma_pipeline.cuh"), constants("tile_order.cuh")
+    wgmma, tile = constants("wgmma_tiles.cuh"), constants("tile_order.cuh")
     assert wgmma["COLUMNS"] == grouped_gemm_wgmma_fp8.TILE_COLUMNS
-    assert wgmma["STAGES"] == grouped_gemm_wgmma_fp8.STAGES
+    assert constants("wgmma_pipeline.cuh")["STAGES"] == grouped_gemm_wgmma_fp8.STAGES
     assert wgmma["CLUSTER"] == grouped_gemm_wgmma_fp8.CLUSTER
     assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma_fp8.THREADS  # a third warpgroup serves the two
     assert (wgmma["ROWS"] // 2, wgmma["COLUMNS"] // 2) == grouped_gemm_wgmma_fp8.BOXES
+    sides = grouped_gemm_wgmma.TILE_ROWS, grouped_gemm_wgmma.TILE_COLUMNS
+    assert (wgmma["ROWS"], wgmma["COLUMNS"]) == sides
+    assert sum(sides) * wgmma["STEP_BYTES"] == grouped_gemm_wgmma.STAGE_BYTES
+    assert wgmma["CLUSTER"] == grouped_gemm_wgmma.CLUSTER
+    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma.THREADS
+    of_16_bits = constants("wgmma16_pipeline.cuh")
+    assert of_16_bits["PART_BYTES"] == grouped_gemm_wgmma.PART_BYTES == 64 * wgmma["PITCH"]
+    assert of_16_bits["PART_BYTES"] == 32 * wgmma["WIDE_PITCH"]
+    assert of_16_bits["STAGES"] == grouped_gemm_wgmma.stages(8)
     assert (tile["TILE"], 32 * tile["CHUNKS"]) == (quantize.TILE, quantize.TILE_THREADS)
     assert constants("quantize.cu")["WEIGHT_THREADS"] == quantize.WEIGHT_THREADS
     assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
@@ -48,7 +58,7 @@ def test_launchers_have_the_numbers_of_their_kernels():
 @pytest.mark.parametrize("experts", [1, 32, 256, 1407])
 @pytest.mark.parametrize("multiprocessors", [2, 113, 132])
 def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multiprocessors):
-    wgmma = constants("wgmma_pipeline.cuh")
+    wgmma = constants("wgmma_tiles.cuh") | constants("wgmma_pipeline.cuh")
     configuration = grouped_gemm_wgmma_fp8.tiles_configuration(experts, multiprocessors)
     print(configuration)
     assert configuration.blocks % wgmma["CLUSTER"] == 0
@@ -108,7 +118,7 @@ def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands):
 # the fastest that takes a product, by architecture: of FP8 and of 16-bit operands
 FASTEST = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a"), ("mma", "mma")),
-    "sm_90a": ("wgmma", "mma"),
+    "sm_90a": ("wgmma", "wgmma"),
     "sm_75": (None, None),
 }
 
@@ -190,7 +200,61 @@ def test_the_choice_is_described_for_every_architecture(architecture):
     ]
     for line in lines:
         assert ("the operands are float32" in line) == ("float32" in line)
-        assert ("wgmma: the device is" in line) == (" FP8  " in line and architecture != "sm_90a")
+        assert ("wgmma: the device is" in line) == (architecture != "sm_90a")
+
+
+@pytest.mark.parametrize(("experts", "stages"), [(1, 4), (128, 4), (243, 4), (244, 3), (2000, 3)])
+def test_products_of_16_bits_have_as_many_stages_as_fit(experts, stages):
+    header = constants("wgmma_tiles.cuh") | constants("wgmma16_pipeline.cuh")
+    here = grouped_gemm_wgmma.tiles_configuration(experts, 132)
+    print(here)
+    assert grouped_gemm_wgmma.stages(experts) == stages
+    stage = (header["ROWS"] + header["COLUMNS"]) * header["STEP_BYTES"] + 2 * 8  # and two barriers
+    buffers = {4: 1, 3: 2}[stages] * header["PART_BYTES"]
+    needed = stages * stage + buffers + header["PARTS"] * 2 * 8 + 2 * 4 * (experts + 1)
+    assert needed <= here.shared <= H200["block"]
+    more = (stages + 1) * stage + header["PART_BYTES"] + header["PARTS"] * 2 * 8 + 2 * 4 * (experts + 1)
+    assert stages == 4 or more > H200["block"]
+
+
+PRODUCT = Product("grouped_gemm", ("bfloat16", "bfloat16"), "bfloat16", 8, 4096, 512, 256)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"]
+)
+def test_wgmma_is_hoppers(architecture):
+    reasons = grouped_gemm_wgmma.takes(PRODUCT, architecture)
+    assert reasons == ([] if architecture == "sm_90a" else [f"the device is {architecture}, not sm_90a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"operands": ("float16", "float16"), "out": "float16"}, None),
+        ({"transpose_w": True}, None),
+        ({"verb": "grouped_gemm_wgrad", "out": "float32"}, None),
+        ({"verb": "grouped_gemm_wgrad", "operands": ("float16", "float16")}, None),
+        ({"experts": 2000}, None),
+        ({"rows": 3}, None),
+        ({"operands": ("bfloat16", "float16")}, "the operands are bfloat16 and float16"),
+        ({"operands": ("float32", "float32"), "out": "float32"}, "the operands are float32 and float32"),
+        ({"operands": ("e4m3", "e4m3"), "out": "e4m3"}, "the operands are e4m3 and e4m3"),
+        ({"out": "float32"}, "out is float32, not bfloat16"),
+        ({"verb": "grouped_gemm_wgrad", "out": "float16"}, "out is float16, not float32 or bfloat16"),
+        ({"width": 260}, "N is 260, no multiple of 8"),
+        ({"depth": 12}, "K is 12, no multiple of 8"),
+        ({"depth": 0}, "an operand is empty"),
+        ({"rows": 0}, "an operand is empty"),
+        ({"alignment": 8}, "arrays do not begin at a multiple of 16 bytes"),
+        ({"experts": 3000}, "3000 experts are too many"),
+        ({"rows": 2**31, "width": 8192}, "2147483648 rows of 8 experts are too many"),
+    ],
+)
+def test_what_wgmma_takes_of_16_bits(change, reason):
+    reasons = grouped_gemm_wgmma.takes(PRODUCT._replace(**change), "sm_90a")
+    assert len(reasons) == (reason is not None)
+    assert reason is None or reasons[0].startswith(reason)
 
 
 @pytest.mark.parametrize("mx", [False, True])

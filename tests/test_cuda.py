@@ -17,6 +17,7 @@ from backend_checks import (
     messages,
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
+    products_of_16_bits,
     rest_stays,
     rows_without_room_are_left_out,
     tiles_are_taken_when_free,
@@ -709,6 +710,24 @@ def test_grouped_gemm_of_plain_arrays(width, depth, counts, dtype, backend):
         pair = both(fp8moe.grouped_gemm, x, b, offsets, transpose_w=transpose_w, backend=backend)
         assert_close(pair, 2.0**-8 if dtype is BF16 else 2.0**-11)
     wgrad_agrees((dy, x), offsets, backend)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)])
+@pytest.mark.parametrize(
+    ("counts", "width", "depth"),
+    [
+        ([128, 0, 256], 264, 144),
+        ([5, 130, 1], 520, 1288),
+        ([0, 0, 0], 64, 64),
+        ([2000, 1, 700], 1024, 1280),
+        ([4200, 300, 0], 1152, 72),
+        ([640], 2048, 8),
+        ([33] * 300, 256, 136),  # more experts than four stages leave room for
+    ],
+)
+def test_products_of_16_bits_by_wgmma(dtype, counts, width, depth):
+    skip_where_not("wgmma")
+    products_of_16_bits(upload, download, generator(), dtype, counts, width, depth, "wgmma")
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])

@@ -12,6 +12,7 @@ from backend_checks import (
     messages,
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
+    products_of_16_bits,
     rest_stays,
     rows_without_room_are_left_out,
     tiles_are_taken_when_free,
@@ -497,6 +498,23 @@ def test_every_code_is_multiplied_exactly(fmt, architecture):
     )
     np.testing.assert_array_equal(theirs.astype(np.float32), ours.astype(np.float32))
     assert np.isnan(ours).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts", "width", "depth", "stages"),
+    [
+        (BF16, [5, 0, 130], 264, 72, 4),
+        (np.dtype(np.float16), [70, 1, 64], 136, 200, 3),  # three stages: many experts
+        (BF16, [0, 0], 8, 16, 4),
+    ],
+)
+def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
+    from fp8moe.kernels_cuda import grouped_gemm_wgmma
+
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(grouped_gemm_wgmma, "stages", lambda experts: stages)
+    upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
+    products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
 
 
 def test_what_wgmma_does_not_take_is_multiplied_by_mma():

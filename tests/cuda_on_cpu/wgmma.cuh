@@ -51,7 +51,8 @@ inline void products_begin() {}
 inline void products_commit() {}
 template <int LEFT>
 void products_wait() {}
-inline void products_seen(float (&)[64]) {}
+template <int COUNT>
+void products_seen(float (&)[COUNT]) {}
 
 inline void named_wait(u32 name, u32 count) {
   Meeting& mine = named[name << 16 | count];
@@ -63,7 +64,9 @@ inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
   const u32 lane = threadIdx.x % 32, words[4] = {a, b, c, d};
   for (u32 m = 0; m < 4; ++m) ((u32*)__shfl_sync(0xffffffffu, at, 8 * m + lane / 4))[lane % 4] = words[m];
 }
+inline void store2_at(At at, float2 v) { *(float2*)at = v; }
 inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
+inline void add_floats(float* to, float4 v) { to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w; }
 
 inline const float* decoded(int fmt) {  // every code's value
   static float all[2][256];
@@ -90,5 +93,30 @@ void product(float (&d)[64], Tile a, Tile b, bool add) {
       if (!add) sum = 0;
       for (u32 k = 0; k < 32; ++k) sum += rows[low][k] * column[k];
     }
+  }
+}
+
+#define PIECE_BYTES 8192
+inline Tile tile_mn_major_at(At at) { return at >> 4; }
+
+// Value k of row or column i of a tile of 16-bit values, as the tensor cores find it.
+template <int TYPE, bool MN>
+float value_16(Tile tile, u32 i, u32 k) {
+  const u64 in_rows = i / 8 * 1024 + i % 8 * 128 + 2 * k;
+  const u64 in_pieces = i / 64 * PIECE_BYTES + k / 8 * 1024 + k % 8 * 128 + 2 * (i % 64);
+  return load((const void*)swizzled((tile << 4) + (MN ? in_pieces : in_rows)), 0, TYPE);
+}
+
+template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
+void product_16(float (&d)[128], Tile a, Tile b) {
+  const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  float rows[2][16];
+  for (u32 k = 0; k < 16; ++k)
+    for (u32 low = 0; low < 2; ++low) rows[low][k] = value_16<TYPE, A_MN>(a, top + 8 * low, k);
+  for (u32 i = 0; i < WIDTH / 4; ++i) {
+    float column[16];
+    for (u32 k = 0; k < 16; ++k) column[k] = value_16<TYPE, B_MN>(b, i / 2 * 8 + lane % 4 * 2 + i % 2, k);
+    for (u32 low = 0; low < 2; ++low)
+      for (u32 k = 0; k < 16; ++k) d[i / 2 * 4 + low * 2 + i % 2] += rows[low][k] * column[k];
   }
 }

@@ -1,0 +1,123 @@
+"""Launchers of grouped_gemm_wgmma16.cu and grouped_gemm_wgrad_wgmma16.cu, for bfloat16 and float16 on
+Hopper's tensor cores: the names and signatures of `fp8moe.reference.grouped_gemm`, and what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8moe.kernels_cuda.configuration import Configuration
+from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS
+from fp8moe.kernels_cuda.launch import launch, multiprocessors, threads
+from fp8moe.kernels_cuda.product import Product
+
+# As in wgmma_tiles.cuh and wgmma16_pipeline.cuh.
+TILE_ROWS, TILE_COLUMNS = 128, 256
+THREADS = 384
+CLUSTER = 2  # blocks that share what they read
+BOXES = (64, 64)  # rows of one copy, of each operand
+STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 128
+PART_BYTES = 64 * 528  # of a tile that waits to be written
+BLOCK_BYTES = 227 << 10
+
+
+def takes(product: Product, architecture: str) -> list[str]:
+    """Why these kernels do not take a product, each reason a clause; nothing: they take it."""
+    why = []
+    if architecture != "sm_90a":
+        why.append(f"the device is {architecture}, not sm_90a")
+    if product.operands not in (("bfloat16", "bfloat16"), ("float16", "float16")):
+        why.append(f"the operands are {' and '.join(product.operands)}, not both bfloat16 or both float16")
+    wanted = (product.operands[0],) if product.verb == "grouped_gemm" else ("float32", "bfloat16")
+    if product.out not in wanted:
+        why.append(f"out is {product.out}, not {' or '.join(wanted)}")
+    sizes = {"N": product.width, "K": product.depth}
+    why += [f"{name} is {size}, no multiple of 8" for name, size in sizes.items() if size % 8]
+    if 0 in (product.rows, product.depth):
+        why.append("an operand is empty")
+    if product.alignment % 16:
+        why.append("arrays do not begin at a multiple of 16 bytes")
+    if tiles_configuration(product.experts, 2).shared > BLOCK_BYTES:
+        why.append(f"{product.experts} experts are too many")
+    # the kernels count tiles of every expert, and rows of weights, in 32 bits
+    tiles = (product.experts + 1) * threads(product.rows, TILE_ROWS) * threads(product.width, TILE_COLUMNS)
+    if max(tiles, product.experts * max(product.width, product.depth)) >= 2**30:
+        why.append(f"{product.rows} rows of {product.experts} experts are too many")
+    return why
+
+
+def stages(experts: int) -> int:
+    """Steps of the contraction in shared memory: four and one buffer of a tile's finished rows, or three and
+    two buffers where the experts' table leaves no room for that."""
+    return 4 if 4 * STAGE_BYTES + PART_BYTES + _rest_bytes(4, experts) <= BLOCK_BYTES else 3
+
+
+def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
+    """A persistent block a multiprocessor, whole clusters."""
+    count = stages(experts)
+    buffers = 2 if count == 3 else 1
+    shared = count * STAGE_BYTES + buffers * PART_BYTES + _rest_bytes(count, experts)
+    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, shared)
+
+
+def _rest_bytes(stages: int, experts: int) -> int:
+    """Of barriers, two a stage and two a part of a tile, and of the experts' table: two words for each, and
+    for the end."""
+    return 8 * (2 * stages + 4) + 8 * (experts + 1)
+
+
+def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+    rows, width = out.shape
+    experts = expert_offsets.shape[0] - 1
+    _launch(
+        "grouped_gemm_wgmma16",
+        "grouped_gemm_tiles_16",
+        (f"TRANSPOSED={int(transpose_w)}",),
+        experts,
+        x,
+        w,
+        expert_offsets,
+        experts,
+        rows,
+        width,
+        x.shape[1],
+        out,
+    )
+
+
+def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
+    experts, width, depth = out.shape
+    _launch(
+        "grouped_gemm_wgrad_wgmma16",
+        "grouped_gemm_wgrad_tiles_16",
+        (),
+        experts,
+        dy,
+        x,
+        expert_offsets,
+        experts,
+        dy.shape[0],
+        width,
+        depth,
+        accumulate,
+        KINDS[out.dtype],
+        out,
+    )
+
+
+def _launch(
+    source: str, kernel: str, variant: tuple[str, ...], experts: int, a: Any, b: Any, *arguments: Any
+) -> None:
+    configuration = tiles_configuration(experts, multiprocessors())
+    count = stages(experts)
+    launch(
+        source,
+        kernel,
+        configuration.blocks,
+        configuration.threads,
+        a,
+        b,
+        *arguments,
+        shared=configuration.shared,
+        defines=(f"KIND={KIND_NAMES[a.dtype]}", *variant, *(() if count == 4 else (f"STAGES={count}",))),
+        boxes=BOXES,
+    )

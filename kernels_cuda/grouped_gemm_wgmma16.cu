@@ -1,0 +1,92 @@
+// Grouped GEMM of 16-bit operands on Hopper's tensor cores (sm_90a), forward and data gradient; elsewhere
+// this file is empty.
+#ifndef KIND
+#define KIND BF16     // of operands and result, or F16
+#define TRANSPOSED 0  // 1: w is [experts, depth, width]
+#endif
+#include "wgmma16_pipeline.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// What: out[r, n] = sum over k of x[r, k] w[e, n, k] (or w[e, k, n]), e the expert of row r; zeros where r
+//   has none.
+//   x [rows, depth]; w [experts * width, depth] or [experts * depth, width]; out [rows, width], of x's dtype.
+// Shapes: width and depth multiples of 8; any offsets.
+// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+    grouped_gemm_tiles_16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+                          const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
+  pdl_wait();
+  DYNAMIC_SHARED_TILES(memory);
+  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const int steps = (int)((depth + STEP - 1) / STEP);
+  const int wide = (int)((width + COLUMNS - 1) / COLUMNS), stride = (int)gridDim.x / CLUSTER;
+  const Shared s = begin(memory, offsets, (int)experts, rows,
+                         [&](int count) { return units_of(blocks_of_128(count), wide); });
+  Work work(s.first[experts]);
+  Turn turn;
+  u32 phase = 0;  // of the tile in shared memory
+  if (group == 2) {
+    fewer_registers<56>();
+    const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
+    int e, first_row, last_row, first_column;
+    bool below;
+    auto find = [&](int tile) {
+      work.take(tile);
+      e = last_at_most(s.first, (int)experts, work.unit);
+      const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
+      below = find_tile(work.unit - s.first[e], high, wide, height, rank, &first_row, &first_column);
+      first_row = s.offsets[e] + first_row * ROWS;
+      last_row = s.offsets[e + 1];
+      first_column = first_column * COLUMNS + 2 * (int)work.first;
+    };
+    const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
+    if (warp == 0) {
+      if (lane == 0) {
+        prefetch_map(&x_map);
+        prefetch_map(&w_map);
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+          find(tile);
+          const int w_line = first_column >= width ? -1
+                             : TRANSPOSED          ? first_column
+                                                   : e * (int)width + first_column;
+          const int w_along = TRANSPOSED ? e * (int)depth : 0;
+          for (int k = 0; k < steps; ++k, turn.next())
+            fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, rank, below, work.halves, k * STEP,
+                                          w_along + k * STEP, first_row, w_line);
+        }
+      }
+    } else if (warp >= 2) {
+      // rows of no expert
+      const i64 vectors = width / 8, head = s.offsets[0] * vectors, tail = s.offsets[experts] * vectors;
+      for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
+           i += gridDim.x * WRITERS)
+        ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+        find(tile);
+#pragma unroll 1
+        for (u32 part = 0; part < PARTS; ++part)
+          write_rows(s, part, last_row - first_row - 64 * (int)part, 2 * ((int)width - first_column),
+                     (int)work.halves * COLUMNS, (u8*)(out + (first_row + 64 * part) * width + first_column),
+                     2 * width, phase);
+      }
+    }
+  } else {
+    more_registers<224>();
+    const int last = (int)depth - (steps - 1) * STEP;
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      float d[128];
+      work.take(tile);
+      if (work.halves == 2) {
+        multiply<256, false, TRANSPOSED>(s, turn, group, steps, last, d);
+        hand_over_16<256, KIND>(s, d, group, phase);
+      } else {
+        multiply<128, false, TRANSPOSED>(s, turn, group, steps, last, d);
+        hand_over_16<128, KIND>(s, d, group, phase);
+      }
+    }
+  }
+  end();
+}
+#endif

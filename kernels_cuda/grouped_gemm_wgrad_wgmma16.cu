@@ -1,0 +1,210 @@
+// Grouped GEMM of 16-bit operands on Hopper's tensor cores (sm_90a), weight gradient; elsewhere this file is
+// empty.
+#ifndef KIND
+#define KIND BF16  // of operands, or F16
+#endif
+#include "wgmma16_pipeline.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifndef STORES
+#define STORES 1
+#endif
+// Of each two rows that a thread has, 8 apart, the upper or (LOW) the lower one: two lanes side by side
+// exchange halves of two blocks of eight columns, so that each has four values in a row.
+template <int WIDTH, u32 LOW>
+__device__ __forceinline__ void join_columns(float (&d)[128]) {
+  const bool odd = threadIdx.x % 2;
+#pragma unroll
+  for (u32 j = 0; j < WIDTH / 8; j += 2) {
+    float* two = d + 4 * j + 2 * LOW;  // of block j, and with 4 and 5 of the next
+    const float x = __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[4], 1);
+    const float y = __shfl_xor_sync(0xffffffffu, odd ? two[1] : two[5], 1);
+    if (odd) two[0] = two[4], two[1] = two[5];
+    two[4] = x, two[5] = y;
+  }
+}
+
+// Such a row straight to memory, or (ADD) added to what is there; ALL, or as far as there are columns.
+template <int WIDTH, u32 LOW, bool ADD, bool ALL>
+__device__ __forceinline__ void store_row(float* to, int columns, const float (&d)[128]) {
+  const bool odd = threadIdx.x % 2;
+#pragma unroll
+  for (u32 j = 0; j < WIDTH / 8; j += 2) {
+    const float* two = d + 4 * j + 2 * LOW;
+    if (!ALL && 8 * (int)j >= columns) continue;
+    const float4 four =
+        odd ? make_float4(two[4], two[5], two[0], two[1]) : make_float4(two[0], two[1], two[4], two[5]);
+    if (ADD)
+      add_floats(to + 8 * j, four);
+    else
+      *(float4*)(to + 8 * j) = four;
+  }
+}
+// `to` and `columns`: of this thread's first value of the row.
+template <int WIDTH, u32 LOW, bool ADD>
+__device__ __forceinline__ void store_row(float* to, int columns, float (&d)[128], bool there) {
+  join_columns<WIDTH, LOW>(d);
+  const int further = threadIdx.x % 2 ? 8 - 2 : 0;
+  to += further, columns -= further;
+  if (!there) return;
+  if (columns > WIDTH - 16)  // the compiler makes a branch of each condition
+    store_row<WIDTH, LOW, ADD, true>(to, columns, d);
+  else
+    store_row<WIDTH, LOW, ADD, false>(to, columns, d);
+}
+template <int WIDTH, bool ADD>
+__device__ __forceinline__ void store_upper_row(float* to, int columns, const float (&d)[128]) {
+#pragma unroll
+  for (u32 j = 0; j < WIDTH / 8; ++j) {
+    if (8 * (int)j >= columns) continue;
+    const float2 two = make_float2(d[4 * j], d[4 * j + 1]);
+    if (ADD)
+      add_floats(to + 8 * j, two);
+    else
+      *(float2*)(to + 8 * j) = two;
+  }
+}
+
+// A warpgroup's sums, float32: the upper rows by its threads, and while these stores are on their way the
+// lower ones to where the writers find them.
+template <int WIDTH, bool ADD>
+__device__ __forceinline__ void hand_over_wide(const Shared& s, float (&d)[128], u32 group, float* upper,
+                                               i64 pitch, int rows, int columns, u32& phase) {
+  const u32 t = kept(threadIdx.x), lane = t % 32;
+  if (STORES == 0 && rows > 0) store_upper_row<WIDTH, ADD>(upper, columns, d);
+  if (STORES != 0) store_row<WIDTH, 0, ADD>(upper, columns, d, rows > 0);
+  if (STORES == 4) store_row<WIDTH, 1, ADD>(upper + 8 * pitch, columns, d, rows > 8);
+  const At to = wait_for_buffer(s, group, phase) + (t % 128 / 32 * 8 + lane / 4) * WIDE_PITCH + lane % 4 * 8;
+  phase ^= 1u;
+  if (STORES != 4)
+#pragma unroll
+    for (u32 j = 0; j < WIDTH / 8; ++j) store2_at(to + 32 * j, make_float2(d[4 * j + 2], d[4 * j + 3]));
+  hand_over(s, group);
+}
+
+// What is there, as bfloat16, added to a warpgroup's sums: of this thread's rows those that are within
+// `rows`.
+__device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* from, i64 pitch, int rows,
+                                                  int columns) {
+#pragma unroll
+  for (u32 low = 0; low < 2; ++low, from += 8 * pitch) {
+    u32 two[COLUMNS / 8];  // all are asked for before one is used
+#pragma unroll
+    for (u32 j = 0; j < COLUMNS / 8; ++j)
+      two[j] = 8 * (int)low < rows && 8 * (int)j < columns ? *(const u32*)(from + 8 * j) : 0u;
+#pragma unroll
+    for (u32 j = 0; j < COLUMNS / 8; ++j) {
+      d[4 * j + 2 * low] += bf16_to_float((u16)two[j]);
+      d[4 * j + 2 * low + 1] += bf16_to_float((u16)(two[j] >> 16));
+    }
+    products_seen(d);  // or the compiler asks for both rows at once, and has no registers for them
+  }
+}
+
+// What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
+//   dy [rows, width], x [rows, depth]; out float32 or bfloat16 [experts, width, depth].
+// Shapes: width and depth multiples of 8; any offsets.
+// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+    grouped_gemm_wgrad_tiles_16(const __grid_constant__ TensorMap dy_map,
+                                const __grid_constant__ TensorMap x_map, const int* offsets, i64 experts,
+                                i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out) {
+  pdl_wait();
+  DYNAMIC_SHARED_TILES(memory);
+  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
+  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const Shared s = begin(memory, offsets, (int)experts, rows, [](int) { return 0; });
+  const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
+  const int units = units_of(high, wide), stride = (int)gridDim.x / CLUSTER;
+  Work work((int)experts * units);
+  Turn turn;
+  u32 phase = 0;  // of the tile in shared memory
+  int e, first_row, first_column, steps;
+  bool below;
+  auto find = [&](int tile) {
+    work.take(tile);
+    e = work.unit / units;
+    below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
+    first_row *= ROWS;
+    first_column = first_column * COLUMNS + 2 * (int)work.first;
+    steps = (max(s.offsets[e + 1] - s.offsets[e], 0) + STEP - 1) / STEP;
+  };
+  if (group == 2) {
+    fewer_registers<56>();
+    const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
+    if (warp == 0) {
+      if (lane == 0) {
+        prefetch_map(&dy_map);
+        prefetch_map(&x_map);
+        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+          find(tile);
+          for (int k = 0; k < steps; ++k, turn.next()) {
+            const int along = s.offsets[e] + k * STEP;
+            fetch_step<true, true>(s, turn, &dy_map, &x_map, rank, below, work.halves, along, along,
+                                   first_row, first_column < depth ? first_column : -1);
+          }
+        }
+      }
+    } else if (warp >= 2) {
+      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+        find(tile);
+        if (accumulate && steps == 0) continue;
+        const i64 at = (e * width + first_row) * depth + first_column;
+        const int columns = (int)depth - first_column, most = (int)work.halves * (COLUMNS / 2);
+#pragma unroll 1
+        for (u32 part = 0; part < PARTS; ++part) {
+          const int left = (int)width - first_row - 64 * (int)part;
+          if (out_kind == F32) {  // of each 16 rows the 8 lower ones
+            const int row = (int)t % WRITERS / 8 * 16 + 8 + (int)t % 8;
+            float* to = (float*)out + at + (64 * part + row) * depth;
+            write_wide_rows(
+                s, part, row < left && STORES != 4 ? 32 : 0, 4 * columns, 4 * most, [&](int) { return to; },
+                accumulate, phase);
+          } else {
+            write_rows(s, part, left, 2 * columns, 2 * most, (u8*)((u16*)out + at + 64 * part * depth),
+                       2 * depth, phase);
+          }
+        }
+      }
+    }
+  } else {
+    more_registers<224>();
+    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      find(tile);
+      if (accumulate && steps == 0) continue;
+      float d[128];
+      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
+      if (work.halves == 2)
+        multiply<COLUMNS, true, true>(s, turn, group, count, last, d);
+      else
+        multiply<COLUMNS / 2, true, true>(s, turn, group, count, last, d);
+      find(tile);  // again, so that nothing of it takes registers meanwhile
+      // value i is in row `row`, 8 below it with i & 2, and column `column` + i / 4 * 8
+      const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);
+      const int high_left = (int)width - row, wide_left = (int)depth - column;
+      const i64 at = (e * width + row) * depth + column;
+      if (out_kind == F32) {
+        float* to = (float*)out + at;
+        if (work.halves == 2 && accumulate)
+          hand_over_wide<COLUMNS, true>(s, d, group, to, depth, high_left, wide_left, phase);
+        else if (work.halves == 2)
+          hand_over_wide<COLUMNS, false>(s, d, group, to, depth, high_left, wide_left, phase);
+        else if (accumulate)
+          hand_over_wide<COLUMNS / 2, true>(s, d, group, to, depth, high_left, wide_left, phase);
+        else
+          hand_over_wide<COLUMNS / 2, false>(s, d, group, to, depth, high_left, wide_left, phase);
+      } else {
+        if (accumulate)
+          add_what_is_there(d, (const u16*)out + at, depth, high_left,
+                            min(wide_left, 128 * (int)work.halves));
+        if (work.halves == 2)
+          hand_over_16<COLUMNS, BF16>(s, d, group, phase);
+        else
+          hand_over_16<COLUMNS / 2, BF16>(s, d, group, phase);
+      }
+    }
+  }
+  end();
+}
+#endif
