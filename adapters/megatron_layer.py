@@ -121,9 +121,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     either loads the other's, into another number of ranks too. They are initialised as that initialises its
     own, in the same order.
 
-    ``recompute_modules=["moe_act"]`` recomputes the first product with the activation. Gradients are added to
-    ``main_grad`` by the products. Bias, expert tensor parallelism, other activations, and what else these
-    experts do not do, are refused by name when the module is made.
+    ``recompute_modules=["moe_act"]`` recomputes the first product with the activation. In the FP8 recipes
+    gradients are added to ``main_grad`` by the products. Bias, expert tensor parallelism, other activations,
+    and what else these experts do not do, are refused by name when the module is made.
     """
 
     def __init__(
@@ -192,8 +192,14 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     def routed(self, x: Tensor, topk_ids: Tensor, topk_probs: Tensor, comm: Any) -> Tensor:
         """Of tokens that are on their own ranks, with dispatch and combine by ``comm``."""
         return torch_ops.moe_experts(  # type: ignore[no-any-return]
-            x, self.weight1, self.weight2, topk_ids, topk_probs, comm=comm, **self._options()
+            x, *self._weights(), topk_ids, topk_probs, comm=comm, **self._options()
         )
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        if self.recipe != "bf16":
+            return self.weight1, self.weight2
+        # without ``main_grad``: torch's grouped product adds to none, and the wrapper's hook does it
+        return self.weight1.view_as(self.weight1), self.weight2.view_as(self.weight2)
 
     def _options(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "recompute": self.recompute, "activation": self.activation}

@@ -39,6 +39,7 @@ ADAPTERS = {
     "transformers": ("transformers", "pip install 'fp8moe[transformers]'"),
     "torchtitan": ("torchtitan", "pip install 'torchtitan>=0.3'"),
     "megatron": ("megatron", "pip install 'megatron-core>=0.16'"),
+    "megatron_layer": ("megatron", "pip install 'megatron-core>=0.16'"),
     "cupy_nccl": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),
     "deepgemm": ("deep_gemm", "build DeepGEMM from its repository"),
     "deep_ep": ("deep_ep", "build DeepEP from its repository"),
