@@ -403,7 +403,9 @@ def _refuse_captured_experts(config: Any) -> None:
 # ---------------------------------------------------------------- layer specs
 
 
-def use_fp8_flow(spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8moe") -> Any:
+def use_fp8_flow(
+    spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8moe", pg_collection: Any = None
+) -> Any:
     """A copy of a layer spec in which every `MoELayer` is this library's.
 
     spec: what `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and their like return, or
@@ -412,6 +414,8 @@ def use_fp8_flow(spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8m
     recipe: "fp8_flow", "fp8_blockwise" or "bf16".
     dispatcher: "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and
         dispatcher (``moe_token_dispatcher_type``), with `FP8FlowExperts` behind it.
+    pg_collection: the model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of
+        its own classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.
 
     Raises ValueError for a spec without a `MoELayer`.
     """
@@ -423,7 +427,8 @@ def use_fp8_flow(spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8m
         """``build`` makes the spec of a class and its submodules."""
         replaced.append(1)
         if dispatcher == "fp8moe":
-            return build(FP8FlowMoELayer, {"submodules": submodules, "recipe": recipe})
+            groups = {} if pg_collection is None else {"pg_collection": pg_collection}
+            return build(FP8FlowMoELayer, {"submodules": submodules, "recipe": recipe, **groups})
         experts = ModuleSpec(module=FP8FlowExperts, params={"recipe": recipe})
         return build(MoELayer, {"submodules": dataclasses.replace(submodules, experts=experts)})
 
