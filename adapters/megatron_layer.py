@@ -121,9 +121,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     either loads the other's, into another number of ranks too. They are initialised as that initialises its
     own, in the same order.
 
-    ``recompute_modules=["moe_act"]`` recomputes the first product with the activation. Gradients are added to
-    ``main_grad`` by the products. Bias, expert tensor parallelism, other activations, and what else these
-    experts do not do, are refused by name when the module is made.
+    ``recompute_modules=["moe_act"]`` recomputes the first product with the activation. In the FP8 recipes
+    gradients are added to ``main_grad`` by the products. Bias, expert tensor parallelism, other activations,
+    and what else these experts do not do, are refused by name when the module is made.
     """
 
     def __init__(
@@ -192,8 +192,14 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     def routed(self, x: Tensor, topk_ids: Tensor, topk_probs: Tensor, comm: Any) -> Tensor:
         """Of tokens that are on their own ranks, with dispatch and combine by ``comm``."""
         return torch_ops.moe_experts(  # type: ignore[no-any-return]
-            x, self.weight1, self.weight2, topk_ids, topk_probs, comm=comm, **self._options()
+            x, *self._weights(), topk_ids, topk_probs, comm=comm, **self._options()
         )
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        if self.recipe != "bf16":
+            return self.weight1, self.weight2
+        # without ``main_grad``: torch's grouped product adds to none, and the wrapper's hook does it
+        return self.weight1.view_as(self.weight1), self.weight2.view_as(self.weight2)
 
     def _options(self) -> dict[str, Any]:
         return {"recipe": self.recipe, "recompute": self.recompute, "activation": self.activation}
@@ -397,7 +403,9 @@ def _refuse_captured_experts(config: Any) -> None:
 # ---------------------------------------------------------------- layer specs
 
 
-def use_fp8_flow(spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8moe") -> Any:
+def use_fp8_flow(
+    spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8moe", pg_collection: Any = None
+) -> Any:
     """A copy of a layer spec in which every `MoELayer` is this library's.
 
     spec: what `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and their like return, or
@@ -406,6 +414,8 @@ def use_fp8_flow(spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8m
     recipe: "fp8_flow", "fp8_blockwise" or "bf16".
     dispatcher: "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and
         dispatcher (``moe_token_dispatcher_type``), with `FP8FlowExperts` behind it.
+    pg_collection: the model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of
+        its own classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.
 
     Raises ValueError for a spec without a `MoELayer`.
     """
@@ -417,7 +427,8 @@ def use_fp8_flow(spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8m
         """``build`` makes the spec of a class and its submodules."""
         replaced.append(1)
         if dispatcher == "fp8moe":
-            return build(FP8FlowMoELayer, {"submodules": submodules, "recipe": recipe})
+            groups = {} if pg_collection is None else {"pg_collection": pg_collection}
+            return build(FP8FlowMoELayer, {"submodules": submodules, "recipe": recipe, **groups})
         experts = ModuleSpec(module=FP8FlowExperts, params={"recipe": recipe})
         return build(MoELayer, {"submodules": dataclasses.replace(submodules, experts=experts)})
 

@@ -188,6 +188,17 @@ def losses(ep):
             assert far <= (1e-4 if recipe == "bf16" else 0.1), (recipe, name, far)
 
 
+def in_bfloat16(ep):
+    """Parameters as a training run has them: the losses that the layer's prototype was asked for."""
+    parallel(ep)
+    options = {"params_dtype": torch.bfloat16, "bf16": True}
+    wanted, _ = trained(gpt(**options), steps=1)
+    for recipe in ("bf16", "fp8_flow"):
+        found, _ = trained(gpt(recipe, **options), steps=1)
+        print(f"EP {ep} {recipe}, bfloat16 parameters: {found[0]:.5f} for {wanted[0]:.5f}")
+        assert abs(found[0] - wanted[0]) <= 1e-3 * wanted[0]
+
+
 def dropped():
     """Tokens beyond an expert's capacity: no expert, on both sides."""
     parallel(1)
@@ -307,9 +318,7 @@ def wrapped(recipe, overlap):
 def distributed_optimizer(ep, overlap):
     parallel(ep)
     losses, wanted, *_ = wrapped(None, overlap)
-    found, ours, ddp, optimizer = wrapped("bf16", overlap)
-    experts = ddp.module.decoder.layers[0].mlp.experts
-    assert experts.weight1.grad_added_to_main_grad
+    found, ours, *_ = wrapped("bf16", overlap)
     for a, b in zip(found, losses, strict=True):
         assert abs(a - b) <= 1e-6 * b
     start = gathered(gpt())
@@ -318,6 +327,7 @@ def distributed_optimizer(ep, overlap):
         moved = torch.linalg.norm(value - start[name])
         assert torch.linalg.norm(ours[name] - value) <= 1e-2 * moved, name
     flow, *_, ddp, optimizer = wrapped("fp8_flow", overlap)
+    assert ddp.module.decoder.layers[0].mlp.experts.weight1.grad_added_to_main_grad
     assert abs(flow[0] - losses[0]) <= 1e-3 * losses[0]  # Adam's first step is by the gradients' signs
     optimizers_saved(ep, overlap, ddp, optimizer)
 
@@ -392,7 +402,7 @@ def moments(ddp, optimizer):
 
 
 CASES = {
-    "losses": lambda: [losses(ep) for ep in (1, 2)],
+    "losses": lambda: [check(ep) for ep in (1, 2) for check in (losses, in_bfloat16)],
     "dropped": dropped,
     "pieces": lambda: [same_pieces(ep) for ep in (1, 2)],
     "saved": saved_and_loaded,

@@ -495,6 +495,8 @@ def test_layer_specs():
             assert submodules.experts.module is megatron.FP8FlowExperts
             assert submodules.experts.params == {"recipe": "fp8_blockwise"}
         assert new.submodules.self_attention.module is spec.submodules.self_attention.module
+    own = groups()
+    assert parts_of(megatron.use_fp8_flow(spec, pg_collection=own).submodules.mlp)[1]["pg_collection"] is own
     several = megatron.use_fp8_flow([spec, spec])
     assert [parts_of(s.submodules.mlp)[0] for s in several] == [megatron.FP8FlowMoELayer] * 2
     with pytest.raises(ValueError, match="spec: got one without a MoELayer"):
