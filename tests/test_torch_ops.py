@@ -10,7 +10,7 @@ from torch.library import opcheck
 import fp8moe
 from fp8moe import Activation
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_library import Operator, plan_arguments
+from fp8moe.adapters.torch_library import OPERATORS, plan_arguments
 
 E, K, T, H = 3, 2, 7, 8
 
@@ -168,9 +168,9 @@ def opcheck_cases():
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 32], True, 0.0, "compact", "floor")),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 128], False, 1e-4, "gemm_ready", "up")),
         (ops.quantize_weights, (torch.randn(2, 130, 200),)),
-        (ops.dequantize, (*codes, "bfloat16")),
-        (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", False, "float32")),
-        (ops.dequantize, (w.data, w.scales, "e4m3", [128, 128], "compact", True, "float32")),
+        (ops.dequantize, (*codes, "bfloat16", None)),
+        (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", False, "float32", None)),
+        (ops.dequantize, (w.data, w.scales, "e4m3", [128, 128], "compact", True, "float32", None)),
         (ops.scaling_aware_transpose, (*codes, None, "column", 1)),
         (ops.scaling_aware_transpose, (*codes, offsets, "tile", 1)),
         (ops.scaling_aware_transpose, (*codes, None, "block", 1)),
@@ -256,7 +256,7 @@ def test_grouped_gemm_of_codes(call):
 
 def test_every_operator_is_among_the_cases():
     """Those of the experts, which another module declares, are checked there."""
-    declared = {v.op.overloadpacket for v in vars(torch_ops).values() if isinstance(v, Operator)}
+    declared = {o.op.overloadpacket for name, o in OPERATORS.items() if not name.startswith("experts")}
     assert declared == {o for o, _ in opcheck_cases()}
 
 
@@ -517,13 +517,13 @@ def test_validation_errors_name_the_argument():
                 verb(x, torch.tensor(2), 4)
             with pytest.raises(TypeError, match=r"tokens_per_expert: got builtins\.int"):
                 verb(x, 2, 4)
-    with pytest.raises(TypeError, match=r"x: got builtins\.NoneType; wanted a torch tensor"):
+    with pytest.raises(TypeError, match="x: got None; wanted an array"):
         torch_ops.quantize(None)
     with pytest.raises(TypeError, match=r"x: got numpy\.ndarray; wanted a torch tensor"):
         torch_ops.permute(np.ones((T, H)), plans()[0])
-    with pytest.raises(TypeError, match=r"x: got .*QuantTensor; wanted a torch tensor"):
+    with pytest.raises(TypeError, match="x: got a QuantTensor; wanted a plain array"):
         torch_ops.quantize(fp8moe.quantize(torch.ones(4, 128)))
-    with pytest.raises(TypeError, match=r"h: got builtins\.NoneType"):
+    with pytest.raises(TypeError, match="h: got None; wanted an array"):
         torch_ops.swiglu_quantize(None)
 
 
