@@ -144,6 +144,7 @@ class Operator:
         fake: Callable[..., Any] | None = None,
     ):
         self.function, self.results, self.names = function, results, list(types)
+        self.tensors = [n for n, kind in types.items() if kind in (Tensor, Tensor | None)]
         self._form = get_origin(returned) or returned
         self._positional, self._keywords = len(types) - keywords, self.names[len(types) - keywords :]
         arguments, self._records, position = [], [], 0

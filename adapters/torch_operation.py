@@ -33,8 +33,9 @@ class Gradient(NamedTuple):
     """A gradient, of operators.
 
     of: the arguments that have one, the rows first. saves: those that ``backward`` reads, from all of them.
-    backward: from the arguments, of which tensors that are not saved are their shapes, and the gradients of
-    the results, to those of ``of``; None, or fewer, where there are none.
+    backward: from the arguments, of which tensors that are not saved are None, with how many "rows" there
+    were and for which of ``of`` autograd asks ("needs_input_grad"), and from the gradients of the results, to
+    those of ``of``; None, or fewer, where there are none.
     """
 
     of: tuple[str, ...]
@@ -51,6 +52,7 @@ def operation(
     without: Collection[str] = (),
     gradient: Gradient | None = None,
     prepare: Callable[[Any, Values], Any] | None = None,
+    codes: Callable[[Any, Values], Any] | None = None,
     note: str = "",
 ) -> Core:
     """The core's function for tensors.
@@ -58,31 +60,49 @@ def operation(
     returned, results, without: of its operator (`operator_of`). build: the result, of the arguments and the
     operator's tensors; by default its one tensor. gradient: without one, nothing comes back through the
     results. prepare: takes this function and the arguments of a call that is traced or differentiated; may
-    change them, or return the result itself. note: a paragraph of the docstring.
+    change them, or return the result itself. codes: the same where the rows are codes, which have no
+    gradient, and something beside them requires one. note: a paragraph of the docstring.
     """
     operator = operator_of(core, returned, results=results, without=without)
     names, defaults = operator.names, {n: p.default for n, p in inspect.signature(core).parameters.items()}
-    run = operator if gradient is None else _differentiable(operator, gradient)
+    run, first = operator if gradient is None else _differentiable(operator, gradient), names[0]
 
     def traced(values: Values) -> Any:
-        result = None if prepare is None else prepare(call, values)
-        if result is not None:
-            return result
+        if prepare is not None:
+            result = prepare(call, values)
+            if result is not None:
+                return result
         if gradient is not None:
-            rows = values[gradient.of[0]]
-            if isinstance(rows, QuantTensor):
-                return core(**values)
-            _check_differentiable(gradient.of[0], rows)
+            rows = values[first]
+            if rows is None:
+                raise _no_tensor(first, rows)
+            if type(rows) is QuantTensor or rows.dtype not in DIFFERENTIABLE:
+                result = _of_codes(values)
+                if result is not None:
+                    return result
         for name in without:
             if values[name] != defaults[name]:
                 raise TypeError(
-                    f"{name}: got {values[name]!r} in compiled code or with fake tensors; wanted "
-                    f"{defaults[name]!r}"
+                    f"{name}: got one in compiled code or with fake tensors; wanted {defaults[name]}, "
+                    "which is all that the operator does; call it outside of torch.compile"
                 )
-        tensors = run(*(values[n] if gradient else detached(values[n]) for n in names))
+        arguments = [values[n] for n in names]
+        tensors = run(*map(detached, arguments) if gradient is None else arguments)
         if build is None:
             return tensors
         return build(values, *((tensors,) if isinstance(tensors, Tensor) else tensors))
+
+    def _of_codes(values: Values) -> Any:
+        """Codes have no gradient; what is computed beside them may have one."""
+        rows = values[first]
+        if isinstance(rows, Tensor) and rows.requires_grad:
+            raise TypeError(
+                f"{first}: got {rows.dtype} rows that require grad; wanted bfloat16, float16, float32 or "
+                f"float64 ones; pass {first}.detach()"
+            )
+        if codes is not None and torch.is_grad_enabled() and any(map(_requires_grad, values.values())):
+            return codes(call, values)
+        return core(**values) if isinstance(rows, QuantTensor) else None
 
     call = public(core, traced, () if gradient is None else gradient.of, note)
     return call
@@ -97,13 +117,14 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
     parameters = inspect.signature(core).parameters
     names, required = list(parameters), {n for n, p in parameters.items() if p.default is p.empty}
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    by_position = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
     # what the core takes as an array, or as the codes that it is made of
     arrays = {n for n, p in parameters.items() if "ArrayLike" in p.annotation or n == "q"}
 
     @functools.wraps(core)
     def call(*arguments: Any, **options: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            plain, needs_grad = True, False
+        plain, needs_grad = not torch.compiler.is_compiling(), False
+        if plain:
             for value in (*arguments, *options.values()):
                 kind = type(value)
                 if kind is QuantTensor:
@@ -115,33 +136,37 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
                     check_arrays(values_of(arguments, options))
                     plain = plain and not isinstance(value, Tensor)
             if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-                _refuse_transforms(values_of(arguments, options))
+                _refuse_transforms(names, values_of(arguments, options))
             if plain:
                 if not needs_grad or not torch.is_grad_enabled():
                     return core(*arguments, **options)
                 if not differentiable:
                     return core(*map(detached, arguments), **{n: detached(v) for n, v in options.items()})
         values = values_of(arguments, options)
-        check_arrays(values)
+        if not plain:
+            check_arrays(values)
         return traced(values)
 
     def values_of(arguments: tuple[Any, ...], options: Values) -> Values:
-        values = {**defaults, **dict(zip(names, arguments, strict=False)), **options}
-        if len(values) != len(names) or len(arguments) > len(names):
-            wrong = [n for n in names if n not in values] or sorted(set(values) - set(names))
-            raise TypeError(f"{core.__name__}: got arguments {list(values)}; wanted {names}: {wrong}")
-        return {n: values[n] for n in names}
+        given = dict(zip(by_position, arguments, strict=False)) | options
+        values = defaults | given
+        if len(values) != len(names) or len(given) != len(arguments) + len(options):
+            raise TypeError(
+                f"{core.__name__}: got {len(arguments)} arguments by position and {list(options)} by name; "
+                f"wanted {core.__name__}{inspect.signature(core)}"
+            )
+        return values
 
     def check_arrays(values: Values) -> None:
         for name in arrays:
             value = values[name]
+            if type(value) in PLAIN:
+                continue
             if isinstance(value, QuantTensor):
                 value = value.data
             if isinstance(value, (Tensor, list, tuple)) or (value is None and name not in required):
                 continue
-            raise TypeError(
-                f"{name}: got {type(value).__module__}.{type(value).__qualname__}; wanted a torch tensor"
-            )
+            raise _no_tensor(name, value)
 
     call.__module__ = MODULE
     call.__doc__ = _documented(core, differentiable, note)
@@ -157,34 +182,24 @@ def detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
-def needs_grad(*values: Any) -> bool:
-    """Whether autograd is to follow one of these; a QuantTensor has no gradient."""
-    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in values)
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
-def has_gradient(x: Any) -> bool:
-    """Whether rows are of a kind that has a gradient; codes are not."""
-    return isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE
+def _no_tensor(name: str, x: Any) -> TypeError:
+    return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
 
 
-def _check_differentiable(name: str, x: Any) -> None:
-    if x.dtype not in DIFFERENTIABLE and x.requires_grad:
-        raise TypeError(
-            f"{name}: got {x.dtype} rows that require grad; wanted bfloat16, float16, float32 or float64 "
-            f"ones; pass {name}.detach()"
-        )
-
-
-def _refuse_transforms(values: Values) -> None:
+def _refuse_transforms(names: list[str], values: Values) -> None:
     if torch._C._are_functorch_transforms_active():  # where tensors of the outside have no address either
-        first = next(iter(values))
         raise TypeError(
-            f"{first}: got under a transform of torch.func (vmap, grad, vjp, jvp or jacrev); wanted "
+            f"{names[0]}: got under a transform of torch.func (vmap, grad, vjp, jvp or jacrev); wanted "
             "outside of any, there are no rules for them here; differentiate with torch.autograd.grad or "
             "backward(), and in place of vmap put the batch into the rows or loop over it"
         )
-    for name, v in values.items():
-        if isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None:
+    for name in names:
+        value = values[name]
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise TypeError(
                 f"{name}: got a tensor with a tangent of forward-mode differentiation; wanted a plain one; "
                 "differentiate with torch.autograd.grad or backward()"
@@ -214,40 +229,35 @@ def _documented(core: Callable[..., Any], differentiable: tuple[str, ...], note:
 
 def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any]:
     """The operator with its gradient, the same in eager mode and in compiled code."""
-    names = operator.names
-    places = [names.index(n) for n in gradient.of]
+    names, run = operator.names, operator.run
+    places, nothing = [names.index(n) for n in gradient.of], dict.fromkeys(operator.tensors)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
-        results = operator.run(*arguments)
+        results = run(*arguments)
         values = dict(zip(names, arguments, strict=True))
-        kept = gradient.saves(values)
-        saved = []
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.shape
-            if name in kept:
-                plan = type(value) is PermutationPlan
-                saved.append(value.data if plan else value)
-                if plan:
-                    values[name] = _with_data(value, None)
+        kept, saved = gradient.saves(values), []
+        for name in kept:
+            value = values[name]
+            if type(value) is PermutationPlan:
+                values[name] = value.__dict__ | {"data": None}
+                value = value.data
+            saved.append(value)
+        values.update(nothing, rows=arguments[0].shape[0])
         ctx.save_for_backward(*saved)
-        ctx.kept, ctx.values = [n for n in names if n in kept], values
-        if isinstance(results, Tensor):
+        ctx.kept, ctx.values = kept, values
+        if type(results) is not list:
             return results
-        integers = [t for t in results if not t.is_floating_point()]
-        if integers:
-            ctx.mark_non_differentiable(*integers)
         return tuple(results) if len(results) > 1 else results[0]
 
     def backward(ctx: Any, *grads: Any) -> Any:
         values = dict(ctx.values)
         for name, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
-            value = values[name]
-            values[name] = _with_data(value, tensor) if type(value) is PermutationPlan else tensor
+            fields = values[name]
+            values[name] = _plan_with(fields, tensor) if type(fields) is dict else tensor
         values["needs_input_grad"] = [ctx.needs_input_grad[n] for n in places]
-        found = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
+        given = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
         returned: list[Any] = [None] * len(names)
-        for place, grad in zip(places, found, strict=False):
+        for place, grad in zip(places, given, strict=False):
             returned[place] = grad
         return tuple(returned)
 
@@ -261,19 +271,22 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
     def apply_flat(*flat: Any) -> Any:
         return function.apply(*operator.unflatten(flat))
 
+    # what `torch.autograd.Function.apply` looks for beside, transforms and their leftovers, is refused before
+    apply_eager = super(torch.autograd.Function, function).apply
+
     def apply(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return apply_flat(*operator.flatten(arguments))
-        return function.apply(*arguments)
+        return apply_eager(*arguments)
 
     return apply
 
 
-def _with_data(plan: PermutationPlan, data: Any) -> PermutationPlan:
-    """The plan with another array of its own kind, or none."""
-    new: PermutationPlan = object.__new__(PermutationPlan)
-    new.__dict__.update(plan.__dict__, data=data)
-    return new
+def _plan_with(fields: dict[str, Any], data: Tensor) -> PermutationPlan:
+    """A plan that was in a forward, from its fields, which were checked then, and its saved array."""
+    plan: PermutationPlan = object.__new__(PermutationPlan)
+    plan.__dict__.update(fields, data=data)
+    return plan
 
 
 _TWICE = (

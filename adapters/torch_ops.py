@@ -20,8 +20,9 @@ from torch import Tensor
 import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.adapters.torch_library import OPERATORS, operator, operator_of
-from fp8moe.adapters.torch_operation import Gradient, has_gradient, needs_grad, operation, public
+from fp8moe.adapters.torch_operation import Gradient, operation, public
 from fp8moe.formats import COLUMN_BLOCK, round_up
+from fp8moe.interop import no_array
 from fp8moe.plan import is_exact, places, plan_spec, static_bound
 from fp8moe.records import arrays_in
 from fp8moe.transpose import transposed_block
@@ -61,11 +62,8 @@ plan_routing_map = operation(
 
 
 def _probs_apart(function: Any, values: Values) -> Any:
-    """Codes have no gradient: their probabilities, which may have one, move apart from them, beside rows of
-    no columns."""
-    x, probs = values["x"], values["probs"]
-    if has_gradient(x) or getattr(x, "requires_grad", False) or not needs_grad(probs):
-        return None
+    """The probabilities of codes, which have a gradient, move apart from them, beside rows of no columns."""
+    probs = values["probs"]
     no_columns = probs.detach().new_empty((probs.shape[0], 0))
     moved = function(**{**values, "x": no_columns}).probs
     return replace(function(**{**values, "probs": None}), probs=moved)
@@ -77,7 +75,7 @@ permute = operation(
     list,
     lambda values, data, probs=None: Permuted(data, probs, values["plan"]),
     results=attrgetter("data", "probs"),
-    prepare=_probs_apart,
+    codes=_probs_apart,
     gradient=Gradient(
         ("x", "probs"),
         lambda values: ("plan",),
@@ -100,11 +98,10 @@ permute_and_pad = public(fp8moe.permute_and_pad, _plan_and_permute, ("x", "probs
 
 
 def _refuse_probs_of_codes(function: Any, values: Values) -> None:
-    if isinstance(values["x"], QuantTensor) and needs_grad(values["merging_probs"]):
-        raise TypeError(
-            "merging_probs: got a tensor that requires grad with a QuantTensor; wanted plain rows, whose "
-            "products with the gradient it is; pass fp8moe.dequantize(x)"
-        )
+    raise TypeError(
+        "merging_probs: got a tensor that requires grad with a QuantTensor; wanted plain rows, whose "
+        "products with the gradient it is; pass fp8moe.dequantize(x)"
+    )
 
 
 def _unpermute_saves(values: Values) -> tuple[str, ...]:
@@ -113,23 +110,22 @@ def _unpermute_saves(values: Values) -> tuple[str, ...]:
 
 
 def _unpermute_gradient(values: Values, grad: Tensor) -> Any:
-    probs = values["merging_probs"]
-    return _unpermute_backward.run(grad, values["plan"], None if probs is None else values["x"], probs)
+    return _unpermute_backward.run(grad, values["plan"], values["x"], values["merging_probs"])
 
 
 _unpermute_backward = operator_of(fp8moe.unpermute_backward, list)
 unpermute = operation(
     fp8moe.unpermute,
     Tensor,
-    prepare=_refuse_probs_of_codes,
+    codes=_refuse_probs_of_codes,
     gradient=Gradient(("x", "merging_probs"), _unpermute_saves, _unpermute_gradient),
 )
 
 
 def _sort_chunks_gradient(values: Values, grad: Tensor, *others: Tensor) -> Any:
     chunks = values["split_sizes"], values["sorted_indices"]
-    probs = None if values["probs"] is None else others[0]
-    options = values["align_size"], values["chunks_per_group"], values["x"][0], values["keep_rest"]
+    probs = others[0] if len(others) > 1 else None
+    options = values["align_size"], values["chunks_per_group"], values["rows"], values["keep_rest"]
     return _sort_chunks_backward.run(grad, *chunks, probs, *options)
 
 
@@ -139,7 +135,7 @@ sort_chunks = operation(
     list,
     lambda values, data, *others: SortedChunks(data, others[0] if len(others) > 1 else None, others[-1]),
     results=attrgetter("data", "probs", "group_offsets"),
-    prepare=_probs_apart,
+    codes=_probs_apart,
     gradient=Gradient(
         ("x", "probs"), lambda values: ("split_sizes", "sorted_indices"), _sort_chunks_gradient
     ),
@@ -159,6 +155,8 @@ def _known_rows(function: Any, values: Values) -> None:
         if rows is None or is_exact(rows):
             rows = sum(round_up(c, align_size) for c in counts) if padded else sum(counts)
         counts = torch.tensor(counts, dtype=torch.int32, device=x.device)
+    elif not isinstance(counts, Tensor):
+        raise no_array(counts, "tokens_per_expert")
     checks.shape("tokens_per_expert", counts, ("E",))
     if rows is None:
         rows = static_bound(x.shape[0], counts.shape[0], align_size) if padded else x.shape[0]
@@ -174,7 +172,7 @@ def _resized_back(name: str) -> Gradient:
     """Padding and its reverse are each other's gradient."""
 
     def backward(values: Values, grad: Tensor) -> list[Tensor]:
-        sizes = values["tokens_per_expert"], values["align_size"], values["x"][0]
+        sizes = values["tokens_per_expert"], values["align_size"], values["rows"]
         return [OPERATORS[name].run(grad, *sizes)]
 
     return Gradient(("x",), lambda values: ("tokens_per_expert",), backward)

@@ -528,6 +528,31 @@ def test_validation_errors_name_the_argument():
 
 
 @pytest.mark.parametrize("grad", [False, True])
+def test_wrong_arguments(grad):
+    """As Python refuses them, whichever way a call goes."""
+    x, plan = torch.ones(T, H, requires_grad=grad), plans()[0]
+    for call in (
+        lambda: torch_ops.permute(x),
+        lambda: torch_ops.permute(x, plan, None, True),
+        lambda: torch_ops.permute(x, plan, plan=plan),
+        lambda: torch_ops.permute(x, plan, fill=True),
+        lambda: torch_ops.permute(x, plan, None, True, True),
+    ):
+        with pytest.raises(TypeError, match="permute"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["columnwise", "out"])
+def test_what_no_operator_does_is_refused_compiled(name):
+    x = torch.randn(128, 128)
+    options = {"columnwise": True} if name == "columnwise" else {"out": torch_ops.quantize(x)}
+    with pytest.raises((TypeError, torch._dynamo.exc.Unsupported), match=f"{name}: got "):
+        compiled(lambda x: torch_ops.quantize(x, **options))(x)
+    q = torch_ops.quantize(x, **options)
+    assert torch.equal((q.rowwise if name == "columnwise" else q).data, fp8moe.quantize(x).data)
+
+
+@pytest.mark.parametrize("grad", [False, True])
 def test_padding_by_a_list(grad):
     counts, x = [3, 0, 4], torch.randn(7, H, requires_grad=grad)
     padded = torch_ops.pad(x, counts, 4)
