@@ -293,3 +293,46 @@ def spec_of(x: Tensor) -> ArraySpec:
 def like(spec: ArraySpec, device: torch.device) -> Tensor:
     """An empty tensor of a spec: what a fake returns."""
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)
+
+
+# ---------------------------------------------------------------- gradients
+
+_TWICE = (
+    "the gradient of a function of fp8moe.adapters.torch_ops is differentiated, which is not twice "
+    "differentiable; leave out create_graph=True, or detach() its results"
+)
+
+
+class _Once(torch.autograd.Function):
+    """A backward as a function of the incoming gradients and of what was saved, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Any, saved: Any, count: int, *tensors: Any) -> Any:
+        return backward(saved, *tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(_TWICE)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
+    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them."""
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return _Once.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+
+    return run
+
+
+def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply``, which Dynamo takes into its graph as it is and AOTAutograd traces: Dynamo itself
+    loses symbolic sizes that a forward keeps for its backward (torch 2.13)."""
+
+    @torch.compiler.allow_in_graph
+    def apply(*arguments: Any) -> Any:
+        return function.apply(*arguments)
+
+    return apply

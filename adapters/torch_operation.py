@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, QuantTensor
-from fp8moe.adapters.torch_library import PLAIN, Operator, operator_of
+from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
 from fp8moe.records import METADATA_TYPES, Options
 
 Core = TypeVar("Core", bound=Callable[..., Any])
@@ -261,12 +261,11 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
             returned[place] = grad
         return tuple(returned)
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(_once_differentiable(backward))}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
     title = operator.op.overloadpacket.__name__.title().replace("_", "")
     function: Any = type(title, (torch.autograd.Function,), methods)
 
-    # Dynamo takes this into its graph as it is and AOTAutograd traces it: Dynamo itself loses symbolic sizes
-    # that a forward keeps for its backward (torch 2.13).
+    # as `fp8moe.adapters.torch_library.differentiable`, of arguments as Dynamo's graph has them
     @torch.compiler.allow_in_graph
     def apply_flat(*flat: Any) -> Any:
         return function.apply(*operator.unflatten(flat))
@@ -287,33 +286,3 @@ def _plan_with(fields: dict[str, Any], data: Tensor) -> PermutationPlan:
     plan: PermutationPlan = object.__new__(PermutationPlan)
     plan.__dict__.update(fields, data=data)
     return plan
-
-
-_TWICE = (
-    "the gradient of a function of fp8moe.adapters.torch_ops is differentiated, which is not twice "
-    "differentiable; leave out create_graph=True, or detach() its results"
-)
-
-
-class _Once(torch.autograd.Function):
-    """A backward as a function of the incoming gradients and of what was saved, which has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, backward: Any, saved: Any, count: int, *tensors: Any) -> Any:
-        return backward(saved, *tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(_TWICE)
-
-
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
-    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them."""
-
-    def run(ctx: Any, *grads: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        return _Once.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
-
-    return run
