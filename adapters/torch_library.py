@@ -179,6 +179,8 @@ class Operator:
         first = arguments[0]
         if type(first) is QuantTensor:
             first = first.data
+        elif type(first) is list:
+            first = first[0]
         if type(first) not in PLAIN:  # fake, or one that stands for others; the rest is of its kind
             return self.op(*self.flatten(arguments))
         n = self._positional

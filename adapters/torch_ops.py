@@ -271,6 +271,8 @@ def quantize_weights(w: Tensor, out: Quantized | None = None) -> Quantized:
     >>> torch_ops.quantize_weights(torch.ones(2, 128, 256)).columnwise.data.shape
     torch.Size([2, 256, 128])
     """
+    refuse_transforms("quantize_weights")
+    check_float("w", w)
     # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
     w = w.detach().clone() if w.device.type == "cpu" else w.detach().contiguous()
     if out is not None:
