@@ -1,16 +1,17 @@
 """Functions of fp8moe as operators of torch's library, each by one declaration.
 
-A declared function takes tensors, records and plain values by position and calls the library. Its signature
-gives the operator's schema, in which a record is the arguments of `RECORDS`; a dry run of it on shapes gives
-its fake implementation. Operators have no gradient of their own, and refuse tensors that require one:
-`torch.autograd.Function` calls them, in eager mode the function itself, without torch's dispatcher.
+A declared function takes tensors, records and plain values and calls the library, or is one of the library's
+own. Its signature gives the operator's schema, in which a record is the arguments of `RECORDS`; a dry run of
+it on shapes gives its fake implementation. Operators have no gradient of their own, and refuse tensors that
+require one: `torch.autograd.Function` calls them (`fp8moe.adapters.torch_operation`), in eager mode the
+function itself, without torch's dispatcher.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from fp8moe import PermutationPlan, QuantTensor, RouterConfig, workspace
 from fp8moe.activation import Activation
+from fp8moe.formats import Block
 from fp8moe.interop import dtype_named
+from fp8moe.plan import NumOutTokens
 from fp8moe.record_trees import SYMBOLIC_TYPES
 from fp8moe.records import ArraySpec
 
@@ -26,6 +29,11 @@ SYMBOLIC_TYPES.add(torch.SymInt)
 
 NAMESPACE = "fp8moe"
 library = torch.library.Library(NAMESPACE, "DEF")
+#: by name, what has been declared
+OPERATORS: dict[str, Operator] = {}
+
+#: types of the core's signatures as those of tensors
+_OF_TENSORS: dict[Any, Any] = {Any: Tensor, Any | None: Tensor | None, NumOutTokens: int | None}
 
 #: types of arguments in a schema
 _TYPES: dict[Any, str] = {
@@ -67,11 +75,11 @@ def plan_of(data: Any, sizes: Any) -> PermutationPlan:
 
 
 def _of_codes(q: QuantTensor) -> list[Any]:
-    return [q.data, q.scales, q.fmt, listed(q.block), q.layout, q.transposed]
+    return [q.data, q.scales, q.fmt, *_of_block(q.block), q.layout, q.transposed]
 
 
 def _codes(data: Any, scales: Any, fmt: str, block: list[int], layout: str, transposed: bool) -> QuantTensor:
-    return QuantTensor(data, scales, fmt, tuple(block) or None, layout, transposed)  # type: ignore[arg-type]
+    return QuantTensor(data, scales, fmt, _block(block), layout, transposed)
 
 
 def _of_activation(activation: Activation) -> list[Any]:
@@ -83,15 +91,27 @@ def _of_router(config: RouterConfig) -> list[Any]:
     return [config.topk, config.score_function, *groups, config.renormalize, config.scaling_factor]
 
 
-def listed(block: Any) -> list[int]:
-    """A block as operators take it, empty for None."""
+def _activation(kind: str, clamp: float | None, alpha: float, linear_offset: float) -> Activation:
+    """Of numbers that a compiler may have made symbols."""
+    clamp = None if clamp is None else float(clamp)
+    return _known_activation(kind, clamp, float(alpha), float(linear_offset))
+
+
+_known_activation = functools.lru_cache(Activation)  # checks its fields
+
+
+def _of_block(block: Any) -> list[list[int]]:
     if block is not None and not isinstance(block, tuple):
         raise ValueError(f"block: got {block!r}; wanted a tuple of two ints, or None")
-    return list(block or ())
+    return [list(block or ())]
+
+
+def _block(sizes: list[int]) -> Block:
+    return tuple(sizes) or None  # type: ignore[return-value]
 
 
 #: record -> its arguments in a schema ({} is the record's name), to them and from them
-RECORDS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
+RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     PermutationPlan: ("Tensor {}, SymInt[] {}_sizes", plan_arguments, plan_of),
     QuantTensor: (
         "Tensor {}, Tensor {}_scales, str {}_fmt, int[] {}_block, str {}_layout, bool {}_transposed",
@@ -101,7 +121,7 @@ RECORDS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] 
     Activation: (
         "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset",
         _of_activation,
-        functools.lru_cache(Activation),  # checks its fields
+        _activation,
     ),
     RouterConfig: (
         "int {}_topk, str {}_score_function, int {}_num_groups, int {}_topk_groups, bool {}_renormalize, "
@@ -109,21 +129,38 @@ RECORDS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] 
         _of_router,
         functools.lru_cache(RouterConfig),
     ),
+    Block: ("int[] {}", _of_block, _block),
 }
 
 
 class Operator:
-    """``fp8moe::name``. Called with what its function takes, it returns a tensor, a tuple of tensors or,
-    where the function returns a list, those of its results that are not None."""
+    """``fp8moe::name``. Called with what its function takes, in the order of ``names``, it returns a tensor,
+    a tuple of tensors or, where the declaration says list, those of its results that are not None.
 
-    def __init__(self, name: str, function: Callable[..., Any], writes: Iterable[str], fake: Any):
-        self.function = function
-        types = get_type_hints(function)
-        returned = types.pop("return")
+    function: of tensors, records and plain values. types: of its arguments, by name, in order. returned:
+    ``Tensor``, ``list`` or a tuple of tensors. results: picks the tensors of what the function returns.
+    keywords: how many of the arguments, the last ones, it takes by name. writes: the arguments whose memory
+    it changes. fake: where a dry run of the function does not do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        types: dict[str, Any],
+        returned: Any,
+        *,
+        results: Callable[[Any], Any] | None = None,
+        keywords: int = 0,
+        writes: Collection[str] = (),
+        fake: Callable[..., Any] | None = None,
+    ):
+        self.function, self.results, self.names = function, results, list(types)
+        self.tensors = [n for n, kind in types.items() if kind in (Tensor, Tensor | None)]
         self._form = get_origin(returned) or returned
+        self._positional, self._keywords = len(types) - keywords, self.names[len(types) - keywords :]
         arguments, self._records, position = [], [], 0
-        for n, parameter in enumerate(inspect.signature(function).parameters):
-            kind = types[parameter]
+        for n, (parameter, kind) in enumerate(types.items()):
             if kind in RECORDS:
                 form, flatten, build = RECORDS[kind]
                 arguments.append(form.replace("{}", parameter))
@@ -142,29 +179,35 @@ class Operator:
         library.impl(name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake or self._fake, lib=library)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OPERATORS[name] = self
 
     def __call__(self, *arguments: Any) -> Any:
         if not torch.compiler.is_compiling():
             return self.run(*arguments)
-        return self._dispatched(arguments)
+        return self.op(*self.flatten(arguments))
 
     def run(self, *arguments: Any) -> Any:
-        """The same where no compiler traces this call, as in the functions that `differentiable` makes."""
+        """The same where no compiler traces this call, as in gradients."""
         first = arguments[0]
         if type(first) is QuantTensor:
             first = first.data
-        if type(first) not in _PLAIN:  # fake, or one that stands for others; the rest is of its kind
-            return self._dispatched(arguments)
-        results = self.function(*arguments)
-        return [t for t in results if t is not None] if self._form is list else results
+        elif type(first) is list:
+            first = first[0]
+        if type(first) not in PLAIN:  # fake, or one that stands for others; the rest is of its kind
+            return self.op(*self.flatten(arguments))
+        n = self._positional
+        result = self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
+        return self._tensors_of(result)
 
-    def _dispatched(self, arguments: Iterable[Any]) -> Any:
+    def flatten(self, arguments: Iterable[Any]) -> list[Any]:
+        """As the schema has them."""
         flat = list(arguments)
         for n, flatten, *_ in reversed(self._records):
             flat[n : n + 1] = flatten(flat[n])
-        return self.op(*flat)
+        return flat
 
-    def _arguments(self, flat: Iterable[Any]) -> list[Any]:
+    def unflatten(self, flat: Iterable[Any]) -> list[Any]:
+        """What `flatten` got."""
         arguments = list(flat)
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]
@@ -174,25 +217,34 @@ class Operator:
         for n in self._written:
             if flat[n] is not None:
                 torch.autograd.graph.increment_version(flat[n])
-        arguments = list(flat)  # as `_arguments` does, which would be one call more between user and kernel
+        arguments = list(flat)  # as `unflatten` does, which would be one call more between user and kernel
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]
-        results = self.function(*arguments)
-        return [t for t in results if t is not None] if self._form is list else results
+        n = self._positional
+        result = self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
+        return self._tensors_of(result)
+
+    def _tensors_of(self, result: Any) -> Any:
+        if self.results is not None:
+            result = self.results(result)
+        return [t for t in result if t is not None] if self._form is list else result
 
     def _fake(self, *flat: Any) -> Any:
         tensors = [t for a in flat for t in (a if isinstance(a, list) else (a,)) if isinstance(t, Tensor)]
 
         def run(arrays: list[Any]) -> Any:
             following = iter(arrays)
-            results = self.function(*self._arguments(_with(a, following) for a in flat))
-            return tuple(results) if self._form is list else results
+            arguments, n = self.unflatten(_with(a, following) for a in flat), self._positional
+            result = self._tensors_of(
+                self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
+            )
+            return tuple(result) if self._form is list else result
 
         results = workspace.result_specs(run, [spec_of(t) for t in tensors])
         device = tensors[0].device
         if self._form is Tensor:
             return like(results, device)
-        return self._form(like(a, device) for a in results if a is not None)
+        return self._form(like(a, device) for a in results)
 
 
 def _with(value: Any, arrays: Iterator[Any]) -> Any:
@@ -202,15 +254,50 @@ def _with(value: Any, arrays: Iterator[Any]) -> Any:
     return next(arrays) if isinstance(value, Tensor) else value
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+#: types of tensors that are what they seem
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def operator(
-    name: str, writes: Iterable[str] = (), fake: Any = None
+    name: str, writes: Collection[str] = (), fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Declare a function as ``fp8moe::name``. writes: the arguments whose memory it changes. fake: where a
-    dry run of the function does not do."""
-    return lambda function: Operator(name, function, writes, fake)
+    """Declare a function, whose arguments are all given by position, as ``fp8moe::name``."""
+
+    def declare(function: Callable[..., Any]) -> Operator:
+        types = get_type_hints(function)
+        returned = types.pop("return")
+        return Operator(name, function, types, returned, writes=writes, fake=fake)
+
+    return declare
+
+
+def operator_of(
+    function: Callable[..., Any],
+    returned: Any,
+    *,
+    name: str = "",
+    results: Callable[[Any], Any] | None = None,
+    without: Collection[str] = (),
+    types: dict[str, Any] | None = None,
+) -> Operator:
+    """Declare a public function of the core, by default under its own name. without: arguments that the
+    operator does not have. types: of arguments that are not a tensor where the core says ArrayLike."""
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    kept = [n for n in parameters if n not in without]
+    by_position = 0
+    for n, parameter in parameters.items():
+        if n in without or parameter.kind is parameter.KEYWORD_ONLY:
+            break
+        by_position += 1
+    return Operator(
+        name or function.__name__,
+        function,
+        {n: _OF_TENSORS.get(hints[n], hints[n]) for n in kept} | (types or {}),
+        returned,
+        results=results,
+        keywords=len(kept) - by_position,
+    )
 
 
 def spec_of(x: Tensor) -> ArraySpec:

@@ -20,6 +20,7 @@ ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 ADAPTERS = {
     "torch_library": _TORCH,
+    "torch_operation": _TORCH,
     "torch_ops": _TORCH,
     "torch_moe": _TORCH,
     "torch_experts": _TORCH,
