@@ -45,14 +45,12 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     ],
     "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
     "grouped_gemm_wgmma16": [
-        (f"KIND={kind}", f"TRANSPOSED={transposed}", *stages)
-        for stages in ((), ("STAGES=3",))
+        (f"KIND={kind}", f"TRANSPOSED={transposed}", f"STAGES={stages}")
+        for stages in (4, 3)
         for kind in ("BF16", "F16")
         for transposed in (0, 1)
     ],
-    "grouped_gemm_wgrad_wgmma16": [
-        (f"KIND={kind}", *stages) for stages in ((), ("STAGES=3",)) for kind in ("BF16", "F16")
-    ],
+    "grouped_gemm_wgrad_wgmma16": [(f"KIND={kind}", "STAGES=3") for kind in ("BF16", "F16")],
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],

@@ -36,7 +36,7 @@ def takes(product: Product, architecture: str) -> list[str]:
         why.append("an operand is empty")
     if product.alignment % 16:
         why.append("arrays do not begin at a multiple of 16 bytes")
-    if tiles_configuration(product.experts, 2).shared > BLOCK_BYTES:
+    if tiles_configuration(product.verb, product.experts, 2).shared > BLOCK_BYTES:
         why.append(f"{product.experts} experts are too many")
     # the kernels count tiles of every expert, and rows of weights, in 32 bits
     tiles = (product.experts + 1) * threads(product.rows, TILE_ROWS) * threads(product.width, TILE_COLUMNS)
@@ -45,15 +45,17 @@ def takes(product: Product, architecture: str) -> list[str]:
     return why
 
 
-def stages(experts: int) -> int:
-    """Steps of the contraction in shared memory: four and one buffer of a tile's finished rows, or three and
-    two buffers where the experts' table leaves no room for that."""
-    return 4 if 4 * STAGE_BYTES + PART_BYTES + _rest_bytes(4, experts) <= BLOCK_BYTES else 3
+def stages(verb: str, experts: int) -> int:
+    """Steps of the contraction in shared memory: four and one buffer of a tile's finished rows for both
+    warpgroups, or three and two buffers: for wgrad, whose contraction may be short (1.02 to 1.03 times as
+    fast with 1024 rows an expert), and where the experts' table leaves no room for four."""
+    fit = 4 * STAGE_BYTES + PART_BYTES + _rest_bytes(4, experts) <= BLOCK_BYTES
+    return 4 if fit and verb == "grouped_gemm" else 3
 
 
-def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
+def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
     """A persistent block a multiprocessor, whole clusters."""
-    count = stages(experts)
+    count = stages(verb, experts)
     buffers = 2 if count == 3 else 1
     shared = count * STAGE_BYTES + buffers * PART_BYTES + _rest_bytes(count, experts)
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, shared)
@@ -69,6 +71,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
     rows, width = out.shape
     experts = expert_offsets.shape[0] - 1
     _launch(
+        "grouped_gemm",
         "grouped_gemm_wgmma16",
         "grouped_gemm_tiles_16",
         (f"TRANSPOSED={int(transpose_w)}",),
@@ -87,6 +90,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
 def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
     experts, width, depth = out.shape
     _launch(
+        "grouped_gemm_wgrad",
         "grouped_gemm_wgrad_wgmma16",
         "grouped_gemm_wgrad_tiles_16",
         (),
@@ -105,19 +109,16 @@ def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool
 
 
 def _launch(
-    source: str, kernel: str, variant: tuple[str, ...], experts: int, a: Any, b: Any, *arguments: Any
+    verb: str, source: str, kernel: str, variant: tuple[str, ...], experts: int, *arguments: Any
 ) -> None:
-    configuration = tiles_configuration(experts, multiprocessors())
-    count = stages(experts)
+    configuration = tiles_configuration(verb, experts, multiprocessors())
     launch(
         source,
         kernel,
         configuration.blocks,
         configuration.threads,
-        a,
-        b,
         *arguments,
         shared=configuration.shared,
-        defines=(f"KIND={KIND_NAMES[a.dtype]}", *variant, *(() if count == 4 else (f"STAGES={count}",))),
+        defines=(f"KIND={KIND_NAMES[arguments[0].dtype]}", *variant, f"STAGES={stages(verb, experts)}"),
         boxes=BOXES,
     )
