@@ -688,7 +688,9 @@ def _backward_of_ranks(
     saved = pickle.loads(described.numpy().tobytes())
     saved = map_arrays(lambda _, a: next(following), saved)
     saved = replace(saved, w13=weights[0], w2=weights[1])
-    return _results_of_backward(saved, dy, *how, _layers[int(comm)])
+    handle, mains, dtypes, zeros, width, wanted = how
+    over = _layers[int(comm)]
+    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, width, wanted, over)
 
 
 def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
