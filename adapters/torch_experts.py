@@ -616,10 +616,19 @@ def _experts_over_ranks_op(
     wanted: str,
 ) -> list[Any]:
     """The weights and their ``main_grad`` are here for the gradient alone."""
-    w13, w2_used = _weights(recipe, multiplied)
-    how: Any = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    how |= {"comm": _layers[int(comm)], "gradients": _names(wanted)}
-    y, saved = fp8moe.moe_forward(x, w13, w2_used, ids, probs, **how)
+    how = recipe, recompute, activation, wanted
+    return _forward_over_ranks(x, ids, probs, multiplied, comm, how)
+
+
+@torch.compiler.disable  # Dynamo looks into what runs between two graphs
+def _forward_over_ranks(
+    x: Tensor, ids: Tensor, probs: Tensor, multiplied: list[Tensor], comm: Tensor, how: Any
+) -> list[Any]:
+    recipe, recompute, activation, wanted = how
+    w13, w2 = _weights(recipe, multiplied)
+    options: Any = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    options |= {"comm": _layers[int(comm)], "gradients": _names(wanted)}
+    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, **options)
     if not wanted:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
@@ -683,14 +692,22 @@ def _experts_over_ranks_backward_op(
     activation: Activation,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    how = handle, mains, dtypes, zeros, (ffn, apart), wanted
+    return _backward_of_ranks(dy, described, kept, _kept_weights(recipe, needed), comm, how)
+
+
+@torch.compiler.disable
+def _backward_of_ranks(
+    dy: Tensor, described: Tensor, kept: list[Tensor], weights: Any, comm: Tensor, how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     following = iter(kept)
     saved = pickle.loads(described.numpy().tobytes())
     saved = map_arrays(lambda _, a: next(following), saved)
-    w13, w2 = _kept_weights(recipe, needed)
-    saved = replace(saved, w13=w13, w2=w2)
-    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
+    saved = replace(saved, w13=weights[0], w2=weights[1])
+    handle, mains, dtypes, zeros, width, wanted = how
     over = _layers[int(comm)]
-    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, (ffn, apart), wanted, over)
+    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, width, wanted, over)
 
 
 def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:

@@ -268,6 +268,8 @@ class FP8FlowMoE(nn.Module):
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
+    # Where Dynamo has given up a frame around this, it would go on in here, and in the library.
+    @torch.compiler.disable
     def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)

@@ -5,10 +5,11 @@
 
 Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``), so
 checkpoints, FSDP and optimizers are as before; every forward quantises them as they are then. Experts of
-other classes than torchtitan's own gated ones are refused by name. With expert parallelism the block does
-not compile as one graph: the counts of rows are looked at on the host.
+other classes than torchtitan's own gated ones are refused by name. With torchtitan's expert parallelism rows
+travel by `fp8moe.expert_parallel` over its mesh, and the experts compile as one graph, too; the counts of
+rows are looked at on the host. w1 and w3 stay apart: nothing joins them, nor their gradients.
 
-Checked against torchtitan 0.3.
+Checked against torchtitan 0.3, its backends "partial_dtensor" and "spmd_types".
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """`fp8moe.adapters.torchtitan` in torchtitan itself."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -117,6 +121,28 @@ def test_a_models_own_configuration():
     x = torch.randn(2, 8, width, requires_grad=True)
     layer(x).square().mean().backward()
     assert all(np.isfinite(p.grad.norm().item()) and p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize(("backend", "recipe"), [("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow")])
+def test_expert_parallelism_of_two_ranks(tmp_path, backend, recipe):
+    """By torchtitan's own meshes: rows and gradients as on one rank, compiled too."""
+    script = Path(__file__).with_name("torchtitan_rank.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-Wignore", script, str(rank), tmp_path / "file", backend, recipe],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=240)
+            assert rank.returncode == 0, output[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_what_is_refused():

@@ -51,7 +51,7 @@ def check(recipe, recompute, biased):
         return moe_experts(x, (w1, w3), w2, ids, probs, bias13=bias13, bias2=bias2, **how)
 
     run = compiled(lambda *a: call(*a, over=comm))
-    for tokens in (24, 17, 9, 33):
+    for tokens in (24, 17, 33):
         seed = 100 * tokens + RANK
         x, dy = (numbers(tokens, H, seed=seed + s).bfloat16() for s in (0, 50))
         ids = torch.randint(-1, E, (tokens, K), generator=torch.Generator().manual_seed(seed))
@@ -74,7 +74,7 @@ def check(recipe, recompute, biased):
         assert torch.equal(run(ids, x, probs, *local), found[0])
 
 
-for case in (("fp8_flow", None, False), ("fp8_flow", "moe_expert", True), ("bf16", None, True)):
+for case in (("fp8_flow", "moe_expert", True), ("bf16", None, False)):
     check(*case)
 
 for recipe in ("fp8_flow", "bf16"):

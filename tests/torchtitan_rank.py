@@ -1,0 +1,76 @@
+"""One rank of test_torchtitan.py, torchtitan's own expert parallelism:
+``python torchtitan_rank.py RANK FILE BACKEND RECIPE``."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import parallel_dims
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.qwen3 import model_registry
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
+
+RANK, WORLD, BACKEND = int(sys.argv[1]), 2, sys.argv[3]
+os.environ.update(RANK=str(RANK), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(RANK))
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=WORLD)
+parallel_dims.device_type = "cpu"  # torchtitan takes a CPU for a GPU where torch has no CUDA
+degrees = {"dp_replicate": 1, "dp_shard": WORLD, "cp": 1, "tp": 1, "pp": 1, "ep": WORLD}
+dims = parallel_dims.ParallelDims(**degrees, world_size=WORLD, spmd_backend=BACKEND)
+dims.build_mesh()
+
+
+def results(layer, x, dy):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy)
+    return [y.detach(), x.grad], {n: p.grad for n, p in layer.named_parameters()}
+
+
+for recipe in sys.argv[4:]:
+    model = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config(recipe=recipe)]).model
+    set_qwen3_sharding_config(model, enable_sp=False, enable_ep=True)
+    config = next(iter(model.traverse(MoE.Config)))[1]
+    plain, layer = config.build(), config.build()
+    assert type(layer.routed_experts) is FP8RoutedExperts
+    torch.manual_seed(0)
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    layer.load_state_dict(plain.state_dict())
+    layer.parallelize(dims)
+    generator = torch.Generator().manual_seed(RANK)
+    x, dy = (torch.randn(2, 8, plain.router.gate.weight.shape[1], generator=generator) for _ in range(2))
+    rows, grads = results(layer, x, dy)
+    wanted, wanted_grads = results(plain, x, dy)
+    # sums of two ranks' rows, in bfloat16 for FP8; of the weights, in another order
+    bound = 2.0**-7 if recipe == "fp8_flow" else 2.0**-16
+    for found, true in zip(rows, wanted, strict=True):
+        assert (found - true).norm() <= bound * true.norm(), (recipe, found.shape)
+    for name, grad in grads.items():
+        if "experts" not in name:
+            continue
+        true = wanted_grads[name].contiguous()
+        dist.all_reduce(true)
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        true = true.chunk(WORLD)[RANK]  # this rank's experts
+        assert local.shape == true.shape
+        assert (local - true).norm() <= bound * true.norm(), (recipe, name)
+    torch.compiler.reset()
+    experts, num_experts = layer.routed_experts, plain.routed_experts.inner_experts.num_experts
+    ids = torch.randint(0, num_experts, (2, 8, 2), generator=generator)
+    given = (
+        x,
+        torch.rand(2, 8, 2, generator=generator),
+        ids,
+        torch.bincount(ids.ravel(), minlength=num_experts),
+    )
+    y = torch.compile(experts, backend="aot_eager", fullgraph=True)(*given)
+    assert (y - experts(*given)).norm() <= bound * y.norm()
+dist.barrier()
+dist.destroy_process_group()
+print("right", flush=True)
+os._exit(0)  # gloo's threads are not always joined at Python's exit
