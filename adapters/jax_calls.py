@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import fp8moe
+from fp8moe import Routed, RouterConfig
 from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
 from fp8moe.dispatch import map_raw
@@ -48,8 +49,11 @@ TARGETS = ("fp8moe_call", "fp8moe_call_in_graph")
 
 # ---------------------------------------------------------------- descriptions
 
-RECORDS = (QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, SwigluGrad, MoEGrads, Saved)
-_KINDS = {kind.__name__: kind for kind in (*RECORDS, Activation)}
+RECORDS = (
+    *(QuantTensor, Quantized, PermutationPlan, Permuted, SortedChunks, Routed),
+    *(SwigluGrad, MoEGrads, Saved),
+)
+_KINDS = {kind.__name__: kind for kind in (*RECORDS, Activation, RouterConfig)}
 _functions: dict[str, Callable[..., Any]] = {}
 _THIS_PROCESS = uuid.uuid4().hex
 

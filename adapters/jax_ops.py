@@ -30,7 +30,7 @@ except ImportError as error:
     ) from None
 
 import fp8moe
-from fp8moe import checks
+from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
 from fp8moe.formats import BFLOAT16
@@ -108,6 +108,7 @@ permute_transpose = traceable(fp8moe.permute_transpose)
 permute_backward = traceable(fp8moe.permute_backward)
 unpermute_backward = traceable(fp8moe.unpermute_backward)
 sort_chunks_backward = traceable(fp8moe.sort_chunks_backward)
+route_backward = traceable(fp8moe.route_backward)
 swiglu_backward = traceable(fp8moe.swiglu_backward)
 swiglu_quantize = traceable(fp8moe.swiglu_quantize)
 swiglu_quantize_backward = traceable(fp8moe.swiglu_quantize_backward)
@@ -121,6 +122,7 @@ _sort_op = traceable(fp8moe.sort_chunks)
 _pad_op = traceable(fp8moe.pad)
 _unpad_op = traceable(fp8moe.unpad)
 _swiglu_op = traceable(fp8moe.swiglu)
+_route_op = traceable(fp8moe.route)
 
 # ---------------------------------------------------------------- with gradients
 
@@ -321,6 +323,41 @@ def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+
+
+def route(
+    logits: Any,
+    config: RouterConfig,
+    *,
+    expert_bias: Any = None,
+    num_sequences: int | None = None,
+) -> Routed:
+    """`fp8moe.route`, with a gradient for logits through the probabilities and the losses."""
+    return _route(logits, expert_bias, config, num_sequences)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _route(logits, expert_bias, config, num_sequences):  # type: ignore[no-untyped-def]
+    return _route_op(logits, config, expert_bias=expert_bias, num_sequences=num_sequences)
+
+
+def _route_fwd(logits, expert_bias, config, num_sequences):  # type: ignore[no-untyped-def]
+    routed = _route(logits, expert_bias, config, num_sequences)
+    return routed, (logits, expert_bias, routed.topk_ids, routed.tokens_per_expert)
+
+
+def _route_bwd(config, num_sequences, kept, grads):  # type: ignore[no-untyped-def]
+    logits, expert_bias, ids, counts = kept
+    losses = {}
+    if counts is not None:
+        losses = {"grad_aux_loss": grads.aux_loss, "grad_z_loss": grads.z_loss, "tokens_per_expert": counts}
+    grad = route_backward(grads.topk_probs, logits, ids, config, **losses)
+    return grad, None if expert_bias is None else jax.numpy.zeros_like(
+        expert_bias
+    )  # it decides a choice only
+
+
+_route.defvjp(_route_fwd, _route_bwd)
 
 
 def moe_ffn(

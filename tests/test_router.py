@@ -235,3 +235,32 @@ def test_a_router_module_balances_by_its_bias():
     before = router.expert_bias.clone()
     assert torch.equal(router.bfloat16().expert_bias, before)
     assert router.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_jax_function_has_the_librarys_gradients(jitted):
+    jax = pytest.importorskip("jax")
+    from fp8moe.adapters import jax_ops
+
+    logits, bias = random_logits(RNG, 12, 16, True)
+    config = RouterConfig(4, "sigmoid", num_groups=4, topk_groups=2)
+    weights = np.arange(48, dtype=np.float32).reshape(12, 4)
+
+    def loss(x, bias):
+        found = jax_ops.route(x, config, expert_bias=bias, num_sequences=2)
+        return (found.topk_probs * weights).sum() + 3 * found.aux_loss.sum() + 5 * found.z_loss.sum()
+
+    gradient = jax.grad(loss, argnums=(0, 1))
+    found, of_bias = (jax.jit(gradient) if jitted else gradient)(logits, bias)
+    routed = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
+    wanted = fp8moe.route_backward(
+        weights,
+        logits,
+        routed.topk_ids,
+        config,
+        tokens_per_expert=routed.tokens_per_expert,
+        grad_aux_loss=np.full(1, 3, np.float32),
+        grad_z_loss=np.full(1, 5, np.float32),
+    )
+    assert same_bits(np.asarray(found), wanted)
+    assert not np.asarray(of_bias).any()
