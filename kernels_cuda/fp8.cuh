@@ -24,9 +24,17 @@ __device__ __forceinline__ void decode4(u32 codes, int fmt, u32* low, u32* high)
   else
     halves_of_e5m2x4(codes, low, high);
 #else
-  auto half = [&](int i) { return (u32)float_to_f16(decode(codes >> (8 * i) & 0xffu, fmt)); };
-  *low = half(0) | half(1) << 16;
-  *high = half(2) | half(3) << 16;
+  *low = __byte_perm(codes, 0u, 0x1404), *high = __byte_perm(codes, 0u, 0x3424);
+  if (fmt == 1) return;  // an e5m2 code is the upper byte of its half
+  // an e4m3 code is so, too, one place lower, but for the exponents' biases, 7 and 15
+  auto half = [](u32 upper) {
+    return halves_times((upper & 0x80008000u) | (upper >> 1 & 0x3f803f80u), 0x5c005c00u);  // times 256
+  };
+  *low = half(*low), *high = half(*high);
+  const u32 nan = ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+  if (nan == 0u) return;
+  *low |= (nan & 0x80u ? 0x7fffu : 0u) | (nan & 0x8000u ? 0x7fff0000u : 0u);
+  *high |= (nan & 0x800000u ? 0x7fffu : 0u) | (nan & 0x80000000u ? 0x7fff0000u : 0u);
 #endif
 }
 
