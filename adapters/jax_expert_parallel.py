@@ -60,6 +60,7 @@ def moe_ffn(
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
+    transposed = transposed and recipe != "bf16"  # which has them as the library's already
     how = _How(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed)
     return _moe(rows, w13, w2, probs, ids, how).astype(x.dtype).reshape(x.shape)
 
@@ -142,7 +143,7 @@ def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
 
 def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
     devices = jax.lax.axis_size(how.axis)
-    weights = [jax_ops.multiplied(w, how.recipe, how.transposed) for w in (w13, w2)]
+    weights = jax_ops.multiplied(w13, w2, how.recipe, how.transposed)
     experts = moe.experts_of(weights[0])
     way = route(ids, experts, devices, how.capacity)
     *rows, local, moved = dispatch([*_parts(x, how), ids.astype(jnp.int32), probs], way, how.axis)
@@ -169,10 +170,10 @@ def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-un
 def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, way, like, probs = kept
     rows = _rows_of(dispatch(_parts(dy, how), way, how.axis), how)
-    wanted = jax_ops.wanted_gradients(*like)
-    grads = _experts_backward(saved, rows, dtype=jax_ops.gradient_dtype(like), gradients=wanted)
+    saved, options = jax_ops.backward_of(saved, like, how.transposed)
+    grads = _experts_backward(saved, rows, **options)
     dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
-    weights = jax_ops.of_weights(grads, like, how.transposed and how.recipe != "bf16")
+    weights = jax_ops.of_weights(grads, like, how.transposed)
     return dx, *weights, dprobs.astype(probs.dtype), None
 
 

@@ -34,7 +34,7 @@ from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
 from fp8moe.formats import BFLOAT16
-from fp8moe.moe import RECIPES
+from fp8moe.moe import RECIPES, Saved
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
     MoEGrads,
@@ -44,8 +44,8 @@ from fp8moe.records import (
     QuantTensor,
     SortedChunks,
 )
-from fp8moe.weights import WIDTH, join_weights, transpose_weights
 
+WIDTH = 128  # of a block of FP8 weights
 #: ``disabled_checks`` of ``jax.export.export``, which knows no custom calls but its own
 EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, jax_calls.TARGETS))
 
@@ -381,7 +381,7 @@ def moe_ffn(
         The FP8 recipes multiply it as bfloat16, "bf16" in its own dtype.
     w13 : jax.Array, tuple of two, or Quantized
         [E, 2F, H], gates before ups, or the two apart, [E, F, H] each. Any float, float32 masters too; or,
-        for the FP8 recipes, what `quantize_weights` returned, which has no gradient.
+        for the FP8 recipes, what `quantize_weights` returned, of weights in any layout; it has no gradient.
     w2 : jax.Array or Quantized
         [E, H, F].
     topk_ids : jax.Array, int32 or int64, [..., k]
@@ -414,10 +414,9 @@ def moe_ffn(
 
     Notes
     -----
-    A (128, 128)-blocked quantise writes both orientations from one read, so the FP8 recipes take transposed
-    weights without a copy: the orientations change places. Gates and ups apart are quantised apart, and their
-    codes joined, a quarter of float32's bytes. "bf16" transposes and joins the weights themselves. Where F is
-    no multiple of 128, the FP8 recipes multiply by copies with zeros up to the next one.
+    A (128, 128)-blocked quantise writes both orientations from one read, gates and ups into one array of
+    codes, and zeros up to the next multiple of 128 where F is none: the FP8 recipes take all these weights
+    without a copy. "bf16" transposes and joins the weights themselves.
     """
     checks.choice("recipe", recipe, RECIPES)
     how = _How(recipe, recompute, activation, transposed)
@@ -450,57 +449,60 @@ class _How(NamedTuple):
 
 def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, how: _How) -> Any:
     rows, *weights = operands(x, w13, w2, how.recipe, how.transposed)
+    how = how._replace(transposed=how.transposed and how.recipe != "bf16")
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (ids, probs))
     return _moe(rows, *weights, probs, ids, how).astype(x.dtype).reshape(x.shape)
 
 
 def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any, Any]:
-    """x [T, H], w13 and w2 in the dtypes in which ``recipe`` takes them, with JAX's gradients. For FP8 F is a
-    multiple of 128 then; for "bf16" w13 is [E, 2F, H] and w2 [E, H, F]."""
+    """x [T, H], w13 and w2 in the dtypes in which ``recipe`` takes them, with JAX's gradients; for "bf16" w13
+    is [E, 2F, H] and w2 [E, H, F] then."""
     parts = w13 if isinstance(w13, tuple) else (w13,)
     for name, a in [("x", x), *(("w13", w) for w in parts), ("w2", w2)]:
         if isinstance(a, Quantized):
+            if isinstance(w13, tuple) and name == "w13":
+                raise TypeError("w13: got a tuple of Quantized; wanted quantize_weights((gates, ups), ...)")
             if recipe == "bf16":
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
         elif a.dtype not in checks.FLOATS:
             raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point one")
-    kinds = {"Quantized" if isinstance(w, Quantized) else tuple(w.shape) for w in parts}
-    if len(parts) not in (1, 2) or len(kinds) > 1:
+    if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):
         raise ValueError(
-            f"w13: got a tuple of {[*map(_shape_of, parts)]}; wanted gates and ups, two arrays of one shape"
+            f"w13: got a tuple of shapes {[list(w.shape) for w in w13]}; wanted gates and ups, two arrays of "
+            "one shape"
         )
     rows = x.reshape(-1, x.shape[-1])
-    of_hidden, of_ffn = (1, 2) if transposed else (2, 1)
-    if recipe == "bf16":
-        gate_up = jnp.concatenate(parts, of_ffn) if len(parts) > 1 else w13
-        w13, w2 = (w.astype(x.dtype) for w in (gate_up, w2))
-        return rows, *(w.swapaxes(1, 2) if transposed else w for w in (w13, w2))
-    rows = rows.astype(jnp.bfloat16)
-    missing = 0 if isinstance(w2, Quantized) else -w2.shape[of_hidden] % WIDTH  # w2's last is F
-    if missing and not isinstance(parts[0], Quantized):
-        halves = parts if len(parts) == 2 else jnp.split(w13, 2, of_ffn)
-        w13, w2 = tuple(_pad_axis(h, of_ffn, missing) for h in halves), _pad_axis(w2, of_hidden, missing)
-    return rows, w13, w2
+    if recipe != "bf16":
+        return rows.astype(jnp.bfloat16), w13, w2
+    gate_up = jnp.concatenate(parts, 2 if transposed else 1) if len(parts) > 1 else w13
+    w13, w2 = (w.astype(x.dtype) for w in (gate_up, w2))
+    return rows, *(w.swapaxes(1, 2) if transposed else w for w in (w13, w2))
 
 
-def _shape_of(w: Any) -> Any:
-    return "Quantized" if isinstance(w, Quantized) else list(w.shape)
-
-
-def _pad_axis(x: Any, axis: int, zeros: int) -> Any:
-    return jnp.pad(x, [(0, zeros if a == axis else 0) for a in range(x.ndim)])
-
-
-def multiplied(w: Any, recipe: str, transposed: bool) -> Any:
+def multiplied(w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any]:
     """Of `operands`' weights what `fp8moe.moe_forward` takes."""
-    if recipe == "bf16" or not (transposed or isinstance(w, tuple)):
-        return w
-    parts = [
-        p if isinstance(p, Quantized) else quantize_weights(p) for p in (w if isinstance(w, tuple) else (w,))
-    ]
-    if transposed:
-        parts = [transpose_weights(p) for p in parts]
-    return parts[0] if len(parts) == 1 else join_weights(parts, jnp.concatenate)
+    apart, ffn = isinstance(w13, tuple), _ffn(w13, w2, transposed)
+    if recipe == "bf16" or ffn is None or not (apart or transposed or ffn % WIDTH):
+        return w13, w2
+    whole = ffn + -ffn % WIDTH
+    if _is_float(w13):
+        w13 = quantize_weights(w13, parts=1 if apart else 2, rows=whole, transposed=transposed)
+    if _is_float(w2):
+        w2 = quantize_weights(w2, columns=whole, transposed=transposed)
+    return w13, w2
+
+
+def _is_float(w: Any) -> bool:
+    return not isinstance(w, Quantized)
+
+
+def _ffn(w13: Any, w2: Any, transposed: bool) -> int | None:
+    """F of weights that are floats; None where there are none."""
+    if _is_float(w2):
+        return int(w2.shape[1 if transposed else 2])
+    if isinstance(w13, tuple):
+        return int(w13[0].shape[2 if transposed else 1])
+    return int(w13.shape[2 if transposed else 1]) // 2 if _is_float(w13) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -509,10 +511,9 @@ def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
 
 
 def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
-    weights = [multiplied(w, how.recipe, how.transposed) for w in (w13, w2)]
     y, saved = moe_forward(
         x,
-        *weights,
+        *multiplied(w13, w2, how.recipe, how.transposed),
         ids,
         probs,
         recipe=how.recipe,
@@ -525,44 +526,57 @@ def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-un
 
 def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    grads = moe_backward(saved, dy, dtype=gradient_dtype(like), gradients=wanted_gradients(*like))
-    weights = of_weights(grads, like, how.transposed and how.recipe != "bf16")
-    return grads.dx, *weights, grads.dprobs.astype(probs.dtype), None
+    saved, options = backward_of(saved, like, how.transposed)
+    grads = moe_backward(saved, dy, **options)
+    return grads.dx, *of_weights(grads, like, how.transposed), grads.dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
 
 
-def _has_gradient(w: Any) -> bool:
-    return not isinstance(w[0] if isinstance(w, tuple) else w, Quantized)
-
-
 def wanted_gradients(w13: Any, w2: Any) -> tuple[str, ...]:
     """Those of arrays: quantised weights have none."""
-    weights = {"dw13": w13, "dw2": w2}
-    return "dx", "dprobs", *(name for name, w in weights.items() if _has_gradient(w))
+    return "dx", "dprobs", *(n for n, w in {"dw13": w13, "dw2": w2}.items() if _is_float(w))
 
 
 def like_weights(*weights: Any) -> list[Any]:
-    """What a backward needs of weights to give `of_weights`: their dtypes, or that they are quantised."""
-    return [jax.tree.map(lambda a: a[:0], w) if _has_gradient(w) else w for w in weights]
+    """What a backward needs of weights to give `of_weights`: their dtypes and widths, or that they are
+    quantised."""
+    return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
 
 
-def gradient_dtype(like: list[Any]) -> str:
-    """What a backward is to make for these weights: bfloat16 at once, the others of float32."""
-    return "bfloat16" if all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like)) else "float32"
+def backward_of(saved: Saved, like: list[Any], transposed: bool) -> tuple[Saved, dict[str, Any]]:
+    """What `moe_backward` takes for gradients of the weights' own widths, bfloat16 at once where all are: of
+    "fp8_flow" gates and ups apart where so the weights are, or were filled up with zeros."""
+    ffn = _ffn(like[0], like[1], transposed)
+    padded = None if ffn is None or ffn % WIDTH == 0 else ffn
+    apart = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
+    whole = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
+    options = {
+        "dw13": (None, None) if apart else None,
+        "dtype": "bfloat16" if whole else "float32",
+        "gradients": wanted_gradients(*like),
+    }
+    return replace(saved, ffn=padded if apart else None), options
 
 
 def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:
     """Weights' gradients in their dtypes and layouts, none for quantised ones."""
-    return [
-        _in_layout(g, w, transposed) if _has_gradient(w) else None
-        for w, g in zip(like, (grads.dw13, grads.dw2), strict=True)
-    ]
+    (w13, w2), (dw13, dw2) = like, (grads.dw13, grads.dw2)
+    ffn = _ffn(w13, w2, transposed)
+    if _is_float(w2):
+        dw2 = _in_layout(dw2[:, :, :ffn], w2, transposed)
+    if isinstance(w13, tuple):
+        halves = dw13 if isinstance(dw13, tuple) else jnp.split(dw13, 2, 1)
+        dw13 = tuple(_in_layout(half[:, :ffn], w, transposed) for half, w in zip(halves, w13, strict=True))
+    elif _is_float(w13):
+        if not isinstance(dw13, tuple) and dw13.shape[1] > w13.shape[2 if transposed else 1]:
+            dw13 = jnp.split(dw13, 2, 1)  # each half has zeros beyond F
+        if not isinstance(dw13, jax.Array):
+            dw13 = jnp.concatenate([half[:, :ffn] for half in dw13], 1)
+        dw13 = _in_layout(dw13, w13, transposed)
+    return [dw if _is_float(w) else None for w, dw in ((w13, dw13), (w2, dw2))]
 
 
 def _in_layout(grad: Any, like: Any, transposed: bool) -> Any:
-    if isinstance(like, tuple):
-        halves = zip(jnp.split(grad, len(like), 1), like, strict=True)
-        return tuple(_in_layout(half, w, transposed) for half, w in halves)
     return (grad.swapaxes(1, 2) if transposed else grad).astype(like.dtype)

@@ -148,14 +148,15 @@ def test_padding_adds_nothing():
 
 def test_codes_of_transposed_weights():
     """Quantised once in their own layout, for several steps: as the weights, without a gradient."""
-    x, w1, w3, w2, ids, probs, dy = problem()
-    (wi_0, wi_1), wo = in_layout(w1, w3, w2, transposed=True, apart=True)
-    codes = [jax_ops.quantize_weights(jnp.asarray(w)) for w in (wi_0, wi_1, wo)]
-
-    def layer(x, wi_0, wi_1, wo):
-        return jax_ops.moe_ffn(x, (wi_0, wi_1), wo, ids, probs, recipe="fp8_flow", transposed=True)
-
-    y, back = jax.vjp(jax.jit(lambda x: layer(x, *codes)), jnp.asarray(x))
+    x, w1, w3, w2, ids, probs, dy = problem(ffn=72)
+    (wi_0, wi_1), wo = jax.tree.map(jnp.asarray, in_layout(w1, w3, w2, transposed=True, apart=True))
+    codes = [
+        jax_ops.quantize_weights((wi_0, wi_1), rows=128, transposed=True),
+        jax_ops.quantize_weights(wo, columns=128, transposed=True),
+    ]
+    y, back = jax.vjp(
+        jax.jit(lambda x: jax_ops.moe_ffn(x, *codes, ids, probs, recipe="fp8_flow")), jnp.asarray(x)
+    )
     wanted = by_the_library(x, w1, w3, w2, ids, probs, dy, "fp8_flow")
     assert same_bits(np.asarray(y), wanted[0])
     assert same_bits(np.asarray(back(jnp.asarray(dy))[0]), wanted[1])
