@@ -21,9 +21,8 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8moe import PermutationPlan
+from fp8moe import PermutationPlan, row_maps
 from fp8moe.adapters import jax_ops
-from fp8moe.records import pack_plan
 
 # ---------------------------------------------------------------- with gradients
 
@@ -90,38 +89,34 @@ def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
 
 
 def _gather(row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
-    dx, dprobs = jax_ops.permute_backward(grad, _plan_from_map(row_map, pads, grad.shape[0]), *grad_probs)
+    dx, dprobs = jax_ops.permute_backward(grad, _plan_of_map(row_map, pads, grad.shape[0]), *grad_probs)
     return (dx, dprobs) if grad_probs else (dx,)
 
 
 def _combine(row_map, pads, data, *probs):  # type: ignore[no-untyped-def]
-    return (jax_ops._unpermute_op(data, _plan_from_map(row_map, pads, data.shape[0]), *probs),)
+    return (jax_ops._unpermute_op(data, _plan_of_map(row_map, pads, data.shape[0]), *probs),)
 
 
 def _scatter(rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-untyped-def]
-    found = jax_ops.unpermute_backward(grad, _plan_from_map(row_map, pads, rows), *data_and_probs)
+    found = jax_ops.unpermute_backward(grad, _plan_of_map(row_map, pads, rows), *data_and_probs)
     return found if data_and_probs else found[:1]
 
 
-def _plan_from_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
-    """The plan that a row map and padding offsets belong to, counted again from the map. The last expert's
-    padding cannot be told from the tail after it, and need not be."""
-    experts = (row_id_map.shape[1] - 1) // 2
-    expert_of = row_id_map[:, experts : 2 * experts].reshape(-1)
-    expert_of = jnp.where(expert_of < 0, experts, expert_of)  # the last bin takes the blanks
-    counts = jnp.zeros(experts + 1, jnp.int32).at[expert_of].add(1)[:experts]
-    ends = jnp.cumsum(counts).astype(jnp.int32) + pad_offsets
-    return pack_plan(
-        jnp.concatenate,
-        num_out_tokens=rows,
-        align_size=1,
-        row_id_map=row_id_map,
-        tokens_per_expert=counts,
-        padded_tokens_per_expert=counts,
-        pad_offsets=pad_offsets,
-        expert_offsets=jnp.concatenate([ends - counts, ends[-1:] if experts else jnp.zeros(1, jnp.int32)]),
-        overflow=jnp.zeros(1, jnp.int32),
-    )
+class _Arrays:
+    """What `fp8moe.row_maps.plan_of_map` asks of JAX."""
+
+    where = staticmethod(jnp.where)
+    join = staticmethod(jnp.concatenate)
+
+    def count(self, numbers: Any, bins: int) -> Any:
+        return jnp.zeros(bins, jnp.int32).at[numbers].add(1)
+
+    def running_sum(self, x: Any) -> Any:
+        return jnp.cumsum(x, dtype=jnp.int32)
+
+
+def _plan_of_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
+    return row_maps.plan_of_map(_Arrays(), row_id_map, pad_offsets, rows)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- XLA's operations: a device's own tokens

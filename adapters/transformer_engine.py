@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8moe import PermutationPlan, QuantTensor
+from fp8moe import PermutationPlan, QuantTensor, row_maps
 from fp8moe.adapters import torch_ops
-from fp8moe.records import pack_plan
+from fp8moe.formats import round_up
 
 Rows = Any  # a tensor or a QuantTensor
 
@@ -108,8 +108,9 @@ def moe_unpermute(
             f"restore_shape: got {tokens} tokens for a row map of {row_id_map.shape[0]}; wanted the same; "
             "pass restore_shape=(T, H)"
         )
-    experts = (row_id_map.shape[1] - 1) // 2
-    plan = _plan_from_map(row_id_map, pad_offsets, experts, num_rows)
+    row_id_map = row_id_map.to(torch.int32)
+    pads = None if pad_offsets is None else pad_offsets.to(torch.int32).contiguous()
+    plan = row_maps.plan_of_map(_ARRAYS, row_id_map, pads, num_rows)
     return torch_ops.unpermute(inp, plan, merging_probs)
 
 
@@ -164,8 +165,7 @@ class Fp8Unpadding(torch.nn.Module):
 def _padded_splits(module: Fp8Padding | Fp8Unpadding, m_splits: list[int]) -> list[int]:
     if len(m_splits) != module.num_gemms:
         raise ValueError(f"m_splits: got {len(m_splits)} sizes; wanted num_gemms = {module.num_gemms}")
-    align = module.align_size
-    return [-(-m // align) * align for m in m_splits]
+    return [round_up(m, module.align_size) for m in m_splits]
 
 
 def _resize(verb, inp: Tensor, m_splits: list[int], align_size: int, rows: int) -> Tensor:  # type: ignore[no-untyped-def]
@@ -212,35 +212,36 @@ class _ZeroRows(torch.autograd.Function):
         return grad, None
 
 
-def _plan_from_map(
-    row_id_map: Tensor, pad_offsets: Tensor | None, experts: int, rows: int
-) -> PermutationPlan:
-    """The plan that a row map and padding offsets belong to, counted again from the map.
+class _Arrays:
+    """torch's `fp8moe.row_maps.Namespace`."""
 
-    The last expert's padding cannot be told from the tail after it, and need not be.
-    """
-    width = (row_id_map.shape[1] - 1) // 2
-    expert_of = row_id_map[:, width : 2 * width].reshape(-1).long()
-    bins = row_id_map.new_zeros(experts + 1)  # the last one takes the blanks
-    expert_of = torch.where(expert_of < 0, experts, expert_of)
-    counts = bins.scatter_add(0, expert_of, torch.ones_like(expert_of, dtype=torch.int32))[:-1]
-    pads = torch.zeros_like(counts) if pad_offsets is None else pad_offsets.to(torch.int32).contiguous()
-    ends = (counts.cumsum(0) + pads).to(torch.int32)
-    return pack_plan(
-        torch.cat,
-        num_out_tokens=rows,
-        align_size=1,
-        row_id_map=row_id_map.to(torch.int32),
-        tokens_per_expert=counts,
-        padded_tokens_per_expert=counts,
-        pad_offsets=pads,
-        expert_offsets=torch.cat([ends - counts, ends[-1:] if experts else bins]),
-        overflow=bins.new_zeros(1),
-    )
+    where: Any = staticmethod(torch.where)
+    join: Any = staticmethod(torch.cat)
+
+    def side_by_side(self, arrays: list[Tensor]) -> Tensor:
+        return torch.cat(arrays, dim=1)
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        return x.sum(dim=1, keepdim=True, dtype=torch.int32)
+
+    def count(self, numbers: Tensor, bins: int) -> Tensor:
+        ones = torch.ones_like(numbers, dtype=torch.int32)
+        return ones.new_zeros(bins).scatter_add(0, numbers.long(), ones)
+
+    def running_sum(self, x: Tensor) -> Tensor:
+        return x.cumsum(0, dtype=torch.int32)
+
+    def ranks(self, x: Tensor) -> Tensor:
+        order = x.sort(stable=True).indices
+        numbers = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        return torch.empty_like(numbers).scatter_(0, order, numbers)
+
+    def descending(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, places = x.sort(dim=1, descending=True, stable=True)
+        return values, places.to(torch.int32)
 
 
-# Index maps: the same movement, with the row map in another layout. Where an entry's row is depends on the
-# order of the ids alone, so the plan has one expert, which all entries are of.
+_ARRAYS = _Arrays()
 
 
 def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[Rows, Tensor]:
@@ -250,40 +251,15 @@ def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[
         raise ValueError(f"routing_map: got shape {list(indices.shape)}; wanted [T, k]")
     tokens, k = indices.shape
     num_rows = num_out_tokens if tokens and num_out_tokens > 0 else tokens * k
-    flat = indices.reshape(-1)
-    order = flat.sort(stable=True).indices
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=order.device))
-    row = rank - (flat < 0).sum()  # those come first
-    row = torch.where((row >= 0) & (row < num_rows), row, -1).to(torch.int32).view(tokens, k)
-    rows = torch_ops.permute(contiguous(inp), _plan_of_rows(row, num_rows)).data
-    return rows, row.t().contiguous().view(-1)
+    row_id_map = row_maps.index_map(_ARRAYS, indices, num_rows)
+    plan = row_maps.plan_of_index_map(_ARRAYS, row_id_map, k, num_rows)
+    return torch_ops.permute(contiguous(inp), plan).data, row_id_map
 
 
 def _unpermute_by_index(inp: Rows, row_id_map: Tensor, probs: Tensor | None) -> Tensor:
     if probs is not None and probs.dtype != torch.float32:
         warnings.warn(f"probs of {probs.dtype} are converted to float32", stacklevel=3)
         probs = probs.to(torch.float32)
-    tokens, k = (row_id_map.shape[0], 1) if probs is None else probs.shape
+    k = 1 if probs is None else probs.shape[1]
     num_rows = inp.data.shape[0] if isinstance(inp, QuantTensor) else inp.shape[0]
-    return torch_ops.unpermute(inp, _plan_of_rows(row_id_map.view(k, tokens).t(), num_rows), probs)
-
-
-def _plan_of_rows(row: Tensor, num_rows: int) -> PermutationPlan:
-    """The plan of one expert that moves token t to row[t, j], int32, nowhere where that is negative."""
-    rows, order = row.sort(dim=1, descending=True, stable=True)
-    expert = torch.where(rows >= 0, 0, -1).to(torch.int32)
-    count = (rows >= 0).sum(dim=1, keepdim=True, dtype=torch.int32)
-    total = count.sum(dim=0, dtype=torch.int32)
-    zero = torch.zeros_like(total)
-    return pack_plan(
-        torch.cat,
-        num_out_tokens=num_rows,
-        align_size=1,
-        row_id_map=torch.cat([rows, expert, count], dim=1),
-        slots=torch.where(rows >= 0, order, -1).to(torch.int32),
-        tokens_per_expert=total,
-        padded_tokens_per_expert=total,
-        pad_offsets=zero,
-        expert_offsets=torch.cat([zero, total]),
-        overflow=zero,
-    )
+    return torch_ops.unpermute(inp, row_maps.plan_of_index_map(_ARRAYS, row_id_map, k, num_rows), probs)

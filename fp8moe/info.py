@@ -121,14 +121,14 @@ def _products() -> list[str]:
     """By which kernel each device makes the grouped products, and why by none that is faster."""
     lines: list[str] = []
     try:
-        launch = importlib.import_module("fp8moe.kernels_cuda.launch")
+        driver = importlib.import_module("fp8moe.kernels_cuda.driver")
         grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
-        for i in range(launch.runtime.getDeviceCount()):
-            architecture = launch.architecture(i)
+        for i in range(driver.runtime.getDeviceCount()):
+            architecture = driver.architecture(i)
             lines += ["", f"products on cuda:{i}, {architecture}"]
             lines += [f"  {line}" for line in grouped_gemm.describe(architecture)]
-    except Exception:
-        return lines  # what is wrong stands under devices and backends
+    except Exception as error:
+        return [*lines, "", f"products: not known, {type(error).__name__}: {error}"]
     return lines
 
 

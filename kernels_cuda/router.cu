@@ -140,7 +140,7 @@ struct Token {
 // and where `partial_scores` is given, its blocks' (x) sums [experts] of scores that sum to 1, counts
 // [experts] of choices, and sum of squared log-sum-exps. Bytes: the logits once, ids and probs. Launch: a
 // warp a token, or WARPS warps a block in turns.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     route_tokens(const float* logits, const float* bias, i64 length, i64 experts, i64 topk, i64 by_sigmoid,
                  i64 groups, i64 topk_groups, i64 renormalize, float factor, int* ids, float* probs,
                  float* partial_scores, int* partial_counts, float* partial_z) {
@@ -151,9 +151,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int group_size = (int)(experts / groups);
   const bool by_scores = bias || groups > 1;
   float shares[PER_LANE], squares = 0.f;
-  int counts[PER_LANE];
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) shares[i] = 0.f, counts[i] = 0;
+  for (int i = 0; i < PER_LANE; ++i) shares[i] = 0.f;
+  // every warp's shares | how often the block's tokens chose each expert | every warp's squares
+  float* shared_shares = (float*)memory;
+  int* shared_counts = (int*)memory + warps * (int)experts;
+  float* shared_squares = (float*)memory + (warps + 1) * (int)experts;
+  if (LOSSES) {
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) shared_counts[e] = 0;
+    __syncthreads();
+  }
   for (i64 t = (i64)blockIdx.x * warps + warp; t < length; t += (i64)gridDim.x * warps) {
     const i64 token = blockIdx.y * length + t;
     const float* row = logits + token * experts;
@@ -198,10 +205,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       const u32 expert = take_largest<false>(keys, 0, 0).expert;
 #endif
       if (lane == r) mine = expert;
-      if (LOSSES) {
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) counts[i] += expert == 32 * i + lane;
-      }
     }
     const float score = lane < topk ? x.score(row[mine], by_sigmoid) : 0.f;
     float prob = score;
@@ -211,42 +214,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       probs[token * topk + lane] = prob * factor;
     }
     if (LOSSES) {
-      float scores[PER_LANE], total = 0.f;
+      if (lane < topk) atomicAdd(shared_counts + mine, 1);  // integers: in any order the same
+      float total = 1.f;
+      if (by_sigmoid) {  // made twice: 32 experts' scores are more registers than there are
+        total = 0.f;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) {
-        scores[i] = 32 * i + lane < experts ? x.score(x.logits[i], by_sigmoid) : 0.f;
-        total += scores[i];
+        for (int i = 0; i < PER_LANE; ++i) total += 32 * i + lane < experts ? sigmoid(x.logits[i]) : 0.f;
+        total = warp_sum(total);
       }
-      total = by_sigmoid ? warp_sum(total) : 1.f;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) shares[i] += scores[i] / total;
+      for (int i = 0; i < PER_LANE; ++i)
+        if (32 * i + lane < experts) shares[i] += x.score(x.logits[i], by_sigmoid) / total;
       const float z = x.log_sum_exp();
       squares += z * z;
     }
   }
   if (!LOSSES) return;
-  // the warps' sums, in their order
-  float* shared_shares = (float*)memory;
-  int* shared_counts = (int*)memory + warps * (int)experts;
-  float* shared_squares = (float*)memory + 2 * warps * (int)experts;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i)
-    if (32 * i + lane < experts) {
-      shared_shares[warp * (int)experts + 32 * i + lane] = shares[i];
-      shared_counts[warp * (int)experts + 32 * i + lane] = counts[i];
-    }
+    if (32 * i + lane < experts) shared_shares[warp * (int)experts + 32 * i + lane] = shares[i];
   if (lane == 0) shared_squares[warp] = squares;
   __syncthreads();
   const i64 block = (i64)blockIdx.y * gridDim.x + blockIdx.x;
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-    float share = 0.f;
-    int count = 0;
-    for (int w = 0; w < warps; ++w) {
-      share += shared_shares[w * (int)experts + e];
-      count += shared_counts[w * (int)experts + e];
-    }
+    float share = 0.f;  // of the warps in their order
+    for (int w = 0; w < warps; ++w) share += shared_shares[w * (int)experts + e];
     partial_scores[block * experts + e] = share;
-    partial_counts[block * experts + e] = count;
+    partial_counts[block * experts + e] = shared_counts[e];
   }
   if (threadIdx.x == 0) {
     float all = 0.f;

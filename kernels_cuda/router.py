@@ -22,7 +22,7 @@ def losses_configuration(length: int, sequences: int, experts: int, multiprocess
     """Of route_tokens with losses: of each sequence's blocks every warp has several tokens, so that there are
     fewer partial sums; about three blocks a multiprocessor, and no more than there are tokens for."""
     blocks = max(1, min(threads(length, WARPS), 3 * multiprocessors // sequences))
-    return Configuration((blocks, sequences), 32 * WARPS, 8 * WARPS * experts + 4 * WARPS)
+    return Configuration((blocks, sequences), 32 * WARPS, 4 * (WARPS + 1) * experts + 4 * WARPS)
 
 
 def route(logits: Any, expert_bias: Any, *, config: Any, out: Any) -> None:

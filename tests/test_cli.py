@@ -40,16 +40,16 @@ def test_info(capsys):
 @pytest.mark.parametrize(("architecture", "fp8"), [("sm_86", "mma"), ("sm_90a", "wgmma"), ("sm_120a", "mma")])
 def test_info_says_by_what_products_are_made(monkeypatch, architecture, fp8):
     pytest.importorskip("cupy")
-    from fp8moe.kernels_cuda import launch
+    from fp8moe.kernels_cuda import driver
 
-    monkeypatch.setattr(launch, "runtime", SimpleNamespace(getDeviceCount=lambda: 2))
-    monkeypatch.setattr(launch, "architecture", lambda device: ("sm_80", architecture)[device])
+    monkeypatch.setattr(driver, "runtime", SimpleNamespace(getDeviceCount=lambda: 2))
+    monkeypatch.setattr(driver, "architecture", lambda device: ("sm_80", architecture)[device])
     text = info.report()
     first, second = text.partition(f"products on cuda:1, {architecture}")[::2]
     assert "products on cuda:0, sm_80" in first
     lines = [line.split() for line in second.splitlines()]
     assert ["grouped_gemm", "FP8", fp8] in [line[:3] for line in lines]
-    assert ["grouped_gemm_wgrad", "bfloat16", "mma"] in [line[:3] for line in lines]
+    assert ["grouped_gemm_wgrad", "bfloat16", fp8] in [line[:3] for line in lines]
     assert ["grouped_gemm", "float32", "plain"] in [line[:3] for line in lines]
 
 
