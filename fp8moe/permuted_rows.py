@@ -22,7 +22,7 @@ from fp8moe.permute import permute_backward as permute_backward_by_plan
 from fp8moe.permute import unpermute as unpermute_by_plan
 from fp8moe.permute import unpermute_backward as unpermute_backward_by_plan
 from fp8moe.plan import static_bound
-from fp8moe.records import ArraySpec, PermutationPlan, Permuted, Quantized, QuantTensor, Record, SortedChunks
+from fp8moe.records import ArraySpec, PermutationPlan, Permuted, QuantTensor, Record, SortedChunks
 from fp8moe.transpose import permute_transpose as permute_transpose_by_plan
 from fp8moe.transpose import scaling_aware_transpose
 
@@ -170,12 +170,9 @@ def unpermute_backward(grad: Any, plan: PermutationPlan | PlacedRows) -> tuple[A
     return unpermute_backward_by_plan(grad, plan)  # type: ignore[no-any-return]
 
 
-def permute_transpose(
-    q: QuantTensor, plan: PermutationPlan | PlacedRows, *, target: str, rowwise: bool = False
-) -> QuantTensor | Quantized:
+def permute_transpose(q: QuantTensor, plan: PermutationPlan | PlacedRows, *, target: str) -> QuantTensor:
     """`fp8moe.permute_transpose`."""
     if isinstance(plan, PlacedRows):
         options = {"target": target, "align_size": plan.align_size}
-        transposed = scaling_aware_transpose(q, plan.expert_offsets, **options)
-        return Quantized(q, transposed) if rowwise else transposed
-    return permute_transpose_by_plan(q, plan, target=target, rowwise=rowwise)  # type: ignore[no-any-return]
+        return scaling_aware_transpose(q, plan.expert_offsets, **options)  # type: ignore[no-any-return]
+    return permute_transpose_by_plan(q, plan, target=target)  # type: ignore[no-any-return]

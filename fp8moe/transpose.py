@@ -7,9 +7,8 @@ from typing import Any
 from fp8moe import checks
 from fp8moe.dispatch import enter, operation
 from fp8moe.formats import COLUMN_BLOCK, Block, ceil_div
-from fp8moe.permute import rows_spec
 from fp8moe.quantize import quant_spec
-from fp8moe.records import ArrayLike, PermutationPlan, Quantized, QuantTensor
+from fp8moe.records import ArrayLike, PermutationPlan, QuantTensor
 
 
 @operation
@@ -81,9 +80,7 @@ def scaling_aware_transpose(
 
 
 @operation
-def permute_transpose(
-    q: QuantTensor, plan: PermutationPlan, *, target: str = "column", rowwise: bool = False
-) -> QuantTensor | Quantized:
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
     """Gather rows to their experts and transpose, in one read.
 
     It is `scaling_aware_transpose` of ``permute(q, plan).data``, without making that: training can keep the
@@ -97,14 +94,11 @@ def permute_transpose(
         With the T tokens of ``q``.
     target : "column", "tile" or "block"
         As for `scaling_aware_transpose`.
-    rowwise : bool
-        Return `Quantized`, with ``permute(q, plan).data`` beside the transposed rows. With target "block"
-        both are made from one read.
 
     Returns
     -------
-    QuantTensor or Quantized, [num_out_tokens, K]
-        Column-wise: data [K, num_out_tokens]; `Quantized` with ``rowwise``.
+    QuantTensor, [num_out_tokens, K]
+        Column-wise: data [K, num_out_tokens].
 
     Raises
     ------
@@ -125,10 +119,7 @@ def permute_transpose(
     checks.offsets(call, "plan.expert_offsets", a.plan.expert_offsets, **align)
     checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
-    rows = a.plan.num_out_tokens
-    spec: Any = transpose_spec(a.q, rows, a.plan.num_experts, a.plan.align_size, target)
-    if checks.flag("rowwise", rowwise):
-        spec = Quantized(rows_spec(a.q, rows), spec)
+    spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size, target)
     checks.powers_of_two(call, "q", a.q)
     out = call.empty(spec)
     call.run("transpose", "permute_transpose", a.q, a.plan, target=target, out=out)

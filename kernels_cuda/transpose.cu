@@ -1,7 +1,7 @@
 // Scaling-aware transpose: codes move by whole powers of two; the rule is in fp8moe/reference/transpose.py.
 //
 // scaling_aware_transpose is the fast path, for columns in multiples of 16; scaling_aware_transpose_plain
-// serves the rest, one thread a column. permute_both_ways permutes rows and transposes them in one read.
+// serves the rest, one thread a column.
 #include "transpose_tile.cuh"
 
 // The scales of a column of blocks that no expert has, by the whole block.
@@ -157,86 +157,6 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   for (u32 piece = warp; piece < TILE / 16; piece += 4)
     transpose_piece(tile, piece, in, exponents[0], spread, to);
 }
-
-#if TILE_TARGET && !MX
-// What: both orientations of permuted rows from one read: row_codes [rows, columns] and row_scales [rows,
-//   columns / 128 rounded up], row r that of source[r] of the codes, or zeros (-1); and out [columns, rows],
-//   out_scales [columns / 128, strips], as scaling_aware_transpose makes them in blocks. Every row is written
-//   row-wise; transposed only tiles of experts are, whose scales elsewhere are 0.
-// Shapes: columns a multiple of 16; offsets are multiples of 128, so that tile i has rows from 128 i on, and
-//   none has to be looked for.
-// Bytes: every row read once for each of its places (L2 has it, mostly), both codes written once.
-// Launch: a block a tile, by groups of `group` rows of tiles, one column of a group after the other.
-// How: a thread writes row-wise the pieces of 16 bytes that it fetched, for which it needs no barrier.
-extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
-    permute_both_ways(const u8* codes, const u32* scales, const int* source, const int* offsets, i64 experts,
-                      i64 rows, i64 columns, i64 strips, i64 group, u8* row_codes, u32* row_scales, u8* out,
-                      float* out_scales) {
-  pdl_wait();
-  __shared__ __align__(1024) u8 in[TILE * TILE];
-  __shared__ __align__(16) int exponents[TILE];
-  __shared__ Spread spreads[4];
-  __shared__ int row_of[TILE];  // of the codes, by `source`; -1: no such row
-  const u32 t = threadIdx.x, lane = t % 32, warp = t / 32, wide = (u32)columns;
-  const u32 across = (wide + TILE - 1) / TILE;
-  const u32 first_row = blockIdx.x / ((u32)group * across) * (u32)group;
-  const u32 inside = blockIdx.x - first_row * across, down = min((u32)group, (u32)strips - first_row);
-  Tile tile;
-  tile.column = (int)(inside / down);
-  tile.row = (int)(first_row + inside % down);
-  tile.base[0] = tile.row * TILE;
-  const int left = min((int)rows - tile.base[0], TILE);
-  const int row = (int)t < left ? source[tile.base[0] + (int)t] : -1;
-  // of experts: all rows of the tile, if any
-  const int begin = (int)clamped(offsets[0], rows), end = (int)clamped(offsets[experts], rows);
-  tile.count[0] = tile.base[0] < begin ? 0 : min(end - tile.base[0], TILE);
-  row_of[t] = row;
-  __syncthreads();
-  const u32 column = (u32)tile.column * TILE + t % 8 * 16;
-  u8* into = in + t / 8 * TILE + (t ^ t / 8) % 8 * 16;
-#pragma unroll
-  for (u32 k = 0; k < 8; ++k) {
-    const int theirs = row_of[t / 8 + 16 * k];
-    copy_async16(into + k * (16 * TILE), codes + (u64)(u32)theirs * wide + column,
-                 theirs >= 0 && column < wide);
-  }
-  copy_async_commit();
-  u32 word = 0u;  // this thread's row's scale
-  if (row >= 0) {
-    const u32* at = scales + (u64)(u32)row * across + tile.column;
-    word = load_kept(at, tile.column + 1 == (int)across || ends_line(at));
-  }
-  if ((int)t < left) row_scales[(u64)(u32)(tile.base[0] + (int)t) * across + tile.column] = word;
-  const int e = row >= 0 ? exponent_of(word, 0, 0) : ZERO_SCALE;
-  exponents[exponent_at(t)] = e;
-  Spread spread = NO_SPREAD;
-  spread.add(e);
-  spread.of_warp();
-  if (lane == 0) spreads[warp] = spread;
-  copy_async_wait<0>();
-  pdl_launch_dependents();
-  if (column < wide) {
-    u8* to = row_codes + (u64)(u32)(tile.base[0] + (int)(t / 8)) * wide + column;
-#pragma unroll
-    for (u32 k = 0; k < 8; ++k)
-      if ((int)(t / 8 + 16 * k) < left)
-        __stcs((uint4*)(to + (u64)(16 * k) * wide), *(const uint4*)(into + k * (16 * TILE)));
-  }
-  if (tile.count[0] <= 0) {
-    if (t == 0) out_scales[tile.column * strips + tile.row] = 0.f;
-    return;
-  }
-  __syncthreads();
-  for (int k = 0; k < 4; ++k) {
-    spread.low = min(spread.low, spreads[k].low);
-    spread.high = max(spread.high, spreads[k].high);
-  }
-  const Results to = {rows, columns, strips, out, out_scales, true};
-#pragma unroll 1
-  for (u32 piece = warp; piece < TILE / 16; piece += 4)
-    transpose_piece(tile, piece, in, exponents, spread, to);
-}
-#endif
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,
 // columns], or (blocks; width is 128) [columns / 128, strips], where no strip of another leaves zeros. Grid

@@ -8,13 +8,9 @@ from fp8moe.formats import is_mx
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import FORMATS, formats
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, threads
-from fp8moe.kernels_cuda.permute import permute, sources
+from fp8moe.kernels_cuda.permute import sources
 from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down, with_experts
-from fp8moe.records import PermutationPlan, Permuted, Quantized, QuantTensor
-
-# Rows of tiles that permute_both_ways makes at a time: with 32 columns of tiles that is what a GPU of 132
-# multiprocessors has under way, so that row-wise and transposed codes are both written in long pieces.
-GROUP = 32
+from fp8moe.records import PermutationPlan, QuantTensor
 
 
 def transpose_configuration(strips: int, columns: int, *, mx: bool) -> Configuration:
@@ -26,52 +22,9 @@ def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str,
     _transpose(q, q.data.shape[0], None, expert_offsets, target, out)
 
 
-def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: Any) -> None:
-    columnwise = out
-    if isinstance(out, Quantized):
-        columnwise = out.columnwise
-        if target == "block" and _whole(q, out.rowwise, columnwise):
-            _permute_both_ways(q, plan, out)
-            return
-        permute(q, plan, None, fill_padding=True, out=Permuted(out.rowwise, None, plan))
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: QuantTensor) -> None:
     source, _ = sources(plan)
-    _transpose(q, plan.num_out_tokens, source, plan.expert_offsets, target, columnwise)
-
-
-def both_ways_configuration(strips: int, columns: int) -> Configuration:
-    """Of permute_both_ways: a block a tile."""
-    return Configuration(strips * threads(columns, TILE), TILE)
-
-
-def _permute_both_ways(q: QuantTensor, plan: PermutationPlan, out: Quantized) -> None:
-    source, _ = sources(plan)
-    columns, strips = q.data.shape[1], out.columnwise.scales.shape[1]
-    configuration = both_ways_configuration(strips, columns)
-    launch(
-        "transpose",
-        "permute_both_ways",
-        configuration.blocks,
-        configuration.threads,
-        q.data,
-        q.scales,
-        source,
-        *with_experts(plan.expert_offsets),
-        plan.num_out_tokens,
-        columns,
-        strips,
-        GROUP,
-        out.rowwise.data,
-        out.rowwise.scales,
-        out.columnwise.data,
-        out.columnwise.scales,
-        defines=(*formats(q), "TILE_TARGET=1"),
-    )
-
-
-def _whole(q: QuantTensor, rowwise: QuantTensor, columnwise: QuantTensor) -> bool:
-    """Whether permute_both_ways can move these codes, 16 bytes at a time."""
-    arrays = (q.data, q.scales, rowwise.data, rowwise.scales, columnwise.data, columnwise.scales)
-    return q.data.shape[1] % 16 == 0 and all(a.ptr % 16 == 0 for a in arrays)
+    _transpose(q, plan.num_out_tokens, source, plan.expert_offsets, target, out)
 
 
 def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str, out: QuantTensor) -> None:
@@ -80,7 +33,8 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     mx = is_mx(q.block)
     blocks = target == "block"
     columns, count = q.data.shape[1], out.scales.shape[1 if blocks else 0]
-    if columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0:
+    whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
+    if whole:
         launch(
             "transpose",
             "scaling_aware_transpose",

@@ -44,7 +44,6 @@ from fp8moe.record_trees import arrays_in
 pytest.importorskip("cupy")
 grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
 cublas = pytest.importorskip("fp8moe.kernels_cuda.cublas")
-transpose = pytest.importorskip("fp8moe.kernels_cuda.transpose")
 pytestmark = pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 RNG = generator()
 ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh", 7.0), Activation("relu2")
@@ -234,33 +233,6 @@ def test_transpose_to_blocks(fmt, columns):
         assert same_bits(ours.data[:, 128:512], theirs.data[:, 128:512])
         assert same_bits(ours.scales, theirs.scales)
         assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize(
-    ("columns", "align", "rows", "target"),
-    [
-        (400, 128, None, "block"),
-        (400, 128, 200, "block"),
-        (128, 256, 900, "block"),
-        (72, 128, None, "block"),
-        (128, 16, None, "column"),
-        (144, 128, None, "tile"),
-    ],
-)
-def test_permute_both_ways(monkeypatch, fmt, columns, align, rows, target):
-    """Padding, tokens without experts, dropped rows, rows past the last expert, and groups of rows of tiles
-    with a last one that is shorter."""
-    monkeypatch.setattr(transpose, "GROUP", 2)
-    ids = RNG.integers(-1, 3, (150, 2)).astype(np.int32)
-    plan = fp8moe.plan_topk(ids, 3, align_size=align, num_out_tokens=rows)
-    q = random_rowwise(RNG, 150, columns, fmt, 128, 20)
-    ours, theirs = both(fp8moe.permute_transpose, q, plan, target=target, rowwise=True)
-    assert_same(ours.rowwise, theirs.rowwise)
-    assert_same(theirs.rowwise, fp8moe.permute(q, plan).data)
-    end = min(plan.expert_offsets[-1], plan.num_out_tokens)
-    assert same_bits(ours.columnwise.data[:, :end], theirs.columnwise.data[:, :end])
-    assert same_bits(ours.columnwise.scales, theirs.columnwise.scales)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -11,12 +11,11 @@ when the exponent underflows and zeroes subnormals.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from fp8moe.formats import FORMATS, MIN_SCALE_EXPONENT, is_mx
-from fp8moe.records import PermutationPlan, Quantized, QuantTensor
+from fp8moe.records import PermutationPlan, QuantTensor
 from fp8moe.reference.numerics import DECODE, compiled, encode, split_rows, transpose_into
 from fp8moe.reference.permute import Entries, gather_rows, inverse
 from fp8moe.reference.quantize import strips_of
@@ -62,22 +61,18 @@ def scaling_aware_transpose(
     out.scales[: len(strips)] = scales
 
 
-def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: Any) -> None:
+def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: QuantTensor) -> None:
     """Gather the rows, then transpose. Padding rows are zeros, which no target sees."""
     entries = Entries(plan)
     source = inverse(entries.row, entries.token, plan.num_out_tokens)
-    if isinstance(out, Quantized):
-        rows, columnwise = out.rowwise, out.columnwise
-    else:
-        columnwise = out
-        rows = QuantTensor(
-            np.empty((plan.num_out_tokens, q.data.shape[1]), np.uint8),
-            np.empty((plan.num_out_tokens, q.scales.shape[1]), q.scales.dtype),
-            q.fmt,
-            q.block,
-        )
+    rows = QuantTensor(
+        np.empty((plan.num_out_tokens, q.data.shape[1]), np.uint8),
+        np.empty((plan.num_out_tokens, q.scales.shape[1]), q.scales.dtype),
+        q.fmt,
+        q.block,
+    )
     gather_rows(q, source, True, rows)
-    scaling_aware_transpose(rows, plan.expert_offsets, target=target, out=columnwise)
+    scaling_aware_transpose(rows, plan.expert_offsets, target=target, out=out)
 
 
 def row_exponents(q: QuantTensor) -> np.ndarray:
