@@ -164,6 +164,12 @@ def _scalars_of(config: RouterConfig) -> tuple[Any, ...]:
     return config.topk, config.score_function, *groups, config.renormalize, config.scaling_factor
 
 
+def _config_of(scalars: tuple[Any, ...]) -> RouterConfig:
+    """From `_scalars_of`, of which a compiler may have made symbols."""
+    topk, function, groups, of_groups, renormalize, factor = scalars
+    return RouterConfig(int(topk), function, int(groups), int(of_groups), renormalize, float(factor))
+
+
 @operator("route")
 def _route(
     logits: Tensor, expert_bias: Tensor | None, config: RouterConfig, num_sequences: int | None
@@ -190,7 +196,7 @@ def _route_backward(
 
 def _forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any, *others: Any) -> Any:
     """Of a `torch.autograd.Function`, which saves what `_gradient` and the caller (``others``) need."""
-    results = tuple(_route.run(logits, bias, RouterConfig(*config), num_sequences))
+    results = tuple(_route.run(logits, bias, _config_of(config), num_sequences))
     ids, counts = results[0], results[4:]
     ctx.mark_non_differentiable(ids, *counts)
     ctx.save_for_backward(logits, ids, *others, *counts)
@@ -204,7 +210,7 @@ def _gradient(ctx: Any, saved: Any, grads: Any, split: bool) -> Tensor:
     _, of_probs, *of_losses = grads
     of_losses = of_losses[:2] or (None, None)
     counts = counts[0] if counts else None
-    config = RouterConfig(*ctx.config)
+    config = _config_of(ctx.config)
     return _route_backward.run(of_probs.contiguous(), logits, ids, counts, *of_losses, config, split)  # type: ignore[no-any-return]
 
 

@@ -357,5 +357,6 @@ def test_calls_of_python_functions_between_user_and_kernel():
     loading, first, later = counted
     print(*(c.row() for c in counted), sep="\n")
     assert loading.loading_calls > 0 == first.loading_calls
-    assert 0 < len(first.names[: first.last]) <= 180
+    # 170 alone; where other tests have imported more frameworks, each is asked whose the arrays are
+    assert 0 < len(first.names[: first.last]) <= 240
     assert 0 < len(later.names[: later.last]) <= 30

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import FP8_NOISE
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 warnings.filterwarnings("ignore", module="transformers")
 
 from fp8moe.adapters import transformers as adapter  # noqa: E402
