@@ -33,7 +33,7 @@ class FP8FlowMoE(nn.Module):
     hidden, ffn: any for "fp8_flow" and "bf16"; ffn a multiple of 128 for "fp8_blockwise". Multiples of 128
         are fastest: where ffn is none, FP8 copies are filled up with zeros to the next one.
     recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
-        "bf16" (torch's grouped matrix product between this library's permutation).
+        "bf16" (by this library's products on Hopper, by torch's grouped matrix product elsewhere).
     recompute: "moe_expert" keeps only the input of the first product for the backward.
     activation: between the two products; w13 is [E, ffn, hidden] for one without a gate.
     dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32

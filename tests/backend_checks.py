@@ -382,6 +382,7 @@ def gradients_apart(both, ffn):
     w2 = np.ascontiguousarray(inputs.pop("w2")[:, :, :ffn])
 
     def run(x, ids, probs, w1, w3, w2, dy, *into):
+        # in-place sums: the other backend gets the same arrays
         into = [a.copy() if isinstance(a, np.ndarray) else a for a in into]
         w13, w2 = fp8moe.quantize_weights((w1, w3), rows=128), fp8moe.quantize_weights(w2, columns=128)
         _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
