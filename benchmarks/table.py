@@ -72,6 +72,7 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 
 def _headline(rows: list[dict[str, Any]]) -> str:
+    rows = [r for r in rows if r["commit"] == rows[0]["commit"]]  # of the last run
     known = {(r["shape"], r["name"]): r for r in rows}
     lines = [
         "| layer | bf16 | fp8_flow | | of that the FP8 copies add | saved for backward |",
@@ -97,8 +98,9 @@ def _layers(rows: list[dict[str, Any]]) -> str:
     ]
     for r in rows:
         plain = base[r["shape"]]
+        other = "" if r["commit"] == rows[0]["commit"] else f" (commit {r['commit']})"
         lines.append(
-            f"| {r['shape']} | {r['name']} | {r['ms']:.2f} ms | {plain['ms'] / r['ms']:.2f}x | "
+            f"| {r['shape']}{other} | {r['name']} | {r['ms']:.2f} ms | {plain['ms'] / r['ms']:.2f}x | "
             f"{r['copies_percent']:.1f} % | {r['outside_percent']:.0f} % | {r['kept_bytes'] / 2**20:.0f} MiB "
             f"({100 * r['kept_bytes'] / plain['kept_bytes']:.0f} %) |"
         )
