@@ -6,9 +6,9 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,
 
 .PHONY: test lint demo sanitize clean
 
-# One process a core: NumPy's and torch's own threads would take each other's time.
+# One process a core, four at most (1 to 2 GB each): NumPy's and torch's own threads would take each other's time.
 test: .venv/ready lint
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -411,7 +411,11 @@ def _experts_op(
 ) -> list[Any]:
     how = recipe, recompute, align_size, activation, wanted
     y, saved = _forward(x, ids, probs, _weights(recipe, multiplied), how)
-    return [y, *(arrays_in(saved) if wanted else ())]
+    kept = list(arrays_in(saved)) if wanted else []
+    if isinstance(x, Tensor):  # a compiler counts on results that are no inputs, as permuted rows' counts are
+        given = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
+        kept = [t.clone() if t.untyped_storage().data_ptr() in given else t for t in kept]
+    return [y, *kept]
 
 
 def _experts_backward_fake(
