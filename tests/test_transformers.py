@@ -100,8 +100,12 @@ def test_every_class(module, name):
     # float32 sums of at most H + F products, one after another
     for found, true in zip(results(experts, BF16, *given), wanted, strict=True):
         assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+    # A clamp has a gradient on one side only. Of gates and ups as wide as it, some 2 % lie within FP8's
+    # rounding (0.037) of one of its three edges, and may be on the other side: sqrt(0.02 / 0.7) = 0.17 beside
+    # the noise's 0.08, 0.19 in all (0.1602 was seen).
+    noise = 2 * FP8_NOISE if hasattr(experts, "limit") else FP8_NOISE
     for found, true in zip(results(experts, FP8, *given), wanted, strict=True):
-        assert (found - true).norm() <= FP8_NOISE * true.norm()
+        assert (found - true).norm() <= noise * true.norm()
 
 
 def test_at_least_63_classes_are_supported():
