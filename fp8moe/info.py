@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fp8moe
 
-ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "router")
+ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 ADAPTERS = {

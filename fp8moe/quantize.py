@@ -272,7 +272,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayL
     Parameters
     ----------
     q : QuantTensor
-        Of any block and layout.
+        Of any block; compact or gemm_ready.
     dtype : "float32" or "bfloat16"
         Of the result.
     expert_offsets : ArrayLike, int32, [E+1], or None
@@ -306,40 +306,3 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayL
     counters.record_cast(weight=a.q.block == (128, 128))
     call.run("quantize", "dequantize", a.q, expert_offsets=a.expert_offsets, out=out)
     return call.leave(out)
-
-
-def to_layout(q: QuantTensor, layout: str) -> QuantTensor:
-    """The same row-wise tensor with its scales in another layout, for any number of rows.
-
-    Parameters
-    ----------
-    q : QuantTensor, [M, K]
-        Of block (1, 128).
-    layout : "compact" or "gemm_ready"
-        Scales [M, ceil(K/128)], or [ceil(K/128), roundup(M, 4)] with zeros past M.
-
-    Returns
-    -------
-    QuantTensor
-        The codes are shared, not copied; a tensor that has the layout already is returned as it is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For another block or layout.
-
-    Examples
-    --------
-    >>> q = fp8moe.quantize(np.ones((3, 256), np.float32))
-    >>> fp8moe.to_layout(q, "gemm_ready").scales.shape
-    (2, 4)
-    """
-    checks.choice("layout", layout, ("compact", "gemm_ready"))
-    call = enter(q=q)
-    raw = checks.quant_tensor("q", call.args.q, ((1, 128),), ("compact", "gemm_ready"))
-    if raw.layout == layout:
-        return q
-    scales = ArraySpec(scale_shape(raw.shape, raw.block, layout), raw.scales.dtype)
-    out = replace(raw, scales=call.empty(scales), layout=layout)
-    call.run("quantize", "to_layout", raw, out=out)
-    return replace(q, scales=call.leave(out.scales), layout=layout)

@@ -31,3 +31,12 @@ def rows_of(x: Any) -> tuple[Any, ...]:
     if isinstance(x, QuantTensor):
         return x.data, x.scales, 0, FORMATS[x.fmt], LAYOUTS[x.block]
     return x, None, KINDS[x.dtype], 0, PLAIN
+
+
+def with_experts(offsets: Any) -> tuple[Any, int]:
+    """Offsets as kernels take them: null and 0 where there are none."""
+    return offsets, experts_of(offsets) or 0
+
+
+def experts_of(offsets: Any) -> int | None:
+    return None if offsets is None else offsets.shape[0] - 1

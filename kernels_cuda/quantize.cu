@@ -455,17 +455,3 @@ extern "C" __global__ void dequantize_columns(const u8* codes, const void* scale
   for (i64 r = strips[2 * strip]; r < strips[2 * strip + 1]; ++r)
     store(out, r * columns + c, (int)out_kind, decode(codes[c * rows + r], (int)fmt) * scale);
 }
-
-// Scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
-extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks, i64 padded, i64 to_ready,
-                                          float* out) {
-  pdl_wait();
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= (to_ready ? padded : rows) * blocks) return;
-  if (to_ready) {
-    const i64 r = i % padded, b = i / padded;
-    out[i] = r < rows ? in[r * blocks + b] : 0.f;
-  } else {
-    out[i] = in[i % blocks * padded + i / blocks];
-  }
-}

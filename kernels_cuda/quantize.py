@@ -8,7 +8,7 @@ import numpy as np
 
 from fp8moe.formats import ceil_div, is_columnwise, is_mx
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import FORMATS, KINDS, conversion
+from fp8moe.kernels_cuda.encodings import FORMATS, KINDS, conversion, experts_of, with_experts
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, shared_limit, threads
 from fp8moe.records import Quantized, QuantTensor
 
@@ -266,15 +266,6 @@ def tile_launch(
     return configuration, taken
 
 
-def with_experts(offsets: Any) -> tuple[Any, int]:
-    """Offsets as kernels take them: null and 0 where there are none."""
-    return offsets, experts_of(offsets) or 0
-
-
-def experts_of(offsets: Any) -> int | None:
-    return None if offsets is None else offsets.shape[0] - 1
-
-
 def tile_bytes(value_bytes: int, experts: int | None) -> int:
     """Shared memory: the tile that goes out, as codes, the one that comes, and the table of strips, three
     words of each expert and of the rows before and after them."""
@@ -345,25 +336,6 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
         scale_kind,
         kind,
         out,
-    )
-
-
-def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
-    ready = out.layout == "gemm_ready"
-    rows = q.shape[0]
-    blocks, padded = (out if ready else q).scales.shape
-    size = (padded if ready else rows) * blocks
-    launch(
-        "quantize",
-        "convert_scales",
-        threads(size),
-        256,
-        q.scales,
-        rows,
-        blocks,
-        padded,
-        ready,
-        out.scales,
     )
 
 

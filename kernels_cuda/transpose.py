@@ -6,10 +6,10 @@ from typing import Any
 
 from fp8moe.formats import is_mx
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import FORMATS, formats
+from fp8moe.kernels_cuda.encodings import FORMATS, formats, with_experts
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, threads
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down, with_experts
+from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down
 from fp8moe.records import PermutationPlan, QuantTensor
 
 

@@ -354,13 +354,3 @@ def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | 
 
 def _matrices(x: np.ndarray) -> np.ndarray:
     return x if x.ndim == 3 else x[None]
-
-
-def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
-    """Row-wise scales from one layout to the other; the codes are shared."""
-    rows = q.shape[0]
-    if out.layout == "gemm_ready":
-        out.scales[:, :rows] = q.scales.T
-        out.scales[:, rows:] = 0
-    else:
-        out.scales[:] = q.scales[:, :rows].T
