@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from fp8moe.formats import BLOCKED_128X4, blocked_tiles, ceil_div, is_columnwise
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import with_experts
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, threads
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, threads
 from fp8moe.records import QuantTensor
 
 
@@ -35,6 +38,14 @@ def to_layout(q: QuantTensor, expert_offsets: Any, *, out: QuantTensor) -> None:
         to_blocked,
         blocked.scales,
     )
+
+
+def compact_scratch(q: QuantTensor) -> QuantTensor:
+    """The tensor with compact scales of its own, for what writes them to be converted."""
+    rows, columns = q.shape
+    tiles = blocked_tiles(q.scales.shape, q.block)
+    shape = (4 * tiles, columns) if is_columnwise(q.block) else (rows, ceil_div(columns, 32))
+    return replace(q, scales=scratch(shape, np.uint8), layout="compact")
 
 
 def blocked_configuration(tiles: int, across: int) -> Configuration:

@@ -13,7 +13,7 @@
 
 // What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
-//   gemm_ready: block b of row r at b * ready + r.
+//   gemm_ready: block b of row r at b * ready + r; or BLOCKED: rows of `ready` 128x4 tiles.
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a
 //   thread has PAIRS times sixteen values.
@@ -27,7 +27,10 @@ extern "C" __global__ void __launch_bounds__(64)
   quantize_warp<KIND>(
       x, vectors, rule, [&](i64 at, uint2 a, uint2 b) { to[at] = a, to[at + lanes_of(MX)] = b; },
       [&](i64 block, u32 scale) {
-        store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
+        if (BLOCKED)
+          ((u8*)scales)[place_in_blocked(block / blocks, block % blocks, ready)] = (u8)scale;
+        else
+          store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
       });
 }
 

@@ -4,6 +4,10 @@
 #pragma once
 #include "common.cuh"
 
+#ifndef BLOCKED
+#define BLOCKED 0  // what a kernel of MXFP8 writes: compact scales
+#endif
+
 // Of scale (outer, inner) in its tile.
 __device__ __forceinline__ u32 place_in_tile(u32 outer, u32 inner) {
   return outer % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;

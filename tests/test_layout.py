@@ -8,15 +8,19 @@ from pathlib import Path
 import cuda_on_cpu
 import numpy as np
 import pytest
-from cases import generator, offsets_of, same_bits
+from cases import BF16, assert_same, generator, offsets_of, same_bits, values
 
 import fp8moe
 from fp8moe.formats import swapped
+from fp8moe.record_trees import map_arrays
 
 torch = pytest.importorskip("torch")
 RNG = generator()
 ROW, COLUMN = (1, 32), (32, 1)
 SIZES = [(1, 32), (128, 128), (130, 96), (257, 200), (64, 416)]
+needs_compiler = pytest.mark.skipif(
+    not (cuda_on_cpu.available and importlib.util.find_spec("cupy")), reason="needs g++ and CuPy"
+)
 GROUPS = [[128, 0, 256], [5, 0, 130, 1, 0], [0, 0], [300], [32, 64, 33]]
 
 
@@ -116,10 +120,9 @@ def test_aligned_experts_need_no_offsets_row_wise():
     assert same_bits(alone.scales, fp8moe.to_layout(q, "blocked_128x4", offsets, align_size=128).scales)
 
 
-@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@needs_compiler
 @pytest.mark.parametrize("block", [ROW, COLUMN])
 def test_kernels(block):
-    pytest.importorskip("cupy")
     for rows, columns in SIZES:
         q = tensor(rows, columns, block)
         ours, theirs = cuda_on_cpu.both(lambda q: fp8moe.to_layout(q, "blocked_128x4"), q)
@@ -134,10 +137,9 @@ def test_kernels(block):
         assert same_bits(back[0].scales, back[1].scales)
 
 
-@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@needs_compiler
 def test_kernels_write_nothing_past_the_tiles_there_are(monkeypatch):
     """On a device offsets are not looked at: what they ask for beyond the room there is, is left out."""
-    pytest.importorskip("cupy")
     q, offsets = tensor(384, 160, COLUMN), np.array([0, 100, 384], np.int32)  # 4 tiles, where 3 are
     guards = []
 
@@ -188,3 +190,40 @@ def test_kernels_write_nothing_past_the_tiles_there_are(monkeypatch):
 def test_validation_errors(q, arguments, error, words):
     with pytest.raises(error, match=words):
         fp8moe.to_layout(q, *arguments)
+
+
+QUANTISED = [
+    {"block": ROW},
+    {"block": COLUMN, "fmt": "e5m2"},
+    {"block": ROW, "columnwise": True, "scale_rounding": "floor"},
+]
+
+
+def in_blocked(result):
+    """What was made compact, with its scales converted."""
+    if isinstance(result, fp8moe.Quantized):
+        return fp8moe.Quantized(in_blocked(result.rowwise), in_blocked(result.columnwise))
+    return fp8moe.to_layout(result, "blocked_128x4")
+
+
+@pytest.mark.parametrize("options", QUANTISED)
+@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (0, 64), (131, 128), (256, 384), (40, 31)])
+def test_quantise_writes_the_blocked_layout(rows, columns, options):
+    x = values(RNG, (rows, columns), BF16)
+    found = fp8moe.quantize(x, **options, layout="blocked_128x4")
+    assert_same(in_blocked(fp8moe.quantize(x, **options)), found)
+    out = poisoned(found)
+    assert fp8moe.quantize(x, **options, layout="blocked_128x4", out=out) is out
+    assert_same(found, out)
+
+
+def poisoned(result):
+    return map_arrays(lambda _, a: np.full_like(a, 0xA5), result)
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", QUANTISED)
+def test_quantise_on_cuda(options):
+    for rows, columns in [(130, 96), (131, 128), (256, 384), (33, 31), (5, 64)]:
+        x = values(RNG, (rows, columns), BF16)
+        assert_same(*cuda_on_cpu.both(fp8moe.quantize, x, **options, layout="blocked_128x4"))

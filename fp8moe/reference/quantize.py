@@ -11,20 +11,25 @@ infinite amax gives 2^127, NaN gives 1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fp8moe.formats import (
     BFLOAT16,
+    BLOCKED_128X4,
     FORMATS,
     MIN_SCALE_EXPONENT,
     Block,
+    blocked_tiles,
     ceil_div,
     is_columnwise,
     is_mx,
+    scale_shape,
 )
 from fp8moe.records import Quantized, QuantTensor
+from fp8moe.reference.layout import to_layout
 from fp8moe.reference.numerics import (
     compiled,
     decode_blocks,
@@ -55,6 +60,14 @@ def quantize(
             out.columnwise.scales[:] = np.swapaxes(out.rowwise.scales, -1, -2)
         else:
             quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
+        return
+    if out.layout == BLOCKED_128X4:
+        shape = (4 * blocked_tiles(out.scales.shape, out.block), x.shape[1])
+        if not is_columnwise(out.block):
+            shape = scale_shape(x.shape, out.block, "compact")
+        compact = replace(out, scales=np.empty(shape, np.uint8), layout="compact")
+        quantize(x, round_up=round_up, eps=eps, out=compact, expert_offsets=expert_offsets)
+        to_layout(compact, expert_offsets, out=out)
         return
     if out.block is None:
         flat = x.reshape(1, -1)
