@@ -14,12 +14,11 @@ from fp8moe.formats import (
     LAYOUTS,
     blocked_shape,
     blocked_tiles,
-    ceil_div,
     is_columnwise,
     scale_shape,
 )
 from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
-from fp8moe.transpose import column_scale_rows
+from fp8moe.transpose import column_scale_rows, tiles_of_rows
 
 #: blocks that have more than one layout
 BLOCKS_OF_LAYOUTS = tuple(dict.fromkeys(b for name in LAYOUTS if name != "compact" for b in LAYOUTS[name]))
@@ -123,8 +122,3 @@ def converted_shape(q: QuantTensor, layout: str, experts: int | None, align_size
     if experts is not None and is_columnwise(q.block):
         return column_scale_rows(rows, experts, 32, align_size), q.shape[1]
     return scale_shape(q.shape, q.block, layout)
-
-
-def tiles_of_rows(rows: int, experts: int | None, align_size: int) -> int:
-    """Tiles of 128 rows in the blocked layout, none of which has rows of two experts."""
-    return ceil_div(rows, 128) if experts is None else column_scale_rows(rows, experts, 128, align_size)

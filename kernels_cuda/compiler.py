@@ -70,7 +70,13 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GEGLU", "GEGLU_TANH", "RELU2")),
     ],
     "router": [(f"PER_LANE={n}", f"LOSSES={losses}") for n in (4, 1, 8, 32) for losses in (0, 1)],
-    "transpose": [(*formats, f"TILE_TARGET={tile}") for formats in _FORMATS for tile in (0, 1)],
+    "transpose": [
+        (*formats, *blocked, f"TILE_TARGET={tile}")
+        for blocked in ((), ("BLOCKED=1",))
+        for formats in _FORMATS
+        for tile in (0, 1)
+        if not blocked or "MX=1" in formats
+    ],
 }
 
 

@@ -227,3 +227,64 @@ def test_quantise_on_cuda(options):
     for rows, columns in [(130, 96), (131, 128), (256, 384), (33, 31), (5, 64)]:
         x = values(RNG, (rows, columns), BF16)
         assert_same(*cuda_on_cpu.both(fp8moe.quantize, x, **options, layout="blocked_128x4"))
+
+
+def rowwise(rows, columns, fmt="e4m3"):
+    """Rows of very different sizes, NaN and scales of NaN among them."""
+    q = fp8moe.quantize(values(RNG, (rows, columns), BF16, awkward=True), block=ROW, fmt=fmt)
+    q.scales[RNG.random(q.scales.shape) < 0.01] = 255
+    return q
+
+
+TRANSPOSED = [(128, None), (1, GROUPS[0]), (128, GROUPS[0]), (1, GROUPS[1]), (32, [32, 96, 0, 64])]
+
+
+@pytest.mark.parametrize("target", ["column", "tile"])
+@pytest.mark.parametrize(("align_size", "sizes"), TRANSPOSED)
+@pytest.mark.parametrize("columns", [256, 48])
+def test_the_transpose_writes_the_blocked_layout(align_size, sizes, target, columns):
+    offsets = None if sizes is None else offsets_of(sizes)
+    q = rowwise(300 if sizes is None else sum(sizes), columns)
+    options = {"target": target, "align_size": align_size}
+    compact = fp8moe.scaling_aware_transpose(q, offsets, **options)
+    found = fp8moe.scaling_aware_transpose(q, offsets, **options, layout="blocked_128x4")
+    of_align = {} if sizes is None else {"align_size": align_size}
+    assert_same(fp8moe.to_layout(compact, "blocked_128x4", offsets, **of_align), found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["column", "tile"])
+@pytest.mark.parametrize("columns", [128, 48])
+def test_the_transpose_on_cuda(target, columns):
+    for fmt, sizes in zip(("e4m3", "e5m2", "e4m3", "e4m3"), (None, *GROUPS[:2], [7] * 34), strict=True):
+        q = rowwise(131 if sizes is None else sum(sizes), columns, fmt)
+        offsets = None if sizes is None else offsets_of(sizes)
+        ours, theirs = cuda_on_cpu.both(
+            lambda q, o: fp8moe.scaling_aware_transpose(q, o, target=target, layout="blocked_128x4"),
+            q,
+            offsets,
+        )
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("align_size", [1, 128])
+def test_permute_transpose(align_size):
+    q, plan = rowwise(50, 128), a_plan(50, 3, align_size)
+    compact = fp8moe.permute_transpose(q, plan)
+    wanted = fp8moe.to_layout(compact, "blocked_128x4", plan.expert_offsets, align_size=align_size)
+    assert_same(wanted, fp8moe.permute_transpose(q, plan, layout="blocked_128x4"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("align_size", [1, 128])
+def test_permute_transpose_on_cuda(align_size):
+    q, plan = rowwise(50, 128), a_plan(50, 3, align_size)
+    ours, theirs = cuda_on_cpu.both(fp8moe.permute_transpose, q, plan, layout="blocked_128x4")
+    assert same_bits(ours.scales, theirs.scales)
+    used = plan.expert_offsets[-1]  # codes past it are unspecified
+    assert same_bits(ours.data[:, :used], theirs.data[:, :used])
+
+
+def a_plan(tokens, experts, align_size, **options):
+    ids = RNG.integers(-1, experts, (tokens, 2)).astype(np.int32)
+    return fp8moe.plan_topk(ids, experts, align_size=align_size, **options)
