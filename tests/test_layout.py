@@ -1,9 +1,7 @@
 """MXFP8 scales in the 128x4 blocked layout, against torch's own description of it."""
 
-import ast
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import cuda_on_cpu
 import numpy as np
@@ -15,6 +13,7 @@ from fp8moe.formats import swapped
 from fp8moe.record_trees import map_arrays
 
 torch = pytest.importorskip("torch")
+torch_descriptions = pytest.importorskip("torch_descriptions")
 RNG = generator()
 ROW, COLUMN = (1, 32), (32, 1)
 SIZES = [(1, 32), (128, 128), (130, 96), (257, 200), (64, 416)]
@@ -22,20 +21,6 @@ needs_compiler = pytest.mark.skipif(
     not (cuda_on_cpu.available and importlib.util.find_spec("cupy")), reason="needs g++ and CuPy"
 )
 GROUPS = [[128, 0, 256], [5, 0, 130, 1, 0], [0, 0], [300], [32, 64, 33]]
-
-
-def function_of_torch(name):
-    """A function of torch's own tests, without their module, which imports what need not be installed."""
-    tree = ast.parse(
-        Path(importlib.util.find_spec("torch.testing._internal.common_quantized").origin).read_text()
-    )
-    wanted = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name in ("ceil_div", name)]
-    scope = {"torch": torch}
-    exec(compile(ast.Module(wanted, []), "common_quantized", "exec"), scope)
-    return scope[name]
-
-
-to_blocked = function_of_torch("to_blocked")
 
 
 def tensor(rows, columns, block, experts=None):
@@ -55,7 +40,7 @@ def random_bytes(shape):
 
 def by_torch(scales):
     """torch's layout of the scales [outer, inner] of one operand."""
-    return to_blocked(torch.from_numpy(np.ascontiguousarray(scales))).numpy()
+    return torch_descriptions.to_blocked(torch.from_numpy(np.ascontiguousarray(scales))).numpy()
 
 
 def by_torch_of_groups(q, sizes):
