@@ -12,15 +12,17 @@ both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fp8moe import QuantTensor, checks
 from fp8moe.dispatch import enter
 from fp8moe.formats import BLOCKED_128X4
 
 _ROW, _COLUMN = (1, 32), (32, 1)
+functional: Any = torch.nn.functional  # whose stubs lack the grouped product
 
 
 def scaled_mm(x: QuantTensor, w: QuantTensor) -> Tensor:
@@ -51,7 +53,8 @@ def scaled_mm(x: QuantTensor, w: QuantTensor) -> Tensor:
         raise ValueError(f"w: got {list(w.shape)}; wanted [N, {x.shape[1]}], as x is {list(x.shape)}")
     _require_blackwell(x, "scaled_mm")
     scales = _e8m0(x.scales).flatten(), _e8m0(w.scales).flatten()
-    return functional.scaled_mm(_e4m3(x), _e4m3(w).t(), *_with_recipes(*scales))
+    y: Tensor = functional.scaled_mm(_e4m3(x), _e4m3(w).t(), *_with_recipes(*scales))
+    return y
 
 
 def scaled_grouped_mm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor) -> Tensor:
@@ -93,9 +96,10 @@ def scaled_grouped_mm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor) ->
     _require_blackwell(x, "scaled_grouped_mm", grouped=True)
     weights = _e4m3(w).view(experts, width // experts, -1)
     scales = _e8m0(x.scales), _e8m0(w.scales).view(experts, -1)
-    return functional.scaled_grouped_mm(
+    y: Tensor = functional.scaled_grouped_mm(
         _e4m3(x), weights.transpose(1, 2), *_with_recipes(*scales), offs=expert_offsets[1:]
     )
+    return y
 
 
 def scaled_grouped_mm_wgrad(dy: QuantTensor, x: QuantTensor, expert_offsets: Tensor) -> Tensor:
@@ -128,9 +132,10 @@ def scaled_grouped_mm_wgrad(dy: QuantTensor, x: QuantTensor, expert_offsets: Ten
         raise ValueError(f"x: got {list(x.shape)}; wanted [{dy.shape[0]}, K], as dy is {list(dy.shape)}")
     _require_blackwell(dy, "scaled_grouped_mm", grouped=True)
     scales = _e8m0(dy.scales), _e8m0(x.scales)
-    return functional.scaled_grouped_mm(
+    dw: Tensor = functional.scaled_grouped_mm(
         _e4m3(dy), _e4m3(x).t(), *_with_recipes(*scales), offs=expert_offsets[1:]
     )
+    return dw
 
 
 def _check(block: tuple[int, int], **operands: QuantTensor) -> None:

@@ -8,9 +8,11 @@ rows are the contraction, each expert has its tiles for itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from fp8moe.formats import BLOCKED_128X4, ceil_div, is_columnwise
+from fp8moe.formats import BLOCKED_128X4, blocked_tiles, ceil_div, is_columnwise
 from fp8moe.records import QuantTensor
 from fp8moe.reference.numerics import expert_ranges
 
@@ -33,6 +35,14 @@ def to_layout(q: QuantTensor, expert_offsets: np.ndarray | None, *, out: QuantTe
             out.scales.reshape(-1)[places[has_place]] = q.scales[has_place]
         else:
             out.scales[has_place] = blocked.scales.reshape(-1)[places[has_place]]
+
+
+def compact_scratch(q: QuantTensor) -> QuantTensor:
+    """The tensor with compact scales of its own, for what writes them to be converted."""
+    rows, columns = q.shape
+    tiles = blocked_tiles(q.scales.shape, q.block)
+    shape = (4 * tiles, columns) if is_columnwise(q.block) else (rows, ceil_div(columns, 32))
+    return replace(q, scales=np.empty(shape, np.uint8), layout="compact")
 
 
 def blocked_places(q: QuantTensor, expert_offsets: np.ndarray | None) -> np.ndarray:

@@ -11,7 +11,6 @@ infinite amax gives 2^127, NaN gives 1.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,12 @@ from fp8moe.formats import (
     FORMATS,
     MIN_SCALE_EXPONENT,
     Block,
-    blocked_tiles,
     ceil_div,
     is_columnwise,
     is_mx,
-    scale_shape,
 )
 from fp8moe.records import Quantized, QuantTensor
-from fp8moe.reference.layout import to_layout
+from fp8moe.reference.layout import compact_scratch, to_layout
 from fp8moe.reference.numerics import (
     compiled,
     decode_blocks,
@@ -62,10 +59,7 @@ def quantize(
             quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
         return
     if out.layout == BLOCKED_128X4:
-        shape = (4 * blocked_tiles(out.scales.shape, out.block), x.shape[1])
-        if not is_columnwise(out.block):
-            shape = scale_shape(x.shape, out.block, "compact")
-        compact = replace(out, scales=np.empty(shape, np.uint8), layout="compact")
+        compact = compact_scratch(out)
         quantize(x, round_up=round_up, eps=eps, out=compact, expert_offsets=expert_offsets)
         to_layout(compact, expert_offsets, out=out)
         return
