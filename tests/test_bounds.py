@@ -571,6 +571,26 @@ def test_scales_that_are_missing_are_nan(backend):
 
 
 @needs_emulation
+@pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
+def test_both_devices_refuse_offsets_that_ask_for_more_scales(monkeypatch, backend):
+    """By the same words, where CUDA is asked to look at values."""
+    columns = fp8moe.quantize(RNG.standard_normal((256, 128)).astype(np.float32), block=(128, 1))
+    offsets = ints(0, 10, 20, 30, 256)
+    options = {"backend": backend}
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
+    words = set()
+    for move in (lambda a: a, cuda_on_cpu.upload):
+        q, where = move(columns), move(offsets)
+        with pytest.raises(ValueError, match=r"dy\.scales: got 2 rows of blocks; wanted 5") as error:
+            fp8moe.grouped_gemm_wgrad(q, q, where, **({} if move is not cuda_on_cpu.upload else options))
+        words.add(str(error.value))
+        with pytest.raises(ValueError, match=r"q\.scales: got 2 rows of blocks; wanted 5"):
+            fp8moe.dequantize(q, expert_offsets=where)
+    assert len(words) == 1
+
+
+@needs_emulation
 @pytest.mark.parametrize("columns", [128, 3])
 def test_chunks_of_any_sizes_lead_nowhere_else(columns):
     x = RNG.standard_normal((40, columns)).astype(BF16)
