@@ -9,6 +9,7 @@ import torch
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
+from fp8moe.activation import SWIGLU
 from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import Router, parts, router_logits
@@ -175,10 +176,12 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
     ids, probs = layer.route(x)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        how = (layer.recipe, recompute, 0, layer.activation, "dx,dprobs,dw13,dw2")
+        gradients = "dx,dprobs,dw13,dw2"
+        options = torch_experts.Options(layer.recipe, recompute, 0, SWIGLU, None, False, gradients)
         copies = arrays_in(tuple(layer._compiled_copies(None)))
-        rest = how, (None, False), [None] * 3, [False] * 3, None
-        torch_experts._CompiledExperts.apply(x, layer.w13, None, layer.w2, probs, ids, copies, *rest)
+        targets = torch_experts.Targets(*[None] * 3, *[torch.float32] * 2, [False] * 3, None)
+        weights = layer.w13, None, layer.w2
+        torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, targets, options)
     places = {t.data_ptr() for t in copies}
     found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
     _, saved = fp8moe.moe_forward(

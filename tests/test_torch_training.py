@@ -13,7 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
+from fp8moe.activation import SWIGLU
 from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_experts import Options, Targets
+from fp8moe.adapters.torch_library import OPERATORS
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.record_trees import arrays_in
 from fp8moe.records import Record
@@ -687,33 +690,29 @@ def test_the_operators_declare_what_they_do(recipe, recompute):
     if recipe != "bf16":
         multiplied = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
-    for wanted in ("dx,dprobs,dw13,dw2", "dx,dprobs", ""):
-        how = (recipe, recompute, 0, "swiglu", None, 1.0, 0.0, wanted)
-        forward = torch.ops.fp8moe.experts.default
-        torch.library.opcheck(forward, (x, multiplied, ids, probs, *how), test_utils=tests)
-        if not wanted:
+    forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
+    every = Options(recipe, recompute, 0, SWIGLU, None, False, "dx,dprobs,dw13,dw2")
+    for options in (every, every._replace(wanted="dx,dprobs"), every._replace(wanted="")):
+        arguments = forward.flatten((x, multiplied, ids, probs, options))
+        torch.library.opcheck(forward.op, arguments, test_utils=tests)
+        if not options.wanted:
             continue
-        y, *kept = forward(x, multiplied, ids, probs, *how)
+        y, *kept = forward.op(*arguments)
         needed = multiplied
         if recipe != "bf16":
             needed = [*(multiplied[:2] if recompute else []), *multiplied[2:4], *multiplied[6:]]
-        cases = [((None,) * 3, [False] * 3, (None, False))]
-        if "dw13" in wanted:
+        cases = [((None,) * 3, [False] * 3, None, False)]
+        if "dw13" in options.wanted:
             w13, w2 = (torch.zeros(w.shape) for w in weights)
             mains = w13, None, w2
-            cases += [(mains, [False] * 3, (None, False)), (mains, [True, False, True], (None, False))]
+            cases += [(mains, [False] * 3, None, False), (mains, [True, False, True], None, False)]
             if recipe == "fp8_flow":  # w1 and w3 apart, and padded ones
                 halves = tuple(h.contiguous() for h in w13.chunk(2, dim=1))
                 cut = torch.zeros(EXPERTS, 200, HIDDEN), None, torch.zeros(EXPERTS, HIDDEN, 100)
-                cases += [
-                    ((*halves, w2), [True, False, True], (None, True)),
-                    (cut, [False] * 3, (100, False)),
-                ]
-                cases += [((None,) * 3, [False] * 3, width) for width in ((100, True), (100, False))]
-        for mains, zeros, width in cases:
-            added = (None, *mains, torch.float32, torch.float32, zeros, *width)
-            torch.library.opcheck(
-                torch.ops.fp8moe.experts_backward.default,
-                (gradient_of(y), kept, needed, ids, probs, *added, *how),
-                test_utils=tests,
-            )
+                cases += [((*halves, w2), [True, False, True], None, True), (cut, [False] * 3, 100, False)]
+                cases += [((None,) * 3, [False] * 3, 100, apart) for apart in (True, False)]
+        for mains, zeros, ffn, apart in cases:
+            targets = Targets(*mains, torch.float32, torch.float32, zeros, None)
+            given = gradient_of(y), kept, needed, ids, probs, targets
+            flat = backward.flatten((*given, options._replace(ffn=ffn, apart=apart)))
+            torch.library.opcheck(backward.op, flat, test_utils=tests)
