@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, checks, workspace
+from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
 from fp8moe.adapters.torch_ops import gradient_dtype
@@ -46,6 +46,7 @@ class Options(NamedTuple):
     recompute: str | None
     align_size: int
     activation: Activation
+    backend: str | None
     ffn: int | None
     apart: bool
     wanted: str
@@ -79,6 +80,7 @@ def experts(
     recipe: str,
     recompute: str | None,
     activation: Activation,
+    backend: str | None = None,
     comm: Any = None,
     ffn: int | None = None,
     parameters: Sequence[Tensor | None] | None = None,
@@ -93,6 +95,8 @@ def experts(
         probs of `fp8moe.moe_forward_permuted`.
     w13, w2: for their gradients alone; None where they have none. w13 may be w1 and w3 apart, for "fp8_flow".
     multiplied: what stands for them in the products, `Quantized` or arrays.
+    backend: of `fp8moe.moe_forward`. Compiled code looks whether it makes these products when it is traced,
+        eager callers by `check_backend` before they quantise.
     ffn: F, where ``multiplied`` is filled up with zeros, as of `fp8moe.moe_backward`; for "fp8_flow".
     parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
@@ -113,7 +117,7 @@ def experts(
     wanted = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
     apart = w3 is not None
-    options = Options(recipe, recompute, align_size, activation, ffn, apart, ",".join(wanted))
+    options = Options(recipe, recompute, align_size, activation, backend, ffn, apart, ",".join(wanted))
     weights = w1, w3, w2
     if not torch.compiler.is_compiling():
         rest = parameters, comm, collector, options
@@ -121,12 +125,36 @@ def experts(
     tensors = [t for w in multiplied for t in arrays_in(w)]
     mains = _mains(parameters, wanted)
     zeros = [m is not None and wants_zeros(w) for m, w in zip(mains, parameters, strict=True)]
-    dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w1, w2)]
-    targets = Targets(*mains, *dtypes, zeros, handle)
+    first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
+    targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
     if comm is not None:
         given = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
         return _experts_over_ranks_op(*given, targets, options)[0]
     return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
+
+
+def check_backend(x: Tensor, backend: str | None, **layer: Any) -> None:
+    """`fp8moe.moe.check_backend` of x's device."""
+    if backend is not None:
+        moe.check_backend(backend, "cpu" if x.device.type == "cpu" else x.device.index, **layer)
+
+
+def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
+    """The same of fake tensors, whose sizes then are compiled for."""
+    if options.backend is None:
+        return
+    w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
+    check_backend(
+        x,
+        options.backend,
+        recipe=options.recipe,
+        activation=options.activation,
+        dtype=str(x.dtype).removeprefix("torch."),
+        experts=int(w13[0]),
+        hidden=int(w13[2]),
+        ffn=int(w2[2] if options.ffn is None else options.ffn),
+        gradients=_names(options.wanted),
+    )
 
 
 def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
@@ -159,6 +187,7 @@ def _call_forward(
     given = x, *weights, ids, probs
     names: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
     names |= {"activation": options.activation, "gradients": _names(options.wanted)}
+    names["backend"] = options.backend
     if options.align_size:
         return fp8moe.moe_forward_permuted(*given, align_size=options.align_size, **names)
     return fp8moe.moe_forward(*given, comm=comm, **names)
@@ -417,15 +446,24 @@ def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
     return tuple((s.shape, s.dtype) for s in specs)
 
 
-@operator("experts")
+def _experts_fake(
+    x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
+) -> list[Tensor]:
+    weights = _weights(options.recipe, multiplied)
+    _check_traced(x, weights, options)
+    y, saved_like = _results(_specs(x, ids, probs, weights), options)
+    return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.wanted else ()))]
+
+
+@operator("experts", fake=_experts_fake)
 def _experts_op(
     x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
     y, saved = _forward(x, ids, probs, _weights(options.recipe, multiplied), options)
     kept = list(arrays_in(saved)) if options.wanted else []
-    if isinstance(x, Tensor):  # a compiler counts on results that are no inputs, as permuted rows' counts are
-        given = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
-        kept = [t.clone() if t.untyped_storage().data_ptr() in given else t for t in kept]
+    # a compiler counts on results that are no inputs, as permuted rows' counts are
+    given = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
+    kept = [t.clone() if t.untyped_storage().data_ptr() in given else t for t in kept]
     return [y, *kept]
 
 
@@ -534,10 +572,12 @@ def _experts_over_ranks_fake(
     targets: Targets,
     options: Options,
 ) -> list[Tensor]:
+    weights = _weights(options.recipe, multiplied)
+    _check_traced(x, weights, options)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not options.wanted:
         return [y]
-    _, saved_like = _results(_specs(x, ids, probs, _weights(options.recipe, multiplied)), options)
+    _, saved_like = _results(_specs(x, ids, probs, weights), options)
     kept = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]  # the last: where rows went
     size = torch.library.get_ctx().new_dynamic_size
     described = torch.empty(size(), dtype=torch.uint8, device="cpu")

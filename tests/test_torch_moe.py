@@ -177,7 +177,7 @@ def test_the_operator_keeps_what_the_layer_keeps(recompute):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         gradients = "dx,dprobs,dw13,dw2"
-        options = torch_experts.Options(layer.recipe, recompute, 0, SWIGLU, None, False, gradients)
+        options = torch_experts.Options(layer.recipe, recompute, 0, SWIGLU, None, None, False, gradients)
         copies = arrays_in(tuple(layer._compiled_copies(None)))
         targets = torch_experts.Targets(*[None] * 3, *[torch.float32] * 2, [False] * 3, None)
         weights = layer.w13, None, layer.w2

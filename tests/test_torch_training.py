@@ -691,7 +691,7 @@ def test_the_operators_declare_what_they_do(recipe, recompute):
         multiplied = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
-    every = Options(recipe, recompute, 0, SWIGLU, None, False, "dx,dprobs,dw13,dw2")
+    every = Options(recipe, recompute, 0, SWIGLU, None, None, False, "dx,dprobs,dw13,dw2")
     for options in (every, every._replace(wanted="dx,dprobs"), every._replace(wanted="")):
         arguments = forward.flatten((x, multiplied, ids, probs, options))
         torch.library.opcheck(forward.op, arguments, test_utils=tests)
