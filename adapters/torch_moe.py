@@ -198,23 +198,27 @@ class FP8FlowMoE(nn.Module):
             self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
-            tokens, topk_ids, topk_probs = self._require_router()(tokens, pass_rows=True)
+            routed = self.route(tokens)
+            if len(routed) != 3:
+                raise ValueError(
+                    f"route: got {len(routed)} results; wanted (rows, ids, probabilities); return the tokens "
+                    "before the other two"
+                )
+            tokens, topk_ids, topk_probs = routed
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
         # not as a view: an in-place operation on one would take hooks off that fully_shard puts on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
-    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too. Raises
-        ValueError in a layer without a router."""
-        ids, probs = self._require_router()(tokens)
-        return ids, probs
-
-    def _require_router(self) -> Router:
+    def route(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """(rows [T, H], ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too;
+        the forward's choice, which a subclass may make otherwise. The rows are the tokens, for the experts,
+        whose gradient then comes in one piece with the router's (see `Router.forward`). Raises ValueError in
+        a layer without a router."""
         if self.router is None:
             raise ValueError(
                 "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
             )
-        return self.router
+        return self.router(tokens, pass_rows=True)  # type: ignore[no-any-return]
 
     def quantize_weights(self) -> None:
         """Make FP8 copies of the weights now and keep them.
