@@ -419,7 +419,7 @@ def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
 def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
     layer = module(recipe)
     call = compiled(layer, dynamic=dynamic)
-    # above and below a block of 128 rows, and for one, two and more rows an expert
+    # above and below blocks of 16 and of 128 rows
     counts = [64, 100, 7, 130, 33, 256, 300, 91, 77, 128, 5, 60, 2, 3, 16, 17, 127, 129, 31, 8]
     assert len(set(counts)) == 20
     for i, count in enumerate(counts):
