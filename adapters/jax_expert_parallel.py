@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_ops
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
 
@@ -40,6 +41,7 @@ def moe_ffn(
     num_out_tokens: int | None = None,
     activation: Activation = SWIGLU,
     transposed: bool = False,
+    backend: str | None = None,
 ) -> Any:
     """`jax_ops.moe_ffn` of each device's tokens, with the experts of all devices along ``axis_name``: to be
     called inside ``jax.shard_map(..., check_vma=False)``.
@@ -51,21 +53,25 @@ def moe_ffn(
         negative. T by default, which is never too few. With W devices W * capacity rows arrive at each.
     num_out_tokens: rows of the device's own plan (`plan_topk`), overflow left out; the static bound by
         default, which holds whatever the routing.
+    backend: by which kernels the products are made, as `jax_ops.moe_ffn` takes it.
 
     Returns y in x's shape and dtype, with gradients for x, w13, w2 and topk_probs in their dtypes.
     """
     checks.choice("recipe", recipe, moe.RECIPES)
+    checks.choice("backend", backend, BACKENDS)
     rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed)
     if capacity is not None and not 0 < capacity <= rows.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
     transposed = transposed and recipe != "bf16"  # which has them as the library's already
-    how = _How(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed)
-    return _moe(rows, w13, w2, probs, ids, how).astype(x.dtype).reshape(x.shape)
+    layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed, backend)
+    return _moe(rows, w13, w2, probs, ids, layer).astype(x.dtype).reshape(x.shape)
 
 
-class _How(NamedTuple):
+class _Layer(NamedTuple):
+    """What is static of a layer."""
+
     axis: str
     recipe: str
     recompute: str | None
@@ -73,6 +79,7 @@ class _How(NamedTuple):
     num_out_tokens: int | None
     activation: Activation
     transposed: bool
+    backend: str | None
 
 
 class Route(NamedTuple):
@@ -137,58 +144,59 @@ def _from_bytes(x: Any, dtype: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
+def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
+    return _moe_fwd(x, w13, w2, probs, ids, layer, gradients=())[0]
 
 
-def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
-    devices = jax.lax.axis_size(how.axis)
-    weights = jax_ops.multiplied(w13, w2, how.recipe, how.transposed)
+def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
+    devices = jax.lax.axis_size(layer.axis)
+    weights = jax_ops.multiplied(w13, w2, layer.recipe, layer.transposed)
     experts = moe.experts_of(weights[0])
-    way = route(ids, experts, devices, how.capacity)
-    *rows, local, moved = dispatch([*_parts(x, how), ids.astype(jnp.int32), probs], way, how.axis)
-    local -= jax.lax.axis_index(how.axis) * experts
+    way = route(ids, experts, devices, layer.capacity)
+    *rows, local, moved = dispatch([*_parts(x, layer), ids.astype(jnp.int32), probs], way, layer.axis)
+    local -= jax.lax.axis_index(layer.axis) * experts
     local = jnp.where((local >= 0) & (local < experts), local, -1)
-    bound = how.num_out_tokens
+    bound = layer.num_out_tokens
     if bound is None:
-        entries = devices * how.capacity * min(ids.shape[1], experts)
-        bound = static_bound(entries, experts, moe.ALIGN_SIZE[how.recipe])
+        entries = devices * layer.capacity * min(ids.shape[1], experts)
+        bound = static_bound(entries, experts, moe.ALIGN_SIZE[layer.recipe])
     y, saved = _experts_forward(
-        _rows_of(rows, how),
+        _rows_of(rows, layer),
         *weights,
         local,
         moved,
-        recipe=how.recipe,
-        recompute=how.recompute,
+        recipe=layer.recipe,
+        recompute=layer.recompute,
         num_out_tokens=bound,
-        activation=how.activation,
+        activation=layer.activation,
         gradients=jax_ops.wanted_gradients(w13, w2) if gradients is None else gradients,
+        backend=layer.backend,
     )
-    return combine(y, way, how.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
+    return combine(y, way, layer.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
+def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
     saved, way, like, probs = kept
-    rows = _rows_of(dispatch(_parts(dy, how), way, how.axis), how)
-    saved, options = jax_ops.backward_of(saved, like, how.transposed)
+    rows = _rows_of(dispatch(_parts(dy, layer), way, layer.axis), layer)
+    saved, options = jax_ops.backward_of(saved, like, layer.transposed)
     grads = _experts_backward(saved, rows, **options)
-    dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
-    weights = jax_ops.of_weights(grads, like, how.transposed)
+    dx, dprobs = (combine(g, way, layer.axis) for g in (grads.dx, grads.dprobs))
+    weights = jax_ops.of_weights(grads, like, layer.transposed)
     return dx, *weights, dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
 
 
-def _parts(x: Any, how: _How) -> list[Any]:
+def _parts(x: Any, layer: _Layer) -> list[Any]:
     """x as it travels: its one cast for "fp8_flow"."""
-    fmt = moe.FORMAT_BETWEEN_RANKS[how.recipe]
+    fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
     if fmt is None:
         return [x]
     q = jax_ops.quantize(x, fmt=fmt)
     return [q.data, q.scales]
 
 
-def _rows_of(parts: Sequence[Any], how: _How) -> Any:
-    fmt = moe.FORMAT_BETWEEN_RANKS[how.recipe]
+def _rows_of(parts: Sequence[Any], layer: _Layer) -> Any:
+    fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
     return parts[0] if fmt is None else QuantTensor(parts[0], parts[1], fmt)

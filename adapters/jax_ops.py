@@ -34,6 +34,7 @@ from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
 from fp8moe.formats import BFLOAT16
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
@@ -237,12 +238,12 @@ def sort_chunks(
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
-    how = {"num_out_tokens": num_out_tokens, **dict(options)}
+    by_name = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
         moved = _sort(no_columns(probs), probs, split_sizes, sorted_indices, options, num_out_tokens)
-        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **how).data)  # type: ignore[arg-type]
+        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **by_name).data)  # type: ignore[arg-type]
     if isinstance(x, QuantTensor):
-        return _sort_op(x, split_sizes, sorted_indices, probs, **how)
+        return _sort_op(x, split_sizes, sorted_indices, probs, **by_name)
     return _sort(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
 
 
@@ -318,8 +319,8 @@ def _swiglu_fwd(h, probs, activation):  # type: ignore[no-untyped-def]
 
 def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
     h, probs = kept
-    found = swiglu_backward(grad, h, probs, activation=activation)
-    return found.dh, None if probs is None else found.dprobs.astype(probs.dtype)
+    grads = swiglu_backward(grad, h, probs, activation=activation)
+    return grads.dh, None if probs is None else grads.dprobs.astype(probs.dtype)
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
@@ -372,6 +373,7 @@ def moe_ffn(
     activation: Activation = SWIGLU,
     transposed: bool = False,
     token_sharding: jax.sharding.NamedSharding | None = None,
+    backend: str | None = None,
 ) -> Any:
     """`fp8moe.moe_forward` of any floats, with gradients for x, w13, w2 and topk_probs in their dtypes.
 
@@ -401,6 +403,9 @@ def moe_ffn(
         How x's leading dimensions are spread over the devices of a mesh, in a program that XLA partitions:
         each device computes its own tokens, by weights that XLA gathers, and their gradients are summed. Not
         inside ``shard_map``, where a device sees nothing but its own arrays.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        By which kernels all products are made on CUDA, the backward's too, as `fp8moe.grouped_gemm` takes it;
+        None: the fastest. "cublas" synchronises, and is slow inside ``jax.jit``.
 
     Returns
     -------
@@ -410,7 +415,9 @@ def moe_ffn(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit each other; for a program that XLA partitions, without token_sharding.
+        For arguments that do not fit each other; for a program that XLA partitions, without token_sharding;
+        for a backend on the CPU. What a device's products cannot be made by is known where they are launched:
+        inside ``jax.jit`` that is an error of XLA, with the ValueError's text.
 
     Notes
     -----
@@ -419,9 +426,10 @@ def moe_ffn(
     without a copy. "bf16" transposes and joins the weights themselves.
     """
     checks.choice("recipe", recipe, RECIPES)
-    how = _How(recipe, recompute, activation, transposed)
+    checks.choice("backend", backend, BACKENDS)
+    layer = _Layer(recipe, recompute, activation, transposed, backend)
     if token_sharding is None:
-        return _any_floats(x, w13, w2, topk_ids, topk_probs, how)
+        return _any_floats(x, w13, w2, topk_ids, topk_probs, layer)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
     if len(tokens) >= x.ndim:
         raise ValueError(
@@ -435,23 +443,26 @@ def moe_ffn(
             jax.tree.map(lambda a, s=spec: jax.reshard(a, jax.sharding.NamedSharding(mesh, s)), array)
             for array, spec in zip(arrays, specs, strict=True)
         )
-    layer = functools.partial(_any_floats, how=how)
-    run = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    of_a_device = functools.partial(_any_floats, layer=layer)
+    run = jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return run(*arrays)
 
 
-class _How(NamedTuple):
+class _Layer(NamedTuple):
+    """What is static of a layer."""
+
     recipe: str
     recompute: str | None
     activation: Activation
     transposed: bool
+    backend: str | None
 
 
-def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, how: _How) -> Any:
-    rows, *weights = operands(x, w13, w2, how.recipe, how.transposed)
-    how = how._replace(transposed=how.transposed and how.recipe != "bf16")
+def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
+    rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed)
+    layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (ids, probs))
-    return _moe(rows, *weights, probs, ids, how).astype(x.dtype).reshape(x.shape)
+    return _moe(rows, *weights, probs, ids, layer).astype(x.dtype).reshape(x.shape)
 
 
 def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any, Any]:
@@ -506,29 +517,30 @@ def _ffn(w13: Any, w2: Any, transposed: bool) -> int | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
+def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
+    return _moe_fwd(x, w13, w2, probs, ids, layer, gradients=())[0]
 
 
-def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
+def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
     y, saved = moe_forward(
         x,
-        *multiplied(w13, w2, how.recipe, how.transposed),
+        *multiplied(w13, w2, layer.recipe, layer.transposed),
         ids,
         probs,
-        recipe=how.recipe,
-        recompute=how.recompute,
-        activation=how.activation,
+        recipe=layer.recipe,
+        recompute=layer.recompute,
+        activation=layer.activation,
         gradients=wanted_gradients(w13, w2) if gradients is None else gradients,
+        backend=layer.backend,
     )
     return y, (saved, like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
+def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    saved, options = backward_of(saved, like, how.transposed)
+    saved, options = backward_of(saved, like, layer.transposed)
     grads = moe_backward(saved, dy, **options)
-    return grads.dx, *of_weights(grads, like, how.transposed), grads.dprobs.astype(probs.dtype), None
+    return grads.dx, *of_weights(grads, like, layer.transposed), grads.dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
