@@ -100,6 +100,8 @@ def traceable(function: Any) -> Any:
 
 plan_topk = traceable(fp8moe.plan_topk)
 plan_routing_map = traceable(fp8moe.plan_routing_map)
+plan_row_map = traceable(fp8moe.plan_row_map)
+plan_index_map = traceable(fp8moe.plan_index_map)
 quantize = traceable(fp8moe.quantize)
 quantize_weights = traceable(fp8moe.quantize_weights)
 dequantize = traceable(fp8moe.dequantize)
@@ -128,18 +130,27 @@ _route_op = traceable(fp8moe.route)
 # ---------------------------------------------------------------- with gradients
 
 
-def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
+def permute(
+    x: Any,
+    plan: PermutationPlan,
+    probs: Any = None,
+    *,
+    fill_padding: bool = True,
+    zero_unweighted: bool = False,
+) -> Permuted:
     """`fp8moe.permute`, with gradients for x and probs."""
-    if may_need_grad(x):
-        data, moved = _permute(x, probs, plan, fill_padding)
-    elif isinstance(probs, jax.core.Tracer):
-        _, moved = _permute(no_columns(probs), probs, plan, fill_padding)
-        data = permute(x, plan, fill_padding=fill_padding).data
-    elif isinstance(x, QuantTensor):
-        return _permute_op(x, plan, probs, fill_padding=fill_padding)
-    else:
-        data, moved = _permute(x, probs, plan, fill_padding)
-    return Permuted(data, moved, plan)
+    options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
+    if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
+        _, moved = _permute(no_columns(probs), probs, plan, options)
+        weights = jax.lax.stop_gradient(probs) if zero_unweighted else None
+        if isinstance(x, QuantTensor):
+            data = _permute_op(x, plan, weights, **dict(options)).data
+        else:
+            data, _ = _permute(x, weights, plan, options)
+        return Permuted(data, moved, plan)
+    if isinstance(x, QuantTensor):
+        return _permute_op(x, plan, probs, **dict(options))
+    return Permuted(*_permute(x, probs, plan, options), plan)
 
 
 def may_need_grad(x: Any) -> bool:
@@ -162,16 +173,16 @@ def refuse_codes(grad: Any) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _permute(x: Any, probs: Any, plan: PermutationPlan, fill_padding: bool) -> tuple[Any, Any]:
-    moved = _permute_op(x, plan, probs, fill_padding=fill_padding)
+def _permute(x: Any, probs: Any, plan: PermutationPlan, options: Any) -> tuple[Any, Any]:
+    moved = _permute_op(x, plan, probs, **dict(options))
     return moved.data, moved.probs
 
 
-def _permute_fwd(x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
-    return _permute(x, probs, plan, fill_padding), (plan, probs)
+def _permute_fwd(x, probs, plan, options):  # type: ignore[no-untyped-def]
+    return _permute(x, probs, plan, options), (plan, probs)
 
 
-def _permute_bwd(fill_padding, kept, grads):  # type: ignore[no-untyped-def]
+def _permute_bwd(options, kept, grads):  # type: ignore[no-untyped-def]
     plan, probs = kept
     refuse_codes(grads[0])
     dx, dprobs = permute_backward(grads[0], plan, None if probs is None else grads[1])

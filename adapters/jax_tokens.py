@@ -21,7 +21,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8moe import PermutationPlan, row_maps
+from fp8moe import PermutationPlan
 from fp8moe.adapters import jax_ops
 
 # ---------------------------------------------------------------- with gradients
@@ -89,34 +89,21 @@ def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
 
 
 def _gather(row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
-    dx, dprobs = jax_ops.permute_backward(grad, _plan_of_map(row_map, pads, grad.shape[0]), *grad_probs)
+    dx, dprobs = jax_ops.permute_backward(grad, _plan_of(row_map, pads, grad.shape[0]), *grad_probs)
     return (dx, dprobs) if grad_probs else (dx,)
 
 
 def _combine(row_map, pads, data, *probs):  # type: ignore[no-untyped-def]
-    return (jax_ops._unpermute_op(data, _plan_of_map(row_map, pads, data.shape[0]), *probs),)
+    return (jax_ops._unpermute_op(data, _plan_of(row_map, pads, data.shape[0]), *probs),)
 
 
 def _scatter(rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-untyped-def]
-    found = jax_ops.unpermute_backward(grad, _plan_of_map(row_map, pads, rows), *data_and_probs)
+    found = jax_ops.unpermute_backward(grad, _plan_of(row_map, pads, rows), *data_and_probs)
     return found if data_and_probs else found[:1]
 
 
-class _Arrays:
-    """What `fp8moe.row_maps.plan_of_map` asks of JAX."""
-
-    where = staticmethod(jnp.where)
-    join = staticmethod(jnp.concatenate)
-
-    def count(self, numbers: Any, bins: int) -> Any:
-        return jnp.zeros(bins, jnp.int32).at[numbers].add(1)
-
-    def running_sum(self, x: Any) -> Any:
-        return jnp.cumsum(x, dtype=jnp.int32)
-
-
-def _plan_of_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
-    return row_maps.plan_of_map(_Arrays(), row_id_map, pad_offsets, rows)  # type: ignore[arg-type]
+def _plan_of(row_map: Any, pads: Any, rows: int) -> PermutationPlan:
+    return jax_ops.plan_row_map(row_map, pads, num_out_tokens=rows)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- XLA's operations: a device's own tokens

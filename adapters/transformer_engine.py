@@ -110,7 +110,7 @@ def moe_unpermute(
         )
     row_id_map = row_id_map.to(torch.int32)
     pads = None if pad_offsets is None else pad_offsets.to(torch.int32).contiguous()
-    plan = row_maps.plan_of_map(_ARRAYS, row_id_map, pads, num_rows)
+    plan = torch_ops.plan_row_map(row_id_map, pads, num_out_tokens=num_rows)
     return torch_ops.unpermute(inp, plan, merging_probs)
 
 
@@ -194,51 +194,22 @@ def _mask_plan(routing_map: Tensor, num_out_tokens: int) -> PermutationPlan:
 
 
 def _permute_with_probs(inp: Rows, probs: Tensor, plan: PermutationPlan) -> tuple[Rows, Tensor]:
-    moved = torch_ops.permute(contiguous(inp), plan, contiguous(probs))
-    dropped = (moved.probs == 0).unsqueeze(1)
-    if isinstance(moved.data, QuantTensor):
-        return replace(moved.data, data=moved.data.data.masked_fill(dropped, 0)), moved.probs
-    # Only the values: as in the original, the gradient of a dropped row still reaches its token.
-    return _ZeroRows.apply(moved.data, dropped), moved.probs
-
-
-class _ZeroRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, dropped):  # type: ignore[no-untyped-def]
-        return rows.masked_fill(dropped, 0)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad, None
+    moved = torch_ops.permute(contiguous(inp), plan, contiguous(probs), zero_unweighted=True)
+    return moved.data, moved.probs
 
 
 class _Arrays:
     """torch's `fp8moe.row_maps.Namespace`."""
 
     where: Any = staticmethod(torch.where)
-    join: Any = staticmethod(torch.cat)
 
-    def side_by_side(self, arrays: list[Tensor]) -> Tensor:
-        return torch.cat(arrays, dim=1)
-
-    def sum_rows(self, x: Tensor) -> Tensor:
-        return x.sum(dim=1, keepdim=True, dtype=torch.int32)
-
-    def count(self, numbers: Tensor, bins: int) -> Tensor:
-        ones = torch.ones_like(numbers, dtype=torch.int32)
-        return ones.new_zeros(bins).scatter_add(0, numbers.long(), ones)
-
-    def running_sum(self, x: Tensor) -> Tensor:
-        return x.cumsum(0, dtype=torch.int32)
+    def total(self, x: Tensor) -> Tensor:
+        return x.sum(dtype=torch.int32).reshape(1)
 
     def ranks(self, x: Tensor) -> Tensor:
         order = x.sort(stable=True).indices
         numbers = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         return torch.empty_like(numbers).scatter_(0, order, numbers)
-
-    def descending(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, places = x.sort(dim=1, descending=True, stable=True)
-        return values, places.to(torch.int32)
 
 
 _ARRAYS = _Arrays()
@@ -252,7 +223,7 @@ def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[
     tokens, k = indices.shape
     num_rows = num_out_tokens if tokens and num_out_tokens > 0 else tokens * k
     row_id_map = row_maps.index_map(_ARRAYS, indices, num_rows)
-    plan = row_maps.plan_of_index_map(_ARRAYS, row_id_map, k, num_rows)
+    plan = torch_ops.plan_index_map(row_id_map, k, num_out_tokens=num_rows)
     return torch_ops.permute(contiguous(inp), plan).data, row_id_map
 
 
@@ -262,4 +233,5 @@ def _unpermute_by_index(inp: Rows, row_id_map: Tensor, probs: Tensor | None) -> 
         probs = probs.to(torch.float32)
     k = 1 if probs is None else probs.shape[1]
     num_rows = inp.data.shape[0] if isinstance(inp, QuantTensor) else inp.shape[0]
-    return torch_ops.unpermute(inp, row_maps.plan_of_index_map(_ARRAYS, row_id_map, k, num_rows), probs)
+    plan = torch_ops.plan_index_map(row_id_map, k, num_out_tokens=num_rows)
+    return torch_ops.unpermute(inp, plan, probs)
