@@ -27,6 +27,26 @@ from fp8moe.plan import is_exact, places, plan_spec, static_bound
 from fp8moe.record_trees import arrays_in
 from fp8moe.transpose import transposed_block
 
+__all__ = [
+    "dequantize",
+    "grouped_gemm",
+    "pad",
+    "permute",
+    "permute_and_pad",
+    "permute_transpose",
+    "plan_routing_map",
+    "plan_topk",
+    "quantize",
+    "quantize_weights",
+    "scaling_aware_transpose",
+    "sort_chunks",
+    "swiglu",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "unpad",
+    "unpermute",
+]
+
 Values = dict[str, Any]  # the arguments of a call, by name
 
 # ---------------------------------------------------------------- plans
@@ -301,6 +321,8 @@ def quantize_weights(
 
     Examples
     --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
     >>> torch_ops.quantize_weights(torch.ones(2, 128, 256)).columnwise.data.shape
     torch.Size([2, 256, 128])
     """
