@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_ops
+from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
@@ -82,48 +83,28 @@ class _Layer(NamedTuple):
     backend: str | None
 
 
-class Route(NamedTuple):
-    """Which tokens go where. tokens: int32 [W, C], the token of each row of the blocks to the devices, T
-    where there is none. places: int32 [T, W], the row of the block of each device that a token goes to; else
-    C."""
-
-    tokens: Any
-    places: Any
-
-
-def route(topk_ids: Any, experts: int, devices: int, capacity: int) -> Route:
-    """Blocks in the order of the tokens; `experts` of each device."""
-    device = jnp.where(topk_ids >= 0, topk_ids // experts, -1)
-    goes = (device[:, :, None] == jnp.arange(devices)).any(axis=1)  # [T, W]
-    row = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
-    places = jnp.where(goes & (row < capacity), row, capacity)
-    tokens, to = jnp.indices(places.shape, dtype=jnp.int32)
-    blocks = jnp.full((devices, capacity), len(topk_ids), jnp.int32)
-    return Route(blocks.at[to, places].set(tokens, mode="drop"), places)
-
-
-def dispatch(parts: Sequence[Any], route: Route, axis_name: str) -> list[Any]:
+def dispatch(parts: Sequence[Any], blocks: Blocks, axis_name: str) -> list[Any]:
     """Rows of every part [T, ...] to the devices, in one exchange. Each comes as [W * C, ...], block by
     block; rows of no token are zeros, or -1 in integers."""
-    blocks = [
-        jnp.take(p, route.tokens, axis=0, mode="fill", fill_value=-1 if p.dtype == jnp.int32 else 0)
+    rows = [
+        jnp.take(p, blocks.tokens, axis=0, mode="fill", fill_value=-1 if p.dtype == jnp.int32 else 0)
         for p in parts
     ]
-    buffers = [_as_bytes(b) for b in blocks]
+    buffers = [_as_bytes(r) for r in rows]
     came = jax.lax.all_to_all(jnp.concatenate(buffers, axis=-1), axis_name, 0, 0)
     ends = list(itertools.accumulate(o.shape[-1] for o in buffers))[:-1]
-    found = [_from_bytes(o, b.dtype) for o, b in zip(jnp.split(came, ends, axis=-1), blocks, strict=True)]
-    return [f.reshape(-1, f.shape[-1]) for f in found]
+    arrived = [_from_bytes(o, r.dtype) for o, r in zip(jnp.split(came, ends, axis=-1), rows, strict=True)]
+    return [a.reshape(-1, a.shape[-1]) for a in arrived]
 
 
-def combine(rows: Any, route: Route, axis_name: str) -> Any:
+def combine(rows: Any, blocks: Blocks, axis_name: str) -> Any:
     """What came back for each token, summed in float32 (float64 for float64): [W * C, H] -> [T, H]."""
-    devices, capacity = route.tokens.shape
+    devices, capacity = blocks.tokens.shape
     back = jax.lax.all_to_all(rows.reshape(devices, capacity, -1), axis_name, 0, 0)
     wide = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
-    total = jnp.zeros((len(route.places), rows.shape[-1]), wide)
+    total = jnp.zeros((len(blocks.places), rows.shape[-1]), wide)
     for device in range(devices):
-        part = jnp.take(back[device], route.places[:, device], axis=0, mode="fill", fill_value=0)
+        part = jnp.take(back[device], blocks.places[:, device], axis=0, mode="fill", fill_value=0)
         total += part.astype(wide)
     return total.astype(rows.dtype)
 
@@ -152,10 +133,9 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
     devices = jax.lax.axis_size(layer.axis)
     weights = jax_ops.multiplied(w13, w2, layer.recipe, layer.transposed)
     experts = moe.experts_of(weights[0])
-    way = route(ids, experts, devices, layer.capacity)
-    *rows, local, moved = dispatch([*_parts(x, layer), ids.astype(jnp.int32), probs], way, layer.axis)
-    local -= jax.lax.axis_index(layer.axis) * experts
-    local = jnp.where((local >= 0) & (local < experts), local, -1)
+    blocks = device_blocks(jnp, ids, experts, devices, layer.capacity)
+    *rows, local, moved = dispatch([*_parts(x, layer), ids.astype(jnp.int32), probs], blocks, layer.axis)
+    local = local_ids(jnp, local, experts, jax.lax.axis_index(layer.axis))
     bound = layer.num_out_tokens
     if bound is None:
         entries = devices * layer.capacity * min(ids.shape[1], experts)
@@ -172,15 +152,15 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
         gradients=jax_ops.wanted_gradients(w13, w2) if gradients is None else gradients,
         backend=layer.backend,
     )
-    return combine(y, way, layer.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
+    return combine(y, blocks, layer.axis), (saved, blocks, jax_ops.like_weights(w13, w2), probs[:0])
 
 
 def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
-    saved, way, like, probs = kept
-    rows = _rows_of(dispatch(_parts(dy, layer), way, layer.axis), layer)
+    saved, blocks, like, probs = kept
+    rows = _rows_of(dispatch(_parts(dy, layer), blocks, layer.axis), layer)
     saved, options = jax_ops.backward_of(saved, like, layer.transposed)
     grads = _experts_backward(saved, rows, **options)
-    dx, dprobs = (combine(g, way, layer.axis) for g in (grads.dx, grads.dprobs))
+    dx, dprobs = (combine(g, blocks, layer.axis) for g in (grads.dx, grads.dprobs))
     weights = jax_ops.of_weights(grads, like, layer.transposed)
     return dx, *weights, dprobs.astype(probs.dtype), None
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from fp8moe import chunk_orders
 from fp8moe.adapters import jax_ops, jax_tokens
 
 
@@ -46,8 +47,7 @@ def token_dispatch(
     rows = (num_out_tokens + mask.shape[1] * (align - 1)) // align * align
     flat = None if probs is None else _rows(probs)
     apart = flat is not None and not jax_ops.may_need_grad(x)
-    found = jax_tokens.dispatch(x, mask, None if apart else flat, rows, align)
-    data, moved, row_map, pads, counts = found
+    data, moved, row_map, pads, counts = jax_tokens.dispatch(x, mask, None if apart else flat, rows, align)
     if apart:
         moved = jax_tokens.dispatch(jax_ops.no_columns(flat), mask, flat, rows, align)[1]
     return data, moved, row_map, None if align_size is None else pads, counts
@@ -68,10 +68,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
     where they are."""
     x = _rows(inp)
     rows = jax_ops.sort_chunks(x, split_sizes, sorted_indices, keep_rest=True).data
-    ends, there = jnp.cumsum(split_sizes), jnp.cumsum(split_sizes[sorted_indices])
-    moved_by = jnp.append(jnp.zeros_like(ends).at[sorted_indices].set(there) - ends, 0)
-    row = jnp.arange(x.shape[0])
-    return rows, (row + moved_by[jnp.searchsorted(ends, row, side="right")]).astype(jnp.int32)
+    return rows, chunk_orders.moved_rows(jnp, split_sizes, sorted_indices, x.shape[0])
 
 
 # ---------------------------------------------------------------- by sorting, of XLA's operations alone
@@ -80,8 +77,7 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
 def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: int) -> tuple[Any, Any]:
     """(ids [T, topk] of each token's experts, ascending; their entries of sparse_probs [T, E]) of a mask
     [T, E] with topk experts in each row."""
-    experts = routing_map.shape[-1]
-    ids = jnp.argsort(routing_map != 0, axis=-1, stable=True)[..., experts - topk :]
+    ids = chunk_orders.selected_experts(jnp, routing_map, topk)
     return ids, jnp.take_along_axis(sparse_probs, ids, axis=-1)
 
 
@@ -122,10 +118,7 @@ def pure_jax_token_dispatch(
         ids = (ids - roll_to_expert_id) % num_experts
     entries, counts = len(ids), jnp.bincount(ids, length=num_experts)
     if align_size > 1:
-        missing = -counts % align_size
-        wanted = jnp.arange(align_size - 1) < missing[:, None]
-        padding = jnp.where(wanted, jnp.arange(num_experts)[:, None], num_experts).reshape(-1)
-        ids, counts = jnp.concatenate([ids, padding.astype(ids.dtype)]), counts + missing
+        ids, counts = chunk_orders.entries_with_padding(jnp, ids, counts, align_size)
     order = jnp.argsort(ids, stable=True)
     state = PureJaxPermState(order, entries, len(ids) - entries)
     return jax_tokens.sort_entries(_rows(inputs), order, num_experts_per_tok), state, counts
@@ -159,32 +152,16 @@ def compute_ragged_all_to_all_params(
 
     all_shards_tokens_per_expert: [num_expert_shards, E], of each shard the counts of its own tokens.
     """
-    sends = _between_shards(all_shards_tokens_per_expert, num_expert_shards).sum(axis=2)
-    return _exchange(sends, shard_id)
+    counts = chunk_orders.counts_between_shards(all_shards_tokens_per_expert, num_expert_shards)
+    return tuple(chunk_orders.exchange_of(jnp, counts.sum(axis=2), shard_id))
 
 
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> tuple[Any, Any, Any, Any]:
     """The same for the way back."""
-    sends = _between_shards(all_shards_tokens_per_expert, num_expert_shards).sum(axis=2)
-    return _exchange(sends.T, shard_id)
-
-
-def _between_shards(counts: Any, shards: int) -> Any:
-    """[source, target, experts of each] of [source, experts]."""
-    if counts.shape[0] != shards or counts.shape[1] % shards:
-        raise ValueError(
-            f"all_shards_tokens_per_expert: got shape {list(counts.shape)}; wanted [{shards}, E], E a "
-            f"multiple of num_expert_shards={shards}"
-        )
-    return counts.reshape(shards, shards, -1)
-
-
-def _exchange(sends: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
-    """What `jax.lax.ragged_all_to_all` takes, of rows that each source sends each target."""
-    to, before = sends[shard], jnp.cumsum(sends, axis=0, dtype=sends.dtype) - sends
-    return jnp.cumsum(to, dtype=to.dtype) - to, to, before[shard], sends[:, shard]
+    counts = chunk_orders.counts_between_shards(all_shards_tokens_per_expert, num_expert_shards)
+    return tuple(chunk_orders.exchange_of(jnp, counts.sum(axis=2).T, shard_id))
 
 
 def local_permute_after_a2a(
@@ -192,10 +169,10 @@ def local_permute_after_a2a(
 ) -> tuple[Any, Any, dict[str, Any]]:
     """(rows by local expert, shape as x_recv's; counts of the local experts; state) of the rows [R, H] that
     arrived from shard after shard, each sorted by expert."""
-    counts = _between_shards(all_shards_tokens_per_expert, num_expert_shards)[:, shard_id]
+    counts = chunk_orders.counts_between_shards(all_shards_tokens_per_expert, num_expert_shards)[:, shard_id]
     shards, experts = counts.shape
-    by_expert = jnp.arange(shards * experts, dtype=jnp.int32).reshape(shards, experts).T.reshape(-1)
-    by_shard = jnp.arange(shards * experts, dtype=jnp.int32).reshape(experts, shards).T.reshape(-1)
+    by_expert = chunk_orders.transposed_order(jnp, shards, experts)
+    by_shard = chunk_orders.transposed_order(jnp, experts, shards)
     state = {"sorted_split_sizes": counts.T.reshape(-1), "inverse_chunk_indices": by_shard}
     return sort_chunks_by_index(x_recv, counts.reshape(-1), by_expert)[0], counts.sum(axis=0), state
 
