@@ -18,6 +18,7 @@ import fp8moe
 MODULES = [
     "fp8moe",
     "fp8moe.adapters.torch_ops",
+    "fp8moe.adapters.transformer_engine",
 ]
 SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
 ERRORS = {"TypeError", "ValueError", "RuntimeError", "NotImplementedError", "ImportError"}
