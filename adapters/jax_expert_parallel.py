@@ -24,6 +24,8 @@ from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
 
+__all__ = ["moe_ffn"]
+
 _experts_forward = jax_ops.traceable(moe.experts_forward)
 _experts_backward = jax_ops.traceable(moe.experts_backward)
 
@@ -44,19 +46,67 @@ def moe_ffn(
     transposed: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """`jax_ops.moe_ffn` of each device's tokens, with the experts of all devices along ``axis_name``: to be
-    called inside ``jax.shard_map(..., check_vma=False)``.
+    """The experts of a layer, spread over the devices along an axis of a mesh: `jax_ops.moe_ffn`.
 
-    x, topk_ids, topk_probs: this device's tokens [..., H], [..., k]; ids are of all E experts, below 0 or E
-        and more for none.
-    w13, w2, transposed: this device's E / W experts, as `jax_ops.moe_ffn` takes them.
-    capacity: rows that a device sends another at most; what would go beyond is left out, as if those ids were
-        negative. T by default, which is never too few. With W devices W * capacity rows arrive at each.
-    num_out_tokens: rows of the device's own plan (`plan_topk`), overflow left out; the static bound by
-        default, which holds whatever the routing.
-    backend: by which kernels the products are made, as `jax_ops.moe_ffn` takes it.
+    To be called inside ``jax.shard_map(..., check_vma=False)``.
 
-    Returns y in x's shape and dtype, with gradients for x, w13, w2 and topk_probs in their dtypes.
+    Parameters
+    ----------
+    x : jax.Array, floating point, [..., H]
+        This device's T tokens.
+    w13 : jax.Array, tuple of two, or Quantized
+        Of this device's E / W experts, as `jax_ops.moe_ffn` takes them.
+    w2 : jax.Array or Quantized
+        As ``w13``.
+    topk_ids : jax.Array, int32 or int64, [..., k]
+        Of all E experts, below 0 or E and more for none.
+    topk_probs : jax.Array, floating point, [..., k]
+        Factors of the experts' results.
+    axis_name : str
+        The axis, of W devices.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision; with "fp8_flow" rows travel in FP8.
+    recompute : None or "moe_expert"
+        As in `fp8moe.moe_forward`.
+    capacity : int or None
+        Rows that a device sends another at most; what would go beyond is left out, as if those ids were
+        negative. None: T, which is never too few. W * capacity rows arrive at each device.
+    num_out_tokens : int or None
+        Rows of the device's own plan (`fp8moe.plan_topk`), overflow left out. None: the static bound, which
+        holds whatever the routing.
+    activation : Activation
+        Between the two products.
+    transposed : bool
+        As for `jax_ops.moe_ffn`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As for `jax_ops.moe_ffn`.
+
+    Returns
+    -------
+    jax.Array, [..., H]
+        In x's dtype. Differentiable in x, w13, w2 and topk_probs, in their dtypes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Notes
+    -----
+    A token goes once to every device that has one of its experts (`fp8moe.expert_parallel.blocks`), in one
+    ``all_to_all`` of bytes, and its sums come back in a second one.
+
+    Examples
+    --------
+    >>> import functools, jax, jax.numpy as jnp
+    >>> from fp8moe.adapters import jax_expert_parallel
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("ep",))
+    >>> spec = jax.sharding.PartitionSpec("ep")
+    >>> layer = functools.partial(jax_expert_parallel.moe_ffn, axis_name="ep", recipe="bf16")
+    >>> layer = jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    >>> x, w13, w2 = jnp.ones((1, 1)), jnp.array([[[100.0], [2.0]]]), jnp.array([[[1.0]]])
+    >>> jax.jit(layer)(x, w13, w2, jnp.zeros((1, 1), int), jnp.full((1, 1), 0.5)).tolist()
+    [[100.0]]
     """
     checks.choice("recipe", recipe, moe.RECIPES)
     checks.choice("backend", backend, BACKENDS)

@@ -33,6 +33,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
+from fp8moe.adapters.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved
@@ -45,6 +46,39 @@ from fp8moe.records import (
     QuantTensor,
     SortedChunks,
 )
+
+__all__ = [
+    "dequantize",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "moe_backward",
+    "moe_ffn",
+    "moe_forward",
+    "pad",
+    "permute",
+    "permute_and_pad",
+    "permute_backward",
+    "permute_transpose",
+    "plan_index_map",
+    "plan_routing_map",
+    "plan_row_map",
+    "plan_topk",
+    "quantize",
+    "quantize_weights",
+    "route",
+    "route_backward",
+    "scaling_aware_transpose",
+    "sort_chunks",
+    "sort_chunks_backward",
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "to_layout",
+    "unpad",
+    "unpermute",
+    "unpermute_backward",
+]
 
 WIDTH = 128  # of a block of FP8 weights
 #: ``disabled_checks`` of ``jax.export.export``, which knows no custom calls but its own
@@ -93,7 +127,24 @@ def traceable(function: Any) -> Any:
             return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
+    note = "One step of the program inside ``jax.jit``, at shapes that are known then. It has no gradient."
+    if changed:
+        note += (
+            " What it adds to is not changed: the result is, in the same memory where nobody needs the old."
+        )
+    call.__doc__ = docstring_of(function, "jax.Array", note)
     return call
+
+
+def documented(core: Any, *differentiable: str) -> Any:
+    """The docstring of a function of the core for one that has gradients."""
+
+    def document(function: Any) -> Any:
+        note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` one step of the program."
+        function.__doc__ = docstring_of(core, "jax.Array", note)
+        return function
+
+    return document
 
 
 # ---------------------------------------------------------------- without gradients
@@ -130,6 +181,7 @@ _route_op = traceable(fp8moe.route)
 # ---------------------------------------------------------------- with gradients
 
 
+@documented(fp8moe.permute, "x", "probs")
 def permute(
     x: Any,
     plan: PermutationPlan,
@@ -138,7 +190,6 @@ def permute(
     fill_padding: bool = True,
     zero_unweighted: bool = False,
 ) -> Permuted:
-    """`fp8moe.permute`, with gradients for x and probs."""
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
         _, moved = _permute(no_columns(probs), probs, plan, options)
@@ -192,6 +243,7 @@ def _permute_bwd(options, kept, grads):  # type: ignore[no-untyped-def]
 _permute.defvjp(_permute_fwd, _permute_bwd)
 
 
+@documented(fp8moe.permute_and_pad, "x", "probs")
 def permute_and_pad(
     x: Any,
     routing_map: Any,
@@ -203,7 +255,6 @@ def permute_and_pad(
     num_experts: int | None = None,
     fill_padding: bool = True,
 ) -> Permuted:
-    """`fp8moe.permute_and_pad`, with gradients for x and probs."""
     if num_experts is None:
         plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
     else:
@@ -211,8 +262,8 @@ def permute_and_pad(
     return permute(x, plan, probs, fill_padding=fill_padding)
 
 
+@documented(fp8moe.unpermute, "x", "merging_probs")
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
-    """`fp8moe.unpermute`, with gradients for x and merging_probs."""
     if isinstance(x, QuantTensor):
         return _unpermute_op(x, plan, merging_probs)
     return _unpermute(x, merging_probs, plan)
@@ -236,6 +287,7 @@ def _unpermute_bwd(kept, grad):  # type: ignore[no-untyped-def]
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 
+@documented(fp8moe.sort_chunks, "x", "probs")
 def sort_chunks(
     x: Any,
     split_sizes: Any,
@@ -247,7 +299,6 @@ def sort_chunks(
     num_out_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> SortedChunks:
-    """`fp8moe.sort_chunks`, with gradients for x and probs."""
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
     by_name = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
@@ -281,13 +332,13 @@ def _sort_bwd(options, num_out_tokens, kept, grads):  # type: ignore[no-untyped-
 _sort.defvjp(_sort_fwd, _sort_bwd)
 
 
+@documented(fp8moe.pad, "x")
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    """`fp8moe.pad`, with a gradient for x."""
     return _pad(x, tokens_per_expert, "pad", align_size, num_out_tokens)
 
 
+@documented(fp8moe.unpad, "x")
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    """`fp8moe.unpad`, with a gradient for x."""
     return _pad(x, tokens_per_expert, "unpad", align_size, num_out_tokens)
 
 
@@ -309,13 +360,13 @@ def _pad_bwd(verb, align_size, rows, kept, grad):  # type: ignore[no-untyped-def
 _pad.defvjp(_pad_fwd, _pad_bwd)
 
 
+@documented(fp8moe.swiglu, "h", "probs")
 def swiglu(
     h: Any,
     probs: Any = None,
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    """`fp8moe.swiglu`, with gradients for h and probs."""
     return _swiglu(h, probs, activation)
 
 
@@ -337,6 +388,7 @@ def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
+@documented(fp8moe.route, "logits")
 def route(
     logits: Any,
     config: RouterConfig,
@@ -344,7 +396,6 @@ def route(
     expert_bias: Any = None,
     num_sequences: int | None = None,
 ) -> Routed:
-    """`fp8moe.route`, with a gradient for logits through the probabilities and the losses."""
     return _route(logits, expert_bias, config, num_sequences)
 
 
@@ -386,7 +437,7 @@ def moe_ffn(
     token_sharding: jax.sharding.NamedSharding | None = None,
     backend: str | None = None,
 ) -> Any:
-    """`fp8moe.moe_forward` of any floats, with gradients for x, w13, w2 and topk_probs in their dtypes.
+    """The experts of a layer in any floats and layouts, with gradients: `fp8moe.moe_forward`.
 
     Parameters
     ----------
@@ -421,7 +472,7 @@ def moe_ffn(
     Returns
     -------
     jax.Array, [..., H]
-        In x's dtype.
+        In x's dtype. Differentiable in x, w13, w2 and topk_probs, in their dtypes.
 
     Raises
     ------
@@ -435,6 +486,17 @@ def moe_ffn(
     A (128, 128)-blocked quantise writes both orientations from one read, gates and ups into one array of
     codes, and zeros up to the next multiple of 128 where F is none: the FP8 recipes take all these weights
     without a copy. "bf16" transposes and joins the weights themselves.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from fp8moe.adapters import jax_ops
+    >>> x, w13, w2 = jnp.ones((1, 1)), jnp.array([[[100.0], [2.0]]]), jnp.array([[[1.0]]])
+    >>> ids, probs = jnp.zeros((1, 1), int), jnp.full((1, 1), 0.5)
+    >>> layer = lambda x, w2: jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="bf16").sum()
+    >>> y, (_, dw2) = jax.jit(jax.value_and_grad(layer, argnums=(0, 1)))(x, w2)
+    >>> float(y), float(dw2[0, 0, 0])
+    (100.0, 100.0)
     """
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
