@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters import transformer_engine as te
-from fp8moe.benchmarks.harness import append, routing
+from fp8moe.benchmarks.harness import Cuda, append, routing
 from fp8moe.info import commit, versions
 
 SHAPE = 4096, 256, 7168, 8  # tokens, experts, hidden, top-k: DeepSeek-V3's
@@ -128,20 +128,13 @@ def seconds(calls: list[Callable[[], Any]]) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) / 1e3 / (ROUNDS * len(calls))
 
 
-def copy_rate() -> float:
-    """Bytes a second, read and written."""
-    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds([lambda: target.copy_(source)])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one small shape")
     arguments = parser.parse_args()
     shape = QUICK if arguments.quick else SHAPE
-    rate = copy_rate()
+    rate = Cuda().copy_rate()
     name = torch.cuda.get_device_name()
     print(f"{name}: copy {rate / 1e9:.1f} GB/s")
     for turns in zip(*(cases(inputs(shape, seed, "cuda")) for seed in range(TURNS)), strict=True):
