@@ -19,7 +19,12 @@ ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 @operation
 def permute(
-    x: ArrayLike, plan: PermutationPlan, probs: ArrayLike | None = None, *, fill_padding: bool = True
+    x: ArrayLike,
+    plan: PermutationPlan,
+    probs: ArrayLike | None = None,
+    *,
+    fill_padding: bool = True,
+    zero_unweighted: bool = False,
 ) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -36,6 +41,9 @@ def permute(
     fill_padding : bool
         Write zeros (data, probs and scales) to every row that no token goes to; without it they are left as
         they were allocated.
+    zero_unweighted : bool
+        Zeros in place of the values (of codes, not of scales) of rows whose probability is exactly 0.0, by
+        which Transformer Engine's callers drop tokens. The gradient is that of a row that was moved.
 
     Returns
     -------
@@ -59,18 +67,25 @@ def permute(
     """
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
-    data, probs = _permute(call, a.x, checks.plan(call, a.plan), a.probs, fill_padding)
+    data, probs = _permute(call, a.x, checks.plan(call, a.plan), a.probs, fill_padding, zero_unweighted)
     return Permuted(data, probs, plan)
 
 
-def _permute(call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) -> tuple[Any, Any]:
+def _permute(
+    call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool, zero_unweighted: bool = False
+) -> tuple[Any, Any]:
     _check_rows("x", x, plan.num_tokens)
-    if probs is not None:
+    zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
+    if probs is None:
+        if zero_unweighted:
+            raise ValueError("zero_unweighted: got True without probs; wanted them, or False")
+    else:
         checks.dtype("probs", probs, checks.FLOATS)
         checks.shape("probs", probs, (plan.num_tokens, plan.prob_columns))
     fill = checks.flag("fill_padding", fill)
     out = call.empty(permute_spec(x, plan, probs))
-    call.run("permute", "permute", x, plan, probs, fill_padding=fill, out=out)
+    options = {"fill_padding": fill, "zero_unweighted": zero_unweighted}
+    call.run("permute", "permute", x, plan, probs, **options, out=out)
     return call.leave(out.data), call.leave(out.probs)
 
 

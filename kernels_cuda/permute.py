@@ -78,20 +78,45 @@ def sort_chunks_configuration(rows: int, chunks: int) -> Configuration:
     )
 
 
-def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
+def permute(
+    x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, zero_unweighted: bool, out: Any
+) -> None:
     data, scales = (x.data, x.scales) if isinstance(x, QuantTensor) else (x, None)
     moved, moved_scales = (out.data.data, out.data.scales) if isinstance(x, QuantTensor) else (out.data, None)
     if isinstance(x, QuantTensor) and x.block is None:
         scales = moved_scales = None
     if data.size and _whole_vectors(data, scales, moved, moved_scales):
         _permute_rows(data, scales, probs, plan, fill_padding, moved, moved_scales, out.probs)
-        return
-    source, column = sources(plan)
-    gather(x, source, fill_padding, out.data)
-    if probs is not None:
-        rows, size = plan.num_out_tokens, probs.dtype.itemsize
-        arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
-        launch("permute", "gather_probs", threads(rows), 256, *arguments)
+    else:
+        source, column = sources(plan)
+        gather(x, source, fill_padding, out.data)
+        if probs is not None:
+            rows, size = plan.num_out_tokens, probs.dtype.itemsize
+            arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
+            launch("permute", "gather_probs", threads(rows), 256, *arguments)
+    if zero_unweighted and data.size:
+        _zero_unweighted(plan, probs, moved)
+
+
+def _zero_unweighted(plan: PermutationPlan, probs: Any, out: Any) -> None:
+    launch(
+        "permute",
+        "zero_unweighted_rows",
+        threads(plan.num_tokens, 8),
+        256,
+        plan.row_id_map,
+        plan.slots,
+        plan.pad_offsets,
+        probs,
+        KINDS[probs.dtype],
+        plan.prob_columns,
+        plan.num_tokens,
+        plan.max_experts_per_token,
+        plan.num_experts,
+        plan.num_out_tokens,
+        out.nbytes // out.shape[0],
+        out,
+    )
 
 
 def _permute_rows(
@@ -199,7 +224,8 @@ def _merge(
 def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: Any, *, out: Any) -> None:
     grad_x, grad_probs = out
     if merging_probs is None:
-        permute(grad, plan, None, fill_padding=True, out=Permuted(grad_x, None, plan))
+        moved = Permuted(grad_x, None, plan)
+        permute(grad, plan, None, fill_padding=True, zero_unweighted=False, out=moved)
         return
     if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
         launch(

@@ -17,7 +17,11 @@ import fp8moe
 #: a module to a line; one whose framework is not installed is left out
 MODULES = [
     "fp8moe",
+    "fp8moe.adapters.jax_expert_parallel",
+    "fp8moe.adapters.jax_ops",
     "fp8moe.adapters.torch_ops",
+    "fp8moe.adapters.transformer_engine",
+    "fp8moe.adapters.transformer_engine_jax",
 ]
 SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
 ERRORS = {"TypeError", "ValueError", "RuntimeError", "NotImplementedError", "ImportError"}

@@ -82,6 +82,46 @@ def test_permute_with_more_experts_than_a_block_caches(columns):
     rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=150), columns)
 
 
+@pytest.mark.parametrize("experts", [1, 5, 150, 1300])
+def test_plans_of_row_maps(experts):
+    plan = fp8moe.plan_routing_map(RNG.random((19, experts)) < 0.4, align_size=4)
+    for pads in (plan.pad_offsets, None):
+        assert_same(*both(lambda m, p: fp8moe.plan_row_map(m, p, num_out_tokens=9), plan.row_id_map, pads))
+
+
+@pytest.mark.parametrize("topk", [1, 3, 40])
+def test_plans_of_index_maps(topk):
+    rows = RNG.permutation(21 * topk).astype(np.int32)
+    rows[RNG.random(rows.size) < 0.3] = -1
+    rows[-2:] = 5  # one that is named twice
+    options = {"num_out_tokens": rows.size}
+    assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, **options), rows))
+
+
+@pytest.mark.parametrize("columns", [6200, 520, 5])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_rows_of_probabilities_of_zero(by_mask, columns):
+    plan = a_plan(21, 5, 3, 4, by_mask)
+    x = values(RNG, (21, columns), BF16)
+    probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
+    probs[RNG.random(probs.shape) < 0.4] = 0
+    probs[0] = -0.0
+
+    def moved(x, p, w):
+        return cut(fp8moe.permute(x, p, w, zero_unweighted=True))
+
+    for dtype in (np.float32, BF16, np.float64):
+        assert_same(*both(moved, x, plan, probs.astype(dtype)))
+    q = fp8moe.quantize(values(RNG, (21, 128 * (columns // 128 + 1)), BF16))
+    assert_same(*both(moved, q, plan, probs))
+
+
+def test_row_maps_of_no_plan():
+    """What names no expert, and a count beyond the map's width, are read nowhere else."""
+    row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
+    assert_same(*both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
+
+
 def rows_there_and_back(plan, columns):
     x = values(RNG, (plan.num_tokens, columns), BF16)
     rows = values(RNG, (plan.num_out_tokens, columns), BF16)
