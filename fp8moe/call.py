@@ -25,6 +25,10 @@ NOWHERE = -1  # the device of arrays that are shapes only: nothing is computed t
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
 
 
+class NotPlannable(Exception):
+    """What the call does depends on more than shapes: it reads or writes memory from the host."""
+
+
 class _Current(threading.local):
     call: Call | None = None  # of the outermost operation that runs in this thread
 
@@ -55,13 +59,17 @@ class Call:
 
     def take(self, name: str, value: Any) -> Any:
         """The raw form of an argument; what holds no arrays stays as it is."""
-        if not _may_hold_arrays(value):
-            return value
         arrays = list(_named_arrays(name, value))
+        if not arrays:
+            return value
         raw = with_arrays(value, [self._view(n, a) for n, a in arrays][::-1])
-        if name in WRITTEN:
-            for part, array in arrays:
-                _require_writable(part, array)
+        for part, array in arrays if name in WRITTEN else ():
+            if interop.framework_of(array, part).is_read_only(array):
+                kind = f"{type(array).__module__}.{type(array).__qualname__}"
+                raise ValueError(
+                    f"{part}: got {kind}, which is read-only; wanted memory to write to, or None for new "
+                    "memory"
+                )
         self._given.append((raw, value))
         return raw
 
@@ -172,13 +180,6 @@ class Call:
 # ---------------------------------------------------------------- arguments as trees of arrays
 
 
-def _may_hold_arrays(value: Any) -> bool:
-    """Whether an argument is an array, or a record or a tuple of them."""
-    if isinstance(value, (Record, tuple)):
-        return not is_metadata(value)
-    return interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
-
-
 def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What must be arrays in an argument, each with its name."""
     if isinstance(value, tuple):
@@ -188,7 +189,7 @@ def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for field, part in vars(value).items():
             if isinstance(part, (Record, tuple)):
                 yield from _named_arrays(f"{name}.{field}", part)
-            elif not is_metadata(part):
+            elif type(part) not in METADATA_TYPES and not is_metadata(part):
                 yield f"{name}.{field}", part
     elif interop.framework_of_type(type(value)) is not None:  # type: ignore[arg-type]
         yield name, value
@@ -210,7 +211,7 @@ def with_arrays(value: Any, arrays: list[Any]) -> Any:
             elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
                 part = arrays.pop()
             elif not is_metadata(part):
-                raise interop.no_array(part, f"{type(value).__name__}.{name}")
+                raise NotPlannable  # and `Call.take` says it of the argument by its name
         fields[name] = part
     return as_codes(new) if isinstance(new, QuantTensor) else new
 
@@ -220,14 +221,6 @@ def as_codes(q: QuantTensor) -> QuantTensor:
     if q.data is None or getattr(q.data, "dtype", None) != FLOAT8_DTYPES.get(q.fmt):
         return q
     return replace(q, data=q.data.view(np.dtype(np.uint8)))
-
-
-def _require_writable(name: str, x: Any) -> None:
-    if interop.framework_of(x, name).is_read_only(x):
-        raise ValueError(
-            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, which is read-only; wanted memory to "
-            "write to, or None for new memory"
-        )
 
 
 def _is_empty(out: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16, BLOCKS, Block, is_columnwise, scale_shape
 from fp8moe.record_trees import SYMBOLIC_TYPES, arrays_in, is_metadata, map_arrays
-from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, cached_plan_layout
+from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, cached_plan_layout, plan_layout
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -176,17 +176,16 @@ def plan(call: Any, value: Any) -> PermutationPlan:
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
+    known = True
     for size, low in _PLAN_SIZES.items():
         count = getattr(value, size)
         if type(count) is not int or not low <= count <= MAX_INT32:  # a call less for each that is right
             integer(f"plan.{size}", count, low)
-    tokens, slots = value.num_tokens, value.has_slots
-    if type(slots) is not bool:
-        flag("plan.has_slots", slots)
-    if type(tokens) is int:  # else a compiler's symbol, which has no hash
-        elements, _ = cached_plan_layout(tokens, value.num_experts, value.max_experts_per_token, slots)
-    else:
-        elements = value.size
+            known = False  # a compiler's symbol, which has no hash
+    if type(value.has_slots) is not bool:
+        flag("plan.has_slots", value.has_slots)
+    sizes = value.num_tokens, value.num_experts, value.max_experts_per_token, value.has_slots
+    elements, _ = (cached_plan_layout if known else plan_layout)(*sizes)
     if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
         shape("plan.data", value.data, (elements,))
         dtype("plan.data", value.data, (INT32,))

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from fp8moe import checks, interop
-from fp8moe.call import NOWHERE, Call, current, place_of
-from fp8moe.launch_plan import LaunchPlan, NotPlannable
+from fp8moe.call import NOWHERE, Call, NotPlannable, current, place_of
+from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe import counters, interop
-from fp8moe.call import NOWHERE, WRITTEN, Call, cuda_launch, current, with_arrays
+from fp8moe.call import NOWHERE, WRITTEN, Call, NotPlannable, cuda_launch, current, with_arrays
 from fp8moe.interop import Framework, RawArray
 from fp8moe.interop.base import Wanted
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
@@ -28,10 +28,6 @@ from fp8moe.records import ArraySpec, DeviceArray, Record
 FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42
 
 Getter = Callable[[list[Any]], Any]
-
-
-class NotPlannable(Exception):
-    """The call reads or writes memory from the host, so what it does depends on more than shapes."""
 
 
 class Buffer(int):
@@ -188,6 +184,7 @@ class LaunchPlan:
         for number, (shape, dtype) in enumerate(call.buffers):
             wanted.append((shape, dtype, number not in call.returned))
         first = len(described)
+        self._run = cuda_launch().run_steps
         self._stream, makers = framework.prepare(device, wanted[first:])
         self._device, self._events, self._buffers = device, call.events, len(wanted)
         self._address, self._wrap = framework.address, framework.wrap
@@ -216,9 +213,7 @@ class LaunchPlan:
         room = self._buffers - len(addresses)
         memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
         if self._steps:
-            cuda_launch().run_steps(
-                self._steps, memory, addresses, self._address, self._device, self._stream()
-            )
+            self._run(self._steps, memory, addresses, self._address, self._device, self._stream())
         for count in counters.counting():
             for event in self._events:
                 count(event)

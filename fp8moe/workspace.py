@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from fp8moe import checks
-from fp8moe.call import NOWHERE, Call, cuda_launch
+from fp8moe.call import NOWHERE, Call, NotPlannable, cuda_launch
 from fp8moe.interop import NUMPY, load_module, require_cupy
-from fp8moe.launch_plan import DryRun, NotPlannable
+from fp8moe.launch_plan import DryRun
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec, DeviceArray
 

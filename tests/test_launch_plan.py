@@ -183,6 +183,15 @@ def test_records_on_the_cpu_follow_their_tensors():
         fp8moe.dequantize(q)
 
 
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("part", [object(), [1.0], np.float32(1)])
+def test_parts_of_records_that_are_no_arrays_are_refused_by_name(part):
+    q = fp8moe.QuantTensor(torch.zeros(4, 128, dtype=torch.uint8), part)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"q\.scales: got .*; wanted an array"):
+            fp8moe.dequantize(q)
+
+
 # ---------------------------------------------------------------- options
 
 
