@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fp8moe
 
-ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "router")
+ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 ADAPTERS = {
@@ -27,6 +27,7 @@ ADAPTERS = {
     "torch_functional": _TORCH,
     "torch_grouped": _TORCH,
     "torch_router": _TORCH,
+    "torch_scaled_mm": _TORCH,
     "torch_sharding": _TORCH,
     "torch_stats": _TORCH,
     "torch_distributed": _TORCH,
