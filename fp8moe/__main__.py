@@ -1,4 +1,4 @@
-"""The command line: ``python -m fp8moe {demo,info,selftest,compile,bench}``.
+"""The command line: ``fp8moe {demo,info,selftest,compile,bench}``, or ``python -m fp8moe`` and a verb.
 
 Exit codes: 0 done and right, 1 a check failed, 2 the command line or the machine is not as needed.
 """
@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m fp8moe",
+        prog="python -m fp8moe" if Path(sys.argv[0]).stem == "__main__" else "fp8moe",
         description="FP8 mixture-of-experts kernels, framework-neutral.",
         epilog="exit codes: 0 done and right; 1 a check failed; 2 wrong usage, or something is missing here",
     )
