@@ -24,7 +24,7 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def copy_of_the_tree(target, links):
-    """The files that a release is built from; links: "kept", "gone", or "text", which some unpackers leave."""
+    """The files that a release is built from; links: "kept", "gone", or "text" as some unpackers do."""
     target.mkdir()
     for name in FILES:
         shutil.copy2(ROOT / name, target)
