@@ -195,7 +195,8 @@ def commit() -> str:
 def command() -> str:
     """The command line of this run, without where its results go."""
     words = sys.argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        words = words[:at] + words[at + 2 :]
+    for option in ("--out", "--picture"):
+        if option in words:
+            at = words.index(option)
+            words = words[:at] + words[at + 2 :]
     return " ".join(["python -m fp8moe", *words])
