@@ -18,7 +18,7 @@ import fp8moe
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("adapters", "benchmarks", "kernels_cuda")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile")
 FOLDERS = ("fp8moe", "tests", "docs", "examples", *LINKS)
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -146,7 +146,7 @@ def test_an_installed_package_is_not_the_checkout_around_it(installed, tmp_path)
 
 
 def requirements(extra):
-    """Of one extra, those of the extras that it names included."""
+    """Of one extra, those of the extras that it names included, markers aside."""
     for text in SETTINGS["project"]["optional-dependencies"][extra]:
         requirement = Requirement(text)
         if requirement.name == "fp8moe":
@@ -175,3 +175,20 @@ def test_what_is_installed_here_is_what_the_extras_ask_for():
             except importlib.metadata.PackageNotFoundError:
                 continue  # an environment without that extra
             assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_the_citation_names_papers_that_the_code_names():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {fp8moe.__version__}\n" in text
+    papers = re.findall(r"arxiv\.org/abs/([\d.]+)", text)
+    assert len(papers) == len(set(papers)) >= 5
+    code = "".join(path.read_text() for path in (ROOT / "fp8moe").rglob("*.py"))
+    for paper in papers:
+        assert paper in code, paper
+
+
+def test_constraints_are_the_lowest_versions():
+    command = [sys.executable, str(ROOT / "tests" / "minimum.py"), "torch"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = [*SETTINGS["project"]["dependencies"], *SETTINGS["project"]["optional-dependencies"]["torch"]]
+    assert lines == [requirement.replace(">=", "==") for requirement in wanted]
