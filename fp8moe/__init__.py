@@ -23,7 +23,7 @@ from fp8moe.permute import (
     unpermute,
     unpermute_backward,
 )
-from fp8moe.plan import plan_routing_map, plan_topk
+from fp8moe.plan import plan_index_map, plan_routing_map, plan_row_map, plan_topk
 from fp8moe.quantize import dequantize, quantize
 from fp8moe.records import (
     MoEGrads,
@@ -64,7 +64,9 @@ __all__ = [
     "permute_and_pad",
     "permute_backward",
     "permute_transpose",
+    "plan_index_map",
     "plan_routing_map",
+    "plan_row_map",
     "plan_topk",
     "quantize",
     "quantize_weights",

@@ -30,7 +30,7 @@ from fp8moe.formats import (
     scale_shape,
 )
 from fp8moe.record_trees import SYMBOLIC_TYPES, arrays_in, is_metadata, map_arrays
-from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor
+from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, cached_plan_layout, plan_layout
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -72,6 +72,22 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
             return
     text = "[" + ", ".join(str(w) for w in wanted) + "]"
     raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
+
+
+def arrays(*wanted: tuple[str, Any, tuple[np.dtype, ...] | None, tuple[int | str, ...]]) -> None:
+    """Of each (name, array or None, dtypes or None, sizes) what `dtype` and `shape` check, in one call."""
+    for name, x, dtypes, sizes in wanted:
+        if x is None:
+            continue
+        if type(x) is DeviceArray and len(x.shape) == len(sizes) and (dtypes is None or x.dtype in dtypes):
+            for got, size in zip(x.shape, sizes, strict=True):
+                if got != size and not isinstance(size, str):
+                    break
+            else:
+                continue
+        if dtypes is not None:
+            dtype(name, x, dtypes)
+        shape(name, x, sizes)
 
 
 def like(name: str, given: Any, wanted: Any) -> None:
@@ -170,16 +186,23 @@ def plan(call: Any, value: Any) -> PermutationPlan:
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
+    known = True
     for size, low in _PLAN_SIZES.items():
         count = getattr(value, size)
         if type(count) is not int or not low <= count <= MAX_INT32:  # a call less for each that is right
             integer(f"plan.{size}", count, low)
-    flag("plan.has_slots", value.has_slots)
-    shape("plan.data", value.data, (value.size,))
-    dtype("plan.data", value.data, (INT32,))
-    data = call.values(value.data)
-    if data is not None:
-        _entries(replace(value, data=data))
+            known = False  # a compiler's symbol, which has no hash
+    if type(value.has_slots) is not bool:
+        flag("plan.has_slots", value.has_slots)
+    sizes = value.num_tokens, value.num_experts, value.max_experts_per_token, value.has_slots
+    elements, _ = (cached_plan_layout if known else plan_layout)(*sizes)
+    if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
+        shape("plan.data", value.data, (elements,))
+        dtype("plan.data", value.data, (INT32,))
+    if LOOK_AT_VALUES or isinstance(value.data, np.ndarray):
+        data = call.values(value.data)
+        if data is not None:
+            _entries(replace(value, data=data))
     return value
 
 

@@ -15,7 +15,7 @@ FLOAT8_DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_
 
 @dataclass(frozen=True)
 class Format:
-    """One FP8 format as bit fields: sign, exponent, ``mantissa_bits``; values up to ``max``."""
+    """An FP8 format (arXiv 2209.05433) as bit fields: sign, exponent, ``mantissa_bits``; largest ``max``."""
 
     name: str
     mantissa_bits: int

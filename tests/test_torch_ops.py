@@ -145,6 +145,8 @@ def opcheck_cases():
         (ops.plan_routing_map, (mask, 4, 2, None)),
         (ops.plan_routing_map, (mask, 4, 0, None)),
         (ops.plan_routing_map, (mask, 1, None, 11)),
+        (ops.plan_index_map, (torch.tensor([3, 0, -1, 2], dtype=torch.int32), 2, 4)),
+        (ops.plan_row_map, (torch_ops.plan_routing_map(mask).row_id_map.clone(), None, 11)),
         (ops.permute, (x, *flat, probs, True)),
         (ops.permute, (x, *flat, None, True)),
         (ops.permute, (x, *flat_mask, plain(T, E), True)),
