@@ -54,6 +54,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
+    "permute": [(), ("BLOCKED=1",)],
     "quantize": [*_CONVERSIONS, *((*c, "BLOCKED=1") for c in _CONVERSIONS if "MX=1" in c)],
     "swiglu": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)),

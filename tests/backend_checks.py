@@ -451,3 +451,24 @@ def blocked_scales_of_permute_transpose(both, rng, tokens, experts, columns, ali
     assert same_bits(ours.scales, theirs.scales)
     used = plan.expert_offsets[-1]  # codes past it are unspecified
     assert same_bits(ours.data[:, :used], theirs.data[:, :used])
+
+
+def blocked_scales_of_permute(both, rng, tokens, experts, columns, num_out_tokens=None):
+    """Written by permute, and by its conversion, rows that no token goes to among them."""
+    ids = rng.integers(-1, experts, (tokens, 2)).astype(np.int32)
+    plan = fp8moe.plan_topk(ids, experts, align_size=128, num_out_tokens=num_out_tokens)
+    q = fp8moe.quantize(values(rng, (tokens, columns), BF16), block=(1, 32))
+    probs = rng.random((tokens, 2)).astype(np.float32)
+    ours, theirs = both(
+        lambda q, plan, probs: fp8moe.permute(q, plan, probs, layout="blocked_128x4"), q, plan, probs
+    )
+    assert_same((ours.data, ours.probs), (theirs.data, theirs.probs))
+    compact = fp8moe.permute(q, plan, probs)
+    assert_same((in_blocked(compact.data), compact.probs), (ours.data, ours.probs))
+    assert_same(in_blocked(compact.data, plan.expert_offsets, align_size=128), ours.data)
+    call = both(lambda q, p: fp8moe.permute(q, p, fill_padding=False, layout="blocked_128x4").data, q, plan)
+    there = fp8moe.permute(np.ones((tokens, 1), np.float32), plan).data[:, 0] == 1
+    for filled in call:
+        back = fp8moe.to_layout(filled, "compact")
+        assert same_bits(back.scales[there], compact.data.scales[there])
+        assert same_bits(back.data[there], compact.data.data[there])

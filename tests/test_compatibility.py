@@ -50,7 +50,8 @@ def test_every_kernel_is_listed():
         for architecture, cell in cells.items():
             compiled = {path.name for path in compiler.sources(architecture)} | {"plan.py"}
             there = name.split()[0].strip("`") in compiled
-            assert cell == ("-" if not there else "run" if architecture == "sm_90a" else "compiled"), name
+            may_be = {"compiled", "run"} if architecture == "sm_90a" else {"compiled"}
+            assert cell in (may_be if there else {"-"}), name
 
 
 def test_every_operation_is_listed():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import router_checks
 from backend_checks import (
+    blocked_scales_of_permute,
     blocked_scales_of_permute_transpose,
     blocked_scales_of_quantise,
     blocked_scales_of_transposes,
@@ -302,6 +303,12 @@ def test_quantise_writes_blocked_scales(dtype):
         for fmt in ("e4m3", "e5m2"):
             for options in ({"block": (1, 32)}, {"block": (32, 1)}, {"block": (1, 32), "columnwise": True}):
                 blocked_scales_of_quantise(both, x, fmt=fmt, **options)
+
+
+@pytest.mark.parametrize("columns", [7168, 2048, 96])
+def test_permute_writes_blocked_scales(columns):
+    for tokens, experts, num_out_tokens in ((1000, 16, None), (4096, 8, None), (300, 4, 1000)):
+        blocked_scales_of_permute(both, generator(), tokens, experts, columns, num_out_tokens)
 
 
 @pytest.mark.parametrize("target", ["column", "tile"])

@@ -7,6 +7,7 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 from backend_checks import (
+    blocked_scales_of_permute,
     blocked_scales_of_permute_transpose,
     blocked_scales_of_quantise,
     blocked_scales_of_transposes,
@@ -248,6 +249,45 @@ def test_permute_transpose(align_size):
 @pytest.mark.parametrize("align_size", [1, 128])
 def test_permute_transpose_on_cuda(align_size):
     blocked_scales_of_permute_transpose(cuda_on_cpu.both, RNG, 50, 3, 128, align_size)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("columns", "num_out_tokens"), [(512, None), (512, 200), (96, None), (96, 140)])
+def test_permute_on_cuda(columns, num_out_tokens):
+    blocked_scales_of_permute(cuda_on_cpu.both, RNG, 40, 3, columns, num_out_tokens)
+
+
+@needs_compiler
+def test_permute_before_bulk_copies():
+    """As compute capabilities below 9.0 have it."""
+
+    def both(function, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch, architecture="sm_80")
+            theirs = cuda_on_cpu.download(function(*map(cuda_on_cpu.upload, arguments)))
+        return function(*arguments), theirs
+
+    blocked_scales_of_permute(both, RNG, 40, 3, 512)
+
+
+def test_permute_and_pad_writes_the_blocked_layout():
+    q, ids = rowwise(20, 160), RNG.integers(-1, 3, (20, 2)).astype(np.int32)
+    options = {"align_size": 128, "num_experts": 3}
+    found = fp8moe.permute_and_pad(q, ids, **options, layout="blocked_128x4")
+    assert_same(in_blocked(fp8moe.permute_and_pad(q, ids, **options).data), found.data)
+
+
+@pytest.mark.parametrize(
+    ("x", "align_size", "error", "words"),
+    [
+        (np.ones((4, 64), np.float32), 128, TypeError, "x: got an array of float32 with layout='blocked"),
+        (fp8moe.quantize(np.ones((4, 128), np.float32)), 128, TypeError, r"x: got \(1, 128\) with layout="),
+        (tensor(4, 64, ROW), 64, ValueError, "align_size of 64; wanted a multiple of 128.*to_layout"),
+    ],
+)
+def test_validation_errors_of_permute(x, align_size, error, words):
+    with pytest.raises(error, match=words):
+        fp8moe.permute(x, a_plan(4, 2, align_size), layout="blocked_128x4")
 
 
 def a_plan(tokens, experts, align_size, **options):
