@@ -177,7 +177,7 @@ def commit() -> str:
     if named := os.environ.get("FP8MOE_COMMIT"):
         return named
     root = Path(__file__).resolve().parents[1]
-    results = ":!benchmarks/results", ":!README.md"
+    results = ":!benchmarks/results", ":!README.md", ":!docs"
     try:
         call = {"cwd": root, "capture_output": True, "text": True, "check": True}
         name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
