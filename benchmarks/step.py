@@ -44,9 +44,9 @@ def draw(out: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(5, 2.6))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.2), width_ratios=(5, 2.6))
     _bars(left, layers(), "one expert layer, forward and backward", _size)
-    _bars(right, models(), "Qwen3-MoE, 8 layers: whole step with AdamW", lambda shape: shape.split(", ")[-1])
+    _bars(right, models(), "Qwen3-MoE of 8 layers, a whole step", lambda shape: shape.split(", ")[-1])
     left.set_ylabel("milliseconds, less is better")
     handles, labels = right.get_legend_handles_labels()  # all that there are, transformers' too
     figure.legend(handles, labels, loc="upper center", ncols=3, frameon=False)
@@ -54,7 +54,7 @@ def draw(out: Path) -> None:
     figure.text(0.5, 0.01, f"{layers()[0]['device']}; " + "; ".join(origins), ha="center", fontsize=7.5)
     figure.tight_layout(rect=(0, 0.03, 1, 0.93))
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=160, metadata={"Rows": digest(), "Software": None})
+    figure.savefig(out, dpi=200, metadata={"Rows": digest(), "Software": None})
     pyplot.close(figure)
 
 

@@ -106,7 +106,7 @@ def _headline() -> str:
     rows = newest_layers()
     known = {(r["shape"], r["name"]): r for r in rows}
     lines = [
-        "| layer | bf16 | fp8_flow | | of that the FP8 copies add | saved for backward |",
+        "| layer | bf16 | fp8_flow | speedup | FP8 copies add | saved for backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):

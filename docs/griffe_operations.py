@@ -27,6 +27,13 @@ class DeclaredOperations(griffe.Extension):
         if func.docstring is None and any("functools.wraps" in str(d.value) for d in func.decorators):
             func.docstring = griffe.Docstring(_as_the_core(func.name), parent=func)
 
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """``x : ArrayLike, float32, [T, H]`` is text, not a tuple, which would be written in parentheses."""
+        for section in obj.docstring.parsed if obj.docstring else []:
+            for item in section.value if isinstance(section.value, list) else []:
+                if isinstance(getattr(item, "annotation", None), griffe.ExprTuple):
+                    item.annotation.implicit = True
+
 
 def _as_the_core(name: str) -> str:
     target = f"fp8moe.{name}.{name}" if name in COLLISIONS else f"fp8moe.{name}"
