@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from fp8moe.benchmarks.roofline import PICTURES
-from fp8moe.benchmarks.table import Rows, newest_layers, rows_of
+from fp8moe.benchmarks.table import Rows, newest, newest_layers, rows_of
 
 PICTURE = PICTURES / "step-h200.png"
 COLOURS = {"transformers grouped_mm": "#9e9e9e", "bf16": "#7aa6d8", "fp8_flow": "#1f4e9c"}
@@ -30,7 +30,7 @@ def layers() -> Rows:
 
 def models() -> Rows:
     """Names without the library's, which stands in the labels."""
-    return [{**r, "name": r["name"].removeprefix("fp8moe ")} for r in rows_of("model-h200")]
+    return [{**r, "name": r["name"].removeprefix("fp8moe ")} for r in newest(rows_of("model-h200"))]
 
 
 def digest() -> str:

@@ -64,6 +64,11 @@ def table(name: str) -> str:
     return _TABLES.get(rows[0]["topic"], _times)(rows)
 
 
+def newest(rows: Rows) -> Rows:
+    """The last row of each case: runs are appended to a file."""
+    return list({(r["shape"], r["name"]): r for r in rows}.values())
+
+
 def rows_of(file: str) -> Rows:
     return [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
 
@@ -120,11 +125,12 @@ def _headline() -> str:
 
 def newest_layers() -> Rows:
     """The layer's rows of the last run."""
-    rows = rows_of("layer-h200")
+    rows = newest(rows_of("layer-h200"))
     return [r for r in rows if r["commit"] == rows[0]["commit"]]
 
 
 def _layers(rows: Rows) -> str:
+    rows = newest(rows)
     base = {r["shape"]: r for r in rows if r["name"] == "bf16"}
     lines = [
         _origin(rows[0]),
@@ -223,6 +229,7 @@ def _host(rows: Rows) -> str:
 
 
 def _model(rows: Rows) -> str:
+    rows = newest(rows)
     lines = [
         _origin(rows[0]),
         "",
@@ -311,6 +318,31 @@ def _padding() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _compare() -> str:
+    """A table for each kind of work and shape that `python -m fp8moe bench compare` timed."""
+    files = sorted(RESULTS.glob("compare*.jsonl"))
+    if not files:
+        out = "--out benchmarks/results/compare-h200.jsonl"
+        return f"Not measured yet: `python -m fp8moe bench compare --device cuda {out}`.\n"
+    tables = []
+    for rows in (rows_of(path.stem) for path in files):
+        cases = {(r["part"], r["shape"], r["name"]): r for r in rows}  # the last run's
+        for part, shape in dict.fromkeys((part, shape) for part, shape, _ in cases):
+            panel = [r for (p, s, _), r in cases.items() if (p, s) == (part, shape)]
+            panel.sort(key=lambda r: r["ms"])
+            lines = [
+                f"**{part}, {shape}.** {_origin(panel[0])}",
+                "",
+                "| library | time | TFLOP/s | error against float64 |",
+                "|---|---:|---:|---:|",
+            ]
+            for r in panel:
+                speed = f"{r['tflops']:.0f}" if r["tflops"] else ""
+                lines.append(f"| {r['name']} | {_time(1e3 * r['ms'])} | {speed} | {r['error']:.1e} |")
+            tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
 def _scaling_measured() -> str:
     from fp8moe.benchmarks import scaling
 
@@ -385,6 +417,7 @@ def _links() -> str:
 
 
 _MADE: dict[str, Callable[[], str]] = {
+    "compare": _compare,
     "headline": _headline,
     "links": _links,
     "memory": _memory,

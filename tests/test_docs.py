@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -120,7 +121,7 @@ def test_every_results_file_has_a_table():
     text = "".join(page.read_text() for page in PAGES)
     named = {name.partition(":")[0] for name in re.findall(r"<!-- table (\S+) -->", text)}
     for path in table.RESULTS.glob("*.jsonl"):
-        assert path.stem in named | {"h200-tuning"}, path
+        assert path.stem in named | {"h200-tuning"} or path.stem.startswith("compare"), path
     topics = {row["topic"] for row in table.rows_of("h200")}
     shown = {topic for name in re.findall(r"<!-- table h200:(\S+) -->", text) for topic in name.split(",")}
     assert shown == topics
@@ -135,6 +136,23 @@ def test_the_pictures_are_those_of_the_results():
 def test_the_picture_is_drawn(tmp_path):
     step.draw(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_rows_of_a_later_run_take_the_place_of_earlier_ones():
+    rows = [{"shape": s, "name": n, "ms": ms} for s, n, ms in (("a", "x", 3), ("b", "x", 2), ("a", "x", 1))]
+    assert [(r["shape"], r["ms"]) for r in table.newest(rows)] == [("a", 1), ("b", 2)]
+
+
+def test_a_comparison_is_shown(tmp_path, monkeypatch):
+    """Its rows are those of benchmarks/compare.py; of two runs the later."""
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert "Not measured yet" in table.table("compare")
+    row = {"part": "layer", "shape": "8 tokens", "device": "H200", "tflops": None, "error": 1e-3}
+    row |= {"versions": {"torch": "2.11"}, "commit": "abc", "command": "bench compare"}
+    timed = [{**row, "name": name, "ms": ms} for name, ms in (("sonic", 2.0), ("torch", 1.5), ("sonic", 1.0))]
+    (tmp_path / "compare-h200.jsonl").write_text("\n".join(map(json.dumps, timed)))
+    lines = table.table("compare").splitlines()
+    assert lines[-2:] == ["| sonic | 1.00 ms |  | 1.0e-03 |", "| torch | 1.50 ms |  | 1.0e-03 |"]
 
 
 # ---------------------------------------------------------------- what the pages say
