@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -378,15 +377,34 @@ EXPERIMENTS = {
 
 
 def _experiment(prefixes: Iterable[str]) -> str:
-    """How many rows of the tuning runs a page stands on, and where to find them."""
+    """The rows of the tuning runs that a page stands on: how many of each setting, of which commits."""
     rows = [r for r in rows_of("h200-tuning") if r["name"].startswith(tuple(prefixes))]
-    commits = Counter(r["commit"].split(" ")[0].rstrip(",") for r in rows)
-    named = sorted(c for c in commits if re.fullmatch("[0-9a-f]{7}", c))
-    names = ", ".join(f"`{name}`" for name, _ in Counter(r["name"] for r in rows).most_common(6))
-    return (
-        f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`, each with its setting, versions and "
-        f"commit; the most frequent names are {names}. Commits: {', '.join(named)}.\n"
-    )
+    groups: dict[str, Rows] = {}
+    for r in rows:
+        groups.setdefault(_setting(r), []).append(r)
+    lines = [
+        f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
+        "`setting`, time, versions and commit.",
+        "",
+        '<details markdown="1"><summary>All settings, with the commits that they were measured at</summary>',
+        "",
+        "| setting | rows | commits |",
+        "|---|---:|---|",
+    ]
+    for setting, group in groups.items():
+        commits = ", ".join(dict.fromkeys(r["commit"] for r in group))
+        lines.append(f"| {setting} | {len(group)} | {commits} |".replace("<", "&lt;"))
+    return "\n".join([*lines, "", "</details>"]) + "\n"
+
+
+def _setting(row: dict[str, Any]) -> str:
+    """What was changed in a tuning run; "as it was" where nothing was."""
+    setting = row.get("setting") or {}
+    if not isinstance(setting, dict):
+        return str(setting).replace("|", "/")
+    said = setting.get("change") or setting.get("variant")
+    said = said or ", ".join(f"{k}={v}" for k, v in setting.items())
+    return "as it was" if said in ("", "-") else said.replace("|", "/")
 
 
 LINKS = {
