@@ -1,8 +1,8 @@
 """Expert parallelism over CuPy's NCCL, with no other framework.
 
-    uid = nccl.get_unique_id()            # cupy.cuda.nccl; on one rank, given to the others
-    comm = Communicator(nccl.NcclCommunicator(world_size, uid, rank), rank, world_size)
-    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
+uid = nccl.get_unique_id()            # cupy.cuda.nccl; on one rank, given to the others
+comm = Communicator(nccl.NcclCommunicator(world_size, uid, rank), rank, world_size)
+y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Expert parallelism over `torch.distributed`: NCCL on GPUs, gloo on the CPU.
 
-    comm = fp8moe.adapters.torch_distributed.ProcessGroup(group)      # None: the default group
-    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
+comm = fp8moe.adapters.torch_distributed.ProcessGroup(group)      # None: the default group
+y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 """
 
 from __future__ import annotations

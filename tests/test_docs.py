@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import fp8moe
+from fp8moe import __main__ as command_line
 from fp8moe import expert_parallel
 from fp8moe.benchmarks import roofline, step, table
 
@@ -167,6 +168,11 @@ def test_every_environment_variable_is_documented():
     used |= set(re.findall(r"\bFP8MOE_[A-Z_]+\b", (ROOT / "Makefile").read_text()))
     documented = set(re.findall(r"`(FP8MOE_[A-Z_]+)`", (DOCS / "environment.md").read_text()))
     assert documented == used
+
+
+def test_every_verb_of_the_command_line_is_documented():
+    (verbs,) = (a.choices for a in command_line.parser()._actions if isinstance(a.choices, dict))
+    assert set(verbs) == set(re.findall(r"^\| `(\w+)`", (DOCS / "how-to/command-line.md").read_text(), re.M))
 
 
 # ---------------------------------------------------------------- programs
