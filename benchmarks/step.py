@@ -54,7 +54,7 @@ def draw(out: Path) -> None:
     figure.text(0.5, 0.01, f"{layers()[0]['device']}; " + "; ".join(origins), ha="center", fontsize=7.5)
     figure.tight_layout(rect=(0, 0.03, 1, 0.93))
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=200, metadata={"Rows": digest(), "Software": None})
+    figure.savefig(out, dpi=240, metadata={"Rows": digest(), "Software": None})
     pyplot.close(figure)
 
 
