@@ -317,6 +317,31 @@ def _padding() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _standing() -> str:
+    """Of each operation on the H200 the range over its cases."""
+    cases: dict[str, Rows] = {}
+    for r in newest(rows_of("h200")):
+        cases.setdefault(r["name"], []).append(r)
+    lines = [
+        "| operation | cases | of copy bandwidth | TFLOP/s, sustained | time |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, rows in cases.items():
+        shares = _range([r["limit_percent"] for r in rows], "{:.0f}", " %")
+        speeds = _range([r["tflops"] for r in rows], "{:.0f}", "")
+        times = sorted(r["us"] for r in rows)
+        between = dict.fromkeys((_time(times[0]), _time(times[-1])))
+        lines.append(f"| {name} | {len(rows)} | {shares} | {speeds} | {' to '.join(between)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _range(values: Iterable[float | None], form: str, unit: str) -> str:
+    """The least and the largest of those that there are."""
+    known = sorted(v for v in values if v is not None)
+    ends = dict.fromkeys(form.format(v) for v in (known[:1] + known[-1:]))
+    return " to ".join(ends) + unit if ends else ""
+
+
 def _compare() -> str:
     """A table for each kind of work and shape that `python -m fp8moe bench compare` timed."""
     files = sorted(RESULTS.glob("compare*.jsonl"))
@@ -439,6 +464,7 @@ _MADE: dict[str, Callable[[], str]] = {
     "headline": _headline,
     "links": _links,
     "memory": _memory,
+    "standing": _standing,
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,
