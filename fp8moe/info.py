@@ -182,7 +182,7 @@ def commit() -> str:
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return "unknown"
-    results = ":!benchmarks/results", ":!README.md"
+    results = ":!benchmarks/results", ":!README.md", ":!docs"
     try:
         call = {"cwd": root, "capture_output": True, "text": True, "check": True}
         name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]

@@ -22,7 +22,7 @@ from fp8moe.records import (
     cached_plan_layout,
 )
 
-# Tuned on an H200; kernels_cuda/README.md has the figures.
+# Tuned on an H200; docs/experiments/permute.md has the figures.
 PIECE = 16_384  # bytes of a row that one warp moves at a time
 LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 make a bad second wave
 LONG_ROW_SHARED = 14_000

@@ -1,6 +1,6 @@
 // Tiles of 128 rows by 128 columns that are quantised and written transposed, through shared memory, which
 // makes whole lines of the result. (What transpose.cu moves has ways of its own, which with these, whose
-// tiles hold more and take longer, are slower: kernels_cuda/README.md.)
+// tiles hold more and take longer, are slower: docs/experiments/.)
 //
 // A block is 16 warps; warp w has chunk w, 8 successive rows; lane l has columns 4 l to 4 l + 3.
 #pragma once
