@@ -108,7 +108,7 @@ def permute(
         defines: tuple[str, ...] = ()
         if scales is not None and out.data.layout == BLOCKED_128X4:
             defines = ("BLOCKED=1",)
-            if plan.num_out_tokens % 128:  # rows of a tile that are not there
+            if moved_scales is not None and plan.num_out_tokens % 128:  # rows of a tile that are not there
                 fill_bytes(moved_scales, 0)
         launch(
             "permute",
