@@ -549,6 +549,31 @@ def test_random_offsets_write_only_their_outputs(ascending):
 
 
 @needs_emulation
+@pytest.mark.parametrize("ascending", [True, False])
+def test_random_offsets_write_only_their_blocked_scales(ascending):
+    rows = 272
+    offsets = ruined(np.sort(RNG.integers(0, rows + 1, 6)).astype(np.int32), (*FAR, 3, 130), 0.4)
+    offsets = np.sort(offsets) if ascending else offsets[::-1].copy()
+    blocked = {"layout": "blocked_128x4"}
+    for width, align in itertools.product((128, 40), (1, 128)):
+        x = RNG.standard_normal((rows, width)).astype(np.float32)
+        q = fp8moe.quantize(x, block=(1, 32))
+        options = {"alike": ascending, "align_size": align}
+        stays_inside(fp8moe.scaling_aware_transpose, q, offsets, **options, **blocked)
+        for one in (q, fp8moe.quantize(x, block=(32, 1))):
+            stays_inside(
+                lambda q, o, **k: fp8moe.to_layout(q, "blocked_128x4", o, **k), one, offsets, **options
+            )
+            there = fp8moe.to_layout(one, "blocked_128x4")
+            stays_inside(lambda q, o, **k: fp8moe.to_layout(q, "compact", o, **k), there, offsets, **options)
+    plan = ruined_plan(fp8moe.plan_topk(RNG.integers(-1, 5, (21, 3)).astype(np.int32), 5, align_size=128))
+    for width in (512, 96):
+        q = fp8moe.quantize(values(RNG, (21, width), BF16), block=(1, 32))
+        stays_inside(lambda q, p: cut(fp8moe.permute(q, p, **blocked)), q, plan, alike=False)
+        stays_inside(lambda q, p: fp8moe.permute_transpose(q, p, **blocked), q, plan, alike=False)
+
+
+@needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
 def test_scales_that_are_missing_are_nan(backend):
     """Offsets in device memory that ask for more blocks than there are scales: what is without is NaN."""
