@@ -65,7 +65,8 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
 
 
 def arrays(*wanted: tuple[str, Any, tuple[np.dtype, ...] | None, tuple[int | str, ...]]) -> None:
-    """Of each (name, array or None, dtypes or None, sizes) what `dtype` and `shape` check, in one call."""
+    """Of each (name, array, dtypes or None, sizes) what `dtype` and `shape` check, in one call. Arrays may be
+    left out: None is right."""
     for name, x, dtypes, sizes in wanted:
         if x is None:
             continue
