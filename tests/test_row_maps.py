@@ -38,9 +38,9 @@ def test_plan_of_map_without_padding():
 def test_index_map_of_the_example(rows):
     ids = np.array([[1, 0], [2, 1], [0, 2], [1, 0], [1, -1]], np.int32)
     wanted = np.array([3, 7, 1, 5, 6, 0, 4, 8, 2, -1])
-    rows_of_entries = row_maps.index_map(ARRAYS, ids, rows)
-    assert rows_of_entries.dtype == np.int32
-    assert rows_of_entries.tolist() == np.where(wanted < rows, wanted, -1).tolist()
+    found = row_maps.index_map(ARRAYS, ids, rows)
+    assert found.dtype == np.int32
+    assert found.tolist() == np.where(wanted < rows, wanted, -1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
