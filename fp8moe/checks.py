@@ -18,7 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16, BLOCKS, Block, is_columnwise, scale_shape
+from fp8moe.formats import (
+    BFLOAT16,
+    BLOCKED_128X4,
+    BLOCKS,
+    LAYOUTS,
+    Block,
+    blocked_shape,
+    blocked_tiles,
+    is_columnwise,
+    scale_shape,
+)
 from fp8moe.record_trees import SYMBOLIC_TYPES, arrays_in, is_metadata, map_arrays
 from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, cached_plan_layout, plan_layout
 
@@ -251,6 +261,8 @@ def quant_tensor(
         raise TypeError(
             f"{name}.layout: got {q.layout!r}; wanted {' or '.join(layouts)}; fp8moe.to_layout converts"
         )
+    if q.block not in LAYOUTS[q.layout]:
+        raise TypeError(f"{name}.layout: got {q.layout!r} with block {q.block}, which does not have it")
     dtype(f"{name}.data", q.data, (np.dtype(np.uint8),))
     dtype(f"{name}.scales", q.scales, (scale_dtype,))
     if q.data.ndim not in ((2, 3) if q.block == (128, 128) else (2,)):
@@ -261,7 +273,14 @@ def quant_tensor(
             "only: (128, 1) and (32, 1) say by themselves that codes are stored transposed"
         )
     wanted = scale_shape(q.shape, q.block, q.layout, q.transposed)
-    if is_columnwise(q.block):
+    if q.layout == BLOCKED_128X4:
+        # of several experts there may be more tiles: see column_scale_rows
+        shape(f"{name}.scales", q.scales, ("rows", "columns"))
+        tiles, least = (blocked_tiles(s, q.block) for s in (q.scales.shape, wanted))
+        if tiles < least or q.scales.shape != blocked_shape(q.shape, q.block, tiles):
+            got = list(q.scales.shape)
+            raise ValueError(f"{name}.scales: got shape {got}; wanted {list(wanted)}, or more tiles of rows")
+    elif is_columnwise(q.block):
         # a column-wise tensor of several experts may hold more rows of blocks: see column_scale_rows
         shape(f"{name}.scales", q.scales, ("blocks", wanted[1]))
         if q.scales.shape[0] < wanted[0]:

@@ -19,7 +19,12 @@ ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 @operation
 def permute(
-    x: ArrayLike, plan: PermutationPlan, probs: ArrayLike | None = None, *, fill_padding: bool = True
+    x: ArrayLike,
+    plan: PermutationPlan,
+    probs: ArrayLike | None = None,
+    *,
+    fill_padding: bool = True,
+    zero_unweighted: bool = False,
 ) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -36,6 +41,9 @@ def permute(
     fill_padding : bool
         Write zeros (data, probs and scales) to every row that no token goes to; without it they are left as
         they were allocated.
+    zero_unweighted : bool
+        Zeros in place of the values (of codes, not of scales) of rows whose probability is exactly 0.0, by
+        which Transformer Engine's callers drop tokens. The gradient is that of a row that was moved.
 
     Returns
     -------
@@ -59,10 +67,13 @@ def permute(
     """
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
-    return _permute(call, a.x, checks.plan(call, a.plan), a.probs, fill_padding)
+    plan = checks.plan(call, a.plan)
+    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted)
 
 
-def _permute(call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) -> Permuted:
+def _permute(
+    call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool, zero_unweighted: bool = False
+) -> Permuted:
     tokens, rows, quantized = plan.num_tokens, plan.num_out_tokens, isinstance(x, QuantTensor)
     if quantized:
         _check_rows("x", x, tokens)
@@ -72,9 +83,14 @@ def _permute(call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) 
     )
     if type(fill) is not bool:
         fill = checks.flag("fill_padding", fill)
+    if type(zero_unweighted) is not bool:
+        zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
+    if zero_unweighted and probs is None:
+        raise ValueError("zero_unweighted: got True without probs; wanted them, or False")
     data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
     out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
-    call.run("permute", "permute", x, plan, probs, fill_padding=fill, out=out)
+    options = {"fill_padding": fill, "zero_unweighted": zero_unweighted}
+    call.run("permute", "permute", x, plan, probs, **options, out=out)
     return out
 
 

@@ -105,15 +105,15 @@ class QuantTensor(Record):
     scales : ArrayLike, float32 or uint8
         What multiplies back to the value (Transformer Engine's ``scale_inv``): float32, or uint8 E8M0
         exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)]; ``gemm_ready``:
-        [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; of (128, 128) blocks: as the codes lie, one
-        for each 128 x 128 of them; one scale a tensor: [1].
+        [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; ``blocked_128x4``: as `to_layout` says; of
+        (128, 128) blocks: as the codes lie, one for each 128 x 128 of them; one scale a tensor: [1].
     fmt : "e4m3", "e5m2" or "e2m1"
         Format of the codes; e4m3 has no infinities, and 448 is its largest number.
     block : tuple of int or None
         (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor. Rows and
         columns of the logical matrix.
-    layout : "compact" or "gemm_ready"
-        Of row-wise scales.
+    layout : "compact", "gemm_ready" or "blocked_128x4"
+        Of the scales: "gemm_ready" of block (1, 128), "blocked_128x4" of MXFP8.
     transposed : bool
         Of (128, 128) blocks, whether codes and scales are stored transposed. Blocks (128, 1) and (32, 1)
         always are, the others never.

@@ -21,7 +21,7 @@ from fp8moe.records import (
     cached_plan_layout,
 )
 
-# Tuned on an H200; kernels_cuda/README.md has the figures.
+# Tuned on an H200; docs/experiments/permute.md has the figures.
 PIECE = 16_384  # bytes of a row that one warp moves at a time
 LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 make a bad second wave
 LONG_ROW_SHARED = 14_000
@@ -92,51 +92,76 @@ def plan_parts(plan: PermutationPlan) -> dict[str, Any]:
     return parts
 
 
-def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
+def permute(
+    x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, zero_unweighted: bool, out: Any
+) -> None:
     data, scales, moved, moved_scales = x, None, out.data, None
     if isinstance(x, QuantTensor):
         data, moved = x.data, out.data.data
         if x.block is not None:
             scales, moved_scales = x.scales, out.data.scales
-    if not _whole_vectors(data, scales, moved, moved_scales):
+    if _whole_vectors(data, scales, moved, moved_scales):
+        parts, tokens, row_bytes = plan_parts(plan), data.shape[0], data.shape[1] * data.dtype.itemsize
+        scale_bytes = 0 if scales is None else scales.shape[1] * scales.dtype.itemsize
+        pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill_padding)
+        launch(
+            "permute",
+            "permute_rows",
+            pieces.blocks,
+            32,
+            data,
+            row_bytes,
+            pieces.nbytes,
+            pieces.per_row,
+            scales,
+            scale_bytes,
+            probs,
+            0 if probs is None else probs.dtype.itemsize,
+            plan.prob_columns,
+            parts["row_id_map"],
+            parts["slots"],
+            parts["pad_offsets"],
+            parts["tokens_per_expert"],
+            parts["expert_offsets"],
+            plan.max_experts_per_token,
+            plan.num_experts,
+            plan.num_out_tokens,
+            fill_padding,
+            pieces.zeros,
+            moved,
+            moved_scales,
+            out.probs,
+            shared=pieces.shared,
+        )
+    else:
         source, column = sources(plan)
         gather(x, source, fill_padding, out.data)
         if probs is not None:
             rows, size = plan.num_out_tokens, probs.dtype.itemsize
             arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
             launch("permute", "gather_probs", threads(rows), 256, *arguments)
-        return
-    parts, tokens, row_bytes = plan_parts(plan), data.shape[0], data.shape[1] * data.dtype.itemsize
-    scale_bytes = 0 if scales is None else scales.shape[1] * scales.dtype.itemsize
-    pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill_padding)
+    if zero_unweighted and data.size:
+        _zero_unweighted(plan, probs, moved)
+
+
+def _zero_unweighted(plan: PermutationPlan, probs: Any, out: Any) -> None:
     launch(
         "permute",
-        "permute_rows",
-        pieces.blocks,
-        32,
-        data,
-        row_bytes,
-        pieces.nbytes,
-        pieces.per_row,
-        scales,
-        scale_bytes,
+        "zero_unweighted_rows",
+        threads(plan.num_tokens, 8),
+        256,
+        plan.row_id_map,
+        plan.slots,
+        plan.pad_offsets,
         probs,
-        0 if probs is None else probs.dtype.itemsize,
+        KINDS[probs.dtype],
         plan.prob_columns,
-        parts["row_id_map"],
-        parts["slots"],
-        parts["pad_offsets"],
-        parts["tokens_per_expert"],
-        parts["expert_offsets"],
+        plan.num_tokens,
         plan.max_experts_per_token,
         plan.num_experts,
         plan.num_out_tokens,
-        fill_padding,
-        pieces.zeros,
-        moved,
-        moved_scales,
-        out.probs,
-        shared=pieces.shared,
+        out.nbytes // out.shape[0],
+        out,
     )
 
 
@@ -201,7 +226,8 @@ def _merge(
 def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: Any, *, out: Any) -> None:
     grad_x, grad_probs = out
     if merging_probs is None:
-        permute(grad, plan, None, fill_padding=True, out=Permuted(grad_x, None, plan))
+        moved = Permuted(grad_x, None, plan)
+        permute(grad, plan, None, fill_padding=True, zero_unweighted=False, out=moved)
         return
     if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
         parts = plan_parts(plan)
