@@ -23,10 +23,13 @@ build: .venv-build/ready
 	.venv-build/bin/python -m build
 	.venv-build/bin/python -m twine check --strict dist/*
 
+# A user's program has its own options, not this project's.
+CLIENT := --strict --config-file= --follow-imports=silent --ignore-missing-imports --cache-dir .mypy_cache/client
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/mypy $(CLIENT) tests/typed_client.py
 	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r .venv/bin/clang-format --dry-run --Werror
 
 # On a machine with a GPU, in an environment that has the CUDA extra. Left out are tests that time out under the

@@ -33,6 +33,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
+from fp8moe.dispatch import Function
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
@@ -73,7 +74,7 @@ for _kind in jax_calls.RECORDS:
 # ---------------------------------------------------------------- tracing
 
 
-def traceable(function: Any) -> Any:
+def traceable(function: Function) -> Function:
     """A public function, or one that calls several, that also takes traced arrays: one step of the jitted
     program, which allocates nothing of its own."""
     parameters = inspect.signature(function)
@@ -92,7 +93,7 @@ def traceable(function: Any) -> Any:
             return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- without gradients
@@ -237,7 +238,7 @@ def sort_chunks(
 ) -> SortedChunks:
     """`fp8moe.sort_chunks`, with gradients for x and probs."""
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
-    how = {"num_out_tokens": num_out_tokens, **dict(options)}
+    how: dict[str, Any] = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
         moved = _sort(no_columns(probs), probs, split_sizes, sorted_indices, options, num_out_tokens)
         return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **how).data)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from fp8moe.records import ArraySpec, DeviceArray, PermutationPlan, Quantized, Q
 
 NOWHERE = -1  # the device of arrays that are shapes only: nothing is computed there
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _State(threading.local):
@@ -50,7 +51,7 @@ def clear_cached_plans() -> None:
     _plans.clear()
 
 
-def operation(function: Callable[..., Any]) -> Callable[..., Any]:
+def operation(function: Function) -> Function:
     """A public function, of one that is written for raw buffers (see `enter`)."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
@@ -96,7 +97,7 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return _run_now(function, names, arguments, options)
         return plan.run(given, arrays, addresses)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 #: types of arguments that are told apart by their values alone
