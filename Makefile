@@ -4,7 +4,7 @@ PYTHON ?= python3
 # A machine with an NVIDIA driver gets the CUDA backend too, for the driver's CUDA version.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,cuda\1/p')
 
-.PHONY: test test-minimum lint build demo sanitize clean
+.PHONY: test test-minimum lint docs build demo sanitize clean
 
 # One process a core, four at most (1 to 2 GB each): NumPy's and torch's own threads would take each other's time.
 test: .venv/ready lint
@@ -32,6 +32,10 @@ lint: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/mypy $(CLIENT) tests/typed_client.py
 	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r .venv/bin/clang-format --dry-run --Werror
+
+# The documentation site, into site/: a broken link or an unknown name fails.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 # On a machine with a GPU, in an environment that has the CUDA extra. Left out are tests that time out under the
 # tools or run other programs; Numba's probing of the driver is no error of ours. ARRIVING=32: racecheck does not
@@ -75,4 +79,4 @@ demo: .venv-demo/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-build .venv-demo .venv-minimum build dist *.egg-info
+	rm -rf .venv .venv-build .venv-demo .venv-minimum build dist site *.egg-info

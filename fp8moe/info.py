@@ -15,7 +15,7 @@ from pathlib import Path
 
 import fp8moe
 
-ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "router")
+ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 _MEGATRON = ("megatron", "pip install 'fp8moe[megatron]'")
@@ -28,6 +28,7 @@ ADAPTERS = {
     "torch_functional": _TORCH,
     "torch_grouped": _TORCH,
     "torch_router": _TORCH,
+    "torch_scaled_mm": _TORCH,
     "torch_sharding": _TORCH,
     "torch_stats": _TORCH,
     "torch_distributed": _TORCH,
@@ -181,7 +182,7 @@ def commit() -> str:
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return "unknown"
-    results = ":!benchmarks/results", ":!README.md"
+    results = ":!benchmarks/results", ":!README.md", ":!docs"
     try:
         call = {"cwd": root, "capture_output": True, "text": True, "check": True}
         name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
