@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -137,10 +138,10 @@ def traceable(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def documented(core: Any, *differentiable: str) -> Any:
+def documented(core: Any, *differentiable: str) -> Callable[[Function], Function]:
     """The docstring of a function of the core for one that has gradients."""
 
-    def document(function: Any) -> Any:
+    def document(function: Function) -> Function:
         note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` one step of the program."
         function.__doc__ = docstring_of(core, "jax.Array", note)
         return function

@@ -6,6 +6,7 @@
 
 from typing import Any, assert_type
 
+import jax
 import numpy as np
 import torch
 
@@ -21,7 +22,8 @@ from fp8moe import (
     SortedChunks,
     Trace,
 )
-from fp8moe.adapters import torch_fsdp, torch_moe, torch_ops, transformers
+from fp8moe.adapters import jax_ops, torch_fsdp, torch_moe, torch_ops, transformers
+from fp8moe.adapters.torch_distributed import ProcessGroup
 
 
 def core(x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> int:
@@ -55,12 +57,23 @@ def torch_client(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, ids: torc
     assert_type(torch_ops.permute(x, plan), Permuted)
     y = torch_ops.moe_experts(x, w13, w2, ids, torch.ones(ids.shape), recipe="fp8_flow")
     assert_type(y, torch.Tensor)
+    y = torch_ops.moe_experts(x, w13, w2, ids, torch.ones(ids.shape), comm=ProcessGroup())
     layer = torch_moe.FP8FlowMoE(256, 128, 8, 2, recipe="bf16")
     with torch_moe.weights_unchanged(layer):
         z: torch.Tensor = layer(y)
     torch_fsdp.shard_placement(8)(layer.w13)
     transformers.enable("fp8_flow", recompute="moe_expert", name="fp8moe")
     return z
+
+
+def jax_client(x: jax.Array, w13: jax.Array, w2: jax.Array, ids: jax.Array) -> jax.Array:
+    plan = jax_ops.plan_topk(ids, num_experts=8, align_size=128)
+    assert_type(plan, PermutationPlan)
+    q: QuantTensor = jax_ops.quantize(x)
+    assert_type(jax_ops.permute(q, plan), Permuted)
+    assert_type(jax_ops.scaling_aware_transpose(q), QuantTensor)
+    y: jax.Array = jax_ops.moe_ffn(x, w13, w2, ids, x, recipe="fp8_flow")
+    return y
 
 
 def refused(x: np.ndarray[Any, Any], plan: PermutationPlan) -> None:
@@ -71,6 +84,8 @@ def refused(x: np.ndarray[Any, Any], plan: PermutationPlan) -> None:
     fp8moe.plan_topk(x, num_experts="8")  # type: ignore[arg-type]
     RouterConfig(topk=8, score_function="softplus")  # type: ignore[arg-type]
     torch_ops.permute(x, plan, prob=x)  # type: ignore[call-arg]
+    jax_ops.moe_ffn(x, x, x, x, x)  # type: ignore[call-arg]
+    jax_ops.permute(x, plan, fill=True)  # type: ignore[call-arg]
     torch_moe.FP8FlowMoE(256, 128, 8, 2, recipe="fp8")  # type: ignore[arg-type]
     transformers.enable("fp16")  # type: ignore[arg-type]
     plan.num_experts = 4  # type: ignore[misc]
