@@ -89,7 +89,7 @@ def permute_and_pad_with_probs(
 
 
 def _plan(routing_map: Tensor, num_out_tokens: Any) -> fp8moe.PermutationPlan:
-    rows = "exact" if num_out_tokens is None else int(num_out_tokens)
+    rows: Any = "exact" if num_out_tokens is None else int(num_out_tokens)
     return torch_ops.plan_routing_map(te.contiguous(routing_map), num_out_tokens=rows)
 
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -434,6 +434,12 @@ def gradient_dtype(*weights: torch.dtype) -> str:
     """What `moe_backward` is to make for weights of these dtypes: bfloat16 at once, the others of float32."""
     return "bfloat16" if set(weights) == {torch.bfloat16} else "float32"
 
+
+if TYPE_CHECKING:  # of what `__getattr__` finds
+    from fp8moe.adapters.torch_functional import moe_experts as moe_experts
+    from fp8moe.adapters.torch_functional import moe_experts_permuted as moe_experts_permuted
+    from fp8moe.adapters.torch_moe import FP8FlowMoE as FP8FlowMoE
+    from fp8moe.adapters.torch_router import route as route
 
 _ABOVE = {
     "FP8FlowMoE": "torch_moe",

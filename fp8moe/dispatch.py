@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ __all__ = [
     "operation",
     "place_of",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: by function and what came in: how to do the call, or None where only the call itself can
 _plans: dict[Any, LaunchPlan | None] = {}
@@ -55,7 +57,7 @@ _UNKNOWN: Any = object()
 _ARRAY: Any = object()  # in a key: their shapes and dtypes come after all values
 
 
-def operation(function: Callable[..., Any]) -> Callable[..., Any]:
+def operation(function: Function) -> Function:
     """A public function, of one that is written for raw buffers (see `enter`)."""
     names = list(inspect.signature(function).parameters)
 
@@ -112,7 +114,7 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return _run_now(function, names, arguments, options)
         return plan.run(given, arrays, addresses)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
