@@ -93,14 +93,6 @@ def route(
     return Routed(*_route_with_grad(logits.contiguous(), bias, _scalars_of(config), num_sequences))
 
 
-def router_logits(x: Tensor, w: Tensor) -> Tensor:
-    """x [T, H] @ w [E, H] transposed: float32 [T, E], also under autocast."""
-    with torch.autocast(x.device.type, enabled=False):
-        if _on_tensor_cores(x, w):
-            return _Logits.apply(x, w)
-        return x.float() @ w.float().t()
-
-
 def parts(a: Tensor) -> list[Tensor]:
     """bfloat16 tensors whose sum is ``a``: itself, or three for float32 (exact where the third is normal)."""
     if a.dtype == torch.bfloat16:
@@ -141,18 +133,6 @@ def _product_backward(
     dx = torch.mm(*pair) if added_to is None else torch.addmm(added_to, *pair)
     dw = torch.mm(grad.t(), x, out_dtype=torch.float32)
     return dx, dw.view(3, experts, -1).sum(dim=0).to(w.dtype)
-
-
-class _Logits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, w)
-        return _product(x, w)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _product_backward(torch.cat(parts(grad), dim=1), *ctx.saved_tensors)
 
 
 # ---------------------------------------------------------------- the choice
@@ -261,5 +241,7 @@ def _route_rows(
     scalars = _scalars_of(config)
     if _on_tensor_cores(x, w):
         return tuple(_route_rows_with_grad(x, w, bias, scalars, num_sequences, pass_rows))
-    results = _route_with_grad(router_logits(x, w), bias, scalars, num_sequences)
+    with torch.autocast(x.device.type, enabled=False):
+        logits = x.float() @ w.float().t()
+    results = _route_with_grad(logits, bias, scalars, num_sequences)
     return (x, *results) if pass_rows else tuple(results)

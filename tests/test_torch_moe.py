@@ -12,7 +12,7 @@ from fp8moe import Activation, RouterConfig
 from fp8moe.activation import SWIGLU
 from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router, parts, router_logits
+from fp8moe.adapters.torch_router import Router, parts
 from fp8moe.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -334,25 +334,39 @@ def test_validation_errors(arguments, options, message):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_routers_product_is_in_float32(dtype, device, autocast):
-    """Against float64: sums of 512 (experts: 8, tokens: 300) products, each rounded to float32."""
+    """Against float64, by the sigmoids of all logits: sums of 512 (experts: 8, tokens: 300) products, each
+    rounded to float32."""
     g = torch.Generator().manual_seed(0)
+    router = Router(512, 8, RouterConfig(8, "sigmoid", renormalize=False), dtype=dtype, device=device)
     x = torch.randn(300, 512, generator=g).bfloat16().to(device).requires_grad_()
-    w = torch.randn(8, 512, generator=g).to(dtype).to(device).requires_grad_()
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(8, 512, generator=g) / 22)  # logits of a standard deviation of one
     grad = torch.randn(300, 8, generator=g).to(device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        logits = router_logits(x, w)
-    assert logits.dtype == torch.float32
-    logits.backward(grad)
-    x64, w64, g64 = (t.detach().double() for t in (x, w, grad))
+        ids, probs = router(x)
+    assert probs.dtype == torch.float32
+    probs.backward(grad)
+    x64, w64 = x.detach().double(), router.weight.detach().double()
+    p64, of_p = (torch.zeros(300, 8, dtype=torch.float64, device=device) for _ in range(2))
+    p64.scatter_(1, ids.long(), probs.detach().double())
+    of_p.scatter_(1, ids.long(), grad.double())
     unit = 2.0**-24
 
-    def check(found, wanted, magnitudes, count, rounding=0.0):
-        error = (found.double() - wanted).abs()
-        assert (error <= count * unit * magnitudes + rounding * wanted.abs()).all()
+    def check(found, wanted, bound, rounding=0.0):
+        assert ((found.double() - wanted).abs() <= bound * unit + rounding * wanted.abs()).all()
 
-    check(logits, x64 @ w64.t(), x64.abs() @ w64.abs().t(), 512)
-    check(x.grad, g64 @ w64, g64.abs() @ w64.abs(), 8, 2.0**-8)
-    check(w.grad, g64.t() @ x64, g64.abs().t() @ x64.abs(), 300, 0.0 if dtype == torch.float32 else 2.0**-8)
+    # a sigmoid's slope is 1/4 at most; itself, and the gradient by it, take four roundings of numbers below 1
+    check(p64, torch.sigmoid(x64 @ w64.t()), 512 / 4 * (x64.abs() @ w64.abs().t()) + 4)
+    of_logits = of_p * p64 * (1 - p64)
+    parts_of = 8 * of_logits.abs() + 4 * of_p.abs()
+    check(x.grad, of_logits @ w64, parts_of @ w64.abs(), 2.0**-8)
+    parts_of = 300 * of_logits.abs() + 4 * of_p.abs()
+    check(
+        router.weight.grad,
+        of_logits.t() @ x64,
+        parts_of.t() @ x64.abs(),
+        0.0 if dtype == torch.float32 else 2.0**-8,
+    )
 
 
 def test_a_float32_number_is_three_bfloat16_numbers():
