@@ -20,6 +20,7 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
+from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
 
@@ -141,11 +142,11 @@ def _moe_experts(
 ) -> Tensor:
     """Both. align_size: not 0 for rows that are permuted, whose counts and probs stand for ids and theirs."""
     recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
-    torch_ops.refuse_transforms(name)
+    refuse_transforms(name)
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
-    torch_ops.check_float("x", x)
-    torch_ops.check_float("probs" if align_size else "topk_probs", topk_probs)
+    check_float("x", x)
+    check_float("probs" if align_size else "topk_probs", topk_probs)
     dtype, ffn = torch.bfloat16, None
     if recipe == "bf16":
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -273,7 +274,7 @@ def quantize_fp8_weights(
 
 
 def _codes(w: Any, out: Quantized | None = None) -> Quantized:
-    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out)
+    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out=out)
 
 
 def _quantized(
@@ -282,12 +283,12 @@ def _quantized(
     """FP8 codes of w13, or of w1 and w3, and of w2, filled up with zeros to a multiple of 128 for F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
     if isinstance(w13, tuple):
-        w13 = torch_ops.quantize_weights(w13, out13, rows=_whole_blocks(w13[0].shape[1]))
+        w13 = torch_ops.quantize_weights(w13, out=out13, rows=_whole_blocks(w13[0].shape[1]))
     elif isinstance(w13, Tensor):
         rows = _whole_blocks(w13.shape[1] // halves)
-        w13 = torch_ops.quantize_weights(w13, out13, parts=halves, rows=rows)
+        w13 = torch_ops.quantize_weights(w13, out=out13, parts=halves, rows=rows)
     if not isinstance(w2, Quantized):
-        w2 = torch_ops.quantize_weights(w2, out2, columns=_whole_blocks(w2.shape[2]))
+        w2 = torch_ops.quantize_weights(w2, out=out2, columns=_whole_blocks(w2.shape[2]))
     return w13, w2
 
 
@@ -318,7 +319,7 @@ def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int)
     """w13 (or w1 and w3) and w2, of dtypes and shapes that the recipe takes."""
     parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
-        torch_ops.check_float(name, w, 3)
+        check_float(name, w, 3)
         if recipe == "bf16" and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
         if recipe != "bf16" and isinstance(w, Tensor):
@@ -368,7 +369,7 @@ def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) 
         parts, w2 = [pad(w, (0, 0, 0, missing)) for w in parts], pad(w2, (0, missing))
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if bias13 is not None:
-        torch_ops.check_float("bias13", bias13, 2)
+        check_float("bias13", bias13, 2)
         before, ones, after = _columns(gate_up.shape[2], recipe)
         if missing:
             bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)

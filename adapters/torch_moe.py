@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
+from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
@@ -188,8 +188,8 @@ class FP8FlowMoE(nn.Module):
         """
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
-        torch_ops.refuse_transforms("FP8FlowMoE")
-        torch_ops.check_float("x", x)
+        refuse_transforms("FP8FlowMoE")
+        check_float("x", x)
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
-from fp8moe.adapters.torch_ops import refuse_transforms
+from fp8moe.adapters.torch_operation import refuse_transforms
 
 
 class Router(nn.Module):
