@@ -24,6 +24,8 @@ from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
 
+__all__ = ["moe_experts", "moe_experts_permuted", "quantize_fp8_weights"]
+
 
 def moe_experts(
     x: Tensor,
@@ -41,35 +43,78 @@ def moe_experts(
     fp8_weights: tuple[Quantized, Quantized] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]), with
-    gradients for all but the ids, eagerly and compiled: `fp8moe.moe_forward` and `fp8moe.moe_backward` for
-    torch.
+    """The experts of a layer, with gradients for all but the ids, eagerly and compiled.
 
-    x: [..., H], any float; y has its shape and dtype. The FP8 recipes multiply it as bfloat16, "bf16" in x's
-        dtype, under autocast in that of the context.
-    w13: [E, 2F, H], gates before ups, or the two apart, [E, F, H] each; [E, F, H] for an activation without a
-        gate. w2: [E, H, F]. Any float, any strides, leaves or not; or, for the FP8 recipes, what
-        `fp8moe.quantize_weights` returned, which has no gradient. Gradients come in the weights' dtype, of w1
-        and w3 apart, too; each may have a ``main_grad``. Where F is no multiple of 128, the FP8 recipes
-        multiply by codes with zeros up to the next one. "fp8_flow" copies no weights on the way, halves,
-        padded or transposed; the gradient of a padded w13 in one piece is copied once. The other recipes join
-        the halves, "fp8_blockwise" pads.
-    topk_ids: int32 or int64 [..., k], below 0 or E and more for no expert. topk_probs: float [..., k].
-    bias13, bias2: float [E, 2F] and [E, H], as gpt-oss has. The first becomes columns of w13, which multiply
-        ones after x's; in FP8 four, whose sum is the bias to 2^-16. The second is added by torch.
-    comm: what moves rows between ranks (`fp8moe.expert_parallel.Comm`): w13 and w2 are this rank's experts
-        then, and ids name those of all. Compiled, it is one graph all the same (``fullgraph=True``), for a
+    y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]).
+
+    Parameters
+    ----------
+    x : Tensor, any floating-point dtype and strides, [..., H]
+        The FP8 recipes multiply it as bfloat16, "bf16" in its dtype, under autocast in that of the context.
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each, or Quantized
+        Gates before ups, or the two apart; [E, F, H] for an activation without a gate. Any floating-point
+        dtype and strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned,
+        which has no gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
+        ``main_grad``. Where F is no multiple of 128, the FP8 recipes multiply by codes with zeros up to the
+        next one. "fp8_flow" copies no weights on the way, halves, padded or transposed; the gradient of a
+        padded w13 in one piece is copied once. The other recipes join the halves, "fp8_blockwise" pads.
+    w2 : Tensor or Quantized, [E, H, F]
+        As ``w13``.
+    topk_ids : Tensor, int32 or int64, [..., k]
+        Below 0, or E and more, for no expert.
+    topk_probs : Tensor, floating point, [..., k]
+        Factors of the experts' results.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As of `fp8moe.moe_forward`.
+    recompute : None or "moe_expert"
+        As of `fp8moe.moe_forward`.
+    activation : Activation
+        Between the two products.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As gpt-oss has. It becomes columns of w13, which multiply ones after x's; in FP8 four, whose sum is
+        the bias to 2^-16.
+    bias2 : Tensor or None, floating point, [E, H]
+        Added by torch.
+    comm : Comm or None
+        What moves rows between ranks (`fp8moe.expert_parallel`): w13 and w2 are this rank's experts then, and
+        ids name those of all. Compiled, it is one graph all the same (``fullgraph=True``), for a
         `fp8moe.adapters.torch_distributed.ProcessGroup` or another Transport that has a ``handle``. bias2 is
         gathered from all ranks, which takes the attribute ``group``, a torch.distributed.ProcessGroup.
-    fp8_weights: what `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it
-        that they have not changed since: micro-batches share one set. All get their gradients the same.
-    backend: by which kernels all products are made, of the backward, too: "wgmma", "mma", "cublas" (which
-        synchronises) or "plain", as `fp8moe.grouped_gemm` describes them; None: the fastest. For "bf16" None
-        also takes torch's grouped product, where that is faster, and a name means this library's kernels. One
-        that does not make these products on x's device is refused before any work.
+    fp8_weights : tuple of two Quantized, or None
+        What `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it that
+        they have not changed since: micro-batches share one set. All get their gradients the same.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        By which kernels all products are made, of the backward, too, as `fp8moe.grouped_gemm` describes them
+        ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
+        that is faster, and a name means this library's kernels.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or range, by the argument's name;
-    NotImplementedError inside transforms of torch.func.
+    Returns
+    -------
+    Tensor, [..., H]
+        In x's dtype and shape.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype, shape or range, by the argument's name, and for a backend that does not make these
+        products on x's device, before any work.
+    NotImplementedError
+        Inside transforms of torch.func, and for a ``comm`` without what compiled code or bias2 wants of it.
+
+    Notes
+    -----
+    `fp8moe.moe_forward` and `fp8moe.moe_backward`, whose notes say where the recipes come from.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
+    >>> x, w13, w2 = torch.ones(1, 1), torch.tensor([[[100.0], [2.0]]]), torch.tensor([[[1.0]]])
+    >>> ids, probs = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), 0.5, requires_grad=True)
+    >>> y = torch_ops.moe_experts(x, w13, w2, ids, probs, recipe="bf16")
+    >>> y.backward(torch.ones(1, 1))
+    >>> y.item(), probs.grad.item()
+    (100.0, 200.0)
     """
     options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend)
     return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options, comm=comm)
@@ -91,19 +136,63 @@ def moe_experts_permuted(
     fp8_weights: tuple[Quantized, Quantized] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`moe_experts` of rows that a dispatcher has permuted, and may have padded: y[i] = probs[i] * (w2[e] @
-    act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing synchronises.
+    """`moe_experts` of rows that a dispatcher has permuted, and may have padded.
 
-    x: [N, H], any float: rows of expert 0, then of expert 1, and so on; those past the last expert's belong
-        to none, and y has zeros there. tokens_per_expert: int32 or int64 [E], on x's device. probs: float
-        [N].
-    align_size: what each expert's rows are padded to a multiple of in x, with rows and probs of zeros;
+    y[i] = probs[i] * (w2[e] @ act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing
+    synchronises.
+
+    Parameters
+    ----------
+    x : Tensor, any floating-point dtype and strides, [N, H]
+        Rows of expert 0, then of expert 1, and so on; those past the last expert's belong to none. FP8 rows,
+        which have no gradient in torch, are for `fp8moe.moe_forward_permuted`.
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each, or Quantized
+        As for `moe_experts`.
+    w2 : Tensor or Quantized, [E, H, F]
+        As for `moe_experts`.
+    tokens_per_expert : Tensor, int32 or int64, [E]
+        Rows of each expert, on x's device.
+    probs : Tensor, floating point, [N]
+        Factor of each row's result.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As for `moe_experts`.
+    recompute : None or "moe_expert"
+        As for `moe_experts`.
+    activation : Activation
+        As for `moe_experts`.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As for `moe_experts`.
+    bias2 : Tensor or None, floating point, [E, H]
+        As for `moe_experts`.
+    align_size : int
+        What each expert's rows are padded to a multiple of in x, with rows and probs of zeros;
         tokens_per_expert may count these or not. With a multiple of 128 the FP8 recipes read them where they
         lie; others are padded inside, by a pass more.
-    The others, and what is raised, as for `moe_experts`.
+    fp8_weights : tuple of two Quantized, or None
+        As for `moe_experts`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As for `moe_experts`.
 
-    FP8 rows come without a gradient of their own in torch: `fp8moe.moe_forward_permuted` and
-    `fp8moe.moe_backward` take them, and `moe_experts` with a ``comm`` that dispatches in FP8.
+    Returns
+    -------
+    Tensor, [N, H]
+        In x's dtype; zeros past the last expert's rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `moe_experts`, and for a `fp8moe.QuantTensor`.
+    NotImplementedError
+        Inside transforms of torch.func.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
+    >>> x, w13, w2 = torch.ones(2, 1), torch.tensor([[[100.0], [2.0]]]), torch.tensor([[[1.0]]])
+    >>> rows = torch.tensor([2]), torch.tensor([0.5, 1.0])
+    >>> torch_ops.moe_experts_permuted(x, w13, w2, *rows, recipe="bf16").tolist()
+    [[100.0], [200.0]]
     """
     if isinstance(x, QuantTensor):
         raise TypeError(
@@ -262,8 +351,39 @@ def quantize_fp8_weights(
     activation: Activation = SWIGLU,
     out: tuple[Quantized, Quantized] | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """(w13, w2) as `moe_experts` multiplies by them in the FP8 recipes, padded like there. activation: says
-    whether w13 has gates. out: what an earlier call returned, to write to."""
+    """The FP8 weights that `moe_experts` multiplies by, padded like there.
+
+    Parameters
+    ----------
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each
+        As for `moe_experts`.
+    w2 : Tensor, [E, H, F]
+        As for `moe_experts`.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As for `moe_experts`.
+    activation : Activation
+        Says whether w13 has gates.
+    out : tuple of two Quantized, or None
+        What an earlier call returned, to write to.
+
+    Returns
+    -------
+    tuple of two Quantized
+        Of w13 and of w2: ``fp8_weights`` of `moe_experts`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `moe_experts`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_functional import quantize_fp8_weights
+    >>> w13, w2 = quantize_fp8_weights(torch.ones(4, 200, 256), torch.ones(4, 256, 100))
+    >>> w13.rowwise.shape, w2.rowwise.shape
+    ((4, 256, 256), (4, 256, 128))
+    """
     halves = halves_of(activation.kind)
     given = _checked(w13, w2, bias13, "fp8_flow", halves)
     if bias13 is None:

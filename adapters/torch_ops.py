@@ -35,6 +35,7 @@ from fp8moe.record_trees import arrays_in
 from fp8moe.transpose import transposed_block
 
 __all__ = [
+    "as_float8",
     "dequantize",
     "grouped_gemm",
     "pad",
@@ -360,7 +361,25 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Tensor, **options: Any) -> Any:
 
 
 def as_float8(q: QuantTensor) -> QuantTensor:
-    """The same tensor with its codes viewed as torch's float8 dtype instead of uint8."""
+    """View codes as torch's float8 dtype instead of uint8.
+
+    Parameters
+    ----------
+    q : QuantTensor
+        Of torch tensors.
+
+    Returns
+    -------
+    QuantTensor
+        The same memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
+    >>> torch_ops.as_float8(torch_ops.quantize(torch.ones(1, 128))).data.dtype
+    torch.float8_e4m3fn
+    """
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[q.fmt]
     return replace(q, data=q.data.view(dtype))
 
