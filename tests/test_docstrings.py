@@ -17,6 +17,8 @@ import fp8moe
 #: a module to a line; one whose framework is not installed is left out
 MODULES = [
     "fp8moe",
+    "fp8moe.adapters.megatron",
+    "fp8moe.adapters.megatron_layer",
     "fp8moe.adapters.torch_distributed",
     "fp8moe.adapters.torch_fsdp",
     "fp8moe.adapters.torch_functional",
