@@ -113,13 +113,13 @@ class ProcessGroup:
         values, device, world = tuple(header.values()), known[0].device, self.world_size
         if (values, device) not in self._headers:  # a copy to the device waits
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
-        told = torch.cat([*known, self._headers[values, device]])
-        heard = told.new_empty(world * len(told))
-        self._call(lambda: _all_gather(heard, told, self.group))
+        message = torch.cat([*known, self._headers[values, device]])
+        messages = message.new_empty(world * len(message))
+        self._call(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
             self._wait_for(device)
-        said = heard.view(world, -1).tolist()  # the one synchronisation
-        return expert_parallel.counts_of(said, header, self.rank)
+        of_ranks = messages.view(world, -1).tolist()  # the one synchronisation
+        return expert_parallel.counts_of(of_ranks, header, self.rank)
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
         """Move rows to their ranks, as `fp8moe.expert_parallel.Transport.exchange`.
@@ -143,16 +143,16 @@ class ProcessGroup:
         RuntimeError
             `RankLost`.
         """
-        ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
-        theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
-        width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
+        given, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
+        arriving = given.new_empty((sum(received) if size is None else size, *given.shape[1:]))
+        width = given.stride(0) * given.itemsize if given.numel() else arriving.stride(0) * arriving.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
-        outgoing, into = _as_bytes(ours)[: sum(splits[1])], _as_bytes(theirs)[: sum(splits[0])]
+        outgoing, into = _as_bytes(given)[: sum(splits[1])], _as_bytes(arriving)[: sum(splits[0])]
         work = self._call(lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True))
 
         def finish(kept: Tensor = outgoing) -> Any:  # its memory is read until then
             self._watched(work.wait)
-            return theirs.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else theirs
+            return arriving.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else arriving
 
         return Pending(finish)
 
@@ -229,10 +229,10 @@ def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
-        found = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
-        ctx.route, ctx.comm = found.route, comm
-        probs = found.probs if isinstance(found, DispatchedRows) else found.topk_probs
-        return found.x, probs, found
+        arrived = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
+        ctx.route, ctx.comm = arrived.route, comm
+        probs = arrived.probs if isinstance(arrived, DispatchedRows) else arrived.topk_probs
+        return arrived.x, probs, arrived
 
     @staticmethod
     @torch.autograd.function.once_differentiable

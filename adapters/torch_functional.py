@@ -423,16 +423,16 @@ def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
     return -hidden % FP8_BLOCK[1], 4, FP8_BLOCK[1] - 4
 
 
-def _split(bias: Tensor, parts: int) -> Tensor:
+def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
     """[E, N, parts] in float32, whose sum is the bias: each but the last rounded to the four significant bits
     that e4m3 has. The gradient is that of the last."""
     left = bias.float()
-    found = []
+    rounded = []
     for _ in range(parts - 1):
         part = ((left.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
-        found.append(part)
+        rounded.append(part)
         left = left - part
-    return torch.stack((*found, left), dim=-1)
+    return torch.stack((*rounded, left), dim=-1)
 
 
 def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
@@ -493,7 +493,7 @@ def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) 
         before, ones, after = _columns(gate_up.shape[2], recipe)
         if missing:
             bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)
-        columns = _split(bias13, ones).to(gate_up.dtype)
+        columns = parts_of_bias(bias13, ones).to(gate_up.dtype)
         gate_up = torch.cat((pad(gate_up, (0, before)), pad(columns, (0, after))), dim=2)
         w2 = pad(w2, (0, 0, 0, before + ones + after))
     return [w if isinstance(w, Quantized) else w.contiguous() for w in (gate_up, w2)]

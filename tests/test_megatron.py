@@ -152,7 +152,7 @@ def test_padded(device, align, counts_on_cpu):
     torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
 
 
-def test_disabled_everything_is_as_before():
+def test_disable_restores_megatron():
     before = dict(vars(moe_utils))
     enabled = megatron.enable()
     assert moe_utils.fused_permute is megatron.permute
@@ -255,7 +255,7 @@ print("the layer is the same")
         pytest.param("cuda", "alltoall", marks=pytest.mark.gpu),
     ],
 )
-def test_the_moe_layer(device, dispatcher):
+def test_moe_layer_with_fused_permutation(device, dispatcher):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -15,9 +15,9 @@ import fp8moe
 from fp8moe import Activation, dispatch, moe
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_functional import (
-    _split,
     moe_experts,
     moe_experts_permuted,
+    parts_of_bias,
     quantize_fp8_weights,
 )
 from fp8moe.adapters.torch_moe import FP8FlowMoE
@@ -213,7 +213,7 @@ def of_loops(x, w13, w2, ids, probs):
 
 def test_parts_of_a_bias():
     bias = torch.randn(E, 500) * torch.exp(4 * torch.randn(E, 500))
-    parts = _split(bias.requires_grad_(), 4)
+    parts = parts_of_bias(bias.requires_grad_(), 4)
     assert torch.equal(parts.float().sum(-1), bias)  # of the last, no bit is lost yet
     codes = fp8moe.quantize(parts.detach()[..., :3].reshape(-1, 3).contiguous(), block=(1, 128))
     # four significant bits each: e4m3 has them, as far as a block's scale reaches

@@ -9,8 +9,7 @@ import torch
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
-from fp8moe.activation import SWIGLU
-from fp8moe.adapters import torch_experts, torch_ops
+from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import Router, parts
 from fp8moe.record_trees import arrays_in
@@ -37,7 +36,7 @@ def backward(layer, x, seed=2):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
-def test_it_is_the_layer(recipe, recompute):
+def test_the_module_computes_what_the_library_does(recipe, recompute):
     layer, x = module(recipe, recompute=recompute, activation=Activation(clamp=7.0)), tokens()
     y = backward(layer, x)
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
@@ -66,7 +65,7 @@ def test_recipes_are_close():
             assert (a - b).float().norm() <= 0.125 * b.float().norm()
 
 
-def test_bf16_is_the_layer_in_float64():
+def test_bf16_against_float64():
     layer, x = module("bf16"), tokens()
     backward(layer, x)
     exact = copy.deepcopy(layer).double()
@@ -85,7 +84,7 @@ def test_bf16_is_the_layer_in_float64():
         assert (a - b).norm() <= 12 * 2.0**-9 * b.norm()
 
 
-def test_the_dimension_that_needs_no_padding():
+def test_shard_placement_avoids_padding():
     from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
 
     def dim(shape, ranks):
@@ -118,7 +117,7 @@ def test_gradients_are_added_to_main_grad(dtype):
     assert layer.router.weight.grad is not None
 
 
-def test_state_copies_and_shapes():
+def test_state_dict_deepcopy_and_shapes():
     layer = module(dtype=torch.bfloat16)
     x = tokens(dtype=torch.float32)
     y = layer(x.reshape(7, 10, HIDDEN))
@@ -200,30 +199,21 @@ def test_a_subclass_routes(mode):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_the_operator_keeps_what_the_layer_keeps(recompute):
-    """For the backward, the weights and the router's choice apart: FP8 rows, and never the bfloat16 input."""
-    layer, x = module(recompute=recompute), tokens()
-    _, ids, probs = layer.route(x)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gradients = "dx,dprobs,dw13,dw2"
-        options = torch_experts.Options(layer.recipe, recompute, 0, SWIGLU, None, None, False, gradients)
-        copies = arrays_in(tuple(layer._compiled_copies(None)))
-        targets = torch_experts.Targets(*[None] * 3, *[torch.float32] * 2, [False] * 3, None)
-        weights = layer.w13, None, layer.w2
-        torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, targets, options)
-    places = {t.data_ptr() for t in copies}
-    found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
-    _, saved = fp8moe.moe_forward(
-        x.detach(),
-        layer.w13.detach(),
-        layer.w2.detach(),
-        ids,
-        probs.detach(),
-        recipe=layer.recipe,
-        recompute=recompute,
-    )
-    assert found == saved.nbytes + ids.nbytes + probs.nbytes
+def test_compiled_code_saves_what_the_library_saves(recompute):
+    """For the backward: FP8 rows, and never the bfloat16 input; beside them the choice of experts, and of the
+    weights' codes those that the backward multiplies by."""
+    layer, x, kept = module(recompute=recompute), tokens(), {}
+    _, ids, probs = (t.detach() for t in layer.route(x))
+    probs.requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        compiled(x, ids, probs)
+    weights = [fp8moe.quantize_weights(w.detach()) for w in (layer.w13, layer.w2)]
+    options = {"recipe": layer.recipe, "recompute": recompute}
+    _, saved = fp8moe.moe_forward(x.detach(), *weights, ids, probs.detach(), **options)
+    codes = sum(a.nbytes for a in arrays_in((saved.w13, saved.w2)))
+    assert sum(t.nbytes for t in kept.values()) == saved.nbytes + codes + ids.nbytes + probs.nbytes
 
 
 @pytest.mark.parametrize("main_grad", [False, True])

@@ -303,7 +303,7 @@ def test_quantised_rows_pass_through():
     assert np.array_equal(torch_ops.dequantize(q).numpy(), fp8moe.dequantize(viewed).numpy())
 
 
-def test_exact_sizes():
+def test_plan_with_the_exact_row_count():
     plan = torch_ops.plan_topk(routing(), E, align_size=4, num_out_tokens="exact")
     assert plan.num_out_tokens == int(plan.expert_offsets[-1])
 

@@ -170,7 +170,7 @@ def test_checkpointed(recipe, recompute, reentrant, device):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_a_checkpointed_layer_keeps_its_input_alone(recipe, device):
+def test_checkpointing_saves_the_input_only(recipe, device):
     """Besides y, and a hundredth of what it keeps otherwise for autograd's own records."""
     layer, x = module(recipe, device), tokens(device, count=1024)
     held = []
@@ -297,7 +297,7 @@ def test_frozen(recipe, recompute, frozen, device):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_frozen_experts_take_four_products_of_six(recipe):
+def test_frozen_experts_skip_the_weight_gradients(recipe):
     layer, x = module(recipe), tokens()
     counts = []
     for frozen in (False, True):
@@ -375,7 +375,7 @@ def test_main_grad_of_several_forwards_before_their_backwards(forward, device):
 
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
-def test_a_grad_for_who_asserts_that_there_is_one(forward):
+def test_megatron_gets_a_grad_of_zeros(forward):
     """Megatron's hook wants a ``grad`` where it gave ``grad_added_to_main_grad``, and drops it; nobody else
     gets one, so that no optimizer steps by it."""
     for megatron in (True, False):
@@ -416,7 +416,7 @@ def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
+def test_other_numbers_of_tokens_do_not_recompile(recipe, dynamic):
     layer = module(recipe)
     call = compiled(layer, dynamic=dynamic)
     # above and below blocks of 16 and of 128 rows

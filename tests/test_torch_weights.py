@@ -181,7 +181,7 @@ WRITERS = [
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("before", BEFORE)
-def test_writers(device, before, write):
+def test_weights_written_by_any_means_are_quantised_again(device, before, write):
     layer = module(device)
     assert_fresh(layer)
     BEFORE[before](layer)
@@ -308,7 +308,7 @@ def test_what_changes_in_a_scope_is_refused(device):
         layer(x)
 
 
-def test_the_argument_without_copies_is_refused(device):
+def test_is_first_microbatch_false_without_copies_is_refused(device):
     layer, x = module(device), tokens(device)
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
         layer(x, is_first_microbatch=False)
@@ -538,7 +538,7 @@ def test_sharded_weights(tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_what_copies_are_held_when(device, recompute):
+def test_when_fp8_copies_are_held(device, recompute):
     """For the backward the transposed codes, which it multiplies by (with recompute, fc1's others too), and
     nothing after it."""
     layer = module(device, recompute=recompute)
