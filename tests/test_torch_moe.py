@@ -88,8 +88,8 @@ def test_shard_placement_avoids_padding():
     from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
 
     def dim(shape, ranks):
-        found = shard_placement(ranks)(torch.nn.Parameter(torch.empty(shape, device="meta")))
-        return None if found is None else found.dim
+        actual = shard_placement(ranks)(torch.nn.Parameter(torch.empty(shape, device="meta")))
+        return None if actual is None else actual.dim
 
     assert [dim((8, 4096, 7168), n) for n in (4, 8, 64, 7, 11)] == [0, 0, 1, 2, None]
     assert padded_elements((8, 4096, 7168), 64) == 56 * 4096 * 7168
@@ -157,13 +157,13 @@ def test_compiled_as_one_graph(recipe, recompute):
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):  # with the weights' next FP8 copies
-        found = []
+        actual = []
         for forward in (block, compiled):
             x.grad = None
             block.zero_grad()
             y = backward(forward, x)
-            found.append([y, x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
-        for a, b in zip(*found, strict=True):
+            actual.append([y, x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
+        for a, b in zip(*actual, strict=True):
             assert torch.equal(a, b)
         optimizer.step()
 
@@ -190,10 +190,10 @@ def test_a_subclass_routes(mode):
     assert torch.equal(y, wanted)
     dy = torch.randn_like(y)
     leaves = [x, *layer.parameters()]
-    for found, true in zip(
+    for actual, true in zip(
         torch.autograd.grad(y, leaves, dy), torch.autograd.grad(wanted, leaves, dy), strict=True
     ):
-        assert torch.equal(found, true)
+        assert torch.equal(actual, true)
     with pytest.raises(ValueError, match="route: got 2 results; wanted"):
         WithoutRows(HIDDEN, FFN, EXPERTS, TOPK)(x)
 
@@ -246,12 +246,12 @@ def test_any_width(recipe, mode, main_grad):
     forward = torch.compile(layer, backend="aot_eager", fullgraph=True) if mode == "compiled" else layer
     y = backward(forward, x)
     grads = [w.grad if w.grad is not None else w.main_grad for w in (layer.w13, layer.w2)]
-    for found, true in zip([y, x.grad, *grads], wanted, strict=True):
+    for actual, true in zip([y, x.grad, *grads], wanted, strict=True):
         if recipe == "fp8_flow":  # sums in float32, which a BLAS orders by the width, rounded once
             bound = 2.0**-8 if true.dtype == torch.bfloat16 else 2.0**-16
-            assert (found - true).float().norm() <= bound * true.float().norm()
+            assert (actual - true).float().norm() <= bound * true.float().norm()
         else:  # a dozen bfloat16 roundings of 2^-9 each in a chain, in another order of sums
-            assert (found - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
+            assert (actual - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
     if recipe == "fp8_flow" and mode == "eager":
         with layer.weights_unchanged():
             assert torch.equal(layer(x), y)
@@ -342,8 +342,8 @@ def test_the_routers_product_is_in_float32(dtype, device, autocast):
     of_p.scatter_(1, ids.long(), grad.double())
     unit = 2.0**-24
 
-    def check(found, wanted, bound, rounding=0.0):
-        assert ((found.double() - wanted).abs() <= bound * unit + rounding * wanted.abs()).all()
+    def check(actual, wanted, bound, rounding=0.0):
+        assert ((actual.double() - wanted).abs() <= bound * unit + rounding * wanted.abs()).all()
 
     # a sigmoid's slope is 1/4 at most; itself, and the gradient by it, take four roundings of numbers below 1
     check(p64, torch.sigmoid(x64 @ w64.t()), 512 / 4 * (x64.abs() @ w64.abs().t()) + 4)

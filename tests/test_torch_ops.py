@@ -215,11 +215,11 @@ def test_grouped_gemm(transpose_w, call):
         product = torch.compile(product, backend="aot_eager", fullgraph=True)
     y = product(x, w, offsets, transpose_w=transpose_w)
     dy = torch.randn_like(y)
-    found = [y, *torch.autograd.grad(y, (x, w), dy)]
+    actual = [y, *torch.autograd.grad(y, (x, w), dy)]
     per_expert = w if transpose_w else w.transpose(1, 2)
     parts = [x[lo:hi] @ m for lo, hi, m in zip(offsets, offsets[1:], per_expert, strict=False)]
     wanted = torch.cat([x.new_zeros(1, 4), *parts, x.new_zeros(1, 4)])
-    for one, true in zip(found, [wanted, *torch.autograd.grad(wanted, (x, w), dy)], strict=True):
+    for one, true in zip(actual, [wanted, *torch.autograd.grad(wanted, (x, w), dy)], strict=True):
         torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
 
 
@@ -414,22 +414,22 @@ def test_probabilities_of_codes_have_a_gradient(dtype, compile_it):
         loss = (moved * weights).sum() + (moved_chunks * chunk_weights).sum()
         return data, chunks, *torch.autograd.grad(loss, given)
 
-    found, wanted = grads(codes), grads(codes.float())
-    for a, b in zip(found[:2], wanted[:2], strict=True):
+    actual, wanted = grads(codes), grads(codes.float())
+    for a, b in zip(actual[:2], wanted[:2], strict=True):
         assert torch.equal(a.float(), b)
-    for a, b in zip(found[2:], wanted[2:], strict=True):
+    for a, b in zip(actual[2:], wanted[2:], strict=True):
         assert torch.equal(a, b)
 
 
 def test_probabilities_of_quantised_rows_have_a_gradient():
     plan = plans()[0]
     q, probs, weights = torch_ops.quantize(torch.randn(T, 256)), torch.rand(T, K), torch.randn(100)
-    found = []
+    actual = []
     for x in (q, torch.zeros(T, 256)):
         p = probs.clone().requires_grad_()
         moved = torch_ops.permute(x, plan, p)
-        found.append(torch.autograd.grad((moved.probs * weights[: plan.num_out_tokens]).sum(), p)[0])
-    assert torch.equal(*found)
+        actual.append(torch.autograd.grad((moved.probs * weights[: plan.num_out_tokens]).sum(), p)[0])
+    assert torch.equal(*actual)
     assert torch.equal(torch_ops.permute(q, plan, p).data.data, fp8moe.permute(q, plan).data.data)
     with pytest.raises(TypeError, match="merging_probs: got a tensor that requires grad with a QuantTensor"):
         torch_ops.unpermute(torch_ops.permute(q, plan).data, plan, probs.requires_grad_())

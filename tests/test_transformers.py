@@ -39,13 +39,13 @@ class Config:
 
 def expert_classes():
     """(module, class) of all that choose by ``experts_implementation``, as the sources have them."""
-    found = []
+    actual = []
     for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in re.findall(
             r"^@use_experts_implementation(?:\([^)]*\))?\s*\nclass (\w+)", file.read_text(), re.MULTILINE
         ):
-            found.append((f"transformers.models.{file.parent.name}.{file.stem}", name))
-    return found
+            actual.append((f"transformers.models.{file.parent.name}.{file.stem}", name))
+    return actual
 
 
 REFUSED = {
@@ -98,13 +98,13 @@ def test_every_class(module, name):
         return
     wanted = results(experts, "eager", *given)
     # float32 sums of at most H + F products, one after another
-    for found, true in zip(results(experts, BF16, *given), wanted, strict=True):
-        assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+    for actual, true in zip(results(experts, BF16, *given), wanted, strict=True):
+        assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
     if adapter.activation_of(experts).clamp is not None:
         given = away_from_the_clamp(experts, *given)
         wanted = results(experts, "eager", *given)
-    for found, true in zip(results(experts, FP8, *given), wanted, strict=True):
-        assert (found - true).norm() <= FP8_NOISE * true.norm()
+    for actual, true in zip(results(experts, FP8, *given), wanted, strict=True):
+        assert (actual - true).norm() <= FP8_NOISE * true.norm()
 
 
 def away_from_the_clamp(experts, x, *rest):
@@ -135,8 +135,8 @@ QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts"
 )
 def test_the_activation_is_the_configured_one(act):
     experts, given = experts_of(*QWEN, hidden_act=act), routed()
-    for found, true in zip(*(results(experts, i, *given) for i in (BF16, "eager")), strict=True):
-        assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+    for actual, true in zip(*(results(experts, i, *given) for i in (BF16, "eager")), strict=True):
+        assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
 
 @pytest.mark.parametrize("act", ["gelu_10", "mish", "relu6", "hardswish", "linear", "tanh"])
@@ -157,9 +157,9 @@ def test_an_activation_that_changes_is_looked_at_again():
     experts, given = experts_of(*QWEN), routed()
     before = results(experts, BF16, *given)[0]
     experts.act_fn = torch.nn.GELU()
-    found, true = (results(experts, i, *given)[0] for i in (BF16, "eager"))
-    assert (found - before).norm() > 0.01 * true.norm()
-    assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+    actual, true = (results(experts, i, *given)[0] for i in (BF16, "eager"))
+    assert (actual - before).norm() > 0.01 * true.norm()
+    assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
 
 def test_backend_reaches_the_products():
@@ -177,10 +177,10 @@ def test_dropped_experts():
     x, ids, probs, dy = routed()
     there = torch.rand(T, K) < 0.6
     for none in (E, -1):
-        found = results(experts, BF16, x, torch.where(there, ids, none), probs, dy)
+        actual = results(experts, BF16, x, torch.where(there, ids, none), probs, dy)
         wanted = results(experts, BF16, x, ids, torch.where(there, probs, 0), dy)
         wanted[2] = torch.where(there, wanted[2], 0)
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(actual, wanted, strict=True):
             assert (a - b).abs().max() <= 4 * (H + F) * 2.0**-24 * b.abs().max()
 
 
@@ -311,8 +311,8 @@ def test_expert_parallelism_of_two_ranks(tmp_path):
     ]
     try:
         for rank in ranks:
-            said, _ = rank.communicate(timeout=240)
-            assert rank.returncode == 0, said[-3000:]
+            output, _ = rank.communicate(timeout=240)
+            assert rank.returncode == 0, output[-3000:]
     finally:
         for rank in ranks:
             rank.kill()
