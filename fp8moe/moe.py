@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.dispatch import NOWHERE, Call, enter, load_backend, operation
+from fp8moe.call import load_backend
+from fp8moe.dispatch import NOWHERE, Call, enter, operation
 from fp8moe.expert_parallel import (
     Comm,
     DispatchedRows,

@@ -355,9 +355,9 @@ def test_pieces_cover_a_row(row_bytes, scale_bytes, fill):
         assert pieces.nbytes <= most
         assert (pieces.per_row - 1) * pieces.nbytes < row_bytes <= pieces.per_row * pieces.nbytes
         units = -(-tokens // pieces.together)
-        assert pieces.configuration.grid == (units * pieces.per_row, 32)
+        assert pieces.blocks == units * pieces.per_row
         room = pieces.zeros + pieces.together * (pieces.nbytes + scale_bytes) + 16
-        assert room <= pieces.configuration.shared <= 48 << 10  # also on devices that have little
+        assert room <= pieces.shared <= 48 << 10  # also on devices that have little
     assert fill or moved.zeros == 0
     assert sorted_.together == 1 or sorted_.together * (row_bytes + scale_bytes) <= permute.UNIT
 

@@ -17,6 +17,8 @@ import fp8moe
 #: a module to a line; one whose framework is not installed is left out
 MODULES = [
     "fp8moe",
+    "fp8moe.adapters.jax_expert_parallel",
+    "fp8moe.adapters.jax_ops",
     "fp8moe.adapters.megatron",
     "fp8moe.adapters.megatron_layer",
     "fp8moe.adapters.torch_distributed",
@@ -29,6 +31,8 @@ MODULES = [
     "fp8moe.adapters.torch_stats",
     "fp8moe.adapters.torch_symmetric_memory",
     "fp8moe.adapters.torchtitan",
+    "fp8moe.adapters.transformer_engine",
+    "fp8moe.adapters.transformer_engine_jax",
     "fp8moe.adapters.transformers",
 ]
 SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
