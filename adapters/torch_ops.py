@@ -108,7 +108,8 @@ def _probs_apart(function: Any, values: Values) -> Any:
     """The probabilities of codes, which have a gradient, move apart from them, beside rows of no columns."""
     probs = values["probs"]
     no_columns = probs.detach().new_empty((probs.shape[0], 0))
-    moved = function(**{**values, "x": no_columns}).probs
+    compact = {"layout": "compact"} if "layout" in values else {}
+    moved = function(**{**values, "x": no_columns, **compact}).probs
     of_codes = probs.detach() if values.get("zero_unweighted") else None
     return replace(function(**{**values, "probs": of_codes}), probs=moved)
 
@@ -135,7 +136,8 @@ def _plan_and_permute(values: Values) -> Permuted:
         plan = plan_routing_map(routing, topk=values["topk"], **options)
     else:
         plan = plan_topk(routing, values["num_experts"], **options)
-    return permute(values["x"], plan, values["probs"], fill_padding=values["fill_padding"])
+    options = {name: values[name] for name in ("fill_padding", "layout")}
+    return permute(values["x"], plan, values["probs"], **options)
 
 
 permute_and_pad = public(fp8moe.permute_and_pad, _plan_and_permute, ("x", "probs"), _EXACT)

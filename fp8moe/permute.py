@@ -10,6 +10,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
+from fp8moe.layout import blocked_rows_spec
 from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
@@ -25,6 +26,7 @@ def permute(
     *,
     fill_padding: bool = True,
     zero_unweighted: bool = False,
+    layout: str = "compact",
 ) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -44,6 +46,9 @@ def permute(
     zero_unweighted : bool
         Zeros in place of the values (of codes, not of scales) of rows whose probability is exactly 0.0, by
         which Transformer Engine's callers drop tokens. The gradient is that of a row that was moved.
+    layout : "compact" or "blocked_128x4"
+        Of the result's scales; "blocked_128x4", for MXFP8 and a plan whose alignment is a multiple of 128, as
+        `to_layout` says.
 
     Returns
     -------
@@ -68,11 +73,17 @@ def permute(
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
     plan = checks.plan(call, a.plan)
-    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted)
+    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted, layout)
 
 
 def _permute(
-    call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool, zero_unweighted: bool = False
+    call: Call,
+    x: Any,
+    plan: PermutationPlan,
+    probs: Any,
+    fill: bool,
+    zero_unweighted: bool = False,
+    layout: str = "compact",
 ) -> Permuted:
     tokens, rows, quantized = plan.num_tokens, plan.num_out_tokens, isinstance(x, QuantTensor)
     if quantized:
@@ -87,7 +98,10 @@ def _permute(
         zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
     if zero_unweighted and probs is None:
         raise ValueError("zero_unweighted: got True without probs; wanted them, or False")
-    data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
+    if layout != "compact":
+        data = call.empty(blocked_rows_spec(x, plan, layout))
+    else:
+        data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
     out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
     options = {"fill_padding": fill, "zero_unweighted": zero_unweighted}
     call.run("permute", "permute", x, plan, probs, **options, out=out)
@@ -113,6 +127,7 @@ def permute_and_pad(
     num_out_tokens: NumOutTokens = None,
     num_experts: int | None = None,
     fill_padding: bool = True,
+    layout: str = "compact",
 ) -> Permuted:
     """Plan and permute in one call.
 
@@ -133,6 +148,8 @@ def permute_and_pad(
     num_experts : int or None
         E, where ``routing_map`` has expert ids.
     fill_padding : bool
+        As for `permute`.
+    layout : "compact" or "blocked_128x4"
         As for `permute`.
 
     Returns
@@ -157,7 +174,7 @@ def permute_and_pad(
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
     else:
         plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens, "routing_map")
-    return _permute(call, a.x, plan, a.probs, fill_padding)
+    return _permute(call, a.x, plan, a.probs, fill_padding, layout=layout)
 
 
 @operation

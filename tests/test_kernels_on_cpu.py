@@ -138,6 +138,14 @@ def rows_there_and_back(plan, columns):
     np.testing.assert_allclose(theirs[1], ours[1], rtol=2.0**-22, atol=bound)
 
 
+@pytest.mark.parametrize("columns", [512, 6200])
+def test_padding_is_zeros_where_there_are_no_bulk_copies(columns):
+    """Compute capabilities below 9.0 have no copies from shared memory, which zeros come from elsewhere."""
+    plan = a_plan(21, 5, 3, 16)
+    x = values(RNG, (21, columns), BF16)
+    assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan, architecture="sm_80"))
+
+
 def cut(moved):
     """Without the plan."""
     return moved.data, moved.probs
