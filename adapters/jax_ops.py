@@ -33,7 +33,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
-from fp8moe.adapters.docstrings import differentiable_in, docstring_of
+from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved

@@ -20,6 +20,8 @@ from fp8moe import expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
 from fp8moe.expert_parallel import Counts, Dispatched, DispatchedRows, Pending
 
+__all__ = ["ProcessGroup", "RankLost", "combine", "dispatch"]
+
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GRACE = 5.0  # seconds that the others are given to say that they are there
@@ -29,7 +31,13 @@ SAY_SO, GIVE_UP = 0.5, 0.9
 
 
 class RankLost(RuntimeError):
-    """A rank left while the others waited for it; ``ranks`` of the group, as far as they could be told."""
+    """A rank left while the others waited for it.
+
+    Attributes
+    ----------
+    ranks : list of int
+        Those of the group, as far as they could be told.
+    """
 
     def __init__(self, ranks: list[int], message: str):
         super().__init__(message)
@@ -43,6 +51,20 @@ class ProcessGroup:
     the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
     timeout: `RankLost`, naming it. With NCCL that is seen where the host waits, in ``counts``, after nine
     tenths of the timeout, before torch's watchdog ends the process; the group is of no use then.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or None
+        None: the default group.
+
+    Examples
+    --------
+    >>> import torch.distributed as dist
+    >>> from fp8moe.adapters.torch_distributed import ProcessGroup
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> ProcessGroup().exchange(np.ones((2, 4), np.float32), ((2,),)).wait().shape
+    (2, 4)
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, group: Any = None):
@@ -54,19 +76,63 @@ class ProcessGroup:
         self._here = ""  # the call for which this rank said that it is there
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
+        """Tell every rank its numbers.
+
+        Parameters
+        ----------
+        counts : tuple of Tensor or ndarray, int32, [W]
+            This rank's numbers for every rank.
+        header : dict of str to int
+            What must be the same on all ranks.
+
+        Returns
+        -------
+        list of Counts
+            For each of ``counts`` what every rank told every rank, on the host, which waits for it.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, where a header differs.
+        RuntimeError
+            `RankLost`, where a rank is gone.
+        """
         known = [_tensor(c) for c in counts]
         values, device, world = tuple(header.values()), known[0].device, self.world_size
         if (values, device) not in self._headers:  # a copy to the device waits
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
-        told = torch.cat([*known, self._headers[values, device]])
-        heard = told.new_empty(world * len(told))
-        self._call(lambda: _all_gather(heard, told, self.group))
+        numbers = torch.cat([*known, self._headers[values, device]])
+        gathered = numbers.new_empty(world * len(numbers))
+        self._call(lambda: _all_gather(gathered, numbers, self.group))
         if device.type == "cuda":
             self._wait_for(device)
-        said = heard.view(world, -1).tolist()  # the one synchronisation
-        return expert_parallel.counts_of(said, header, self.rank)
+        of_ranks = gathered.view(world, -1).tolist()  # the one synchronisation
+        return expert_parallel.counts_of(of_ranks, header, self.rank)
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        """Rows to the ranks that want them.
+
+        Parameters
+        ----------
+        rows : Tensor or ndarray, [N, ...]
+            The first rows of it, rank by rank.
+        counts : Counts
+            ``counts[a][b]`` rows from rank a to rank b.
+        size : int or None
+            Rows of the result; None: those that come.
+
+        Returns
+        -------
+        Pending
+            ``wait()`` returns rows of the same dtype, first in them those that came, rank by rank.
+
+        Raises
+        ------
+        TypeError
+            For rows of another kind.
+        RuntimeError
+            `RankLost`, where a rank is gone.
+        """
         ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
         theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
         width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
@@ -138,7 +204,41 @@ def _timeout(group: Any, device: torch.device) -> float:
 def dispatch(
     x: Tensor, topk_ids: Tensor, topk_probs: Tensor, num_experts: int, comm: Any
 ) -> Dispatched | DispatchedRows:
-    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs."""
+    """Tokens to the ranks of their experts: `fp8moe.expert_parallel.dispatch` of tensors.
+
+    Parameters
+    ----------
+    x : Tensor, [T, H]
+        This rank's tokens.
+    topk_ids : Tensor, int32 or int64, [T, k]
+        Of all ranks' experts.
+    topk_probs : Tensor, floating point, [T, k]
+        Factors of the experts' results.
+    num_experts : int
+        E, of all ranks.
+    comm : Comm
+        How rows move, as `ProcessGroup`.
+
+    Returns
+    -------
+    Dispatched or DispatchedRows
+        What arrived. Differentiable in ``x`` and ``topk_probs``, once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other, or differ from another rank's.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> from fp8moe.adapters import torch_distributed as ep
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x, ids, probs = torch.ones(2, 4), torch.tensor([[0], [1]]), torch.ones(2, 1)
+    >>> ep.dispatch(x, ids, probs, 2, ep.ProcessGroup()).topk_ids.tolist()
+    [[0], [1]]
+    >>> dist.destroy_process_group()
+    """
     rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm)
     if isinstance(rest, DispatchedRows):
         return replace(rest, x=rows, probs=probs)
@@ -146,17 +246,48 @@ def dispatch(
 
 
 def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
-    """`fp8moe.expert_parallel.combine`, with a gradient for y."""
+    """Sums of the experts' results, back at their tokens' ranks: `fp8moe.expert_parallel.combine`.
+
+    Parameters
+    ----------
+    y : Tensor, [R, H]
+        Results of the rows that were dispatched.
+    route : Route
+        Of what `dispatch` returned.
+    comm : Comm
+        The dispatch's.
+
+    Returns
+    -------
+    Tensor, [T, H]
+        A sum for each token. Differentiable in ``y``, once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> from fp8moe.adapters import torch_distributed as ep
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> comm, x = ep.ProcessGroup(), torch.ones(2, 4)
+    >>> arrived = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1), 2, comm)
+    >>> ep.combine(arrived.x * 2, arrived.route, comm)[:, 0].tolist()
+    [2.0, 2.0]
+    >>> dist.destroy_process_group()
+    """
     return _Combine.apply(y, route, comm)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
-        found = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
-        ctx.route, ctx.comm = found.route, comm
-        probs = found.probs if isinstance(found, DispatchedRows) else found.topk_probs
-        return found.x, probs, found
+        arrived = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
+        ctx.route, ctx.comm = arrived.route, comm
+        probs = arrived.probs if isinstance(arrived, DispatchedRows) else arrived.topk_probs
+        return arrived.x, probs, arrived
 
     @staticmethod
     @torch.autograd.function.once_differentiable
