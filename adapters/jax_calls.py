@@ -29,7 +29,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
-from fp8moe.dispatch import map_raw
+from fp8moe.call import as_codes
 from fp8moe.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
 from fp8moe.moe import Saved
 from fp8moe.record_trees import arrays_in, field_names
@@ -110,7 +110,7 @@ def _decode(value: Any, arrays: Sequence[Any]) -> Any:
         return fields
     record = object.__new__(_KINDS[value["record"]])
     record.__dict__.update(fields)
-    return map_raw(lambda _, a: a, record)  # codes that came as float8 are bytes
+    return as_codes(record) if isinstance(record, QuantTensor) else record  # codes that came as float8
 
 
 def _backends(value: Any) -> set[str]:

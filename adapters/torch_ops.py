@@ -252,7 +252,7 @@ def _quantized_gradient(values: Values, *tensors: Tensor) -> SwigluGrad:
 def _transposed(values: Values, data: Tensor, scales: Tensor) -> QuantTensor:
     q, target = values["q"], values["target"]
     block = transposed_block(q.block, target)
-    return QuantTensor(data, scales, q.fmt, block, transposed=target == "block")
+    return QuantTensor(data, scales, q.fmt, block, values["layout"], transposed=target == "block")
 
 
 def _check_block(function: Any, values: Values) -> None:

@@ -55,7 +55,7 @@ def plan_topk(
     ([1, 1, 2], [0, 1, 2, 4])
     """
     call = enter(topk_ids=topk_ids)
-    return call.leave(raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens))
+    return raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens)
 
 
 @operation
@@ -100,7 +100,7 @@ def plan_routing_map(
     (4, [1, 1, 2])
     """
     call = enter(routing_map=routing_map)
-    return call.leave(raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens))
+    return raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens)
 
 
 @operation

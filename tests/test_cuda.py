@@ -359,7 +359,7 @@ def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
     assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
-def test_many_tiles_are_taken_when_free(monkeypatch):
+def test_many_tiles_are_scheduled_dynamically(monkeypatch):
     counts = generator().integers(0, 400, 40)  # some 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 

@@ -13,7 +13,7 @@ import fp8moe
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
-ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "router")
+ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 
 
 def imports_of(path):

@@ -348,6 +348,6 @@ def test_process_that_exits_before_its_results():
 
 def test_the_programs_of_the_docs():
     pytest.importorskip("flatbuffers")
-    programs = re.findall(r"```python\n(.*?)```", (HERE.parent / "docs/jax.md").read_text(), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", (HERE.parent / "docs/how-to/jax.md").read_text(), re.DOTALL)
     assert len(programs) == 3
     run_script("-W", "error", "-c", "\n".join(programs), **FOUR_DEVICES)

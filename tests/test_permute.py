@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
-from fp8moe.permute import permute_spec
+from fp8moe.permute import rows_spec
 from fp8moe.record_trees import map_arrays
 from fp8moe.records import ArraySpec, QuantTensor
 
@@ -32,6 +32,11 @@ DTYPES = (
 
 def poison(spec):
     return map_arrays(lambda _, s: poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s, spec)
+
+
+def poisoned_rows(x, plan, probs):
+    probs = None if probs is None else ArraySpec((plan.num_out_tokens,), probs.dtype)
+    return poison(fp8moe.Permuted(rows_spec(x, plan.num_out_tokens), probs, None))
 
 
 def bytes_of(x):
@@ -57,7 +62,7 @@ def test_permute_moves_every_byte(case, dtype, width, fill, zero_unweighted):
     probs[rng.random(ids.shape) < 0.2] = 0  # a zero probability moves its row all the same
     plan = fp8moe.plan_topk(ids, experts, align_size=align)
     entries, _ = layout(ids, experts, align)
-    out = poison(permute_spec(x, plan, probs))
+    out = poisoned_rows(x, plan, probs)
     reference.permute(x, plan, probs, fill_padding=fill, zero_unweighted=zero_unweighted, out=out)
     wanted = gathered(x, entries, plan.num_out_tokens)
     wanted_probs = np.zeros(plan.num_out_tokens, np.float32)
@@ -266,7 +271,7 @@ def test_capacity_overflow_writes_nothing_outside():
     plan = fp8moe.plan_topk(ids, 3, align_size=16, num_out_tokens=23)
     guarded = poisoned((23 + 100, 8), np.float32)
     x = values(rng, (40, 8))
-    out = replace(permute_spec(x, plan, None), data=guarded[:23])
+    out = replace(poisoned_rows(x, plan, None), data=guarded[:23])
     reference.permute(x, plan, None, fill_padding=True, zero_unweighted=False, out=out)
     assert same_bits(guarded[23:], poisoned((100, 8), np.float32))
     entries = [e for e in layout(ids, 3, 16)[0] if e[0] < 23]
@@ -359,7 +364,7 @@ def test_permute_and_unpermute_run_at_memory_speed():
     x = rng.standard_normal((4096, 2048)).astype(BF16)
     ids = np.argsort(rng.random((4096, 64)), axis=1)[:, :6].astype(np.int32)
     plan = fp8moe.plan_topk(ids, 64)
-    out = poison(permute_spec(x, plan, None))
+    out = poisoned_rows(x, plan, None)
     merged = poisoned(x.shape, BF16)
     copy = np.empty_like(out.data)
 

@@ -87,7 +87,7 @@ def test_the_table_has_every_public_function():
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_the_unbroken_call_works(function):
+def test_valid_calls_work(function):
     getattr(fp8moe, function)(**CALLS[function])
 
 
@@ -251,7 +251,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("function", "change", "error", "words"), MISFITS)
-def test_a_misfit_is_refused(function, change, error, words):
+def test_mismatched_arguments_are_refused(function, change, error, words):
     with pytest.raises(error, match=words):
         getattr(fp8moe, function)(**{**CALLS[function], **change})
 
