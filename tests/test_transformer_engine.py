@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import SEED
+from torch.library import opcheck
 
 import fp8moe
 from fp8moe.adapters import transformer_engine as te
@@ -347,6 +348,11 @@ def test_index_map_compiled(keep, dynamic):
     grads = [torch.autograd.grad((r * dr).sum() + (y * dy).sum(), (x, probs)) for r, _, y in both]
     for a, b in zip((*both[0], *grads[0]), (*both[1], *grads[1]), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_index_maps_operator():
+    arguments = torch.tensor([1, 0, 3, 2]), torch.tensor([[2, 0], [-1, 2]]), 2
+    assert set(opcheck(torch.ops.fp8moe.index_map.default, arguments).values()) == {"SUCCESS"}
 
 
 def test_the_count_of_rows_has_no_default_beside_probs():
