@@ -34,8 +34,8 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
-from fp8moe.adapters.docstrings import differentiable_in, docstring_of
 from fp8moe.dispatch import Function
+from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved
@@ -194,7 +194,7 @@ def permute(
     layout: str = "compact",
 ) -> Permuted:
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
-    of_rows = {**dict(options), "layout": layout}
+    of_rows: dict[str, Any] = {**dict(options), "layout": layout}
     if layout != "compact" and not isinstance(x, QuantTensor):
         return _permute_op(x, plan, probs, **of_rows)  # which says what has such a layout
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
-from fp8moe.adapters.docstrings import differentiable_in, docstring_of
 from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
+from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
 from fp8moe.records import Options
 

@@ -17,6 +17,7 @@ import fp8moe
 #: a module to a line; one whose framework is not installed is left out
 MODULES = [
     "fp8moe",
+    "fp8moe.adapters.deep_ep",
     "fp8moe.adapters.jax_expert_parallel",
     "fp8moe.adapters.jax_ops",
     "fp8moe.adapters.megatron",
