@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
-from fp8moe.adapters.docstrings import differentiable_in, docstring_of
+from fp8moe.dispatch import Function
+from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved
@@ -108,7 +110,7 @@ for _kind in jax_calls.RECORDS:
 # ---------------------------------------------------------------- tracing
 
 
-def traceable(function: Any) -> Any:
+def traceable(function: Function) -> Function:
     """A public function, or one that calls several, that also takes traced arrays: one step of the jitted
     program, which allocates nothing of its own."""
     parameters = inspect.signature(function)
@@ -133,13 +135,13 @@ def traceable(function: Any) -> Any:
             " What it adds to is not changed: the result is, in the same memory where nobody needs the old."
         )
     call.__doc__ = docstring_of(function, "jax.Array", note)
-    return call
+    return call  # type: ignore[return-value]
 
 
-def documented(core: Any, *differentiable: str) -> Any:
+def documented(core: Any, *differentiable: str) -> Callable[[Function], Function]:
     """The docstring of a function of the core for one that has gradients."""
 
-    def document(function: Any) -> Any:
+    def document(function: Function) -> Function:
         note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` one step of the program."
         function.__doc__ = docstring_of(core, "jax.Array", note)
         return function
@@ -192,7 +194,7 @@ def permute(
     layout: str = "compact",
 ) -> Permuted:
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
-    of_rows = {**dict(options), "layout": layout}
+    of_rows: dict[str, Any] = {**dict(options), "layout": layout}
     if layout != "compact" and not isinstance(x, QuantTensor):
         return _permute_op(x, plan, probs, **of_rows)  # which says what has such a layout
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
@@ -305,10 +307,10 @@ def sort_chunks(
     keep_rest: bool = False,
 ) -> SortedChunks:
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
-    by_name = {"num_out_tokens": num_out_tokens, **dict(options)}
+    by_name: dict[str, Any] = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
         moved = _sort(no_columns(probs), probs, split_sizes, sorted_indices, options, num_out_tokens)
-        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **by_name).data)  # type: ignore[arg-type]
+        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **by_name).data)
     if isinstance(x, QuantTensor):
         return _sort_op(x, split_sizes, sorted_indices, probs, **by_name)
     return _sort(x, probs, split_sizes, sorted_indices, options, num_out_tokens)

@@ -215,7 +215,7 @@ def unpermute(x: ArrayLike, plan: PermutationPlan, merging_probs: ArrayLike | No
     _check_rows("x", a.x, a.plan.num_out_tokens)
     if not isinstance(a.x, QuantTensor):
         checks.dtype("x", a.x, checks.FLOATS)
-    _check_merging_probs(a.merging_probs, a.plan)
+    _check_probs("merging_probs", a.merging_probs, a.plan)
     out = call.empty(unpermute_spec(a.x, a.plan))
     call.run("permute", "unpermute", a.x, a.plan, a.merging_probs, out=out)
     return out
@@ -267,9 +267,7 @@ def permute_backward(
     _check_rows("grad", a.grad, a.plan.num_out_tokens)
     if not isinstance(a.grad, QuantTensor):
         checks.dtype("grad", a.grad, checks.FLOATS)
-    if a.grad_probs is not None:
-        checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
-        checks.shape("grad_probs", a.grad_probs, (a.plan.num_out_tokens,))
+    checks.arrays(("grad_probs", a.grad_probs, checks.FLOATS, (a.plan.num_out_tokens,)))
     spec = (unpermute_spec(a.grad, a.plan), _probs_spec(a.plan, a.grad_probs))
     out = call.empty(spec)
     call.run("permute", "permute_backward", a.grad, a.plan, a.grad_probs, out=out)
@@ -326,9 +324,8 @@ def unpermute_backward(
                 "grad: got a QuantTensor with merging_probs; wanted an array; pass fp8moe.dequantize(grad)"
             )
         checks.dtype("grad", a.grad, checks.FLOATS)
-        checks.dtype("x", a.x, (a.grad.dtype,))
-        checks.shape("x", a.x, (a.plan.num_out_tokens, a.grad.shape[1]))
-        _check_merging_probs(a.merging_probs, a.plan)
+        checks.arrays(("x", a.x, (a.grad.dtype,), (a.plan.num_out_tokens, a.grad.shape[1])))
+        _check_probs("merging_probs", a.merging_probs, a.plan)
     spec = (rows_spec(a.grad, a.plan.num_out_tokens), _probs_spec(a.plan, a.merging_probs))
     out = call.empty(spec)
     call.run("permute", "unpermute_backward", a.grad, a.plan, a.x, a.merging_probs, out=out)
@@ -394,9 +391,7 @@ def sort_chunks(
     chunks_per_group = checks.integer("chunks_per_group", chunks_per_group, 1)
     groups = _check_chunks(a.split_sizes, a.sorted_indices, chunks_per_group)
     keep_rest = _check_rest(keep_rest, align_size)
-    if a.probs is not None:
-        checks.dtype("probs", a.probs, checks.FLOATS)
-        checks.shape("probs", a.probs, (rows,))
+    checks.arrays(("probs", a.probs, checks.FLOATS, (rows,)))
     bound = _most_rows(rows, groups, align_size)
     if num_out_tokens is not None:
         num_out_tokens = checks.integer("num_out_tokens", num_out_tokens, 0)
@@ -487,9 +482,7 @@ def sort_chunks_backward(
     chunks_per_group = checks.integer("chunks_per_group", chunks_per_group, 1)
     groups = _check_chunks(a.split_sizes, a.sorted_indices, chunks_per_group)
     keep_rest = _check_rest(keep_rest, align_size)
-    if a.grad_probs is not None:
-        checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
-        checks.shape("grad_probs", a.grad_probs, (rows,))
+    checks.arrays(("grad_probs", a.grad_probs, checks.FLOATS, (rows,)))
     rows = rows if num_tokens is None else checks.integer("num_tokens", num_tokens, 0)
     _most_rows(rows, groups, align_size)
     end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
@@ -631,10 +624,8 @@ def _check_rows(name: str, x: Any, rows: int | str) -> int:
     return x.shape[0]  # type: ignore[no-any-return]
 
 
-def _check_merging_probs(probs: Any, plan: PermutationPlan) -> None:
-    if probs is not None:
-        checks.dtype("merging_probs", probs, checks.FLOATS)
-        checks.shape("merging_probs", probs, (plan.num_tokens, plan.prob_columns))
+def _check_probs(name: str, probs: Any, plan: PermutationPlan) -> None:
+    checks.arrays((name, probs, checks.FLOATS, (plan.num_tokens, plan.prob_columns)))
 
 
 def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:

@@ -50,7 +50,7 @@ from hypothesis import strategies as st
 from oracles import exact
 
 import fp8moe
-from fp8moe import Activation
+from fp8moe import Activation, row_maps
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray, QuantTensor
 
@@ -135,6 +135,10 @@ def test_plans_of_index_maps(topk):
     rows = rng.permutation(1000 * topk).astype(np.int32)
     rows[rng.random(rows.size) < 0.2] = -1
     assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, num_out_tokens=rows.size), rows))
+    order = rng.permutation(1000 * topk)
+    for dtype in (np.int32, np.int64):
+        ids = rng.integers(-2, 50, (1000, topk)).astype(dtype)
+        assert_same(*both(lambda o, i: row_maps.index_map(o, i, 900 * topk), order, ids))
 
 
 @pytest.mark.parametrize("columns", [7168, 24, 5])

@@ -37,7 +37,7 @@ from cases import (
 )
 
 import fp8moe
-from fp8moe import Activation, dispatch, expert_parallel
+from fp8moe import Activation, dispatch, expert_parallel, row_maps
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import arrays_in
 
@@ -96,6 +96,10 @@ def test_plans_of_index_maps(topk):
     rows[-2:] = 5  # one that is named twice
     options = {"num_out_tokens": rows.size}
     assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, **options), rows))
+    order = RNG.permutation(21 * topk)
+    for dtype in (np.int32, np.int64):
+        ids = RNG.integers(-2, 5, (21, topk)).astype(dtype)
+        assert_same(*both(lambda o, i: row_maps.index_map(o, i, 17 * topk), order, ids))
 
 
 @pytest.mark.parametrize("columns", [6200, 520, 5])
