@@ -739,10 +739,8 @@ def products_of_wgmma(rng, counts, width, depth):
     x, dy, w, offsets = map(upload, (x, dy, w, offsets))
     q, dq, wq = fp8moe.quantize(x), fp8moe.quantize(dy), fp8moe.quantize_weights(w)
     wgrad = [
-        *(
-            [fp8moe.scaling_aware_transpose(a, offsets, target=t) for a in (dq, q)]
-            for t in ("column", "block")
-        ),
+        [fp8moe.scaling_aware_transpose(a, offsets) for a in (dq, q)],
+        [fp8moe.scaling_aware_transpose(a, target="block") for a in (dq, q)],
         (dy, x),
     ]
 
