@@ -18,10 +18,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                           int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
-  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 t = threadIdx.x;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool takes = rank == 0 && t == MULTIPLIERS;  // the cluster's tiles
+  const bool leads = elected();
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
@@ -47,21 +48,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     };
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
-      if (lane == 0) {
+      if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
-        for (int tile; (tile = order.pass_on(s, rank, taken)) < work.all;) {
-          find(tile);
-          const int w_line = first_column >= width ? -1
-                             : TRANSPOSED          ? first_column
-                                                   : e * (int)width + first_column;
-          const int w_along = TRANSPOSED ? e * (int)depth : 0;
-          for (int k = 0; k < steps; ++k, turn.next()) {
-            if (takes && k == max(steps - TAKE_AHEAD, 0)) taken = atomicAdd(counter, 1);
-            fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, rank, below, work.halves, k * STEP,
-                                          w_along + k * STEP, first_row, w_line);
-          }
+        order.expect(s, 0);
+      }
+      if (takes) {
+        order.pass_on(s, 0, taken);
+        if (DEEP) taken = atomicAdd(counter, 1);
+      }
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+        if (leads) order.expect(s, 1);
+        if (takes && DEEP) order.pass_on(s, 1, taken);
+        if (takes) taken = atomicAdd(counter, 1);
+        find(tile);
+        first_row = uniform(first_row), first_column = uniform(first_column), e = uniform(e);
+        const int w_line = first_column >= width ? -1
+                           : TRANSPOSED          ? first_column
+                                                 : e * (int)width + first_column;
+        const int w_along = TRANSPOSED ? e * (int)depth : 0;
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP,
+                                        w_along + k * STEP, first_row, w_line);
         }
+        if (takes && !DEEP) order.pass_on(s, 1, taken);
       }
     } else if (warp >= 2) {
       // rows of no expert

@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool takes = rank == 0 && t == MULTIPLIERS;  // the cluster's tiles
+  const bool leads = elected();
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int) { return 0; });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
@@ -120,19 +121,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
-      if (lane == 0) {
+      if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
-        for (int tile; (tile = order.pass_on(s, rank, taken)) < work.all;) {
-          find(tile);
-          for (int k = 0; k < steps; ++k, turn.next()) {
-            if (takes && k == max(steps - TAKE_AHEAD, 0)) taken = atomicAdd(counter, 1);
-            const int along = s.offsets[e] + k * STEP;
-            fetch_step<true, true>(s, turn, &dy_map, &x_map, rank, below, work.halves, along, along,
-                                   first_row, first_column < depth ? first_column : -1);
-          }
-          if (takes && steps == 0) taken = atomicAdd(counter, 1);
+        order.expect(s, 0);
+      }
+      if (takes) {
+        order.pass_on(s, 0, taken);
+        if (DEEP) taken = atomicAdd(counter, 1);
+      }
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+        if (leads) order.expect(s, 1);
+        if (takes && DEEP) order.pass_on(s, 1, taken);
+        if (takes) taken = atomicAdd(counter, 1);
+        find(tile);
+        first_row = uniform(first_row), first_column = uniform(first_column), e = uniform(e);
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          const int along = s.offsets[e] + k * STEP;
+          fetch_step<true, true>(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, along, along,
+                                 first_row, first_column < depth ? first_column : -1);
         }
+        if (takes && !DEEP) order.pass_on(s, 1, taken);
       }
     } else if (warp >= 2) {
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {

@@ -43,8 +43,10 @@
 #ifndef IN_L2
 #define IN_L2 (15 << 20)
 #endif
-#define TURNS 4       // of a cluster, that may be known at a time
-#define TAKE_AHEAD 4  // steps before its end that a tile's successor is taken: an atomic takes some 700 ns
+#define TURNS 4  // of a cluster, that may be known at a time
+#ifndef DEEP
+#define DEEP 1
+#endif
 #define MULTIPLIERS 256
 #define WRITERS 64
 #ifndef ARRIVING
@@ -105,7 +107,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     }
     for (u32 i = 0; i < TURNS; ++i) {
       barrier_init(&s.known[i]);
-      barrier_init(&s.seen[i], CLUSTER * (1 + (MULTIPLIERS / 32 + SERVING) * ARRIVING));
+      barrier_init(&s.seen[i], CLUSTER * (MULTIPLIERS / 32 + SERVING) * ARRIVING);
     }
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
@@ -134,39 +136,34 @@ __device__ __forceinline__ void end() {
 
 __device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
 
-// A cluster's tiles, turn by turn. The thread of its first block that fetches takes the number of the next
-// one and passes it on to both blocks; it may do so four turns before the last reader is done with a turn.
+// A cluster's tiles, turn by turn: all warps of its blocks read which it is at this turn, and then are done
+// with it. The warp of the first block that fetches takes the numbers, and passes them on to both blocks
+// ahead.
 struct Order {
   u32 turn = 0;
-  __device__ __forceinline__ u32 slot() const { return turn % TURNS; }
-  __device__ __forceinline__ u32 phase() const { return turn / TURNS % 2; }
 
   // By a warp: the tile of this turn, as soon as it is known; again, until done.
   __device__ __forceinline__ int tile(const Shared& s) const {
-    barrier_wait(&s.known[slot()], phase());
+    barrier_wait(&s.known[turn % TURNS], turn / TURNS % 2);
     return again(s);
   }
-  __device__ __forceinline__ int again(const Shared& s) const { return uniform(s.turns[slot()]); }
+  __device__ __forceinline__ int again(const Shared& s) const { return uniform(s.turns[turn % TURNS]); }
   __device__ __forceinline__ void done(const Shared& s) {
     __syncwarp();
-    if (threadIdx.x % 32 < ARRIVING) barrier_arrive_at(at_of_block(&s.seen[slot()], 0));
+    if (threadIdx.x % 32 < ARRIVING) barrier_arrive_at(at_of_block(&s.seen[turn % TURNS], 0));
     ++turn;
   }
 
-  // By the thread of each block that fetches: the same, and done; `taken`: by the first block's.
-  __device__ __forceinline__ int pass_on(const Shared& s, u32 rank, int taken) {
-    barrier_expect(&s.known[slot()], 4);
-    if (rank == 0) {
-      barrier_wait(&s.seen[slot()], phase() ^ 1u);
-      for (u32 block = 0; block < CLUSTER; ++block)
-        store_counted_at(at_of_block(&s.turns[slot()], block), (u32)taken,
-                         at_of_block(&s.known[slot()], block));
-    }
-    barrier_wait(&s.known[slot()], phase());
-    const int tile = s.turns[slot()];
-    barrier_arrive_at(at_of_block(&s.seen[slot()], 0));
-    ++turn;
-    return tile;
+  // One thread of each block: the turn `ahead` turns further on will be passed on.
+  __device__ __forceinline__ void expect(const Shared& s, u32 ahead) const {
+    barrier_expect(&s.known[(turn + ahead) % TURNS], 4);
+  }
+  // One thread of the first block: the tile of that turn.
+  __device__ __forceinline__ void pass_on(const Shared& s, u32 ahead, int tile) const {
+    const u32 then = turn + ahead, slot = then % TURNS;
+    barrier_wait(&s.seen[slot], then / TURNS % 2 ^ 1u);
+    for (u32 block = 0; block < CLUSTER; ++block)
+      store_counted_at(at_of_block(&s.turns[slot], block), (u32)tile, at_of_block(&s.known[slot], block));
   }
 };
 
