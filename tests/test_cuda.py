@@ -109,6 +109,40 @@ def test_router(tokens, experts, config, biased, sequences):
     router_checks.router_agrees(generator(), both, tokens, experts, config, biased, sequences)
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+@pytest.mark.parametrize(
+    ("tokens", "experts"), [(3000, 256), (700, 512), (90, 1000), (5000, 7), (33, 4096), (0, 256), (40, 31)]
+)
+def test_plans_of_whole_masks(tokens, experts, dtype):
+    """Maps as wide as there are experts, from the mask and from the map itself."""
+    rng = generator()
+    mask = (rng.random((tokens, experts)) < rng.random((tokens, 1)) * min(1, 20 / experts)).astype(dtype)
+    for rows in ("exact", 3 * tokens):
+        ours, theirs = both(fp8moe.plan_routing_map, mask, align_size=16, num_out_tokens=rows)
+        assert_same(ours, theirs)
+        for pads in (ours.pad_offsets, None):
+            options = {"num_out_tokens": ours.num_out_tokens}
+            assert_same(*both(fp8moe.plan_row_map, ours.row_id_map, pads, **options))
+
+
+@pytest.mark.parametrize("topk", [1, 8, 40])
+def test_plans_of_index_maps(topk):
+    rng = generator()
+    rows = rng.permutation(1000 * topk).astype(np.int32)
+    rows[rng.random(rows.size) < 0.2] = -1
+    assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, num_out_tokens=rows.size), rows))
+
+
+@pytest.mark.parametrize("columns", [7168, 24, 5])
+def test_rows_of_probabilities_of_zero(columns):
+    rng = generator()
+    ids = np.argsort(rng.random((300, 20)), axis=1)[:, :4].astype(np.int32)
+    plan = fp8moe.plan_topk(ids, 20, align_size=16, num_out_tokens=1200)  # some have no room
+    probs = rng.random(ids.shape).astype(np.float32) * (rng.random(ids.shape) < 0.5)
+    for x in (values(rng, (300, columns), BF16), fp8moe.quantize(values(rng, (300, 256), BF16))):
+        assert_same(*both(lambda x, p, w: fp8moe.permute(x, p, w, zero_unweighted=True), x, plan, probs))
+
+
 @given(routings(), st.booleans())
 @settings(max_examples=40)
 def test_plans_and_permutation(case, by_mask):
@@ -326,7 +360,7 @@ def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
     assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
-def test_many_tiles_are_taken_when_free(monkeypatch):
+def test_many_tiles_are_scheduled_dynamically(monkeypatch):
     counts = generator().integers(0, 400, 40)  # some 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 
@@ -944,7 +978,8 @@ def test_a_small_capacity_writes_nothing_outside():
         guarded = cupy.full((capacity + 64, 64), 0xA5A5, cupy.uint16)
         raw = DeviceArray(guarded.data.ptr, (capacity, 64), BF16, 0, guarded)
         spec = fp8moe.records.Permuted(raw, None, None)
-        call.run("permute", "permute", call.args.x, call.args.plan, None, fill_padding=True, out=spec)
+        options = {"fill_padding": True, "zero_unweighted": False}
+        call.run("permute", "permute", call.args.x, call.args.plan, None, **options, out=spec)
         got = cupy.asnumpy(guarded)
         assert (got[capacity:] == 0xA5A5).all()
         wanted = fp8moe.permute(cupy.asnumpy(x), download(plan)).data
@@ -1216,10 +1251,22 @@ def test_float8_dtypes_are_views():
     assert torch.equal(fp8moe.dequantize(viewed), fp8moe.dequantize(q))
 
 
+@pytest.fixture
+def first_device():
+    """JAX leaves the last device current in the thread that initialises it."""
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    before = runtime.getDevice()
+    runtime.setDevice(0)
+    yield
+    runtime.setDevice(before)
+
+
 @pytest.mark.multigpu
+@pytest.mark.usefixtures("first_device")
 def test_the_second_device():
     torch = pytest.importorskip("torch")
     _, ids, x, probs = torch_case(False)
+    assert x.get_device() == 0
     there = [t.to("cuda:1") for t in (ids, x, probs)]
     for _ in range(4):  # launch plans are cached by device
         assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
@@ -1234,6 +1281,7 @@ def test_the_second_device():
 
 
 @pytest.mark.multigpu
+@pytest.mark.usefixtures("first_device")
 def test_cupys_arrays_on_the_second_device():
     cupy = pytest.importorskip("cupy")
     x = values(np.random.default_rng(0), (64, 256), np.float32)
