@@ -118,7 +118,8 @@ def products(rows: int, width: int, depth: int, experts: int) -> dict[str, Calla
     q, dq, wq = fp8moe.quantize(x), fp8moe.quantize(dy), fp8moe.quantize_weights(w)
     blocks = [fp8moe.scaling_aware_transpose(a, target="block") for a in (dq, q)]
     columns = [fp8moe.scaling_aware_transpose(a, offsets) for a in (dq, q)]
-    product, gradient = fp8moe.grouped_gemm, fp8moe.grouped_gemm_wgrad
+    product: Any = fp8moe.grouped_gemm
+    gradient: Any = fp8moe.grouped_gemm_wgrad
     return {
         "grouped_gemm fp8": partial(product, q, wq.rowwise, offsets),
         "grouped_gemm fp8, dgrad": partial(product, dq, wq.columnwise, offsets),
