@@ -170,8 +170,7 @@ def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-un
 def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
     saved, way, like, probs = kept
     rows = _rows_of(dispatch(_parts(dy, how), way, how.axis), how)
-    saved, options = jax_ops.backward_of(saved, like, how.transposed)
-    grads = _experts_backward(saved, rows, **options)
+    grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, how.transposed))
     dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
     weights = jax_ops.of_weights(grads, like, how.transposed)
     return dx, *weights, dprobs.astype(probs.dtype), None

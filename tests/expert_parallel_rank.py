@@ -29,7 +29,7 @@ from fp8moe.adapters import torch_sharding
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
-from fp8moe.record_trees import map_arrays
+from fp8moe.record_trees import arrays_in, map_arrays
 
 CASE, RANK, WORLD, FILE, DEVICE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 H, F, E = 512, 128, 2 * WORLD  # H: quantised straight into messages from 512 on
@@ -112,6 +112,12 @@ def layer(comm, counts, k, ids_of, recipe, recompute, seed):
         grads = get(fp8moe.moe_backward(saved, put(dy[own]), comm=comm))
     if recipe == "fp8_flow":
         assert counted.casts == 2
+    of_inputs, operands = fp8moe.moe_backward_input(saved, put(dy[own]), comm=comm)
+    with fp8moe.trace() as counted:
+        of_weights = fp8moe.moe_backward_weight(operands)
+    assert counted.sent_bytes == 0
+    for a, b in zip(arrays_in(of_inputs) + arrays_in(of_weights), arrays_in(grads), strict=True):
+        assert same_bits(get(a), b)
     everything = (x, w13, w2, ids, probs) if DEVICE == "cpu" else map(put, (x, w13, w2, ids, probs))
     alone, kept = fp8moe.moe_forward(*everything, **how)
     wanted = fp8moe.moe_backward(kept, dy if DEVICE == "cpu" else put(dy))
