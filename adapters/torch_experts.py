@@ -13,7 +13,7 @@ import pickle
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from fp8moe.adapters.torch_library import NAMESPACE, library, like, operator, sp
 from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
-from fp8moe.moe import Saved
+from fp8moe.moe import Saved, SavedForWeights
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec
 
@@ -154,6 +154,8 @@ class _Experts(torch.autograd.Function):
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
+        inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
+        ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.wanted, ctx.comm, ctx.width = parameters, gradients, comm, width
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2)], probs.dtype
         ctx.collector = collector
@@ -162,38 +164,100 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        try:
-            tensors = iter(ctx.saved_tensors)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            codes = ctx.saved.recipe != "bf16"
-            what = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
-            raise RuntimeError(
-                f"w13, w2: got {what} after the forward; wanted the forward's own; run the backward first"
-            ) from error
-        saved = map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)
-        if ctx.collector is not None:
-            ctx.collector.backward(dy)
+        asked = _asked_for(ctx)
+        of_weights = [name for name in asked if name in _OF_WEIGHTS]
+        later = [name for name in ctx.wanted if name in _OF_WEIGHTS and name not in of_weights]
+        half, ctx.half = ctx.half, None
+        if half is not None and not later and asked == of_weights and half.is_of(dy):
+            activation = half.operands.activation
+            backward: Any = partial(fp8moe.moe_backward_weight, half.operands)
+        else:
+            saved = _saved_by_autograd(ctx)
+            activation = saved.activation
+            if ctx.collector is not None:
+                ctx.collector.backward(dy)
+            given = {"dy": dy.contiguous(), "comm": ctx.comm}
+            if later and not of_weights and torch._C._autograd._get_current_graph_task_keep_graph():
+                grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=ctx.wanted)
+                ctx.half = _Half(dy, operands)
+
+                def backward(**_: Any) -> Any:
+                    return grads
+            else:
+                backward = partial(fp8moe.moe_backward, saved, **given, gradients=asked)
         dtypes, of_probs = ctx.dtypes
-        dx, dprobs, *of_weights = _backward(
-            saved, dy, ctx.parameters, dtypes, ctx.wanted, ctx.width, ctx.comm
+        dx, dprobs, *rest = _backward(
+            backward, activation, ctx.parameters, dtypes, asked, ctx.width, len(asked) < len(ctx.wanted)
         )
-        return dx, *of_weights, None if dprobs is None else dprobs.to(of_probs), *[None] * 7
+        return dx, *rest, None if dprobs is None else dprobs.to(of_probs), *[None] * 7
+
+
+def _saved_by_autograd(ctx: Any) -> Saved:
+    try:
+        tensors = iter(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        codes = ctx.saved.recipe != "bf16"
+        what = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
+        raise RuntimeError(
+            f"w13, w2: got {what} after the forward; wanted the forward's own; run the backward first"
+        ) from error
+    return map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)  # type: ignore[no-any-return]
+
+
+# ---- one backward, or its halves, where torch.autograd.grad is asked for some inputs' gradients alone
+
+
+def _asked_for(ctx: Any) -> list[str]:
+    """Of the gradients that are wanted, those that the backward that runs now goes on with."""
+    nodes = zip(ctx.names, ctx.next_functions, strict=True)
+    asked = {name for name, (node, _) in nodes if node is not None and _runs(node)}
+    return [name for name in ctx.wanted if name in asked]
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad was given it does not tell
+        return True
+
+
+class _Half:
+    """What the inputs' gradients left for those of the weights, of the same dy."""
+
+    def __init__(self, dy: Tensor, operands: SavedForWeights):
+        self.dy, self.operands = dy, operands
+        self._versions = self._seen()
+
+    def _seen(self) -> list[int]:
+        return [t._version for t in (self.dy, *arrays_in(self.operands))]
+
+    def is_of(self, dy: Tensor) -> bool:
+        """Whether dy is that one, and nothing has been changed in place since."""
+        return dy.is_set_to(self.dy) and self._versions == self._seen()
 
 
 def _backward(
-    saved: Saved, dy: Tensor, parameters: Any, dtypes: Any, wanted: tuple[str, ...], width: Any, comm: Any
+    backward: Any,
+    activation: Activation,
+    parameters: Any,
+    dtypes: Any,
+    wanted: Collection[str],
+    width: Any,
+    partly: bool,
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not wanted."""
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not wanted. partly: others are wanted
+    by another call."""
     mains = _mains(parameters, wanted)
-    dx, dprobs, *of_weights = _gradients(saved, dy.contiguous(), mains, dtypes, wanted, width, comm)
+    dx, dprobs, *of_weights = _gradients(backward, activation, mains, dtypes, width)
     grads: list[Tensor | None] = []
     for w, main, dtype, new in zip(parameters, mains, dtypes, of_weights, strict=True):
         if main is None:
             grads.append(None if new is None else new.to(dtype))
         else:
-            grads.append(_zeros_like(main, dtype) if wants_zeros(w) else None)
+            # torch.autograd.grad takes None for an error
+            grads.append(_zeros_like(main, dtype) if partly or wants_zeros(w) else None)
             set_added(w)
     return [dx if "dx" in wanted else None, dprobs if "dprobs" in wanted else None, *grads]
 
@@ -215,22 +279,15 @@ def _in_halves(width: tuple[int | None, bool], activation: Activation) -> bool:
 
 
 def _gradients(
-    saved: Saved, dy: Tensor, mains: Any, dtypes: Any, wanted: Any, width: Any, comm: Any = None
+    backward: Any, activation: Activation, mains: Any, dtypes: Any, width: Any
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that."""
-    (ffn, apart), in_halves = width, _in_halves(width, saved.activation)
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that. backward:
+    `fp8moe.moe_backward`, or a half of it, of all but these."""
+    (ffn, apart), in_halves = width, _in_halves(width, activation)
     main13, main3, main2 = mains
     halves = (main13, main3) if apart else (None, None)
-    g = fp8moe.moe_backward(
-        saved,
-        dy,
-        dw13=halves if in_halves else main13,
-        dw2=main2,
-        dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
-        ffn=ffn,
-        comm=comm,
-        gradients=wanted,
-    )
+    dtype = gradient_dtype(*(d for d in dtypes if d is not None))
+    g = backward(dw13=halves if in_halves else main13, dw2=main2, dtype=dtype, ffn=ffn)
     if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
     if apart:
@@ -536,7 +593,8 @@ def _results_of_backward(
     wanted: str,
     comm: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dprobs, *of_weights = _gradients(saved, dy, mains, dtypes, _names(wanted), width, comm)
+    backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(wanted))
+    dx, dprobs, *of_weights = _gradients(backward, saved.activation, mains, dtypes, width)
     layer = None if handle is None else _layers.get(int(handle))
     found = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
