@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe import expert_parallel
+from fp8moe import checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
-from fp8moe.expert_parallel import Counts, Dispatched, DispatchedRows, Pending
+from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
 
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,15 +43,25 @@ class ProcessGroup:
     the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
     timeout: `RankLost`, naming it. With NCCL that is seen where the host waits, in ``counts``, after nine
     tenths of the timeout, before torch's watchdog ends the process; the group is of no use then.
+
+    capacity: with a `fp8moe.expert_parallel.Capacity` every forward and backward moves as many rows as it
+        says, nothing waits for the host, and a CUDA graph holds them, after a first forward of the same kind
+        outside of it. What it left out `overflow` tells; read that now and then. No rank is seen to be lost
+        then but by the group's own timeout.
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, capacity: Capacity | None = None):
+        if capacity is not None:
+            checks.options("capacity", capacity, Capacity)
+        self.capacity = capacity
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # by which compiled code finds it
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
         self._here = ""  # the call for which this rank said that it is there
+        self._agreed: set[Any] = set()  # headers that are the same on all ranks
+        self._overflow: Tensor | None = None  # rows and entries, of all forwards
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         known = [_tensor(c) for c in counts]
@@ -65,6 +75,37 @@ class ProcessGroup:
             self._wait_for(device)
         said = heard.view(world, -1).tolist()  # the one synchronisation
         return expert_parallel.counts_of(said, header, self.rank)
+
+    def agree(self, header: dict[str, int], like: Any) -> None:
+        kind = tuple(header.values())
+        if kind in self._agreed:
+            return
+        known = _tensor(like)
+        if known.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "capacity: got the first dispatch of its kind inside of a CUDA graph; wanted one before, in "
+                "which the ranks compare theirs; run a forward before the capture"
+            )
+        self.counts((known.new_zeros(self.world_size, dtype=torch.int32),), header)
+        if self._overflow is None:  # here, and not in a graph's own memory
+            with torch.inference_mode(False):
+                self._overflow = torch.zeros(2, dtype=torch.int64, device=known.device)
+        self._agreed.add(kind)
+
+    def record_overflow(self, rows: Any, entries: Any) -> None:
+        assert self._overflow is not None
+        self._overflow += torch.cat((_tensor(rows), _tensor(entries)))
+
+    def overflow(self, *, reset: bool = False) -> Tensor:
+        """int64 [2], on the device: rows that this rank did not send, and entries that its own experts had no
+        room for, of all forwards since the last ``reset``, replayed and repeated ones too. Nothing waits
+        until it is read. Raises RuntimeError where no forward with a capacity has run."""
+        if self._overflow is None:
+            raise RuntimeError("overflow: got no forward with a capacity before; wanted one")
+        found = self._overflow.clone()
+        if reset:
+            self._overflow.zero_()
+        return found
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
         ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.expert_parallel import Engine, Transport
+from fp8moe.expert_parallel import Capacity, Engine, Transport
 
 EXPERTS = (Shard(0),)  # of weights [E, N, K]
 
@@ -83,10 +83,10 @@ class Ranks:
                 "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
             )
         kind = "cpu" if self.mesh is None else self.mesh.device_type
-        return _ranks_named, (self.comm.group.group_name, kind)
+        return _ranks_named, (self.comm.group.group_name, kind, self.comm.capacity)
 
 
-def _ranks_named(name: str, kind: str) -> Ranks:
+def _ranks_named(name: str, kind: str, capacity: Capacity | None) -> Ranks:
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:
@@ -94,7 +94,7 @@ def _ranks_named(name: str, kind: str) -> Ranks:
             f"process_group: got a layer of the process group {name!r}, which is not here ({error}); wanted "
             "torch.distributed initialized as where the layer was pickled; or load a state_dict()"
         ) from error
-    return Ranks(group, torch.device(kind))
+    return Ranks(ProcessGroup(group, capacity), torch.device(kind))
 
 
 def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:

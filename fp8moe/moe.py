@@ -22,7 +22,9 @@ from fp8moe.expert_parallel import (
     combine_backward,
     dispatch,
     dispatch_backward,
+    overflow,
 )
+from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, products_by
 from fp8moe.permuted_rows import (
@@ -235,7 +237,7 @@ def moe_forward(
     -------
     y : ArrayLike, [T, H]
         In x's dtype. Nothing synchronises with the host, but for the counts of rows where there is a
-        ``comm``.
+        ``comm`` without a `fp8moe.expert_parallel.Capacity`.
     saved : Saved
         For `moe_backward`.
 
@@ -284,6 +286,8 @@ def moe_forward(
                 arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
             )
         y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
+        if capacity_of(comm) is not None:
+            comm.record_overflow(*overflow(saved))  # type: ignore[union-attr]
     return y, _recorded(saved, overwritten)
 
 

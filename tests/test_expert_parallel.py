@@ -54,7 +54,11 @@ def together(world, arguments, limit):
 
 @pytest.mark.parametrize(
     ("cases", "world"),
-    [("layers,rows,refusals,module,copied,data_parallel", 2), ("layers,rows,composed", 4), ("lost", 3)],
+    [
+        ("layers,bounded,rows,refusals,module,copied,data_parallel", 2),
+        ("layers,rows,composed", 4),
+        ("lost", 3),
+    ],
 )
 def test_ranks(cases, world, tmp_path):
     ranks(cases, world, tmp_path)
@@ -70,10 +74,15 @@ def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (2, 4)])
 @pytest.mark.parametrize(
     "cases",
-    ["layers,rows,refusals,module", "layers/peer,rows/peer,refusals/peer,module/peer,in_turn/peer"],
+    ["layers,bounded,rows,refusals,module", "layers/peer,rows/peer,refusals/peer,module/peer,in_turn/peer"],
 )
 def test_several_gpus(cases, world, tmp_path):
     ranks(cases, world, tmp_path, "cuda", 120)
+
+
+@pytest.mark.gpu
+def test_a_training_step_of_ranks_in_a_cuda_graph(tmp_path):
+    ranks("layers,bounded,captured", 1, tmp_path, "cuda", 200)
 
 
 class Board(dict):

@@ -9,7 +9,16 @@ from typing import Any
 
 from fp8moe import checks, counters
 from fp8moe.dispatch import enter
-from fp8moe.expert_parallel.messages import FORMS, Message, form, local_ids, rank_mask, row_bytes, rows_of
+from fp8moe.expert_parallel.messages import (
+    FORMS,
+    Message,
+    form,
+    limit_rows,
+    local_ids,
+    rank_mask,
+    row_bytes,
+    rows_of,
+)
 from fp8moe.expert_parallel.protocols import (
     Comm,
     Counts,
@@ -19,6 +28,7 @@ from fp8moe.expert_parallel.protocols import (
     Pending,
     Route,
     Transport,
+    capacity_of,
     implements,
 )
 from fp8moe.permute import permute, unpermute
@@ -45,7 +55,8 @@ def dispatch(
     the same pass, and arrives as a `QuantTensor`.
 
     Returns `Dispatched`, or with ``async_op`` a `Pending` of it: what is launched before its ``wait()`` runs
-    beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA.
+    beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA; with a
+    `Capacity` of the comm's, nothing is known and nothing synchronises, but for the first dispatch of a kind.
     """
     world = comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
@@ -64,8 +75,15 @@ def dispatch(
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
-    # each rank looks for its own: what is no expert may travel as it is
-    ids = topk_ids if a.topk_ids.dtype == checks.INT32 else local_ids(topk_ids, 0, num_experts)
+    capacity = capacity_of(comm)
+    if capacity is not None:
+        # rows of zeros fill each rank's share up: their ids must be none, so that of expert e is e + 1 on its
+        # way. What is no expert before, 2^31 - 1 too, is none then
+        ids, first = local_ids(topk_ids, -1, num_experts + 1), 1
+    else:
+        # each rank looks for its own: what is no expert may travel as it is
+        ids = topk_ids if a.topk_ids.dtype == checks.INT32 else local_ids(topk_ids, 0, num_experts)
+        first = 0
     message = Message(x, fmt, (ids, topk_probs))
     if not implements(comm, PeerMemory):
         message.pack()  # something to do for the device until the counts are here
@@ -77,12 +95,17 @@ def dispatch(
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
     }
     transport: Any = comm
-    counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
-    route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
+    if capacity is not None:
+        transport.agree({**header, "capacity.rows": capacity.rows}, plan.tokens_per_expert)
+        route = Route(limit_rows(plan, capacity.rows), ((capacity.rows,) * world,) * world)
+        arriving = capacity.entries or world * capacity.rows * min(topk, experts)
+    else:
+        counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
+        route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
 
     def arrived(rows: Any) -> Dispatched:
         *data, ids, probs = message.unpack(rows)
-        ids = local_ids(ids, comm.rank * experts, experts)
+        ids = local_ids(ids, first + comm.rank * experts, experts)
         return Dispatched(rows_of(message.like, data), ids, probs, route, arriving)
 
     return _finished(_send(message, route, comm, async_op).then(arrived), async_op)
@@ -137,7 +160,8 @@ def _send(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """The tokens' rows to their ranks."""
     if (pending := deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
         return pending.then(message.kept)
-    rows = permute(message.pack(), route.plan, fill_padding=False).data
+    # a plan without a capacity has no rows that are nobody's among those that are sent
+    rows = permute(message.pack(), route.plan, fill_padding=capacity_of(comm) is not None).data
     return exchange_rows(rows, route.counts, comm)
 
 
@@ -162,7 +186,8 @@ def deliver(
 ) -> Pending | None:
     """The messages written into the ranks' memory; None where the transport cannot or has no room."""
     row_bytes = message.row_bytes
-    if not implements(comm, PeerMemory) or not comm.fits(counts, row_bytes):
+    # windows keep what was written before: with a capacity, rows that nobody writes would be taken for new
+    if not implements(comm, PeerMemory) or capacity_of(comm) or not comm.fits(counts, row_bytes):
         return None
     _record_sent(counts, row_bytes, comm)
     pending: Pending = comm.deliver(
