@@ -50,10 +50,10 @@ class ProcessGroup:
         then but by the group's own timeout.
     """
 
-    def __init__(self, group: Any = None, capacity: Capacity | None = None):
+    def __init__(self, group: Any = None, capacity: Capacity | None = None, overlap_chunks: int = 1):
         if capacity is not None:
             checks.options("capacity", capacity, Capacity)
-        self.capacity = capacity
+        self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # by which compiled code finds it

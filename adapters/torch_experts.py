@@ -26,6 +26,7 @@ from fp8moe.activation import Activation
 from fp8moe.adapters.torch_library import NAMESPACE, library, like, operator, spec_of
 from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
+from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved, SavedForWeights
 from fp8moe.record_trees import arrays_in, map_arrays
@@ -169,11 +170,10 @@ class _Experts(torch.autograd.Function):
         later = [name for name in ctx.wanted if name in _OF_WEIGHTS and name not in of_weights]
         half, ctx.half = ctx.half, None
         if half is not None and not later and asked == of_weights and half.is_of(dy):
-            activation = half.operands.activation
+            source: Any = half.operands
             backward: Any = partial(fp8moe.moe_backward_weight, half.operands)
         else:
-            saved = _saved_by_autograd(ctx)
-            activation = saved.activation
+            source = saved = _saved_by_autograd(ctx)
             if ctx.collector is not None:
                 ctx.collector.backward(dy)
             given = {"dy": dy.contiguous(), "comm": ctx.comm}
@@ -187,7 +187,7 @@ class _Experts(torch.autograd.Function):
                 backward = partial(fp8moe.moe_backward, saved, **given, gradients=asked)
         dtypes, of_probs = ctx.dtypes
         dx, dprobs, *rest = _backward(
-            backward, activation, ctx.parameters, dtypes, asked, ctx.width, len(asked) < len(ctx.wanted)
+            backward, source, ctx.parameters, dtypes, asked, ctx.width, len(asked) < len(ctx.wanted)
         )
         return dx, *rest, None if dprobs is None else dprobs.to(of_probs), *[None] * 7
 
@@ -240,7 +240,7 @@ class _Half:
 
 def _backward(
     backward: Any,
-    activation: Activation,
+    source: Saved | SavedForWeights,
     parameters: Any,
     dtypes: Any,
     wanted: Collection[str],
@@ -250,7 +250,7 @@ def _backward(
     """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not wanted. partly: others are wanted
     by another call."""
     mains = _mains(parameters, wanted)
-    dx, dprobs, *of_weights = _gradients(backward, activation, mains, dtypes, width)
+    dx, dprobs, *of_weights = _gradients(backward, source, mains, dtypes, width)
     grads: list[Tensor | None] = []
     for w, main, dtype, new in zip(parameters, mains, dtypes, of_weights, strict=True):
         if main is None:
@@ -279,14 +279,15 @@ def _in_halves(width: tuple[int | None, bool], activation: Activation) -> bool:
 
 
 def _gradients(
-    backward: Any, activation: Activation, mains: Any, dtypes: Any, width: Any
+    backward: Any, source: Saved | SavedForWeights, mains: Any, dtypes: Any, width: Any
 ) -> list[Tensor | None]:
     """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that. backward:
-    `fp8moe.moe_backward`, or a half of it, of all but these."""
-    (ffn, apart), in_halves = width, _in_halves(width, activation)
+    `fp8moe.moe_backward` of ``source``, or a half of it."""
+    (ffn, apart), in_halves = width, _in_halves(width, source.activation)
     main13, main3, main2 = mains
     halves = (main13, main3) if apart else (None, None)
-    dtype = gradient_dtype(*(d for d in dtypes if d is not None))
+    # chunks are summed in float32
+    dtype = "float32" if source.later else gradient_dtype(*(d for d in dtypes if d is not None))
     g = backward(dw13=halves if in_halves else main13, dw2=main2, dtype=dtype, ffn=ffn)
     if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
@@ -404,6 +405,11 @@ def handle_of(layer: Any) -> Tensor:
 
 def handle_of_comm(comm: Any) -> Tensor:
     """The attribute ``handle`` of a `fp8moe.expert_parallel.Transport`, which compiled code finds it by."""
+    if chunks_of(comm) > 1:
+        raise NotImplementedError(
+            f"overlap_chunks: got {chunks_of(comm)} in compiled code; wanted 1, or the layer in a function "
+            "under torch.compiler.disable"
+        )
     handle = getattr(comm, "handle", None)
     if handle is None:
         raise NotImplementedError(
@@ -594,7 +600,7 @@ def _results_of_backward(
     comm: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(wanted))
-    dx, dprobs, *of_weights = _gradients(backward, saved.activation, mains, dtypes, width)
+    dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, width)
     layer = None if handle is None else _layers.get(int(handle))
     found = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(

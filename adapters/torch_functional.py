@@ -20,6 +20,7 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
+from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.moe import RECIPES, Recipe
 
 
@@ -190,7 +191,7 @@ def _moe_experts(
 
 def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
     """Whether torch multiplies: bfloat16 in multiples of 16 bytes, and no ``main_grad`` to add to."""
-    if comm is not None and torch.compiler.is_compiling():
+    if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
         return False
     whole = all(w.shape[2] % 8 == 0 for w in (w13, w2))
     return x.dtype == torch.bfloat16 and whole and all(main_grad_of(w) is None for w in (w13, w2))

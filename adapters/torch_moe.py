@@ -74,9 +74,13 @@ class FP8FlowMoE(nn.Module):
         (see `fp8moe.adapters.torch_sharding`, which has optimizer groups and gradient clipping for models
         with plain tensors, too). A state dict with plain tensors, of all experts or of this rank's, loads.
         Rows travel in FP8 for "fp8_flow". The counts of rows are looked at once a forward, so that no CUDA
-        graph can hold it. The router is every rank's own: average its gradient as any other parameter's, and
+        graph can hold it, but for a `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The
+        router is every rank's own: average its gradient as any other parameter's, and
         not those of w13 and w2.
 
+    overlap_chunks: of the tokens, with a process_group: rows of one chunk travel beside the products of
+        another, forward and backward. y and x's gradient have the same bits; the weights' gradients are sums
+        over chunks in float32, and FP8 transposes have tiles of each chunk's own rows. Not compiled.
     collect_stats: may be set at any time; while it is true, in eager mode, `stats` tells of the last forward
     and backward what was lost by quantising and how full the experts are.
 
@@ -97,6 +101,7 @@ class FP8FlowMoE(nn.Module):
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
         process_group: Any = None,
+        overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
@@ -125,7 +130,11 @@ class FP8FlowMoE(nn.Module):
                 "the same topk, and the RouterConfig's renormalize in place of normalize_probs"
             )
         self.router = Router(hidden, num_experts, router, **place) if router else None
-        self._ranks = ranks = Ranks(process_group, torch.empty(0, device=device).device)
+        self._ranks = ranks = Ranks(
+            process_group,
+            torch.empty(0, device=device).device,
+            checks.integer("overlap_chunks", overlap_chunks, 1),
+        )
         if num_experts % ranks.size:
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"

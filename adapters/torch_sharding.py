@@ -37,11 +37,13 @@ class Ranks:
         whose attribute ``group`` is the process group; None for one rank.
     """
 
-    def __init__(self, group: Any, device: torch.device):
+    def __init__(self, group: Any, device: torch.device, overlap_chunks: int = 1):
         self.comm: Any = group
         self.mesh: DeviceMesh | None = None
         self.size, self.rank = 1, 0
         if group is None:
+            if overlap_chunks != 1:
+                raise ValueError(f"overlap_chunks: got {overlap_chunks} without a process_group; wanted one")
             return
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -50,11 +52,16 @@ class Ranks:
                 )
             self.mesh, group = group, group.get_group()
         if isinstance(group, dist.ProcessGroup):
-            self.comm = ProcessGroup(group)
+            self.comm = ProcessGroup(group, overlap_chunks=overlap_chunks)
         elif not isinstance(group, Transport | Engine):
             raise TypeError(
                 f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, a "
                 "one-dimensional DeviceMesh, or a fp8moe.expert_parallel.Transport or Engine"
+            )
+        elif overlap_chunks != 1:
+            raise ValueError(
+                f"overlap_chunks: got {overlap_chunks} beside a {type(group).__qualname__}; wanted a process "
+                "group, or the attribute there, as ProcessGroup(group, overlap_chunks=2) has it"
             )
         self.size, self.rank = self.comm.world_size, self.comm.rank
         if self.size == 1:
@@ -83,10 +90,10 @@ class Ranks:
                 "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
             )
         kind = "cpu" if self.mesh is None else self.mesh.device_type
-        return _ranks_named, (self.comm.group.group_name, kind, self.comm.capacity)
+        return _ranks_named, (self.comm.group.group_name, kind, self.comm.capacity, self.comm.overlap_chunks)
 
 
-def _ranks_named(name: str, kind: str, capacity: Capacity | None) -> Ranks:
+def _ranks_named(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:
@@ -94,7 +101,7 @@ def _ranks_named(name: str, kind: str, capacity: Capacity | None) -> Ranks:
             f"process_group: got a layer of the process group {name!r}, which is not here ({error}); wanted "
             "torch.distributed initialized as where the layer was pickled; or load a state_dict()"
         ) from error
-    return Ranks(ProcessGroup(group, capacity), torch.device(kind))
+    return Ranks(ProcessGroup(group, capacity, overlap_chunks), torch.device(kind))
 
 
 def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:

@@ -44,8 +44,10 @@ class SymmetricMemory(ProcessGroup):
     reads an exchange's rows has to be launched before the second one after it, on the same stream.
     """
 
-    def __init__(self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0):
-        super().__init__(group)
+    def __init__(
+        self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0, overlap_chunks: int = 1
+    ):
+        super().__init__(group, overlap_chunks=overlap_chunks)
         if self.world_size > MOST_RANKS:
             raise ValueError(
                 f"group: got {self.world_size} ranks; wanted at most {MOST_RANKS}; use ProcessGroup"

@@ -8,7 +8,7 @@ kernels, which dequantises and requantises for every column-wise operand: 12 cas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.dispatch import enter, operation
 from fp8moe.expert_parallel import (
     Comm,
+    Dispatched,
     DispatchedRows,
     combine,
     combine_backward,
@@ -24,7 +25,8 @@ from fp8moe.expert_parallel import (
     dispatch_backward,
     overflow,
 )
-from fp8moe.expert_parallel.protocols import capacity_of
+from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
+from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, products_by
 from fp8moe.permuted_rows import (
@@ -67,6 +69,7 @@ class Saved(Record):
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
     backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
+    later: of ``overlap_chunks``, what was kept of the chunks after the first, without the weights.
     """
 
     recipe: str
@@ -82,11 +85,19 @@ class Saved(Record):
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
     backend: str | None = None
+    later: tuple[Saved, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes saved for the backward, the weights apart."""
-        return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route)
+        return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route, self.later)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of dy."""
+        if self.route is None:
+            return self.plan.num_tokens
+        return sum(chunk.route.num_tokens for chunk in (self, *self.later))
 
     def needed_for(self, gradients: Collection[str]) -> Saved:
         """Without what only other gradients need: with frozen weights (LoRA) x and a."""
@@ -108,6 +119,7 @@ class SavedForWeights(Record):
         permuted. a: fp8_flow: column-wise, the others row-wise.
     dh, x: of w13's gradient; None where it is not wanted. dh: fp8_flow: column-wise, the others row-wise.
         x: as `Saved` has it.
+    later: of the chunks after the first, where there are ``overlap_chunks``.
     """
 
     recipe: str
@@ -119,11 +131,12 @@ class SavedForWeights(Record):
     x: Any
     activation: Activation = SWIGLU
     backend: str | None = None
+    later: tuple[SavedForWeights, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that all of it takes, what it shares with the forward's `Saved` and the caller included."""
-        return nbytes(self.plan, self.dy, self.a, self.dh, self.x)
+        return nbytes(self.plan, self.dy, self.a, self.dh, self.x, self.later)
 
 
 def quantize_weights(
@@ -272,23 +285,43 @@ def moe_forward(
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
     else:
         _check_layer(recipe, activation, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
-        experts = experts_of(w13)
-        arrived = dispatch(
-            x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
-        )
+        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, how)
+    return y, _recorded(saved, overwritten)
+
+
+def _forward_over_ranks(
+    x: Any, w13: Any, w2: Any, topk_ids: Any, topk_probs: Any, comm: Comm, how: dict[str, Any]
+) -> tuple[Any, Saved]:
+    recipe, experts = how["recipe"], experts_of(w13)
+    fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
+    if chunks > 1 and recipe != "bf16":  # once for all
+        w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
+    kept: list[Saved] = []
+
+    def products(arrived: Dispatched | DispatchedRows) -> Any:
         if isinstance(arrived, DispatchedRows):
             of_rows = arrived.tokens_per_expert, arrived.probs
-            how["align_size"] = arrived.align_size
-            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **how)
+            options = {**how, "align_size": arrived.align_size}
+            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **options)
         else:
             rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
             y, saved = experts_forward(
                 arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
             )
-        y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
-        if capacity_of(comm) is not None:
-            comm.record_overflow(*overflow(saved))  # type: ignore[union-attr]
-    return y, _recorded(saved, overwritten)
+        kept.append(replace(saved, route=arrived.route))
+        return y
+
+    given = x, topk_ids, topk_probs, experts * comm.world_size, comm
+    if chunks > 1:
+        y = overlapped_forward(*given, fmt=fmt, chunks=chunks, experts=products)
+    else:
+        arrived = dispatch(*given, fmt=fmt)
+        y = combine(products(arrived), arrived.route, comm)
+    saved = replace(kept[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in kept[1:]))
+    if capacity_of(comm) is not None:
+        for rows, entries in overflow(saved):
+            comm.record_overflow(rows, entries)  # type: ignore[union-attr]
+    return y, saved
 
 
 def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
@@ -552,7 +585,7 @@ def moe_backward(
     dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
         To add the gradient of w2 to.
     dtype : "float32", "bfloat16" or "float64"
-        Of the weights' gradients where none are given.
+        Of the weights' gradients where none are given; not "bfloat16" for ``overlap_chunks``.
     ffn : int or None
         F, where `quantize_weights` filled weights up with zeros: gradients have this width. For "fp8_flow",
         and with gates w1 and w3 apart.
@@ -593,12 +626,67 @@ def moe_backward(
     if comm is None or route is None:
         return experts_backward(here, dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
     _check_backward(saved, dy, dw13, dw2, dtype, ffn)
+    if saved.later:
+        _check_sums(dtype, gradients, dw13, dw2)
+        total = MoEGrads(None, None, dw13, dw2)
+
+        def weights(operands: SavedForWeights) -> None:
+            nonlocal total
+            total = _added(operands, total, dtype, ffn)
+
+        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, weights)
+        names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
+        return replace(MoEGrads(dx, dprobs, None, None), **names)
     arrived = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
     grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients, ffn)
     if grads.dx is None:
         return grads
     dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
     return replace(grads, dx=dx, dprobs=dprobs)
+
+
+def _backward_in_chunks(
+    saved: Saved,
+    dy: Any,
+    comm: Comm,
+    gradients: Collection[str],
+    weights: Callable[[SavedForWeights], None],
+) -> tuple[Any, Any]:
+    """(dx, dprobs); ``weights`` takes the operands of each chunk's weights' gradients."""
+    chunks = [saved, *(replace(chunk, w13=saved.w13, w2=saved.w2) for chunk in saved.later)]
+    left: list[SavedForWeights] = []
+
+    def inputs(number: int, dy: Any) -> tuple[Any, Any]:
+        dx, dprobs, operands = experts_backward_input(_of_this_rank(chunks[number]), dy, gradients)
+        left.append(operands)
+        return dx, dprobs
+
+    return overlapped_backward(
+        dy,
+        [chunk.route for chunk in chunks],
+        comm,
+        fmt=FORMAT_BETWEEN_RANKS[saved.recipe],
+        inputs=inputs,
+        weights=lambda _: weights(left.pop()),
+    )
+
+
+def _check_sums(dtype: str, gradients: Collection[str], dw13: Any, dw2: Any) -> None:
+    """That chunks are not summed in bfloat16 without the caller's word."""
+    for name, given in (("dw13", dw13), ("dw2", dw2)):
+        if dtype == "bfloat16" and name in gradients and all(out is None for out in _parts(given)):
+            raise ValueError(
+                f"dtype: got {dtype!r} with overlap_chunks, whose sums would be rounded one by one; wanted "
+                f"'float32', or memory to add to as {name}"
+            )
+
+
+def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | None) -> MoEGrads:
+    """Weights' gradients added to those there are."""
+    if operands.dh is None and operands.a is None:
+        return total
+    dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
+    return replace(total, dw13=dw13, dw2=dw2)
 
 
 def moe_backward_input(
@@ -651,13 +739,18 @@ def moe_backward_input(
     (200.0, 100.0)
     """
     gradients = _check_saved(saved, comm, gradients)
-    here, route = _of_this_rank(saved), saved.route
-    if comm is not None and route is not None:
-        _check_dy(saved, dy)
-        dy = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    dx, dprobs, operands = experts_backward_input(here, dy, gradients)
-    if comm is not None and route is not None and dx is not None:
-        dx, dprobs = dispatch_backward(dx, dprobs, route, comm)
+    if comm is None or saved.route is None:
+        dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
+        return MoEGrads(dx, dprobs, None, None), operands
+    _check_dy(saved, dy)
+    if saved.later:
+        left: list[SavedForWeights] = []
+        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, left.append)
+        return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
+    arrived = combine_backward(dy, saved.route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
+    dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), arrived, gradients)
+    if dx is not None:
+        dx, dprobs = dispatch_backward(dx, dprobs, saved.route, comm)
     return MoEGrads(dx, dprobs, None, None), operands
 
 
@@ -717,8 +810,12 @@ def moe_backward_weight(
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if not wanted:
         return MoEGrads(None, None, None, None)
-    dw13, dw2 = experts_backward_weight(operands, dw13, dw2, dtype, ffn)
-    return MoEGrads(None, None, dw13, dw2)
+    if operands.later:
+        _check_sums(dtype, wanted, dw13, dw2)
+    total = MoEGrads(None, None, dw13, dw2)
+    for chunk in (replace(operands, later=()), *operands.later):
+        total = _added(chunk, total, dtype, ffn)
+    return total
 
 
 def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
@@ -756,7 +853,7 @@ def _of_this_rank(saved: Saved) -> Saved:
     """Without what only the public functions look at."""
     if saved.route is None and saved.overwritten == (None, None):
         return saved
-    return replace(saved, route=None, overwritten=(None, None))
+    return replace(saved, route=None, overwritten=(None, None), later=())
 
 
 def _parts(dw13: Any) -> tuple[Any, ...]:
@@ -796,8 +893,7 @@ def _check_dy(saved: Saved, dy: Any) -> None:
         checks.quant_tensor("dy", a.dy, ((1, 128),))
     else:
         checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
-    tokens = (saved.plan if saved.route is None else saved.route).num_tokens
-    checks.shape("dy", a.dy, (tokens, _hidden(a.w13)))
+    checks.shape("dy", a.dy, (saved.num_tokens, _hidden(a.w13)))
 
 
 def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:

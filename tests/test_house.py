@@ -116,7 +116,7 @@ def test_the_backends_agree_on_messages_between_ranks():
 
 def test_expert_parallelism_has_its_rooms():
     stems = {path.stem for path in files("fp8moe/expert_parallel")}
-    assert stems == {"__init__", "protocols", "messages", "exchange"}
+    assert stems == {"__init__", "protocols", "messages", "exchange", "overlap"}
 
 
 def test_every_package_is_in_the_wheel():

@@ -18,6 +18,7 @@ from fp8moe.expert_parallel.messages import (
     rank_mask,
     row_bytes,
     rows_of,
+    sum_rows,
 )
 from fp8moe.expert_parallel.protocols import (
     Comm,
@@ -58,6 +59,14 @@ def dispatch(
     beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA; with a
     `Capacity` of the comm's, nothing is known and nothing synchronises, but for the first dispatch of a kind.
     """
+    return _finished(prepare_dispatch(x, topk_ids, topk_probs, num_experts, comm, fmt)(async_op), async_op)
+
+
+def prepare_dispatch(
+    x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, comm: Comm, fmt: str | None
+) -> Callable[[bool], Pending]:
+    """All of `dispatch` but for the sending of rows, which the result does: after this every rank has told
+    its counts. It takes ``async_op``."""
     world = comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
@@ -71,7 +80,8 @@ def dispatch(
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.dispatch(x, topk_ids, topk_probs, num_experts, fmt))
+        given = x, topk_ids, topk_probs, num_experts, fmt
+        return lambda async_op: _pending(lambda: engine.dispatch(*given), async_op)
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
@@ -108,17 +118,21 @@ def dispatch(
         ids = local_ids(ids, first + comm.rank * experts, experts)
         return Dispatched(rows_of(message.like, data), ids, probs, route, arriving)
 
-    return _finished(_send(message, route, comm, async_op).then(arrived), async_op)
+    return lambda async_op: _send(message, route, comm, async_op).then(arrived)
 
 
-def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False) -> Any:
+def combine(
+    y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False, out: Any = None
+) -> Any:
     """Send each row back and sum every token's: y [R, H] -> [T, H], in float32, rounded to y's dtype.
 
+    out: what to write the sums to; of an `Engine` None.
     fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and a rounding more
     for each rank; the result is bfloat16 then.
     """
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.combine(y, route, fmt))
+        _no_out(out)
+        return _finished(_pending(lambda: engine.combine(y, route, fmt), async_op), async_op)
     message = Message(y, fmt)
 
     def arrived(rows: Any) -> Any:
@@ -126,7 +140,7 @@ def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op:
         if fmt is not None:
             # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
             y = dequantize(y, dtype="bfloat16")
-        return _sums(y, route)
+        return _sums(y, route, out)
 
     return _finished(_send_back(message, route, comm, async_op).then(arrived), async_op)
 
@@ -137,21 +151,25 @@ def combine_backward(
     """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
     are as `dispatch` has x and fmt."""
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.combine_backward(dy, route, fmt))
+        return _finished(_pending(lambda: engine.combine_backward(dy, route, fmt), async_op), async_op)
     message = Message(dy, fmt)
     pending = _send(message, route, comm, async_op)
     return _finished(pending.then(lambda rows: rows_of(message.like, message.unpack(rows))), async_op)
 
 
-def dispatch_backward(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False) -> Any:
+def dispatch_backward(
+    dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False, out: Any = (None, None)
+) -> Any:
     """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
-    probability has its gradient from its own rank, zeros from the others."""
+    probability has its gradient from its own rank, zeros from the others. out: as of `combine`, of both."""
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.dispatch_backward(dx, dprobs, route))
+        _no_out(*out)
+        return _finished(_pending(lambda: engine.dispatch_backward(dx, dprobs, route), async_op), async_op)
     message = Message(dx, None, (dprobs,))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
-        return tuple(_sums(part, route) for part in message.unpack(rows))  # type: ignore[return-value]
+        parts = zip(message.unpack(rows), out, strict=True)
+        return tuple(_sums(part, route, into) for part, into in parts)  # type: ignore[return-value]
 
     return _finished(_send_back(message, route, comm, async_op).then(arrived), async_op)
 
@@ -173,12 +191,12 @@ def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pen
     return exchange_rows(message.pack(), counts, comm, route.plan.num_out_tokens)
 
 
-def _sums(rows: Any, route: Route) -> Any:
+def _sums(rows: Any, route: Route, out: Any = None) -> Any:
     """Each token's, of rows that came back: as many as the plan has room for, or just those."""
     plan = route.plan
     if rows.shape[0] != plan.num_out_tokens:
         plan = replace(plan, num_out_tokens=rows.shape[0])
-    return unpermute(rows, plan)
+    return unpermute(rows, plan) if out is None else sum_rows(rows, plan, out)
 
 
 def deliver(
@@ -211,10 +229,17 @@ def _engine(comm: Comm) -> Any:
     return comm if implements(comm, Engine) else None
 
 
-def _now(async_op: bool, action: Callable[[], Any]) -> Any:
-    """An engine's step, done at once."""
+def _no_out(*outs: Any) -> None:
+    if any(out is not None for out in outs):
+        raise ValueError("out: got memory to write to with an Engine; wanted None")
+
+
+def _pending(action: Callable[[], Any], async_op: bool) -> Pending:
+    """An engine's step: done at once where the caller does something beside it."""
+    if not async_op:
+        return Pending(action)
     result = action()
-    return Pending(lambda: result) if async_op else result
+    return Pending(lambda: result)
 
 
 def _finished(pending: Pending, async_op: bool) -> Any:

@@ -187,3 +187,31 @@ def limit_rows(plan: PermutationPlan, capacity: int) -> PermutationPlan:
     out = call.empty(out)
     call.run("expert_parallel", "limit_rows", a, capacity=capacity, out=out)
     return call.leave(out)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- rows of some of the tokens
+
+
+def part_of(x: Any, first: int, end: int) -> Any:
+    """Rows first to end of an array or of a row-wise `QuantTensor`, in its own memory."""
+    if isinstance(x, QuantTensor):
+        return replace(x, data=x.data[first:end], scales=x.scales[first:end])
+    return x[first:end]
+
+
+@operation
+def new_rows(like: Any, rows: int) -> Any:
+    """Memory for ``rows`` rows like those of an array."""
+    call = enter(like=like)
+    return call.leave(call.empty(ArraySpec((rows, *call.args.like.shape[1:]), call.args.like.dtype)))
+
+
+@operation
+def sum_rows(x: Any, plan: PermutationPlan, out: Any) -> Any:
+    """`fp8moe.unpermute` of an array, written to ``out``."""
+    call = enter(x=x, plan=plan, out=out)
+    a = call.args
+    checks.dtype("out", a.out, (a.x.dtype,))
+    checks.shape("out", a.out, (a.plan.num_tokens, a.x.shape[1]))
+    call.run("permute", "unpermute", a.x, a.plan, None, out=a.out)
+    return call.leave(a.out)

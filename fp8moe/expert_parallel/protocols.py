@@ -40,8 +40,9 @@ class Capacity(Options):
     """How many rows there may be at most, by the caller's word: shapes follow from it, and no host has to
     know counts.
 
-    rows: that a rank sends another, of one dispatch; the tokens of a dispatch are never too few. A rank
-        always sends each other this many, empty ones among them, and W times as many arrive.
+    rows: that a rank sends another, of one dispatch (``overlap_chunks`` make several of a forward); as many
+        as a dispatch has tokens are never too few. A rank always sends each other this many, empty ones
+        among them, and W times as many arrive.
     entries: (token, expert) pairs of a rank's own experts, from all ranks; None: W * rows * min(k, E / W),
         which are never too few. The buffers of permuted rows have this many rows, and those that align each
         expert's.
@@ -61,7 +62,12 @@ class Capacity(Options):
 
 @runtime_checkable
 class Transport(Protocol):
-    """What moves rows between ranks; every rank calls the same methods in the same order."""
+    """What moves rows between ranks; every rank calls the same methods in the same order.
+
+    It may have an attribute ``overlap_chunks``, the same on all ranks: `fp8moe.moe_forward` and its backward
+    then take the tokens in so many chunks, each a dispatch of its own, and move the rows of one beside the
+    products of another (`fp8moe.expert_parallel.overlap`).
+    """
 
     rank: int
     world_size: int
@@ -182,14 +188,20 @@ def capacity_of(comm: Any) -> Capacity | None:
     return getattr(comm, "capacity", None)
 
 
-def overflow(saved: Any) -> tuple[Any, Any]:
-    """What a forward with a `Capacity` left out: (rows that this rank did not send, entries that its own
-    experts had no room for), int32 [1] each, on the device. saved: what `fp8moe.moe_forward` returned."""
-    if getattr(saved, "route", None) is None or not isinstance(saved.route, Route):
+def chunks_of(comm: Any) -> int:
+    """The ``overlap_chunks`` of a transport; 1 of any other."""
+    return getattr(comm, "overlap_chunks", 1)
+
+
+def overflow(saved: Any) -> list[tuple[Any, Any]]:
+    """What a forward with a `Capacity` left out, for each dispatch (one, or ``overlap_chunks``): (rows that
+    this rank did not send, entries that its own experts had no room for), int32 [1] each, on the device.
+    saved: what `fp8moe.moe_forward` returned."""
+    if not isinstance(getattr(saved, "route", None), Route):
         raise TypeError(
             f"saved: got {type(saved).__name__}; wanted what moe_forward returned, with a Transport as comm"
         )
-    return saved.route.plan.overflow, saved.plan.overflow
+    return [(s.route.plan.overflow, s.plan.overflow) for s in (saved, *saved.later)]
 
 
 def counts_of(heard: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
