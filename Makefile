@@ -4,17 +4,34 @@ PYTHON ?= python3
 # A machine with an NVIDIA driver gets the CUDA backend too, for the driver's CUDA version.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,cuda\1/p')
 
-.PHONY: test lint demo sanitize clean
+.PHONY: test test-minimum lint docs build demo sanitize clean
 
 # One process a core, four at most (1 to 2 GB each): NumPy's and torch's own threads would take each other's time.
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# The lowest versions that pyproject.toml claims for what runs on a CPU, and the operations with them. Adapters
+# of transformers, Megatron-Core and torchtitan need more than their lowest version to be tested.
+MINIMUM := torch jax bench
+test-minimum: .venv-minimum/ready
+	OMP_NUM_THREADS=1 .venv-minimum/bin/python -m pytest -q -n auto --maxprocesses 4 $(addprefix tests/test_,$(addsuffix .py, \
+	  plan permute quantize transpose swiglu grouped_gemm router moe torch_ops torch_moe jax_ops cli))
+
+# The source archive and the wheel, as a package index takes them.
+build: .venv-build/ready
+	rm -rf dist
+	.venv-build/bin/python -m build
+	.venv-build/bin/python -m twine check --strict dist/*
 
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	find kernels_cuda tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' | xargs -r .venv/bin/clang-format --dry-run --Werror
+
+# The documentation site, into site/: a broken link or an unknown name fails.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 
 # On a machine with a GPU, in an environment that has the CUDA extra. Left out are tests that time out under the
 # tools or run other programs; Numba's probing of the driver is no error of ours. ARRIVING=32: racecheck does not
@@ -44,5 +61,18 @@ demo: .venv-demo/ready
 	.venv-demo/bin/python -m pip install --quiet -e '.[bench$(CUDA)]'
 	touch $@
 
+.venv-minimum/ready: pyproject.toml tests/minimum.py
+	$(PYTHON) -m venv .venv-minimum
+	.venv-minimum/bin/python -m pip install --quiet --upgrade pip
+	$(PYTHON) tests/minimum.py $(MINIMUM) > .venv-minimum/constraints.txt
+	.venv-minimum/bin/python -m pip install --quiet -c .venv-minimum/constraints.txt -e '.[torch,jax,bench]' \
+	  hypothesis pytest pytest-xdist
+	touch $@
+
+.venv-build/ready:
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/python -m pip install --quiet --upgrade build pip twine
+	touch $@
+
 clean:
-	rm -rf .venv .venv-demo build dist *.egg-info
+	rm -rf .venv .venv-build .venv-demo .venv-minimum build dist site *.egg-info

@@ -29,7 +29,8 @@ import fp8moe
 from fp8moe import Routed, RouterConfig
 from fp8moe.activation import Activation
 from fp8moe.adapters import jax_ffi
-from fp8moe.dispatch import map_raw
+from fp8moe.call import as_codes
+from fp8moe.grouped_gemm import SYNCHRONISING_BACKENDS, not_on_cpu
 from fp8moe.moe import Saved
 from fp8moe.record_trees import arrays_in, field_names
 from fp8moe.records import (
@@ -109,7 +110,15 @@ def _decode(value: Any, arrays: Sequence[Any]) -> Any:
         return fields
     record = object.__new__(_KINDS[value["record"]])
     record.__dict__.update(fields)
-    return map_raw(lambda _, a: a, record)  # codes that came as float8 are bytes
+    return as_codes(record) if isinstance(record, QuantTensor) else record  # codes that came as float8
+
+
+def _backends(value: Any) -> set[str]:
+    """By which kernels a call, or the forward of which it is the backward, asks for its products."""
+    if isinstance(value, dict):
+        asked = value.get("backend")
+        return _backends([*value.values()]) | ({asked} if asked else set())
+    return set().union(*map(_backends, value)) if isinstance(value, list) else set()
 
 
 class Described:
@@ -130,6 +139,9 @@ class Described:
         self._function, self._said = _functions[said["function"]], said
         self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in said["arrays"]]
         self.layout = Layout(self.run, self.specs, set(said["in_place"]))
+        self.backends = _backends([said["args"], said["options"]])
+        only_launches = self.layout.only_launches and not self.backends & SYNCHRONISING_BACKENDS
+        self.target = TARGETS[only_launches and GRAPHS]
 
     def run(self, arrays: Sequence[Any]) -> Any:
         args, options = (_decode(self._said[name], arrays) for name in ("args", "options"))
@@ -213,11 +225,15 @@ def _name_in(text: str) -> str:
 
 def _lower(context: Any, *operands: Any, text: str) -> Any:
     _refuse_partitioning(context.module_context.axis_context, text)
-    layout = _described(text).layout
-    rule = jax.ffi.ffi_lowering(
-        TARGETS[layout.only_launches and GRAPHS], operand_output_aliases=dict(layout.aliases)
-    )
+    described = _described(text)
+    rule = jax.ffi.ffi_lowering(described.target, operand_output_aliases=dict(described.layout.aliases))
     return rule(context, *operands, call=text)
+
+
+def _lower_on_cpu(context: Any, *operands: Any, text: str) -> Any:
+    for backend in _described(text).backends:
+        raise not_on_cpu(backend)
+    return _lower(context, *operands, text=text)
 
 
 def _refuse_partitioning(context: Any, text: str) -> None:
@@ -236,8 +252,8 @@ def _refuse_partitioning(context: Any, text: str) -> None:
 
 ad.primitive_jvps[_call_p] = _refuse_gradient
 batching.primitive_batchers[_call_p] = _batch
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(_call_p, _lower, platform=_platform)
+mlir.register_lowering(_call_p, _lower_on_cpu, platform="cpu")
+mlir.register_lowering(_call_p, _lower, platform="cuda")
 
 # ---------------------------------------------------------------- what XLA runs
 

@@ -19,8 +19,12 @@ import jax.numpy as jnp
 from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_ops
+from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
+
+__all__ = ["moe_ffn"]
 
 _experts_forward = jax_ops.traceable(moe.experts_forward)
 _experts_backward = jax_ops.traceable(moe.experts_backward)
@@ -40,32 +44,85 @@ def moe_ffn(
     num_out_tokens: int | None = None,
     activation: Activation = SWIGLU,
     transposed: bool = False,
+    backend: str | None = None,
 ) -> Any:
-    """`jax_ops.moe_ffn` of each device's tokens, with the experts of all devices along ``axis_name``: to be
-    called inside ``jax.shard_map(..., check_vma=False)``.
+    """The experts of a layer, spread over the devices along an axis of a mesh: `jax_ops.moe_ffn`.
 
-    x, topk_ids, topk_probs: this device's tokens [..., H], [..., k]; ids are of all E experts, below 0 or E
-        and more for none.
-    w13, w2, transposed: this device's E / W experts, as `jax_ops.moe_ffn` takes them.
-    capacity: rows that a device sends another at most; what would go beyond is left out, as if those ids were
-        negative. T by default, which is never too few. With W devices W * capacity rows arrive at each.
-    num_out_tokens: rows of the device's own plan (`plan_topk`), overflow left out; the static bound by
-        default, which holds whatever the routing.
+    To be called inside ``jax.shard_map(..., check_vma=False)``.
 
-    Returns y in x's shape and dtype, with gradients for x, w13, w2 and topk_probs in their dtypes.
+    Parameters
+    ----------
+    x : jax.Array, floating point, [..., H]
+        This device's T tokens.
+    w13 : jax.Array, tuple of two, or Quantized
+        Of this device's E / W experts, as `jax_ops.moe_ffn` takes them.
+    w2 : jax.Array or Quantized
+        As ``w13``.
+    topk_ids : jax.Array, int32 or int64, [..., k]
+        Of all E experts, below 0 or E and more for none.
+    topk_probs : jax.Array, floating point, [..., k]
+        Factors of the experts' results.
+    axis_name : str
+        The axis, of W devices.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        The precision; with "fp8_flow" rows travel in FP8.
+    recompute : None or "moe_expert"
+        As in `fp8moe.moe_forward`.
+    capacity : int or None
+        Rows that a device sends another at most; what would go beyond is left out, as if those ids were
+        negative. None: T, which is never too few. W * capacity rows arrive at each device.
+    num_out_tokens : int or None
+        Rows of the device's own plan (`fp8moe.plan_topk`), overflow left out. None: the static bound, which
+        holds whatever the routing.
+    activation : Activation
+        Between the two products.
+    transposed : bool
+        As for `jax_ops.moe_ffn`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As for `jax_ops.moe_ffn`.
+
+    Returns
+    -------
+    jax.Array, [..., H]
+        In x's dtype. Differentiable in x, w13, w2 and topk_probs, in their dtypes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit each other.
+
+    Notes
+    -----
+    A token goes once to every device that has one of its experts (`fp8moe.expert_parallel.blocks`), in one
+    ``all_to_all`` of bytes, and its sums come back in a second one.
+
+    Examples
+    --------
+    >>> import functools, jax, jax.numpy as jnp
+    >>> from fp8moe.adapters import jax_expert_parallel
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("ep",))
+    >>> spec = jax.sharding.PartitionSpec("ep")
+    >>> layer = functools.partial(jax_expert_parallel.moe_ffn, axis_name="ep", recipe="bf16")
+    >>> layer = jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    >>> x, w13, w2 = jnp.ones((1, 1)), jnp.array([[[100.0], [2.0]]]), jnp.array([[[1.0]]])
+    >>> jax.jit(layer)(x, w13, w2, jnp.zeros((1, 1), int), jnp.full((1, 1), 0.5)).tolist()
+    [[100.0]]
     """
     checks.choice("recipe", recipe, moe.RECIPES)
+    checks.choice("backend", backend, BACKENDS)
     rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed)
     if capacity is not None and not 0 < capacity <= rows.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
     transposed = transposed and recipe != "bf16"  # which has them as the library's already
-    how = _How(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed)
-    return _moe(rows, w13, w2, probs, ids, how).astype(x.dtype).reshape(x.shape)
+    layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed, backend)
+    return _moe(rows, w13, w2, probs, ids, layer).astype(x.dtype).reshape(x.shape)
 
 
-class _How(NamedTuple):
+class _Layer(NamedTuple):
+    """What is static of a layer."""
+
     axis: str
     recipe: str
     recompute: str | None
@@ -73,50 +130,31 @@ class _How(NamedTuple):
     num_out_tokens: int | None
     activation: Activation
     transposed: bool
+    backend: str | None
 
 
-class Route(NamedTuple):
-    """Which tokens go where. tokens: int32 [W, C], the token of each row of the blocks to the devices, T
-    where there is none. places: int32 [T, W], the row of the block of each device that a token goes to; else
-    C."""
-
-    tokens: Any
-    places: Any
-
-
-def route(topk_ids: Any, experts: int, devices: int, capacity: int) -> Route:
-    """Blocks in the order of the tokens; `experts` of each device."""
-    device = jnp.where(topk_ids >= 0, topk_ids // experts, -1)
-    goes = (device[:, :, None] == jnp.arange(devices)).any(axis=1)  # [T, W]
-    row = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
-    places = jnp.where(goes & (row < capacity), row, capacity)
-    tokens, to = jnp.indices(places.shape, dtype=jnp.int32)
-    blocks = jnp.full((devices, capacity), len(topk_ids), jnp.int32)
-    return Route(blocks.at[to, places].set(tokens, mode="drop"), places)
-
-
-def dispatch(parts: Sequence[Any], route: Route, axis_name: str) -> list[Any]:
+def dispatch(parts: Sequence[Any], blocks: Blocks, axis_name: str) -> list[Any]:
     """Rows of every part [T, ...] to the devices, in one exchange. Each comes as [W * C, ...], block by
     block; rows of no token are zeros, or -1 in integers."""
-    blocks = [
-        jnp.take(p, route.tokens, axis=0, mode="fill", fill_value=-1 if p.dtype == jnp.int32 else 0)
+    rows = [
+        jnp.take(p, blocks.tokens, axis=0, mode="fill", fill_value=-1 if p.dtype == jnp.int32 else 0)
         for p in parts
     ]
-    buffers = [_as_bytes(b) for b in blocks]
+    buffers = [_as_bytes(r) for r in rows]
     came = jax.lax.all_to_all(jnp.concatenate(buffers, axis=-1), axis_name, 0, 0)
     ends = list(itertools.accumulate(o.shape[-1] for o in buffers))[:-1]
-    found = [_from_bytes(o, b.dtype) for o, b in zip(jnp.split(came, ends, axis=-1), blocks, strict=True)]
-    return [f.reshape(-1, f.shape[-1]) for f in found]
+    arrived = [_from_bytes(o, r.dtype) for o, r in zip(jnp.split(came, ends, axis=-1), rows, strict=True)]
+    return [a.reshape(-1, a.shape[-1]) for a in arrived]
 
 
-def combine(rows: Any, route: Route, axis_name: str) -> Any:
+def combine(rows: Any, blocks: Blocks, axis_name: str) -> Any:
     """What came back for each token, summed in float32 (float64 for float64): [W * C, H] -> [T, H]."""
-    devices, capacity = route.tokens.shape
+    devices, capacity = blocks.tokens.shape
     back = jax.lax.all_to_all(rows.reshape(devices, capacity, -1), axis_name, 0, 0)
     wide = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
-    total = jnp.zeros((len(route.places), rows.shape[-1]), wide)
+    total = jnp.zeros((len(blocks.places), rows.shape[-1]), wide)
     for device in range(devices):
-        part = jnp.take(back[device], route.places[:, device], axis=0, mode="fill", fill_value=0)
+        part = jnp.take(back[device], blocks.places[:, device], axis=0, mode="fill", fill_value=0)
         total += part.astype(wide)
     return total.astype(rows.dtype)
 
@@ -137,57 +175,57 @@ def _from_bytes(x: Any, dtype: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
+def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
+    return _moe_fwd(x, w13, w2, probs, ids, layer, gradients=())[0]
 
 
-def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
-    devices = jax.lax.axis_size(how.axis)
-    weights = jax_ops.multiplied(w13, w2, how.recipe, how.transposed)
+def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
+    devices = jax.lax.axis_size(layer.axis)
+    weights = jax_ops.multiplied(w13, w2, layer.recipe, layer.transposed)
     experts = moe.experts_of(weights[0])
-    way = route(ids, experts, devices, how.capacity)
-    *rows, local, moved = dispatch([*_parts(x, how), ids.astype(jnp.int32), probs], way, how.axis)
-    local -= jax.lax.axis_index(how.axis) * experts
-    local = jnp.where((local >= 0) & (local < experts), local, -1)
-    bound = how.num_out_tokens
+    blocks = device_blocks(jnp, ids, experts, devices, layer.capacity)
+    *rows, local, moved = dispatch([*_parts(x, layer), ids.astype(jnp.int32), probs], blocks, layer.axis)
+    local = local_ids(jnp, local, experts, jax.lax.axis_index(layer.axis))
+    bound = layer.num_out_tokens
     if bound is None:
-        entries = devices * how.capacity * min(ids.shape[1], experts)
-        bound = static_bound(entries, experts, moe.ALIGN_SIZE[how.recipe])
+        entries = devices * layer.capacity * min(ids.shape[1], experts)
+        bound = static_bound(entries, experts, moe.ALIGN_SIZE[layer.recipe])
     y, saved = _experts_forward(
-        _rows_of(rows, how),
+        _rows_of(rows, layer),
         *weights,
         local,
         moved,
-        recipe=how.recipe,
-        recompute=how.recompute,
+        recipe=layer.recipe,
+        recompute=layer.recompute,
         num_out_tokens=bound,
-        activation=how.activation,
+        activation=layer.activation,
         gradients=jax_ops.wanted_gradients(w13, w2) if gradients is None else gradients,
+        backend=layer.backend,
     )
-    return combine(y, way, how.axis), (saved, way, jax_ops.like_weights(w13, w2), probs[:0])
+    return combine(y, blocks, layer.axis), (saved, blocks, jax_ops.like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
-    saved, way, like, probs = kept
-    rows = _rows_of(dispatch(_parts(dy, how), way, how.axis), how)
-    grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, how.transposed))
-    dx, dprobs = (combine(g, way, how.axis) for g in (grads.dx, grads.dprobs))
-    weights = jax_ops.of_weights(grads, like, how.transposed)
+def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
+    saved, blocks, like, probs = kept
+    rows = _rows_of(dispatch(_parts(dy, layer), blocks, layer.axis), layer)
+    grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, layer.transposed))
+    dx, dprobs = (combine(g, blocks, layer.axis) for g in (grads.dx, grads.dprobs))
+    weights = jax_ops.of_weights(grads, like, layer.transposed)
     return dx, *weights, dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
 
 
-def _parts(x: Any, how: _How) -> list[Any]:
+def _parts(x: Any, layer: _Layer) -> list[Any]:
     """x as it travels: its one cast for "fp8_flow"."""
-    fmt = moe.FORMAT_BETWEEN_RANKS[how.recipe]
+    fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
     if fmt is None:
         return [x]
     q = jax_ops.quantize(x, fmt=fmt)
     return [q.data, q.scales]
 
 
-def _rows_of(parts: Sequence[Any], how: _How) -> Any:
-    fmt = moe.FORMAT_BETWEEN_RANKS[how.recipe]
+def _rows_of(parts: Sequence[Any], layer: _Layer) -> Any:
+    fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
     return parts[0] if fmt is None else QuantTensor(parts[0], parts[1], fmt)

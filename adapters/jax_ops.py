@@ -33,7 +33,9 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
+from fp8moe.adapters.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
@@ -44,6 +46,39 @@ from fp8moe.records import (
     QuantTensor,
     SortedChunks,
 )
+
+__all__ = [
+    "dequantize",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "moe_backward",
+    "moe_ffn",
+    "moe_forward",
+    "pad",
+    "permute",
+    "permute_and_pad",
+    "permute_backward",
+    "permute_transpose",
+    "plan_index_map",
+    "plan_routing_map",
+    "plan_row_map",
+    "plan_topk",
+    "quantize",
+    "quantize_weights",
+    "route",
+    "route_backward",
+    "scaling_aware_transpose",
+    "sort_chunks",
+    "sort_chunks_backward",
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "to_layout",
+    "unpad",
+    "unpermute",
+    "unpermute_backward",
+]
 
 WIDTH = 128  # of a block of FP8 weights
 #: ``disabled_checks`` of ``jax.export.export``, which knows no custom calls but its own
@@ -92,13 +127,32 @@ def traceable(function: Any) -> Any:
             return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
+    note = "One step of the program inside ``jax.jit``, at shapes that are known then. It has no gradient."
+    if changed:
+        note += (
+            " What it adds to is not changed: the result is, in the same memory where nobody needs the old."
+        )
+    call.__doc__ = docstring_of(function, "jax.Array", note)
     return call
+
+
+def documented(core: Any, *differentiable: str) -> Any:
+    """The docstring of a function of the core for one that has gradients."""
+
+    def document(function: Any) -> Any:
+        note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` one step of the program."
+        function.__doc__ = docstring_of(core, "jax.Array", note)
+        return function
+
+    return document
 
 
 # ---------------------------------------------------------------- without gradients
 
 plan_topk = traceable(fp8moe.plan_topk)
 plan_routing_map = traceable(fp8moe.plan_routing_map)
+plan_row_map = traceable(fp8moe.plan_row_map)
+plan_index_map = traceable(fp8moe.plan_index_map)
 quantize = traceable(fp8moe.quantize)
 quantize_weights = traceable(fp8moe.quantize_weights)
 dequantize = traceable(fp8moe.dequantize)
@@ -127,18 +181,27 @@ _route_op = traceable(fp8moe.route)
 # ---------------------------------------------------------------- with gradients
 
 
-def permute(x: Any, plan: PermutationPlan, probs: Any = None, *, fill_padding: bool = True) -> Permuted:
-    """`fp8moe.permute`, with gradients for x and probs."""
-    if may_need_grad(x):
-        data, moved = _permute(x, probs, plan, fill_padding)
-    elif isinstance(probs, jax.core.Tracer):
-        _, moved = _permute(no_columns(probs), probs, plan, fill_padding)
-        data = permute(x, plan, fill_padding=fill_padding).data
-    elif isinstance(x, QuantTensor):
-        return _permute_op(x, plan, probs, fill_padding=fill_padding)
-    else:
-        data, moved = _permute(x, probs, plan, fill_padding)
-    return Permuted(data, moved, plan)
+@documented(fp8moe.permute, "x", "probs")
+def permute(
+    x: Any,
+    plan: PermutationPlan,
+    probs: Any = None,
+    *,
+    fill_padding: bool = True,
+    zero_unweighted: bool = False,
+) -> Permuted:
+    options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
+    if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
+        _, moved = _permute(no_columns(probs), probs, plan, options)
+        weights = jax.lax.stop_gradient(probs) if zero_unweighted else None
+        if isinstance(x, QuantTensor):
+            data = _permute_op(x, plan, weights, **dict(options)).data
+        else:
+            data, _ = _permute(x, weights, plan, options)
+        return Permuted(data, moved, plan)
+    if isinstance(x, QuantTensor):
+        return _permute_op(x, plan, probs, **dict(options))
+    return Permuted(*_permute(x, probs, plan, options), plan)
 
 
 def may_need_grad(x: Any) -> bool:
@@ -161,16 +224,16 @@ def refuse_codes(grad: Any) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _permute(x: Any, probs: Any, plan: PermutationPlan, fill_padding: bool) -> tuple[Any, Any]:
-    moved = _permute_op(x, plan, probs, fill_padding=fill_padding)
+def _permute(x: Any, probs: Any, plan: PermutationPlan, options: Any) -> tuple[Any, Any]:
+    moved = _permute_op(x, plan, probs, **dict(options))
     return moved.data, moved.probs
 
 
-def _permute_fwd(x, probs, plan, fill_padding):  # type: ignore[no-untyped-def]
-    return _permute(x, probs, plan, fill_padding), (plan, probs)
+def _permute_fwd(x, probs, plan, options):  # type: ignore[no-untyped-def]
+    return _permute(x, probs, plan, options), (plan, probs)
 
 
-def _permute_bwd(fill_padding, kept, grads):  # type: ignore[no-untyped-def]
+def _permute_bwd(options, kept, grads):  # type: ignore[no-untyped-def]
     plan, probs = kept
     refuse_codes(grads[0])
     dx, dprobs = permute_backward(grads[0], plan, None if probs is None else grads[1])
@@ -180,6 +243,7 @@ def _permute_bwd(fill_padding, kept, grads):  # type: ignore[no-untyped-def]
 _permute.defvjp(_permute_fwd, _permute_bwd)
 
 
+@documented(fp8moe.permute_and_pad, "x", "probs")
 def permute_and_pad(
     x: Any,
     routing_map: Any,
@@ -191,7 +255,6 @@ def permute_and_pad(
     num_experts: int | None = None,
     fill_padding: bool = True,
 ) -> Permuted:
-    """`fp8moe.permute_and_pad`, with gradients for x and probs."""
     if num_experts is None:
         plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
     else:
@@ -199,8 +262,8 @@ def permute_and_pad(
     return permute(x, plan, probs, fill_padding=fill_padding)
 
 
+@documented(fp8moe.unpermute, "x", "merging_probs")
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
-    """`fp8moe.unpermute`, with gradients for x and merging_probs."""
     if isinstance(x, QuantTensor):
         return _unpermute_op(x, plan, merging_probs)
     return _unpermute(x, merging_probs, plan)
@@ -224,6 +287,7 @@ def _unpermute_bwd(kept, grad):  # type: ignore[no-untyped-def]
 _unpermute.defvjp(_unpermute_fwd, _unpermute_bwd)
 
 
+@documented(fp8moe.sort_chunks, "x", "probs")
 def sort_chunks(
     x: Any,
     split_sizes: Any,
@@ -235,14 +299,13 @@ def sort_chunks(
     num_out_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> SortedChunks:
-    """`fp8moe.sort_chunks`, with gradients for x and probs."""
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
-    how = {"num_out_tokens": num_out_tokens, **dict(options)}
+    by_name = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
         moved = _sort(no_columns(probs), probs, split_sizes, sorted_indices, options, num_out_tokens)
-        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **how).data)  # type: ignore[arg-type]
+        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **by_name).data)  # type: ignore[arg-type]
     if isinstance(x, QuantTensor):
-        return _sort_op(x, split_sizes, sorted_indices, probs, **how)
+        return _sort_op(x, split_sizes, sorted_indices, probs, **by_name)
     return _sort(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
 
 
@@ -269,13 +332,13 @@ def _sort_bwd(options, num_out_tokens, kept, grads):  # type: ignore[no-untyped-
 _sort.defvjp(_sort_fwd, _sort_bwd)
 
 
+@documented(fp8moe.pad, "x")
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    """`fp8moe.pad`, with a gradient for x."""
     return _pad(x, tokens_per_expert, "pad", align_size, num_out_tokens)
 
 
+@documented(fp8moe.unpad, "x")
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    """`fp8moe.unpad`, with a gradient for x."""
     return _pad(x, tokens_per_expert, "unpad", align_size, num_out_tokens)
 
 
@@ -297,13 +360,13 @@ def _pad_bwd(verb, align_size, rows, kept, grad):  # type: ignore[no-untyped-def
 _pad.defvjp(_pad_fwd, _pad_bwd)
 
 
+@documented(fp8moe.swiglu, "h", "probs")
 def swiglu(
     h: Any,
     probs: Any = None,
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    """`fp8moe.swiglu`, with gradients for h and probs."""
     return _swiglu(h, probs, activation)
 
 
@@ -318,13 +381,14 @@ def _swiglu_fwd(h, probs, activation):  # type: ignore[no-untyped-def]
 
 def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
     h, probs = kept
-    found = swiglu_backward(grad, h, probs, activation=activation)
-    return found.dh, None if probs is None else found.dprobs.astype(probs.dtype)
+    grads = swiglu_backward(grad, h, probs, activation=activation)
+    return grads.dh, None if probs is None else grads.dprobs.astype(probs.dtype)
 
 
 _swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
+@documented(fp8moe.route, "logits")
 def route(
     logits: Any,
     config: RouterConfig,
@@ -332,7 +396,6 @@ def route(
     expert_bias: Any = None,
     num_sequences: int | None = None,
 ) -> Routed:
-    """`fp8moe.route`, with a gradient for logits through the probabilities and the losses."""
     return _route(logits, expert_bias, config, num_sequences)
 
 
@@ -372,8 +435,9 @@ def moe_ffn(
     activation: Activation = SWIGLU,
     transposed: bool = False,
     token_sharding: jax.sharding.NamedSharding | None = None,
+    backend: str | None = None,
 ) -> Any:
-    """`fp8moe.moe_forward` of any floats, with gradients for x, w13, w2 and topk_probs in their dtypes.
+    """The experts of a layer in any floats and layouts, with gradients: `fp8moe.moe_forward`.
 
     Parameters
     ----------
@@ -401,27 +465,44 @@ def moe_ffn(
         How x's leading dimensions are spread over the devices of a mesh, in a program that XLA partitions:
         each device computes its own tokens, by weights that XLA gathers, and their gradients are summed. Not
         inside ``shard_map``, where a device sees nothing but its own arrays.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        By which kernels all products are made on CUDA, the backward's too, as `fp8moe.grouped_gemm` takes it;
+        None: the fastest. "cublas" synchronises, and is slow inside ``jax.jit``.
 
     Returns
     -------
     jax.Array, [..., H]
-        In x's dtype.
+        In x's dtype. Differentiable in x, w13, w2 and topk_probs, in their dtypes.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit each other; for a program that XLA partitions, without token_sharding.
+        For arguments that do not fit each other; for a program that XLA partitions, without token_sharding;
+        for a backend on the CPU. What a device's products cannot be made by is known where they are launched:
+        inside ``jax.jit`` that is an error of XLA, with the ValueError's text.
 
     Notes
     -----
     A (128, 128)-blocked quantise writes both orientations from one read, gates and ups into one array of
     codes, and zeros up to the next multiple of 128 where F is none: the FP8 recipes take all these weights
     without a copy. "bf16" transposes and joins the weights themselves.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> from fp8moe.adapters import jax_ops
+    >>> x, w13, w2 = jnp.ones((1, 1)), jnp.array([[[100.0], [2.0]]]), jnp.array([[[1.0]]])
+    >>> ids, probs = jnp.zeros((1, 1), int), jnp.full((1, 1), 0.5)
+    >>> layer = lambda x, w2: jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="bf16").sum()
+    >>> y, (_, dw2) = jax.jit(jax.value_and_grad(layer, argnums=(0, 1)))(x, w2)
+    >>> float(y), float(dw2[0, 0, 0])
+    (100.0, 100.0)
     """
     checks.choice("recipe", recipe, RECIPES)
-    how = _How(recipe, recompute, activation, transposed)
+    checks.choice("backend", backend, BACKENDS)
+    layer = _Layer(recipe, recompute, activation, transposed, backend)
     if token_sharding is None:
-        return _any_floats(x, w13, w2, topk_ids, topk_probs, how)
+        return _any_floats(x, w13, w2, topk_ids, topk_probs, layer)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
     if len(tokens) >= x.ndim:
         raise ValueError(
@@ -435,23 +516,26 @@ def moe_ffn(
             jax.tree.map(lambda a, s=spec: jax.reshard(a, jax.sharding.NamedSharding(mesh, s)), array)
             for array, spec in zip(arrays, specs, strict=True)
         )
-    layer = functools.partial(_any_floats, how=how)
-    run = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    of_a_device = functools.partial(_any_floats, layer=layer)
+    run = jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return run(*arrays)
 
 
-class _How(NamedTuple):
+class _Layer(NamedTuple):
+    """What is static of a layer."""
+
     recipe: str
     recompute: str | None
     activation: Activation
     transposed: bool
+    backend: str | None
 
 
-def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, how: _How) -> Any:
-    rows, *weights = operands(x, w13, w2, how.recipe, how.transposed)
-    how = how._replace(transposed=how.transposed and how.recipe != "bf16")
+def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
+    rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed)
+    layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (ids, probs))
-    return _moe(rows, *weights, probs, ids, how).astype(x.dtype).reshape(x.shape)
+    return _moe(rows, *weights, probs, ids, layer).astype(x.dtype).reshape(x.shape)
 
 
 def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any, Any]:
@@ -506,28 +590,29 @@ def _ffn(w13: Any, w2: Any, transposed: bool) -> int | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _moe(x, w13, w2, probs, ids, how):  # type: ignore[no-untyped-def]
-    return _moe_fwd(x, w13, w2, probs, ids, how, gradients=())[0]
+def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
+    return _moe_fwd(x, w13, w2, probs, ids, layer, gradients=())[0]
 
 
-def _moe_fwd(x, w13, w2, probs, ids, how, gradients=None):  # type: ignore[no-untyped-def]
+def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
     y, saved = moe_forward(
         x,
-        *multiplied(w13, w2, how.recipe, how.transposed),
+        *multiplied(w13, w2, layer.recipe, layer.transposed),
         ids,
         probs,
-        recipe=how.recipe,
-        recompute=how.recompute,
-        activation=how.activation,
+        recipe=layer.recipe,
+        recompute=layer.recompute,
+        activation=layer.activation,
         gradients=wanted_gradients(w13, w2) if gradients is None else gradients,
+        backend=layer.backend,
     )
     return y, (saved, like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(how, kept, dy):  # type: ignore[no-untyped-def]
+def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    grads = moe_backward(saved, dy, **backward_options(saved, like, how.transposed))
-    return grads.dx, *of_weights(grads, like, how.transposed), grads.dprobs.astype(probs.dtype), None
+    grads = moe_backward(saved, dy, **backward_options(saved, like, layer.transposed))
+    return grads.dx, *of_weights(grads, like, layer.transposed), grads.dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)

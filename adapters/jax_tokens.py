@@ -71,8 +71,8 @@ def _combine_bwd(kept, grad):  # type: ignore[no-untyped-def]
     row_map, pads, data, probs = kept
     given = [] if probs is None else [data, probs]
     kinds = "t.t" + "rt"[: len(given)], "rt"[: max(1, len(given))]
-    found = _spread(_scatter, _scatter_part, *kinds, data.shape[0])(row_map, pads, grad, *given)
-    return found[0], None, found[1].astype(probs.dtype) if given else None, None
+    grads = _spread(_scatter, _scatter_part, *kinds, data.shape[0])(row_map, pads, grad, *given)
+    return grads[0], None, grads[1].astype(probs.dtype) if given else None, None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
@@ -84,39 +84,26 @@ def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
     plan = jax_ops.plan_routing_map(mask, align_size=align, num_out_tokens=rows)
     moved = jax_ops._permute_op(x, plan, *probs)
     counts = plan.padded_tokens_per_expert if align > 1 else plan.tokens_per_expert
-    found = moved.data, plan.row_id_map, plan.pad_offsets, counts
-    return (*found, moved.probs) if probs else found
+    results = moved.data, plan.row_id_map, plan.pad_offsets, counts
+    return (*results, moved.probs) if probs else results
 
 
 def _gather(row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
-    dx, dprobs = jax_ops.permute_backward(grad, _plan_of_map(row_map, pads, grad.shape[0]), *grad_probs)
+    dx, dprobs = jax_ops.permute_backward(grad, _plan_of(row_map, pads, grad.shape[0]), *grad_probs)
     return (dx, dprobs) if grad_probs else (dx,)
 
 
 def _combine(row_map, pads, data, *probs):  # type: ignore[no-untyped-def]
-    return (jax_ops._unpermute_op(data, _plan_of_map(row_map, pads, data.shape[0]), *probs),)
+    return (jax_ops._unpermute_op(data, _plan_of(row_map, pads, data.shape[0]), *probs),)
 
 
 def _scatter(rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-untyped-def]
-    found = jax_ops.unpermute_backward(grad, _plan_of_map(row_map, pads, rows), *data_and_probs)
-    return found if data_and_probs else found[:1]
+    grads = jax_ops.unpermute_backward(grad, _plan_of(row_map, pads, rows), *data_and_probs)
+    return grads if data_and_probs else grads[:1]
 
 
-class _Arrays:
-    """What `fp8moe.row_maps.plan_of_map` asks of JAX."""
-
-    where = staticmethod(jnp.where)
-    join = staticmethod(jnp.concatenate)
-
-    def count(self, numbers: Any, bins: int) -> Any:
-        return jnp.zeros(bins, jnp.int32).at[numbers].add(1)
-
-    def running_sum(self, x: Any) -> Any:
-        return jnp.cumsum(x, dtype=jnp.int32)
-
-
-def _plan_of_map(row_id_map: Any, pad_offsets: Any, rows: int) -> PermutationPlan:
-    return row_maps.plan_of_map(_Arrays(), row_id_map, pad_offsets, rows)  # type: ignore[arg-type]
+def _plan_of(row_map: Any, pads: Any, rows: int) -> PermutationPlan:
+    return jax_ops.plan_row_map(row_map, pads, num_out_tokens=rows)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- XLA's operations: a device's own tokens
@@ -135,38 +122,30 @@ def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore
     rows //= devices
     mask = (mask != 0).astype(jnp.int32)
     here = mask.sum(axis=0, dtype=jnp.int32)
-    counts = jax.lax.psum(here, axes) if axes else here
-    padding = -counts % align
-    pads = jnp.cumsum(padding, dtype=jnp.int32) - padding
-    # ones before it of the same expert, and the rows of the experts before
-    row = jnp.cumsum(mask, axis=0, dtype=jnp.int32) - mask + jnp.cumsum(here, dtype=jnp.int32) - here
-    row = jnp.where((mask != 0) & (row + pads < rows), row, -1)
-    expert = jnp.argsort(-row, axis=1, stable=True).astype(jnp.int32)
-    row = jnp.take_along_axis(row, expert, axis=1)
-    count = (row >= 0).sum(axis=1, keepdims=True, dtype=jnp.int32)
-    row_map = jnp.concatenate([row, jnp.where(row < 0, -1, expert), count], axis=1)
-    token, expert = _sources(row_map, pads, rows)
+    counts, pads = row_maps.padded_counts(jnp, jax.lax.psum(here, axes) if axes else here, align)
+    row_map, overflow = row_maps.map_of_mask(jnp, mask, pads, rows)
+    token, expert = row_maps.row_sources(jnp, row_map, pads, rows)
     data = _rows_of(x, token)
     if jnp.issubdtype(data.dtype, jnp.floating):
-        data = jnp.where(count.sum() < here.sum(), jnp.nan, data).astype(data.dtype)
-    found = data, row_map, pads, counts + padding
-    return (*found, _entries_of(probs[0], token, expert)) if probs else found
+        data = jnp.where(overflow > 0, jnp.nan, data).astype(data.dtype)
+    results = data, row_map, pads, counts
+    return (*results, _entries_of(probs[0], token, expert)) if probs else results
 
 
 def _gather_part(axes, devices, row_map, pads, grad, *grad_probs):  # type: ignore[no-untyped-def]
-    token, expert = _sources(row_map, pads, grad.shape[0])
+    token, expert = row_maps.row_sources(jnp, row_map, pads, grad.shape[0])
     dx = _sums(grad, token, row_map.shape[0])
     return (dx, _to_entries(grad_probs[0], token, expert, row_map)) if grad_probs else (dx,)
 
 
 def _combine_part(axes, devices, row_map, pads, data, *probs):  # type: ignore[no-untyped-def]
-    token, expert = _sources(row_map, pads, data.shape[0])
+    token, expert = row_maps.row_sources(jnp, row_map, pads, data.shape[0])
     weights = [_entries_of(p, token, expert) for p in probs]
     return (_sums(data, token, row_map.shape[0], *weights),)
 
 
 def _scatter_part(axes, devices, rows, row_map, pads, grad, *data_and_probs):  # type: ignore[no-untyped-def]
-    token, expert = _sources(row_map, pads, rows // devices)
+    token, expert = row_maps.row_sources(jnp, row_map, pads, rows // devices)
     moved = _rows_of(grad, token)
     if not data_and_probs:
         return (moved,)
@@ -176,16 +155,6 @@ def _scatter_part(axes, devices, rows, row_map, pads, grad, *data_and_probs):  #
     products = (moved.astype(wide) * data.astype(wide)).sum(axis=1).astype(probs.dtype)
     moved = (moved.astype(wide) * weights[:, None]).astype(grad.dtype)
     return moved, _to_entries(products, token, expert, row_map)
-
-
-def _sources(row_map: Any, pads: Any, rows: int) -> tuple[Any, Any]:
-    """The token and the expert of each row; past the last token where a row has none."""
-    tokens, experts = row_map.shape[0], (row_map.shape[1] - 1) // 2
-    row, expert = row_map[:, :experts], row_map[:, experts : 2 * experts]
-    to = jnp.where(row < 0, rows, row + pads[jnp.maximum(expert, 0)] if experts else row)
-    token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], row.shape)
-    of = (jnp.full(rows, blank, jnp.int32) for blank in (tokens, experts))
-    return tuple(a.at[to].set(v, mode="drop") for a, v in zip(of, (token, expert), strict=True))  # type: ignore[return-value]
 
 
 def _wide(x: Any) -> Any:

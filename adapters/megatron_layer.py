@@ -21,6 +21,7 @@ from fp8moe import checks
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES
 
 with warnings.catch_warnings():
@@ -135,9 +136,11 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         name: str | None = None,
         *,
         recipe: str = "fp8_flow",
+        backend: str | None = None,
     ):
         super().__init__(config=config)
         checks.choice("recipe", recipe, RECIPES)
+        self.backend = checks.choice("backend", backend, BACKENDS)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, REFUSED)
         self.recipe, self.activation = recipe, activation_of(config)
@@ -202,7 +205,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return self.weight1.view_as(self.weight1), self.weight2.view_as(self.weight2)
 
     def _options(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "recompute": self.recompute, "activation": self.activation}
+        options = {"recipe": self.recipe, "recompute": self.recompute, "activation": self.activation}
+        return {**options, "backend": self.backend}
 
     def backward_dw(self) -> None:
         """Nothing: delay_wgrad_compute is refused."""
@@ -361,11 +365,13 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         pg_collection: Any = None,
         *,
         recipe: str = "fp8_flow",
+        backend: str | None = None,
         **options: Any,
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, REFUSED | REFUSED_BY_LAYER)
         checks.choice("recipe", recipe, RECIPES)
+        checks.choice("backend", backend, BACKENDS)
         activation_of(config)
         if submodules is None:
             submodules = MoESubmodules(experts=FP8FlowExperts)
@@ -376,7 +382,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = before
-        self.experts.recipe = recipe
+        self.experts.recipe, self.experts.backend = recipe, backend
         self.token_dispatcher = _Dispatcher(config, groups)
         self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None
         if self._comm is not None:
@@ -404,7 +410,12 @@ def _refuse_captured_experts(config: Any) -> None:
 
 
 def use_fp8_flow(
-    spec: Any, *, recipe: str = "fp8_flow", dispatcher: str = "fp8moe", pg_collection: Any = None
+    spec: Any,
+    *,
+    recipe: str = "fp8_flow",
+    backend: str | None = None,
+    dispatcher: str = "fp8moe",
+    pg_collection: Any = None,
 ) -> Any:
     """A copy of a layer spec in which every `MoELayer` is this library's.
 
@@ -420,7 +431,9 @@ def use_fp8_flow(
     Raises ValueError for a spec without a `MoELayer`.
     """
     checks.choice("recipe", recipe, RECIPES)
+    checks.choice("backend", backend, BACKENDS)
     checks.choice("dispatcher", dispatcher, ("fp8moe", "megatron"))
+    options = {"recipe": recipe, "backend": backend}
     replaced = []
 
     def layer(submodules: Any, build: Callable[[Any, dict[str, Any]], Any]) -> Any:
@@ -428,8 +441,8 @@ def use_fp8_flow(
         replaced.append(1)
         if dispatcher == "fp8moe":
             groups = {} if pg_collection is None else {"pg_collection": pg_collection}
-            return build(FP8FlowMoELayer, {"submodules": submodules, "recipe": recipe, **groups})
-        experts = ModuleSpec(module=FP8FlowExperts, params={"recipe": recipe})
+            return build(FP8FlowMoELayer, {"submodules": submodules, **options, **groups})
+        experts = ModuleSpec(module=FP8FlowExperts, params=dict(options))
         return build(MoELayer, {"submodules": dataclasses.replace(submodules, experts=experts)})
 
     def changed(part: Any) -> Any:

@@ -14,16 +14,16 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
-from fp8moe import Quantized, QuantTensor, checks, workspace
+from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
-from fp8moe.adapters.torch_library import NAMESPACE, library, like, operator, spec_of
+from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
 from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.expert_parallel.protocols import chunks_of
@@ -34,6 +34,40 @@ from fp8moe.records import ArraySpec
 
 #: of FP8 weights: codes and scales of both orientations
 FP8_BLOCK = (128, 128)
+
+
+@as_arguments
+class Options(NamedTuple):
+    """What `experts` is told, apart from tensors.
+
+    wanted: names of the gradients, joined by commas. apart: whether w13 is w1 and w3.
+    """
+
+    recipe: str
+    recompute: str | None
+    align_size: int
+    activation: Activation
+    backend: str | None
+    ffn: int | None
+    apart: bool
+    wanted: str
+
+
+@as_arguments
+class Targets(NamedTuple):
+    """Where compiled code puts the gradients of w13 (or w1), w3 and w2.
+
+    main13, main3, main2: the ``main_grad`` that each is added to, None for a gradient of its own. zeros:
+    which of those that are added somewhere also give zeros, as a ``grad``. handle: of `experts`.
+    """
+
+    main13: Tensor | None
+    main3: Tensor | None
+    main2: Tensor | None
+    dtype13: torch.dtype
+    dtype2: torch.dtype
+    zeros: list[bool]
+    handle: Tensor | None
 
 
 def experts(
@@ -47,6 +81,7 @@ def experts(
     recipe: str,
     recompute: str | None,
     activation: Activation,
+    backend: str | None = None,
     comm: Any = None,
     ffn: int | None = None,
     parameters: Sequence[Tensor | None] | None = None,
@@ -61,6 +96,8 @@ def experts(
         probs of `fp8moe.moe_forward_permuted`.
     w13, w2: for their gradients alone; None where they have none. w13 may be w1 and w3 apart, for "fp8_flow".
     multiplied: what stands for them in the products, `Quantized` or arrays.
+    backend: of `fp8moe.moe_forward`. Compiled code looks whether it makes these products when it is traced,
+        eager callers by `check_backend` before they quantise.
     ffn: F, where ``multiplied`` is filled up with zeros, as of `fp8moe.moe_backward`; for "fp8_flow".
     parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
@@ -80,19 +117,45 @@ def experts(
     needed["dw13"] |= recording and w3 is not None and w3.requires_grad
     wanted = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
-    how = (recipe, recompute, align_size, activation, ",".join(wanted))
-    width = ffn, w3 is not None
-    rest: tuple[Any, ...] = how, width, parameters, comm, collector
+    apart = w3 is not None
+    options = Options(recipe, recompute, align_size, activation, backend, ffn, apart, ",".join(wanted))
+    weights = w1, w3, w2
     if not torch.compiler.is_compiling():
-        return _Experts.apply(x, w1, w3, w2, topk_probs, topk_ids, multiplied, *rest)
-    mains = _mains(parameters, wanted)
+        rest = parameters, comm, collector, options
+        return _Experts.apply(x, *weights, topk_probs, topk_ids, multiplied, *rest)
     tensors = [t for w in multiplied for t in arrays_in(w)]
+    mains = _mains(parameters, wanted)
     zeros = [m is not None and wants_zeros(w) for m, w in zip(mains, parameters, strict=True)]
+    first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
+    targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
     if comm is not None:
-        given = x, topk_ids, topk_probs, w1, w3, w2, *mains, tensors, handle_of_comm(comm), handle
-        return _experts_over_ranks_op(*given, zeros, *width, *how)[0]
-    rest = how, width, mains, zeros, handle
-    return _CompiledExperts.apply(x, w1, w3, w2, topk_probs, topk_ids, tensors, *rest)
+        given = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
+        return _experts_over_ranks_op(*given, targets, options)[0]
+    return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
+
+
+def check_backend(x: Tensor, backend: str | None, **layer: Any) -> None:
+    """`fp8moe.moe.check_backend` of x's device."""
+    if backend is not None:
+        moe.check_backend(backend, "cpu" if x.device.type == "cpu" else x.device.index, **layer)
+
+
+def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
+    """The same of fake tensors, whose sizes then are compiled for."""
+    if options.backend is None:
+        return
+    w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
+    check_backend(
+        x,
+        options.backend,
+        recipe=options.recipe,
+        activation=options.activation,
+        dtype=str(x.dtype).removeprefix("torch."),
+        experts=int(w13[0]),
+        hidden=int(w13[2]),
+        ffn=int(w2[2] if options.ffn is None else options.ffn),
+        gradients=_names(options.wanted),
+    )
 
 
 def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
@@ -118,15 +181,17 @@ def _names(wanted: str) -> tuple[str, ...]:
     return tuple(wanted.split(",")) if wanted else ()
 
 
-def _call_forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any, comm: Any) -> tuple[Any, Saved]:
+def _call_forward(
+    x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any
+) -> tuple[Any, Saved]:
     """`fp8moe.moe_forward`, or of rows that are permuted already."""
-    recipe, recompute, align_size, activation, wanted = how
-    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    options["gradients"] = _names(wanted)
-    w13, w2 = weights
-    if align_size:
-        return fp8moe.moe_forward_permuted(x, w13, w2, ids, probs, align_size=align_size, **options)
-    return fp8moe.moe_forward(x, w13, w2, ids, probs, comm=comm, **options)
+    given = x, *weights, ids, probs
+    names: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
+    names |= {"activation": options.activation, "gradients": _names(options.wanted)}
+    names["backend"] = options.backend
+    if options.align_size:
+        return fp8moe.moe_forward_permuted(*given, align_size=options.align_size, **names)
+    return fp8moe.moe_forward(*given, comm=comm, **names)
 
 
 # ---------------------------------------------------------------- eager mode
@@ -144,20 +209,18 @@ _HERE = _Here()
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, how, width, parameters, comm, collector):  # type: ignore[no-untyped-def]
-        *_, wanted = how
-        gradients = _names(wanted)
-        y, saved = _call_forward(x, ids, probs, multiplied, how, comm)
+    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
+        y, saved = _call_forward(x, ids, probs, multiplied, options, comm)
         if collector is not None:
             collector.forward(x, saved)
-        if wanted:
+        if options.wanted:
             # autograd notices where codes were overwritten, wherever hooks may have moved them
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
         inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
         ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
-        ctx.parameters, ctx.wanted, ctx.comm, ctx.width = parameters, gradients, comm, width
+        ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2)], probs.dtype
         ctx.collector = collector
         return y
@@ -165,9 +228,10 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        wanted = _names(ctx.options.wanted)
         asked = _asked_for(ctx)
         of_weights = [name for name in asked if name in _OF_WEIGHTS]
-        later = [name for name in ctx.wanted if name in _OF_WEIGHTS and name not in of_weights]
+        later = [name for name in wanted if name in _OF_WEIGHTS and name not in of_weights]
         half, ctx.half = ctx.half, None
         if half is not None and not later and asked == of_weights and half.is_of(dy):
             source: Any = half.operands
@@ -178,7 +242,7 @@ class _Experts(torch.autograd.Function):
                 ctx.collector.backward(dy)
             given = {"dy": dy.contiguous(), "comm": ctx.comm}
             if later and not of_weights and torch._C._autograd._get_current_graph_task_keep_graph():
-                grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=ctx.wanted)
+                grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=wanted)
                 ctx.half = _Half(dy, operands)
 
                 def backward(**_: Any) -> Any:
@@ -186,10 +250,8 @@ class _Experts(torch.autograd.Function):
             else:
                 backward = partial(fp8moe.moe_backward, saved, **given, gradients=asked)
         dtypes, of_probs = ctx.dtypes
-        dx, dprobs, *rest = _backward(
-            backward, source, ctx.parameters, dtypes, asked, ctx.width, len(asked) < len(ctx.wanted)
-        )
-        return dx, *rest, None if dprobs is None else dprobs.to(of_probs), *[None] * 7
+        dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, asked, ctx.options)
+        return dx, *rest, None if dprobs is None else dprobs.to(of_probs), *[None] * 6
 
 
 def _saved_by_autograd(ctx: Any) -> Saved:
@@ -198,10 +260,10 @@ def _saved_by_autograd(ctx: Any) -> Saved:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        codes = ctx.saved.recipe != "bf16"
-        what = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
+        codes = ctx.options.recipe != "bf16"
+        changed = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
         raise RuntimeError(
-            f"w13, w2: got {what} after the forward; wanted the forward's own; run the backward first"
+            f"w13, w2: got {changed} after the forward; wanted the forward's own; run the backward first"
         ) from error
     return map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)  # type: ignore[no-any-return]
 
@@ -213,7 +275,7 @@ def _asked_for(ctx: Any) -> list[str]:
     """Of the gradients that are wanted, those that the backward that runs now goes on with."""
     nodes = zip(ctx.names, ctx.next_functions, strict=True)
     asked = {name for name, (node, _) in nodes if node is not None and _runs(node)}
-    return [name for name in ctx.wanted if name in asked]
+    return [name for name in _names(ctx.options.wanted) if name in asked]
 
 
 def _runs(node: Any) -> bool:
@@ -243,23 +305,22 @@ def _backward(
     source: Saved | SavedForWeights,
     parameters: Any,
     dtypes: Any,
-    wanted: Collection[str],
-    width: Any,
-    partly: bool,
+    asked: Collection[str],
+    options: Options,
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not wanted. partly: others are wanted
-    by another call."""
-    mains = _mains(parameters, wanted)
-    dx, dprobs, *of_weights = _gradients(backward, source, mains, dtypes, width)
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not asked for."""
+    mains = _mains(parameters, asked)
+    # torch.autograd.grad takes None for an error
+    partly = len(asked) < len(_names(options.wanted))
+    dx, dprobs, *of_weights = _gradients(backward, source, mains, dtypes, options)
     grads: list[Tensor | None] = []
     for w, main, dtype, new in zip(parameters, mains, dtypes, of_weights, strict=True):
         if main is None:
             grads.append(None if new is None else new.to(dtype))
         else:
-            # torch.autograd.grad takes None for an error
             grads.append(_zeros_like(main, dtype) if partly or wants_zeros(w) else None)
             set_added(w)
-    return [dx if "dx" in wanted else None, dprobs if "dprobs" in wanted else None, *grads]
+    return [dx if "dx" in asked else None, dprobs if "dprobs" in asked else None, *grads]
 
 
 _OF_WEIGHTS = ("dw13", "dw13", "dw2")  # of w13 (or w1), w3 and w2
@@ -271,27 +332,26 @@ def _mains(weights: Any, wanted: Collection[str]) -> list[Tensor | None]:
     return [main_grad_of(w) if n in wanted and w is not None and w.requires_grad else None for n, w in pairs]
 
 
-def _in_halves(width: tuple[int | None, bool], activation: Activation) -> bool:
+def _in_halves(options: Options) -> bool:
     """Whether the library makes the gradients of gates and ups apart: so the weights are, or, padded, each
     half is to be cut."""
-    ffn, apart = width
-    return apart or (ffn is not None and activation.gated)
+    return options.apart or (options.ffn is not None and options.activation.gated)
 
 
 def _gradients(
-    backward: Any, source: Saved | SavedForWeights, mains: Any, dtypes: Any, width: Any
+    backward: Any, source: Saved | SavedForWeights, mains: Any, dtypes: Any, options: Options
 ) -> list[Tensor | None]:
     """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that. backward:
     `fp8moe.moe_backward` of ``source``, or a half of it."""
-    (ffn, apart), in_halves = width, _in_halves(width, source.activation)
+    in_halves = _in_halves(options)
     main13, main3, main2 = mains
-    halves = (main13, main3) if apart else (None, None)
+    halves = (main13, main3) if options.apart else (None, None)
     # chunks are summed in float32
     dtype = "float32" if source.later else gradient_dtype(*(d for d in dtypes if d is not None))
-    g = backward(dw13=halves if in_halves else main13, dw2=main2, dtype=dtype, ffn=ffn)
+    g = backward(dw13=halves if in_halves else main13, dw2=main2, dtype=dtype, ffn=options.ffn)
     if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
-    if apart:
+    if options.apart:
         return [g.dx, g.dprobs, *g.dw13, g.dw2]
     if main13 is None:
         return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
@@ -337,53 +397,41 @@ def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _CompiledExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, how, width, mains, zeros, handle):  # type: ignore[no-untyped-def]
-        y, *kept = _experts_op(x, multiplied, ids, probs, *how)
-        recipe, recompute, *_, wanted = how
-        needed = multiplied
-        if recipe != "bf16":  # a forward without recompute multiplies by the row-wise codes once
-            needed = [*(multiplied[:2] if recompute else ()), *multiplied[2:4], *multiplied[6:]]
-        if wanted:
+    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, targets, options):  # type: ignore[no-untyped-def]
+        y, *kept = _experts_op(x, multiplied, ids, probs, options)
+        needed = _needed(multiplied, options)
+        if options.wanted:
             ctx.save_for_backward(ids, probs, *needed, *kept)
-        # not saved: autograd would refuse a backward after another one has added to them
-        ctx.mains, ctx.zeros, ctx.handle, ctx.width = mains, zeros, handle, width
-        ctx.how, ctx.num_needed, ctx.wanted = how, len(needed), wanted.split(",")
-        ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w1, w2)]
+        # ``main_grad`` is not saved: autograd would refuse a backward after another one has added to it
+        ctx.num_needed, ctx.targets, ctx.options = len(needed), targets, options
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         ids, probs, *rest = ctx.saved_tensors
-        multiplied, kept = rest[: ctx.num_needed], rest[ctx.num_needed :]
-        found = _experts_backward_op(
-            dy.contiguous(),
-            kept,
-            multiplied,
-            ids,
-            probs,
-            ctx.handle,
-            *ctx.mains,
-            *ctx.dtypes,
-            ctx.zeros,
-            *ctx.width,
-            *ctx.how,
-        )
-        dx, dprobs, *of_weights = _given_gradients(
-            found, ",".join(ctx.wanted), ctx.mains, ctx.zeros, ctx.width[1], probs
-        )
-        return dx, *of_weights, dprobs, *[None] * 7
+        needed, kept = rest[: ctx.num_needed], rest[ctx.num_needed :]
+        given = dy.contiguous(), kept, needed, ids, probs
+        grads = _experts_backward_op(*given, ctx.targets, ctx.options)
+        dx, dprobs, *of_weights = _given_gradients(grads, ctx.targets, ctx.options, probs)
+        return dx, *of_weights, dprobs, *[None] * 4
 
 
-def _given_gradients(
-    found: Any, wanted: str, mains: Any, zeros: list[bool], apart: bool, probs: Tensor
-) -> list[Tensor | None]:
+def _needed(multiplied: list[Tensor], options: Options) -> list[Tensor]:
+    """What the backward multiplies by, of what the forward does: once by the row-wise codes, but for
+    recompute."""
+    if options.recipe == "bf16":
+        return multiplied
+    return [*(multiplied[:2] if options.recompute else ()), *multiplied[2:4], *multiplied[6:]]
+
+
+def _given_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
     """What autograd gets of what an operator returned, in which empty tensors stand for None."""
-    dx, dprobs, *of_weights = found
-    names = _names(wanted)
+    dx, dprobs, *of_weights = grads
+    names = _names(options.wanted)
     given = [name in names for name in _OF_WEIGHTS]
-    given[1] &= apart
-    rest = zip(given, of_weights, mains, zeros, strict=True)
+    given[1] &= options.apart
+    rest = zip(given, of_weights, targets[:3], targets.zeros, strict=True)
     return [
         dx if "dx" in names else None,
         dprobs.to(probs.dtype) if "dprobs" in names else None,
@@ -433,16 +481,16 @@ def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
     return Quantized(*(w13 if both else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
 
 
-def _forward(x: Any, ids: Any, probs: Any, weights: Any, how: Any) -> tuple[Any, Saved]:
+def _forward(x: Any, ids: Any, probs: Any, weights: Any, options: Options) -> tuple[Any, Saved]:
     """y, and what is kept apart from the weights."""
-    y, saved = _call_forward(x, ids, probs, weights, how, None)
+    y, saved = _call_forward(x, ids, probs, weights, options, None)
     return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
 
 
-def _results(specs: Any, how: Any) -> tuple[Any, Saved]:
+def _results(specs: Any, options: Options) -> tuple[Any, Saved]:
     """Shapes and dtypes of these, from those of x, ids, probs and the weights."""
     return workspace.result_specs(  # type: ignore[no-any-return]
-        lambda a: _forward(a[0], a[1], a[2], a[3:], how), [ArraySpec(*s) for s in specs]
+        lambda a: _forward(a[0], a[1], a[2], a[3:], options), [ArraySpec(*s) for s in specs]
     )
 
 
@@ -460,51 +508,25 @@ def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
     return tuple((s.shape, s.dtype) for s in specs)
 
 
-@operator("experts")
+def _experts_fake(
+    x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
+) -> list[Tensor]:
+    weights = _weights(options.recipe, multiplied)
+    _check_traced(x, weights, options)
+    y, saved_like = _results(_specs(x, ids, probs, weights), options)
+    return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.wanted else ()))]
+
+
+@operator("experts", fake=_experts_fake)
 def _experts_op(
-    x: Tensor,
-    multiplied: list[Tensor],
-    ids: Tensor,
-    probs: Tensor,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
-    activation: Activation,
-    wanted: str,
+    x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
-    how = recipe, recompute, align_size, activation, wanted
-    y, saved = _forward(x, ids, probs, _weights(recipe, multiplied), how)
-    kept = list(arrays_in(saved)) if wanted else []
-    if isinstance(x, Tensor):  # a compiler counts on results that are no inputs, as permuted rows' counts are
-        given = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
-        kept = [t.clone() if t.untyped_storage().data_ptr() in given else t for t in kept]
+    y, saved = _forward(x, ids, probs, _weights(options.recipe, multiplied), options)
+    kept = list(arrays_in(saved)) if options.wanted else []
+    # a compiler counts on results that are no inputs, as permuted rows' counts are
+    given = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
+    kept = [t.clone() if t.untyped_storage().data_ptr() in given else t for t in kept]
     return [y, *kept]
-
-
-def _experts_backward_fake(
-    dy: Tensor,
-    kept: list[Tensor],
-    needed: list[Tensor],
-    ids: Tensor,
-    probs: Tensor,
-    handle: Tensor | None,
-    main13: Tensor | None,
-    main3: Tensor | None,
-    main2: Tensor | None,
-    dtype13: torch.dtype,
-    dtype2: torch.dtype,
-    zeros: list[bool],
-    ffn: int | None,
-    apart: bool,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    *activation, wanted = rest
-    how = recipe, recompute, align_size, Activation(*activation), wanted
-    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
-    return _fake_gradients(dy, kept, needed, ids, probs, mains, dtypes, zeros, (ffn, apart), how)
 
 
 def _fake_gradients(
@@ -513,35 +535,36 @@ def _fake_gradients(
     needed: list[Tensor],
     ids: Tensor,
     probs: Tensor,
-    mains: Any,
-    dtypes: Any,
-    zeros: list[bool],
-    width: tuple[int | None, bool],
-    how: Any,
+    targets: Targets,
+    options: Options,
 ) -> tuple[Tensor, ...]:
     """What the backward's operators return. kept: None where other ranks' rows decide its shapes."""
-    (recipe, _, _, activation, gradients), (ffn, apart) = how, width
-    halves = _in_halves(width, activation)
-    _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
+    halves = _in_halves(options)
+    _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(options.recipe, needed)), options)
     specs = arrays_in(saved_like) if kept is None else [spec_of(t) for t in kept]
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
         saved = _saved(saved_like, rest[: len(specs)], rest[len(specs) :])
         dw13 = (None, None) if halves else None
-        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=ffn, gradients=_names(gradients))
+        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=options.ffn, gradients=_names(options.wanted))
 
     g = workspace.result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in needed)])
-    found = [_nothing(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
+    grads = [_nothing(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
     parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
     shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]
-    if halves and not apart and shapes[0] is not None:
+    if halves and not options.apart and shapes[0] is not None:
         experts, half, hidden = shapes[0]
         shapes[:2] = (experts, 2 * half, hidden), None
-    for shape, main, dtype, zero in zip(shapes, mains, dtypes, zeros, strict=True):
+    for shape, main, dtype, zero in zip(shapes, targets[:3], _dtypes(targets), targets.zeros, strict=True):
         shape = shape if shape is not None and (main is None or zero) else _NOTHING
-        found.append(torch.empty(shape, dtype=dtype, device=dy.device))
-    return tuple(found)
+        grads.append(torch.empty(shape, dtype=dtype, device=dy.device))
+    return tuple(grads)
+
+
+def _dtypes(targets: Targets) -> tuple[torch.dtype, ...]:
+    """Of the gradients of w13 (or w1), w3 and w2."""
+    return targets.dtype13, targets.dtype13, targets.dtype2
 
 
 _NOTHING = (0,)  # the shape of what stands for None
@@ -559,60 +582,38 @@ def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
     return replace(saved, w13=w13, w2=w2)
 
 
-@operator("experts_backward", writes=("main13", "main3", "main2"), fake=_experts_backward_fake)
+@operator("experts_backward", writes=("targets",), fake=_fake_gradients)
 def _experts_backward_op(
     dy: Tensor,
     kept: list[Tensor],
     needed: list[Tensor],
     ids: Tensor,
     probs: Tensor,
-    handle: Tensor | None,
-    main13: Tensor | None,
-    main3: Tensor | None,
-    main2: Tensor | None,
-    dtype13: torch.dtype,
-    dtype2: torch.dtype,
-    zeros: list[bool],
-    ffn: int | None,
-    apart: bool,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
-    activation: Activation,
-    wanted: str,
+    targets: Targets,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    how = recipe, recompute, align_size, activation, wanted
-    _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(recipe, needed)), how)
-    saved = _saved(saved_like, kept, needed)
-    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
-    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, (ffn, apart), wanted)
+    _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(options.recipe, needed)), options)
+    return _results_of_backward(_saved(saved_like, kept, needed), dy, targets, options)
 
 
 def _results_of_backward(
-    saved: Saved,
-    dy: Tensor,
-    handle: Tensor | None,
-    mains: Any,
-    dtypes: Any,
-    zeros: list[bool],
-    width: tuple[int | None, bool],
-    wanted: str,
-    comm: Any = None,
+    saved: Saved, dy: Tensor, targets: Targets, options: Options, comm: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(wanted))
-    dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, width)
+    mains, dtypes, handle = targets[:3], _dtypes(targets), targets.handle
+    backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
+    dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, options)
     layer = None if handle is None else _layers.get(int(handle))
-    found = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
+    grads = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
-        ("w13", "w3", "w2"), of_weights, mains, dtypes, zeros, strict=True
+        ("w13", "w3", "w2"), of_weights, mains, dtypes, targets.zeros, strict=True
     ):
         if main is None:
-            found.append(dy.new_empty(_NOTHING, dtype=dtype) if new is None else new.to(dtype))
+            grads.append(dy.new_empty(_NOTHING, dtype=dtype) if new is None else new.to(dtype))
             continue
-        found.append(dy.new_zeros(main.shape if zero else _NOTHING, dtype=dtype))
+        grads.append(dy.new_zeros(main.shape if zero else _NOTHING, dtype=dtype))
         if layer is not None:
             set_added(getattr(layer, name))
-    return tuple(found)  # type: ignore[return-value]
+    return tuple(grads)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------- compiled code, over several ranks
@@ -629,27 +630,17 @@ def _experts_over_ranks_fake(
     w1: Tensor | None,
     w3: Tensor | None,
     w2: Tensor | None,
-    main13: Tensor | None,
-    main3: Tensor | None,
-    main2: Tensor | None,
     multiplied: list[Tensor],
     comm: Tensor,
-    handle: Tensor | None,
-    zeros: list[bool],
-    ffn: int | None,
-    apart: bool,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
-    *rest: Any,
+    targets: Targets,
+    options: Options,
 ) -> list[Tensor]:
-    *activation, wanted = rest
+    weights = _weights(options.recipe, multiplied)
+    _check_traced(x, weights, options)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not wanted:
+    if not options.wanted:
         return [y]
-    how = recipe, recompute, align_size, Activation(*activation), wanted
-    specs = _specs(x, ids, probs, _weights(recipe, multiplied))
-    _, saved_like = _results(specs, how)
+    _, saved_like = _results(_specs(x, ids, probs, weights), options)
     kept = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]  # the last: where rows went
     size = torch.library.get_ctx().new_dynamic_size
     described = torch.empty(size(), dtype=torch.uint8, device="cpu")
@@ -661,6 +652,7 @@ def _experts_over_ranks_fake(
 
 
 @operator("experts_over_ranks", fake=_experts_over_ranks_fake)
+@torch.compiler.disable  # Dynamo looks into what runs between two graphs
 def _experts_over_ranks_op(
     x: Tensor,
     ids: Tensor,
@@ -668,43 +660,22 @@ def _experts_over_ranks_op(
     w1: Tensor | None,
     w3: Tensor | None,
     w2: Tensor | None,
-    main13: Tensor | None,
-    main3: Tensor | None,
-    main2: Tensor | None,
     multiplied: list[Tensor],
     comm: Tensor,
-    handle: Tensor | None,
-    zeros: list[bool],
-    ffn: int | None,
-    apart: bool,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
-    activation: Activation,
-    wanted: str,
+    targets: Targets,
+    options: Options,
 ) -> list[Any]:
-    """The weights and their ``main_grad`` are here for the gradient alone."""
-    how = recipe, recompute, activation, wanted
-    return _forward_over_ranks(x, ids, probs, multiplied, comm, how)
-
-
-@torch.compiler.disable  # Dynamo looks into what runs between two graphs
-def _forward_over_ranks(
-    x: Tensor, ids: Tensor, probs: Tensor, multiplied: list[Tensor], comm: Tensor, how: Any
-) -> list[Any]:
-    recipe, recompute, activation, wanted = how
-    w13, w2 = _weights(recipe, multiplied)
-    options: Any = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    options |= {"comm": _layers[int(comm)], "gradients": _names(wanted)}
-    y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, **options)
-    if not wanted:
+    """The weights and where their gradients go are here for the gradient alone."""
+    weights = _weights(options.recipe, multiplied)
+    y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)])
+    if not options.wanted:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
     described = pickle.dumps(map_arrays(lambda _, a: _HERE, saved))
     return [y, torch.frombuffer(bytearray(described), dtype=torch.uint8), *arrays_in(saved)]
 
 
-def _experts_over_ranks_backward_fake(
+def _over_ranks_backward_fake(
     dy: Tensor,
     described: Tensor,
     kept: list[Tensor],
@@ -712,31 +683,13 @@ def _experts_over_ranks_backward_fake(
     ids: Tensor,
     probs: Tensor,
     comm: Tensor,
-    handle: Tensor | None,
-    main13: Tensor | None,
-    main3: Tensor | None,
-    main2: Tensor | None,
-    dtype13: torch.dtype,
-    dtype2: torch.dtype,
-    zeros: list[bool],
-    ffn: int | None,
-    apart: bool,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    *activation, wanted = rest
-    how = recipe, recompute, align_size, Activation(*activation), wanted
-    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
-    return _fake_gradients(dy, None, needed, ids, probs, mains, dtypes, zeros, (ffn, apart), how)
+    return _fake_gradients(dy, None, needed, ids, probs, *rest)
 
 
-@operator(
-    "experts_over_ranks_backward",
-    writes=("main13", "main3", "main2"),
-    fake=_experts_over_ranks_backward_fake,
-)
+@operator("experts_over_ranks_backward", writes=("targets",), fake=_over_ranks_backward_fake)
+@torch.compiler.disable
 def _experts_over_ranks_backward_op(
     dy: Tensor,
     described: Tensor,
@@ -745,62 +698,35 @@ def _experts_over_ranks_backward_op(
     ids: Tensor,
     probs: Tensor,
     comm: Tensor,
-    handle: Tensor | None,
-    main13: Tensor | None,
-    main3: Tensor | None,
-    main2: Tensor | None,
-    dtype13: torch.dtype,
-    dtype2: torch.dtype,
-    zeros: list[bool],
-    ffn: int | None,
-    apart: bool,
-    recipe: str,
-    recompute: str | None,
-    align_size: int,
-    activation: Activation,
-    wanted: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    mains, dtypes = (main13, main3, main2), (dtype13, dtype13, dtype2)
-    how = handle, mains, dtypes, zeros, (ffn, apart), wanted
-    return _backward_of_ranks(dy, described, kept, _kept_weights(recipe, needed), comm, how)
-
-
-@torch.compiler.disable
-def _backward_of_ranks(
-    dy: Tensor, described: Tensor, kept: list[Tensor], weights: Any, comm: Tensor, how: Any
+    targets: Targets,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     following = iter(kept)
     saved = pickle.loads(described.numpy().tobytes())
     saved = map_arrays(lambda _, a: next(following), saved)
-    saved = replace(saved, w13=weights[0], w2=weights[1])
-    handle, mains, dtypes, zeros, width, wanted = how
-    over = _layers[int(comm)]
-    return _results_of_backward(saved, dy, handle, mains, dtypes, zeros, width, wanted, over)
+    w13, w2 = _kept_weights(options.recipe, needed)
+    saved = replace(saved, w13=w13, w2=w2)
+    return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])
 
 
 def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ids, probs, w1, _, w2, main13, main3, main2, multiplied, comm, handle, zeros, *rest = inputs
-    recipe, recompute, *_, wanted = rest[2:]
-    if not wanted:
+    _, ids, probs, *_, multiplied, comm, targets, options = _experts_over_ranks_op.unflatten(inputs)
+    if not options.wanted:
         return
-    needed = multiplied
-    if recipe != "bf16":  # as for one rank
-        needed = [*(multiplied[:2] if recompute else ()), *multiplied[2:4], *multiplied[6:]]
-    ctx.save_for_backward(*output[1:], ids, probs, *needed)
+    ctx.save_for_backward(*output[1:], ids, probs, *_needed(multiplied, options))
     ctx.mark_non_differentiable(*output[1:])
-    ctx.mains, ctx.handles, ctx.zeros, ctx.rest = (main13, main3, main2), (comm, handle), zeros, rest
-    ctx.num_kept, ctx.num_multiplied = len(output) - 1, len(multiplied)
-    ctx.dtypes = [torch.bfloat16 if w is None else w.dtype for w in (w1, w2)]
+    ctx.num_kept, ctx.comm, ctx.targets, ctx.options = len(output) - 1, comm, targets, options
+    ctx.num_multiplied, ctx.num_others = len(multiplied), len(inputs) - 7
 
 
 def _backward_over_ranks(ctx: Any, grads: Any) -> Any:
     described, *saved = ctx.saved_tensors
     kept, (ids, probs, *needed) = saved[: ctx.num_kept - 1], saved[ctx.num_kept - 1 :]
-    given = grads[0].contiguous(), described, kept, needed, ids, probs, *ctx.handles
-    found = _experts_over_ranks_backward_op.op(*given, *ctx.mains, *ctx.dtypes, ctx.zeros, *ctx.rest)
-    dx, dprobs, *of_weights = _given_gradients(found, ctx.rest[-1], ctx.mains, ctx.zeros, ctx.rest[1], probs)
-    after = 2 + 1 + len(ctx.rest)  # handles, zeros and the options
-    return dx, None, dprobs, *of_weights, *[None] * 3, [None] * ctx.num_multiplied, *[None] * after
+    given = grads[0].contiguous(), described, kept, needed, ids, probs, ctx.comm
+    operator = _experts_over_ranks_backward_op
+    of_all = operator.op(*operator.flatten((*given, ctx.targets, ctx.options)))
+    dx, dprobs, *of_weights = _given_gradients(of_all, ctx.targets, ctx.options, probs)
+    return dx, None, dprobs, *of_weights, [None] * ctx.num_multiplied, *[None] * ctx.num_others
 
 
 torch.library.register_autograd(

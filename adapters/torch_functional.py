@@ -7,7 +7,7 @@ compilers see through it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch.nn.functional import pad
 from fp8moe import Quantized, QuantTensor, checks
 from fp8moe.activation import SWIGLU, Activation, halves_of
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, main_grad_of
+from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
 from fp8moe.expert_parallel.protocols import chunks_of
-from fp8moe.moe import RECIPES, Recipe
+from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
 
 
 def moe_experts(
@@ -38,6 +39,7 @@ def moe_experts(
     bias2: Tensor | None = None,
     comm: Any = None,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]), with
     gradients for all but the ids, eagerly and compiled: `fp8moe.moe_forward` and `fp8moe.moe_backward` for
@@ -61,18 +63,16 @@ def moe_experts(
         gathered from all ranks, which takes the attribute ``group``, a torch.distributed.ProcessGroup.
     fp8_weights: what `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it
         that they have not changed since: micro-batches share one set. All get their gradients the same.
+    backend: by which kernels all products are made, of the backward, too: "wgmma", "mma", "cublas" (which
+        synchronises) or "plain", as `fp8moe.grouped_gemm` describes them; None: the fastest. For "bf16" None
+        also takes torch's grouped product, where that is faster, and a name means this library's kernels. One
+        that does not make these products on x's device is refused before any work.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape or range, by the argument's name;
     NotImplementedError inside transforms of torch.func.
     """
-    rest: dict[str, Any] = {
-        "recompute": recompute,
-        "activation": activation,
-        "bias13": bias13,
-        "bias2": bias2,
-    }
-    rest |= {"comm": comm, "fp8_weights": fp8_weights}
-    return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, recipe=recipe, **rest)
+    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend)
+    return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options, comm=comm)
 
 
 def moe_experts_permuted(
@@ -89,6 +89,7 @@ def moe_experts_permuted(
     bias2: Tensor | None = None,
     align_size: int = 1,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
+    backend: str | None = None,
 ) -> Tensor:
     """`moe_experts` of rows that a dispatcher has permuted, and may have padded: y[i] = probs[i] * (w2[e] @
     act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing synchronises.
@@ -110,14 +111,21 @@ def moe_experts_permuted(
             "fp8moe.moe_forward_permuted"
         )
     checks.integer("align_size", align_size, 1)
-    rest: dict[str, Any] = {
-        "recompute": recompute,
-        "activation": activation,
-        "bias13": bias13,
-        "bias2": bias2,
-    }
-    rest |= {"comm": None, "fp8_weights": fp8_weights, "align_size": align_size}
-    return _moe_experts("moe_experts_permuted", x, w13, w2, tokens_per_expert, probs, recipe=recipe, **rest)
+    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend)
+    given = x, w13, w2, tokens_per_expert, probs
+    return _moe_experts("moe_experts_permuted", *given, options, align_size=align_size)
+
+
+class _Options(NamedTuple):
+    """What both take."""
+
+    recipe: Recipe
+    recompute: str | None
+    activation: Activation
+    bias13: Tensor | None
+    bias2: Tensor | None
+    fp8_weights: tuple[Quantized, Quantized] | None
+    backend: str | None
 
 
 def _moe_experts(
@@ -127,25 +135,27 @@ def _moe_experts(
     w2: Any,
     topk_ids: Tensor,
     topk_probs: Tensor,
+    options: _Options,
     *,
-    recipe: Recipe,
-    recompute: str | None,
-    activation: Activation,
-    bias13: Tensor | None,
-    bias2: Tensor | None,
-    comm: Any,
-    fp8_weights: tuple[Quantized, Quantized] | None,
+    comm: Any = None,
     align_size: int = 0,
 ) -> Tensor:
     """Both. align_size: not 0 for rows that are permuted, whose counts and probs stand for ids and theirs."""
+    recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
     torch_ops.refuse_transforms(name)
     checks.choice("recipe", recipe, RECIPES)
+    checks.choice("backend", backend, BACKENDS)
     torch_ops.check_float("x", x)
     torch_ops.check_float("probs" if align_size else "topk_probs", topk_probs)
     dtype, ffn = torch.bfloat16, None
+    if recipe == "bf16":
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
     given: list[Any] = _checked(w13, w2, bias13, recipe, halves)
+    if backend is not None and not torch.compiler.is_compiling():
+        _check_backend(x, given, options, dtype)
     as_given = recipe == "fp8_flow" and bias13 is None
     if not as_given:
         given = _whole(given, bias13, recipe, halves)
@@ -156,8 +166,6 @@ def _moe_experts(
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
         given = [w.to(dtype).contiguous() for w in given]
     multiplied: Any = fp8_weights or given
     if recipe != "bf16" and fp8_weights is None:
@@ -173,13 +181,14 @@ def _moe_experts(
         before, ones, after = _columns(hidden, recipe)
         added = rows.new_ones(rows.shape[0], ones)
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
-    how: dict[str, Any] = {"recompute": recompute, "activation": activation}
-    how |= {"align_size": align_size} if align_size else {"comm": comm}
-    if recipe == "bf16" and _grouped_mm_takes(rows, given[0], given[1], comm):
+    layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
+    layer |= {"align_size": align_size} if align_size else {"comm": comm}
+    if recipe == "bf16" and backend is None and _grouped_mm_takes(rows, given[0], given[1], comm):
         product = rows_by_grouped_mm if align_size else by_grouped_mm
-        y = product(rows, given[0], given[1], ids, probs, **how)
+        y = product(rows, given[0], given[1], ids, probs, **layer)
     else:
-        y = experts(rows, weights[0], weights[1], ids, probs, multiplied, recipe=recipe, ffn=ffn, **how)
+        layer |= {"recipe": recipe, "backend": backend, "ffn": ffn}
+        y = experts(rows, weights[0], weights[1], ids, probs, multiplied, **layer)
     if bias13 is not None:
         y = y[:, :hidden]
     if bias2 is not None:
@@ -187,6 +196,30 @@ def _moe_experts(
             ids, probs = _expert_of_rows(ids, len(rows), align_size)[:, None], probs[:, None]
         y = y + _shares(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
     return y.to(x.dtype).reshape(x.shape)
+
+
+def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torch.dtype) -> None:
+    """Before weights are quantised."""
+    (w13, w2), activation, hidden = weights, options.activation, x.shape[-1]
+    ffn = _ffn_of(w13, w2, halves_of(activation.kind))
+    if ffn is None:
+        ffn = w2.rowwise.shape[2]
+    if options.recipe != "fp8_flow" or options.bias13 is not None:  # as `_whole` makes them
+        ffn = ffn if options.recipe == "bf16" else _whole_blocks(ffn)
+    if options.bias13 is not None:
+        hidden += sum(_columns(hidden, options.recipe))
+    first = w13[0] if isinstance(w13, tuple) else w13
+    check_backend(
+        x,
+        options.backend,
+        recipe=options.recipe,
+        activation=activation,
+        dtype=str(dtype).removeprefix("torch."),
+        experts=experts_of(first),
+        hidden=hidden,
+        ffn=ffn,
+        gradients=GRADIENTS if torch.is_grad_enabled() else (),
+    )
 
 
 def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:

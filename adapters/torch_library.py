@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -133,14 +133,46 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
 }
 
 
+Fields = TypeVar("Fields", bound=type[tuple[Any, ...]])
+
+
+def as_arguments(kind: Fields) -> Fields:
+    """Declare a NamedTuple of tensors, records and plain values to be arguments, one after the other."""
+    types = get_type_hints(kind)
+    names, parts, counts = [], [], []
+    for name, of in types.items():
+        form, flatten, build = RECORDS.get(of) or (f"{_TYPES[of]} {{}}", None, None)
+        names.append(form.replace("{}", f"{{}}_{name}"))
+        parts.append((flatten, build))
+        counts.append(form.count(",") + 1)
+
+    def flat(record: Any) -> list[Any]:
+        values: list[Any] = []
+        for value, (flatten, _) in zip(record, parts, strict=True):
+            values += [value] if flatten is None else flatten(value)
+        return values
+
+    def built(*values: Any) -> Any:
+        fields, first = [], 0
+        for (_, build), count in zip(parts, counts, strict=True):
+            given = values[first : first + count]
+            fields.append(given[0] if build is None else build(*given))
+            first += count
+        return kind(*fields)
+
+    RECORDS[kind] = ", ".join(names), flat, built
+    return kind
+
+
 class Operator:
     """``fp8moe::name``. Called with what its function takes, in the order of ``names``, it returns a tensor,
     a tuple of tensors or, where the declaration says list, those of its results that are not None.
 
     function: of tensors, records and plain values. types: of its arguments, by name, in order. returned:
     ``Tensor``, ``list`` or a tuple of tensors. results: picks the tensors of what the function returns.
-    keywords: how many of the arguments, the last ones, it takes by name. writes: the arguments whose memory
-    it changes. fake: where a dry run of the function does not do.
+    keywords: how many of the arguments, the last ones, it takes by name. writes: the arguments whose memory,
+    of records all their tensors', it changes. fake: of the same arguments, where a dry run of the function
+    does not do.
     """
 
     def __init__(
@@ -163,21 +195,22 @@ class Operator:
         for n, (parameter, kind) in enumerate(types.items()):
             if kind in RECORDS:
                 form, flatten, build = RECORDS[kind]
-                arguments.append(form.replace("{}", parameter))
-                count = form.count(",") + 1
-                self._records.append((n, flatten, position, position + count, build))
-                position += count
-                continue
-            written = f"(a{n}!)" if parameter in writes else ""
-            arguments.append(_TYPES[kind].replace("Tensor", f"Tensor{written}") + f" {parameter}")
-            position += 1
-        self._written = [n for n, a in enumerate(", ".join(arguments).split(", ")) if "!" in a]
+                self._records.append((n, flatten, position, position + form.count(",") + 1, build))
+            else:
+                form = f"{_TYPES[kind]} {{}}"
+            given = form.replace("{}", parameter).split(", ")
+            if parameter in writes:
+                given = [a.replace("Tensor", f"Tensor(a{position + i}!)", 1) for i, a in enumerate(given)]
+            arguments += given
+            position += len(given)
+        self._written = [n for n, a in enumerate(arguments) if "!" in a]
         many = f"({', '.join(['Tensor'] * len(get_args(returned)))})"
         result = {Tensor: "Tensor", list: "Tensor[]", tuple: many}[self._form]
         tags = (torch.Tag.pt2_compliant_tag,)
         library.define(f"{name}({', '.join(arguments)}) -> {result}", tags=tags)
         library.impl(name, self._run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake or self._fake, lib=library)
+        of_flat = self._fake if fake is None else lambda *flat: fake(*self.unflatten(flat))
+        torch.library.register_fake(f"{NAMESPACE}::{name}", of_flat, lib=library)
         self.op = getattr(getattr(torch.ops, NAMESPACE), name).default
         OPERATORS[name] = self
 

@@ -16,13 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_experts import FP8_BLOCK, experts, handle_of
+from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
-from fp8moe.moe import RECIPES, Recipe
+from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.moe import GRADIENTS, RECIPES, Recipe
 from fp8moe.record_trees import arrays_in
 
 
@@ -35,6 +36,10 @@ class FP8FlowMoE(nn.Module):
     recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
         "bf16" (by this library's products on Hopper, by torch's grouped matrix product elsewhere).
     recompute: "moe_expert" keeps only the input of the first product for the backward.
+    backend: by which kernels all products are made, of the backward, too: "wgmma", "mma", "cublas" (which
+        synchronises) or "plain", as `fp8moe.grouped_gemm` describes them; None: the fastest. For "bf16" None
+        also takes torch's grouped product, where that is faster, and a name means this library's kernels. One
+        that does not make these products on x's device is refused by the forward before any work.
     activation: between the two products; w13 is [E, ffn, hidden] for one without a gate.
     dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32
         by default. The state dict holds these and nothing else.
@@ -100,6 +105,7 @@ class FP8FlowMoE(nn.Module):
         recompute: str | None = None,
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
+        backend: str | None = None,
         process_group: Any = None,
         overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
@@ -119,6 +125,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute = recipe, recompute
+        self.backend = checks.choice("backend", backend, BACKENDS)
         checks.options("activation", activation, Activation)
         self.activation = activation
         place = {"device": device, "dtype": dtype}
@@ -196,25 +203,31 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
             )
+        if self.backend is not None and not torch.compiler.is_compiling():
+            self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
-            tokens, topk_ids, topk_probs = self._require_router()(tokens, pass_rows=True)
+            routed = self.route(tokens)
+            if len(routed) != 3:
+                raise ValueError(
+                    f"route: got {len(routed)} results; wanted (rows, ids, probabilities); return the tokens "
+                    "before the other two"
+                )
+            tokens, topk_ids, topk_probs = routed
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
         # not as a view: an in-place operation on one would take hooks off that fully_shard puts on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
-    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too. Raises
-        ValueError in a layer without a router."""
-        ids, probs = self._require_router()(tokens)
-        return ids, probs
-
-    def _require_router(self) -> Router:
+    def route(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """(rows [T, H], ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too;
+        the forward's choice, which a subclass may make otherwise. The rows are the tokens, for the experts,
+        whose gradient then comes in one piece with the router's (see `Router.forward`). Raises ValueError in
+        a layer without a router."""
         if self.router is None:
             raise ValueError(
                 "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
             )
-        return self.router
+        return self.router(tokens, pass_rows=True)  # type: ignore[no-any-return]
 
     def quantize_weights(self) -> None:
         """Make FP8 copies of the weights now and keep them.
@@ -277,6 +290,19 @@ class FP8FlowMoE(nn.Module):
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
+    def _check_backend(self, x: Tensor) -> None:
+        check_backend(
+            x,
+            self.backend,
+            recipe=self.recipe,
+            activation=self.activation,
+            dtype="bfloat16",
+            experts=self.num_experts // self._ranks.size,
+            hidden=self.hidden,
+            ffn=self.ffn,
+            gradients=GRADIENTS if torch.is_grad_enabled() else (),
+        )
+
     # Where Dynamo has given up a frame around this, it would go on in here, and in the library.
     @torch.compiler.disable
     def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
@@ -297,6 +323,7 @@ class FP8FlowMoE(nn.Module):
             recipe=self.recipe,
             recompute=self.recompute,
             activation=self.activation,
+            backend=self.backend,
             comm=self._ranks.comm,
             ffn=self.ffn if self.ffn % FP8_BLOCK[1] else None,
             parameters=(self.w13, self.w2),
@@ -372,13 +399,14 @@ class FP8FlowMoE(nn.Module):
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         w13, w2 = local_of(self.w13).bfloat16(), local_of(self.w2).bfloat16()
-        how: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
-        how["comm"] = self._ranks.comm
+        options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
+        options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
-        if self.hidden % 8 == self.ffn % 8 == 0 and not compiling:
-            return by_grouped_mm(x, w13, w2, ids, probs, **how)
+        if self.backend is None and self.hidden % 8 == self.ffn % 8 == 0 and not compiling:
+            return by_grouped_mm(x, w13, w2, ids, probs, **options)
+        options |= {"recipe": "bf16", "backend": self.backend}
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
-        return experts(x, w13, w2, ids, probs, [w13, w2], recipe="bf16", **how)
+        return experts(x, w13, w2, ids, probs, [w13, w2], **options)
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, QuantTensor
+from fp8moe.adapters.docstrings import differentiable_in, docstring_of
 from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
 from fp8moe.record_trees import METADATA_TYPES
 from fp8moe.records import Options
@@ -210,19 +210,10 @@ def _refuse_transforms(names: list[str], values: Values) -> None:
 def _documented(core: Callable[..., Any], differentiable: tuple[str, ...], note: str) -> str:
     """The core's docstring, of tensors, and what has a gradient among its notes."""
     if differentiable:
-        gradients = f"Differentiable in {' and '.join(f'``{n}``' for n in differentiable)}, once."
+        gradients = f"{differentiable_in(differentiable)}, once."
     else:
         gradients = "Results have no gradient: tensors that require one are taken as by ``detach()``."
-    text = inspect.getdoc(core) or ""
-    text = text.replace("ArrayLike", "Tensor")
-    before, heading, examples = text.partition("Examples\n--------\n")
-    paragraph = f"{textwrap.fill(f'{gradients} {note}'.strip(), 106)}\n\n"
-    if "Notes\n-----\n" in before:
-        paragraph = f"\n{paragraph}"
-        before = before.rstrip("\n") + "\n"
-    else:
-        paragraph = f"Notes\n-----\n{paragraph}"
-    return f"{before}{paragraph}{heading}{examples}"
+    return docstring_of(core, "Tensor", f"{gradients} {note}")
 
 
 # ---------------------------------------------------------------- gradients

@@ -27,6 +27,28 @@ from fp8moe.plan import is_exact, places, plan_spec, static_bound
 from fp8moe.record_trees import arrays_in
 from fp8moe.transpose import transposed_block
 
+__all__ = [
+    "dequantize",
+    "grouped_gemm",
+    "pad",
+    "permute",
+    "permute_and_pad",
+    "permute_transpose",
+    "plan_index_map",
+    "plan_routing_map",
+    "plan_row_map",
+    "plan_topk",
+    "quantize",
+    "quantize_weights",
+    "scaling_aware_transpose",
+    "sort_chunks",
+    "swiglu",
+    "swiglu_quantize",
+    "swiglu_quantize_backward",
+    "unpad",
+    "unpermute",
+]
+
 Values = dict[str, Any]  # the arguments of a call, by name
 
 # ---------------------------------------------------------------- plans
@@ -51,12 +73,27 @@ def _by_mask(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
     return replace(plan_spec(tokens, experts, *sizes, has_slots=False), data=data)
 
 
+def _by_row_map(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
+    tokens, columns = values["row_id_map"].shape
+    sizes = columns // 2, columns // 2, 1, values["num_out_tokens"]
+    return replace(plan_spec(tokens, *sizes, has_slots=False), data=data)
+
+
+def _by_index_map(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
+    tokens = values["row_id_map"].shape[0] // values["topk"]
+    sizes = 1, values["topk"], 1, values["num_out_tokens"]
+    return replace(plan_spec(tokens, *sizes, has_slots=True), data=data)
+
+
 _EXACT = 'A compiled graph ends where num_out_tokens is "exact", which reads the row count back.'
 _DATA: Any = attrgetter("data")
 plan_topk = operation(fp8moe.plan_topk, Tensor, _by_topk, results=_DATA, prepare=_counted, note=_EXACT)
 plan_routing_map = operation(
     fp8moe.plan_routing_map, Tensor, _by_mask, results=_DATA, prepare=_counted, note=_EXACT
 )
+
+plan_row_map = operation(fp8moe.plan_row_map, Tensor, _by_row_map, results=_DATA)
+plan_index_map = operation(fp8moe.plan_index_map, Tensor, _by_index_map, results=_DATA)
 
 # ---------------------------------------------------------------- rows
 
@@ -66,7 +103,8 @@ def _probs_apart(function: Any, values: Values) -> Any:
     probs = values["probs"]
     no_columns = probs.detach().new_empty((probs.shape[0], 0))
     moved = function(**{**values, "x": no_columns}).probs
-    return replace(function(**{**values, "probs": None}), probs=moved)
+    of_codes = probs.detach() if values.get("zero_unweighted") else None
+    return replace(function(**{**values, "probs": of_codes}), probs=moved)
 
 
 _permute_backward = operator_of(fp8moe.permute_backward, list)
@@ -214,7 +252,7 @@ def _quantized_gradient(values: Values, *tensors: Tensor) -> SwigluGrad:
 def _transposed(values: Values, data: Tensor, scales: Tensor) -> QuantTensor:
     q, target = values["q"], values["target"]
     block = transposed_block(q.block, target)
-    return QuantTensor(data, scales, q.fmt, block, transposed=target == "block")
+    return QuantTensor(data, scales, q.fmt, block, values["layout"], transposed=target == "block")
 
 
 def _check_block(function: Any, values: Values) -> None:
@@ -285,6 +323,8 @@ def quantize_weights(
 
     Examples
     --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
     >>> torch_ops.quantize_weights(torch.ones(2, 128, 256)).columnwise.data.shape
     torch.Size([2, 256, 128])
     """

@@ -25,7 +25,11 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Recipe
+
+#: of `FP8RoutedExperts.Config` and of the converter's, what `moe_experts` takes
+OPTIONS = ("recipe", "recompute", "backend")
 
 
 class FP8RoutedExperts(RoutedExperts):
@@ -36,10 +40,11 @@ class FP8RoutedExperts(RoutedExperts):
     class Config(RoutedExperts.Config):
         recipe: Recipe = "fp8_flow"
         recompute: str | None = None
+        backend: str | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
-        self._recipe, self._recompute = config.recipe, config.recompute
+        self._options: dict[str, Any] = {n: getattr(config, n) for n in OPTIONS}
         self._comm: ProcessGroup | None = None
 
     def forward(
@@ -63,9 +68,8 @@ class FP8RoutedExperts(RoutedExperts):
             w2,
             topk_expert_ids_BLK,
             topk_scores_BLK,
-            recipe=self._recipe,
-            recompute=self._recompute,
             comm=self._comm,
+            **self._options,
         )
 
     def parallelize(self, parallel_dims: Any) -> None:
@@ -83,10 +87,13 @@ class FP8MoEConverter(QuantizationConverter):
         """ "fp8_flow", "fp8_blockwise" or "bf16": of `fp8moe.moe_forward`."""
         recompute: str | None = None
         """None, or "moe_expert": the backward computes the first product and the activation again."""
+        backend: str | None = None
+        """By which kernels the products are made, as `fp8moe.grouped_gemm` names them; None: the fastest."""
 
     def __init__(self, config: Config):
         checks.choice("recipe", config.recipe, RECIPES)
         checks.choice("recompute", config.recompute, (None, "moe_expert"))
+        checks.choice("backend", config.backend, BACKENDS)
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
@@ -104,8 +111,7 @@ class FP8MoEConverter(QuantizationConverter):
                     )
             new = FP8RoutedExperts.Config(
                 **{f.name: getattr(config, f.name) for f in fields(config)},
-                recipe=self.config.recipe,
-                recompute=self.config.recompute,
+                **{n: getattr(self.config, n) for n in OPTIONS},
             )
             if parent is None:
                 model_config = new

@@ -20,6 +20,17 @@ from fp8moe import PermutationPlan, QuantTensor, row_maps
 from fp8moe.adapters import torch_ops
 from fp8moe.formats import round_up
 
+__all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
 Rows = Any  # a tensor or a QuantTensor
 
 
@@ -32,12 +43,46 @@ def moe_permute(
 ) -> tuple[Rows, Tensor]:
     """Rows in expert order, and the map that `moe_unpermute` takes.
 
-    inp: [T, H]. map_type "mask": routing_map [T, E] of 0 and 1; num_out_tokens: rows of the result, which
-    here may also be -1: counted, which synchronises once. The map is int32 [T, 2E+1].
-    map_type "index": routing_map int32 [T, k] of expert ids; num_out_tokens <= 0 means T * k; rows
-    past it are dropped. The map is int32 [k * T]: the row of entry (t, j) at j * T + t, -1 if dropped.
-    Only the order of the ids counts, not how large they are; a negative one takes no row.
-    max_token_num is a hint for a workspace that is not needed here.
+    Parameters
+    ----------
+    inp : Tensor or QuantTensor, [T, H]
+        A tensor of any dtype, or row-wise codes, whose scales move along.
+    routing_map : Tensor, bool or integer [T, E], or int32 or int64 [T, k]
+        "mask": nonzero where a token is routed. "index": ids of experts, of which only the order counts, not
+        how large they are; a negative one takes no row.
+    num_out_tokens : int
+        Rows of the result; what has no room is dropped. "mask": -1 for as many as are routed, which
+        **synchronises once**. "index": 0 or less for T * k.
+    max_token_num : int
+        A hint for a workspace that is not needed here.
+    map_type : "mask" or "index"
+        What ``routing_map`` is.
+
+    Returns
+    -------
+    rows : Tensor or QuantTensor, [num_out_tokens, H]
+        In the order of the experts, of one expert by increasing token. Differentiable in ``inp``.
+    row_id_map : Tensor, int32
+        "mask": [T, 2E+1], as `fp8moe.PermutationPlan.row_id_map`. "index": [k * T], the row of a token's
+        entry j at j * T + t, -1 where it is dropped.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a routing_map of another dtype or shape, and another map_type.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.moe_permute``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> x, mask = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0, 1], [1, 1], [1, 0]])
+    >>> rows, row_id_map = te.moe_permute(x, mask, num_out_tokens=4)
+    >>> rows.ravel().tolist(), row_id_map.tolist()[1]
+    ([2.0, 3.0, 1.0, 2.0], [3, 0, 1, 0, 2])
     """
     if map_type == "index":
         return _permute_by_index(inp, routing_map, num_out_tokens)
@@ -49,9 +94,47 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Rows, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Rows, Tensor, Tensor]:
-    """(rows, probs [rows], row map) by a mask; probs [T, E]. A row whose probability is 0.0 is zeros.
+    """Rows and their probabilities in expert order, by a mask.
 
-    num_out_tokens: as for `moe_permute`.
+    Parameters
+    ----------
+    inp : Tensor or QuantTensor, [T, H]
+        As for `moe_permute`.
+    probs : Tensor, floating point, [T, E]
+        A row whose probability is exactly 0.0 is zeros, by which callers drop tokens from a routing of fixed
+        width; its gradient still reaches its token.
+    routing_map : Tensor, bool or integer, [T, E]
+        Nonzero where a token is routed.
+    num_out_tokens : int
+        As for `moe_permute`.
+
+    Returns
+    -------
+    rows : Tensor or QuantTensor, [num_out_tokens, H]
+        Differentiable in ``inp``.
+    probs : Tensor, [num_out_tokens]
+        Differentiable in ``probs``.
+    row_id_map : Tensor, int32, [T, 2E+1]
+        For `moe_unpermute`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `moe_permute`, and for probs of another shape.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.moe_permute_with_probs``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> x, mask = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 1]])
+    >>> probs = torch.tensor([[0.0, 0.5], [0.25, 0.0]])
+    >>> rows, moved, _ = te.moe_permute_with_probs(x, probs, mask, num_out_tokens=3)
+    >>> rows.ravel().tolist(), moved.tolist()
+    ([2.0, 1.0, 0.0], [0.25, 0.5, 0.0])
     """
     plan = _mask_plan(routing_map, num_out_tokens)
     rows, moved = _permute_with_probs(inp, probs, plan)
@@ -61,10 +144,51 @@ def moe_permute_with_probs(
 def moe_permute_and_pad_with_probs(
     inp: Rows, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Rows, Tensor, Tensor, Tensor | None, Tensor]:
-    """(rows, probs, row map, pad_offsets or None, padded tokens_per_expert int64) by a mask.
+    """Rows and their probabilities in expert order, each expert's padded, by a mask.
 
-    pad_offsets is None when every expert is aligned already. Like the original it synchronises once, for
-    the sizes. Padding rows and their probabilities are zeros.
+    Parameters
+    ----------
+    inp : Tensor or QuantTensor, [T, H]
+        As for `moe_permute`.
+    probs : Tensor, floating point, [T, E]
+        As for `moe_permute_with_probs`.
+    routing_map : Tensor, bool or integer, [T, E]
+        Nonzero where a token is routed.
+    tokens_per_expert : Tensor, integer, [E]
+        The mask's counts, which are counted here again.
+    align_size : int
+        Each expert's rows are padded to a multiple of it, with rows and probabilities of zeros.
+
+    Returns
+    -------
+    rows : Tensor or QuantTensor, [P, H]
+        P rows with padding, which the host is told: like the original this **synchronises once**.
+    probs : Tensor, [P]
+        Their probabilities.
+    row_id_map : Tensor, int32, [T, 2E+1]
+        For `moe_unpermute`.
+    pad_offsets : Tensor, int32, [E], or None
+        For `moe_unpermute`: padding of all experts before each; None where all are aligned already.
+    tokens_per_expert : Tensor, int64, [E]
+        With padding.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `moe_permute_with_probs`, and for an align_size below 1.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.moe_permute_and_pad_with_probs``, its PR #1921.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> x, mask = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 1]])
+    >>> rows, *_, pads, counts = te.moe_permute_and_pad_with_probs(x, mask.float(), mask, mask.sum(0), 2)
+    >>> rows.ravel().tolist(), pads.tolist(), counts.tolist()
+    ([2.0, 0.0, 1.0, 2.0], [0, 1], [2, 2])
     """
     if tokens_per_expert is None:
         raise ValueError("tokens_per_expert: got None; wanted the counts [E] of the mask")
@@ -88,9 +212,48 @@ def moe_unpermute(
 ) -> Tensor:
     """Sum each token's rows, each times its merging probability where given.
 
-    map_type "mask": merging_probs [T, E], restore_shape (T, H), by default inp's own.
-    map_type "index": merging_probs float [T, k]; without them k is 1, as in the original.
-    probs: the old name of merging_probs. pad_offsets: from `moe_permute_and_pad_with_probs`.
+    Parameters
+    ----------
+    inp : Tensor or QuantTensor, [rows, H]
+        In the order of `moe_permute`; codes are dequantised on the way in.
+    row_id_map : Tensor, int32, [T, 2E+1] or [k * T]
+        Of `moe_permute`, or Transformer Engine's own.
+    merging_probs : Tensor, floating point, [T, E] or [T, k], or None
+        "mask": [T, E]. "index": [T, k], taken as float32; without them k is 1, as in the original.
+    restore_shape : torch.Size or None
+        (T, H) for "mask"; None: inp's own.
+    map_type : "mask" or "index"
+        What ``row_id_map`` is.
+    probs : Tensor or None
+        The old name of ``merging_probs``.
+    pad_offsets : Tensor, int32, [E], or None
+        Of `moe_permute_and_pad_with_probs`; with "mask" only.
+
+    Returns
+    -------
+    Tensor, [T, H]
+        In inp's dtype, summed in float32 (float64 for float64). Differentiable in ``inp`` and
+        ``merging_probs``. Nothing synchronises.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the map.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.moe_unpermute``. The map's plan is counted anew, by one pass over the map
+    (`fp8moe.plan_row_map`, `fp8moe.plan_index_map`): 17 MB read and written for 4096 tokens and 256 experts,
+    where the rows are 500 MB. Who has the plan calls `fp8moe.adapters.torch_ops.unpermute`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> x, mask = torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 1]])
+    >>> rows, row_id_map = te.moe_permute(x, mask, num_out_tokens=3)
+    >>> te.moe_unpermute(rows, row_id_map, restore_shape=x.shape).ravel().tolist()
+    [1.0, 4.0]
     """
     if probs is not None:
         if merging_probs is not None:
@@ -110,13 +273,44 @@ def moe_unpermute(
         )
     row_id_map = row_id_map.to(torch.int32)
     pads = None if pad_offsets is None else pad_offsets.to(torch.int32).contiguous()
-    plan = row_maps.plan_of_map(_ARRAYS, row_id_map, pads, num_rows)
+    plan = torch_ops.plan_row_map(row_id_map, pads, num_out_tokens=num_rows)
     return torch_ops.unpermute(inp, plan, merging_probs)
 
 
 def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tensor) -> Rows:
-    """Chunks of rows in another order: chunk j of the result is chunk ``sorted_index[j]`` of inp. Rows past
-    the chunks stay where they are."""
+    """Chunks of rows in another order.
+
+    Parameters
+    ----------
+    inp : Tensor or QuantTensor, [N, H]
+        Chunk after chunk.
+    split_sizes : Tensor, int32 or int64, [C]
+        Rows of the chunks. Rows past them stay where they are.
+    sorted_index : Tensor, int32 or int64, [C]
+        Chunk j of the result is chunk ``sorted_index[j]`` of inp.
+
+    Returns
+    -------
+    Tensor or QuantTensor, [N, H]
+        Differentiable in ``inp``. Nothing synchronises.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `fp8moe.sort_chunks`.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.moe_sort_chunks_by_index``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> te.moe_sort_chunks_by_index(x, torch.tensor([2, 1]), torch.tensor([1, 0])).ravel().tolist()
+    [3.0, 1.0, 2.0]
+    """
     chunks = contiguous(split_sizes), contiguous(sorted_index)
     return torch_ops.sort_chunks(contiguous(inp), *chunks, keep_rest=True).data
 
@@ -124,16 +318,70 @@ def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tenso
 def moe_sort_chunks_by_index_with_probs(
     inp: Rows, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Rows, Tensor]:
-    """`moe_sort_chunks_by_index` that moves probs [N] along."""
+    """Chunks of rows in another order, with their probabilities.
+
+    Parameters
+    ----------
+    inp : Tensor or QuantTensor, [N, H]
+        As for `moe_sort_chunks_by_index`.
+    probs : Tensor, floating point, [N]
+        Of the rows.
+    split_sizes : Tensor, int32 or int64, [C]
+        As for `moe_sort_chunks_by_index`.
+    sorted_index : Tensor, int32 or int64, [C]
+        As for `moe_sort_chunks_by_index`.
+
+    Returns
+    -------
+    rows : Tensor or QuantTensor, [N, H]
+        Differentiable in ``inp``.
+    probs : Tensor, [N]
+        Differentiable in ``probs``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `fp8moe.sort_chunks`.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.moe_sort_chunks_by_index_with_probs``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> x, probs = torch.tensor([[1.0], [2.0]]), torch.tensor([0.25, 0.5])
+    >>> sizes, order = torch.tensor([1, 1]), torch.tensor([1, 0])
+    >>> te.moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)[1].tolist()
+    [0.5, 0.25]
+    """
     chunks = contiguous(split_sizes), contiguous(sorted_index)
-    got = torch_ops.sort_chunks(contiguous(inp), *chunks, contiguous(probs), keep_rest=True)
-    return got.data, got.probs
+    moved = torch_ops.sort_chunks(contiguous(inp), *chunks, contiguous(probs), keep_rest=True)
+    return moved.data, moved.probs
 
 
 class Fp8Padding(torch.nn.Module):
-    """Pad each of ``num_gemms`` successive groups of rows to a multiple of ``align_size``.
+    """Pad successive groups of rows, each to a multiple of the same size, with zeros.
 
-    align_size: 16 for per-tensor and blockwise FP8, 32 for MXFP8; by default 16.
+    Parameters
+    ----------
+    num_gemms : int
+        How many groups there are.
+    align_size : int or None
+        The multiple: 16 for per-tensor and blockwise FP8, 32 for MXFP8; None: 16.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.Fp8Padding``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> padded, splits = te.Fp8Padding(2, align_size=2)(torch.tensor([[1.0], [2.0], [3.0]]), [1, 2])
+    >>> padded.ravel().tolist(), splits
+    ([1.0, 0.0, 2.0, 3.0], [2, 2])
     """
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
@@ -141,7 +389,27 @@ class Fp8Padding(torch.nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
-        """(padded rows, padded splits); inp itself when nothing is to do."""
+        """Pad the groups.
+
+        Parameters
+        ----------
+        inp : Tensor, [N, H]
+            Group after group.
+        m_splits : list of int
+            Rows of each group.
+
+        Returns
+        -------
+        rows : Tensor, [P, H]
+            inp itself where nothing is to do. Differentiable in ``inp``.
+        m_splits : list of int
+            Rows of each group, padding included.
+
+        Raises
+        ------
+        ValueError
+            For another number of groups.
+        """
         padded = _padded_splits(self, m_splits)
         if padded == m_splits:
             return inp, m_splits
@@ -149,14 +417,52 @@ class Fp8Padding(torch.nn.Module):
 
 
 class Fp8Unpadding(torch.nn.Module):
-    """Take the padding of `Fp8Padding` out again."""
+    """Take the padding of `Fp8Padding` out again.
+
+    Parameters
+    ----------
+    num_gemms : int
+        How many groups there are.
+    align_size : int or None
+        As for `Fp8Padding`.
+
+    Notes
+    -----
+    ``transformer_engine.pytorch.Fp8Unpadding``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import transformer_engine as te
+    >>> padded = torch.tensor([[1.0], [0.0], [2.0], [3.0]])
+    >>> te.Fp8Unpadding(2, align_size=2)(padded, [1, 2]).ravel().tolist()
+    [1.0, 2.0, 3.0]
+    """
 
     def __init__(self, num_gemms: int, align_size: int | None = None):
         super().__init__()
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
-        """Rows without padding; inp itself when there is none. m_splits: the real sizes."""
+        """Take the padding out.
+
+        Parameters
+        ----------
+        inp : Tensor, [P, H]
+            Group after group, with padding.
+        m_splits : list of int
+            Rows of each group without it.
+
+        Returns
+        -------
+        Tensor, [N, H]
+            inp itself where there is no padding. Differentiable in ``inp``.
+
+        Raises
+        ------
+        ValueError
+            For another number of groups.
+        """
         if _padded_splits(self, m_splits) == m_splits:
             return inp
         return _resize(torch_ops.unpad, inp, m_splits, self.align_size, sum(m_splits))
@@ -194,51 +500,22 @@ def _mask_plan(routing_map: Tensor, num_out_tokens: int) -> PermutationPlan:
 
 
 def _permute_with_probs(inp: Rows, probs: Tensor, plan: PermutationPlan) -> tuple[Rows, Tensor]:
-    moved = torch_ops.permute(contiguous(inp), plan, contiguous(probs))
-    dropped = (moved.probs == 0).unsqueeze(1)
-    if isinstance(moved.data, QuantTensor):
-        return replace(moved.data, data=moved.data.data.masked_fill(dropped, 0)), moved.probs
-    # Only the values: as in the original, the gradient of a dropped row still reaches its token.
-    return _ZeroRows.apply(moved.data, dropped), moved.probs
-
-
-class _ZeroRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, dropped):  # type: ignore[no-untyped-def]
-        return rows.masked_fill(dropped, 0)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad, None
+    moved = torch_ops.permute(contiguous(inp), plan, contiguous(probs), zero_unweighted=True)
+    return moved.data, moved.probs
 
 
 class _Arrays:
     """torch's `fp8moe.row_maps.Namespace`."""
 
     where: Any = staticmethod(torch.where)
-    join: Any = staticmethod(torch.cat)
 
-    def side_by_side(self, arrays: list[Tensor]) -> Tensor:
-        return torch.cat(arrays, dim=1)
-
-    def sum_rows(self, x: Tensor) -> Tensor:
-        return x.sum(dim=1, keepdim=True, dtype=torch.int32)
-
-    def count(self, numbers: Tensor, bins: int) -> Tensor:
-        ones = torch.ones_like(numbers, dtype=torch.int32)
-        return ones.new_zeros(bins).scatter_add(0, numbers.long(), ones)
-
-    def running_sum(self, x: Tensor) -> Tensor:
-        return x.cumsum(0, dtype=torch.int32)
+    def total(self, x: Tensor) -> Tensor:
+        return x.sum(dtype=torch.int32).reshape(1)
 
     def ranks(self, x: Tensor) -> Tensor:
         order = x.sort(stable=True).indices
         numbers = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         return torch.empty_like(numbers).scatter_(0, order, numbers)
-
-    def descending(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values, places = x.sort(dim=1, descending=True, stable=True)
-        return values, places.to(torch.int32)
 
 
 _ARRAYS = _Arrays()
@@ -252,7 +529,7 @@ def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[
     tokens, k = indices.shape
     num_rows = num_out_tokens if tokens and num_out_tokens > 0 else tokens * k
     row_id_map = row_maps.index_map(_ARRAYS, indices, num_rows)
-    plan = row_maps.plan_of_index_map(_ARRAYS, row_id_map, k, num_rows)
+    plan = torch_ops.plan_index_map(row_id_map, k, num_out_tokens=num_rows)
     return torch_ops.permute(contiguous(inp), plan).data, row_id_map
 
 
@@ -262,4 +539,5 @@ def _unpermute_by_index(inp: Rows, row_id_map: Tensor, probs: Tensor | None) -> 
         probs = probs.to(torch.float32)
     k = 1 if probs is None else probs.shape[1]
     num_rows = inp.data.shape[0] if isinstance(inp, QuantTensor) else inp.shape[0]
-    return torch_ops.unpermute(inp, row_maps.plan_of_index_map(_ARRAYS, row_id_map, k, num_rows), probs)
+    plan = torch_ops.plan_index_map(row_id_map, k, num_out_tokens=num_rows)
+    return torch_ops.unpermute(inp, plan, probs)

@@ -33,20 +33,28 @@ from fp8moe import Activation, checks
 from fp8moe.activation import Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
+from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Recipe
 
 
-def enable(recipe: Recipe = "fp8_flow", *, recompute: str | None = None, name: str = "fp8moe") -> None:
+def enable(
+    recipe: Recipe = "fp8_flow",
+    *,
+    recompute: str | None = None,
+    backend: str | None = None,
+    name: str = "fp8moe",
+) -> None:
     """Register the experts, and their expert parallelism, with transformers.
 
     name: what ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their
         expert parallelism, whose rows then travel between ranks in FP8. Another name for each recipe that is
         used in one process; the same name again replaces what it stood for.
-    recipe, recompute: as of `fp8moe.moe_forward`.
+    recipe, recompute, backend: as of `fp8moe.adapters.torch_functional.moe_experts`.
     """
     options = {
         "recipe": checks.choice("recipe", recipe, RECIPES),
         "recompute": checks.choice("recompute", recompute, (None, "moe_expert")),
+        "backend": checks.choice("backend", backend, BACKENDS),
     }
 
     def experts_forward(

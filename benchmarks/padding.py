@@ -1,5 +1,5 @@
 """Draw what each bucket policy of `fp8moe.fsdp` costs: ``python -m fp8moe.benchmarks.padding``, to
-``docs/fsdp-padding.svg``, and print the points. Nothing is timed: it is arithmetic."""
+``docs/images/fsdp-padding.svg``, and print the points. Nothing is timed: it is arithmetic."""
 
 from __future__ import annotations
 

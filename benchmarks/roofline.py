@@ -1,21 +1,37 @@
 """Draw the results against the copy bandwidth: ``python -m fp8moe.benchmarks.roofline [NAME]``.
 
-From ``results/NAME.jsonl`` (h200 by default) to ``docs/roofline-NAME.svg``: a point a case, the bytes it must
-move against the rate it moves them at. The copy bandwidth is the roof; on the slope below it a call of so few
-bytes ends within the time that any kernel takes.
+From ``results/NAME.jsonl`` (h200 by default) to ``docs/images/roofline-NAME.svg``: a point a case, the bytes
+it must move against the rate it moves them at. The copy bandwidth is the roof; on the slope below it a call
+of so few bytes ends within the time that any kernel takes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from fp8moe.benchmarks.table import RESULTS
 
-PICTURES = RESULTS.parents[1] / "docs"
+PICTURES = RESULTS.parents[1] / "docs" / "images"
 MARKS = "os^vD<>Pp*"
 FIXED_US = 3.0  # of an empty kernel between others in a graph
+
+
+def picture(name: str) -> Path:
+    return PICTURES / f"roofline-{name}.svg"
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return [r for r in rows if r.get("nbytes") and not r["tflops"]]
+
+
+def digest(name: str) -> str:
+    """Of the rows that the picture shows, and which it holds: a test compares them."""
+    return hashlib.sha256(json.dumps(_rows(name)).encode()).hexdigest()
 
 
 def draw(name: str, out: Path) -> None:
@@ -25,8 +41,7 @@ def draw(name: str, out: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "fp8moe"  # the same picture from the same results
     from matplotlib import pyplot
 
-    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    rows = [r for r in rows if r.get("nbytes") and not r["tflops"]]
+    rows = _rows(name)
     roof = max(r["copy_gb_s"] for r in rows) / 1e3
     figure, axes = pyplot.subplots(figsize=(9, 5.5))
     sizes = [10 ** (6 + i / 20) for i in range(61)]
@@ -45,10 +60,10 @@ def draw(name: str, out: Path) -> None:
     axes.grid(alpha=0.3)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, metadata={"Date": None})
+    figure.savefig(out, metadata={"Date": None, "Description": digest(name)})
     pyplot.close(figure)
 
 
 if __name__ == "__main__":
     which = sys.argv[1] if len(sys.argv) > 1 else "h200"
-    draw(which, PICTURES / f"roofline-{which}.svg")
+    draw(which, picture(which))

@@ -1,33 +1,19 @@
-"""What expert parallelism costs, measured, and past four GPUs on paper: ``python -m
-fp8moe.benchmarks.scaling`` writes the tables of ``docs/scaling.md`` from the measured layer and exchange."""
+"""What expert parallelism costs, measured, and past four GPUs on paper: two tables that
+`fp8moe.benchmarks.table` writes, from the measured layer and exchange."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any
 
 from fp8moe.benchmarks.table import RESULTS
 
-DOC = RESULTS.parents[1] / "docs" / "scaling.md"
 EXPERTS, TOPK, HIDDEN, TOKENS = 256, 8, 7168, 16_384  # DeepSeek-V3's layer, and tokens a rank
 NODE = 8  # GPUs that NVLink joins
 NETWORK = 400e9 / 8 * 0.9  # bytes a second of a GPU: 400 Gb/s, nine tenths of it used
 TAIL = 16 * math.ceil(4 * TOPK / 16)  # bytes of a row's ids, or probabilities
 FP8_ROW, BF16_ROW = HIDDEN + 16 * math.ceil(HIDDEN / 128 * 4 / 16), 2 * HIDDEN
-
-
-def main() -> None:
-    DOC.write_text(render(DOC.read_text()))
-
-
-def render(text: str) -> str:
-    """The document with its tables made anew."""
-    for name, made in (("measured", measured()), ("paper", table())):
-        between = rf"(<!-- table {name} -->\n).*?(<!-- end -->)"
-        text = re.sub(between, lambda m, made=made: m[1] + made + m[2], text, flags=re.S)  # type: ignore[misc]
-    return text
 
 
 def measured() -> str:
@@ -118,7 +104,3 @@ def measured_nvlink() -> float:
 
 def _rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,47 @@
-"""Write the README's tables from the results files: ``python -m fp8moe.benchmarks.table``.
+"""Write the tables of README.md and docs/ from the results files: ``python -m fp8moe.benchmarks.table``.
 
-A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``, made from ``results/NAME.jsonl`` (times)
-or ``results/NAME.json`` (a demo's report).
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
+(times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` takes its rows of these topics alone; other
+names are those of `_MADE`. The pictures are drawn anew, too, where their rows have changed.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
-README = Path(__file__).resolve().parents[1] / "README.md"
-HEADLINE = "headline"  # the layer whose weights change every step, from layer-h200.jsonl
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+# Where the repository is on the web, such as "https://github.com/OWNER/NAME": the README's links are relative
+# without it, which a page of a package index cannot follow.
+REPOSITORY = ""
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    README.write_text(render(README.read_text()))
+    for page in pages():
+        text = page.read_text()
+        if (made := render(text)) != text:
+            page.write_text(made)
+            print(page.relative_to(ROOT))
+    from fp8moe.benchmarks import roofline, step
+
+    roof = roofline.picture("h200")
+    if step.digest().encode() not in step.PICTURE.read_bytes():
+        step.draw(step.PICTURE)
+    if roofline.digest("h200") not in roof.read_text():
+        roofline.draw("h200", roof)
+
+
+def pages() -> list[Path]:
+    """Every page that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def render(text: str) -> str:
@@ -27,15 +50,26 @@ def render(text: str) -> str:
 
 
 def table(name: str) -> str:
-    if name == HEADLINE:
-        return _headline(
-            [json.loads(line) for line in (RESULTS / "layer-h200.jsonl").read_text().splitlines()]
-        )
-    times = RESULTS / f"{name}.jsonl"
-    if times.exists():
-        rows = [json.loads(line) for line in times.read_text().splitlines()]
-        return _TABLES.get(rows[0]["topic"], _times)(rows)
-    return _demo(json.loads((RESULTS / f"{name}.json").read_text()))
+    if name in _MADE:
+        return _MADE[name]()
+    file, _, topics = name.partition(":")
+    if not (RESULTS / f"{file}.jsonl").exists():
+        if not (RESULTS / f"{file}.json").exists():
+            raise ValueError(f"table: got {name!r}; wanted a results file or one of {', '.join(_MADE)}")
+        return _demo(json.loads((RESULTS / f"{file}.json").read_text()))
+    rows = rows_of(file)
+    if topics:
+        rows = [r for r in rows if r["topic"] in topics.split(",")]
+    return _TABLES.get(rows[0]["topic"], _times)(rows)
+
+
+def newest(rows: Rows) -> Rows:
+    """The last row of each case: runs are appended to a file."""
+    return list({(r["shape"], r["name"]): r for r in rows}.values())
+
+
+def rows_of(file: str) -> Rows:
+    return [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
 
 
 def _origin(row: dict[str, Any]) -> str:
@@ -46,7 +80,7 @@ def _packages(row: dict[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in row["versions"].items())
 
 
-def _times(rows: list[dict[str, Any]]) -> str:
+def _times(rows: Rows) -> str:
     first = rows[0]
     rates = sorted({r["copy_gb_s"] for r in rows})
     rate = f"{rates[0]:.1f}" if len(rates) == 1 else f"{rates[0]:.0f} to {rates[-1]:.0f}"
@@ -71,11 +105,12 @@ def _times(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _headline(rows: list[dict[str, Any]]) -> str:
-    rows = [r for r in rows if r["commit"] == rows[0]["commit"]]  # of the last run
+def _headline() -> str:
+    """The layer whose weights change every step."""
+    rows = newest_layers()
     known = {(r["shape"], r["name"]): r for r in rows}
     lines = [
-        "| layer | bf16 | fp8_flow | | of that the FP8 copies add | saved for backward |",
+        "| layer | bf16 | fp8_flow | speedup | FP8 copies add | saved for backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):
@@ -87,7 +122,14 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _layers(rows: list[dict[str, Any]]) -> str:
+def newest_layers() -> Rows:
+    """The layer's rows of the last run."""
+    rows = newest(rows_of("layer-h200"))
+    return [r for r in rows if r["commit"] == rows[0]["commit"]]
+
+
+def _layers(rows: Rows) -> str:
+    rows = newest(rows)
     base = {r["shape"]: r for r in rows if r["name"] == "bf16"}
     lines = [
         _origin(rows[0]),
@@ -134,7 +176,7 @@ def _time(us: float) -> str:
 BY = {"nccl": "NCCL", "peer": "peers' memory"}
 
 
-def _exchange(rows: list[dict[str, Any]]) -> str:
+def _exchange(rows: Rows) -> str:
     """Each FP8 row beside bfloat16's."""
     known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
     lines = [
@@ -160,7 +202,7 @@ def _exchange(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _inside(rows: list[dict[str, Any]]) -> str:
+def _inside(rows: Rows) -> str:
     lines = [
         _origin(rows[0]),
         "",
@@ -173,7 +215,7 @@ def _inside(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _host(rows: list[dict[str, Any]]) -> str:
+def _host(rows: Rows) -> str:
     lines = [
         _origin(rows[0]),
         "",
@@ -185,7 +227,251 @@ def _host(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host}
+def _model(rows: Rows) -> str:
+    rows = newest(rows)
+    lines = [
+        _origin(rows[0]),
+        "",
+        "| model | experts | step | tokens a second | peak memory |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for r in rows:
+        memory = f"{r['peak_bytes'] / 2**30:.1f} GiB"
+        lines.append(
+            f"| {r['shape']} | {r['name']} | {r['ms']:.1f} ms | {r['tokens_per_s']:,.0f} | {memory} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _memory() -> str:
+    """What a layer keeps for its backward, the weights apart."""
+    rows = newest_layers()
+    recipes = list(dict.fromkeys(r["name"] for r in rows if not r["name"].endswith("weights kept")))
+    kept = {(r["shape"], r["name"]): r["kept_bytes"] for r in rows}
+    lines = [
+        _origin(rows[0]),
+        "",
+        "| layer | " + " | ".join(recipes) + " |",
+        "|---|" + "---:|" * len(recipes),
+    ]
+    for shape in dict.fromkeys(r["shape"] for r in rows):
+        plain = kept[shape, "bf16"]
+        sizes = (kept[shape, recipe] for recipe in recipes)
+        cells = " | ".join(f"{n / 2**20:.0f} MiB ({100 * n / plain:.0f} %)" for n in sizes)
+        lines.append(f"| {shape} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _training() -> str:
+    """Final losses of `examples/train_moe_torch.py`, by seed."""
+    reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("train-moe-h200-seed*.json"))]
+    recipes = list(reports[0]["runs"])
+    lines = [
+        f"{reports[0]['device']}; {_packages(reports[0])}; `python examples/train_moe_torch.py`",
+        "",
+        "| seed | commit | " + " | ".join(recipes) + " |",
+        "|---|---|" + "---:|" * len(recipes),
+    ]
+    for seed, report in enumerate(reports):
+        final = {recipe: run["final"] for recipe, run in report["runs"].items()}
+        cells = [_loss(final[r], final["bf16"]) if r in final else "" for r in recipes]
+        lines.append(f"| {seed} | {report['commit']} | " + " | ".join(cells) + " |")
+    every = [r for r in recipes if all(r in report["runs"] for report in reports)]
+    finals = {r: [report["runs"][r]["final"] for report in reports] for r in every}
+    means = {r: sum(losses) / len(losses) for r, losses in finals.items()}
+    spreads = {r: max(losses) - min(losses) for r, losses in finals.items()}
+    cells = [_loss(means[r], means["bf16"]) if r in means else "" for r in recipes]
+    lines.append("| mean of all seeds | | " + " | ".join(cells) + " |")
+    cells = [f"{spreads[r]:.4f} ({spreads[r] / means[r]:.1%})" if r in means else "" for r in recipes]
+    lines.append("| largest less smallest | | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _loss(loss: float, plain: float) -> str:
+    return f"{loss:.4f}" if loss == plain else f"{loss:.4f} ({loss / plain - 1:+.2%})"
+
+
+def _padding() -> str:
+    """What `fully_shard` pads, along the first dimension and along the one that is chosen."""
+    import torch
+
+    from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
+
+    weights = {
+        "w13 of DeepSeek-V3, 32 experts on a rank": (32, 4096, 7168),
+        "w2 of DeepSeek-V3, 32 experts on a rank": (32, 7168, 2048),
+        "w13 of Qwen3-30B-A3B, 16 experts on a rank": (16, 1536, 2048),
+    }
+    lines = [
+        "| weight | ranks | padding along dimension 0 | dimension chosen | padding there |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, shape in weights.items():
+        for ranks in (8, 24, 64, 128):
+            parameter = torch.nn.Parameter(torch.empty(shape, device="meta"))
+            chosen = shard_placement(ranks)(parameter)
+            dimension = chosen.dim if chosen else 0
+            first, there = (padded_elements(shape, ranks, d) / parameter.numel() for d in (0, dimension))
+            size = " x ".join(map(str, shape))
+            lines.append(f"| {name}, {size} | {ranks} | {first:.0%} | {dimension} | {there:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def _standing() -> str:
+    """Of each operation on the H200 the range over its cases."""
+    cases: dict[str, Rows] = {}
+    for r in newest(rows_of("h200")):
+        cases.setdefault(r["name"], []).append(r)
+    lines = [
+        "| operation | cases | of copy bandwidth | TFLOP/s, sustained | time |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, rows in cases.items():
+        shares = _range([r["limit_percent"] for r in rows], "{:.0f}", " %")
+        speeds = _range([r["tflops"] for r in rows], "{:.0f}", "")
+        times = sorted(r["us"] for r in rows)
+        between = dict.fromkeys((_time(times[0]), _time(times[-1])))
+        lines.append(f"| {name} | {len(rows)} | {shares} | {speeds} | {' to '.join(between)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _range(values: Iterable[float | None], form: str, unit: str) -> str:
+    """The least and the largest of those that there are."""
+    known = sorted(v for v in values if v is not None)
+    ends = dict.fromkeys(form.format(v) for v in (known[:1] + known[-1:]))
+    return " to ".join(ends) + unit if ends else ""
+
+
+def _compare() -> str:
+    """A table for each kind of work and shape that `python -m fp8moe bench compare` timed."""
+    files = sorted(RESULTS.glob("compare*.jsonl"))
+    if not files:
+        out = "--out benchmarks/results/compare-h200.jsonl"
+        return f"Not measured yet: `python -m fp8moe bench compare --device cuda {out}`.\n"
+    tables = []
+    for rows in (rows_of(path.stem) for path in files):
+        cases = {(r["part"], r["shape"], r["name"]): r for r in rows}  # the last run's
+        for part, shape in dict.fromkeys((part, shape) for part, shape, _ in cases):
+            panel = [r for (p, s, _), r in cases.items() if (p, s) == (part, shape)]
+            panel.sort(key=lambda r: r["ms"])
+            lines = [
+                f"**{part}, {shape}.** {_origin(panel[0])}",
+                "",
+                "| library | time | TFLOP/s | error against float64 |",
+                "|---|---:|---:|---:|",
+            ]
+            for r in panel:
+                speed = f"{r['tflops']:.0f}" if r["tflops"] else ""
+                lines.append(f"| {r['name']} | {_time(1e3 * r['ms'])} | {speed} | {r['error']:.1e} |")
+            tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def _scaling_measured() -> str:
+    from fp8moe.benchmarks import scaling
+
+    return scaling.measured()
+
+
+def _scaling_paper() -> str:
+    from fp8moe.benchmarks import scaling
+
+    return scaling.table()
+
+
+# the rows of h200-tuning.jsonl behind a page of docs/experiments: their names begin so
+EXPERIMENTS = {
+    "plan": ("plan_", "first use"),
+    "permute": ("permute+pad", "permute backward", "unpermute", "experiment: "),
+    "sort-chunks": ("sort_chunks", "pad ", "unpad", "chunk_sources", "move_rows"),
+    "quantize": ("quantize", "dequantize"),
+    "transpose": ("scaling_aware_transpose", "permute_transpose", "tiles moved", "unit"),
+    "swiglu": ("swiglu",),
+    "router": ("route",),
+    "grouped-gemm-fp8": (
+        "grouped_gemm fwd",
+        "grouped_gemm wgrad",
+        "grouped_gemm,",
+        "grouped_gemm_wgrad",
+        "cuBLASLt",
+    ),
+    "grouped-gemm-16-bit": ("grouped_gemm 16 bits",),
+    "expert-parallelism": ("exchange", "with its quantise", "dispatch", "combine"),
+    "host": ("host",),
+}
+
+
+def _experiment(prefixes: Iterable[str]) -> str:
+    """The rows of the tuning runs that a page stands on: how many of each setting, of which commits."""
+    rows = [r for r in rows_of("h200-tuning") if r["name"].startswith(tuple(prefixes))]
+    groups: dict[str, Rows] = {}
+    for r in rows:
+        groups.setdefault(_setting(r), []).append(r)
+    lines = [
+        f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
+        "`setting`, time, versions and commit.",
+        "",
+        '<details markdown="1"><summary>All settings, with the commits that they were measured at</summary>',
+        "",
+        "| setting | rows | commits |",
+        "|---|---:|---|",
+    ]
+    for setting, group in groups.items():
+        commits = ", ".join(dict.fromkeys(r["commit"] for r in group))
+        lines.append(f"| {setting} | {len(group)} | {commits} |".replace("<", "&lt;"))
+    return "\n".join([*lines, "", "</details>"]) + "\n"
+
+
+def _setting(row: dict[str, Any]) -> str:
+    """What was changed in a tuning run; "as it was" where nothing was."""
+    setting = row.get("setting") or {}
+    if not isinstance(setting, dict):
+        return str(setting).replace("|", "/")
+    said = setting.get("change") or setting.get("variant")
+    said = said or ", ".join(f"{k}={v}" for k, v in setting.items())
+    return "as it was" if said in ("", "-") else said.replace("|", "/")
+
+
+LINKS = {
+    "picture": "docs/images/step-h200.png",
+    "performance": "docs/performance/index.md",
+    "compatibility": "docs/compatibility.md",
+    "docs": "docs/index.md",
+    "torch": "docs/how-to/torch.md",
+    "transformers": "docs/how-to/transformers.md",
+    "megatron": "docs/how-to/megatron.md",
+    "jax": "docs/how-to/jax.md",
+    "ep": "docs/how-to/expert-parallelism.md",
+    "api": "docs/api/index.md",
+    "transpose": "docs/concepts/transpose.md",
+    "architecture": "docs/architecture.md",
+    "experiments": "docs/experiments/index.md",
+    "migration": "docs/migration/transformer-engine.md",
+}
+
+
+def _links() -> str:
+    """The README's links, which a package index needs whole."""
+    lines = []
+    for name, path in LINKS.items():
+        form = "raw" if path.endswith(".png") else "blob"
+        lines.append(f"[{name}]: {REPOSITORY}/{form}/main/{path}" if REPOSITORY else f"[{name}]: {path}")
+    return "\n".join(lines) + "\n"
+
+
+_MADE: dict[str, Callable[[], str]] = {
+    "compare": _compare,
+    "headline": _headline,
+    "links": _links,
+    "memory": _memory,
+    "standing": _standing,
+    "training": _training,
+    "fsdp-padding": _padding,
+    "scaling-measured": _scaling_measured,
+    "scaling-paper": _scaling_paper,
+    **{f"experiment-{page}": partial(_experiment, prefixes) for page, prefixes in EXPERIMENTS.items()},
+}
+_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host, "model": _model}
 
 
 if __name__ == "__main__":

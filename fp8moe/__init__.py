@@ -10,6 +10,7 @@ from fp8moe.activation import Activation
 from fp8moe.counters import Trace, trace
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.interop import BackendUnavailable
+from fp8moe.layout import to_layout
 from fp8moe.moe import (
     moe_backward,
     moe_backward_input,
@@ -29,8 +30,8 @@ from fp8moe.permute import (
     unpermute,
     unpermute_backward,
 )
-from fp8moe.plan import plan_routing_map, plan_topk
-from fp8moe.quantize import dequantize, quantize, to_layout
+from fp8moe.plan import plan_index_map, plan_routing_map, plan_row_map, plan_topk
+from fp8moe.quantize import dequantize, quantize
 from fp8moe.records import (
     MoEGrads,
     PermutationPlan,
@@ -72,7 +73,9 @@ __all__ = [
     "permute_and_pad",
     "permute_backward",
     "permute_transpose",
+    "plan_index_map",
     "plan_routing_map",
+    "plan_row_map",
     "plan_topk",
     "quantize",
     "quantize_weights",

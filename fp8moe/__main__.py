@@ -1,4 +1,4 @@
-"""The command line: ``python -m fp8moe {demo,info,selftest,compile,bench}``.
+"""The command line: ``fp8moe {demo,info,selftest,compile,bench}``, or ``python -m fp8moe`` and a verb.
 
 Exit codes: 0 done and right, 1 a check failed, 2 the command line or the machine is not as needed.
 """
@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m fp8moe",
+        prog="python -m fp8moe" if Path(sys.argv[0]).stem == "__main__" else "fp8moe",
         description="FP8 mixture-of-experts kernels, framework-neutral.",
         epilog="exit codes: 0 done and right; 1 a check failed; 2 wrong usage, or something is missing here",
     )
@@ -57,11 +57,16 @@ def parser() -> argparse.ArgumentParser:
     )
 
     bench = verbs.add_parser("bench", help="time operations against the copy bandwidth of the same machine")
-    bench.add_argument("topics", nargs="*", help="topics (default: all; --list names them)")
+    bench.add_argument(
+        "topics",
+        nargs="*",
+        help="topics (default: all; --list names them), or `compare`: this library beside the others here",
+    )
     bench.add_argument("--list", action="store_true", help="name the topics and leave")
     bench.add_argument("--device", choices=DEVICES, default="auto")
     bench.add_argument("--quick", action="store_true", help="small shapes, few repeats")
     bench.add_argument("--out", type=Path, help="append JSON lines to this file")
+    bench.add_argument("--picture", type=Path, help="of `compare`: draw the layer's times, .svg or .png")
     return top
 
 
@@ -128,6 +133,12 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from fp8moe.benchmarks import harness
 
+    if arguments.topics == ["compare"] and not arguments.list:
+        from fp8moe.benchmarks import compare
+
+        return compare.main(arguments.device, arguments.quick, arguments.out, arguments.picture)
+    if arguments.picture is not None:
+        raise ValueError("--picture: got it without `compare` alone, which is what it draws")
     return harness.main(
         arguments.topics, arguments.device, arguments.quick, arguments.out, only_list=arguments.list
     )

@@ -18,9 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16, BLOCKS, Block, is_columnwise, scale_shape
+from fp8moe.formats import (
+    BFLOAT16,
+    BLOCKED_128X4,
+    BLOCKS,
+    LAYOUTS,
+    Block,
+    blocked_shape,
+    blocked_tiles,
+    is_columnwise,
+    scale_shape,
+)
 from fp8moe.record_trees import SYMBOLIC_TYPES, arrays_in, is_metadata, map_arrays
-from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor
+from fp8moe.records import DeviceArray, PermutationPlan, QuantTensor, cached_plan_layout, plan_layout
 
 INT32 = np.dtype(np.int32)
 FLOAT32 = np.dtype(np.float32)
@@ -62,6 +72,22 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
             return
     text = "[" + ", ".join(str(w) for w in wanted) + "]"
     raise ValueError(f"{name}: got shape {list(got)}; wanted {text}{_fix(fix)}")
+
+
+def arrays(*wanted: tuple[str, Any, tuple[np.dtype, ...] | None, tuple[int | str, ...]]) -> None:
+    """Of each (name, array or None, dtypes or None, sizes) what `dtype` and `shape` check, in one call."""
+    for name, x, dtypes, sizes in wanted:
+        if x is None:
+            continue
+        if type(x) is DeviceArray and len(x.shape) == len(sizes) and (dtypes is None or x.dtype in dtypes):
+            for got, size in zip(x.shape, sizes, strict=True):
+                if got != size and not isinstance(size, str):
+                    break
+            else:
+                continue
+        if dtypes is not None:
+            dtype(name, x, dtypes)
+        shape(name, x, sizes)
 
 
 def like(name: str, given: Any, wanted: Any) -> None:
@@ -160,16 +186,23 @@ def plan(call: Any, value: Any) -> PermutationPlan:
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
+    known = True
     for size, low in _PLAN_SIZES.items():
         count = getattr(value, size)
         if type(count) is not int or not low <= count <= MAX_INT32:  # a call less for each that is right
             integer(f"plan.{size}", count, low)
-    flag("plan.has_slots", value.has_slots)
-    shape("plan.data", value.data, (value.size,))
-    dtype("plan.data", value.data, (INT32,))
-    data = call.values(value.data)
-    if data is not None:
-        _entries(replace(value, data=data))
+            known = False  # a compiler's symbol, which has no hash
+    if type(value.has_slots) is not bool:
+        flag("plan.has_slots", value.has_slots)
+    sizes = value.num_tokens, value.num_experts, value.max_experts_per_token, value.has_slots
+    elements, _ = (cached_plan_layout if known else plan_layout)(*sizes)
+    if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
+        shape("plan.data", value.data, (elements,))
+        dtype("plan.data", value.data, (INT32,))
+    if LOOK_AT_VALUES or isinstance(value.data, np.ndarray):
+        data = call.values(value.data)
+        if data is not None:
+            _entries(replace(value, data=data))
     return value
 
 
@@ -227,6 +260,8 @@ def quant_tensor(
         raise TypeError(
             f"{name}.layout: got {q.layout!r}; wanted {' or '.join(layouts)}; fp8moe.to_layout converts"
         )
+    if q.block not in LAYOUTS[q.layout]:
+        raise TypeError(f"{name}.layout: got {q.layout!r} with block {q.block}, which does not have it")
     dtype(f"{name}.data", q.data, (np.dtype(np.uint8),))
     dtype(f"{name}.scales", q.scales, (scale_dtype,))
     if q.data.ndim not in ((2, 3) if q.block == (128, 128) else (2,)):
@@ -237,7 +272,14 @@ def quant_tensor(
             "only: (128, 1) and (32, 1) say by themselves that codes are stored transposed"
         )
     wanted = scale_shape(q.shape, q.block, q.layout, q.transposed)
-    if is_columnwise(q.block):
+    if q.layout == BLOCKED_128X4:
+        # of several experts there may be more tiles: see column_scale_rows
+        shape(f"{name}.scales", q.scales, ("rows", "columns"))
+        tiles, least = (blocked_tiles(s, q.block) for s in (q.scales.shape, wanted))
+        if tiles < least or q.scales.shape != blocked_shape(q.shape, q.block, tiles):
+            got = list(q.scales.shape)
+            raise ValueError(f"{name}.scales: got shape {got}; wanted {list(wanted)}, or more tiles of rows")
+    elif is_columnwise(q.block):
         # a column-wise tensor of several experts may hold more rows of blocks: see column_scale_rows
         shape(f"{name}.scales", q.scales, ("blocks", wanted[1]))
         if q.scales.shape[0] < wanted[0]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+
+Event = tuple[str, Any]  # a field of `Trace`, and by how much it grows, or what was launched
 
 
 @dataclass
@@ -39,8 +42,17 @@ class Trace:
     def num_launches(self) -> int:
         return sum(self.launches.values())
 
+    def count(self, event: Event) -> None:
+        field, amount = event
+        if field == "launches":
+            self.launches[amount] += 1
+        else:
+            setattr(self, field, getattr(self, field) + amount)
 
-_active: ContextVar[tuple[Trace, ...]] = ContextVar("fp8moe_traces", default=())
+
+#: what counts the events of this thread now
+active: ContextVar[tuple[Callable[[Event], None], ...]] = ContextVar("fp8moe_traces", default=())
+counting = active.get
 
 
 @contextmanager
@@ -60,57 +72,25 @@ def trace() -> Iterator[Trace]:
     1
     """
     counts = Trace()
-    token = _active.set((*_active.get(), counts))
+    token = active.set((*counting(), counts.count))
     try:
         yield counts
     finally:
-        _active.reset(token)
+        active.reset(token)
 
 
-class TraceOnly:
-    """As `trace`, and nothing else counts what happens inside."""
-
-    def __enter__(self) -> Trace:
-        counts = Trace()
-        self._token = _active.set((counts,))
-        return counts
-
-    def __exit__(self, *_: object) -> None:
-        _active.reset(self._token)
-
-
-#: the traces that count now
-counting = _active.get
-
-
-def add(counts: Trace, to: tuple[Trace, ...]) -> None:
-    """Count again what was counted once."""
-    for one in to:
-        one.casts += counts.casts
-        one.weight_casts += counts.weight_casts
-        one.launches.update(counts.launches)
-        one.saved_bytes += counts.saved_bytes
-        one.sent_bytes += counts.sent_bytes
-
-
-def record_launch(verb: str) -> None:
-    for counts in _active.get():
-        counts.launches[verb] += 1
+def record(field: str, amount: Any) -> None:
+    for count in counting():
+        count((field, amount))
 
 
 def record_cast(weight: bool) -> None:
-    for counts in _active.get():
-        if weight:
-            counts.weight_casts += 1
-        else:
-            counts.casts += 1
+    record("weight_casts" if weight else "casts", 1)
 
 
 def record_saved(nbytes: int) -> None:
-    for counts in _active.get():
-        counts.saved_bytes += nbytes
+    record("saved_bytes", nbytes)
 
 
 def record_sent(nbytes: int) -> None:
-    for counts in _active.get():
-        counts.sent_bytes += nbytes
+    record("sent_bytes", nbytes)

@@ -15,7 +15,7 @@ FLOAT8_DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_
 
 @dataclass(frozen=True)
 class Format:
-    """One FP8 format as bit fields: sign, exponent, ``mantissa_bits``; values up to ``max``."""
+    """An FP8 format (arXiv 2209.05433) as bit fields: sign, exponent, ``mantissa_bits``; largest ``max``."""
 
     name: str
     mantissa_bits: int
@@ -49,6 +49,14 @@ BLOCKS: dict[Block, tuple[tuple[str, ...], np.dtype]] = {
 }
 
 
+#: layout of scales -> the blocks whose scales may have it; every block's may be compact
+LAYOUTS: dict[str, tuple[Block, ...]] = {
+    "compact": tuple(BLOCKS),
+    "gemm_ready": ((1, 128),),
+    "blocked_128x4": ((1, 32), (32, 1)),
+}
+BLOCKED_128X4 = "blocked_128x4"
+
 #: row-wise block -> the block of the transposed tensor
 COLUMN_BLOCK: dict[Block, tuple[int, int]] = {(1, 128): (128, 1), (1, 32): (32, 1)}
 
@@ -80,11 +88,26 @@ def scale_shape(
     """
     if block is None:
         return (1,)
+    if layout == BLOCKED_128X4:
+        return blocked_shape(shape, block, ceil_div(shape[0], 128))
     *lead, m, k = swapped(shape) if transposed else shape
     rows, cols = ceil_div(m, block[0]), ceil_div(k, block[1])
     if layout == "gemm_ready" and block[0] == 1:
         return (cols, round_up(m, 4))
     return (*lead, rows, cols)
+
+
+def blocked_shape(shape: tuple[int, ...], block: Block, tiles: int) -> tuple[int, int]:
+    """Shape of MXFP8 scales in the 128x4 blocked layout, as the operand of a product has them: its own rows
+    by blocks of the contraction. ``tiles``: of 128 rows of the logical [M, K] each, of all experts."""
+    if is_columnwise(block):
+        return round_up(shape[1], 128), 4 * tiles
+    return 128 * tiles, round_up(ceil_div(shape[1], 32), 4)
+
+
+def blocked_tiles(scales_shape: tuple[int, ...], block: Block) -> int:
+    """Tiles of 128 rows of the logical matrix that scales of such a shape have."""
+    return scales_shape[1] // 4 if is_columnwise(block) else scales_shape[0] // 128
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
+#: those that read the offsets back, so that no CUDA graph holds them
+SYNCHRONISING_BACKENDS = frozenset({"cublas"})
 
 
 class _Scope(threading.local):
@@ -39,8 +41,12 @@ def _backend_of(call: Call, backend: str | None) -> str | None:
     backend = _scope.backend if backend is None else backend
     checks.choice("backend", backend, BACKENDS)
     if backend is not None and call.device == "cpu":
-        raise ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
+        raise not_on_cpu(backend)
     return backend
+
+
+def not_on_cpu(backend: str) -> ValueError:
+    return ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
 
 
 @operation

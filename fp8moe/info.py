@@ -15,9 +15,10 @@ from pathlib import Path
 
 import fp8moe
 
-ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "router")
+ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
+_MEGATRON = ("megatron", "pip install 'fp8moe[megatron]'")
 ADAPTERS = {
     "torch_library": _TORCH,
     "torch_operation": _TORCH,
@@ -27,6 +28,7 @@ ADAPTERS = {
     "torch_functional": _TORCH,
     "torch_grouped": _TORCH,
     "torch_router": _TORCH,
+    "torch_scaled_mm": _TORCH,
     "torch_sharding": _TORCH,
     "torch_stats": _TORCH,
     "torch_distributed": _TORCH,
@@ -40,9 +42,9 @@ ADAPTERS = {
     "jax_expert_parallel": _JAX,
     "transformer_engine_jax": _JAX,
     "transformers": ("transformers", "pip install 'fp8moe[transformers]'"),
-    "torchtitan": ("torchtitan", "pip install 'torchtitan>=0.3'"),
-    "megatron": ("megatron", "pip install 'megatron-core>=0.16'"),
-    "megatron_layer": ("megatron", "pip install 'megatron-core>=0.16'"),
+    "torchtitan": ("torchtitan", "pip install 'fp8moe[torchtitan]'"),
+    "megatron": _MEGATRON,
+    "megatron_layer": _MEGATRON,
     "cupy_nccl": ("cupy", "pip install 'fp8moe[cuda13]' nvidia-nccl-cu13"),
     "deepgemm": ("deep_gemm", "build DeepGEMM from its repository"),
     "deep_ep": ("deep_ep", "build DeepEP from its repository"),
@@ -172,12 +174,15 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of the tree this package runs from, followed by "+" when its code has changed since.
 
-    FP8MOE_COMMIT says it for a copy that is no checkout of it.
+    FP8MOE_COMMIT says it for a copy that is no checkout of it; "unknown" otherwise, also where the package is
+    installed inside another project's checkout.
     """
     if named := os.environ.get("FP8MOE_COMMIT"):
         return named
     root = Path(__file__).resolve().parents[1]
-    results = ":!benchmarks/results", ":!README.md"
+    if not (root / ".git").exists():
+        return "unknown"
+    results = ":!benchmarks/results", ":!README.md", ":!docs"
     try:
         call = {"cwd": root, "capture_output": True, "text": True, "check": True}
         name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **call).stdout.strip()  # type: ignore[call-overload]
@@ -191,7 +196,8 @@ def commit() -> str:
 def command() -> str:
     """The command line of this run, without where its results go."""
     words = sys.argv[1:]
-    if "--out" in words:
-        at = words.index("--out")
-        words = words[:at] + words[at + 2 :]
+    for option in ("--out", "--picture"):
+        if option in words:
+            at = words.index(option)
+            words = words[:at] + words[at + 2 :]
     return " ".join(["python -m fp8moe", *words])

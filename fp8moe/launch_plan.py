@@ -1,86 +1,148 @@
 """What a call on CUDA allocates and launches: found once for given shapes, by a dry run, done by addresses.
 
-The dry run calls the operation with descriptors (`DeviceArray` whose owner is a `Buffer`) in place of arrays:
-its checks, output shapes and launchers run as they are, and what would be allocated, launched and freed is
-logged instead. Launches name memory by (buffer, offset in bytes). A plan holds no memory, and never changes:
-threads share it.
+The dry run calls the operation with descriptors in place of arrays (`DeviceArray` whose owner is the number
+of a buffer): its checks, output shapes and launchers run as they are, and what would be allocated, launched
+and freed is logged instead. Launches name memory by (buffer, offset in bytes). A plan holds no memory, and
+never changes: threads share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
-from fp8moe import counters
-from fp8moe.interop import Framework, load_module
-from fp8moe.record_trees import METADATA_TYPES, field_names, is_metadata
+import numpy as np
+
+from fp8moe import counters, interop
+from fp8moe.call import NOWHERE, WRITTEN, Call, NotPlannable, cuda_launch, current, with_arrays
+from fp8moe.interop import Framework, RawArray
+from fp8moe.interop.base import Wanted
+from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import ArraySpec, DeviceArray, Record
 
 #: descriptors' addresses: nobody's memory, a different one for each buffer, of the alignment that it has
 FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42
-PLANS_KEPT = 512
+
+Getter = Callable[[list[Any]], Any]
 
 
-class NotPlannable(Exception):
-    """The call reads or writes memory from the host, so what it does depends on more than shapes."""
+class Buffer(int):
+    """The number of a buffer that the call allocates, which logs when nobody needs it any more."""
+
+    steps: list[Any]
+
+    def __del__(self) -> None:
+        self.steps.append(~self)
 
 
-class Launch(NamedTuple):
-    """``function(*fixed, values)`` with the addresses of ``places`` (value, buffer, offset) in the values."""
+class DryRun(Call):
+    """A call on descriptors, which logs what would be allocated, released and launched.
 
-    function: Callable[..., None]
-    fixed: tuple[Any, ...]
-    values: list[Any]
-    places: list[tuple[int, int, int]]
+    inputs: the descriptors of the arrays that come in, which are the first buffers.
+    buffers: shape and dtype of all, by their numbers. scratch_buffers: those that a launcher asked for.
+    steps: n where buffer n is allocated, ~n where it is released, and launches: (function, fixed arguments,
+        values, places), the places of addresses among the values as (index, buffer, offset in bytes).
+    events: what `fp8moe.trace` counts. uploads: whether the call brings something from the host.
+    argument_of: by identity, of what stands for an argument that holds arrays: its index, from the end.
+    returned: the buffers that are in the result.
+    """
 
+    def __init__(
+        self,
+        described: Iterable[tuple[tuple[int, ...], np.dtype, int]],
+        device: int,
+        framework: Framework,
+    ):
+        """described: shape, dtype and alignment of each array that comes in."""
+        self.device, self.framework = device, framework
+        self.buffers: list[tuple[tuple[int, ...], np.dtype]] = []
+        self.inputs: list[DeviceArray] = []
+        self.steps: list[Any] = []
+        self.scratch_buffers: set[int] = set()
+        self.events: list[tuple[str, Any]] = []
+        self.uploads = False
+        self.argument_of: dict[int, int] = {}
+        self.returned: set[int] = set()
+        for shape, dtype, align in described:
+            number = len(self.inputs)
+            # no address where nothing is launched
+            address = 0 if device == NOWHERE else FIRST_ADDRESS + number * ADDRESS_STEP + align
+            self.inputs.append(DeviceArray(address, shape, dtype, device, number))
+            self.buffers.append((shape, dtype))
 
-class Log:
-    """What a dry run did: launches, and allocations and releases by the buffer's number."""
+    def perform(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        counting = counters.active.set((self.events.append,))
+        before, current.call = current.call, self
+        try:
+            if self.device == NOWHERE:
+                return function(*arguments, **options)
+            place = self.device, 0, self.scratch, self
+            return cuda_launch().run_at(place, function, *arguments, **options)
+        finally:
+            current.call = before
+            counters.active.reset(counting)
 
-    def __init__(self, inputs: Sequence[tuple[tuple[int, ...], Any, int]], device: int):
-        """inputs: shape, dtype and alignment of each array that comes in."""
-        self.device = device
-        self.steps: list[Launch | int] = []  # n: buffer n is allocated; ~n: it is released
-        self.specs: list[ArraySpec] = []
-        self.scratch: set[int] = set()  # buffers that a launcher asked for
-        self.inputs = [self._descriptor(ArraySpec(s, d), align) for s, d, align in inputs]
+    _do: Any = staticmethod(operator.call)  # launches are logged where they are
 
-    def _descriptor(self, spec: ArraySpec, align: int) -> DeviceArray:
-        number = len(self.specs)
-        self.specs.append(spec)
-        # none where nothing is launched, and lengths may be a compiler's symbols
-        address = 0 if self.device < 0 else FIRST_ADDRESS + number * ADDRESS_STEP + align
-        return DeviceArray(address, spec.shape, spec.dtype, self.device, Buffer(number, None))
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        number = Buffer(len(self.buffers))
+        number.steps = self.steps
+        self.steps.append(int(number))
+        self.buffers.append((shape, dtype))
+        address = 0 if self.device == NOWHERE else FIRST_ADDRESS + number * ADDRESS_STEP
+        return DeviceArray(address, shape, dtype, int(self.device), number)
 
-    def allocate(self, spec: ArraySpec, scratch: bool) -> DeviceArray:
-        new = self._descriptor(spec, 0)
-        number = new.owner.number
-        if scratch:
-            self.scratch.add(number)
-        self.steps.append(number)
-        new.owner.steps = self.steps
-        return new
+    def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
+        self.scratch_buffers.add(len(self.buffers))
+        return self.array(spec.shape, spec.dtype)
 
-    def launched(self, function: Callable[..., None], fixed: Any, values: list[Any], arguments: Any) -> None:
-        arrays = [(i, a) for i, a in enumerate(arguments) if type(a) is DeviceArray]
-        places = [(i, a.owner.number, a.start) for i, a in arrays]
-        self.steps.append(Launch(function, fixed, values, places))
+    def upload(self, host: np.ndarray) -> RawArray:
+        self.uploads = True
+        if self.device != NOWHERE:
+            raise NotPlannable
+        return self.array(host.shape, host.dtype)
+
+    def values(self, raw: RawArray) -> np.ndarray | None:
+        return None
+
+    def to_host(self, raw: RawArray) -> np.ndarray:
+        if self.device != NOWHERE:
+            raise NotPlannable
+        raise TypeError("this call looks at values, which are not known yet; pass num_out_tokens as a number")
 
     def depends_on_values(self) -> None:
         raise NotPlannable
 
-
-class Buffer:
-    """Stands for memory, and logs when nobody needs it any more."""
-
-    __slots__ = ("number", "steps")
-
-    def __init__(self, number: int, steps: list[Any] | None):
-        self.number, self.steps = number, steps
-
-    def __del__(self) -> None:
-        if self.steps is not None:
-            self.steps.append(~self.number)
+    def getters(self, values: Iterable[Any]) -> list[Getter]:
+        """What makes each of the call's values, of its memory by buffers and its arguments after it."""
+        getters: list[Getter] = []
+        for value in values:
+            if id(value) in self.argument_of:
+                getters.append(itemgetter(self.argument_of[id(value)]))
+            elif type(value) is DeviceArray:
+                number = int(value.owner)
+                if value.start or tuple(value.shape) != tuple(self.buffers[number][0]):
+                    raise NotPlannable
+                self.returned.add(number)
+                getters.append(itemgetter(number))
+            elif isinstance(value, Record):
+                fields, held = dict(vars(value)), {}
+                for name, part in vars(value).items():
+                    if type(part) not in METADATA_TYPES:
+                        fields[name], held[name] = None, part  # the fields stay in their order
+                parts = list(zip(held, self.getters(held.values()), strict=True))
+                getters.append(partial(_new_record, type(value), fields, parts))
+            elif is_metadata(value):
+                getters.append(partial(_constant, value))
+            elif isinstance(value, tuple):
+                getters.append(partial(_new_tuple, self.getters(value)))
+            else:
+                raise NotPlannable
+        return getters
 
 
 class LaunchPlan:
@@ -88,33 +150,54 @@ class LaunchPlan:
 
     def __init__(
         self,
-        log: Log,
-        result: Any,
-        given: Sequence[Any],
-        written: Sequence[int],
-        counts: counters.Trace,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
         framework: Framework,
+        device: int,
+        described: Sequence[tuple[tuple[int, ...], np.dtype, int]],
     ):
-        """given: the arguments of the dry run. written: the inputs, by their numbers, that the call writes
-        to."""
-        inputs = len(log.inputs)
-        steps = list(log.steps)  # what is released after this, the result is
-        self._result, returned = _template(result, given, inputs, log.specs)
-        self._device, self._counts = log.device, counts
-        self._stream = framework.stream_getter(log.device)
-        self.written = written
-        self._sizes = [spec.nbytes for spec in log.specs] if written else []
-        self._last = len(log.specs)
+        """names: of the function's parameters. Raises NotPlannable."""
+        call = DryRun(described, device, framework)
+        given = (*arguments, *options.values())
+        raw: list[Any] = []
+        inputs = call.inputs[::-1]
+        self.written: list[int] = []  # the inputs, by their numbers, that the call writes to
+        labels = [*names[: len(arguments)], *[""] * (len(arguments) - len(names)), *options]
+        for name, value in zip(labels, given, strict=True):
+            first = len(described) - len(inputs)
+            is_array = interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
+            if is_array or isinstance(value, (Record, tuple)):
+                value = inputs.pop() if is_array else with_arrays(value, inputs)
+                call.argument_of[id(value)] = len(raw) - len(given)
+            raw.append(value)
+            if name in WRITTEN:
+                self.written += range(first, len(described) - len(inputs))
+        if self.written and not framework.always_writable:
+            raise NotPlannable
+        count = len(arguments)
+        result = call.perform(function, *raw[:count], **dict(zip(options, raw[count:], strict=True)))
+        self._held = result  # or the release of its buffers would be logged
+        (self._result,) = call.getters((result,))
+        wanted: list[Wanted] = []
+        for number, (shape, dtype) in enumerate(call.buffers):
+            wanted.append((shape, dtype, number not in call.returned))
+        first = len(described)
+        self._run = cuda_launch().run_steps
+        self._stream, makers = framework.prepare(device, wanted[first:])
+        self._device, self._events, self._buffers = device, call.events, len(wanted)
+        self._address, self._wrap = framework.address, framework.wrap
+        self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
+        self._sizes = [math.prod(s) * d.itemsize for s, d in call.buffers] if self.written else []
         self._steps: list[Any] = []
-        for step in steps:
-            if isinstance(step, Launch):
+        for step in call.steps:
+            if type(step) is tuple:
                 self._steps.append(step)
             elif step >= 0:
-                make = framework.allocator(log.specs[step], log.device, step not in returned)
-                self._steps.append((None, make, step, 0 not in log.specs[step].shape))
+                self._steps.append((None, makers[step - first], step, 0 not in wanted[step][0]))
             else:
                 self._steps.append((None, None, ~step, False))
-        self._address, self._finish = framework.address, framework.finish
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether what is written to overlaps nothing else that came in."""
@@ -127,61 +210,31 @@ class LaunchPlan:
 
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:
         """The call of ``given``, whose arrays are ``arrays``, at ``addresses``."""
-        room = self._last - len(addresses)
+        room = self._buffers - len(addresses)
         memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
         if self._steps:
-            launch = load_module("fp8moe.kernels_cuda.launch")
-            launch.run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
-        if counting := counters.counting():
-            counters.add(self._counts, counting)
-        return self._result(given, memory, self._finish)
+            self._run(self._steps, memory, addresses, self._address, self._device, self._stream())
+        for count in counters.counting():
+            for event in self._events:
+                count(event)
+        for number in self._to_wrap:
+            memory[number] = self._wrap(memory[number])
+        return self._result([*memory, *given])
 
 
-Template = Callable[[Sequence[Any], list[Any], Callable[[Any], Any]], Any]
+def _new_record(
+    kind: type, fields: dict[str, Any], parts: list[tuple[str, Getter]], values: list[Any]
+) -> Any:
+    new: Any = object.__new__(kind)
+    new.__dict__.update(fields)
+    for name, get in parts:
+        new.__dict__[name] = get(values)
+    return new
 
 
-def _template(
-    result: Any, given: Sequence[Any], inputs: int, specs: list[ArraySpec]
-) -> tuple[Template, set[int]]:
-    """What makes the call's result of its arguments and of the memory by buffers; the buffers in it."""
-    returned: set[int] = set()
+def _new_tuple(parts: list[Getter], values: list[Any]) -> tuple[Any, ...]:
+    return tuple([get(values) for get in parts])
 
-    def build(value: Any) -> Template:
-        if value is None or (type(value) is not DeviceArray and is_metadata(value)):
-            return lambda given, memory, finish: value
-        for i, ours in enumerate(given):
-            if value is ours:
-                return lambda given, memory, finish: given[i]
-        if type(value) is DeviceArray:
-            number = value.owner.number
-            if value.start or tuple(value.shape) != tuple(specs[number].shape):
-                raise NotPlannable
-            if number < inputs:
-                return lambda given, memory, finish: memory[number]
-            returned.add(number)
-            return lambda given, memory, finish: finish(memory[number])
-        if isinstance(value, tuple):
-            parts = [build(v) for v in value]
-            return lambda given, memory, finish: tuple([p(given, memory, finish) for p in parts])
-        kind = type(value)
-        if not issubclass(kind, Record):
-            raise NotPlannable
-        plain, others = {}, []
-        for name in field_names(kind) or ():
-            part = getattr(value, name)
-            if type(part) in METADATA_TYPES or (isinstance(part, tuple) and is_metadata(part)):
-                plain[name] = part
-            else:
-                others.append((name, build(part)))
 
-        def record(given: Sequence[Any], memory: list[Any], finish: Callable[[Any], Any]) -> Any:
-            new = object.__new__(kind)
-            fields = new.__dict__
-            fields.update(plain)
-            for name, make in others:
-                fields[name] = make(given, memory, finish)
-            return new
-
-        return record
-
-    return build(result), returned
+def _constant(value: Any, values: list[Any]) -> Any:
+    return value

@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.dispatch import enter, operation
+from fp8moe.call import load_backend
+from fp8moe.dispatch import NOWHERE, Call, enter, operation
 from fp8moe.expert_parallel import (
     Comm,
     Dispatched,
@@ -27,8 +28,9 @@ from fp8moe.expert_parallel import (
 )
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
 from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
-from fp8moe.formats import BFLOAT16
-from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, products_by
+from fp8moe.formats import BFLOAT16, round_up
+from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
+from fp8moe.interop import Device
 from fp8moe.permuted_rows import (
     PlacedRows,
     pad_rows,
@@ -201,6 +203,44 @@ def experts_of(w: Any) -> int:
     return int((w.rowwise if isinstance(w, Quantized) else w).shape[0])
 
 
+def check_backend(
+    backend: str | None,
+    device: Device,
+    *,
+    recipe: str,
+    activation: Activation,
+    dtype: str,
+    experts: int,
+    hidden: int,
+    ffn: int,
+    gradients: Collection[str] = GRADIENTS,
+) -> None:
+    """Refuse a backend that does not make every product of a layer on a device, before anything is computed.
+
+    dtype: of the operands of "bf16". ffn: F without the zeros that FP8 weights are filled up with. What
+    depends on the number of rows, or on where an array begins, is not known here.
+
+    Raises ValueError, and TypeError for a dtype.
+    """
+    checks.choice("backend", backend, BACKENDS)
+    if backend is None or device == NOWHERE:
+        return
+    if device == "cpu":
+        raise not_on_cpu(backend)
+    width = ffn if recipe == "bf16" else round_up(ffn, 128)
+    load_backend(device, "grouped_gemm").check_layer(
+        backend,
+        device,
+        operands=dtype if recipe == "bf16" else "e4m3",
+        experts=experts,
+        hidden=hidden,
+        columns=activation.columns(width),
+        width=width,
+        ffn=ffn,
+        gradients=tuple(gradients),
+    )
+
+
 def moe_forward(
     x: ArrayLike,
     w13: ArrayLike,
@@ -284,7 +324,8 @@ def moe_forward(
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
     else:
-        _check_layer(recipe, activation, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+        given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+        _check_layer(recipe, activation, backend, gradients, **given)
         y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, how)
     return y, _recorded(saved, overwritten)
 
@@ -350,6 +391,7 @@ def moe_forward_permuted(
     activation: Activation = SWIGLU,
     align_size: int = 1,
     gradients: Collection[str] = GRADIENTS,
+    backend: str | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of rows that a dispatcher has permuted: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
 
@@ -382,6 +424,8 @@ def moe_forward_permuted(
         padding. On CUDA only FP8MOE_CHECK=1 looks whether it is so.
     gradients : collection of str
         As for `moe_forward`; "dprobs" is that of ``probs``.
+    backend : str or None
+        As for `moe_forward`.
 
     Returns
     -------
@@ -411,6 +455,7 @@ def moe_forward_permuted(
     checks.choice("recompute", recompute, (None, "moe_expert"))
     checks.options("activation", activation, Activation)
     align_size = checks.integer("align_size", align_size, 1)
+    checks.choice("backend", backend, BACKENDS)
     _check_gradients(gradients)
     y, saved = permuted_experts_forward(
         x,
@@ -423,6 +468,7 @@ def moe_forward_permuted(
         align_size=align_size,
         activation=activation,
         gradients=tuple(gradients),
+        backend=backend,
     )
     return y, _recorded(saved, _overwritten(w13, w2))
 
@@ -444,7 +490,8 @@ def experts_forward(
 ) -> tuple[Any, Saved]:
     """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
     if not isinstance(x, QuantTensor):
-        _check_layer(recipe, activation, x=x, w13=w13, w2=w2, topk_ids=topk_ids, topk_probs=topk_probs)
+        given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+        _check_layer(recipe, activation, backend, gradients, **given)
         x = _cast(recipe, x)
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
@@ -468,7 +515,7 @@ def permuted_experts_forward(
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
     given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
-    _check_permuted(recipe, activation, align_size, **given)
+    _check_permuted(recipe, activation, align_size, backend, gradients, **given)
     if not isinstance(x, QuantTensor):
         x = _cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
@@ -969,17 +1016,29 @@ def _cast(recipe: str, x: Any) -> Any:
     return x if fmt is None else quantize(x, fmt=fmt)
 
 
-def _check_layer(recipe: str, activation: Activation, **arrays: Any) -> None:
-    a = enter(**arrays).args
+def _check_layer(
+    recipe: str, activation: Activation, backend: str | None, gradients: Collection[str], **arrays: Any
+) -> None:
+    call = enter(**arrays)
+    a = call.args
     _check_rows_and_weights(recipe, activation, a)
     checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
+    _check_backend_of(call, recipe, activation, backend, gradients)
 
 
-def _check_permuted(recipe: str, activation: Activation, align_size: int, **arrays: Any) -> None:
-    a = enter(**arrays).args
+def _check_permuted(
+    recipe: str,
+    activation: Activation,
+    align_size: int,
+    backend: str | None,
+    gradients: Collection[str],
+    **arrays: Any,
+) -> None:
+    call = enter(**arrays)
+    a = call.args
     if isinstance(a.x, QuantTensor):
         if recipe == "bf16":
             raise TypeError(
@@ -997,6 +1056,27 @@ def _check_permuted(recipe: str, activation: Activation, align_size: int, **arra
             f"align_size: got {align_size}; wanted 1, of rows without padding, or a multiple of {wanted} for "
             f"recipe {recipe!r}"
         )
+    _check_backend_of(call, recipe, activation, backend, gradients)
+
+
+def _check_backend_of(
+    call: Call, recipe: str, activation: Activation, backend: str | None, gradients: Collection[str]
+) -> None:
+    """Of arrays that `_check_rows_and_weights` has seen."""
+    if backend is None:
+        return
+    w13, w2 = call.args.w13, call.args.w2
+    check_backend(
+        backend,
+        call.device,
+        recipe=recipe,
+        activation=activation,
+        dtype=w13.dtype.name if recipe == "bf16" else "",
+        experts=w13.shape[0],
+        hidden=w13.shape[2],
+        ffn=w2.shape[2],
+        gradients=gradients,
+    )
 
 
 def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:

@@ -19,7 +19,12 @@ ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 @operation
 def permute(
-    x: ArrayLike, plan: PermutationPlan, probs: ArrayLike | None = None, *, fill_padding: bool = True
+    x: ArrayLike,
+    plan: PermutationPlan,
+    probs: ArrayLike | None = None,
+    *,
+    fill_padding: bool = True,
+    zero_unweighted: bool = False,
 ) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -36,6 +41,9 @@ def permute(
     fill_padding : bool
         Write zeros (data, probs and scales) to every row that no token goes to; without it they are left as
         they were allocated.
+    zero_unweighted : bool
+        Zeros in place of the values (of codes, not of scales) of rows whose probability is exactly 0.0, by
+        which Transformer Engine's callers drop tokens. The gradient is that of a row that was moved.
 
     Returns
     -------
@@ -59,25 +67,31 @@ def permute(
     """
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
-    data, probs = _permute(call, a.x, checks.plan(call, a.plan), a.probs, fill_padding)
-    return Permuted(data, probs, plan)
+    plan = checks.plan(call, a.plan)
+    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted)
 
 
-def _permute(call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool) -> tuple[Any, Any]:
-    _check_rows("x", x, plan.num_tokens)
-    if probs is not None:
-        checks.dtype("probs", probs, checks.FLOATS)
-        checks.shape("probs", probs, (plan.num_tokens, plan.prob_columns))
-    fill = checks.flag("fill_padding", fill)
-    out = call.empty(permute_spec(x, plan, probs))
-    call.run("permute", "permute", x, plan, probs, fill_padding=fill, out=out)
-    return call.leave(out.data), call.leave(out.probs)
-
-
-def permute_spec(x: Any, plan: PermutationPlan, probs: Any) -> Permuted:
-    """Shapes of what `permute` returns; its plan is left to the caller."""
-    probs_spec = None if probs is None else ArraySpec((plan.num_out_tokens,), probs.dtype)
-    return Permuted(rows_spec(x, plan.num_out_tokens), probs_spec, None)  # type: ignore[arg-type]
+def _permute(
+    call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool, zero_unweighted: bool = False
+) -> Permuted:
+    tokens, rows, quantized = plan.num_tokens, plan.num_out_tokens, isinstance(x, QuantTensor)
+    if quantized:
+        _check_rows("x", x, tokens)
+    checks.arrays(
+        ("x", x, None, (tokens, "H")),
+        ("probs", probs, checks.FLOATS, (tokens, plan.prob_columns)),
+    )
+    if type(fill) is not bool:
+        fill = checks.flag("fill_padding", fill)
+    if type(zero_unweighted) is not bool:
+        zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
+    if zero_unweighted and probs is None:
+        raise ValueError("zero_unweighted: got True without probs; wanted them, or False")
+    data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
+    out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
+    options = {"fill_padding": fill, "zero_unweighted": zero_unweighted}
+    call.run("permute", "permute", x, plan, probs, **options, out=out)
+    return out
 
 
 def rows_spec(x: Any, rows: int) -> Any:
@@ -143,8 +157,7 @@ def permute_and_pad(
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
     else:
         plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens, "routing_map")
-    data, probs = _permute(call, a.x, plan, a.probs, fill_padding)
-    return Permuted(data, probs, call.leave(plan))
+    return _permute(call, a.x, plan, a.probs, fill_padding)
 
 
 @operation
@@ -188,7 +201,7 @@ def unpermute(x: ArrayLike, plan: PermutationPlan, merging_probs: ArrayLike | No
     _check_merging_probs(a.merging_probs, a.plan)
     out = call.empty(unpermute_spec(a.x, a.plan))
     call.run("permute", "unpermute", a.x, a.plan, a.merging_probs, out=out)
-    return call.leave(out)
+    return out
 
 
 def unpermute_spec(x: Any, plan: PermutationPlan) -> ArraySpec:
@@ -243,7 +256,7 @@ def permute_backward(
     spec = (unpermute_spec(a.grad, a.plan), _probs_spec(a.plan, a.grad_probs))
     out = call.empty(spec)
     call.run("permute", "permute_backward", a.grad, a.plan, a.grad_probs, out=out)
-    return call.leave(out)
+    return out
 
 
 @operation
@@ -302,7 +315,7 @@ def unpermute_backward(
     spec = (rows_spec(a.grad, a.plan.num_out_tokens), _probs_spec(a.plan, a.merging_probs))
     out = call.empty(spec)
     call.run("permute", "unpermute_backward", a.grad, a.plan, a.x, a.merging_probs, out=out)
-    return call.leave(out)
+    return out
 
 
 @operation
@@ -387,7 +400,7 @@ def sort_chunks(
         keep_rest=keep_rest,
         out=out,
     )
-    return call.leave(out)
+    return out
 
 
 def sort_chunks_spec(x: Any, probs: Any, groups: int, rows: int) -> SortedChunks:
@@ -478,7 +491,7 @@ def sort_chunks_backward(
         keep_rest=keep_rest,
         out=out,
     )
-    return call.leave(out)
+    return out
 
 
 @operation
@@ -589,7 +602,7 @@ def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_token
         checks.room("num_out_tokens", rows_out, end_padded if verb == "pad" else end, "tokens_per_expert")
     out = call.empty(rows_spec(call.args.x, rows_out))
     call.run("permute", verb, call.args.x, counts, align_size=align_size, out=out)
-    return call.leave(out)
+    return out
 
 
 def _check_rows(name: str, x: Any, rows: int | str) -> int:

@@ -55,7 +55,7 @@ def plan_topk(
     ([1, 1, 2], [0, 1, 2, 4])
     """
     call = enter(topk_ids=topk_ids)
-    return call.leave(raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens))
+    return raw_plan_topk(call, call.args.topk_ids, num_experts, align_size, num_out_tokens)
 
 
 @operation
@@ -100,7 +100,112 @@ def plan_routing_map(
     (4, [1, 1, 2])
     """
     call = enter(routing_map=routing_map)
-    return call.leave(raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens))
+    return raw_plan_routing_map(call, call.args.routing_map, align_size, topk, num_out_tokens)
+
+
+@operation
+def plan_row_map(
+    row_id_map: ArrayLike, pad_offsets: ArrayLike | None = None, *, num_out_tokens: int
+) -> PermutationPlan:
+    """The plan that a row map of Transformer Engine's layout belongs to.
+
+    What a caller has who was handed rows with their map and no plan; counts and offsets come from the map.
+
+    Parameters
+    ----------
+    row_id_map : ArrayLike, int32, [T, 2E+1]
+        As `PermutationPlan.row_id_map` is with R = E. Of each token its first n_t entries are read, whatever
+        lies behind them.
+    pad_offsets : ArrayLike, int32, [E], or None
+        Padding of all experts before each; None where no expert is padded.
+    num_out_tokens : int
+        Rows of the permuted buffer.
+
+    Returns
+    -------
+    PermutationPlan
+        On the device of ``row_id_map``, of which it has a copy. Nothing synchronises. ``align_size`` is 1,
+        ``padded_tokens_per_expert`` counts rows without padding, and the last offset is where the last
+        expert's rows end: its padding cannot be told from the rows after it, and need not be.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        For a wrong shape or range.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_routing_map(np.array([[1, 0, 1], [0, 1, 1]], bool), align_size=2)
+    >>> again = fp8moe.plan_row_map(plan.row_id_map, plan.pad_offsets, num_out_tokens=plan.num_out_tokens)
+    >>> again.tokens_per_expert.tolist(), again.expert_offsets.tolist()
+    ([1, 1, 2], [0, 2, 4, 6])
+    """
+    call = enter(row_id_map=row_id_map, pad_offsets=pad_offsets)
+    row_id_map, pad_offsets = call.args.row_id_map, call.args.pad_offsets
+    checks.dtype("row_id_map", row_id_map, (checks.INT32,))
+    checks.shape("row_id_map", row_id_map, ("T", "2E+1"))
+    if row_id_map.shape[1] % 2 == 0:
+        raise ValueError(f"row_id_map: got shape {list(row_id_map.shape)}; wanted [T, 2E+1]")
+    experts = row_id_map.shape[1] // 2
+    if pad_offsets is not None:
+        checks.dtype("pad_offsets", pad_offsets, (checks.INT32,))
+        checks.shape("pad_offsets", pad_offsets, (experts,))
+    num_out_tokens = checks.integer("num_out_tokens", num_out_tokens, 0)
+    spec = plan_spec(row_id_map.shape[0], experts, experts, 1, num_out_tokens, has_slots=False)
+    out = call.empty(spec)
+    call.run("plan", "plan_row_map", row_id_map, pad_offsets, out=out)
+    return call.leave(out)  # type: ignore[no-any-return]
+
+
+@operation
+def plan_index_map(row_id_map: ArrayLike, topk: int, *, num_out_tokens: int) -> PermutationPlan:
+    """The plan that moves rows as a map by index says, Transformer Engine's of ``map_type="index"``.
+
+    Where an entry's row is depends on the order of the ids alone, so all entries are of one expert here.
+
+    Parameters
+    ----------
+    row_id_map : ArrayLike, int32, [k * T]
+        The row of a token's entry j at j * T + t, below 0 where it has none (`fp8moe.row_maps`).
+    topk : int
+        k.
+    num_out_tokens : int
+        Rows of the permuted buffer.
+
+    Returns
+    -------
+    PermutationPlan
+        On the device of ``row_id_map``, of T tokens, k experts each, E = 1. Nothing synchronises.
+
+    Raises
+    ------
+    TypeError
+        For a wrong dtype.
+    ValueError
+        For a wrong shape or range.
+
+    Examples
+    --------
+    >>> plan = fp8moe.plan_index_map(np.array([1, 0, -1, 2], np.int32), 2, num_out_tokens=3)
+    >>> fp8moe.permute(np.array([[1.0], [2.0]]), plan).data[:, 0].tolist()
+    [2.0, 1.0, 2.0]
+    """
+    call = enter(row_id_map=row_id_map)
+    row_id_map = call.args.row_id_map
+    topk = checks.integer("topk", topk, 1)
+    num_out_tokens = checks.integer("num_out_tokens", num_out_tokens, 0)
+    checks.dtype("row_id_map", row_id_map, (checks.INT32,))
+    checks.shape("row_id_map", row_id_map, ("k * T",))
+    if row_id_map.shape[0] % topk:
+        raise ValueError(
+            f"row_id_map: got shape {list(row_id_map.shape)}; wanted [k * T], a multiple of topk={topk}"
+        )
+    spec = plan_spec(row_id_map.shape[0] // topk, 1, topk, 1, num_out_tokens, has_slots=True)
+    out = call.empty(spec)
+    call.run("plan", "plan_index_map", row_id_map, out=out)
+    return call.leave(out)  # type: ignore[no-any-return]
 
 
 def raw_plan_topk(

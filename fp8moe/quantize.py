@@ -13,9 +13,11 @@ from fp8moe import checks, counters
 from fp8moe.dispatch import enter, operation, place_of
 from fp8moe.formats import (
     BFLOAT16,
+    BLOCKED_128X4,
     BLOCKS,
     COLUMN_BLOCK,
     FORMATS,
+    LAYOUTS,
     Block,
     ceil_div,
     data_shape,
@@ -89,8 +91,9 @@ def quantize(
         Power-of-two scales.
     eps : float
         The least amax of a block.
-    layout : "compact" or "gemm_ready"
-        "gemm_ready", for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M.
+    layout : "compact", "gemm_ready" or "blocked_128x4"
+        "gemm_ready", for (1, 128): scales [ceil(K/128), roundup(M, 4)], zeros past M. "blocked_128x4", for
+        MXFP8, of both orientations where both are made: as `to_layout` says.
     columnwise : bool
         Return `Quantized`, with the transposed tensor beside the row-wise one, from one read. For (128, 128)
         it is what dgrad multiplies by.
@@ -208,13 +211,14 @@ def quantize_spec(
     block = checks.block("block", block, QUANTIZE_BLOCKS)
     columnwise = checks.flag("columnwise", columnwise)
     checks.choice("fmt", fmt, FORMATS)
-    checks.choice("layout", layout, ("compact", "gemm_ready"))
+    checks.choice("layout", layout, LAYOUTS)
     if checks.choice("scale_rounding", scale_rounding, ("up", "floor")) != "up" and not is_mx(block):
         raise ValueError(
             f"scale_rounding: got {scale_rounding!r} with block {block}; wanted it with (1, 32) or (32, 1)"
         )
-    if layout == "gemm_ready" and block != (1, 128):
-        raise ValueError(f"layout: got 'gemm_ready' with block {block}; wanted it with (1, 128) only")
+    if block not in LAYOUTS[layout]:
+        blocks = " or ".join(map(str, LAYOUTS[layout]))
+        raise ValueError(f"layout: got {layout!r} with block {block}; wanted it with {blocks} only")
     if block == (128, 128) and x.ndim == 3:
         checks.shape("x", x, ("E", "N", "K"))
     else:
@@ -225,7 +229,8 @@ def quantize_spec(
     if block not in _TRANSPOSED:
         raise ValueError(f"columnwise: got True with block {block}; wanted a row-wise block or (128, 128)")
     transposed = block == (128, 128)
-    return Quantized(rowwise, quant_spec(x.shape, fmt, _TRANSPOSED[block], "compact", transposed=transposed))
+    layout = layout if layout == BLOCKED_128X4 else "compact"
+    return Quantized(rowwise, quant_spec(x.shape, fmt, _TRANSPOSED[block], layout, transposed=transposed))
 
 
 def quant_spec(
@@ -272,7 +277,7 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayL
     Parameters
     ----------
     q : QuantTensor
-        Of any block and layout.
+        Of any block; compact or gemm_ready.
     dtype : "float32" or "bfloat16"
         Of the result.
     expert_offsets : ArrayLike, int32, [E+1], or None
@@ -306,40 +311,3 @@ def dequantize(q: QuantTensor, *, dtype: str = "float32", expert_offsets: ArrayL
     counters.record_cast(weight=a.q.block == (128, 128))
     call.run("quantize", "dequantize", a.q, expert_offsets=a.expert_offsets, out=out)
     return call.leave(out)
-
-
-def to_layout(q: QuantTensor, layout: str) -> QuantTensor:
-    """The same row-wise tensor with its scales in another layout, for any number of rows.
-
-    Parameters
-    ----------
-    q : QuantTensor, [M, K]
-        Of block (1, 128).
-    layout : "compact" or "gemm_ready"
-        Scales [M, ceil(K/128)], or [ceil(K/128), roundup(M, 4)] with zeros past M.
-
-    Returns
-    -------
-    QuantTensor
-        The codes are shared, not copied; a tensor that has the layout already is returned as it is.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For another block or layout.
-
-    Examples
-    --------
-    >>> q = fp8moe.quantize(np.ones((3, 256), np.float32))
-    >>> fp8moe.to_layout(q, "gemm_ready").scales.shape
-    (2, 4)
-    """
-    checks.choice("layout", layout, ("compact", "gemm_ready"))
-    call = enter(q=q)
-    raw = checks.quant_tensor("q", call.args.q, ((1, 128),), ("compact", "gemm_ready"))
-    if raw.layout == layout:
-        return q
-    scales = ArraySpec(scale_shape(raw.shape, raw.block, layout), raw.scales.dtype)
-    out = replace(raw, scales=call.empty(scales), layout=layout)
-    call.run("quantize", "to_layout", raw, out=out)
-    return replace(q, scales=call.leave(out.scales), layout=layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,15 +105,15 @@ class QuantTensor(Record):
     scales : ArrayLike, float32 or uint8
         What multiplies back to the value (Transformer Engine's ``scale_inv``): float32, or uint8 E8M0
         exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)]; ``gemm_ready``:
-        [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; of (128, 128) blocks: as the codes lie, one
-        for each 128 x 128 of them; one scale a tensor: [1].
+        [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; ``blocked_128x4``: as `to_layout` says; of
+        (128, 128) blocks: as the codes lie, one for each 128 x 128 of them; one scale a tensor: [1].
     fmt : "e4m3", "e5m2" or "e2m1"
         Format of the codes; e4m3 has no infinities, and 448 is its largest number.
     block : tuple of int or None
         (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor. Rows and
         columns of the logical matrix.
-    layout : "compact" or "gemm_ready"
-        Of row-wise scales.
+    layout : "compact", "gemm_ready" or "blocked_128x4"
+        Of the scales: "gemm_ready" of block (1, 128), "blocked_128x4" of MXFP8.
     transposed : bool
         Of (128, 128) blocks, whether codes and scales are stored transposed. Blocks (128, 1) and (32, 1)
         always are, the others never.
@@ -242,33 +243,44 @@ class PermutationPlan(Record):
     @property
     def size(self) -> int:
         """Elements that ``data`` has."""
-        return sum(map(math.prod, self._shapes().values()))
+        return self.layout[0]
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the arrays, in the order in which they lie. Those whose place depends on the number of tokens
-        come last: compilers know the places of the others."""
-        tokens, experts, width = self.num_tokens, self.num_experts, self.max_experts_per_token
-        shapes: dict[str, tuple[int, ...]] = {
-            "tokens_per_expert": (experts,),
-            "padded_tokens_per_expert": (experts,),
-            "pad_offsets": (experts,),
-            "expert_offsets": (experts + 1,),
-            "overflow": (1,),
-            "row_id_map": (tokens, 2 * width + 1),
-        }
-        if self.has_slots:
-            shapes["slots"] = tokens, width
-        return shapes
+    @property
+    def layout(self) -> PlanLayout:
+        return plan_layout(self.num_tokens, self.num_experts, self.max_experts_per_token, self.has_slots)
 
     def _part(self, name: str) -> Array:
-        start = 0
-        for other, shape in self._shapes().items():
-            if other == name:
-                break
-            start += math.prod(shape)
+        start, shape = self.layout[1][name]
         if type(self.data) in (DeviceArray, ArraySpec):
             return self.data.part(start, shape)
         return self.data[start : start + math.prod(shape)].reshape(shape)
+
+
+#: elements of a plan's ``data``, and of its arrays by name the first element and the shape
+PlanLayout = tuple[int, dict[str, tuple[int, tuple[int, ...]]]]
+
+
+def plan_layout(tokens: int, experts: int, width: int, has_slots: bool) -> PlanLayout:
+    """The arrays whose place depends on the number of tokens come last: compilers know the places of the
+    others."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "tokens_per_expert": (experts,),
+        "padded_tokens_per_expert": (experts,),
+        "pad_offsets": (experts,),
+        "expert_offsets": (experts + 1,),
+        "overflow": (1,),
+        "row_id_map": (tokens, 2 * width + 1),
+    }
+    if has_slots:
+        shapes["slots"] = tokens, width
+    places, start = {}, 0
+    for name, shape in shapes.items():
+        places[name] = start, shape
+        start += math.prod(shape)
+    return start, places
+
+
+cached_plan_layout = lru_cache(maxsize=1024)(plan_layout)  # of sizes that are numbers, outside of compilers
 
 
 def pack_plan(
@@ -280,7 +292,7 @@ def pack_plan(
     (experts,) = arrays["tokens_per_expert"].shape
     sizes = tokens, experts, (columns - 1) // 2, arrays.get("slots") is not None
     plan = PermutationPlan(None, *sizes, num_out_tokens, align_size)
-    return replace(plan, data=concatenate([arrays[name].reshape(-1) for name in plan._shapes()]))
+    return replace(plan, data=concatenate([arrays[name].reshape(-1) for name in plan.layout[1]]))
 
 
 @dataclass(frozen=True)

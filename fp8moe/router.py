@@ -195,7 +195,7 @@ def route_backward(
     logits : ArrayLike, float32, [T, E]
         The forward's.
     topk_ids : ArrayLike, int32, [T, k]
-        What the forward chose.
+        What the forward chose. An id that is no expert's, negative or E and more, has no gradient.
     config : RouterConfig
         The forward's.
     tokens_per_expert : ArrayLike, int32, [S, E], or None

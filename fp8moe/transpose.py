@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fp8moe import checks
 from fp8moe.dispatch import enter, operation
-from fp8moe.formats import COLUMN_BLOCK, Block, ceil_div
+from fp8moe.formats import BLOCKED_128X4, COLUMN_BLOCK, LAYOUTS, Block, blocked_shape, ceil_div
 from fp8moe.quantize import quant_spec
-from fp8moe.records import ArrayLike, PermutationPlan, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, QuantTensor
 
 
 @operation
 def scaling_aware_transpose(
-    q: QuantTensor, expert_offsets: ArrayLike | None = None, *, target: str = "column", align_size: int = 1
+    q: QuantTensor,
+    expert_offsets: ArrayLike | None = None,
+    *,
+    target: str = "column",
+    align_size: int = 1,
+    layout: str = "compact",
 ) -> QuantTensor:
     """Row-wise to column-wise FP8, by moving exponents.
 
@@ -36,6 +42,9 @@ def scaling_aware_transpose(
     align_size : int
         What every expert offset is a multiple of. With a multiple of the block's rows B the scales have
         ceil(M/B) rows, else as many as the experts can come to.
+    layout : "compact" or "blocked_128x4"
+        Of the result's scales; "blocked_128x4", for MXFP8, as `to_layout` says, also of experts that begin at
+        any row.
 
     Returns
     -------
@@ -73,14 +82,16 @@ def scaling_aware_transpose(
     if a.expert_offsets is not None:
         checks.offsets(call, "expert_offsets", a.expert_offsets, align_size=align_size)
         experts = a.expert_offsets.shape[0] - 1
-    out = call.empty(transpose_spec(a.q, a.q.shape[0], experts, align_size, target))
+    out = call.empty(transpose_spec(a.q, a.q.shape[0], experts, align_size, target, layout))
     checks.powers_of_two(call, "q", a.q)
     call.run("transpose", "scaling_aware_transpose", a.q, a.expert_offsets, target=target, out=out)
     return call.leave(out)
 
 
 @operation
-def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "column") -> QuantTensor:
+def permute_transpose(
+    q: QuantTensor, plan: PermutationPlan, *, target: str = "column", layout: str = "compact"
+) -> QuantTensor:
     """Gather rows to their experts and transpose, in one read.
 
     It is `scaling_aware_transpose` of ``permute(q, plan).data``, without making that: training can keep the
@@ -93,6 +104,8 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
     plan : PermutationPlan
         With the T tokens of ``q``.
     target : "column", "tile" or "block"
+        As for `scaling_aware_transpose`.
+    layout : "compact" or "blocked_128x4"
         As for `scaling_aware_transpose`.
 
     Returns
@@ -119,7 +132,7 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
     checks.offsets(call, "plan.expert_offsets", a.plan.expert_offsets, **align)
     checks.quant_tensor("q", a.q, COLUMN_BLOCK)
     checks.shape("q.data", a.q.data, (a.plan.num_tokens, "K"))
-    spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size, target)
+    spec = transpose_spec(a.q, a.plan.num_out_tokens, a.plan.num_experts, a.plan.align_size, target, layout)
     checks.powers_of_two(call, "q", a.q)
     out = call.empty(spec)
     call.run("transpose", "permute_transpose", a.q, a.plan, target=target, out=out)
@@ -127,10 +140,23 @@ def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str = "c
 
 
 def transpose_spec(
-    q: Any, rows: int, experts: int | None, align_size: int, target: str = "column"
+    q: Any,
+    rows: int,
+    experts: int | None,
+    align_size: int,
+    target: str = "column",
+    layout: str = "compact",
 ) -> QuantTensor:
     checks.choice("target", target, ("column", "tile", "block"))
+    checks.choice("layout", layout, ("compact", BLOCKED_128X4))
     block = transposed_block(q.block, target)
+    if block not in LAYOUTS[layout]:
+        raise ValueError(f"layout: got {layout!r} for a result of block {block}; wanted it with (1, 32) only")
+    if layout == BLOCKED_128X4:
+        shape = rows, q.shape[1]
+        scales = blocked_shape(shape, block, tiles_of_rows(rows, experts, align_size))
+        spec = quant_spec(shape, q.fmt, block, layout)
+        return replace(spec, scales=ArraySpec(scales, spec.scales.dtype))
     if target == "block":
         if q.block != (1, 128):
             raise TypeError(f'q.block: got {q.block} with target="block"; wanted (1, 128)')
@@ -147,6 +173,11 @@ def transpose_spec(
 def transposed_block(block: Block, target: str) -> tuple[int, int]:
     """The result's block, for the row-wise ``block`` of what is transposed."""
     return (128, 128) if target == "block" else COLUMN_BLOCK[block]
+
+
+def tiles_of_rows(rows: int, experts: int | None, align_size: int) -> int:
+    """Tiles of 128 rows in the blocked layout, none of which has rows of two experts."""
+    return ceil_div(rows, 128) if experts is None else column_scale_rows(rows, experts, 128, align_size)
 
 
 def column_scale_rows(rows: int, experts: int, block_rows: int, align_size: int) -> int:

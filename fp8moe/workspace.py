@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import checks, counters
-from fp8moe.dispatch import NOWHERE, Call, DryRun, Running, launching_on, while_capturing
+from fp8moe import checks
+from fp8moe.call import NOWHERE, Call, NotPlannable, cuda_launch
 from fp8moe.interop import NUMPY, load_module, require_cupy
-from fp8moe.launch_plan import Launch, Log, NotPlannable
+from fp8moe.launch_plan import DryRun
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec, DeviceArray
 
@@ -47,20 +47,20 @@ class Layout:
         self._function, self._arguments = function, arguments
         self.plans: dict[int, DevicePlan] = {}
         result, call = _dry_run(function, arguments, NOWHERE)
-        log, inputs = call.log, len(arguments)
-        numbers = [a.owner.number for a in arrays_in(result)]
+        inputs, specs = len(arguments), [ArraySpec(*buffer) for buffer in call.buffers]
+        numbers = [int(a.owner) for a in arrays_in(result)]
         numbers = [n - inputs if n >= inputs else ~n for n in numbers]
         self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
-        steps = list(log.steps)
+        steps = call.steps.copy()
         del result
         made = dict.fromkeys(n for n in numbers if n >= 0 or ~n in in_place)  # each once, in this order
         number_of = {n: i for i, n in enumerate(made)}
-        self.outputs = [arguments[~n] if n < 0 else log.specs[inputs + n] for n in made]
+        self.outputs = [arguments[~n] if n < 0 else specs[inputs + n] for n in made]
         self.aliases = {~n: i for n, i in number_of.items() if n < 0}
         self.leaves = [number_of.get(n, n) for n in numbers]
         self.only_launches = not call.uploads and not checks.LOOK_AT_VALUES
-        self._offsets, size = _pack(steps, log.specs, inputs, made)
-        self._places = [number_of.get(n, -1) for n in range(len(log.specs) - inputs)]
+        self._offsets, size = _pack(steps, specs, inputs, made)
+        self._places = [number_of.get(n, -1) for n in range(len(specs) - inputs)]
         if size:
             self.outputs.append(ArraySpec((size,), np.dtype(np.uint8)))
 
@@ -87,7 +87,7 @@ class Layout:
         if plan.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
             self._call([address_of(a) for a in arrays], device, stream)
             return
-        launch = load_module("fp8moe.kernels_cuda.launch")
+        launch = cuda_launch()
         with plan.one_at_a_time:
             if plan.scratch:
                 addresses.append(plan.memory_on(device, stream))
@@ -100,36 +100,34 @@ class Layout:
                 raise NotPlannable
             _, call = _dry_run(self._function, self._arguments, device)
         except NotPlannable:  # it has to be done as it stands, each time
-            return DevicePlan(None, [], [])
-        log, inputs = call.log, len(self._arguments)
-        places: dict[int, tuple[int, int]] = {}  # array and offset of each buffer, of scratch below zero
-        scratch: list[int] = []
-        following = iter(range(len(self._places)))
-        for number, spec in enumerate(log.specs):
+            return DevicePlan(None, [], 0)
+        inputs, following = len(self._arguments), iter(zip(self._places, self._offsets, strict=True))
+        places: list[tuple[int, int]] = []  # array and offset of each buffer; scratch memory is array -1
+        scratch = 0  # bytes
+        for number, buffer in enumerate(call.buffers):
             if number < inputs:
-                places[number] = inputs + self.aliases[number] if number in self.aliases else number, 0
-            elif number in log.scratch:
-                places[number] = -1, sum(map(_rounded, scratch))
-                scratch.append(spec.nbytes)
+                places.append((inputs + self.aliases[number] if number in self.aliases else number, 0))
+            elif number in call.scratch_buffers:
+                places.append((-1, scratch))
+                scratch += _rounded(ArraySpec(*buffer).nbytes)
             else:
-                n = next(following)
-                places[number] = inputs + self._places[n] % len(self.outputs), self._offsets[n]
-        launches = [step for step in log.steps if isinstance(step, Launch)]
-        steps = [
-            step._replace(places=[(at, places[b][0], places[b][1] + o) for at, b, o in step.places])
-            for step in launches
-        ]
-        used = sorted({a for step in steps for _, a, _ in step.places if a >= 0})
+                output, offset = next(following)
+                places.append((inputs + output % len(self.outputs), offset))
+        launches = [step for step in call.steps if type(step) is tuple]
+        used = sorted({places[b][0] for *_, at in launches for _, b, _ in at} - {-1})
         index = {**{a: i for i, a in enumerate(used)}, -1: len(used)}
-        steps = [step._replace(places=[(at, index[a], o) for at, a, o in step.places]) for step in steps]
+        steps = [
+            (*launch, [(i, index[places[b][0]], places[b][1] + offset) for i, b, offset in at])
+            for *launch, at in launches
+        ]
         return DevicePlan(steps, used, scratch)
 
     def _call(self, addresses: list[int], device: int, stream: int) -> None:
         for i, output in self.aliases.items():
             addresses[i] = addresses[len(self._arguments) + output]
         given = zip(addresses, self._arguments, strict=False)
-        with Running(_Placed(self, addresses[len(self._arguments) :], device, stream)):
-            self._function([DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given])
+        arrays = [DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given]
+        _Placed(self, addresses[len(self._arguments) :], device, stream).perform(self._function, arrays)
 
 
 def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> Any:
@@ -142,26 +140,24 @@ def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[Array
 def _dry_run(
     function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec], device: int
 ) -> tuple[Any, DryRun]:
-    call = DryRun(Log([(tuple(a.shape), a.dtype, 0) for a in arguments], device), NUMPY)
-    with counters.TraceOnly(), Running(call):
-        return function(list(call.log.inputs)), call
+    call = DryRun([(tuple(a.shape), a.dtype, 0) for a in arguments], device, NUMPY)
+    return call.perform(function, list(call.inputs)), call
 
 
 class DevicePlan:
     """What a call launches: ``steps`` on the addresses of the arrays ``needed``, and of scratch memory."""
 
-    def __init__(self, steps: list[Launch] | None, needed: list[int], scratch: list[int]):
-        """steps: None where they depend on values. scratch: bytes of each piece."""
+    def __init__(self, steps: list[Any] | None, needed: list[int], scratch: int):
+        """steps: None where they depend on values. scratch: bytes."""
         self.one_at_a_time = threading.Lock()
         self._memory: dict[int, Any] = {}  # by stream
-        self.steps, self.needed = steps, needed
-        self.scratch = sum(map(_rounded, scratch))
+        self.steps, self.needed, self.scratch = steps, needed, scratch
 
     def memory_on(self, device: int, stream: int) -> int:
         """The address of scratch memory, the same for all calls on a stream, which come one after the other,
         and in a captured graph, which goes on using it."""
         if stream not in self._memory:
-            with while_capturing():
+            with load_module("fp8moe.kernels_cuda.driver").while_capturing():
                 self._memory[stream] = _scratch(self.scratch, device, stream)
         return self._memory[stream].ptr
 
@@ -174,18 +170,18 @@ class _Placed(Call):
         self._layout, self._outputs, self.device, self._stream = layout, outputs, device, stream
         self._next = 0
 
-    def _allocate(self, spec: ArraySpec) -> DeviceArray:
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         number, self._next = self._next, self._next + 1
         place, offset = self._layout._places[number], self._layout._offsets[number]
-        address = self._outputs[place] + offset
-        return DeviceArray(address, tuple(spec.shape), spec.dtype, int(self.device), None)
+        return DeviceArray(self._outputs[place] + offset, tuple(shape), dtype, int(self.device), None)
 
     def _scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
         held = _scratch(spec.nbytes, device, self._stream)
         return DeviceArray(held.ptr, tuple(spec.shape), spec.dtype, device, held)
 
-    def _on_device(self) -> Any:
-        return launching_on(int(self.device), self._stream, self._scratch)
+    def _do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        place = int(self.device), self._stream, self._scratch, None
+        return cuda_launch().run_at(place, function, *arguments, **options)
 
 
 def _scratch(nbytes: int, device: int, stream: int) -> Any:

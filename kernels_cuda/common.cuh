@@ -118,6 +118,17 @@ __device__ __forceinline__ T sum_up_to_here(T value) {
   return value;
 }
 
+// Sum over the threads of the block before this one. sums: of each warp.
+__device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  i64 total = sum_up_to_here(value);
+  if (lane == 31) sums[warp] = total;
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) total += sums[w];
+  __syncthreads();
+  return total - value;
+}
+
 // The last of `count` ascending keys that is at most `value`; 0 when none is.
 template <class Index, class Value>
 __device__ __forceinline__ Index last_at_most(const int* keys, Index count, Value value) {

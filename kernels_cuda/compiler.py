@@ -54,7 +54,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
-    "quantize": _CONVERSIONS,
+    "quantize": [*_CONVERSIONS, *((*c, "BLOCKED=1") for c in _CONVERSIONS if "MX=1" in c)],
     "swiglu": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)),
         *(
@@ -70,7 +70,13 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         *((*_CONVERSIONS[0], "BARE=1", f"ACT={act}") for act in ("GEGLU", "GEGLU_TANH", "RELU2")),
     ],
     "router": [(f"PER_LANE={n}", f"LOSSES={losses}") for n in (4, 1, 8, 32) for losses in (0, 1)],
-    "transpose": [(*formats, f"TILE_TARGET={tile}") for formats in _FORMATS for tile in (0, 1)],
+    "transpose": [
+        (*formats, *blocked, f"TILE_TARGET={tile}")
+        for blocked in ((), ("BLOCKED=1",))
+        for formats in _FORMATS
+        for tile in (0, 1)
+        if not blocked or "MX=1" in formats
+    ],
 }
 
 

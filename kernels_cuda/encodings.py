@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16, Block, is_mx
+from fp8moe.formats import BFLOAT16, BLOCKED_128X4, Block, is_mx
 from fp8moe.records import QuantTensor
 
 KINDS = {BFLOAT16: 0, np.dtype(np.float16): 1, np.dtype(np.float32): 2, np.dtype(np.float64): 3}
@@ -23,7 +23,8 @@ def conversion(x: Any, q: QuantTensor) -> tuple[str, ...]:
 
 def formats(q: QuantTensor) -> tuple[str, ...]:
     """Definitions of a kernel that reads or writes these codes."""
-    return f"FMT={FORMATS[q.fmt]}", f"MX={int(is_mx(q.block))}"
+    blocked = ("BLOCKED=1",) if q.layout == BLOCKED_128X4 else ()
+    return f"FMT={FORMATS[q.fmt]}", f"MX={int(is_mx(q.block))}", *blocked
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:
@@ -31,3 +32,12 @@ def rows_of(x: Any) -> tuple[Any, ...]:
     if isinstance(x, QuantTensor):
         return x.data, x.scales, 0, FORMATS[x.fmt], LAYOUTS[x.block]
     return x, None, KINDS[x.dtype], 0, PLAIN
+
+
+def with_experts(offsets: Any) -> tuple[Any, int]:
+    """Offsets as kernels take them: null and 0 where there are none."""
+    return offsets, experts_of(offsets) or 0
+
+
+def experts_of(offsets: Any) -> int | None:
+    return None if offsets is None else offsets.shape[0] - 1

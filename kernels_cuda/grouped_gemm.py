@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8moe.kernels_cuda import grouped_gemm_mma, grouped_gemm_wgmma, grouped_gemm_wgmma_fp8
+from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
 from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
-from fp8moe.kernels_cuda.product import Product, product_of_grouped_gemm, product_of_wgrad
+from fp8moe.kernels_cuda.product import (
+    Product,
+    product_of_grouped_gemm,
+    product_of_wgrad,
+    products_of_layer,
+)
 from fp8moe.records import QuantTensor
 
 #: floating-point operations from which on a kernel that is not the fastest is not taken without a word
@@ -35,13 +41,17 @@ def launchers(product: Product) -> dict[str, ModuleType]:
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
     """The backend that makes a product: the one that is asked for, or the fastest that takes it.
 
-    Raises ValueError where the one that is asked for does not take it, and where the plain kernel, hundreds
-    of times slower, would make a large one unasked.
+    Raises TypeError for "cublas" of float64, ValueError where the one that is asked for does not take the
+    product, and where the plain kernel, hundreds of times slower, would make a large one unasked.
     """
+    if backend == "cublas" and "float64" in (*product.operands, product.out):
+        raise TypeError("backend: got 'cublas' with float64; wanted bfloat16, float16 or float32, or 'plain'")
     if backend in ("plain", "cublas"):
         return Choice(backend)
     known = launchers(product)
     if backend is not None:
+        if not product.flops:  # a rank without rows: nothing is multiplied, gradients of weights are zeros
+            return Choice("plain")
         if backend in known:
             why = known[backend].takes(product, architecture)
         else:
@@ -65,6 +75,17 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
             "float32, and synchronises; or 'plain', which says that one hundreds of times slower is meant"
         )
     return Choice("plain", tuple(reasons))
+
+
+def check_layer(backend: str, device: int, **layer: Any) -> None:
+    """Raises as `choose` for a backend that does not make every one of `products_of_layer` on a device."""
+    _check_layer(backend, driver.architecture(device), **layer)
+
+
+@cache
+def _check_layer(backend: str, architecture: str, **layer: Any) -> None:
+    for product in products_of_layer(**layer):
+        choose(product, architecture, backend)
 
 
 def describe(architecture: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -42,26 +41,24 @@ class _Current(threading.local):
 _current = _Current()
 
 
-class On:
-    """Inside this context everything runs on one device, one stream, with one allocator."""
-
-    def __init__(self, device: int, stream: int, allocate: Allocate, log: Any = None):
-        self._new = (device, stream, allocate, log)
-
-    def __enter__(self) -> Any:
-        self._before = _current.place
-        _current.place = self._new
-        self._device = driver.runtime.getDevice()
-        if self._device != self._new[0] or self._new[0] not in _current.bound:
-            # a new thread, as autograd's are, says it has device 0, and has no context to launch in
-            driver.runtime.setDevice(self._new[0])
-            _current.bound.add(self._new[0])
-        return sys.modules[__name__]
-
-    def __exit__(self, *_: object) -> None:
-        if self._device != self._new[0]:
-            driver.runtime.setDevice(self._device)
-        _current.place = self._before
+def run_at(
+    place: tuple[int, int, Allocate, Any], function: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Call a function that launches everything on one device, one stream, with one allocator; with a log
+    nothing is launched."""
+    before, current = _current.place, driver.runtime.getDevice()
+    device = place[0]
+    if current != device or device not in _current.bound:
+        # a new thread, as autograd's are, says it has device 0, and has no context to launch in
+        driver.runtime.setDevice(device)
+        _current.bound.add(device)
+    _current.place = place
+    try:
+        return function(*args, **options)
+    finally:
+        if current != device:
+            driver.runtime.setDevice(current)
+        _current.place = before
 
 
 def current_device() -> int:
@@ -127,8 +124,8 @@ def launch(
     boxes: tuple[int, ...] = (),
 ) -> None:
     """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
-    float32; the first arguments, one for each of ``boxes``, go as tensor maps of bytes whose boxes are so
-    many rows of 128 bytes (and no floats behind them)."""
+    float32, (array, n) the address n bytes into it; the first arguments, one for each of ``boxes``, go as
+    tensor maps of bytes whose boxes are so many rows of 128 bytes (and no floats behind them)."""
     loaded = load_kernel(source, kernel, defines, _current.place[0])
     launch_loaded(loaded, grid, block, shared, arguments, boxes)
 
@@ -157,15 +154,29 @@ def launch_loaded(
     if kernel.parameters is None:
         plain = ("f" if isinstance(a, float) else "q" for a in arguments[len(boxes) :])
         kernel.parameters = struct.Struct("128s" * len(boxes) + "".join(plain))
-    values = [a.ptr if type(a) is DeviceArray else 0 if a is None else a for a in arguments]
+    log, values, places = _current.place[3], [], []
+    for i, a in enumerate(arguments):
+        start = 0
+        if type(a) is tuple:
+            a, start = a
+        if type(a) is not DeviceArray:
+            values.append(0 if a is None else a)
+            continue
+        values.append(a.ptr + start)
+        if log is not None:
+            places.append((i, int(a.owner), a.start + start))
+    function: Callable[..., None] = launch_packed
+    fixed: tuple[Any, ...] = (kernel, x, y, block, shared)
     if boxes:
         tiled = tuple(
             (a.size // a.shape[-1], a.shape[-1] * a.dtype.itemsize, box)
             for a, box in zip(arguments, boxes, strict=False)
         )
-        _do_or_log(launch_with_tensor_maps, (kernel, tiled, x, y, block, shared), values, arguments)
+        function, fixed = launch_with_tensor_maps, (kernel, tiled, x, y, block, shared)
+    if log is None:
+        function(*fixed, values)
     else:
-        _do_or_log(launch_packed, (kernel, x, y, block, shared), values, arguments)
+        log.steps.append((function, fixed, values, places))
 
 
 def launch_packed(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
@@ -220,17 +231,6 @@ def threads(count: int, block: int = 256) -> int:
 # ---------------------------------------------------------------- dry runs and launch plans
 
 
-def _do_or_log(
-    function: Callable[..., None], fixed: tuple[Any, ...], values: list[Any], arguments: Any
-) -> None:
-    """Do something on the stream; in a dry run, log it with which of its values are memory."""
-    log = _current.place[3]
-    if log is None:
-        function(*fixed, values)
-    else:
-        log.launched(function, fixed, values, arguments)
-
-
 def _depends_on_values() -> None:
     log = _current.place[3]
     if log is not None:
@@ -249,7 +249,7 @@ def run_steps(
     its buffers, by number; those that it allocates are added."""
     before, current = _current.place, driver.runtime.getDevice()
     if current != device or device not in _current.bound:
-        driver.runtime.setDevice(device)  # see `On`
+        driver.runtime.setDevice(device)  # see `run_at`
         _current.bound.add(device)
     _current.place = (device, stream, _outside, None)
     try:
@@ -281,8 +281,11 @@ def run_steps(
 
 def fill_bytes(x: DeviceArray, value: int) -> None:
     """Set every byte of a buffer."""
-    if x.nbytes:
-        _do_or_log(fill_memory, (value, x.nbytes), [x.ptr], (x,))
+    log, nbytes = _current.place[3], x.nbytes
+    if nbytes and log is None:
+        fill_memory(value, nbytes, [x.ptr])
+    elif nbytes:
+        log.steps.append((fill_memory, (value, nbytes), [x.ptr], [(0, int(x.owner), x.start)]))
 
 
 def fill_memory(value: int, nbytes: int, address: list[int]) -> None:

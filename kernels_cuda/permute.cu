@@ -112,6 +112,41 @@ extern "C" __global__ void __launch_bounds__(32, 16)
 #endif
 }
 
+// What: zeros in the rows of `out` that belong to probabilities of 0.
+// Bytes: the map's entries and their probabilities; of `out` those rows alone.
+// Launch: one warp a token, eight a block, after what moved the rows: none of its own in the kernel that
+// moves
+//   them, where few ask for it.
+extern "C" __global__ void zero_unweighted_rows(const int* row_id_map, const int* slots,
+                                                const int* pad_offsets, const void* probs, i64 probs_kind,
+                                                i64 columns, i64 tokens, i64 places, i64 experts, i64 rows,
+                                                i64 width, u8* out) {
+  pdl_wait();
+  const i64 lane = threadIdx.x % 32, token = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (token >= tokens) return;
+  const int* mine = row_id_map + token * (2 * places + 1);
+  const int count = count_of(mine, places);
+  const bool whole = (((size_t)out | (size_t)width) & 15) == 0;
+  for (i64 j0 = 0; j0 < count; j0 += 32) {
+    const i64 j = j0 + lane;
+    i64 row = -1;
+    if (j < count) {
+      const int column = column_of(mine, slots, token, places, j, columns);
+      if (column >= 0 && load_wide(probs, token * columns + column, (int)probs_kind) == 0.0)
+        row = row_of(mine, pad_offsets, places, j, experts, rows);
+    }
+    for (int k = 0; k < 32; ++k) {
+      const i64 to = __shfl_sync(0xffffffffu, row, k);
+      if (to < 0) continue;
+      u8* start = out + to * width;
+      if (whole)
+        for (i64 at = lane * 16; at < width; at += 512) *(uint4*)(start + at) = make_uint4(0, 0, 0, 0);
+      else
+        for (i64 at = lane; at < width; at += 32) start[at] = 0;
+    }
+  }
+}
+
 // Row map to sources: for every destination row its token and the column of its probability.
 // One thread an entry. `source` and `column` are -1 where no token goes.
 extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, const int* pad_offsets,

@@ -12,9 +12,16 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import KINDS, rows_of
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, shared_limit, threads
-from fp8moe.records import DeviceArray, PermutationPlan, Permuted, QuantTensor, SortedChunks
+from fp8moe.records import (
+    DeviceArray,
+    PermutationPlan,
+    Permuted,
+    QuantTensor,
+    SortedChunks,
+    cached_plan_layout,
+)
 
-# Tuned on an H200; kernels_cuda/README.md has the figures.
+# Tuned on an H200; docs/experiments/permute.md has the figures.
 PIECE = 16_384  # bytes of a row that one warp moves at a time
 LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 make a bad second wave
 LONG_ROW_SHARED = 14_000
@@ -28,9 +35,11 @@ UNIT = 4096  # bytes of rows that a warp of sort_chunks_rows moves
 
 
 class Pieces(NamedTuple):
-    """How rows are moved by warps, each a block of its own."""
+    """How rows are moved, each piece by a warp, which is a block of its own. The pieces of a row are as equal
+    as multiples of 16 bytes can be."""
 
-    configuration: Configuration
+    blocks: int
+    shared: int  # bytes of shared memory of a block
     per_row: int
     nbytes: int  # of a piece; the last may be shorter
     zeros: int = 0  # bytes of shared memory that rows of zeros are copied from
@@ -39,25 +48,21 @@ class Pieces(NamedTuple):
 
 def permute_pieces(tokens: int, row_bytes: int, scale_bytes: int, *, fill: bool) -> Pieces:
     """Of permute_rows."""
-    count, piece = _pieces(row_bytes, PIECE)
+    count = -(-row_bytes // PIECE)
+    piece = -(-row_bytes // count // 16) * 16
     zeros = ZEROS if fill and piece < LONG_PIECE else 0
     least = LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0  # so that fewer warps fit
     shared = max(zeros + piece + scale_bytes + 16, least)
-    return Pieces(Configuration(tokens * count, 32, shared), count, piece, zeros)
+    return Pieces(tokens * count, shared, count, piece, zeros)
 
 
 def sort_chunks_pieces(rows: int, row_bytes: int, scale_bytes: int) -> Pieces:
     """Of sort_chunks_rows."""
-    count, piece = _pieces(row_bytes, UNIT)
+    count = -(-row_bytes // UNIT)
+    piece = -(-row_bytes // count // 16) * 16
     together = max(1, min(32, UNIT // (row_bytes + scale_bytes)))
     shared = together * (piece + scale_bytes) + 16
-    return Pieces(Configuration(-(-rows // together) * count, 32, shared), count, piece, together=together)
-
-
-def _pieces(row_bytes: int, most: int) -> tuple[int, int]:
-    """(pieces of a row, bytes of each): as equal as multiples of 16 bytes can be."""
-    count = -(-row_bytes // most)
-    return count, -(-row_bytes // count // 16) * 16
+    return Pieces(-(-rows // together) * count, shared, count, piece, together=together)
 
 
 def unpermute_configuration(tokens: int, vectors: int) -> Configuration:
@@ -78,64 +83,85 @@ def sort_chunks_configuration(rows: int, chunks: int) -> Configuration:
     )
 
 
-def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
-    data, scales = (x.data, x.scales) if isinstance(x, QuantTensor) else (x, None)
-    moved, moved_scales = (out.data.data, out.data.scales) if isinstance(x, QuantTensor) else (out.data, None)
-    if isinstance(x, QuantTensor) and x.block is None:
-        scales = moved_scales = None
-    if data.size and _whole_vectors(data, scales, moved, moved_scales):
-        _permute_rows(data, scales, probs, plan, fill_padding, moved, moved_scales, out.probs)
-        return
-    source, column = sources(plan)
-    gather(x, source, fill_padding, out.data)
-    if probs is not None:
-        rows, size = plan.num_out_tokens, probs.dtype.itemsize
-        arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
-        launch("permute", "gather_probs", threads(rows), 256, *arguments)
+def plan_parts(plan: PermutationPlan) -> dict[str, Any]:
+    """A plan's arrays by name, as `launch` takes parts of an array."""
+    sizes = plan.num_tokens, plan.num_experts, plan.max_experts_per_token, plan.has_slots
+    parts: dict[str, Any] = {"slots": None}
+    for name, (start, _) in cached_plan_layout(*sizes)[1].items():
+        parts[name] = plan.data, start * plan.data.dtype.itemsize
+    return parts
 
 
-def _permute_rows(
-    data: Any,
-    scales: Any,
-    probs: Any,
-    plan: PermutationPlan,
-    fill: bool,
-    out: Any,
-    out_scales: Any,
-    out_probs: Any,
+def permute(
+    x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, zero_unweighted: bool, out: Any
 ) -> None:
-    tokens = data.shape[0]
-    row_bytes = data.nbytes // tokens
-    scale_bytes = 0 if scales is None else scales.nbytes // tokens
-    pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill)
+    data, scales, moved, moved_scales = x, None, out.data, None
+    if isinstance(x, QuantTensor):
+        data, moved = x.data, out.data.data
+        if x.block is not None:
+            scales, moved_scales = x.scales, out.data.scales
+    if _whole_vectors(data, scales, moved, moved_scales):
+        parts, tokens, row_bytes = plan_parts(plan), data.shape[0], data.shape[1] * data.dtype.itemsize
+        scale_bytes = 0 if scales is None else scales.shape[1] * scales.dtype.itemsize
+        pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill_padding)
+        launch(
+            "permute",
+            "permute_rows",
+            pieces.blocks,
+            32,
+            data,
+            row_bytes,
+            pieces.nbytes,
+            pieces.per_row,
+            scales,
+            scale_bytes,
+            probs,
+            0 if probs is None else probs.dtype.itemsize,
+            plan.prob_columns,
+            parts["row_id_map"],
+            parts["slots"],
+            parts["pad_offsets"],
+            parts["tokens_per_expert"],
+            parts["expert_offsets"],
+            plan.max_experts_per_token,
+            plan.num_experts,
+            plan.num_out_tokens,
+            fill_padding,
+            pieces.zeros,
+            moved,
+            moved_scales,
+            out.probs,
+            shared=pieces.shared,
+        )
+    else:
+        source, column = sources(plan)
+        gather(x, source, fill_padding, out.data)
+        if probs is not None:
+            rows, size = plan.num_out_tokens, probs.dtype.itemsize
+            arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
+            launch("permute", "gather_probs", threads(rows), 256, *arguments)
+    if zero_unweighted and data.size:
+        _zero_unweighted(plan, probs, moved)
+
+
+def _zero_unweighted(plan: PermutationPlan, probs: Any, out: Any) -> None:
     launch(
         "permute",
-        "permute_rows",
-        pieces.configuration.blocks,
-        pieces.configuration.threads,
-        data,
-        row_bytes,
-        pieces.nbytes,
-        pieces.per_row,
-        scales,
-        scale_bytes,
-        probs,
-        0 if probs is None else probs.dtype.itemsize,
-        plan.prob_columns,
+        "zero_unweighted_rows",
+        threads(plan.num_tokens, 8),
+        256,
         plan.row_id_map,
         plan.slots,
         plan.pad_offsets,
-        plan.tokens_per_expert,
-        plan.expert_offsets,
+        probs,
+        KINDS[probs.dtype],
+        plan.prob_columns,
+        plan.num_tokens,
         plan.max_experts_per_token,
         plan.num_experts,
         plan.num_out_tokens,
-        fill,
-        pieces.zeros,
+        out.nbytes // out.shape[0],
         out,
-        out_scales,
-        out_probs,
-        shared=pieces.configuration.shared,
     )
 
 
@@ -162,7 +188,8 @@ def _merge(
 ) -> None:
     """Sum rows into ``out``, and bring grad_probs [rows] back to out_probs [T, columns]."""
     tokens, width = out.shape
-    maps = (plan.row_id_map, plan.slots, plan.pad_offsets)
+    parts = plan_parts(plan)
+    maps = parts["row_id_map"], parts["slots"], parts["pad_offsets"]
     probs = (
         merging_probs,
         0 if merging_probs is None else KINDS[merging_probs.dtype],
@@ -199,20 +226,22 @@ def _merge(
 def unpermute_backward(grad: Any, plan: PermutationPlan, x: Any, merging_probs: Any, *, out: Any) -> None:
     grad_x, grad_probs = out
     if merging_probs is None:
-        permute(grad, plan, None, fill_padding=True, out=Permuted(grad_x, None, plan))
+        moved = Permuted(grad_x, None, plan)
+        permute(grad, plan, None, fill_padding=True, zero_unweighted=False, out=moved)
         return
     if grad.dtype == BFLOAT16 and grad.size and _whole_vectors(grad, x, grad_x):
+        parts = plan_parts(plan)
         launch(
             "unpermute",
             "unpermute_bf16_backward",
             *unpermute_backward_configuration(plan.num_tokens, grad.shape[1]).grid,
             grad,
             x,
-            plan.row_id_map,
-            plan.slots,
-            plan.pad_offsets,
-            plan.tokens_per_expert,
-            plan.expert_offsets,
+            parts["row_id_map"],
+            parts["slots"],
+            parts["pad_offsets"],
+            parts["tokens_per_expert"],
+            parts["expert_offsets"],
             merging_probs,
             KINDS[merging_probs.dtype],
             plan.prob_columns,
@@ -334,8 +363,8 @@ def _move(
     launch(
         "sort_chunks",
         "sort_chunks_rows",
-        pieces.configuration.blocks,
-        pieces.configuration.threads,
+        pieces.blocks,
+        32,
         data,
         row_bytes,
         pieces.nbytes,
@@ -347,7 +376,7 @@ def _move(
         rows,
         moved,
         moved_scales,
-        shared=pieces.configuration.shared,
+        shared=pieces.shared,
     )
 
 
@@ -356,15 +385,15 @@ def sources(plan: PermutationPlan) -> tuple[Any, Any]:
     source = scratch((plan.num_out_tokens,), np.int32)
     column = scratch((plan.num_out_tokens,), np.int32)
     fill_bytes(source, 0xFF)
-    width = plan.max_experts_per_token
+    width, parts = plan.max_experts_per_token, plan_parts(plan)
     launch(
         "permute",
         "row_sources",
         threads(plan.num_tokens * width),
         256,
-        plan.row_id_map,
-        plan.slots,
-        plan.pad_offsets,
+        parts["row_id_map"],
+        parts["slots"],
+        parts["pad_offsets"],
         plan.num_tokens,
         width,
         plan.prob_columns,

@@ -5,7 +5,9 @@ What: a stable counting sort of the T * k entries by expert, in chunks of tokens
 earlier chunks and experts hold, ranks each entry among those of its expert in its chunk, and writes the map.
 Of a mask `_place_mask` first writes down the tokens' experts, while the other launch counts them.
 How a rank is found: each entry sets its bit in its expert's row of bits in shared memory; its rank is the
-number of set bits before it. So no thread waits for another, and the order is that of the entries.
+number of set bits before it. So no thread waits for another, and the order is that of the entries. Of a mask,
+where a token has an expert once, the bits are the tokens': of all 256 experts a token, most of them blanks,
+16 tokens are placed at a time and not 2.
 Bytes: the ids or the mask twice, a count a chunk and expert in between, the map once; so little that
 latency is all: hence 32-bit arithmetic throughout, which Numba must be asked for at every step, and a second
 launch that begins while the first is under way (programmatic dependent launch).
@@ -20,6 +22,7 @@ from fp8moe.kernels_cuda.numba_cuda import (
     as_words,
     cuda,
     inlined,
+    launch,
     pdl_launch_dependents,
     pdl_wait,
     run,
@@ -30,6 +33,7 @@ from fp8moe.kernels_cuda.numba_cuda import (
 )
 from fp8moe.records import PermutationPlan
 
+MASK_PIECE = 4096  # entries of a mask, blanks among them, that a block places at a time
 CHUNK = 512  # entries a block counts and places at least: 64 blocks at 4096 tokens, top-8
 MAX_CHUNKS = 128  # every block of the second launch reads the counts of all chunks
 BITS = 8192  # words of bits in shared memory, at most
@@ -51,7 +55,7 @@ class Sizes(NamedTuple):
     chunks: int
     per_chunk: int  # tokens
     piece: int  # tokens of a chunk that are placed at a time
-    bit_words: int  # of an expert: bits of so many times 32 entries
+    bit_words: int  # of an expert: bits of so many times 32 entries, or of a mask's tokens
     mask_words: int  # of a token in a mask, of 32 experts each
     shift: int  # 1 << shift threads, as many as mask_words or more, have a token of a mask
     step: int  # tokens of a mask at a time
@@ -89,12 +93,42 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
     run(place, sizes.chunks, shared, ids, mask, sizes, counts, _arrays(out))
 
 
+def plan_row_map(row_id_map: Any, pad_offsets: Any, *, out: PermutationPlan) -> None:
+    """By row_map.cu: a copy of the map, which is nearly all of the bytes, and the counts on the way."""
+    counts, experts = out.tokens_per_expert, out.num_experts
+    launch.fill_bytes(counts, 0)
+    copies = row_id_map, out.num_tokens, experts, counts, out.row_id_map
+    launch.launch("row_map", "copy_row_map", launch.threads(out.num_tokens, 8), 256, *copies)
+    _find_offsets(pad_offsets, out)
+
+
+def plan_index_map(row_id_map: Any, *, out: PermutationPlan) -> None:
+    """By row_map.cu."""
+    counts, topk = out.tokens_per_expert, out.max_experts_per_token
+    launch.fill_bytes(counts, 0)
+    results = counts, out.row_id_map, out.slots
+    blocks = launch.threads(out.num_tokens * topk)
+    launch.launch("row_map", "sort_index_map", blocks, 256, row_id_map, out.num_tokens, topk, *results)
+    _find_offsets(None, out)
+
+
+def _find_offsets(pad_offsets: Any, out: PermutationPlan) -> None:
+    """What follows from the counts."""
+    results = out.padded_tokens_per_expert, out.pad_offsets, out.expert_offsets, out.overflow
+    arguments = out.tokens_per_expert, pad_offsets, out.num_experts
+    launch.launch("row_map", "offsets_of_counts", 1, 1024, *arguments, *results)
+
+
 def plan_sizes(plan: PermutationPlan) -> Sizes:
     """At most MAX_CHUNKS chunks, of whole pieces, and no more bits than BITS words hold."""
     tokens, width, experts = plan.num_tokens, plan.max_experts_per_token, plan.num_experts
     least = max(1, CHUNK // max(width, 1))
     per_chunk = least * max(1, -(-tokens // (least * MAX_CHUNKS)))
     piece = max(1, BLOCK // max(width, 1))
+    bit_words, most_words = max(1, -(-piece * width // 32)), max(1, BITS // max(experts, 1))
+    if not plan.has_slots:  # of a mask
+        piece = min(max(piece, MASK_PIECE // max(width, 1)), per_chunk, 32 * most_words)
+        bit_words = -(-piece // 32)
     mask_words = max(1, -(-experts // 32))
     shift = (mask_words - 1).bit_length()
     return Sizes(
@@ -106,7 +140,7 @@ def plan_sizes(plan: PermutationPlan) -> Sizes:
         chunks=max(1, -(-tokens // per_chunk)),
         per_chunk=per_chunk,
         piece=piece,
-        bit_words=max(1, min(-(-piece * width // 32), BITS // max(experts, 1))),
+        bit_words=min(bit_words, most_words),
         mask_words=mask_words,
         shift=shift,
         step=max(1, min(per_chunk, BLOCK >> shift)),
@@ -494,7 +528,13 @@ def _clear_bits(areas, wide):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _set_bits(ids, early_id, is_first, sizes, first, begin, end, areas, memory):  # type: ignore[no-untyped-def]
+def _bit_of(by_token, i, begin, k):  # type: ignore[no-untyped-def]
+    """The number of entry i's bit: its own among those from ``begin`` on, or its token's."""
+    return uint32(i // k) if by_token else uint32(i - begin)
+
+
+@inlined
+def _set_bits(by_token, ids, early_id, is_first, sizes, first, begin, end, areas, memory):  # type: ignore[no-untyped-def]
     """Each entry's expert, and its bit in that expert's."""
     thread, n, k = uint32(cuda.threadIdx.x), uint32(sizes.experts), uint32(sizes.width)
     i = uint32(begin + thread)
@@ -505,22 +545,24 @@ def _set_bits(ids, early_id, is_first, sizes, first, begin, end, areas, memory):
         expert = NONE
         if id_ >= 0 and id_ < sizes.experts:
             expert = uint32(id_)
-            at = uint32(areas.bits + uint32(uint32(i - begin) >> uint32(5)) * n + expert)
-            cuda.atomic.or_(memory, at, uint32(uint32(1) << uint32(i & uint32(31))))
+            bit = _bit_of(by_token, i, begin, k)
+            at = uint32(areas.bits + uint32(bit >> uint32(5)) * n + expert)
+            cuda.atomic.or_(memory, at, uint32(uint32(1) << uint32(bit & uint32(31))))
         memory[uint32(areas.named + i)] = expert
         i = uint32(i + uint32(cuda.blockDim.x))
 
 
 @inlined
-def _find_rows(sizes, begin, end, areas, memory):  # type: ignore[no-untyped-def]
+def _find_rows(by_token, sizes, begin, end, areas, memory):  # type: ignore[no-untyped-def]
     """Each entry's row: where its expert's start, and as many on as there are bits before its own."""
     n, k = uint32(sizes.experts), uint32(sizes.width)
     i = uint32(begin + uint32(cuda.threadIdx.x))
     while i < end:
         row, expert = NONE, uint32(memory[uint32(areas.named + i)])
         if expert != NONE:
-            word = uint32(uint32(i - begin) >> uint32(5))
-            earlier = uint32(uint32(uint32(1) << uint32(i & uint32(31))) - uint32(1))
+            bit = _bit_of(by_token, i, begin, k)
+            word = uint32(bit >> uint32(5))
+            earlier = uint32(uint32(uint32(1) << uint32(bit & uint32(31))) - uint32(1))
             at = uint32(areas.bits + expert)
             place = uint32(memory[uint32(areas.starts + expert)])
             place = uint32(place + uint32(cuda.popc(uint32(memory[uint32(at + word * n)] & earlier))))
@@ -627,13 +669,15 @@ def _placing(name: str, from_mask: bool, by_words: bool = False) -> Any:
             is_first = first == uint32(chunk * uint32(sizes.per_chunk))
             _clear_kept(here, areas, memory)
             begin = uint32(0)
-            while begin < entries:  # 32 * bit_words entries: once, but for very many experts
-                end = uint32(min(uint32(begin + uint32(32 * sizes.bit_words)), entries))
+            while begin < entries:  # once, but for very many experts
+                end = entries
+                if not from_mask:  # whose bits are enough for all of a piece's tokens
+                    end = uint32(min(uint32(begin + uint32(32 * sizes.bit_words)), entries))
                 _clear_bits(areas, wide)
                 cuda.syncthreads()
-                _set_bits(ids, early_id, is_first, sizes, first, begin, end, areas, memory)
+                _set_bits(from_mask, ids, early_id, is_first, sizes, first, begin, end, areas, memory)
                 cuda.syncthreads()
-                _find_rows(sizes, begin, end, areas, memory)
+                _find_rows(from_mask, sizes, begin, end, areas, memory)
                 cuda.syncthreads()
                 begin = end
                 if begin < entries or uint32(first + here) < last:  # more to come: these rows are taken

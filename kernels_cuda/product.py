@@ -63,6 +63,46 @@ def product_of_wgrad(dy: Any, x: Any, expert_offsets: Any, out: Any) -> Product:
     )
 
 
+def products_of_layer(
+    operands: str,
+    *,
+    experts: int,
+    hidden: int,
+    columns: int,
+    width: int,
+    ffn: int,
+    gradients: tuple[str, ...],
+) -> list[Product]:
+    """What `fp8moe.moe` multiplies in a forward and the backward of these gradients, of any number of rows.
+
+    columns, width: of the first product's results and of the activation, with the zeros that they are filled
+    up with; ffn: of the activation without.
+    """
+    quantized = operands in ("e4m3", "e5m2")
+    out, pair, rows = "bfloat16" if quantized else operands, (operands, operands), 128
+    forward = Product("grouped_gemm", pair, out, experts, rows, columns, hidden)
+    products = [forward, forward._replace(width=hidden, depth=width)]
+    transposed = forward._replace(transpose_w=not quantized)
+    if gradients:
+        products.append(transposed._replace(width=width, depth=hidden))
+    if "dx" in gradients or "dprobs" in gradients:
+        products.append(transposed._replace(width=hidden, depth=columns))
+    of_weights = Product(
+        "grouped_gemm_wgrad",
+        pair,
+        "float64" if operands == "float64" else "float32",
+        experts,
+        rows,
+        0,
+        hidden,
+    )
+    if "dw2" in gradients:
+        products.append(of_weights._replace(width=hidden, depth=ffn))
+    if "dw13" in gradients:  # of one half, where zeros were filled up
+        products.append(of_weights._replace(width=columns if ffn == width else ffn))
+    return products
+
+
 def _format(x: Any) -> str:
     return x.fmt if isinstance(x, QuantTensor) else str(x.dtype.name)
 

@@ -13,7 +13,7 @@
 
 // What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
 // Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
-//   gemm_ready: block b of row r at b * ready + r.
+//   gemm_ready: block b of row r at b * ready + r; or BLOCKED: rows of `ready` 128x4 tiles.
 // Bytes: every value read once, every code and scale written once.
 // Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a
 //   thread has PAIRS times sixteen values.
@@ -27,7 +27,10 @@ extern "C" __global__ void __launch_bounds__(64)
   quantize_warp<KIND>(
       x, vectors, rule, [&](i64 at, uint2 a, uint2 b) { to[at] = a, to[at + lanes_of(MX)] = b; },
       [&](i64 block, u32 scale) {
-        store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
+        if (BLOCKED)
+          ((u8*)scales)[place_in_blocked(block / blocks, block % blocks, ready)] = (u8)scale;
+        else
+          store_scale(scales, ready ? block % blocks * ready + block / blocks : block, scale, MX);
       });
 }
 
@@ -454,18 +457,4 @@ extern "C" __global__ void dequantize_columns(const u8* codes, const void* scale
   if (strip < known) scale = mx ? e8m0_to_float(((const u8*)scales)[at]) : ((const float*)scales)[at];
   for (i64 r = strips[2 * strip]; r < strips[2 * strip + 1]; ++r)
     store(out, r * columns + c, (int)out_kind, decode(codes[c * rows + r], (int)fmt) * scale);
-}
-
-// Scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
-extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks, i64 padded, i64 to_ready,
-                                          float* out) {
-  pdl_wait();
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= (to_ready ? padded : rows) * blocks) return;
-  if (to_ready) {
-    const i64 r = i % padded, b = i / padded;
-    out[i] = r < rows ? in[r * blocks + b] : 0.f;
-  } else {
-    out[i] = in[i % blocks * padded + i / blocks];
-  }
 }

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import ceil_div, is_columnwise, is_mx
+from fp8moe.formats import BLOCKED_128X4, ceil_div, is_columnwise, is_mx
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import FORMATS, KINDS, conversion
+from fp8moe.kernels_cuda.encodings import FORMATS, KINDS, conversion, experts_of, with_experts
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, shared_limit, threads
+from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.records import Quantized, QuantTensor
 
 ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
@@ -50,6 +51,9 @@ def quantize(
         if tiles_are_whole(x, columns, None, shared, expert_offsets):
             _quantize_tiles(x, round_up, eps, None, out, expert_offsets)
             return
+        if out.layout == BLOCKED_128X4:
+            _quantize_then_convert(x, round_up, eps, out, expert_offsets)
+            return
         assert out.block is not None
         count = out.scales.shape[0]
         strips = make_strips(expert_offsets, 1, rows, out.block[0], count)
@@ -72,12 +76,19 @@ def quantize(
         return
     if not lead and rows_are_whole(x, columns, out):
         ready = 0
+        blocks = columns // (32 if is_mx(out.block) else 128)
         if out.layout == "gemm_ready":
             ready = out.scales.shape[1]
             fill_bytes(out.scales, 0)
-        blocks = columns // (32 if is_mx(out.block) else 128)
+        elif out.layout == BLOCKED_128X4:
+            ready = out.scales.shape[1] // 4
+            if out.scales.size != rows * blocks:
+                fill_bytes(out.scales, 0)
         arguments = (x, x.size // 8, blocks, round_up, float(eps), ready, out.data, out.scales)
         launch("quantize", "quantize_rows", *by_warps(x.size).grid, *arguments, defines=conversion(x, out))
+        return
+    if out.layout == BLOCKED_128X4:
+        _quantize_then_convert(x, round_up, eps, out, None)
         return
     height, width = out.block or (max(rows, 1), max(columns, 1))
     matrices = int(np.prod(lead, dtype=np.int64))
@@ -104,6 +115,13 @@ def quantize(
         out.data,
         out.scales,
     )
+
+
+def _quantize_then_convert(x: Any, round_up: bool, eps: float, out: QuantTensor, expert_offsets: Any) -> None:
+    """Of sizes and addresses that no fast path has."""
+    compact = compact_scratch(out)
+    quantize(x, round_up=round_up, eps=eps, out=compact, expert_offsets=expert_offsets)
+    to_layout(compact, expert_offsets, out=out)
 
 
 def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
@@ -201,6 +219,8 @@ def _quantize_tiles(
 ) -> None:
     rows, columns = x.shape
     configuration, taken = tile_launch(columnwise, columns, x.dtype.itemsize, offsets)
+    if rowwise is not None and rowwise.layout == BLOCKED_128X4 and rows % 128:
+        fill_bytes(rowwise.scales, 0)
     launch(
         "quantize",
         "quantize_tiles",
@@ -210,7 +230,7 @@ def _quantize_tiles(
         rows,
         columns,
         *with_experts(offsets),
-        columnwise.scales.shape[0],
+        strips_with_scales(columnwise),
         round_up,
         float(eps),
         taken,
@@ -223,10 +243,15 @@ def _quantize_tiles(
 def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: int, offsets: Any) -> bool:
     """Whether columns come in tiles of 128, at addresses for 16-byte loads, a block can hold them, and 32
     bits count their strips, though each expert had all rows."""
-    blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout == "compact")
+    blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout != "gemm_ready")
     whole = x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
     ranges = 1 if offsets is None else offsets.shape[0] + 1
     return blocks and whole and fits_in_shared(shared) and ranges * threads(x.shape[0], 32) < 2**31
+
+
+def strips_with_scales(columnwise: QuantTensor) -> int:
+    """Strips that there are scales for."""
+    return columnwise.scales.shape[1 if columnwise.layout == BLOCKED_128X4 else 0]
 
 
 def tiles_down(strips: int, *, mx: bool) -> int:
@@ -252,7 +277,7 @@ def tile_launch(
 ) -> tuple[Configuration, Any]:
     """The configuration, and the count of tiles taken, 0 before the launch; None: turns are fixed."""
     configuration, when_free = tiles_configuration(
-        columnwise.scales.shape[0],
+        strips_with_scales(columnwise),
         columns,
         value_bytes,
         experts_of(offsets),
@@ -264,15 +289,6 @@ def tile_launch(
     taken = scratch((1,), np.int32)
     launch("quantize", "no_tiles_taken", 1, 1, taken)
     return configuration, taken
-
-
-def with_experts(offsets: Any) -> tuple[Any, int]:
-    """Offsets as kernels take them: null and 0 where there are none."""
-    return offsets, experts_of(offsets) or 0
-
-
-def experts_of(offsets: Any) -> int | None:
-    return None if offsets is None else offsets.shape[0] - 1
 
 
 def tile_bytes(value_bytes: int, experts: int | None) -> int:
@@ -345,25 +361,6 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
         scale_kind,
         kind,
         out,
-    )
-
-
-def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
-    ready = out.layout == "gemm_ready"
-    rows = q.shape[0]
-    blocks, padded = (out if ready else q).scales.shape
-    size = (padded if ready else rows) * blocks
-    launch(
-        "quantize",
-        "convert_scales",
-        threads(size),
-        256,
-        q.scales,
-        rows,
-        blocks,
-        padded,
-        ready,
-        out.scales,
     )
 
 

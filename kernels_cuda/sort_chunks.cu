@@ -13,17 +13,6 @@ __device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
   return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
 }
 
-// Sum over the threads before this one.
-__device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  i64 total = sum_up_to_here(value);
-  if (lane == 31) sums[warp] = total;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) total += sums[w];
-  __syncthreads();
-  return total - value;
-}
-
 // A count of rows, up to the next multiple.
 __device__ __forceinline__ i64 padded(i64 rows, i64 align) {
   return align == 1 ? rows : (i64)((u32)(rows + align - 1) / (u32)align) * align;

@@ -9,18 +9,16 @@ import numpy as np
 
 from fp8moe.activation import Activation
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS, conversion
+from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS, conversion, experts_of, with_experts
 from fp8moe.kernels_cuda.launch import launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import (
     TILE,
-    experts_of,
     quantize,
     rows_are_whole,
     tile_bytes,
     tile_launch,
     tile_results,
     tiles_are_whole,
-    with_experts,
 )
 from fp8moe.kernels_cuda.transpose import scaling_aware_transpose
 from fp8moe.records import DeviceArray, Quantized, QuantTensor, SwigluGrad

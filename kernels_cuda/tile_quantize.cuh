@@ -1,9 +1,10 @@
 // Tiles of 128 rows by 128 columns that are quantised and written transposed, through shared memory, which
 // makes whole lines of the result. (What transpose.cu moves has ways of its own, which with these, whose
-// tiles hold more and take longer, are slower: kernels_cuda/README.md.)
+// tiles hold more and take longer, are slower: docs/experiments/.)
 //
 // A block is 16 warps; warp w has chunk w, 8 successive rows; lane l has columns 4 l to 4 l + 3.
 #pragma once
+#include "scale_layout.cuh"
 #include "tile_order.cuh"
 
 // Where a column's 8 rows of a chunk lie in shared memory [TILE columns][TILE rows]: swizzled by 8 bytes, so
@@ -146,7 +147,8 @@ struct ChunkOf<F32> {
 
 // A tile that is quantised row-wise and column-wise from one read. v: this warp's chunk. Row-wise blocks go
 // to row_codes [rows, columns] and row_scales (null: not wanted), column-wise ones, of the strips before
-// `used`, to codes [columns, rows] and scales [strips, columns].
+// `used`, to codes [columns, rows] and scales [strips, columns]. BLOCKED: both scales by 128x4 tiles, without
+// experts.
 template <class Chunk>
 __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const Place& place, i64 used,
                                               i64 strips, i64 columns, i64 rows, u8* row_codes,
@@ -177,8 +179,13 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
         const u32 four = encode4(x[0] * f, x[1] * f, x[2] * f, x[3] * f, rule.fmt);
         if (i < count) *(u32*)to = four;
         to += columns;
+#if BLOCKED
+        const i64 at = place_in_blocked(base + i, (first_column + 4 * lane) / 32, columns / TILE);
+        if (i < count && lane % 8 == 0) ((u8*)row_scales)[at] = exponent;
+#else
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
         if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || ends_line(at));
+#endif
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) mine = top;
@@ -216,7 +223,10 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
     s.factors[part][c] = block_scale(largest, rule, &scale, &exponent);
     if (strip >= strips) continue;
     const bool there = place.count[part] > 0 && strip < used;
-    if (mx)
+    if (BLOCKED)
+      ((u8*)scales)[(place.column * (strips / 4) + place.row) * 512 + place_in_tile(c, part)] =
+          there ? exponent : 0;
+    else if (mx)
       ((u8*)scales)[strip * columns + first_column + c] = there ? exponent : 0;
     else
       ((float*)scales)[strip * columns + first_column + c] = there ? scale : 0.f;

@@ -50,6 +50,15 @@ __device__ __forceinline__ void find_tile(const int* offsets, int experts, int r
   }
 }
 
+// The same of a tile of the 128x4 blocked layout, whose rows are of one expert.
+__device__ __forceinline__ void find_tile(const ScaleTile& of, Tile* tile) {
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) {
+    tile->base[p] = of.first_row + p * 32;
+    tile->count[p] = max(min(of.count - p * 32, 32), 0);
+  }
+}
+
 // The same without experts.
 __device__ __forceinline__ void find_tile(int rows, int strip, Tile* tile) {
   const int height = TILE / PARTS;
@@ -63,6 +72,7 @@ __device__ __forceinline__ void find_tile(int rows, int strip, Tile* tile) {
 // What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
 //   [columns, rows], out_scales [strips, columns], or (blocks) [columns / 128, strips], one a tile, where all
 //   experts begin at multiples of 128. With `source` [rows] row r is row source[r] of q, or zeros (-1).
+//   BLOCKED: scales by 128x4 tiles; `strips` counts four of each.
 // Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
 // Bytes: every code read once and written once.
 // Launch: grid (strips / PARTS, columns / 128): blocks start in this order, so that what is read and written
@@ -89,21 +99,31 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   Tile tile;
   tile.row = (int)blockIdx.x, tile.column = (int)blockIdx.y;
+#if BLOCKED
+  const ScaleTile scale_tile = find_scale_tile(offsets, (int)experts, (int)rows, tile.row, (int)gridDim.x);
+  out_scales = (u8*)out_scales + scale_tile.number(gridDim.y, tile.column) * 512;
+  find_tile(scale_tile, &tile);
+#else
   if (!offsets)
     find_tile((int)rows, tile.row * PARTS, &tile);
   else if (experts <= 32)
     find_tile<1>(offsets, (int)experts, (int)rows, tile.row * PARTS, &tile);
   else
     find_tile<4>(offsets, (int)experts, (int)rows, tile.row * PARTS, &tile);
+#endif
   if (TILE_TARGET && !MX && blocks && tile.row == 0)
     clear_blocks(offsets, experts, rows, strips, (float*)out_scales + blockIdx.y * strips);
   if (tile.count[0] <= 0) {  // there is room for more strips than there are
+#if BLOCKED
+    ((u32*)out_scales)[t] = 0u;
+#else
     const i64 first = (i64)tile.row * PARTS, column = blockIdx.y * TILE + t;
     for (i64 p = first; p < first + PARTS && p < strips && !blocks && column < columns; ++p)
       if (MX)
         ((u8*)out_scales)[p * columns + column] = 0;
       else
         ((float*)out_scales)[p * columns + column] = 0.f;
+#endif
     return;
   }
   const u32 row_words = (u32)((columns + TILE - 1) / TILE), height = TILE / PARTS;

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8moe.formats import is_mx
+from fp8moe.formats import BLOCKED_128X4, is_mx
 from fp8moe.kernels_cuda.configuration import Configuration
-from fp8moe.kernels_cuda.encodings import FORMATS, formats
+from fp8moe.kernels_cuda.encodings import FORMATS, formats, with_experts
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, threads
+from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.kernels_cuda.permute import sources
-from fp8moe.kernels_cuda.quantize import TILE, make_strips, tiles_down, with_experts
+from fp8moe.kernels_cuda.quantize import TILE, make_strips, strips_with_scales, tiles_down
 from fp8moe.records import PermutationPlan, QuantTensor
 
 
@@ -32,7 +33,7 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
     assert out.block is not None
     mx = is_mx(q.block)
     blocks = target == "block"
-    columns, count = q.data.shape[1], out.scales.shape[1 if blocks else 0]
+    columns, count = q.data.shape[1], out.scales.shape[1] if blocks else strips_with_scales(out)
     whole = columns % (128 if mx else 16) == 0 and q.data.ptr % 16 == 0 and out.scales.ptr % 16 == 0
     if whole:
         launch(
@@ -49,8 +50,13 @@ def _transpose(q: QuantTensor, rows: int, source: Any, offsets: Any, target: str
             blocks,
             out.data,
             out.scales,
-            defines=(*formats(q), f"TILE_TARGET={int(target != 'column')}"),
+            defines=(*formats(out), f"TILE_TARGET={int(target != 'column')}"),
         )
+        return
+    if out.layout == BLOCKED_128X4:
+        compact = compact_scratch(out)
+        _transpose(q, rows, source, offsets, target, compact)
+        to_layout(compact, offsets, out=out)
         return
     if blocks:
         fill_bytes(out.scales, 0)

@@ -1,6 +1,7 @@
 // A tile of row-wise FP8 codes in shared memory, written transposed: what transpose.cu does with tiles that
 // it reads, and swiglu_transpose.cu with those that it has just made.
 #pragma once
+#include "scale_layout.cuh"
 #include "tile_order.cuh"
 
 #ifndef FMT
@@ -101,7 +102,7 @@ __device__ __forceinline__ int of_strip(const int (&all)[PARTS], u32 q) {
 struct Results {
   i64 rows, columns, strips;
   u8* codes;     // [columns, rows]
-  void* scales;  // [strips, columns], or (blocks) [columns / 128, strips]
+  void* scales;  // [strips, columns], or (blocks) [columns / 128, strips]; BLOCKED: this tile's 512 bytes
   bool blocks;   // one scale a tile, of rows that begin at multiples of 128
 };
 
@@ -130,8 +131,8 @@ __device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
 }
 
 // A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
-// NaN among them, and for MXFP8's target "tile", of the rows that are `filled`. at: of its first scale; -1:
-// not kept.
+// NaN among them, and for MXFP8's target "tile", of the rows that are `filled`. at: of its first scale
+// (BLOCKED: its strip in the tile); -1: not kept.
 __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const int* exponents,
                                         const Rows& filled, int left, u8* to, i64 rows, i64 at,
                                         bool some_rows, void* out_scales) {
@@ -160,7 +161,9 @@ __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const in
     for (u32 r = 0; r < 8 && (int)r < left; ++r)
       to[r] = (u8)encode2(moved_value(value(r), exponents[mine.row(r)], target), 0.f, fmt);
     if (at < 0 || threadIdx.x % behind > 1) continue;
-    if (mx)
+    if (BLOCKED)
+      ((u8*)out_scales)[place_in_tile(mine.column + c, (u32)at)] = some_rows ? (u8)(target + 127) : 0;
+    else if (mx)
       ((u8*)out_scales)[at + c] = some_rows ? (u8)(target + 127) : 0;
     else
       ((float*)out_scales)[at + c] = some_rows ? power_of_two(target) : 0.f;
@@ -352,6 +355,11 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
       lift |= (u32)(some ? 30 + EMAX - exponent : 15) << (10 + 16 * c);
     }
     if (!__any_sync(0xffffffffu, !near)) {
+#if BLOCKED
+      const u32 c = mine.column + (lane & 2 ? 4 : 0) + (lane & 4 ? 2 : 0);
+      ((u8*)to.scales)[place_in_tile(c, q)] = some_rows ? (u8)target[0] : 0;
+      ((u8*)to.scales)[place_in_tile(c + 1, q)] = some_rows ? (u8)target[1] : 0;
+#else
       if (keeps_scales && (mx || lane < 8)) {
         const i64 at = strip * to.columns + first_column + (lane & 2 ? 4 : 0) + (lane & 4 ? 2 : 0);
         if (mx)
@@ -360,6 +368,7 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
           *(uint2*)((float*)to.scales + at) =
               some_rows ? make_uint2(target[0] << 23, target[1] << 23) : make_uint2(0u, 0u);
       }
+#endif
       const u32 lifts[4] = {of_lane_near<0, 25>(lift), of_lane_near<4, 25>(lift), of_lane_near<2, 25>(lift),
                             of_lane_near<6, 25>(lift)};
 #pragma unroll
@@ -371,5 +380,8 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
     }
   }
   by_columns(mine, codes, row_exponents, filled, left, out, to.rows,
-             keeps_scales ? strip * to.columns + first_column : -1, some_rows, to.scales);
+             BLOCKED        ? (i64)q
+             : keeps_scales ? strip * to.columns + first_column
+                            : -1,
+             some_rows, to.scales);
 }

@@ -44,6 +44,12 @@ SAVED = fp8moe.moe_forward(**LAYER)[1]
 CALLS = {
     "plan_topk": {"topk_ids": IDS, "num_experts": E, "align_size": 16},
     "plan_routing_map": {"routing_map": np.ones((T, E), bool), "align_size": 16},
+    "plan_row_map": {
+        "row_id_map": fp8moe.plan_routing_map(np.ones((T, E), bool)).row_id_map,
+        "pad_offsets": np.zeros(E, np.int32),
+        "num_out_tokens": P,
+    },
+    "plan_index_map": {"row_id_map": np.arange(T * K, dtype=np.int32), "topk": K, "num_out_tokens": P},
     "permute": {"x": X, "plan": PLAN, "probs": PROBS},
     "permute_and_pad": {"x": X, "routing_map": np.ones((T, E), bool), "align_size": 16},
     "unpermute": {"x": ROWS, "plan": PLAN, "merging_probs": PROBS},

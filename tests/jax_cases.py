@@ -30,7 +30,10 @@ BLOCKS, ONE_HAS_ALL = fp8moe.scaling_aware_transpose(Q, target="block"), np.arra
 OPERATIONS = {
     "plan_topk": ((IDS, E), {"align_size": 16}),
     "plan_routing_map": ((MASK,), {"align_size": 8, "topk": E}),
+    "plan_row_map": ((fp8moe.plan_routing_map(MASK).row_id_map,), {"num_out_tokens": 70}),
+    "plan_index_map": ((RNG.permutation(T * K).astype(np.int32), K), {"num_out_tokens": 70}),
     "permute": ((X, PLAN, PROBS), {}),
+    "permute without unweighted rows": ((X, PLAN, np.floor(PROBS * 2)), {"zero_unweighted": True}),
     "permute of FP8": ((Q, PLAN, PROBS), {}),
     "permute_and_pad": ((X, IDS, PROBS), {"align_size": 16, "num_experts": E}),
     "unpermute": ((ROWS, PLAN, PROBS), {}),

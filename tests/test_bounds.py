@@ -197,7 +197,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_indexes_past_an_array_is_refused(case):
+def test_out_of_range_indices_are_refused(case):
     call, words = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=words):
         call()
@@ -219,7 +219,7 @@ def test_offsets_may_leave_rows_out():
                 strip += 1
 
 
-def test_what_a_map_says_past_its_count_is_nothing():
+def test_row_map_entries_past_the_count_are_ignored():
     plan = fp8moe.plan_topk(ints([0, -1], [-1, -1], [1, 0]), 2)
     junk = plan.row_id_map.copy()
     junk[0, [1, 3]] = 77, 99
@@ -312,7 +312,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_memory_to_write_to_is_nobody_elses(case):
+def test_outputs_may_not_overlap_other_arguments(case):
     call, words = OVERLAPS[case]
     before = X.copy(), X32.copy()
     with pytest.raises(ValueError, match=words):
@@ -371,7 +371,7 @@ def test_weights_whose_sides_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("given", [np.uint8, np.int8, np.uint16, np.int64])
-def test_integers_of_few_bits_are_what_they_say(given):
+def test_narrow_integer_dtypes_keep_their_values(given):
     """Of every public function's options: 100 and 120, with which products and sums leave 8 bits."""
     sizes, order, many = ints(10, 20, 10), ints(2, 0, 1), np.ones((40, 256), np.float32)
     for align in (100, 120):
@@ -487,7 +487,7 @@ def cut(moved):
 @needs_emulation
 @pytest.mark.parametrize("columns", [512, 5])
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)])
-def test_a_plan_of_any_values_leads_nowhere_else(columns, dtype):
+def test_plans_of_random_values_write_only_their_outputs(columns, dtype):
     for by_mask in (False, True):
         ids = RNG.integers(-1, 5, (21, 3)).astype(np.int32)
         if by_mask:
@@ -514,7 +514,7 @@ def test_a_plan_of_any_values_leads_nowhere_else(columns, dtype):
 
 @needs_emulation
 @pytest.mark.parametrize("ascending", [True, False])
-def test_offsets_of_any_values_lead_nowhere_else(ascending):
+def test_random_offsets_write_only_their_outputs(ascending):
     rows = 272
     h = RNG.standard_normal((rows, 256)).astype(BF16)
     q = fp8moe.quantize(RNG.standard_normal((rows, 128)).astype(np.float32))
@@ -572,7 +572,7 @@ def test_scales_that_are_missing_are_nan(backend):
 
 @needs_emulation
 @pytest.mark.parametrize("columns", [128, 3])
-def test_chunks_of_any_sizes_lead_nowhere_else(columns):
+def test_random_chunk_sizes_write_only_their_outputs(columns):
     x = RNG.standard_normal((40, columns)).astype(BF16)
     probs = RNG.random(40).astype(np.float32)
     for _ in range(4):
@@ -587,7 +587,7 @@ def test_chunks_of_any_sizes_lead_nowhere_else(columns):
 
 
 @needs_emulation
-def test_what_this_device_has_no_room_for_is_refused(monkeypatch):
+def test_sizes_beyond_the_devices_limits_are_refused(monkeypatch):
     cuda_on_cpu.install(monkeypatch, shared_limit=64 << 10)
     x, sizes = cuda_on_cpu.upload(X), cuda_on_cpu.upload(np.zeros(4000, np.int32))
     with pytest.raises(ValueError, match="split_sizes: got 4000 chunks; wanted at most"):
@@ -750,7 +750,7 @@ def is_array_or_record(value):
 
 @given(calls())
 @settings(max_examples=1000)
-def test_any_arguments_give_an_answer_of_them_alone_or_an_error_that_names_one(case):
+def test_random_arguments_give_a_result_or_an_error_naming_an_argument(case):
     function, call = case
     first, second = (outcome(function, call, junk) for junk in (0, 1))
     if isinstance(first, MemoryError):

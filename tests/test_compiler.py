@@ -80,9 +80,11 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
         job.result()
     usual = {
         "expert_parallel": ("KIND=BF16", "FMT=0", "MX=0", "PEERS=8"),
+        "layout": (),
         "permute": (),
         "router": ("PER_LANE=4", "LOSSES=0"),
         "unpermute": (),
+        "row_map": (),
         "sort_chunks": (),
         "quantize": ("KIND=BF16", "FMT=0", "MX=0"),
         "swiglu": ("KIND=BF16", "FMT=0", "MX=0", "BARE=1"),

@@ -12,6 +12,7 @@ import fp8moe
 pytest.importorskip("cupy")
 from fp8moe.kernels_cuda import (
     compiler,
+    driver,
     grouped_gemm,
     grouped_gemm_mma,
     grouped_gemm_wgmma,
@@ -166,6 +167,63 @@ def test_large_products_go_to_the_plain_kernel_only_when_that_is_said(architectu
         grouped_gemm.choose(most._replace(depth=501), architecture, None)
 
 
+LAYER = {"experts": 8, "hidden": 512, "columns": 512, "width": 256, "ffn": 256}
+GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
+
+
+@pytest.mark.parametrize("operands", ["e4m3", "bfloat16"])
+@pytest.mark.parametrize("architecture", FASTEST)
+def test_a_backend_that_does_not_make_a_layer_is_refused(monkeypatch, architecture, operands):
+    monkeypatch.setattr(driver, "architecture", lambda device: architecture)
+    layer = {"operands": operands, "gradients": GRADIENTS, **LAYER}
+    has = {"wgmma": architecture == "sm_90a", "mma": architecture != "sm_75", "plain": True, "cublas": True}
+    for backend, known in has.items():
+        if known:
+            grouped_gemm.check_layer(backend, 0, **layer)
+        else:
+            with pytest.raises(ValueError, match=f"backend: got '{backend}'.*the device is {architecture}"):
+                grouped_gemm.check_layer(backend, 0, **layer)
+
+
+@pytest.mark.parametrize(
+    ("operands", "backend", "change", "gradients", "reason"),
+    [
+        ("float32", "mma", {}, (), "the operands are float32"),
+        ("bfloat16", "wgmma", {"hidden": 500}, (), "K is 500, no multiple of 8"),
+        ("e4m3", "wgmma", {"hidden": 504}, (), "K is 504, no multiple of 16"),
+        ("e4m3", "wgmma", {"width": 128, "columns": 256, "ffn": 100}, ("dw2",), "K is 100, no multiple of 8"),
+        (
+            "e4m3",
+            "wgmma",
+            {"width": 128, "columns": 256, "ffn": 102},
+            ("dw13",),
+            "N is 102, no multiple of 4",
+        ),
+    ],
+)
+def test_each_product_of_a_layer_is_looked_at(monkeypatch, operands, backend, change, gradients, reason):
+    """Those of gradients only where they are asked for."""
+    monkeypatch.setattr(driver, "architecture", lambda device: "sm_90a")
+    layer = {"operands": operands, **LAYER, **change}
+    with pytest.raises(ValueError, match=f"backend: got '{backend}'.*{reason}"):
+        grouped_gemm.check_layer(backend, 0, **layer, gradients=gradients)
+    if gradients:
+        grouped_gemm.check_layer(backend, 0, **layer, gradients=("dx", "dprobs"))
+
+
+def test_cublas_has_no_float64():
+    for of in ({"operands": "float64", "out": "float64"}, {"operands": "float32", "out": "float64"}):
+        with pytest.raises(TypeError, match="backend: got 'cublas' with float64"):
+            grouped_gemm.choose(product(**of), "sm_90a", "cublas")
+
+
+@pytest.mark.parametrize("backend", ["wgmma", "mma"])
+def test_a_named_backend_takes_no_rows_at_all(backend):
+    """A rank without tokens: the weights' gradients are zeros, and not an error."""
+    none = product("bfloat16", "grouped_gemm_wgrad", rows=0)
+    assert grouped_gemm.choose(none, "sm_90a", backend).backend == "plain"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -297,9 +355,9 @@ def test_pieces_cover_a_row(row_bytes, scale_bytes, fill):
         assert pieces.nbytes <= most
         assert (pieces.per_row - 1) * pieces.nbytes < row_bytes <= pieces.per_row * pieces.nbytes
         units = -(-tokens // pieces.together)
-        assert pieces.configuration.grid == (units * pieces.per_row, 32)
+        assert pieces.blocks == units * pieces.per_row
         room = pieces.zeros + pieces.together * (pieces.nbytes + scale_bytes) + 16
-        assert room <= pieces.configuration.shared <= 48 << 10  # also on devices that have little
+        assert room <= pieces.shared <= 48 << 10  # also on devices that have little
     assert fill or moved.zeros == 0
     assert sorted_.together == 1 or sorted_.together * (row_bytes + scale_bytes) <= permute.UNIT
 

@@ -108,6 +108,40 @@ def test_router(tokens, experts, config, biased, sequences):
     router_checks.router_agrees(generator(), both, tokens, experts, config, biased, sequences)
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int32])
+@pytest.mark.parametrize(
+    ("tokens", "experts"), [(3000, 256), (700, 512), (90, 1000), (5000, 7), (33, 4096), (0, 256), (40, 31)]
+)
+def test_plans_of_whole_masks(tokens, experts, dtype):
+    """Maps as wide as there are experts, from the mask and from the map itself."""
+    rng = generator()
+    mask = (rng.random((tokens, experts)) < rng.random((tokens, 1)) * min(1, 20 / experts)).astype(dtype)
+    for rows in ("exact", 3 * tokens):
+        ours, theirs = both(fp8moe.plan_routing_map, mask, align_size=16, num_out_tokens=rows)
+        assert_same(ours, theirs)
+        for pads in (ours.pad_offsets, None):
+            options = {"num_out_tokens": ours.num_out_tokens}
+            assert_same(*both(fp8moe.plan_row_map, ours.row_id_map, pads, **options))
+
+
+@pytest.mark.parametrize("topk", [1, 8, 40])
+def test_plans_of_index_maps(topk):
+    rng = generator()
+    rows = rng.permutation(1000 * topk).astype(np.int32)
+    rows[rng.random(rows.size) < 0.2] = -1
+    assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, num_out_tokens=rows.size), rows))
+
+
+@pytest.mark.parametrize("columns", [7168, 24, 5])
+def test_rows_of_probabilities_of_zero(columns):
+    rng = generator()
+    ids = np.argsort(rng.random((300, 20)), axis=1)[:, :4].astype(np.int32)
+    plan = fp8moe.plan_topk(ids, 20, align_size=16, num_out_tokens=1200)  # some have no room
+    probs = rng.random(ids.shape).astype(np.float32) * (rng.random(ids.shape) < 0.5)
+    for x in (values(rng, (300, columns), BF16), fp8moe.quantize(values(rng, (300, 256), BF16))):
+        assert_same(*both(lambda x, p, w: fp8moe.permute(x, p, w, zero_unweighted=True), x, plan, probs))
+
+
 @given(routings(), st.booleans())
 @settings(max_examples=40)
 def test_plans_and_permutation(case, by_mask):
@@ -325,7 +359,7 @@ def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
     assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
-def test_many_tiles_are_taken_when_free(monkeypatch):
+def test_many_tiles_are_scheduled_dynamically(monkeypatch):
     counts = generator().integers(0, 400, 40)  # some 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 
@@ -864,7 +898,8 @@ def test_a_small_capacity_writes_nothing_outside():
         guarded = cupy.full((capacity + 64, 64), 0xA5A5, cupy.uint16)
         raw = DeviceArray(guarded.data.ptr, (capacity, 64), BF16, 0, guarded)
         spec = fp8moe.records.Permuted(raw, None, None)
-        call.run("permute", "permute", call.args.x, call.args.plan, None, fill_padding=True, out=spec)
+        options = {"fill_padding": True, "zero_unweighted": False}
+        call.run("permute", "permute", call.args.x, call.args.plan, None, **options, out=spec)
         got = cupy.asnumpy(guarded)
         assert (got[capacity:] == 0xA5A5).all()
         wanted = fp8moe.permute(cupy.asnumpy(x), download(plan)).data

@@ -1,30 +1,87 @@
-"""Public docstrings follow one template (numpydoc's), agree with the signatures, and their examples run."""
+"""Public docstrings follow one template (numpydoc's), agree with the signatures, and their examples run.
+
+Public is what a module of `MODULES` has in ``__all__``: functions, records, and classes with their methods.
+"""
 
 import dataclasses
 import doctest
+import importlib
 import inspect
+import re
 
 import numpy as np
 import pytest
 
 import fp8moe
 
-FUNCTIONS = [name for name in fp8moe.__all__ if inspect.isfunction(getattr(fp8moe, name))]
-SECTIONS = ["Parameters", "Returns", "Raises", "Notes", "Examples"]
+#: a module to a line; one whose framework is not installed is left out
+MODULES = [
+    "fp8moe",
+    "fp8moe.adapters.jax_expert_parallel",
+    "fp8moe.adapters.jax_ops",
+    "fp8moe.adapters.torch_ops",
+    "fp8moe.adapters.transformer_engine",
+    "fp8moe.adapters.transformer_engine_jax",
+]
+SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
+ERRORS = {"TypeError", "ValueError", "RuntimeError", "NotImplementedError", "ImportError"}
+STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+#: modules of operations on arrays, which check them all
+OPERATIONS = ("fp8moe", "fp8moe.adapters.torch_ops")
 
 
-def sections_of(function):
+def _public():
+    """(module, name, object) of all that is documented."""
+    for module in MODULES:
+        try:
+            namespace = importlib.import_module(module)
+        except ImportError as error:
+            if error.name is not None and error.name.startswith("fp8moe"):
+                raise
+            continue
+        for name in namespace.__all__:
+            yield module, name, getattr(namespace, name)
+
+
+PUBLIC = list(_public())
+
+
+def _methods(module, name, public):
+    """Those that a class documents; what it overrides without a docstring is documented by the base."""
+    for attribute, value in vars(public).items():
+        inherited = any(hasattr(base, attribute) for base in public.__mro__[1:])
+        if inspect.isfunction(value) and attribute[0] != "_" and (value.__doc__ or not inherited):
+            yield module, f"{name}.{attribute}", value
+
+
+FUNCTIONS = [item for item in PUBLIC if inspect.isfunction(item[2])]
+RECORDS = [item for item in PUBLIC if dataclasses.is_dataclass(item[2])]
+CLASSES = [
+    item
+    for item in PUBLIC
+    if inspect.isclass(item[2]) and item not in RECORDS and not issubclass(item[2], Exception)
+]
+METHODS = [method for item in CLASSES for method in _methods(*item)]
+
+
+def parametrize(items):
+    return pytest.mark.parametrize(
+        ("module", "public"), [(m, p) for m, _, p in items], ids=[f"{m}.{n}" for m, n, _ in items]
+    )
+
+
+def sections_of(public):
     """Section -> its lines, in order; "" is the summary and what follows it."""
-    found, current = {"": []}, ""
-    lines = inspect.getdoc(function).split("\n")
+    sections, current = {"": []}, ""
+    lines = inspect.getdoc(public).split("\n")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if following and set(following) == {"-"}:
             assert len(following) == len(line), line
             current = line
-            found[current] = []
+            sections[current] = []
         elif not line or set(line) != {"-"}:
-            found[current].append(line)
-    return found
+            sections[current].append(line)
+    return sections
 
 
 def items_of(lines):
@@ -36,41 +93,63 @@ def items_of(lines):
     return [(name, kind) if colon else ("", name) for name, colon, kind in parts]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_sections(name):
-    function = getattr(fp8moe, name)
-    found = sections_of(function)
-    assert [s for s in found if s] == [s for s in SECTIONS if s in found]
-    summary = found[""][0]
-    assert summary.endswith(".")
-    assert not found[""][1]  # one line
-    assert items_of(found["Returns"])
-    parameters = inspect.signature(function).parameters
+def has_array(annotation):
+    return re.search(r"\b(ArrayLike|Tensor|Array)\b", str(annotation)) is not None
+
+
+def check_summary(sections):
+    assert [s for s in sections if s] == [s for s in SECTIONS if s in sections]
+    summary = sections[""]
+    assert summary[0].endswith(".")
+    assert not any(summary[1:2])  # one line
+
+
+def check_parameters(public, sections):
+    parameters = dict(inspect.signature(public).parameters)
+    parameters.pop("self", None)
     if not parameters:
-        return
-    described = items_of(found["Parameters"])
-    assert [name for name, _ in described] == list(parameters)
-    for name, kind in described:
-        assert ("ArrayLike" in kind) == ("ArrayLike" in str(parameters[name].annotation)), name
-    errors = ", ".join(kind for _, kind in items_of(found["Raises"])).split(", ")
-    assert {"TypeError", "ValueError"} <= set(errors) <= {"TypeError", "ValueError", "RuntimeError"}
+        assert "Parameters" not in sections
+        return parameters
+    described = items_of(sections["Parameters"])
+    assert [name for name, _ in described] == [STARS.get(p.kind, "") + n for n, p in parameters.items()]
+    for (name, kind), parameter in zip(described, parameters.values(), strict=True):
+        if parameter.annotation is not parameter.empty and "Any" not in str(parameter.annotation):
+            assert has_array(kind) == has_array(parameter.annotation), name
+    return parameters
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_examples(name):
+@parametrize([*FUNCTIONS, *METHODS])
+def test_sections(module, public):
+    sections = sections_of(public)
+    check_summary(sections)
+    if inspect.signature(public).return_annotation not in ("None", None, "Iterator[None]"):
+        assert items_of(sections["Returns"])
+    parameters = check_parameters(public, sections)
+    errors = set(", ".join(kind for _, kind in items_of(sections.get("Raises", []))).split(", ")) - {""}
+    assert errors <= ERRORS
+    if parameters and module in OPERATIONS and "." not in public.__qualname__:
+        assert {"TypeError", "ValueError"} <= errors
+
+
+@parametrize(CLASSES)
+def test_classes(module, public):
+    sections = sections_of(public)
+    check_summary(sections)
+    check_parameters(public, sections)
+
+
+@parametrize([*FUNCTIONS, *CLASSES])
+def test_examples(module, public):
     (example,) = doctest.DocTestFinder(recurse=False).find(
-        getattr(fp8moe, name), name, globs={"np": np, "fp8moe": fp8moe}
+        public, public.__name__, globs={"np": np, "fp8moe": fp8moe}
     )
     assert any(e.want for e in example.examples), "an example shows a value"
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
-RECORDS = [name for name in fp8moe.__all__ if dataclasses.is_dataclass(getattr(fp8moe, name))]
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_attributes(name):
-    record = getattr(fp8moe, name)
-    found = sections_of(record)
-    assert found[""][0].endswith(".")
-    assert [name for name, _ in items_of(found["Attributes"])] == [f.name for f in dataclasses.fields(record)]
+@parametrize(RECORDS)
+def test_attributes(module, public):
+    sections = sections_of(public)
+    assert sections[""][0].endswith(".")
+    described = [name for name, _ in items_of(sections["Attributes"])]
+    assert described == [field.name for field in dataclasses.fields(public)]

@@ -13,7 +13,7 @@ import fp8moe
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
-ROOMS = ("plan", "permute", "quantize", "transpose", "swiglu", "grouped_gemm", "router")
+ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
 
 
 def imports_of(path):
@@ -116,7 +116,7 @@ def test_the_backends_agree_on_messages_between_ranks():
 
 def test_expert_parallelism_has_its_rooms():
     stems = {path.stem for path in files("fp8moe/expert_parallel")}
-    assert stems == {"__init__", "protocols", "messages", "exchange", "overlap"}
+    assert stems == {"__init__", "protocols", "messages", "exchange", "overlap", "blocks"}
 
 
 def test_every_package_is_in_the_wheel():

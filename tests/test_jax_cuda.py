@@ -88,6 +88,43 @@ def specified(verb, result):
     return result
 
 
+@pytest.mark.filterwarnings("ignore:grouped_gemm.*no multiple of 16:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["mma", "cublas", "plain"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_backend_of_the_layer(recipe, backend, put):
+    """The bits of the library's own call by the same backend, in both directions; what no device takes is an
+    error of the program with the reason in it."""
+    w13, w2 = weights(BF16 if recipe == "bf16" else np.float32)
+    ids = put(IDS)
+
+    def step(x, w13, w2, probs, dy, backend=backend):
+        def layer(x, w13, w2, probs):
+            return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, backend=backend)
+
+        y, back = jax.vjp(layer, x, w13, w2, probs)
+        return y, *back(dy)
+
+    compiled = jax.jit(step)
+    for _ in range(3):
+        x, dy = (RNG.standard_normal((T, H)).astype(BF16) for _ in range(2))
+        y, saved = fp8moe.moe_forward(*map(upload, (x, w13, w2, IDS, PROBS)), recipe=recipe, backend=backend)
+        grads = fp8moe.moe_backward(saved, upload(dy))
+        wanted = download((y, grads.dx, grads.dw13, grads.dw2, grads.dprobs))
+        found = compiled(*map(put, (x, w13, w2, PROBS, dy)))
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
+
+
+def test_backend_that_cannot_multiply_is_named(put):
+    wide = [put(a.astype(np.float32)) for a in (X, *weights(), PROBS)]
+
+    def layer(x, w13, w2, probs):
+        return jax_ops.moe_ffn(x, w13, w2, put(IDS), probs, recipe="bf16", backend="wgmma")
+
+    with pytest.raises(Exception, match="backend: got 'wgmma' for a product it does not take"):
+        jax.block_until_ready(jax.jit(layer)(*wide))
+
+
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
 def test_the_layers_gradients(recipe, recompute, put):

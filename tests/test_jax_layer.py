@@ -14,6 +14,7 @@ from jax_cases import E, H, K, T, jax, jax_ops, jnp
 
 import fp8moe
 
+jax_expert_parallel = pytest.importorskip("fp8moe.adapters.jax_expert_parallel")
 HERE = Path(__file__).parent
 FP8 = ("fp8_flow", "fp8_blockwise")
 
@@ -216,6 +217,55 @@ def test_what_does_not_fit(name):
         jax_ops.moe_ffn(x, w1, w2, ids, probs, recipe="fp8")
 
 
+# ---------------------------------------------------------------- backends
+
+
+def gradient_by(backend, axis_name=None):
+    """A program of the layer's gradient, and its arguments."""
+    _, w1, w3, w2, *_ = problem()
+    w13, ids = jnp.asarray(np.concatenate([w1, w3], 1)), jnp.zeros((T, 1), jnp.int32)
+    arrays = jnp.ones((T, H)), w13, jnp.asarray(w2), ids, jnp.ones((T, 1))
+    layer, options = jax_ops.moe_ffn, {"recipe": "fp8_flow", "backend": backend}
+    if axis_name is not None:
+        layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
+    return jax.grad(lambda *a: layer(*a, **options).sum()), arrays
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+@pytest.mark.parametrize("backend", [None, "wgmma", "mma", "cublas", "plain"])
+def test_backend_of_both_directions(backend, axis_name):
+    """What a program for CUDA is made of: every product by the backend, and in no graph where that reads the
+    offsets back."""
+    gradient, arrays = gradient_by(backend, axis_name)
+    if axis_name is not None:
+        mesh = jax.make_mesh((1,), (axis_name,), devices=jax.devices("cpu")[:1])
+        spec = jax.sharding.PartitionSpec()
+        gradient = jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    program = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r'custom_call @(fp8moe_call\w*)\(.*?call = "(.*?)"', program)  # with \22 for quotes
+    products = [(target, text) for target, text in calls if "experts_" in text or "moe_" in text]
+    assert len(products) == 2  # forward and backward
+    for target, text in products:
+        assert set(re.findall(r"backend\\22:(?:\\22)?(\w+)", text)) == {backend or "null"}
+        assert target == ("fp8moe_call" if backend == "cublas" else "fp8moe_call_in_graph")
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("backend", ["wgmma", "mma", "cublas", "plain"])
+def test_backend_on_the_cpu_is_refused(backend, jit):
+    gradient, arrays = gradient_by(backend)
+    run = jax.jit(gradient) if jit else gradient
+    with pytest.raises(ValueError, match=f"backend: got '{backend}' for arrays on the CPU; wanted None"):
+        run(*arrays)
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+def test_unknown_backend_is_refused(axis_name):
+    gradient, arrays = gradient_by("wmma", axis_name)
+    with pytest.raises(ValueError, match="backend: got 'wmma'; wanted one of None, 'wgmma', 'mma', 'cublas'"):
+        gradient(*arrays)
+
+
 # ---------------------------------------------------------------- gradients that do not exist
 
 WITHOUT = {
@@ -298,6 +348,6 @@ def test_a_process_that_ends_before_its_results():
 
 def test_the_programs_of_the_docs():
     pytest.importorskip("flatbuffers")
-    programs = re.findall(r"```python\n(.*?)```", (HERE.parent / "docs/jax.md").read_text(), re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", (HERE.parent / "docs/how-to/jax.md").read_text(), re.DOTALL)
     assert len(programs) == 3
     run_script("-W", "error", "-c", "\n".join(programs), **FOUR_DEVICES)

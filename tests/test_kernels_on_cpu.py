@@ -71,15 +71,55 @@ def a_plan(tokens, experts, k, align, by_mask=False):
 
 @pytest.mark.parametrize("by_mask", [False, True])
 @pytest.mark.parametrize("columns", [6200, 520, 24, 5])
-def test_rows_there_and_back(by_mask, columns):
+def test_permute_and_unpermute(by_mask, columns):
     rows_there_and_back(a_plan(21, 5, 3, 4, by_mask), columns)
 
 
 @pytest.mark.parametrize("columns", [600, 5])
-def test_rows_of_more_experts_than_a_block_remembers(columns):
+def test_permute_with_more_experts_than_a_block_caches(columns):
     mask = RNG.random((5, 150)) < RNG.random((5, 1))
     mask[2] = True
     rows_there_and_back(fp8moe.plan_routing_map(mask, align_size=4, topk=150), columns)
+
+
+@pytest.mark.parametrize("experts", [1, 5, 150, 1300])
+def test_plans_of_row_maps(experts):
+    plan = fp8moe.plan_routing_map(RNG.random((19, experts)) < 0.4, align_size=4)
+    for pads in (plan.pad_offsets, None):
+        assert_same(*both(lambda m, p: fp8moe.plan_row_map(m, p, num_out_tokens=9), plan.row_id_map, pads))
+
+
+@pytest.mark.parametrize("topk", [1, 3, 40])
+def test_plans_of_index_maps(topk):
+    rows = RNG.permutation(21 * topk).astype(np.int32)
+    rows[RNG.random(rows.size) < 0.3] = -1
+    rows[-2:] = 5  # one that is named twice
+    options = {"num_out_tokens": rows.size}
+    assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, **options), rows))
+
+
+@pytest.mark.parametrize("columns", [6200, 520, 5])
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_rows_of_probabilities_of_zero(by_mask, columns):
+    plan = a_plan(21, 5, 3, 4, by_mask)
+    x = values(RNG, (21, columns), BF16)
+    probs = RNG.random((21, plan.prob_columns)).astype(np.float32)
+    probs[RNG.random(probs.shape) < 0.4] = 0
+    probs[0] = -0.0
+
+    def moved(x, p, w):
+        return cut(fp8moe.permute(x, p, w, zero_unweighted=True))
+
+    for dtype in (np.float32, BF16, np.float64):
+        assert_same(*both(moved, x, plan, probs.astype(dtype)))
+    q = fp8moe.quantize(values(RNG, (21, 128 * (columns // 128 + 1)), BF16))
+    assert_same(*both(moved, q, plan, probs))
+
+
+def test_row_maps_of_no_plan():
+    """What names no expert, and a count beyond the map's width, are read nowhere else."""
+    row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
+    assert_same(*both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
 
 
 def rows_there_and_back(plan, columns):
@@ -298,7 +338,7 @@ def test_mxfp8_of_products_beyond_float32():
     products_beyond_float32(both)
 
 
-def test_which_swiglu_goes_by_vectors(monkeypatch):
+def test_swiglu_uses_vector_accesses_where_aligned(monkeypatch):
     from fp8moe.kernels_cuda import launch
 
     cuda_on_cpu.install(monkeypatch)
@@ -334,11 +374,11 @@ def known(result, offsets):
 
 # the second: more experts than a block looks at at a time
 @pytest.mark.parametrize("counts", [[144, 0, 176, 16, 33], [16, *[0] * 290, 5, 20]])
-def test_tiles_are_taken_when_free(monkeypatch, counts):
+def test_tiles_are_scheduled_dynamically(monkeypatch, counts):
     tiles_are_taken_when_free(both, monkeypatch, counts, 256)
 
 
-def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
+def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
     """Float32 SwiGLU tiles take 144 KB, which not every device has; the results are the same."""
     from fp8moe.kernels_cuda import launch
 
@@ -363,7 +403,7 @@ def test_tiles_that_do_not_fit_go_the_plain_way(monkeypatch):
     assert not {"quantize_tiles", "swiglu_quantize_tiles"} & launched
 
 
-def test_weights_into_the_memory_of_the_step_before():
+def test_quantize_weights_into_given_memory():
     weights = [RNG.standard_normal((2, 256, 128)).astype(np.float32) for _ in range(5)]
     wanted = [fp8moe.quantize_weights(w) for w in weights]
     with pytest.MonkeyPatch.context() as patch:
@@ -562,7 +602,7 @@ def test_a_new_thread_asks_for_the_devices_context(monkeypatch):
     assert runtime.bound_threads.count(name) == 1
 
 
-def test_calls_that_are_done_again(monkeypatch):
+def test_repeated_calls_replay_their_launch_plan(monkeypatch):
     """From the third call on with the same shapes: other arrays, other results, nothing shared."""
     plans = [a_plan(21, 5, 3, 4) for _ in range(4)]
     inputs = [(values(RNG, (21, 256), BF16), plan, RNG.random((21, 3)).astype(np.float32)) for plan in plans]
@@ -598,7 +638,7 @@ def test_a_cached_launch_plan_refuses_arrays_on_two_devices(monkeypatch, elsewhe
         fp8moe.permute(arrays["x"], plan, arrays["probs"])
 
 
-def test_what_is_not_done_again(monkeypatch):
+def test_calls_whose_launch_plans_are_not_cached(monkeypatch):
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
     upload = cuda_on_cpu.upload
@@ -623,7 +663,7 @@ def test_what_is_not_done_again(monkeypatch):
     assert planned == ["pad", "grouped_gemm_wgrad"]
 
 
-def test_done_again_on_other_arguments_of_the_same_shape(monkeypatch):
+def test_cached_launch_plans_take_other_arguments_of_the_same_shape(monkeypatch):
     """Aliased arguments after calls with separate ones, options by keyword, an output that is an argument."""
     x, y = (RNG.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
     offsets = np.array([0, 40, 64], np.int32)

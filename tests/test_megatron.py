@@ -465,35 +465,47 @@ def test_activations(options, activation):
         ("moe_shared_expert_overlap", {"then": {"moe_shared_expert_overlap": True}}, {}),
         ("moe_pad_expert_input_to_capacity", {"then": {"moe_pad_expert_input_to_capacity": True}}, {}),
         ("moe_router_padding_for", {"then": {"moe_router_padding_for_quantization": True}}, {}),
-        ("recipe", {"recipe": "fp8"}, {}),
+        ("recipe", {"own": {"recipe": "fp8"}}, {}),
+        ("backend", {"own": {"backend": "cutlass"}}, {}),
     ],
 )
 def test_what_is_not_done_is_refused_when_the_layer_is_made(name, options, sizes):
-    then, recipe = options.pop("then", {}), options.pop("recipe", "fp8_flow")
-    given_config = moe_config(**options)
+    then, own = options.get("then", {}), options.get("own", {})
+    given_config = moe_config(**{n: v for n, v in options.items() if n not in ("then", "own")})
     for field, value in then.items():  # whose other conditions do not matter here
         setattr(given_config, field, value)
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name}[a-z_0-9]*: got"):
-        megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), recipe=recipe)
-    options |= {"then": then, "recipe": recipe}
+        megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), **own)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_backend_reaches_the_products(recipe):
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(), recipe=recipe, backend="mma")
+    counts, probs = torch.tensor([5, 3]), torch.rand(8)
+    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+        experts(torch.randn(8, 64), counts, probs)
+    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+        experts.routed(torch.randn(8, 64), torch.zeros(8, 1, dtype=torch.int64), probs[:, None], None)
 
 
 def test_layer_specs():
     """Every MoE layer in a spec, whatever it is made of; shared experts, router and all else stay."""
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     for dispatcher in ("fp8moe", "megatron"):
-        new = megatron.use_fp8_flow(spec, recipe="fp8_blockwise", dispatcher=dispatcher)
+        options = {"recipe": "fp8_blockwise", "backend": "mma"}
+        new = megatron.use_fp8_flow(spec, **options, dispatcher=dispatcher)
         assert new is not spec
         before, after = spec.submodules.mlp, new.submodules.mlp
         kind, params, submodules = parts_of(after)
         assert parts_of(before)[0] is MoELayer
         assert submodules.shared_experts is parts_of(before)[2].shared_experts
         if dispatcher == "fp8moe":
-            assert (kind, params["recipe"]) == (megatron.FP8FlowMoELayer, "fp8_blockwise")
+            assert kind is megatron.FP8FlowMoELayer
+            assert params.items() >= options.items()
         else:
             assert kind is MoELayer
             assert submodules.experts.module is megatron.FP8FlowExperts
-            assert submodules.experts.params == {"recipe": "fp8_blockwise"}
+            assert submodules.experts.params == options
         assert new.submodules.self_attention.module is spec.submodules.self_attention.module
     own = groups()
     assert parts_of(megatron.use_fp8_flow(spec, pg_collection=own).submodules.mlp)[1]["pg_collection"] is own

@@ -247,6 +247,36 @@ def test_places_by_the_cuda_backend(monkeypatch, given_align, wanted, kind):
     assert_same(of_ours, down(here(up(back), up(back_probs), theirs[2])))
 
 
+@pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
+@pytest.mark.parametrize("permuted_rows", [False, True])
+def test_backend_by_the_cuda_backend(monkeypatch, permuted_rows):
+    """It makes all products of both directions; one that the device does not have is refused before anything
+    is launched."""
+    grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
+    inputs, dy = layer_inputs(6, 9, experts=3)
+    if permuted_rows:
+        _, rows, counts, probs, dy = permuted(inputs, dy, 1, False)
+        inputs = {"x": rows, "tokens_per_expert": counts, "probs": probs} | {
+            n: inputs[n] for n in ("w13", "w2")
+        }
+    forward = fp8moe.moe_forward_permuted if permuted_rows else fp8moe.moe_forward
+    inputs, dy = {name: cuda_on_cpu.upload(a) for name, a in inputs.items()}, cuda_on_cpu.upload(dy)
+    choose, chosen = grouped_gemm.choose, []
+    monkeypatch.setattr(grouped_gemm, "choose", lambda *of: chosen.append(choose(*of)) or chosen[-1])
+    if permuted_rows:  # the plan's kernels run in Numba's simulator only
+        with monkeypatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            _, saved = forward(**inputs, recipe="bf16", backend="plain")
+            chosen.clear()
+            fp8moe.moe_backward(saved, dy)
+        assert [c.backend for c in chosen] == ["plain"] * 4
+    cuda_on_cpu.install(monkeypatch, architecture="sm_80")
+    for recipe in RECIPES:
+        with fp8moe.trace() as counted, pytest.raises(ValueError, match=r"backend: got 'wgmma'.*sm_80, not"):
+            forward(**inputs, recipe=recipe, backend="wgmma")
+        assert not counted.launches
+
+
 def test_refusals():
     inputs, dy = layer_inputs(8)
     _, rows, counts, probs, _ = permuted(inputs, dy, 128, False)
@@ -261,6 +291,10 @@ def test_refusals():
         call(counts=counts[:-1])
     with pytest.raises(ValueError, match="probs: got shape"):
         call(probs=probs[:-1])
+    with pytest.raises(ValueError, match="backend: got 'cutlass'"):
+        call(backend="cutlass")
+    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+        call(backend="mma")
     with pytest.raises(TypeError, match=r'x: got a QuantTensor with recipe "bf16".*dequantize'):
         call(rows=fp8moe.quantize(rows), recipe="bf16")
     with pytest.raises(TypeError, match=r"x.block: got \(1, 32\)"):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp8moe
-from fp8moe.permute import permute_spec
+from fp8moe.permute import rows_spec
 from fp8moe.record_trees import map_arrays
 from fp8moe.records import ArraySpec, QuantTensor
 
@@ -34,6 +34,11 @@ def poison(spec):
     return map_arrays(lambda _, s: poisoned(s.shape, s.dtype) if isinstance(s, ArraySpec) else s, spec)
 
 
+def poisoned_rows(x, plan, probs):
+    probs = None if probs is None else ArraySpec((plan.num_out_tokens,), probs.dtype)
+    return poison(fp8moe.Permuted(rows_spec(x, plan.num_out_tokens), probs, None))
+
+
 def bytes_of(x):
     return np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1 if x.size else 0)
 
@@ -48,8 +53,8 @@ def gathered(x, entries, rows):
     return out.numpy()
 
 
-@given(routings(), st.sampled_from(DTYPES), st.sampled_from((0, 1, 3, 16, 40)), st.booleans())
-def test_permute_moves_every_byte(case, dtype, width, fill):
+@given(routings(), st.sampled_from(DTYPES), st.sampled_from((0, 1, 3, 16, 40)), st.booleans(), st.booleans())
+def test_permute_moves_every_byte(case, dtype, width, fill, zero_unweighted):
     ids, experts, align = case
     rng = np.random.default_rng(0)
     x = np.frombuffer(bytearray(rng.bytes(len(ids) * width * dtype.itemsize)), dtype).reshape(len(ids), width)
@@ -57,12 +62,14 @@ def test_permute_moves_every_byte(case, dtype, width, fill):
     probs[rng.random(ids.shape) < 0.2] = 0  # a zero probability moves its row all the same
     plan = fp8moe.plan_topk(ids, experts, align_size=align)
     entries, _ = layout(ids, experts, align)
-    out = poison(permute_spec(x, plan, probs))
-    reference.permute(x, plan, probs, fill_padding=fill, out=out)
+    out = poisoned_rows(x, plan, probs)
+    reference.permute(x, plan, probs, fill_padding=fill, zero_unweighted=zero_unweighted, out=out)
     wanted = gathered(x, entries, plan.num_out_tokens)
     wanted_probs = np.zeros(plan.num_out_tokens, np.float32)
     for row, token, slot, _ in entries:
         wanted_probs[row] = probs[token, slot]
+        if zero_unweighted and not probs[token, slot]:
+            wanted[row] = 0
     if not fill:
         untouched = np.ones(plan.num_out_tokens, bool)
         untouched[[e[0] for e in entries]] = False
@@ -71,7 +78,7 @@ def test_permute_moves_every_byte(case, dtype, width, fill):
     assert same_bits(bytes_of(out.data), wanted)
     assert same_bits(out.probs, wanted_probs)
     if fill and width:
-        public = fp8moe.permute(x, plan, probs)
+        public = fp8moe.permute(x, plan, probs, zero_unweighted=zero_unweighted)
         assert public.data.dtype == dtype
         assert same_bits(bytes_of(public.data), wanted)
         assert public.plan is plan
@@ -264,8 +271,8 @@ def test_capacity_overflow_writes_nothing_outside():
     plan = fp8moe.plan_topk(ids, 3, align_size=16, num_out_tokens=23)
     guarded = poisoned((23 + 100, 8), np.float32)
     x = values(rng, (40, 8))
-    out = replace(permute_spec(x, plan, None), data=guarded[:23])
-    reference.permute(x, plan, None, fill_padding=True, out=out)
+    out = replace(poisoned_rows(x, plan, None), data=guarded[:23])
+    reference.permute(x, plan, None, fill_padding=True, zero_unweighted=False, out=out)
     assert same_bits(guarded[23:], poisoned((100, 8), np.float32))
     entries = [e for e in layout(ids, 3, 16)[0] if e[0] < 23]
     assert plan.overflow.tolist() == [80 - len(entries)]
@@ -357,7 +364,7 @@ def test_permute_and_unpermute_run_at_memory_speed():
     x = rng.standard_normal((4096, 2048)).astype(BF16)
     ids = np.argsort(rng.random((4096, 64)), axis=1)[:, :6].astype(np.int32)
     plan = fp8moe.plan_topk(ids, 64)
-    out = poison(permute_spec(x, plan, None))
+    out = poisoned_rows(x, plan, None)
     merged = poisoned(x.shape, BF16)
     copy = np.empty_like(out.data)
 
@@ -370,7 +377,9 @@ def test_permute_and_unpermute_run_at_memory_speed():
         return min(times)
 
     t_copy = best(lambda: np.copyto(copy, out.data))
-    t_permute = best(lambda: reference.permute(x, plan, None, fill_padding=True, out=out))
+    t_permute = best(
+        lambda: reference.permute(x, plan, None, fill_padding=True, zero_unweighted=False, out=out)
+    )
     t_unpermute = best(lambda: reference.unpermute(out.data, plan, None, out=merged))
     print(f"copy {t_copy * 1e3:.1f} ms, permute {t_permute * 1e3:.1f}, unpermute {t_unpermute * 1e3:.1f}")
     # Half the speed of a plain copy of the same rows is the least one would call memory speed.

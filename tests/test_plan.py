@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import layout, mask_of, routings, rows_by_expert, same_bits, unmask
+from cases import SEED, layout, mask_of, routings, rows_by_expert, same_bits, unmask
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +95,47 @@ def test_the_worked_example():
         [5, 2, 1, 0, 2],
         [6, -1, 1, -1, 1],
     ]
+
+
+def garbage_past_the_entries(row_id_map):
+    """Transformer Engine's own maps hold what their memory held before, past a token's entries."""
+    experts = row_id_map.shape[1] // 2
+    blank = np.arange(experts) >= row_id_map[:, -1:]
+    left = row_id_map.copy()
+    left[:, :-1][np.tile(blank, 2)] = np.random.default_rng(SEED).integers(-3, experts + 3, 2 * blank.sum())
+    return left
+
+
+@given(routings(), st.booleans())
+def test_row_map_matches_loops(case, garbage):
+    """The plan of a map moves rows as the one that the map is of, and says the same of its experts."""
+    ids, experts, align = case
+    mask = mask_of(ids, experts)
+    plan = fp8moe.plan_routing_map(mask, align_size=align)
+    row_map = garbage_past_the_entries(plan.row_id_map) if garbage else plan.row_id_map
+    again = fp8moe.plan_row_map(row_map, plan.pad_offsets, num_out_tokens=plan.num_out_tokens)
+    assert again.num_out_tokens == plan.num_out_tokens
+    assert (again.num_experts, again.max_experts_per_token, again.slots) == (experts, experts, None)
+    assert same_bits(again.row_id_map, row_map)
+    counts = [len(rows) for rows in rows_by_expert(unmask(mask), experts)]
+    starts = layout(unmask(mask), experts, align)[1]
+    assert again.tokens_per_expert.tolist() == again.padded_tokens_per_expert.tolist() == counts
+    assert again.pad_offsets.tolist() == plan.pad_offsets.tolist()
+    ends = [start + count for start, count in zip(starts, counts, strict=False)]
+    assert again.expert_offsets.tolist() == [*starts[:experts], *(ends[-1:] or [0])]
+    assert again.overflow.tolist() == [0]
+    rows = np.random.default_rng(SEED).standard_normal((plan.num_out_tokens, 3)).astype(np.float32)
+    probs = np.random.default_rng(SEED).random(mask.shape).astype(np.float32)
+    assert same_bits(fp8moe.unpermute(rows, again, probs), fp8moe.unpermute(rows, plan, probs))
+    tokens = np.random.default_rng(SEED).standard_normal((len(ids), 3)).astype(np.float32)
+    assert same_bits(fp8moe.permute(tokens, again).data, fp8moe.permute(tokens, plan).data)
+
+
+def test_row_map_without_padding():
+    plan = fp8moe.plan_routing_map(np.array([[1, 0], [1, 1]], bool))
+    again = fp8moe.plan_row_map(plan.row_id_map, num_out_tokens=3)
+    assert again.pad_offsets.tolist() == [0, 0]
+    assert again.expert_offsets.tolist() == [0, 2, 3]
 
 
 def test_4096_tokens_257_experts():

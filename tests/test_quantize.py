@@ -195,7 +195,7 @@ def test_special_values_of_mxfp8(fmt, rounding):
     assert not fp8moe.quantize(np.zeros((32, 3), BF16), block=(32, 1)).scales.any()
 
 
-def test_no_normal_number_saturates():
+def test_normal_numbers_do_not_saturate():
     x = generator().standard_normal((1024, 2048)).astype(np.float32)
     for rounding, saturates in (("up", False), ("floor", True)):
         q = fp8moe.quantize(x, block=(1, 32), scale_rounding=rounding)
@@ -203,7 +203,7 @@ def test_no_normal_number_saturates():
         assert (np.abs(x) > MAX["e4m3"] * scales).any() == saturates
 
 
-def test_other_roundings_are_refused():
+def test_unknown_roundings_are_refused():
     x = np.ones((32, 128), np.float32)
     with pytest.raises(ValueError, match=r"scale_rounding: got 'ceil'; wanted .*'up'.*'floor'"):
         fp8moe.quantize(x, block=(1, 32), scale_rounding="ceil")
@@ -298,7 +298,7 @@ def test_parts_that_are_refused(x, how, words):
         {"block": None},
     ],
 )
-def test_into_the_memory_of_the_call_before(how):
+def test_quantize_into_given_memory(how):
     rng = np.random.default_rng(6)
     first, second = (rng.standard_normal((130, 200)).astype(np.float32) for _ in range(2))
     q, wanted = fp8moe.quantize(first, **how), fp8moe.quantize(second, **how)

@@ -48,7 +48,7 @@ def new_threads():
 
 @pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's
 @pytest.mark.usefixtures("new_threads")
-def test_subnormals_stay_whatever_the_callers_arithmetic(rows):
+def test_subnormals_survive_the_callers_flush_to_zero(rows):
     rng = generator()
     tiny = (rng.standard_normal((rows, 256)) * 1e-36).astype(np.float32)
     small = (rng.standard_normal((rows, 256)) * 1e-40).astype(np.float32)  # subnormal themselves

@@ -17,6 +17,7 @@ from router_checks import (
     losses_of,
     random_logits,
     router_agrees,
+    scores_of,
     weights_of,
 )
 
@@ -137,6 +138,30 @@ def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences):
     pytest.importorskip("cupy")
     tokens = tokens - tokens % (sequences or 1)
     router_agrees(RNG, cuda_on_cpu.both, tokens, experts, config, biased, sequences)
+
+
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_ids_that_are_no_experts_have_no_gradient(function, renormalize):
+    config = RouterConfig(4, function, renormalize=renormalize)
+    ids = np.array([[3, -1, 3, 9], [-(2**31), 2**31 - 1, 0, 8]], np.int32)  # 8 experts; 3 is chosen twice
+    logits = RNG.standard_normal((2, 8)).astype(np.float32)
+    grads = RNG.standard_normal((2, 4)).astype(np.float32)
+    x = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    exists = torch.tensor((ids >= 0) & (ids < 8))
+    chosen = scores_of(x, config).gather(1, torch.tensor(ids).long().where(exists, 0)) * exists
+    if renormalize:
+        chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20)
+    (chosen * torch.tensor(grads)).sum().backward()
+    wanted = x.grad.numpy()
+    found = fp8moe.route_backward(grads, logits, ids, config)
+    np.testing.assert_allclose(found, wanted, rtol=2 * UNIT, atol=1e-15)  # float64's sums of terms below 10
+    if cuda_on_cpu.available:
+        pytest.importorskip("cupy")
+        by_kernel = cuda_on_cpu.both(lambda *a: fp8moe.route_backward(*a, config), grads, logits, ids)[1]
+        # some 30 roundings of terms that are at most the gradients' sum over the chosen scores' sum
+        size = 4 * np.abs(grads).sum() / scores_of(x, config).detach().numpy()[[0, 1], [3, 0]].min()
+        np.testing.assert_allclose(by_kernel, wanted, rtol=0, atol=30 * UNIT * size)
 
 
 def test_the_kernels_write_every_element_of_poisoned_outputs():

@@ -1,8 +1,8 @@
-"""Transformer Engine's row maps as plans: against plans from the routing itself, and loops."""
+"""Transformer Engine's row maps from masks and ids, against plans and loops."""
 
 import numpy as np
 import pytest
-from cases import SEED, same_bits
+from cases import SEED
 
 import fp8moe
 from fp8moe import row_maps
@@ -10,37 +10,13 @@ from fp8moe import row_maps
 ARRAYS = row_maps.NumPy()
 
 
-@pytest.mark.parametrize("align", [1, 4])
-@pytest.mark.parametrize("shape", [(7, 3), (0, 3), (5, 1), (4, 0)])
-def test_plan_of_map(shape, align):
-    """What the map came from moves rows as the plan made of it again."""
-    random = np.random.default_rng(SEED)
-    mask = random.random(shape) < 0.5
-    plan = fp8moe.plan_routing_map(mask, align_size=align)
-    again = row_maps.plan_of_map(ARRAYS, plan.row_id_map, plan.pad_offsets, plan.num_out_tokens)
-    assert np.array_equal(again.row_id_map, plan.row_id_map)
-    assert np.array_equal(again.tokens_per_expert, plan.tokens_per_expert)
-    assert np.array_equal(again.pad_offsets, plan.pad_offsets)
-    assert np.array_equal(again.expert_offsets[:-1], plan.expert_offsets[:-1])
-    rows = random.standard_normal((plan.num_out_tokens, 8)).astype(np.float32)
-    probs = random.random(shape).astype(np.float32)
-    assert same_bits(fp8moe.unpermute(rows, again, probs), fp8moe.unpermute(rows, plan, probs))
-
-
-def test_plan_of_map_without_padding():
-    plan = fp8moe.plan_routing_map(np.array([[1, 0], [1, 1]], bool))
-    again = row_maps.plan_of_map(ARRAYS, plan.row_id_map, None, 3)
-    assert again.pad_offsets.tolist() == [0, 0]
-    assert again.expert_offsets.tolist() == [0, 2, 3]
-
-
 @pytest.mark.parametrize("rows", [9, 5, 12])
 def test_index_map_of_the_example(rows):
     ids = np.array([[1, 0], [2, 1], [0, 2], [1, 0], [1, -1]], np.int32)
     wanted = np.array([3, 7, 1, 5, 6, 0, 4, 8, 2, -1])
-    found = row_maps.index_map(ARRAYS, ids, rows)
-    assert found.dtype == np.int32
-    assert found.tolist() == np.where(wanted < rows, wanted, -1).tolist()
+    index_map = row_maps.index_map(ARRAYS, ids, rows)
+    assert index_map.dtype == np.int32
+    assert index_map.tolist() == np.where(wanted < rows, wanted, -1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -58,7 +34,7 @@ def test_rows_by_index(shape, dtype):
     for row, entry in enumerate(order):
         wanted[entry % k * tokens + entry // k] = row
     assert index_map.tolist() == wanted.tolist()
-    plan = row_maps.plan_of_index_map(ARRAYS, index_map, k, keep)
+    plan = fp8moe.plan_index_map(index_map, k, num_out_tokens=keep)
     x = random.standard_normal((tokens, 4)).astype(np.float32)
     moved = fp8moe.permute(x, plan).data
     assert np.array_equal(moved[: len(order)], x[[entry // k for entry in order]])
@@ -71,3 +47,55 @@ def test_rows_by_index(shape, dtype):
     bound = (k + 1) * 2.0**-24 * (np.abs(x) * (probs * kept).sum(axis=1, keepdims=True))
     wanted = x.astype(np.float64) * (probs * kept).astype(np.float64).sum(axis=1, keepdims=True)
     assert (np.abs(fp8moe.unpermute(moved, plan, probs) - wanted) <= bound).all()
+
+
+# ---------------------------------------------------------------- by expert, in NumPy and in JAX
+
+
+@pytest.fixture(params=["numpy", "jax.numpy"])
+def xp(request):
+    return pytest.importorskip(request.param)
+
+
+@pytest.mark.parametrize("room", [None, 5, 0])
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("shape", [(7, 3), (0, 3), (5, 1), (4, 0)])
+def test_map_of_mask_is_the_plans(xp, shape, align, room):
+    mask = np.random.default_rng(SEED).random(shape) < 0.5
+    rows = "exact" if room is None else room
+    plan = fp8moe.plan_routing_map(mask, align_size=align, num_out_tokens=rows)
+    padded, pads = row_maps.padded_counts(xp, xp.asarray(plan.tokens_per_expert), align)
+    assert padded.tolist() == plan.padded_tokens_per_expert.tolist()
+    assert pads.tolist() == plan.pad_offsets.tolist()
+    row_map, overflow = row_maps.map_of_mask(xp, xp.asarray(mask.astype(np.int32)), pads, plan.num_out_tokens)
+    assert np.asarray(row_map).dtype == np.int32
+    assert row_map.tolist() == plan.row_id_map.tolist()
+    assert int(overflow) == plan.overflow[0]
+    token, expert = row_maps.row_sources(xp, row_map, pads, plan.num_out_tokens)
+    numbers = np.arange(1, shape[0] + 1, dtype=np.int32).reshape(-1, 1)
+    moved = fp8moe.permute(numbers, plan).data[:, 0]  # 0 where no token is
+    assert token.tolist() == [t - 1 if t else shape[0] for t in moved]
+    ends = plan.expert_offsets[1:]
+    wanted = [int(np.searchsorted(ends, r, "right")) if t else shape[1] for r, t in enumerate(moved)]
+    assert expert.tolist() == wanted
+
+
+def test_sources_of_the_example(xp):
+    mask = xp.asarray(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 0]], np.int32))
+    padded, pads = row_maps.padded_counts(xp, mask.sum(axis=0, dtype=xp.int32), 4)
+    assert (padded.tolist(), pads.tolist()) == ([4, 4, 4], [0, 1, 1])
+    row_map, _ = row_maps.map_of_mask(xp, mask, pads, 12)
+    token, expert = row_maps.row_sources(xp, row_map, pads, 12)
+    assert token.tolist() == [0, 2, 3, 5, 0, 1, 3, 4, 1, 2, 5, 5]
+    assert expert.tolist() == [0, 0, 0, 3, 1, 1, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_a_devices_own_tokens_after_the_padding_of_all(xp, align):
+    """Rows are counted on each device, paddings over all of them, as Transformer Engine has them."""
+    mask = np.random.default_rng(SEED).random((8, 3)) < 0.6
+    _, pads = row_maps.padded_counts(np, mask.sum(axis=0, dtype=np.int32), align)
+    for here in (mask[:3], mask[3:]):
+        row_map, _ = row_maps.map_of_mask(xp, xp.asarray(here.astype(np.int32)), xp.asarray(pads), 99)
+        alone = fp8moe.plan_routing_map(here, num_out_tokens=99)
+        assert row_map.tolist() == alone.row_id_map.tolist()

@@ -187,7 +187,7 @@ def test_gradients_that_overflow_are_infinite():
         ({"kind": "geglu", "alpha": 1.702}, ValueError, "alpha: got 1.702 with kind='geglu'"),
     ],
 )
-def test_no_such_activation(given, kind, words):
+def test_unknown_activations_are_refused(given, kind, words):
     with pytest.raises(kind, match=words):
         Activation(**given)
 

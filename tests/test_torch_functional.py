@@ -1,17 +1,26 @@
 """`moe_experts` beyond what it hands on: weights in halves, any width, biases, FP8 weights from outside."""
 
+import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cases import FP8_NOISE
 from torch.nn.functional import pad
 
 import fp8moe
-from fp8moe import Activation
+from fp8moe import Activation, dispatch, moe
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_functional import _split, moe_experts, quantize_fp8_weights
+from fp8moe.adapters.torch_functional import (
+    _split,
+    moe_experts,
+    moe_experts_permuted,
+    quantize_fp8_weights,
+)
+from fp8moe.adapters.torch_moe import FP8FlowMoE
 
 E, H, F, T, K = 4, 96, 72, 37, 2
 RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
@@ -295,6 +304,121 @@ def test_what_is_refused(changed, error, words):
     given = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs, **changed}
     with pytest.raises(error, match=words):
         moe_experts(**given)
+
+
+# ---------------------------------------------------------------- backend=
+
+
+def layers(recipe, backend, device="cpu"):
+    """Name -> (a call of all that take ``backend``, its arguments that get a gradient); bfloat16 weights."""
+    x, w1, w3, w2, ids, probs, _ = (t.to(device) for t in problem(width=128))
+    weights = [w.bfloat16() for w in (torch.cat((w1, w3), dim=1), w2)]
+    counts = torch.tensor([5, 0, 20, T - 25], device=device)
+    layer = FP8FlowMoE(H, 128, E, K, recipe=recipe, backend=backend, router=False, device=device)
+    options = {"recipe": recipe, "backend": backend}
+
+    def tokens(x, w13, w2):
+        return moe_experts(x, w13, w2, ids, probs, **options)
+
+    def permuted(x, w13, w2):
+        return moe_experts_permuted(x, w13, w2, counts, probs[:, 0].contiguous(), **options)
+
+    def module(x):
+        return layer(x, ids, probs)
+
+    return {"tokens": (tokens, [x, *weights]), "permuted": (permuted, [x, *weights]), "module": (module, [x])}
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_backend_that_the_device_does_not_have_is_refused_before_any_work(monkeypatch, recipe, mode):
+    multiply = []
+    for name in ("quantize_weights", "moe_forward", "moe_forward_permuted"):
+        function = getattr(fp8moe, name)
+
+        def spied(*arguments, function=function, **options):
+            if isinstance(arguments[0], torch.Tensor):  # not a compiler's dry run
+                multiply.append(1)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(fp8moe, name, spied)
+    for call, leaves in layers(recipe, "mma").values():
+        torch.compiler.reset()
+        run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
+        with pytest.raises(
+            Exception, match="backend: got 'mma' for arrays on the CPU; wanted None"
+        ) as raised:
+            run(*leaves)
+        assert mode == "compiled" or raised.type is ValueError
+    assert not multiply
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_backend_reaches_the_products_of_both_directions(monkeypatch, recipe, mode):
+    """As if the CPU had one, of which the library is not told."""
+    for call, leaves in layers(recipe, "mma").values():
+        told = []
+        with monkeypatch.context() as patch:
+            patch.setattr(moe, "check_backend", lambda *arguments, **layer: None)
+            for name in ("moe_forward", "moe_forward_permuted", "moe_backward"):
+                patch.setattr(fp8moe, name, without_backend(getattr(fp8moe, name), told))
+            torch.compiler.reset()
+            run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
+            leaves = [t.clone().requires_grad_() for t in leaves]
+            y = run(*leaves)
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+        assert set(told) == {("forward", "mma"), ("backward", "mma")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["wgmma", "mma", "cublas", "plain"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_backend_on_cuda(monkeypatch, recipe, backend):
+    """All products, of both directions, by the one that was asked for; compiled the same bits; against the
+    plain kernels' results."""
+    if backend == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
+    choose, chosen = grouped_gemm.choose, []
+    monkeypatch.setattr(grouped_gemm, "choose", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    results = {}
+    for name in dict.fromkeys(("plain", backend)):
+        torch.manual_seed(1)
+        for kind, (call, leaves) in layers(recipe, name, "cuda").items():
+            dispatch.clear_cached_plans()
+            chosen.clear()
+            torch.compiler.reset()
+            compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+            leaves = [t.requires_grad_() for t in leaves]
+            both = []
+            for run in (call, compiled):
+                y = run(*leaves)
+                both.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+            assert {c.backend for c in chosen} == {name}
+            for a, b in zip(*both, strict=True):
+                assert torch.equal(a, b)
+            results.setdefault(kind, []).append(both[0])
+    for pair in results.values():
+        for ours, plain in zip(pair[-1], pair[0], strict=True):
+            # sums of at most 256 products in float32, by tensor cores within 2^-11 of the largest; what lies
+            # at the edge of two numbers of bfloat16, or of FP8, may become either
+            bound = 2.0**-7 if recipe == "bf16" else FP8_NOISE
+            assert (ours - plain).double().norm() <= bound * plain.double().norm()
+
+
+def without_backend(function, told):
+    """The library's function as where there is none, with a note of which it was told."""
+
+    def call(first, *arguments, **options):
+        if isinstance(first, moe.Saved):
+            told.append(("backward", first.backend))
+            return function(replace(first, backend=None), *arguments, **options)
+        told.append(("forward", options["backend"]))
+        y, saved = function(first, *arguments, **{**options, "backend": None})
+        return y, replace(saved, backend=options["backend"])
+
+    return call
 
 
 def test_one_graph_over_several_ranks(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
+from fp8moe.activation import SWIGLU
 from fp8moe.adapters import torch_experts, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_router import Router, parts, router_logits
@@ -41,7 +42,7 @@ def test_it_is_the_layer(recipe, recompute):
     y = backward(layer, x)
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
     other = x.detach().clone().requires_grad_()
-    ids, probs = layer.route(other)
+    _, ids, probs = layer.route(other)
     z = torch_ops.moe_experts(
         other, w13, w2, ids, probs, recipe=recipe, recompute=recompute, activation=Activation(clamp=7.0)
     )
@@ -70,7 +71,7 @@ def test_bf16_is_the_layer_in_float64():
     backward(layer, x)
     exact = copy.deepcopy(layer).double()
     other = x.detach().double().requires_grad_()
-    ids, probs = layer.route(x.detach())
+    _, ids, probs = layer.route(x.detach())
     y, total = torch.zeros_like(other), other
     for e in range(EXPERTS):
         gate, up = (total @ exact.w13[e].t()).chunk(2, dim=-1)
@@ -137,12 +138,12 @@ def test_state_copies_and_shapes():
 
 def test_another_routers_choice():
     layer, x = module(), tokens()
-    ids, probs = layer.route(x)
+    _, ids, probs = layer.route(x)
     assert torch.equal(layer(x, ids, probs), layer(x))
     with pytest.raises(ValueError, match="got one of them; wanted both"):
         layer(x, ids)
     assert torch.allclose(probs.sum(-1), torch.ones(TOKENS))
-    _, raw = module(normalize_probs=False).route(x)
+    *_, raw = module(normalize_probs=False).route(x)
     assert (raw.sum(-1) < 1).all()
 
 
@@ -168,17 +169,49 @@ def test_compiled_as_one_graph(recipe, recompute):
         optimizer.step()
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_subclass_routes(mode):
+    """By its own method, whose choice the experts multiply by, with gradients for its probabilities."""
+
+    class Halved(FP8FlowMoE):
+        def route(self, tokens):
+            rows, ids, probs = super().route(tokens)
+            return rows, ids.flip(1), probs.flip(1) / 2
+
+    class WithoutRows(FP8FlowMoE):
+        def route(self, tokens):
+            return super().route(tokens)[1:]
+
+    torch.manual_seed(0)
+    layer, x = Halved(HIDDEN, FFN, EXPERTS, TOPK), tokens()
+    _, ids, probs = FP8FlowMoE.route(layer, x)
+    wanted = FP8FlowMoE.forward(layer, x, ids.flip(1), probs.flip(1) / 2)
+    run = layer if mode == "eager" else torch.compile(layer, backend="aot_eager", fullgraph=True)
+    y = run(x)
+    assert torch.equal(y, wanted)
+    dy = torch.randn_like(y)
+    leaves = [x, *layer.parameters()]
+    for found, true in zip(
+        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(wanted, leaves, dy), strict=True
+    ):
+        assert torch.equal(found, true)
+    with pytest.raises(ValueError, match="route: got 2 results; wanted"):
+        WithoutRows(HIDDEN, FFN, EXPERTS, TOPK)(x)
+
+
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_the_operator_keeps_what_the_layer_keeps(recompute):
     """For the backward, the weights and the router's choice apart: FP8 rows, and never the bfloat16 input."""
     layer, x = module(recompute=recompute), tokens()
-    ids, probs = layer.route(x)
+    _, ids, probs = layer.route(x)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        how = (layer.recipe, recompute, 0, layer.activation, "dx,dprobs,dw13,dw2")
+        gradients = "dx,dprobs,dw13,dw2"
+        options = torch_experts.Options(layer.recipe, recompute, 0, SWIGLU, None, None, False, gradients)
         copies = arrays_in(tuple(layer._compiled_copies(None)))
-        rest = how, (None, False), [None] * 3, [False] * 3, None
-        torch_experts._CompiledExperts.apply(x, layer.w13, None, layer.w2, probs, ids, copies, *rest)
+        targets = torch_experts.Targets(*[None] * 3, *[torch.float32] * 2, [False] * 3, None)
+        weights = layer.w13, None, layer.w2
+        torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, targets, options)
     places = {t.data_ptr() for t in copies}
     found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
     _, saved = fp8moe.moe_forward(
@@ -241,7 +274,7 @@ def test_experts_without_a_gate():
     x = tokens()
     y = backward(layer, x)
     other = x.detach().clone().requires_grad_()
-    ids, probs = (t.detach() for t in layer.route(other))
+    _, ids, probs = (t.detach() for t in layer.route(other))
     weights = [w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2)]
     z = torch_ops.moe_experts(other, *weights, ids, probs, activation=layer.activation)
     g = torch.Generator().manual_seed(2)
@@ -330,7 +363,7 @@ def test_a_float32_number_is_three_bfloat16_numbers():
 
 def test_without_a_router():
     layer, x = module(), tokens()
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     bare = FP8FlowMoE(layer.hidden, layer.ffn, layer.num_experts, layer.topk, router=False)
     assert [n for n, _ in bare.named_parameters()] == ["w13", "w2"]
     bare.load_state_dict({n: v for n, v in layer.state_dict().items() if n != "router.weight"})

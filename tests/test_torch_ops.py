@@ -131,6 +131,8 @@ def opcheck_cases():
     counts = torch.tensor([3, 4], dtype=torch.int32)
     q = torch_ops.quantize(torch.randn(6, 200))
     codes = (q.data, q.scales, "e4m3", [1, 128], "compact", False)
+    small = torch_ops.quantize(torch.randn(6, 256), block=(1, 32))
+    mx = (small.data, small.scales, "e4m3", [1, 32], "compact", False)
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
     wide = torch_ops.quantize(torch.randn(T, 256))
     h, dy = torch.randn(6, 256), torch.randn(6, 128)
@@ -143,6 +145,8 @@ def opcheck_cases():
         (ops.plan_routing_map, (mask, 4, 2, None)),
         (ops.plan_routing_map, (mask, 4, 0, None)),
         (ops.plan_routing_map, (mask, 1, None, 11)),
+        (ops.plan_index_map, (torch.tensor([3, 0, -1, 2], dtype=torch.int32), 2, 4)),
+        (ops.plan_row_map, (torch_ops.plan_routing_map(mask).row_id_map.clone(), None, 11)),
         (ops.permute, (x, *flat, probs, True)),
         (ops.permute, (x, *flat, None, True)),
         (ops.permute, (x, *flat_mask, plain(T, E), True)),
@@ -172,10 +176,12 @@ def opcheck_cases():
         (ops.dequantize, (*codes, "bfloat16", None)),
         (ops.dequantize, (q.data, torch.ones(1), "e4m3", [], "compact", False, "float32", None)),
         (ops.dequantize, (w.data, w.scales, "e4m3", [128, 128], "compact", True, "float32", None)),
-        (ops.scaling_aware_transpose, (*codes, None, "column", 1)),
-        (ops.scaling_aware_transpose, (*codes, offsets, "tile", 1)),
-        (ops.scaling_aware_transpose, (*codes, None, "block", 1)),
-        (ops.permute_transpose, (wide.data, wide.scales, *codes[2:], *flat, "tile")),
+        (ops.scaling_aware_transpose, (*codes, None, "column", 1, "compact")),
+        (ops.scaling_aware_transpose, (*codes, offsets, "tile", 1, "compact")),
+        (ops.scaling_aware_transpose, (*codes, None, "block", 1, "compact")),
+        (ops.permute_transpose, (wide.data, wide.scales, *codes[2:], *flat, "tile", "compact")),
+        (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 32], True, 0.0, "blocked_128x4", "up")),
+        (ops.scaling_aware_transpose, (*mx, offsets, "column", 1, "blocked_128x4")),
         (ops.swiglu_quantize, (h, None, "e4m3", [1, 128], "swiglu", None, 1.0, 0.0, False, None, 1)),
         (ops.swiglu_quantize, (h, torch.rand(6), "e5m2", [1, 32], "swiglu", 7.0, 1.7, 1.0, True, offsets, 1)),
         (

@@ -13,7 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
+from fp8moe.activation import SWIGLU
 from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_experts import Options, Targets
+from fp8moe.adapters.torch_library import OPERATORS
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.record_trees import arrays_in
 from fp8moe.records import Record
@@ -108,7 +111,7 @@ def graph_of(y):
 def test_autograd_saves_all_that_is_kept(recipe, recompute, device):
     """Hooks see as many bytes as `Saved` has, and no node holds a tensor beside those."""
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
         y = layer(x, ids, probs.requires_grad_())
@@ -252,7 +255,7 @@ def test_bf16_with_recompute_keeps_neither_product_nor_activation(device):
     for recompute in (None, "moe_expert"):
         layer = FP8FlowMoE(HIDDEN, 384, EXPERTS, TOPK, recipe="bf16", recompute=recompute, device=device)
         x, shapes = tokens(device), []
-        ids, probs = (t.detach() for t in layer.route(x))
+        _, ids, probs = (t.detach() for t in layer.route(x))
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, s=shapes: s.append(t.shape) or t, lambda t: t
         ):
@@ -335,7 +338,7 @@ def test_unwanted_gradients_by_name():
 def test_main_grad_in_compiled_code(inputs_need_gradients, device):
     """The backward has side effects only, where neither x nor the probabilities need a gradient."""
     layer, x = module(device=device), tokens(device)
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     x.requires_grad_(inputs_need_gradients)
     found = []
     for forward in (layer, compiled(layer)):
@@ -416,7 +419,9 @@ def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
 def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
     layer = module(recipe)
     call = compiled(layer, dynamic=dynamic)
-    counts = [64, 100, 7, 130, 33, 256, 300, 91, 77, 128, 5, 60]
+    # above and below blocks of 16 and of 128 rows
+    counts = [64, 100, 7, 130, 33, 256, 300, 91, 77, 128, 5, 60, 2, 3, 16, 17, 127, 129, 31, 8]
+    assert len(set(counts)) == 20
     for i, count in enumerate(counts):
         x = tokens(count=count)
         wanted = results(layer, layer, x)
@@ -430,7 +435,7 @@ def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
 def test_moe_experts_compiled(recipe, backend):
     torch.compiler.reset()
     layer, x = module(recipe), tokens()
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2)]
     if recipe == "bf16":
         weights = [w.detach().bfloat16().requires_grad_() for w in weights]
@@ -455,7 +460,7 @@ def test_moe_experts_compiled(recipe, backend):
 def test_moe_experts_takes_what_the_module_takes(recipe, call):
     torch.compiler.reset()
     layer, x = module(recipe), tokens(count=60).detach()
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().bfloat16() if recipe == "bf16" else w.detach() for w in (layer.w13, layer.w2)]
     plain = torch_ops.moe_experts(x, *weights, ids, probs, recipe=recipe).detach()
     moe_experts = torch_ops.moe_experts
@@ -485,7 +490,7 @@ def test_moe_experts_takes_what_the_module_takes(recipe, call):
 
 def test_moe_experts_refuses_by_name():
     layer, x = module(), tokens()
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     weights = layer.w13.detach(), layer.w2.detach()
     with pytest.raises(TypeError, match="w13: got quantised weights"):
         torch_ops.moe_experts(x, fp8moe.quantize_weights(weights[0]), weights[1], ids, probs, recipe="bf16")
@@ -639,7 +644,7 @@ def test_stats(recipe, recompute, device):
     dy = gradient_of(y)
     y.backward(dy)
     stats = layer.stats()
-    ids, _ = layer.route(x)
+    _, ids, _ = layer.route(x)
     counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
     assert torch.equal(stats.rows_per_expert.long(), counts)
     assert not stats.overflow.any()
@@ -662,7 +667,7 @@ def test_stats_of_the_activation(device):
     layer, x = module(device=device), tokens(device)
     layer.collect_stats = True
     layer(x)
-    ids, probs = layer.route(x)
+    _, ids, probs = layer.route(x)
     largest = 0.0
     for e in range(EXPERTS):
         share = (probs.double() * (ids == e)).sum(dim=-1, keepdim=True)
@@ -681,39 +686,35 @@ def test_stats_of_the_activation(device):
 def test_the_operators_declare_what_they_do(recipe, recompute):
     """Schemas (what is written), fakes (shapes, strides, symbols), with and without ``main_grad``."""
     layer, x = module(recipe), tokens().detach()
-    ids, probs = (t.detach() for t in layer.route(x))
+    _, ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().bfloat16() for w in (layer.w13, layer.w2)]
     multiplied = weights
     if recipe != "bf16":
         multiplied = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
-    for wanted in ("dx,dprobs,dw13,dw2", "dx,dprobs", ""):
-        how = (recipe, recompute, 0, "swiglu", None, 1.0, 0.0, wanted)
-        forward = torch.ops.fp8moe.experts.default
-        torch.library.opcheck(forward, (x, multiplied, ids, probs, *how), test_utils=tests)
-        if not wanted:
+    forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
+    every = Options(recipe, recompute, 0, SWIGLU, None, None, False, "dx,dprobs,dw13,dw2")
+    for options in (every, every._replace(wanted="dx,dprobs"), every._replace(wanted="")):
+        arguments = forward.flatten((x, multiplied, ids, probs, options))
+        torch.library.opcheck(forward.op, arguments, test_utils=tests)
+        if not options.wanted:
             continue
-        y, *kept = forward(x, multiplied, ids, probs, *how)
+        y, *kept = forward.op(*arguments)
         needed = multiplied
         if recipe != "bf16":
             needed = [*(multiplied[:2] if recompute else []), *multiplied[2:4], *multiplied[6:]]
-        cases = [((None,) * 3, [False] * 3, (None, False))]
-        if "dw13" in wanted:
+        cases = [((None,) * 3, [False] * 3, None, False)]
+        if "dw13" in options.wanted:
             w13, w2 = (torch.zeros(w.shape) for w in weights)
             mains = w13, None, w2
-            cases += [(mains, [False] * 3, (None, False)), (mains, [True, False, True], (None, False))]
+            cases += [(mains, [False] * 3, None, False), (mains, [True, False, True], None, False)]
             if recipe == "fp8_flow":  # w1 and w3 apart, and padded ones
                 halves = tuple(h.contiguous() for h in w13.chunk(2, dim=1))
                 cut = torch.zeros(EXPERTS, 200, HIDDEN), None, torch.zeros(EXPERTS, HIDDEN, 100)
-                cases += [
-                    ((*halves, w2), [True, False, True], (None, True)),
-                    (cut, [False] * 3, (100, False)),
-                ]
-                cases += [((None,) * 3, [False] * 3, width) for width in ((100, True), (100, False))]
-        for mains, zeros, width in cases:
-            added = (None, *mains, torch.float32, torch.float32, zeros, *width)
-            torch.library.opcheck(
-                torch.ops.fp8moe.experts_backward.default,
-                (gradient_of(y), kept, needed, ids, probs, *added, *how),
-                test_utils=tests,
-            )
+                cases += [((*halves, w2), [True, False, True], None, True), (cut, [False] * 3, 100, False)]
+                cases += [((None,) * 3, [False] * 3, 100, apart) for apart in (True, False)]
+        for mains, zeros, ffn, apart in cases:
+            targets = Targets(*mains, torch.float32, torch.float32, zeros, None)
+            given = gradient_of(y), kept, needed, ids, probs, targets
+            flat = backward.flatten((*given, options._replace(ffn=ffn, apart=apart)))
+            torch.library.opcheck(backward.op, flat, test_utils=tests)

@@ -152,3 +152,8 @@ def test_what_is_refused():
         converted(model_registry("debugmodel").model)
     with pytest.raises(ValueError, match="recipe: got 'fp4'"):
         converted(config(), recipe="fp4")
+    with pytest.raises(ValueError, match="backend: got 'cutlass'"):
+        converted(config(), backend="cutlass")
+    experts, (x, scores, ids, counts) = converted(config(), backend="mma").build(), routed()
+    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+        experts(x, scores, ids, counts)

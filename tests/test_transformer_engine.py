@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import SEED
 
 import fp8moe
 from fp8moe.adapters import transformer_engine as te
+from fp8moe.benchmarks import transformer_engine as benchmark
 
 T, E, H = 37, 5, 16
 
@@ -160,6 +162,11 @@ def test_index_map(dropped):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_the_benchmarks_results_are_right():
+    for case in benchmark.cases(benchmark.inputs(benchmark.QUICK, SEED, "cpu")):
+        assert case.check(case.run()), case.name
 
 
 def test_index_map_of_one_expert_a_token_without_probs():

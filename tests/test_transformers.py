@@ -150,6 +150,15 @@ def test_an_activation_that_changes_is_looked_at_again():
     assert (found - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
 
+def test_backend_reaches_the_products():
+    adapter.enable("fp8_flow", backend="mma", name="fp8moe_mma")
+    experts = experts_of(*QWEN, _experts_implementation="fp8moe_mma")
+    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+        experts(*routed()[:3])
+    with pytest.raises(ValueError, match="backend: got 'cutlass'"):
+        adapter.enable(backend="cutlass")
+
+
 def test_dropped_experts():
     """Transformers names expert E where another rank has it."""
     experts = experts_of(*QWEN)

@@ -87,7 +87,7 @@ def test_the_table_has_every_public_function():
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_the_unbroken_call_works(function):
+def test_valid_calls_work(function):
     getattr(fp8moe, function)(**CALLS[function])
 
 
@@ -124,6 +124,26 @@ MISFITS = [
     ),
     ("plan_routing_map", {"routing_map": X}, TypeError, "routing_map: got dtype float32; wanted bool"),
     ("plan_routing_map", {"topk": -1}, ValueError, "topk: got -1"),
+    ("plan_row_map", {"row_id_map": IDS}, ValueError, r"row_id_map: got shape \[6, 2\]; wanted \[T, 2E\+1\]"),
+    ("plan_row_map", {"row_id_map": X}, TypeError, "row_id_map: got dtype float32; wanted int32"),
+    ("plan_row_map", {"pad_offsets": IDS[0]}, ValueError, r"pad_offsets: got shape \[2\]; wanted \[3\]"),
+    ("plan_row_map", {"num_out_tokens": -1}, ValueError, "num_out_tokens: got -1"),
+    ("plan_row_map", {"num_out_tokens": None}, TypeError, "num_out_tokens: got NoneType; wanted an integer"),
+    (
+        "plan_index_map",
+        {"topk": 5},
+        ValueError,
+        r"row_id_map: got shape \[12\].* multiple of topk=5",
+    ),
+    ("plan_index_map", {"topk": 0}, ValueError, "topk: got 0; wanted an integer from 1"),
+    ("plan_index_map", {"row_id_map": IDS}, ValueError, r"row_id_map: got shape \[6, 2\]; wanted \[k \* T\]"),
+    ("permute", {"zero_unweighted": 1}, TypeError, "zero_unweighted: got int; wanted True or False"),
+    (
+        "permute",
+        {"zero_unweighted": True, "probs": None},
+        ValueError,
+        "zero_unweighted: got True without probs; wanted them, or False",
+    ),
     ("permute", {"x": X[:5].copy()}, ValueError, r"x: got shape \[5, 128\]; wanted \[6, H\]"),
     ("permute", {"probs": PROBS[:, :1].copy()}, ValueError, r"probs: got shape \[6, 1\]; wanted \[6, 2\]"),
     ("permute", {"probs": IDS}, TypeError, "probs: got dtype int32; wanted bfloat16"),
@@ -231,7 +251,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("function", "change", "error", "words"), MISFITS)
-def test_a_misfit_is_refused(function, change, error, words):
+def test_mismatched_arguments_are_refused(function, change, error, words):
     with pytest.raises(error, match=words):
         getattr(fp8moe, function)(**{**CALLS[function], **change})
 

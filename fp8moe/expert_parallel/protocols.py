@@ -79,7 +79,7 @@ class Transport(Protocol):
         ...
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        """The first rows of rows [N, columns], rank by rank, to the ranks: counts[a][b] from a to b. The
+        """The first rows of rows [N, columns], rank by rank, to the ranks: ``counts[a][b]`` from a to b. The
         result is of the same kind and dtype, and first in it the rows from the ranks; it has ``size`` rows,
         by default just these."""
         ...
@@ -116,7 +116,7 @@ class PeerMemory(Transport, Protocol):
     def deliver(
         self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
     ) -> Pending:
-        """``write`` is called once, with uint8 [counts[this rank][r], row_bytes] of each rank r's memory,
+        """``write`` is called once, with uint8 [``counts[this rank][r]``, row_bytes] of each rank r's memory,
         and launches what fills them. The result is uint8 [rows from the ranks, row_bytes]; it may be used
         until two more have been asked for. Without ``async_op`` it is waited for at once."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from operator import attrgetter
 from types import ModuleType
@@ -20,6 +20,7 @@ RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
 #: a device, the arrays' addresses, and shape, dtype and alignment of each
 Description = tuple[int, list[int], list[tuple[tuple[int, ...], np.dtype, int]]]
+Wanted = tuple[tuple[int, ...], np.dtype, bool]  # an array to allocate, and whether it ends with the call
 
 
 class BackendUnavailable(RuntimeError):
@@ -68,34 +69,35 @@ class Framework:
     def describe(self, arrays: list[Any]) -> Description | None:
         """What `view` would make of these arrays, if they are this framework's and lie on one CUDA device;
         None where `view` has to look at them one by one."""
-        try:
-            raw = [self.view(x, "") for x in arrays]
-        except Exception:  # `view` will say it of the argument by its name
-            return None
-        device = getattr(raw[0], "device", None)
-        for x, a in zip(arrays, raw, strict=True):
-            if not isinstance(a, DeviceArray) or a.device != device or not self.owns(x):
+        framework_of_type = load_module("fp8moe.interop").framework_of_type
+        device, addresses, described = None, [], []
+        for x in arrays:
+            try:
+                raw = self.view(x, "")
+            except Exception:  # `view` will say it of the argument by its name
                 return None
-        return raw[0].device, [a.ptr for a in raw], [(a.shape, a.dtype, a.ptr & 15) for a in raw]  # type: ignore
+            if type(raw) is not DeviceArray or framework_of_type(type(x)) is not self:
+                return None
+            if device is not None and raw.device != device:
+                return None
+            device = raw.device
+            addresses.append(raw.ptr)
+            described.append((raw.shape, raw.dtype, raw.ptr & 15))
+        return None if device is None else (device, addresses, described)
 
-    def owns(self, x: Any) -> bool:
-        """Whether an array is of this framework."""
-        return load_module("fp8moe.interop").framework_of_type(type(x)) is self  # type: ignore[no-any-return]
+    def prepare(
+        self, device: int, arrays: Iterable[Wanted]
+    ) -> tuple[Callable[[], int], list[Callable[[], Any]]]:
+        """What says `stream`, and what allocates each of these arrays."""
+        makers: list[Callable[[], Any]] = []
+        for shape, dtype, temporary in arrays:
+            make = self.scratch if temporary else self.empty
+            makers.append(partial(make, ArraySpec(shape, dtype), device))
+        return partial(self.stream, device), makers
 
-    def allocator(self, spec: ArraySpec, device: int, temporary: bool) -> Callable[[], Any]:
-        """What makes an array of ``spec``: one that a call returns, or ends with it."""
-        return partial(self.scratch if temporary else self.empty, spec, device)
-
-    #: address of what an `allocator` made
+    #: address of what these allocate, and whether that is the caller's kind of array, which `wrap` makes else
     address: Callable[[Any], int] = staticmethod(attrgetter("ptr"))
-
-    def finish(self, made: Any) -> Any:
-        """The caller's kind of array, of what an `allocator` made."""
-        return self.wrap(made)
-
-    def stream_getter(self, device: int) -> Callable[[], int]:
-        """What says `stream`."""
-        return partial(self.stream, device)
+    allocates_results = False
 
     def wrap(self, raw: RawArray) -> Any:
         return (

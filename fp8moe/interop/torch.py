@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from operator import methodcaller
 from types import ModuleType
@@ -16,6 +16,7 @@ from fp8moe.interop.base import (
     Device,
     Framework,
     RawArray,
+    Wanted,
     dtype_named,
     not_contiguous,
     plain_dtype,
@@ -118,17 +119,18 @@ class Torch(Framework):
             return None
         return None if device is None else (device, addresses, described)
 
-    def stream_getter(self, device: int) -> Callable[[], int]:
-        return partial(_torch_stream(), device)
-
-    def allocator(self, spec: ArraySpec, device: int, temporary: bool) -> Callable[[], Any]:
-        empty, shape = sys.modules["torch"].empty, spec.shape or ((),)
-        return partial(empty, *shape, dtype=_torch_dtype(spec.dtype), device=_torch_device(device))
+    def prepare(
+        self, device: int, arrays: Iterable[Wanted]
+    ) -> tuple[Callable[[], int], list[Callable[[], Any]]]:
+        empty, where = sys.modules["torch"].empty, _torch_device(device)
+        makers: list[Callable[[], Any]] = []
+        for shape, dtype, _ in arrays:
+            makers.append(partial(empty, *(shape or ((),)), dtype=_torch_dtype(dtype), device=where))
+        return partial(_torch_stream(), device), makers
 
     address = staticmethod(methodcaller("data_ptr"))
 
-    def finish(self, made: Any) -> Any:
-        return made
+    allocates_results = True
 
 
 class StandsForOthers(Framework):

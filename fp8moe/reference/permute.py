@@ -17,7 +17,9 @@ from fp8moe.reference.numerics import DECODE, compiled, decode_scales, quietly, 
 # ---------------------------------------------------------------- gathers
 
 
-def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, out: Any) -> None:
+def permute(
+    x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, zero_unweighted: bool, out: Any
+) -> None:
     entries = Entries(plan)
     source = inverse(entries.row, entries.token, plan.num_out_tokens)
     gather_rows(x, source, fill_padding, out.data)
@@ -25,6 +27,9 @@ def permute(x: Any, plan: PermutationPlan, probs: Any, *, fill_padding: bool, ou
         if fill_padding:
             out.probs[:] = 0
         out.probs[entries.row] = probs[entries.token, entries.column]
+    if zero_unweighted:
+        unweighted = entries.row[probs[entries.token, entries.column] == 0]
+        _data(out.data)[unweighted] = 0
 
 
 @quietly

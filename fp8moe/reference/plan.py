@@ -33,6 +33,39 @@ def plan_routing_map(routing_map: np.ndarray, *, out: PermutationPlan) -> None:
     _place(token[fits], expert[fits], rank[fits], dropped=dropped, out=out)
 
 
+def plan_row_map(row_id_map: np.ndarray, pad_offsets: np.ndarray | None, *, out: PermutationPlan) -> None:
+    """Counts of the map's entries, the first ones of each token; where experts start follows from them."""
+    experts = out.num_experts
+    is_entry = np.arange(experts) < row_id_map[:, -1:]
+    named = row_id_map[:, experts:-1][is_entry]
+    counts = np.bincount(named[(named >= 0) & (named < experts)], minlength=experts)
+    ends = np.cumsum(counts)
+    padding = np.zeros(experts, np.int64) if pad_offsets is None else pad_offsets
+    out.row_id_map[:] = row_id_map
+    out.tokens_per_expert[:] = out.padded_tokens_per_expert[:] = counts
+    out.pad_offsets[:] = padding
+    out.expert_offsets[:-1] = ends - counts + padding
+    out.expert_offsets[-1:] = (ends + padding)[-1:] if experts else 0
+    out.overflow[:] = 0
+
+
+def plan_index_map(row_id_map: np.ndarray, *, out: PermutationPlan) -> None:
+    """Each token's rows in descending order, of equal ones the first entry's first."""
+    topk = out.max_experts_per_token
+    rows = np.maximum(row_id_map.reshape(topk, -1).T, -1)
+    order = np.argsort(-rows.astype(np.int64), axis=1, kind="stable")
+    rows = np.take_along_axis(rows, order, axis=1)
+    is_entry = rows >= 0
+    out.row_id_map[:, :topk] = rows
+    out.row_id_map[:, topk:-1] = np.where(is_entry, 0, -1)
+    out.row_id_map[:, -1] = is_entry.sum(axis=1)
+    out.slots[:] = np.where(is_entry, order, -1)
+    out.tokens_per_expert[:] = out.padded_tokens_per_expert[:] = is_entry.sum()
+    out.pad_offsets[:] = 0
+    out.expert_offsets[:] = 0, is_entry.sum()
+    out.overflow[:] = 0
+
+
 def _place(
     token: np.ndarray, expert: np.ndarray, slot: np.ndarray, dropped: int, out: PermutationPlan
 ) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fp8moe.formats import (
     BFLOAT16,
+    BLOCKED_128X4,
     FORMATS,
     MIN_SCALE_EXPONENT,
     Block,
@@ -25,6 +26,7 @@ from fp8moe.formats import (
     is_mx,
 )
 from fp8moe.records import Quantized, QuantTensor
+from fp8moe.reference.layout import compact_scratch, to_layout
 from fp8moe.reference.numerics import (
     compiled,
     decode_blocks,
@@ -55,6 +57,11 @@ def quantize(
             out.columnwise.scales[:] = np.swapaxes(out.rowwise.scales, -1, -2)
         else:
             quantize(x, round_up=round_up, eps=eps, out=out.columnwise, expert_offsets=expert_offsets)
+        return
+    if out.layout == BLOCKED_128X4:
+        compact = compact_scratch(out)
+        quantize(x, round_up=round_up, eps=eps, out=compact, expert_offsets=expert_offsets)
+        to_layout(compact, expert_offsets, out=out)
         return
     if out.block is None:
         flat = x.reshape(1, -1)
@@ -354,13 +361,3 @@ def dequantize(q: QuantTensor, *, out: np.ndarray, expert_offsets: np.ndarray | 
 
 def _matrices(x: np.ndarray) -> np.ndarray:
     return x if x.ndim == 3 else x[None]
-
-
-def to_layout(q: QuantTensor, *, out: QuantTensor) -> None:
-    """Row-wise scales from one layout to the other; the codes are shared."""
-    rows = q.shape[0]
-    if out.layout == "gemm_ready":
-        out.scales[:, :rows] = q.scales.T
-        out.scales[:, rows:] = 0
-    else:
-        out.scales[:] = q.scales[:, :rows].T

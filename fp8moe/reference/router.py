@@ -55,14 +55,15 @@ def route_backward(
 ) -> None:
     tokens, experts = logits.shape
     scores = _scores(logits, config.score_function)
-    ids = topk_ids.astype(np.int64)
-    chosen = np.take_along_axis(scores, ids, 1)
-    grads = grad_probs * np.float64(config.scaling_factor)
+    exists = (topk_ids >= 0) & (topk_ids < experts)
+    ids = np.where(exists, topk_ids, 0)
+    chosen = np.where(exists, np.take_along_axis(scores, ids, 1), 0)
+    grads = np.where(exists, grad_probs * np.float64(config.scaling_factor), 0)
     if config.renormalize:
         total = chosen.sum(axis=1, keepdims=True) + EPSILON
-        grads = (grads - (grads * chosen / total).sum(axis=1, keepdims=True)) / total
+        grads = np.where(exists, (grads - (grads * chosen / total).sum(axis=1, keepdims=True)) / total, 0)
     of_scores = np.zeros_like(scores)
-    np.put_along_axis(of_scores, ids, grads, 1)
+    np.add.at(of_scores, (np.arange(tokens)[:, None], ids), grads)
     if grad_aux_loss is not None and tokens_per_expert is not None:
         sequences = len(tokens_per_expert)
         by = float(grad_aux_loss[0]) * aux_coefficient(tokens, sequences, experts, config.topk)

@@ -14,8 +14,9 @@ from functools import cache
 
 import numpy as np
 
-from fp8moe.formats import FORMATS, MIN_SCALE_EXPONENT, is_mx
+from fp8moe.formats import BLOCKED_128X4, FORMATS, MIN_SCALE_EXPONENT, is_mx
 from fp8moe.records import PermutationPlan, QuantTensor
+from fp8moe.reference.layout import compact_scratch, to_layout
 from fp8moe.reference.numerics import DECODE, compiled, encode, split_rows, transpose_into
 from fp8moe.reference.permute import Entries, gather_rows, inverse
 from fp8moe.reference.quantize import strips_of
@@ -28,6 +29,11 @@ _INFINITY = 1_000  # the exponent that an infinite code of MXFP8 asks for: the l
 def scaling_aware_transpose(
     q: QuantTensor, expert_offsets: np.ndarray | None, *, target: str, out: QuantTensor
 ) -> None:
+    if out.layout == BLOCKED_128X4:
+        compact = compact_scratch(out)
+        scaling_aware_transpose(q, expert_offsets, target=target, out=compact)
+        to_layout(compact, expert_offsets, out=out)
+        return
     exponents = row_exponents(q)
     rows, columns = q.data.shape
     height = q.block[1]  # type: ignore[index]

@@ -1,0 +1,268 @@
+"""This library beside others: ``python -m fp8moe bench compare [--out FILE] [--picture FILE]``.
+
+One process times the same work on the same rows, routing and weights by every library that is installed: a
+training step of a layer's experts (forward and backward, routing given, FP8 copies of the weights made in
+every step), one FP8 grouped product, and the quantisation of rows. Each result is first held to float64; one
+that is wrong is not timed. Libraries that are missing are listed with the command that installs them.
+
+A library is called as its own documentation calls it, eagerly but where its name here says "compiled". Where
+it needs experts padded to a multiple of rows, plain torch pads them, and that is in its time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fp8moe.benchmarks.compare_layer import LAYER
+from fp8moe.benchmarks.compare_operations import PRODUCT, QUANTIZE
+from fp8moe.benchmarks.contender import Contender, Part, Step
+from fp8moe.benchmarks.harness import append
+from fp8moe.info import command, commit, versions
+
+#: (tokens, experts, hidden, ffn, top-k): experts of DeepSeek-V3, and of Qwen3-235B and Qwen3-30B
+SHAPES = [(4096, 8, 7168, 2048, 8), (8192, 32, 4096, 1536, 8), (16_384, 128, 2048, 768, 8)]
+QUICK = [(512, 4, 512, 256, 2)]
+ON_THE_CPU = [(256, 4, 256, 128, 2)]
+ROUNDS = 4
+WARM, TIMED = 0.25, 0.25  # seconds of one library's steps before the timed ones, and of those, as in layer.py
+PARTS = (LAYER, PRODUCT, QUANTIZE)
+
+
+def main(
+    device: str,
+    quick: bool = False,
+    out: Path | None = None,
+    picture: Path | None = None,
+    parts: Iterable[Part] = PARTS,
+) -> int:
+    """Compare what is installed, and return 1 if a result was wrong.
+
+    Parameters
+    ----------
+    device : "auto", "cpu" or "cuda"
+        "auto" takes a CUDA device where torch has one.
+    quick : bool
+        One small shape; on the CPU there is none larger.
+    out : Path, optional
+        Rows are appended to it as JSON lines.
+    picture : Path, optional
+        Where `draw` draws the layer's rows.
+    parts : iterable of Part
+        What to compare.
+    """
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = ON_THE_CPU if device == "cpu" else QUICK if quick else SHAPES
+    rows: list[dict[str, Any]] = []
+    wrong = 0
+    absent: dict[str, str] = {}
+    for part in parts:
+        for shape in shapes:
+            print(f"\n{part.name}, {described(shape)}", flush=True)
+            measured, failures = measure(part, shape, device)
+            wrong += failures
+            for row in measured:
+                speed = f"{row['tflops']:8.1f} TFLOP/s" if row["tflops"] else ""
+                print(f"  {row['name']:32} {row['ms']:10.3f} ms {speed} error {row['error']:.1e}", flush=True)
+                append(out, row)
+            rows += measured
+        absent |= {c.name: c.install for c in part.contenders if c.missing()}
+    if absent:
+        print("\nnot installed here:")
+        for name, install in absent.items():
+            print(f"  {name:32} {install}")
+    if picture is not None:
+        draw(rows, picture)
+    return 1 if wrong else 0
+
+
+def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[str, Any]], int]:
+    """The rows of every contender that runs here and is right, and how many were wrong. All are checked
+    before any is timed, and they take turns, so that a GPU that gets warmer does so for all."""
+    import torch
+
+    inputs = part.inputs(device, *shape)
+    wanted = part.oracle(inputs)
+    steps: list[tuple[Contender, Step, float]] = []
+    wrong = 0
+    for contender in part.contenders:
+        if contender.missing():
+            continue
+        if contender.cuda_only and device != "cuda":
+            print(f"  {contender.name:32} runs on CUDA only")
+            continue
+        try:
+            step = contender.make(inputs)
+            results = contender.decode(step())
+        except Exception as error:
+            if not contender.needs:  # torch's or this library's own
+                raise
+            print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
+            continue
+        errors = [relative_error(*pair) for pair in zip(results, wanted, strict=True)]
+        worst = max(errors)
+        if not worst <= contender.bound:
+            each = ", ".join(f"{name} {e:.1e}" for name, e in zip(part.outputs, errors, strict=True))
+            print(f"  {contender.name:32} WRONG RESULT, not timed: {each}; wanted {contender.bound:.1e}")
+            wrong += 1
+            continue
+        steps.append((contender, step, worst))
+    del wanted
+    times = in_turn([step for _, step, _ in steps], device)
+    named = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
+    flops = part.flops(*shape)
+    rows = [
+        {
+            "topic": "compare",
+            "part": part.name,
+            "name": contender.name,
+            "shape": described(shape),
+            "device": named,
+            "ms": 1e3 * seconds,
+            "tflops": flops / seconds / 1e12 if flops else None,
+            "error": error,
+            "versions": {**versions(), **packages(contender)},
+            "commit": commit(),
+            "command": command(),
+        }
+        for (contender, _, error), seconds in zip(steps, times, strict=True)
+    ]
+    return rows, wrong
+
+
+def described(shape: tuple[int, ...]) -> str:
+    tokens, experts, hidden, ffn, topk = shape
+    return f"{tokens} tokens, {hidden} x {ffn}, {experts} experts top-{topk}"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def packages(contender: Contender) -> dict[str, str]:
+    """Versions of torch and of what the contender imports."""
+    by_module = importlib.metadata.packages_distributions()
+    names = ["torch", *(by_module.get(need.partition(".")[0], [need])[0] for need in contender.needs)]
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def relative_error(result: Any, wanted: Any) -> float:
+    """Norm of the difference over the norm of what is wanted. NaN in a result is an infinite error."""
+    if result.shape != wanted.shape:
+        raise ValueError(f"result: got shape {list(result.shape)}; wanted {list(wanted.shape)}")
+    error = float((result.double() - wanted).norm() / wanted.norm())
+    return math.inf if math.isnan(error) else error
+
+
+def in_turn(steps: list[Step], device: str) -> list[float]:
+    """Median seconds of a step, of several rounds in which each has its turn: as many in a row as take WARM
+    seconds, and then TIMED seconds of timed ones."""
+    if device == "cpu":
+        return [statistics.median(wall_time(step) for _ in range(3)) for step in steps]
+    import torch
+
+    counts = []
+    for step in steps:
+        step()
+        seconds = statistics.median(event_times(step, 3))
+        counts.append((math.ceil(WARM / seconds), math.ceil(TIMED / seconds)))
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, (warm, timed), found in zip(steps, counts, times, strict=True):
+            for _ in range(warm):
+                step()
+            found += event_times(step, timed)
+            torch.cuda.synchronize()
+    return [statistics.median(found) for found in times]
+
+
+def wall_time(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def event_times(step: Step, count: int) -> list[float]:
+    import torch
+
+    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+    for start, end in pairs:
+        start.record()
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+# -- the picture
+
+
+OURS, OTHERS = "#1b7f5c", "#8d99a6"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bars of a layer's step by every library, a panel for each shape, as SVG or PNG by the path's suffix.
+
+    Parameters
+    ----------
+    rows : list of dict
+        As this command writes them; those of other parts than "layer" are left out.
+    path : Path
+        Its folder is made. The same rows make the same file.
+
+    Raises
+    ------
+    ValueError
+        If no row is of the layer, or rows are of several devices.
+    """
+    rows = [row for row in rows if row.get("part") == "layer"]
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    if len(devices) != 1:
+        raise ValueError(
+            f"rows: got those of {devices or 'no layer'}; wanted rows of the layer on one device"
+        )
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    matplotlib.rcParams["svg.hashsalt"] = "fp8moe"
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    panels = [[row for row in rows if row["shape"] == shape] for shape in shapes]
+    heights = [len(panel) + 1 for panel in panels]
+    figure, grid = pyplot.subplots(
+        len(shapes), 1, figsize=(9, 0.34 * sum(heights) + 1.1), height_ratios=heights, squeeze=False
+    )
+    for axes, shape, panel in zip(grid[:, 0], shapes, panels, strict=True):
+        panel = sorted(panel, key=lambda row: -row["ms"])
+        colors = [OURS if row["name"].startswith("fp8moe") else OTHERS for row in panel]
+        bars = axes.barh([row["name"] for row in panel], [row["ms"] for row in panel], color=colors)
+        axes.bar_label(bars, [f"{row['ms']:.2f} ms" for row in panel], padding=4, fontsize=9)
+        axes.set_title(shape, fontsize=10, loc="left")
+        axes.set_xlim(0, 1.15 * max(row["ms"] for row in panel))
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        axes.tick_params(axis="y", length=0, labelsize=9)
+        axes.xaxis.set_visible(False)
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    commands = "; ".join(dict.fromkeys(row["command"] for row in rows))
+    figure.suptitle(f"A layer's experts, forward and backward, on {devices[0]}", fontsize=11)
+    figure.supxlabel(f"{commands} (commit {commits})", fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160)
+    pyplot.close(figure)

@@ -1,0 +1,301 @@
+"""A training step of a layer's experts by each library: the layer of `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fp8moe.benchmarks.contender import Contender, Part, Results, Step
+from fp8moe.benchmarks.harness import routing
+
+
+@dataclass(frozen=True)
+class Experts:
+    """x, dy: bfloat16 [T, H]; w13: bfloat16 [E, 2F, H], gates before ups; w2: bfloat16 [E, H, F]; ids: int32
+    [T, k], none twice in a token; probs: float32 [T, k]."""
+
+    x: Any
+    dy: Any
+    w13: Any
+    w2: Any
+    ids: Any
+    probs: Any
+
+    def leaves(self) -> tuple[Any, ...]:
+        return self.x, self.w13, self.w2, self.probs
+
+
+def experts(device: str, tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> Experts:
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return (torch.randn(shape, device=device, generator=generator) * scale).bfloat16()
+
+    ids = torch.from_numpy(routing(tokens, experts, topk)).to(device)
+    probs = torch.rand(tokens, topk, device=device, generator=generator).softmax(-1)
+    inputs = Experts(
+        normal(tokens, hidden),
+        normal(tokens, hidden),
+        normal(experts, 2 * ffn, hidden, scale=hidden**-0.5),
+        normal(experts, hidden, ffn, scale=ffn**-0.5),
+        ids,
+        probs,
+    )
+    for leaf in inputs.leaves():
+        leaf.requires_grad_()
+    return inputs
+
+
+def experts_in_float64(inputs: Experts) -> Results:
+    """y, dx, dw13, dw2, dprobs: one expert after the other, by autograd of the definition."""
+    import torch
+    from torch.nn.functional import silu
+
+    x, w13, w2, probs = (leaf.detach() for leaf in inputs.leaves())
+    y, dx = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for _ in range(2))
+    dw13, dw2 = torch.empty_like(w13, dtype=torch.float64), torch.empty_like(w2, dtype=torch.float64)
+    dprobs = torch.zeros_like(probs, dtype=torch.float64)
+    for expert in range(len(w2)):
+        token, slot = torch.where(inputs.ids == expert)
+        parts = x[token], w13[expert], w2[expert], probs[token, slot]
+        rows, up, down, share = (part.double().requires_grad_() for part in parts)
+        gate, value = (rows @ up.T).chunk(2, dim=-1)
+        out = share[:, None] * ((silu(gate) * value) @ down.T)
+        drows, dw13[expert], dw2[expert], dshare = torch.autograd.grad(
+            out, (rows, up, down, share), inputs.dy[token].double()
+        )
+        y.index_add_(0, token, out.detach())
+        dx.index_add_(0, token, drows)
+        dprobs[token, slot] = dshare
+    return y, dx, dw13, dw2, dprobs
+
+
+def step_of(inputs: Experts, forward: Callable[..., Any]) -> Step:
+    """Forward and backward of ``forward(x, w13, w2, ids, probs)``."""
+    import torch
+
+    x, w13, w2, probs = inputs.leaves()
+
+    def step() -> Results:
+        y = forward(x, w13, w2, inputs.ids, probs)
+        return y.detach(), *torch.autograd.grad(y, inputs.leaves(), inputs.dy)
+
+    return step
+
+
+def by_fp8moe(recipe: Any) -> Callable[[Experts], Step]:
+    def make(inputs: Experts) -> Step:
+        from fp8moe.adapters import torch_ops
+
+        def forward(*arguments: Any) -> Any:
+            return torch_ops.moe_experts(*arguments, recipe=recipe)
+
+        return step_of(inputs, forward)
+
+    return make
+
+
+def by_torch(inputs: Experts) -> Step:
+    return step_of(inputs, around(experts_by(torch_product)))
+
+
+def by_compiled_torch(inputs: Experts) -> Step:
+    import torch
+
+    return step_of(inputs, torch.compile(around(experts_by(torch_product)), fullgraph=True))
+
+
+def by_torchao(inputs: Experts) -> Step:
+    from torchao.prototype import moe_training  # type: ignore[import-not-found, unused-ignore]
+
+    multiply = moe_training._to_fp8_rowwise_then_scaled_grouped_mm
+    return step_of(inputs, around(experts_by(multiply), align=16))
+
+
+def torch_product(rows: Any, weights: Any, ends: Any) -> Any:
+    from torch.nn.functional import grouped_mm
+
+    return grouped_mm(rows, weights, offs=ends)
+
+
+def experts_by(multiply: Callable[..., Any]) -> Callable[..., Any]:
+    """The experts by ``multiply(rows, weights [E, K, N], ends)``."""
+    from torch.nn.functional import silu
+
+    def run(rows: Any, ends: Any, w13: Any, w2: Any) -> Any:
+        gate, value = multiply(rows, w13.transpose(1, 2), ends).chunk(2, dim=-1)
+        return multiply(silu(gate) * value, w2.transpose(1, 2), ends)
+
+    return run
+
+
+def around(run: Callable[..., Any], align: int = 1) -> Callable[..., Any]:
+    """A layer around ``run(rows, ends, w13, w2)`` by torch's own operations. ends: int32 [E], where each
+    expert's rows end; rows past the last are no expert's."""
+    import torch
+
+    def forward(x: Any, w13: Any, w2: Any, ids: Any, probs: Any) -> Any:
+        count = len(w2)
+        expert, order = ids.reshape(-1).sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(count, device=x.device), right=True).int()
+        rows, place = x[order // ids.shape[1]], torch.arange(len(order), device=x.device)
+        if align > 1:
+            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            sizes = -(-(ends - starts) // align) * align
+            padded_ends = sizes.cumsum(0).int()
+            place = place + (padded_ends - sizes - starts)[expert]
+            size = -(-(len(order) + count * (align - 1)) // align) * align
+            rows, ends = rows.new_zeros(size, rows.shape[1]).index_copy(0, place, rows), padded_ends
+        out = run(rows, ends, w13, w2)[place[order.argsort()]]
+        return (out.view(*ids.shape, -1) * probs[..., None].to(out.dtype)).sum(1)
+
+    return forward
+
+
+def by_transformers(inputs: Experts) -> Step:
+    import torch
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    count, hidden, ffn = inputs.w2.shape
+    options: dict[str, Any] = {"experts_implementation": "grouped_mm"}
+    options |= {"num_experts": count, "hidden_size": hidden, "moe_intermediate_size": ffn}
+    config = Qwen3MoeConfig(**options)
+    with torch.device("meta"):
+        module: Any = Qwen3MoeExperts(config)
+    weights = torch.nn.Parameter(inputs.w13.detach()), torch.nn.Parameter(inputs.w2.detach())
+    module.gate_up_proj, module.down_proj = weights
+
+    def step() -> Results:
+        y = module(inputs.x, inputs.ids.long(), inputs.probs)
+        return y.detach(), *torch.autograd.grad(y, (inputs.x, *weights, inputs.probs), inputs.dy)
+
+    return step
+
+
+def by_sonicmoe(inputs: Experts) -> Step:
+    import torch
+    from sonicmoe.enums import ActivationType  # type: ignore[import-not-found, unused-ignore]
+    from sonicmoe.functional import (  # type: ignore[import-not-found, unused-ignore]
+        moe_general_routing_inputs,
+    )
+
+    tokens, topk = inputs.ids.shape
+    token = torch.arange(tokens, device=inputs.x.device, dtype=torch.int32).repeat_interleave(topk)
+
+    def forward(x: Any, w13: Any, w2: Any, ids: Any, probs: Any) -> Any:
+        weights = w13.permute(1, 2, 0), None, w2.permute(1, 2, 0), None  # their layout: experts last
+        y, _ = moe_general_routing_inputs(
+            x,
+            probs.reshape(-1),
+            token,
+            ids.reshape(-1),
+            *weights,
+            E=len(w2),
+            stream_id=torch.cuda.current_stream().cuda_stream,
+            activation_type=ActivationType.SWIGLU,
+            is_inference_mode_enabled=False,
+            concat_layout=True,  # gates before ups
+        )
+        return y
+
+    return step_of(inputs, forward)
+
+
+def by_transformer_engine(fp8: bool) -> Callable[[Experts], Step]:
+    """Its `GroupedLinear`, which takes the number of each expert's rows as a list on the host."""
+
+    def make(inputs: Experts) -> Step:
+        import torch
+        import transformer_engine.pytorch as te  # type: ignore[import-not-found, unused-ignore]
+        from torch.nn.functional import silu
+        from transformer_engine.common.recipe import (  # type: ignore[import-not-found, unused-ignore]
+            Float8BlockScaling,
+        )
+
+        def linear(weights: Any) -> Any:
+            count, width, depth = weights.shape
+            module = te.GroupedLinear(count, depth, width, bias=False, params_dtype=torch.bfloat16)
+            for expert in range(count):
+                getattr(module, f"weight{expert}").data.copy_(weights[expert])
+            return module
+
+        up, down = linear(inputs.w13.detach()), linear(inputs.w2.detach())
+        recipe = Float8BlockScaling() if fp8 else None
+
+        def run(rows: Any, ends: Any, w13: Any, w2: Any) -> Any:
+            sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+            sizes[-1] += len(rows) - sum(sizes)  # the module takes every row
+            with te.autocast(enabled=fp8, recipe=recipe):
+                gate, value = up(rows, sizes).chunk(2, dim=-1)
+                return down(silu(gate) * value, sizes)
+
+        forward = around(run, align=16 if fp8 else 1)
+        leaves = inputs.x, *up.parameters(), *down.parameters(), inputs.probs
+
+        def step() -> Results:
+            y = forward(inputs.x, inputs.w13, inputs.w2, inputs.ids, inputs.probs)
+            return y.detach(), *torch.autograd.grad(y, leaves, inputs.dy)
+
+        return step
+
+    return make
+
+
+def weights_stacked(results: Results) -> Results:
+    """y, dx, dw13, dw2, dprobs of Transformer Engine's, whose experts' weights are parameters apart."""
+    import torch
+
+    y, dx, *each, dprobs = results
+    count = len(each) // 2
+    return y, dx, torch.stack(each[:count]), torch.stack(each[count:]), dprobs
+
+
+# What bounds a right result. Rounding to nearest errs by half a unit in the last place, 2^-9 of a value
+# in bfloat16 and 2^-4 in E4M3, uniformly within it: a relative norm of that over sqrt(3). A gradient goes
+# through six rounded operands (x, w13, dy, w2, the activation's gradient, w13 again), and the activation's
+# derivative may double a square: sqrt(12 / 3) of them. bfloat16 has as much again for what is rounded beside
+# the products, torch's sum of eight experts among it.
+BFLOAT16, E4M3 = 2 * 2 * 2.0**-9, 2 * 2.0**-4
+TRANSFORMER_ENGINE: dict[str, Any] = {
+    "needs": ("transformer_engine",),
+    "install": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    "cuda_only": True,
+    "decode": weights_stacked,
+}
+
+LAYER = Part(
+    "layer",
+    (
+        Contender("torch grouped_mm, bf16", by_torch, BFLOAT16),
+        Contender("torch grouped_mm compiled, bf16", by_compiled_torch, BFLOAT16, cuda_only=True),
+        Contender(
+            "transformers, bf16",
+            by_transformers,
+            BFLOAT16,
+            ("transformers",),
+            "pip install 'fp8moe[transformers]'",
+        ),
+        Contender(
+            "SonicMoE, bf16",
+            by_sonicmoe,
+            BFLOAT16,
+            ("sonicmoe",),
+            "pip install sonic-moe (Python 3.12, Hopper or newer)",
+            cuda_only=True,
+        ),
+        Contender("Transformer Engine, bf16", by_transformer_engine(False), BFLOAT16, **TRANSFORMER_ENGINE),
+        Contender("Transformer Engine, FP8 blocks", by_transformer_engine(True), E4M3, **TRANSFORMER_ENGINE),
+        Contender("torchao, FP8 rows", by_torchao, E4M3, ("torchao",), "pip install torchao", cuda_only=True),
+        Contender("fp8moe, bf16", by_fp8moe("bf16"), BFLOAT16),
+        Contender("fp8moe, fp8_blockwise", by_fp8moe("fp8_blockwise"), E4M3),
+        Contender("fp8moe, fp8_flow", by_fp8moe("fp8_flow"), E4M3),
+    ),
+    experts,
+    experts_in_float64,
+    ("y", "dx", "dw13", "dw2", "dprobs"),
+    lambda tokens, experts, hidden, ffn, topk: 3 * 2 * 3 * tokens * topk * hidden * ffn,
+)

@@ -1,0 +1,259 @@
+"""One call of an operation: its arrays as raw buffers, what it allocates and computes, its results.
+
+Arrays of any framework come in as raw buffers, the backend of their device computes, results leave as the
+caller's kind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from fp8moe import checks, counters, interop
+from fp8moe.formats import FLOAT8_DTYPES
+from fp8moe.interop import NUMPY, Device, Framework, RawArray, describe_device, load_module, require_cupy
+from fp8moe.record_trees import METADATA_TYPES, is_metadata
+from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor, Record
+
+NOWHERE = -1  # the device of arrays that are shapes only: nothing is computed there
+WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
+
+
+class NotPlannable(Exception):
+    """What the call does depends on more than shapes: it reads or writes memory from the host."""
+
+
+class _Current(threading.local):
+    call: Call | None = None  # of the outermost operation that runs in this thread
+
+
+current = _Current()
+
+
+class Call:
+    """One call: ``args`` are raw, `empty` and `array` allocate, `run` computes, `leave` returns."""
+
+    args: SimpleNamespace
+
+    def __init__(self) -> None:
+        self.device: Device = "cpu"
+        self.framework: Framework = NUMPY
+        self._first: str | None = None
+        self._given: list[tuple[Any, Any]] = []  # raw buffers and records, and what they were
+
+    def perform(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function, whose operations are part of this call: they take and return raw buffers."""
+        before, current.call = current.call, self
+        try:
+            return function(*arguments, **options)
+        finally:
+            current.call = before
+
+    # -------------------------------------------------------- in
+
+    def take(self, name: str, value: Any) -> Any:
+        """The raw form of an argument; what holds no arrays stays as it is."""
+        arrays = list(_named_arrays(name, value))
+        if not arrays:
+            return value
+        raw = with_arrays(value, [self._view(n, a) for n, a in arrays][::-1])
+        for part, array in arrays if name in WRITTEN else ():
+            if interop.framework_of(array, part).is_read_only(array):
+                kind = f"{type(array).__module__}.{type(array).__qualname__}"
+                raise ValueError(
+                    f"{part}: got {kind}, which is read-only; wanted memory to write to, or None for new "
+                    "memory"
+                )
+        self._given.append((raw, value))
+        return raw
+
+    def _view(self, name: str, array: Any) -> RawArray:
+        framework = interop.framework_of(array, name)
+        raw = framework.view(array, name)
+        if isinstance(raw, np.ndarray):
+            self._locate(name, "cpu", framework.beside(array) if self._first is None else framework)
+        else:
+            self._locate(name, raw.device, framework)
+        self._given.append((raw, array))
+        return raw
+
+    def _locate(self, name: str, device: Device, framework: Framework) -> None:
+        """The first array says where all lie."""
+        if self._first is None:
+            self.device, self.framework, self._first = device, framework, name
+        elif device != self.device:
+            raise TypeError(
+                f"{name}: got an array on {describe_device(device)}; wanted {describe_device(self.device)}, "
+                f"where {self._first} lies; move one of them first"
+            )
+        elif framework is not self.framework and device != "cpu":
+            before, after = framework.stream(device), self.framework.stream(device)
+            if before != after:
+                load_module("fp8moe.kernels_cuda.driver").order(before, after, int(device))
+
+    # -------------------------------------------------------- inside
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> RawArray:
+        """Allocate an array, by the caller's framework on CUDA."""
+        return self.framework.empty(ArraySpec(shape, dtype), self.device)
+
+    def empty(self, spec: Any) -> Any:
+        """Allocate every `ArraySpec` in a record or a tuple of them."""
+        if type(spec) is ArraySpec:
+            return self.array(spec.shape, spec.dtype)
+        if isinstance(spec, tuple):
+            return tuple([self.empty(part) for part in spec])
+        if not isinstance(spec, Record):
+            return spec
+        new = object.__new__(type(spec))
+        for name, part in vars(spec).items():
+            new.__dict__[name] = self.empty(part) if isinstance(part, (ArraySpec, Record, tuple)) else part
+        return new
+
+    def run(self, room: str, verb: str, *arguments: Any, out: Any, **options: Any) -> None:
+        """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
+        if self.device == NOWHERE:
+            return
+        function = getattr(load_backend(self.device, room), verb)
+        if _is_empty(out):
+            return
+        for count in counters.counting():
+            count(("launches", verb))
+        self._do(function, *arguments, out=out, **options)
+
+    def _do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """On the CPU with its arithmetic; on CUDA on the stream that the caller's arrays are ordered on."""
+        if self.device == "cpu":
+            with load_module("fp8moe.reference.numerics").DefaultArithmetic():
+                return function(*arguments, **options)
+        stream = self.framework.stream(self.device)
+        place = int(self.device), stream, self.framework.scratch, None
+        return cuda_launch().run_at(place, function, *arguments, **options)
+
+    def upload(self, host: np.ndarray) -> RawArray:
+        """Bring a small host array to the device of this call, on its stream."""
+        if self.device == "cpu":
+            return host
+        raw = self.array(host.shape, host.dtype)
+        self._do(cuda_launch().copy_to_device, host, raw)
+        return raw
+
+    def values(self, raw: RawArray) -> np.ndarray | None:
+        """What an array holds, for checks: on the CPU; on CUDA with FP8MOE_CHECK=1, as it synchronises."""
+        if isinstance(raw, np.ndarray):
+            return raw
+        return self.to_host(raw) if checks.LOOK_AT_VALUES else None
+
+    def to_host(self, raw: RawArray) -> np.ndarray:
+        """Bring a small array to the host. On CUDA this synchronises with the call's stream."""
+        if isinstance(raw, np.ndarray):
+            return raw
+        host: np.ndarray = self._do(cuda_launch().copy_to_host, raw)
+        return host
+
+    # -------------------------------------------------------- out
+
+    def leave(self, out: Any) -> Any:
+        """Raw buffers back to the caller's kind of array, those that came in to what they were. Inside of an
+        operation, which its outermost call leaves, nothing changes."""
+        if current.call is self or is_metadata(out):
+            return out
+        for raw, given in self._given:
+            if raw is out:
+                return given
+        if isinstance(out, tuple):
+            return tuple([self.leave(part) for part in out])
+        if not isinstance(out, Record):
+            return self.framework.wrap(out)
+        new = object.__new__(type(out))
+        for name, part in vars(out).items():
+            new.__dict__[name] = self.leave(part)
+        return new
+
+
+# ---------------------------------------------------------------- arguments as trees of arrays
+
+
+def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What must be arrays in an argument, each with its name."""
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            yield from _named_arrays(f"{name}[{i}]", part)
+    elif isinstance(value, Record):
+        for field, part in vars(value).items():
+            if isinstance(part, (Record, tuple)):
+                yield from _named_arrays(f"{name}.{field}", part)
+            elif type(part) not in METADATA_TYPES and not is_metadata(part):
+                yield f"{name}.{field}", part
+    elif interop.framework_of_type(type(value)) is not None:  # type: ignore[arg-type]
+        yield name, value
+
+
+def with_arrays(value: Any, arrays: list[Any]) -> Any:
+    """An argument with others in the place of its arrays, taken from the end of a list. FP8 codes are bytes
+    inside the library, whatever dtype they came as."""
+    if isinstance(value, tuple):
+        return value if is_metadata(value) else tuple([with_arrays(part, arrays) for part in value])
+    if not isinstance(value, Record):
+        return value if interop.framework_of_type(type(value)) is None else arrays.pop()  # type: ignore[arg-type]
+    new = object.__new__(type(value))
+    fields = new.__dict__
+    for name, part in vars(value).items():
+        if type(part) not in METADATA_TYPES:
+            if isinstance(part, (Record, tuple)):
+                part = with_arrays(part, arrays)
+            elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
+                part = arrays.pop()
+            elif not is_metadata(part):
+                raise NotPlannable  # and `Call.take` says it of the argument by its name
+        fields[name] = part
+    return as_codes(new) if isinstance(new, QuantTensor) else new
+
+
+def as_codes(q: QuantTensor) -> QuantTensor:
+    """A raw tensor whose codes are bytes."""
+    if q.data is None or getattr(q.data, "dtype", None) != FLOAT8_DTYPES.get(q.fmt):
+        return q
+    return replace(q, data=q.data.view(np.dtype(np.uint8)))
+
+
+def _is_empty(out: Any) -> bool:
+    """Whether no array of an output has an element; the plan of permuted rows is none."""
+    if not isinstance(out, (Record, tuple)):
+        return out is None or 0 in out.shape
+    for part in out if isinstance(out, tuple) else vars(out).values():
+        if isinstance(part, (Record, tuple)):
+            if not (is_metadata(part) or isinstance(part, PermutationPlan) or _is_empty(part)):
+                return False
+        elif part is not None and 0 not in getattr(part, "shape", (0,)):
+            return False
+    return True
+
+
+def place_of(raw: RawArray) -> tuple[Device, int] | None:
+    """Device and address of a raw array; None while only shapes are known."""
+    if isinstance(raw, np.ndarray):
+        return "cpu", raw.__array_interface__["data"][0]
+    return None if raw.device == NOWHERE else (raw.device, raw.ptr)
+
+
+# ---------------------------------------------------------------- backends, by device
+
+
+@cache
+def load_backend(device: Device, room: str) -> ModuleType:
+    """The module of one topic: ``fp8moe.reference`` on the CPU, ``fp8moe.kernels_cuda`` on CUDA."""
+    if device == "cpu":
+        return load_module(f"fp8moe.reference.{room}")
+    require_cupy(f"{room} on {describe_device(device)}")
+    return load_module(f"fp8moe.kernels_cuda.{room}")
+
+
+#: the module that launches kernels, which imports CuPy
+cuda_launch: Callable[[], Any] = partial(load_module, "fp8moe.kernels_cuda.launch")

@@ -1,0 +1,124 @@
+"""The layouts of scales: how the same scales lie for whoever reads them next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp8moe import checks
+from fp8moe.dispatch import Call, enter
+from fp8moe.formats import (
+    BLOCKED_128X4,
+    LAYOUTS,
+    blocked_shape,
+    blocked_tiles,
+    is_columnwise,
+    scale_shape,
+)
+from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
+from fp8moe.transpose import column_scale_rows, tiles_of_rows
+
+#: blocks that have more than one layout
+BLOCKS_OF_LAYOUTS = tuple(dict.fromkeys(b for name in LAYOUTS if name != "compact" for b in LAYOUTS[name]))
+
+
+def to_layout(
+    q: QuantTensor, layout: str, expert_offsets: ArrayLike | None = None, *, align_size: int = 1
+) -> QuantTensor:
+    """The same tensor with its scales in another layout.
+
+    Parameters
+    ----------
+    q : QuantTensor, [M, K]
+        Of block (1, 128), or of MXFP8, (1, 32) or (32, 1).
+    layout : "compact", "gemm_ready" or "blocked_128x4"
+        "compact": scales [M, ceil(K/B)], column-wise [ceil(M/B), K]. "gemm_ready", for (1, 128):
+        [ceil(K/128), roundup(M, 4)]. "blocked_128x4", for MXFP8: tiles of 128 rows of the operand by 4
+        blocks of its contraction, which tcgen05, cuBLAS, CUTLASS and torch's ``scaled_mm`` read; row-wise
+        [roundup(M, 128), roundup(ceil(K/32), 4)], column-wise [roundup(K, 128), roundup(ceil(M/32), 4)].
+        Zeros past M and K.
+    expert_offsets : ArrayLike, int32, [E+1], or None
+        First rows of the experts, to or from "blocked_128x4": every expert's tiles begin anew, as torch's
+        ``scaled_grouped_mm`` reads them. Rows of no expert have no place in it, and zeros come back.
+        Row-wise, experts that begin at multiples of 128 rows need none.
+    align_size : int
+        What every expert offset is a multiple of. With a multiple of 128 there are ceil(M/128) tiles of
+        rows, else as many as the experts can come to.
+
+    Returns
+    -------
+    QuantTensor, [M, K]
+        The codes are shared, not copied; a tensor that has the layout already is returned as it is.
+
+    Raises
+    ------
+    TypeError
+        For a block that does not have the layout.
+    ValueError
+        For another layout, or offsets that do not fit.
+
+    Notes
+    -----
+    A tile has 512 bytes; the scale of row r and block b of it lies at (r % 32) * 16 + (r // 32) * 4 + b:
+    cuBLAS, "1D block scaling factors layout", torch's ``SwizzleType.SWIZZLE_32_4_4``. Tiles lie in rows of
+    tiles, one after another; column-wise, where experts divide the contraction, each expert's tiles do.
+
+    Examples
+    --------
+    >>> q = fp8moe.quantize(np.ones((3, 256), np.float32))
+    >>> fp8moe.to_layout(q, "gemm_ready").scales.shape
+    (2, 4)
+    >>> q = fp8moe.quantize(np.ones((130, 96), np.float32), block=(1, 32))
+    >>> fp8moe.to_layout(q, "blocked_128x4").scales.shape
+    (256, 4)
+    """
+    checks.choice("layout", layout, LAYOUTS)
+    align_size = checks.integer("align_size", align_size, 1)
+    call = enter(q=q, expert_offsets=expert_offsets)
+    raw = checks.quant_tensor("q", call.args.q, BLOCKS_OF_LAYOUTS, tuple(LAYOUTS))
+    if raw.block not in LAYOUTS[layout]:
+        blocks = " or ".join(map(str, LAYOUTS[layout]))
+        raise TypeError(f"q.block: got {raw.block} with layout={layout!r}; wanted {blocks}")
+    experts = None
+    if expert_offsets is not None:
+        experts = _check_offsets(call, raw, layout, call.args.expert_offsets, align_size)
+    if raw.layout == layout:
+        return q
+    spec = ArraySpec(converted_shape(raw, layout, experts, align_size), raw.scales.dtype)
+    out = replace(raw, scales=call.empty(spec), layout=layout)
+    call.run("layout", "to_layout", raw, call.args.expert_offsets, out=out)
+    return replace(q, scales=call.leave(out.scales), layout=layout)
+
+
+def _check_offsets(call: Call, q: QuantTensor, layout: str, offsets: Any, align_size: int) -> int:
+    """Offsets that fit the scales there are; returns the number of experts."""
+    if (q.layout == BLOCKED_128X4) == (layout == BLOCKED_128X4):
+        raise ValueError(
+            f"expert_offsets: got them from layout {q.layout!r} to {layout!r}; wanted None, but from or to "
+            f"{BLOCKED_128X4!r}"
+        )
+    checks.offsets(call, "expert_offsets", offsets, align_size=align_size)
+    if layout == BLOCKED_128X4 and is_columnwise(q.block):
+        checks.column_scales(call, "q", q, offsets)
+    values = call.values(offsets)
+    if q.layout == BLOCKED_128X4 and values is not None:
+        sizes = np.diff(values.clip(0, q.shape[0]).astype(np.int64))
+        wanted, tiles = int((-(-sizes // 128)).sum()), blocked_tiles(q.scales.shape, q.block)
+        if tiles < wanted:
+            raise ValueError(
+                f"q.scales: got {tiles} tiles of 128 rows; wanted {wanted}, as expert_offsets asks for; pass "
+                "the same expert_offsets and align_size to what makes the layout"
+            )
+    return int(offsets.shape[0]) - 1
+
+
+def converted_shape(q: QuantTensor, layout: str, experts: int | None, align_size: int) -> tuple[int, ...]:
+    """Shape of the scales of ``q`` in the layout."""
+    rows = q.shape[0]
+    if layout == BLOCKED_128X4:
+        return blocked_shape(q.shape, q.block, tiles_of_rows(rows, experts, align_size))
+    if experts is not None and is_columnwise(q.block):
+        return column_scale_rows(rows, experts, 32, align_size), q.shape[1]
+    return scale_shape(q.shape, q.block, layout)

@@ -1,0 +1,88 @@
+// A plan from its row map: what a caller has who was handed the map alone.
+#include "row_map.cuh"
+
+// What: out[token] = row_id_map[token], and counts[expert] += 1 for each of the token's entries.
+// Shapes: row_id_map and out [tokens, 2 * experts + 1]; counts [experts], zeros before.
+// Bytes: the map read and written once, nearly all of it blanks.
+// Launch: one warp a token, eight a block. Only entries are counted: adding the blanks of 4096 tokens with 8
+//   of 256 experts up in one place of their own took a millisecond, 31 of 32 entries.
+extern "C" __global__ void copy_row_map(const int* row_id_map, i64 tokens, i64 experts, int* counts,
+                                        int* out) {
+  pdl_wait();
+  const i64 lane = threadIdx.x % 32, token = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (token >= tokens) return;
+  const i64 width = 2 * experts + 1;
+  const int* mine = row_id_map + token * width;
+  int* to = out + token * width;
+  const int count = count_of(mine, experts);
+  for (i64 j = lane; j < count; j += 32) {
+    const int expert = mine[experts + j];
+    if ((u32)expert < (u32)experts) atomicAdd(counts + expert, 1);  // integers: in any order the same
+  }
+  for (i64 first = lane; first < width; first += 8 * 32) {
+    int v[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u)
+      if (first + 32 * u < width) v[u] = mine[first + 32 * u];
+#pragma unroll
+    for (int u = 0; u < 8; ++u)
+      if (first + 32 * u < width) to[first + 32 * u] = v[u];
+  }
+}
+
+// What: of a map by index each token's rows in descending order, as entries of expert 0, and which of its
+//   entries each was; counts[0] += all of them.
+// Shapes: index_map [places * tokens], the row of a token's entry j at j * tokens + token; row_id_map
+//   [tokens, 2 * places + 1]; slots [tokens, places]; counts [1], zero before.
+// Launch: a thread an entry, neighbours of neighbouring tokens; each looks at the others of its token, which
+//   are in L1, to find its place.
+extern "C" __global__ void sort_index_map(const int* index_map, i64 tokens, i64 places, int* counts,
+                                          int* row_id_map, int* slots) {
+  pdl_wait();
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  const bool there = i < tokens * places;
+  const i64 token = there ? i % tokens : 0, slot = there ? i / tokens : 0;
+  const int row = there ? index_map[i] : -1;
+  if (there) {
+    i64 place = 0, count = 0;
+    for (i64 j = 0; j < places; ++j) {
+      const int other = index_map[j * tokens + token];
+      if (other >= 0) ++count;
+      if (other >= 0 ? row < 0 || other > row || (other == row && j < slot) : row < 0 && j < slot) ++place;
+    }
+    int* mine = row_id_map + token * (2 * places + 1);
+    mine[place] = row < 0 ? -1 : row;
+    mine[places + place] = row < 0 ? -1 : 0;
+    if (slot == 0) mine[2 * places] = (int)count;
+    slots[token * places + place] = row < 0 ? -1 : (int)slot;
+  }
+  const int entries = __popc(__ballot_sync(0xffffffffu, row >= 0));
+  if (threadIdx.x % 32 == 0 && entries) atomicAdd(counts, entries);  // integers: in any order the same
+}
+
+// What: of each expert's count where its rows start, its padding included, and after the last where they end.
+// Shapes: counts, pad_offsets (null: zeros), padded_counts and out_pad_offsets [experts]; expert_offsets
+//   [experts + 1]; overflow [1], zero.
+// Launch: one block, a thread a run of experts.
+extern "C" __global__ void offsets_of_counts(const int* counts, const int* pad_offsets, i64 experts,
+                                             int* padded_counts, int* out_pad_offsets, int* expert_offsets,
+                                             int* overflow) {
+  pdl_wait();
+  __shared__ i64 sums[32];
+  const i64 each = (experts + blockDim.x - 1) / blockDim.x, begin = threadIdx.x * each;
+  const i64 end = begin + each < experts ? begin + each : experts;
+  i64 total = 0;
+  for (i64 e = begin; e < end; ++e) total += counts[e];
+  total = sum_before(total, sums);
+  for (i64 e = begin; e < end; ++e) {
+    const int padding = pad_offsets ? pad_offsets[e] : 0;
+    padded_counts[e] = counts[e];
+    out_pad_offsets[e] = padding;
+    expert_offsets[e] = (int)(total + padding);
+    total += counts[e];
+    if (e == experts - 1) expert_offsets[experts] = (int)(total + padding);
+  }
+  if (threadIdx.x > 0) return;
+  overflow[0] = 0;
+  if (experts == 0) expert_offsets[0] = 0;
+}

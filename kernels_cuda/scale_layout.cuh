@@ -1,0 +1,70 @@
+// The 128x4 blocked layout of MXFP8 scales, which tcgen05, cuBLAS and CUTLASS read: tiles of 128 rows of an
+// operand by 4 blocks of its contraction, 512 bytes each, in rows of tiles. fp8moe/reference/layout.py has
+// the same in NumPy.
+#pragma once
+#include "common.cuh"
+
+#ifndef BLOCKED
+#define BLOCKED 0  // what a kernel of MXFP8 writes: compact scales
+#endif
+
+// Of scale (outer, inner) in its tile.
+__device__ __forceinline__ u32 place_in_tile(u32 outer, u32 inner) {
+  return outer % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
+}
+
+// Of scale (outer, inner) where a row of tiles has `across` of them.
+__device__ __forceinline__ i64 place_in_blocked(i64 outer, i64 inner, i64 across) {
+  return (outer / 128 * across + inner / 4) * 512 + place_in_tile((u32)(outer % 128), (u32)(inner % 4));
+}
+
+// Up to 128 rows of the logical matrix that have tiles of scales for themselves, of all experts the
+// `index`-th.
+struct ScaleTile {
+  int index, start, across;  // start: index of its expert's first one; across: how many its expert has
+  int first_row, first_strip, count;  // of rows; strips of 32 are numbered through all experts. count 0: none
+  // Where rows are the contraction: of the tile of 128 columns `column`, of which there are `columns`.
+  __device__ __forceinline__ i64 number(i64 columns, i64 column) const {
+    return start * columns + column * across + (index - start);
+  }
+};
+
+// By a whole warp. An expert's tiles end where `capacity`, all that there is room for, does.
+__device__ __forceinline__ ScaleTile find_scale_tile(const int* offsets, int experts, int rows, int index,
+                                                     int capacity) {
+  auto parts = [](int count, int height) { return (count + height - 1) / height; };
+  if (!offsets) {
+    const int first = min(index * 128, rows);
+    return {index, 0, parts(rows, 128), first, index * 4, min(rows - first, 128)};
+  }
+  int tiles_before = 0, strips_before = 0;
+#pragma unroll 1
+  for (int e0 = 0; e0 < experts; e0 += 32) {
+    const int e = e0 + (int)(threadIdx.x % 32);
+    const int lo = (int)clamped(offsets[min(e, experts)], rows);
+    const int hi = (int)clamped(offsets[min(e + 1, experts)], rows), size = max(hi - lo, 0);
+    const int tiles = parts(size, 128), strips = parts(size, 32);
+    const int tiles_here = tiles_before + sum_up_to_here(tiles);
+    const int strips_here = strips_before + sum_up_to_here(strips);
+    const int start = tiles_here - tiles, inside = index - start;
+    const u32 found = __ballot_sync(0xffffffffu, inside >= 0 && inside < tiles);
+    if (found) {
+      const int lane = __ffs(found) - 1;
+      const ScaleTile mine = {index,
+                              start,
+                              min(tiles, capacity - start),
+                              lo + inside * 128,
+                              strips_here - strips + inside * 4,
+                              min(size - inside * 128, 128)};
+      return {index,
+              __shfl_sync(0xffffffffu, mine.start, lane),
+              __shfl_sync(0xffffffffu, mine.across, lane),
+              __shfl_sync(0xffffffffu, mine.first_row, lane),
+              __shfl_sync(0xffffffffu, mine.first_strip, lane),
+              __shfl_sync(0xffffffffu, mine.count, lane)};
+    }
+    tiles_before = __shfl_sync(0xffffffffu, tiles_here, 31);
+    strips_before = __shfl_sync(0xffffffffu, strips_here, 31);
+  }
+  return {index, index, 1, rows, strips_before, 0};
+}

@@ -1,0 +1,29 @@
+"""The lowest versions that pyproject.toml claims, for pip: ``python tests/minimum.py EXTRA``."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
+
+
+def requirements(names: list[str]) -> list[str]:
+    """Those of the package and of its extras, with those of the extras that these name."""
+    project = tomllib.loads(SETTINGS.read_text())["project"]
+    lines = list(project["dependencies"])
+    for name in names:
+        for line in project["optional-dependencies"][name]:
+            inner = re.match(r"fp8moe\[(.*?)\]", line)
+            lines += requirements(inner[1].split(",")) if inner else [line]
+    return list(dict.fromkeys(lines))
+
+
+def lowest(line: str) -> str | None:
+    """``name==version`` of a requirement with a lower bound."""
+    found = re.match(r"([\w.-]+)(?:\[.*?\])?\s*>=\s*([\w.]+)", line)
+    return f"{found[1]}=={found[2]}" if found else None
+
+
+if __name__ == "__main__":
+    print("\n".join(filter(None, map(lowest, requirements(sys.argv[1:])))))

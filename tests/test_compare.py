@@ -1,0 +1,227 @@
+"""The comparison with other libraries: right results are timed, wrong ones refused, missing ones named."""
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from fp8moe.__main__ import main
+from fp8moe.benchmarks import compare, compare_layer, compare_operations
+from fp8moe.benchmarks.contender import Contender
+
+SHAPE = (48, 4, 128, 128, 2)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(compare, "ON_THE_CPU", [SHAPE])
+
+
+def test_what_is_installed_is_compared(small, tmp_path, capsys):
+    out, picture = tmp_path / "rows.jsonl", tmp_path / "pictures" / "layer.svg"
+    arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--picture", str(picture)]
+    assert main(arguments) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    layer = {row["name"] for row in rows if row["part"] == "layer"}
+    wanted = {"torch grouped_mm, bf16", "fp8moe, bf16", "fp8moe, fp8_blockwise", "fp8moe, fp8_flow"}
+    assert wanted <= layer
+    if not compare_layer.LAYER.contenders[2].missing():
+        assert "transformers, bf16" in layer
+    assert {row["part"] for row in rows} == {"layer", "grouped product", "quantise rows"}
+    for row in rows:
+        assert row["topic"] == "compare"
+        assert row["ms"] > 0
+        assert 0 <= row["error"] < 0.125
+        assert row["versions"]["torch"] == torch.__version__
+    text = capsys.readouterr().out
+    for part in compare.PARTS:
+        for contender in part.contenders:
+            assert not contender.needs or contender.install  # the command, where it can be missing
+            if contender.missing():
+                assert any(contender.name in line and contender.install in line for line in text.splitlines())
+    assert "fp8_flow" in picture.read_text()
+
+
+@pytest.mark.parametrize("output", range(5), ids=compare_layer.LAYER.outputs)
+@pytest.mark.parametrize("value", [1.25, float("nan")])
+def test_a_wrong_result_is_not_timed(output, value, small, tmp_path, capsys):
+    """Of two contenders, the one of which one output has one row that is wrong."""
+
+    def wrong(inputs):
+        step = compare_layer.by_torch(inputs)
+
+        def changed():
+            results = list(step())
+            results[output] = results[output].clone()
+            results[output][0] *= value
+            return tuple(results)
+
+        return changed
+
+    contenders = (
+        Contender("right", compare_layer.by_torch, compare_layer.BFLOAT16),
+        Contender("wrong", wrong, compare_layer.BFLOAT16),
+    )
+    out = tmp_path / "rows.jsonl"
+    part = replace(compare_layer.LAYER, contenders=contenders)
+    assert compare.main("cpu", out=out, parts=[part]) == 1
+    assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["right"]
+    assert "WRONG RESULT, not timed" in capsys.readouterr().out
+
+
+def test_another_library_that_fails_is_said_and_ours_is_raised(small, capsys):
+    def fails(inputs):
+        raise RuntimeError("needs another GPU\nand more")
+
+    other = Contender("other", fails, 1.0, ("json",), "pip install other")
+    part = replace(
+        compare_operations.QUANTIZE, contenders=(other, compare_operations.QUANTIZE.contenders[-1])
+    )
+    assert compare.main("cpu", parts=[part]) == 0
+    assert "does not run here: RuntimeError: needs another GPU\n" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="another GPU"):
+        compare.main("cpu", parts=[replace(part, contenders=(replace(other, needs=()),))])
+
+
+def held_to_float64(contender, part, shape=SHAPE):
+    inputs = part.inputs("cpu", *shape)
+    results = contender.decode(contender.make(inputs)())
+    for result, wanted in zip(results, part.oracle(inputs), strict=True):
+        assert compare.relative_error(result, wanted) <= contender.bound
+
+
+@pytest.mark.parametrize("tokens", [3, 48])
+def test_padded_rows_give_the_same_layer(tokens):
+    """What torchao's and Transformer Engine's FP8 products need; with 3 tokens an expert has no row."""
+    layer = compare_layer.around(compare_layer.experts_by(compare_layer.torch_product), align=16)
+    padded = Contender("padded", lambda i: compare_layer.step_of(i, layer), compare_layer.BFLOAT16)
+    held_to_float64(padded, compare_layer.LAYER, (tokens, 8, 128, 128, 2))
+
+
+def named(part, name):
+    return next(c for c in part.contenders if c.name == name)
+
+
+def test_the_call_of_transformer_engine(monkeypatch):
+    """By a stand-in with the documented signatures."""
+
+    class GroupedLinear(torch.nn.Module):
+        def __init__(self, num_gemms, in_features, out_features, bias, params_dtype):
+            super().__init__()
+            for n in range(num_gemms):
+                weight = torch.nn.Parameter(torch.full((out_features, in_features), 3.0, dtype=params_dtype))
+                self.register_parameter(f"weight{n}", weight)
+
+        def forward(self, inp, m_splits):
+            assert all(type(m) is int for m in m_splits)
+            rows = inp.split(m_splits)
+            return torch.cat([r @ w.T for r, w in zip(rows, self.parameters(), strict=True)])
+
+    entered = []
+
+    class autocast:
+        def __init__(self, enabled, recipe):
+            entered.append((enabled, recipe))
+
+        __enter__ = __exit__ = lambda self, *_: None
+
+    pytorch = SimpleNamespace(GroupedLinear=GroupedLinear, autocast=autocast)
+    recipes = SimpleNamespace(Float8BlockScaling=lambda: "blocks")
+    engine = SimpleNamespace(pytorch=pytorch)
+    for name, module in (
+        ("transformer_engine", engine),
+        ("transformer_engine.pytorch", pytorch),
+        ("transformer_engine.common", SimpleNamespace(recipe=recipes)),
+        ("transformer_engine.common.recipe", recipes),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    held_to_float64(named(compare_layer.LAYER, "Transformer Engine, bf16"), compare_layer.LAYER)
+    assert set(entered) == {(False, None)}
+    held_to_float64(named(compare_layer.LAYER, "Transformer Engine, FP8 blocks"), compare_layer.LAYER)
+    assert (True, "blocks") in entered
+
+
+def test_the_call_of_torchao(monkeypatch):
+    prototype = ModuleType("torchao.prototype")
+
+    def product(A, B_t, offs):
+        assert not (torch.diff(offs, prepend=offs.new_zeros(1)) % 16).any()
+        return compare_layer.torch_product(A, B_t, offs)
+
+    prototype.moe_training = SimpleNamespace(_to_fp8_rowwise_then_scaled_grouped_mm=product)
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace(prototype=prototype))
+    monkeypatch.setitem(sys.modules, "torchao.prototype", prototype)
+    held_to_float64(named(compare_layer.LAYER, "torchao, FP8 rows"), compare_layer.LAYER)
+
+
+def test_the_call_of_sonicmoe(monkeypatch):
+    def moe_general_routing_inputs(
+        x, scores, token, expert, w1, b1, w2, b2, E, stream_id, activation_type, **options
+    ):
+        assert options == {"is_inference_mode_enabled": False, "concat_layout": True}
+        assert token.dtype == expert.dtype == torch.int32
+        assert (torch.diff(token) >= 0).all()
+        assert w1.shape[2] == E
+        ids, probs = (a.view(len(x), -1) for a in (expert, scores))
+        layer = compare_layer.around(compare_layer.experts_by(compare_layer.torch_product))
+        return layer(x, w1.permute(2, 0, 1), w2.permute(2, 0, 1), ids, probs), None
+
+    functional = SimpleNamespace(moe_general_routing_inputs=moe_general_routing_inputs)
+    enums = SimpleNamespace(ActivationType=SimpleNamespace(SWIGLU="swiglu"))
+    monkeypatch.setitem(sys.modules, "sonicmoe", SimpleNamespace(functional=functional, enums=enums))
+    monkeypatch.setitem(sys.modules, "sonicmoe.functional", functional)
+    monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    held_to_float64(named(compare_layer.LAYER, "SonicMoE, bf16"), compare_layer.LAYER)
+
+
+def test_the_call_of_tile_kernels(monkeypatch):
+    def per_token_cast(x, fmt, num_per_channels, round_sf):
+        assert (fmt, num_per_channels, round_sf) == ("e4m3", 128, True)
+        blocks = x.float().unflatten(1, (-1, 128))
+        scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1) / 448)))
+        return (blocks / scales[..., None]).flatten(1).to(torch.float8_e4m3fn), scales
+
+    kernels = SimpleNamespace(quant=SimpleNamespace(per_token_cast=per_token_cast))
+    monkeypatch.setitem(sys.modules, "tile_kernels", kernels)
+    held_to_float64(named(compare_operations.QUANTIZE, "TileKernels"), compare_operations.QUANTIZE)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    row = {
+        "part": "layer",
+        "name": "a",
+        "shape": "s",
+        "device": "d",
+        "ms": 1.0,
+        "commit": "c",
+        "command": "m",
+    }
+    with pytest.raises(ValueError, match="no layer"):
+        compare.draw([{**row, "part": "quantise rows"}], tmp_path / "p.svg")
+    with pytest.raises(ValueError, match="one device"):
+        compare.draw([row, {**row, "device": "e"}], tmp_path / "p.svg")
+    compare.draw([row], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_another_benchmark_is_refused(tmp_path, capsys):
+    assert main(["bench", "plan", "--quick", "--device", "cpu", "--picture", str(tmp_path / "p.svg")]) == 2
+    assert "--picture" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_layer_on_a_gpu(monkeypatch, tmp_path):
+    """One small shape, every contender that is installed there."""
+    monkeypatch.setattr(compare, "WARM", 0.01)
+    monkeypatch.setattr(compare, "TIMED", 0.01)
+    out = tmp_path / "rows.jsonl"
+    assert compare.main("cuda", quick=True, out=out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {"torch grouped_mm compiled, bf16", "fp8moe, fp8_flow", "fp8moe, FP8"} <= {r["name"] for r in rows}

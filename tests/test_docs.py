@@ -1,0 +1,241 @@
+"""The documentation: the site builds strictly, public names are in it, programs run, figures have rows."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+import fp8moe
+from fp8moe import __main__ as command_line
+from fp8moe import expert_parallel
+from fp8moe.benchmarks import roofline, step, table
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+# a program that no test runs says why in front of it; one that needs a GPU likewise
+FENCE = re.compile(r"(?:<!-- (not run|gpu): .+? -->\n)?```python\n(.*?)```", re.DOTALL)
+
+
+# ---------------------------------------------------------------- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="pip install 'fp8moe[docs]'")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def names_in(site):
+    """Every name with an anchor in the API reference, by its whole path."""
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    return {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
+
+
+def public_names():
+    """Whole paths of the public names, as griffe knows them: a function of its module's name stands in it."""
+    for package in (fp8moe, expert_parallel):
+        for name in package.__all__:
+            module = sys.modules.get(f"{package.__name__}.{name}")
+            shadowed = module is not None and getattr(package, name) is not module
+            yield f"{package.__name__}.{name}.{name}" if shadowed else f"{package.__name__}.{name}"
+
+
+def test_every_public_name_is_in_the_reference(site):
+    missing = set(public_names()) - names_in(site) - {"fp8moe.__version__"}
+    assert not missing
+    assert "`fp8moe.__version__`" in (DOCS / "api/index.md").read_text()
+
+
+def names_of(module):
+    """Public names that an adapter defines, operations made by one declaration among them."""
+    tree = ast.parse((ROOT / "adapters" / f"{module}.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+@pytest.mark.parametrize("module", ["torch_ops", "jax_ops"])
+def test_the_operations_of_adapters_are_in_the_reference(site, module):
+    path = f"fp8moe.adapters.{module}"
+    operations = [name for name in names_of(module) if name in fp8moe.__all__]
+    assert len(operations) > 15
+    assert not {f"{path}.{name}" for name in operations} - names_in(site)
+
+
+def test_what_programs_import_from_adapters_is_in_the_reference(site):
+    """Names that the pages, the README and the examples take from an adapter are public."""
+    sources = [code for page in PAGES for _, code in FENCE.findall(page.read_text())]
+    sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    used = {
+        f"{node.module}.{alias.name}"
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8moe.adapters")
+        for alias in node.names
+        if not alias.name.isupper()  # a constant
+    }
+    assert len(used) > 10
+    assert not used - names_in(site)
+
+
+def test_every_adapter_is_documented_or_internal(site):
+    internal = {"jax_calls", "jax_ffi", "jax_tokens"}
+    internal |= {"torch_experts", "torch_grouped", "torch_library", "torch_operation"}
+    found = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
+    documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}
+    assert documented == found - internal
+
+
+def test_every_link_of_the_readme_is_a_file():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"\]\[([a-z]+)\]", text):
+        assert (ROOT / table.LINKS[name]).exists(), name
+    assert not re.findall(r"\]\((?!https://)", text)  # all by the generated list, which makes them whole
+
+
+# ---------------------------------------------------------------- figures
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_tables_are_those_of_the_results(page):
+    text = page.read_text()
+    assert table.render(text) == text
+    assert text.count("<!-- table ") == text.count("<!-- end -->")
+
+
+def test_every_results_file_has_a_table():
+    text = "".join(page.read_text() for page in PAGES)
+    named = {name.partition(":")[0] for name in re.findall(r"<!-- table (\S+) -->", text)}
+    for path in table.RESULTS.glob("*.jsonl"):
+        assert path.stem in named | {"h200-tuning"} or path.stem.startswith("compare"), path
+    topics = {row["topic"] for row in table.rows_of("h200")}
+    shown = {topic for name in re.findall(r"<!-- table h200:(\S+) -->", text) for topic in name.split(",")}
+    assert shown == topics
+
+
+def test_the_pictures_are_those_of_the_results():
+    """They hold a digest of the rows they were drawn from; python -m fp8moe.benchmarks.table draws them."""
+    assert step.digest().encode() in step.PICTURE.read_bytes()
+    assert roofline.digest("h200") in roofline.picture("h200").read_text()
+
+
+def test_the_picture_is_drawn(tmp_path):
+    step.draw(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_rows_of_a_later_run_take_the_place_of_earlier_ones():
+    rows = [{"shape": s, "name": n, "ms": ms} for s, n, ms in (("a", "x", 3), ("b", "x", 2), ("a", "x", 1))]
+    assert [(r["shape"], r["ms"]) for r in table.newest(rows)] == [("a", 1), ("b", 2)]
+
+
+def test_a_comparison_is_shown(tmp_path, monkeypatch):
+    """Its rows are those of benchmarks/compare.py; of two runs the later."""
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert "Not measured yet" in table.table("compare")
+    row = {"part": "layer", "shape": "8 tokens", "device": "H200", "tflops": None, "error": 1e-3}
+    row |= {"versions": {"torch": "2.11"}, "commit": "abc", "command": "bench compare"}
+    timed = [{**row, "name": name, "ms": ms} for name, ms in (("sonic", 2.0), ("torch", 1.5), ("sonic", 1.0))]
+    (tmp_path / "compare-h200.jsonl").write_text("\n".join(map(json.dumps, timed)))
+    lines = table.table("compare").splitlines()
+    assert lines[-2:] == ["| sonic | 1.00 ms |  | 1.0e-03 |", "| torch | 1.50 ms |  | 1.0e-03 |"]
+
+
+# ---------------------------------------------------------------- what the pages say
+
+
+def test_every_environment_variable_is_documented():
+    used = set()
+    for folder in ("fp8moe", "adapters", "kernels_cuda", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cu", ".cuh", ".h") and path != Path(__file__).resolve():
+                used |= set(re.findall(r"\bFP8MOE_[A-Z_]+\b", path.read_text()))
+    used |= set(re.findall(r"\bFP8MOE_[A-Z_]+\b", (ROOT / "Makefile").read_text()))
+    documented = set(re.findall(r"`(FP8MOE_[A-Z_]+)`", (DOCS / "environment.md").read_text()))
+    assert documented == used
+
+
+def test_every_verb_of_the_command_line_is_documented():
+    (verbs,) = (a.choices for a in command_line.parser()._actions if isinstance(a.choices, dict))
+    assert set(verbs) == set(re.findall(r"^\| `(\w+)`", (DOCS / "how-to/command-line.md").read_text(), re.M))
+
+
+# ---------------------------------------------------------------- programs
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """What torchrun sets, for a program that is a process group of its own."""
+    torch_distributed = importlib.import_module("torch.distributed")
+    store = torch_distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": store.port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the port is taken: by this store
+    yield
+    if torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()
+
+
+def programs_of(page, marked=None):
+    """(line, code) of a page's programs with this mark, in order."""
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        if match[1] == marked:
+            yield text.count("\n", 0, match.start(2)) + 1, match[2]
+
+
+def run(page, line, code, names):
+    """As printed, at its own lines of the page. CuPy's programs run with NumPy where there is no GPU."""
+    code = code.replace("import cupy as cp", "import numpy as cp")
+    exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+
+
+README = list(programs_of(ROOT / "README.md"))
+
+
+@pytest.mark.parametrize(("line", "code"), README, ids=[f"line-{line}" for line, _ in README])
+def test_the_programs_of_the_readme_run(line, code):
+    assert len(code.strip().splitlines()) <= 17
+    run(ROOT / "README.md", line, code, {"__name__": "__main__"})
+
+
+WITH_PROGRAMS = [page for page in PAGES[1:] if list(programs_of(page)) and page.name != "jax.md"]
+
+
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda p: str(p.relative_to(DOCS)))
+def test_the_programs_of_the_docs_run(page, one_rank):
+    """Those of one page follow each other; how-to/jax.md's run on four devices in tests/test_jax_layer.py."""
+    names = {"__name__": "__main__"}
+    for line, code in programs_of(page):
+        run(page, line, code, names)
+
+
+def programs_on_cuda(page):
+    return [p for p in programs_of(page) if "cp." in p[1]] + list(programs_of(page, "gpu"))
+
+
+ON_CUDA = [page for page in PAGES if programs_on_cuda(page)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", ON_CUDA, ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_programs_on_cuda_run(page):
+    names = {"__name__": "__main__"}
+    for line, code in programs_on_cuda(page):
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)

@@ -1,0 +1,194 @@
+"""The wheel and the source archive hold every file of the tree, with links or without, and work installed."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import fp8moe
+
+ROOT = Path(__file__).parents[1]
+LINKS = ("adapters", "benchmarks", "kernels_cuda")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile")
+FOLDERS = ("fp8moe", "tests", "docs", "examples", *LINKS)
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def copy_of_the_tree(target, links):
+    """The files that a release is built from; links: "kept", "gone", or "text" as some unpackers do."""
+    target.mkdir()
+    for name in FILES:
+        shutil.copy2(ROOT / name, target)
+    for name in FOLDERS:
+        shutil.copytree(
+            ROOT / name, target / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name in LINKS:
+        link = target / "fp8moe" / name
+        if links != "kept":
+            link.unlink()
+        if links == "text":
+            link.write_text(f"../{name}")
+    return target
+
+
+def build(kind, tree, target):
+    """What a build front end calls, without its isolated environment, which would need a package index."""
+    call = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
+    done = subprocess.run([sys.executable, "-c", call], cwd=tree, capture_output=True, text=True, check=True)
+    return target / done.stdout.splitlines()[-1]
+
+
+def real_files(folder):
+    """Names of its files, those behind links left out."""
+    walk = os.walk(folder)
+    return sorted(str((Path(where) / name).relative_to(folder)) for where, _, names in walk for name in names)
+
+
+def named_in_the_wheel():
+    """Name in the wheel -> path in the tree, of every file that the package needs."""
+    kinds = (".py", ".cu", ".cuh", ".typed")
+    paths = [ROOT / folder / name for folder in ("fp8moe", *LINKS) for name in real_files(ROOT / folder)]
+    packages = {path.relative_to(ROOT): path for path in paths if path.suffix in kinds}
+    return {
+        str(name if name.parts[0] == "fp8moe" else "fp8moe" / name): path for name, path in packages.items()
+    }
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        infos = archive.infolist()
+        return {i.filename: archive.read(i) for i in infos if ".dist-info/" not in i.filename}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("built")
+    return build("wheel", copy_of_the_tree(folder / "tree", "kept"), folder)
+
+
+def test_the_wheel_holds_the_tree(wheel):
+    wanted = {name: path.read_bytes() for name, path in named_in_the_wheel().items()}
+    assert len([name for name in wanted if name.endswith(".cu")]) > 10
+    assert contents(wheel) == wanted
+
+
+@pytest.mark.parametrize("links", ["gone", "text"])
+def test_a_tree_without_links_builds_the_same_wheel(links, wheel, tmp_path):
+    """As a Windows checkout without links, or a zip archive that was unpacked without them."""
+    again = build("wheel", copy_of_the_tree(tmp_path / "tree", links), tmp_path)
+    assert contents(again) == contents(wheel)
+
+
+def test_the_source_archive_holds_each_file_once_and_builds_the_same_wheel(wheel, tmp_path):
+    tree = copy_of_the_tree(tmp_path / "tree", "kept")
+    before = real_files(tree)
+    archive = build("sdist", tree, tmp_path)
+    with tarfile.open(archive) as packed:
+        members = packed.getmembers()
+        assert all(member.isfile() or member.isdir() for member in members)  # no links
+        packed.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    names = [member.name.partition("/")[2] for member in members if member.isfile()]
+    made = re.compile(r"PKG-INFO|setup\.cfg|fp8moe\.egg-info/.*")
+    assert sorted(name for name in names if not made.fullmatch(name)) == before
+    assert contents(build("wheel", unpacked, tmp_path)) == contents(wheel)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the installed wheel and its command; dependencies are those of this environment."""
+    target = tmp_path_factory.mktemp("site-packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def call(installed, *words):
+    """From a folder that is no checkout, with the installed package before any other."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    return subprocess.run(words, cwd=installed, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_installed_command_works(installed):
+    command = str(installed / "bin" / "fp8moe")
+    told = call(installed, command, "--version")
+    assert told.stdout == f"fp8moe {fp8moe.__version__}\n"
+    where = "import fp8moe; from fp8moe.info import commit; print(fp8moe.__file__, commit())"
+    assert call(installed, sys.executable, "-c", where).stdout.split() == [
+        str(installed / "fp8moe" / "__init__.py"),
+        "unknown",
+    ]
+    usage = call(installed, command, "--help").stdout
+    assert usage.startswith("usage: fp8moe ")
+    tested = call(installed, command, "selftest", "--device", "cpu")
+    assert tested.returncode == 0, tested.stderr
+    assert "all right" in tested.stdout
+
+
+def test_an_installed_package_is_not_the_checkout_around_it(installed, tmp_path):
+    """A virtual environment often lies in another project's repository, whose commit is no commit of ours."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run([*git, "init", "--quiet", str(tmp_path)], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
+    shutil.copytree(installed / "fp8moe", tmp_path / "environment" / "fp8moe")
+    program = "from fp8moe.info import commit; print(commit())"
+    assert call(tmp_path / "environment", sys.executable, "-c", program).stdout == "unknown\n"
+
+
+def requirements(extra):
+    """Of one extra, those of the extras that it names included, markers aside."""
+    for text in SETTINGS["project"]["optional-dependencies"][extra]:
+        requirement = Requirement(text)
+        if requirement.name == "fp8moe":
+            for name in requirement.extras:
+                yield from requirements(name)
+        else:
+            yield requirement
+
+
+def test_an_extra_brings_what_its_adapters_need():
+    from fp8moe.info import ADAPTERS
+
+    distribution = {"megatron": "megatron-core", "cupy": "cupy-cuda13x"}
+    for adapter, (module, fix) in ADAPTERS.items():
+        if named := re.search(r"fp8moe\[(\w+)\]", fix):
+            wanted = distribution.get(module, module)
+            assert wanted in {r.name for r in requirements(named.group(1))}, adapter
+
+
+def test_what_is_installed_here_is_what_the_extras_ask_for():
+    """A bound that this environment breaks is one that the suite does not test."""
+    for extra in ("torch", "jax", "transformers", "megatron", "torchtitan", "bench", "test"):
+        for requirement in requirements(extra):
+            try:
+                version = importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # an environment without that extra
+            assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_the_citation_names_papers_that_the_code_names():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {fp8moe.__version__}\n" in text
+    papers = re.findall(r"arxiv\.org/abs/([\d.]+)", text)
+    assert len(papers) == len(set(papers)) >= 5
+    code = "".join(path.read_text() for path in (ROOT / "fp8moe").rglob("*.py"))
+    for paper in papers:
+        assert paper in code, paper
+
+
+def test_constraints_are_the_lowest_versions():
+    command = [sys.executable, str(ROOT / "tests" / "minimum.py"), "torch"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    wanted = [*SETTINGS["project"]["dependencies"], *SETTINGS["project"]["optional-dependencies"]["torch"]]
+    assert lines == [requirement.replace(">=", "==") for requirement in wanted]
