@@ -80,12 +80,12 @@ class FP8FlowMoE(nn.Module):
         with plain tensors, too). A state dict with plain tensors, of all experts or of this rank's, loads.
         Rows travel in FP8 for "fp8_flow". The counts of rows are looked at once a forward, so that no CUDA
         graph can hold it, but for a `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The
-        router is every rank's own: average its gradient as any other parameter's, and
-        not those of w13 and w2.
-
+        router is every rank's own: average its gradient as any other parameter's, and not those of w13 and
+        w2.
     overlap_chunks: of the tokens, with a process_group: rows of one chunk travel beside the products of
         another, forward and backward. y and x's gradient have the same bits; the weights' gradients are sums
         over chunks in float32, and FP8 transposes have tiles of each chunk's own rows. Not compiled.
+
     collect_stats: may be set at any time; while it is true, in eager mode, `stats` tells of the last forward
     and backward what was lost by quantising and how full the experts are.
 
