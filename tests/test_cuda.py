@@ -1171,10 +1171,22 @@ def test_float8_dtypes_are_views():
     assert torch.equal(fp8moe.dequantize(viewed), fp8moe.dequantize(q))
 
 
+@pytest.fixture
+def first_device():
+    """JAX leaves the last device current in the thread that initialises it."""
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    before = runtime.getDevice()
+    runtime.setDevice(0)
+    yield
+    runtime.setDevice(before)
+
+
 @pytest.mark.multigpu
+@pytest.mark.usefixtures("first_device")
 def test_the_second_device():
     torch = pytest.importorskip("torch")
     _, ids, x, probs = torch_case(False)
+    assert x.get_device() == 0
     there = [t.to("cuda:1") for t in (ids, x, probs)]
     for _ in range(4):  # launch plans are cached by device
         assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
@@ -1189,6 +1201,7 @@ def test_the_second_device():
 
 
 @pytest.mark.multigpu
+@pytest.mark.usefixtures("first_device")
 def test_cupys_arrays_on_the_second_device():
     cupy = pytest.importorskip("cupy")
     x = values(np.random.default_rng(0), (64, 256), np.float32)
