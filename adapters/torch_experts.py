@@ -24,7 +24,6 @@ import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
-from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.formats import BFLOAT16
@@ -346,9 +345,14 @@ def _gradients(
     in_halves = _in_halves(options)
     main13, main3, main2 = mains
     halves = (main13, main3) if options.apart else (None, None)
-    # chunks are summed in float32
-    dtype = "float32" if source.later else gradient_dtype(*(d for d in dtypes if d is not None))
-    g = backward(dw13=halves if in_halves else main13, dw2=main2, dtype=dtype, ffn=options.ffn)
+    # bfloat16 at once where all weights are; other dtypes, and the sums of chunks, of float32
+    narrow = {*dtypes} <= {None, torch.bfloat16} and not source.later
+    g = backward(
+        dw13=halves if in_halves else main13,
+        dw2=main2,
+        dtype="bfloat16" if narrow else "float32",
+        ffn=options.ffn,
+    )
     if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
     if options.apart:
