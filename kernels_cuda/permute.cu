@@ -9,7 +9,8 @@
 #define LONG_PIECE 12000  // bytes; as in permute.py
 
 #if BLOCKED
-// Lane by lane, words of four of a row's scales to where the row's tiles have them; null: zeros.
+// Lane by lane, words of four of a row's scales to where the row's tiles have them; null: zeros. (4096 x 7168
+// to 8 experts each: 101 us in place of 71 with compact scales, whose conversion takes 64 more.)
 __device__ __forceinline__ void write_blocked_scales(const u8* scales, i64 row, i64 scale_bytes,
                                                      u8* out_scales) {
   for (i64 w = threadIdx.x; w < scale_bytes / 4; w += 32)
