@@ -34,8 +34,8 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
-from fp8moe.adapters.docstrings import differentiable_in, docstring_of
 from fp8moe.dispatch import Function
+from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Saved
@@ -191,18 +191,22 @@ def permute(
     *,
     fill_padding: bool = True,
     zero_unweighted: bool = False,
+    layout: str = "compact",
 ) -> Permuted:
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
+    of_rows: dict[str, Any] = {**dict(options), "layout": layout}
+    if layout != "compact" and not isinstance(x, QuantTensor):
+        return _permute_op(x, plan, probs, **of_rows)  # which says what has such a layout
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
         _, moved = _permute(no_columns(probs), probs, plan, options)
         weights = jax.lax.stop_gradient(probs) if zero_unweighted else None
         if isinstance(x, QuantTensor):
-            data = _permute_op(x, plan, weights, **dict(options)).data
+            data = _permute_op(x, plan, weights, **of_rows).data
         else:
             data, _ = _permute(x, weights, plan, options)
         return Permuted(data, moved, plan)
     if isinstance(x, QuantTensor):
-        return _permute_op(x, plan, probs, **dict(options))
+        return _permute_op(x, plan, probs, **of_rows)
     return Permuted(*_permute(x, probs, plan, options), plan)
 
 
@@ -256,12 +260,13 @@ def permute_and_pad(
     num_out_tokens: Any = None,
     num_experts: int | None = None,
     fill_padding: bool = True,
+    layout: str = "compact",
 ) -> Permuted:
     if num_experts is None:
         plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
     else:
         plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
-    return permute(x, plan, probs, fill_padding=fill_padding)
+    return permute(x, plan, probs, fill_padding=fill_padding, layout=layout)
 
 
 @documented(fp8moe.unpermute, "x", "merging_probs")

@@ -17,12 +17,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fp8moe import checks, interop
-from fp8moe.call import NOWHERE, Call, NotPlannable, current, place_of
+from fp8moe.call import NOWHERE, Call, NotPlannable, current, load_backend, place_of
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 
-__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "enter", "operation", "place_of"]
+__all__ = [
+    "NOWHERE",
+    "Call",
+    "cached_plans",
+    "clear_cached_plans",
+    "enter",
+    "load_backend",
+    "operation",
+    "place_of",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

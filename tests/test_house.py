@@ -154,8 +154,7 @@ def test_benchmarks_are_imported_by_their_command_only(folder):
 def test_every_adapter_is_reported():
     from fp8moe.info import ADAPTERS
 
-    shared = {"__init__", "docstrings"}  # no adapters, and nothing to install
-    assert set(ADAPTERS) == {p.stem for p in files("adapters")} - shared
+    assert set(ADAPTERS) == {p.stem for p in files("adapters")} - {"__init__"}
 
 
 def test_every_kernel_begins_after_the_launch_in_front_of_it():
