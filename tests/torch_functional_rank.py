@@ -110,6 +110,9 @@ ids, probs = torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1)
 run = compiled(lambda x: moe_experts(x, w13, w2, ids, probs, comm=other))
 with pytest.raises(Exception, match="comm: got a Other without a handle in compiled code"):  # Dynamo's own
     run(x)
+for call in (moe_experts, compiled(moe_experts)):
+    with pytest.raises(Exception, match="backend: got 'mma' for arrays on the CPU"):
+        call(x, w13, w2, ids, probs, comm=comm, backend="mma")
 dist.barrier()
 dist.destroy_process_group()
 print("right", flush=True)
