@@ -15,15 +15,33 @@ from cupy.cuda import nccl
 
 from fp8moe.expert_parallel import Counts, Pending, counts_of
 
+__all__ = ["Communicator"]
+
 INT8 = 0  # ncclInt8
 
 
 class Communicator:
-    """A `fp8moe.expert_parallel.Transport` of CuPy arrays: sends and receives of one NCCL group an exchange,
-    on a stream of its own, which ``Pending.wait`` has the current stream wait for.
+    """A `fp8moe.expert_parallel.Transport` of CuPy arrays.
 
-    communicator: a `cupy.cuda.nccl.NcclCommunicator` on the current device. A rank that leaves makes NCCL
-    wait for ever: whoever starts the ranks has to watch them.
+    Sends and receives of one NCCL group an exchange, on a stream of its own, which ``Pending.wait`` has the
+    current stream wait for. A rank that leaves makes NCCL wait for ever: whoever starts the ranks has to
+    watch them.
+
+    Parameters
+    ----------
+    communicator : cupy.cuda.nccl.NcclCommunicator
+        On the current device.
+    rank : int
+        This rank.
+    world_size : int
+        W.
+
+    Examples
+    --------
+    >>> from cupy.cuda import nccl  # doctest: +SKIP
+    >>> only = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)  # doctest: +SKIP
+    >>> Communicator(only, 0, 1).exchange(cupy.ones((2, 4)), ((2,),)).wait().shape  # doctest: +SKIP
+    (2, 4)
     """
 
     def __init__(self, communicator: Any, rank: int, world_size: int):
@@ -31,13 +49,48 @@ class Communicator:
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
-        told = cupy.concatenate([*counts, cupy.array(list(header.values()), dtype=np.int32)])
-        heard = cupy.empty((self.world_size, len(told)), np.int32)
+        """Tell every rank its numbers.
+
+        Parameters
+        ----------
+        counts : tuple of cupy.ndarray, int32, [W]
+            This rank's numbers for every rank.
+        header : dict of str to int
+            What must be the same on all ranks.
+
+        Returns
+        -------
+        list of Counts
+            For each of ``counts`` what every rank told every rank, on the host, which waits for it.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, where a header differs.
+        """
+        numbers = cupy.concatenate([*counts, cupy.array(list(header.values()), dtype=np.int32)])
+        gathered = cupy.empty((self.world_size, len(numbers)), np.int32)
         stream = cupy.cuda.get_current_stream()
-        self._communicator.allGather(told.data.ptr, heard.data.ptr, told.nbytes, INT8, stream.ptr)
-        return counts_of(heard.get().tolist(), header, self.rank)  # the one synchronisation
+        self._communicator.allGather(numbers.data.ptr, gathered.data.ptr, numbers.nbytes, INT8, stream.ptr)
+        return counts_of(gathered.get().tolist(), header, self.rank)  # the one synchronisation
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        """Rows to the ranks that want them.
+
+        Parameters
+        ----------
+        rows : cupy.ndarray, [N, ...]
+            The first rows of it, rank by rank.
+        counts : Counts
+            ``counts[a][b]`` rows from rank a to rank b.
+        size : int or None
+            Rows of the result; None: those that come.
+
+        Returns
+        -------
+        Pending
+            ``wait()`` returns rows of the same dtype, first in them those that came, rank by rank.
+        """
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         theirs = cupy.empty((sum(received) if size is None else size, *rows.shape[1:]), rows.dtype)
         width = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.dtype.itemsize

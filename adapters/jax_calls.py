@@ -125,26 +125,27 @@ class Described:
     """What a description says."""
 
     def __init__(self, text: str):
-        said = json.loads(text)
-        if said["fp8moe"] != fp8moe.__version__:
+        description = json.loads(text)
+        version, function = description["fp8moe"], description["function"]
+        if version != fp8moe.__version__:
             raise RuntimeError(
-                f"program: got one that was made with fp8moe {said['fp8moe']}; wanted {fp8moe.__version__}, "
+                f"program: got one that was made with fp8moe {version}; wanted {fp8moe.__version__}, "
                 "which is here; export it again"
             )
-        if said["function"] not in _functions:
+        if function not in _functions:
             raise RuntimeError(
-                f"program: got a call of {said['function']}; wanted a function that is known here; import "
+                f"program: got a call of {function}; wanted a function that is known here; import "
                 "the adapter that has it, or trace the program in this process"
             )
-        self._function, self._said = _functions[said["function"]], said
-        self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in said["arrays"]]
-        self.layout = Layout(self.run, self.specs, set(said["in_place"]))
-        self.backends = _backends([said["args"], said["options"]])
+        self._function, self._description = _functions[function], description
+        self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in description["arrays"]]
+        self.layout = Layout(self.run, self.specs, set(description["in_place"]))
+        self.backends = _backends([description["args"], description["options"]])
         only_launches = self.layout.only_launches and not self.backends & SYNCHRONISING_BACKENDS
         self.target = TARGETS[only_launches and GRAPHS]
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        args, options = (_decode(self._said[name], arrays) for name in ("args", "options"))
+        args, options = (_decode(self._description[name], arrays) for name in ("args", "options"))
         return self._function(*args, **options)
 
 
@@ -260,6 +261,13 @@ mlir.register_lowering(_call_p, _lower, platform="cuda")
 # A place's layout has scratch memory, which no other may use at the same time; the address of the string is
 # that of one place of a loaded program, and may serve another when that program is gone.
 _places: dict[int, tuple[bytes, Described]] = {}
+
+
+def places_called() -> int:
+    """How many places of loaded programs have been called."""
+    return len(_places)
+
+
 _host_calls: list[bool] = []  # one of each call that is going on
 _calls_done = threading.Event()  # since it was looked at
 
@@ -296,10 +304,10 @@ def _first_time(text: str, call: jax_ffi.Call) -> Described:
         ("arrays", described.specs, call.arguments),
         ("results", described.layout.outputs, call.results),
     ):
-        found, wanted = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
-        if found != wanted:
+        shapes, wanted = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
+        if shapes != wanted:
             raise RuntimeError(
-                f"program: got {kind} of shapes {found} for a call that has {wanted} here; it was made by "
+                f"program: got {kind} of shapes {shapes} for a call that has {wanted} here; it was made by "
                 "another version of fp8moe; trace it again"
             )
     return described

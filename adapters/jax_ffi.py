@@ -120,8 +120,8 @@ def address_of(buffer: int) -> int:
 
 
 def shape_of(buffer: int) -> tuple[int, ...]:
-    found = _Buffer.from_address(buffer)
-    return tuple(found.dimensions[: found.rank])
+    array = _Buffer.from_address(buffer)
+    return tuple(array.dimensions[: array.rank])
 
 
 def register(target: str, function: Callable[[Call], None], *, command_buffer: bool) -> None:

@@ -20,6 +20,8 @@ from fp8moe import expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
 from fp8moe.expert_parallel import Counts, Dispatched, DispatchedRows, Pending
 
+__all__ = ["ProcessGroup", "RankLost"]
+
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GRACE = 5.0  # seconds that the others are given to say that they are there
@@ -29,7 +31,13 @@ SAY_SO, GIVE_UP = 0.5, 0.9
 
 
 class RankLost(RuntimeError):
-    """A rank left while the others waited for it; ``ranks`` of the group, as far as they could be told."""
+    """A rank left while the others waited for it.
+
+    Attributes
+    ----------
+    ranks : list of int
+        Ranks of the group that left, as far as they could be told.
+    """
 
     def __init__(self, ranks: list[int], message: str):
         super().__init__(message)
@@ -39,10 +47,35 @@ class RankLost(RuntimeError):
 class ProcessGroup:
     """A `fp8moe.expert_parallel.Transport` over a process group; torch tensors, and NumPy arrays with gloo.
 
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or None
+        None: the default group.
+
+    Raises
+    ------
+    RankLost
+        In an exchange, for a rank that leaves or does not come within the group's timeout, naming it. With
+        NCCL that is seen where the host waits, in ``counts``, after nine tenths of the timeout, before
+        torch's watchdog ends the process; the group is of no use then.
+
+    Notes
+    -----
     One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
-    the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
-    timeout: `RankLost`, naming it. With NCCL that is seen where the host waits, in ``counts``, after nine
-    tenths of the timeout, before torch's watchdog ends the process; the group is of no use then.
+    the current stream wait for it, not the host.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from fp8moe.adapters.torch_distributed import ProcessGroup
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> comm = ProcessGroup()
+    >>> x, w13, w2 = torch.ones(1, 1), torch.tensor([[[100.0], [2.0]]]), torch.tensor([[[1.0]]])
+    >>> ids, probs = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 0.5)
+    >>> fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=comm)[0].item()
+    100.0
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, group: Any = None):
@@ -54,29 +87,72 @@ class ProcessGroup:
         self._here = ""  # the call for which this rank said that it is there
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
+        """Tell every rank its numbers, as `fp8moe.expert_parallel.Transport.counts`.
+
+        Parameters
+        ----------
+        counts : tuple of arrays, int32, [W]
+            Numbers for each rank.
+        header : dict of str to int
+            What must be the same on all ranks.
+
+        Returns
+        -------
+        list of Counts
+            For each of ``counts``, on the host, what every rank told every rank. On CUDA this **synchronises
+            once**.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, for headers that differ.
+        RuntimeError
+            `RankLost`.
+        """
         known = [_tensor(c) for c in counts]
         values, device, world = tuple(header.values()), known[0].device, self.world_size
         if (values, device) not in self._headers:  # a copy to the device waits
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
-        told = torch.cat([*known, self._headers[values, device]])
-        heard = told.new_empty(world * len(told))
-        self._call(lambda: _all_gather(heard, told, self.group))
+        message = torch.cat([*known, self._headers[values, device]])
+        messages = message.new_empty(world * len(message))
+        self._call(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
             self._wait_for(device)
-        said = heard.view(world, -1).tolist()  # the one synchronisation
-        return expert_parallel.counts_of(said, header, self.rank)
+        of_ranks = messages.view(world, -1).tolist()  # the one synchronisation
+        return expert_parallel.counts_of(of_ranks, header, self.rank)
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
-        theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
-        width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
+        """Move rows to their ranks, as `fp8moe.expert_parallel.Transport.exchange`.
+
+        Parameters
+        ----------
+        rows : Tensor, or with gloo ndarray, [N, columns]
+            The first of them, rank by rank.
+        counts : Counts
+            counts[a][b] rows from a to b.
+        size : int or None
+            Rows of the result; None: as many as arrive.
+
+        Returns
+        -------
+        Pending
+            Of what arrives, of the same kind and dtype.
+
+        Raises
+        ------
+        RuntimeError
+            `RankLost`.
+        """
+        given, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
+        arriving = given.new_empty((sum(received) if size is None else size, *given.shape[1:]))
+        width = given.stride(0) * given.itemsize if given.numel() else arriving.stride(0) * arriving.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
-        outgoing, into = _as_bytes(ours)[: sum(splits[1])], _as_bytes(theirs)[: sum(splits[0])]
+        outgoing, into = _as_bytes(given)[: sum(splits[1])], _as_bytes(arriving)[: sum(splits[0])]
         work = self._call(lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True))
 
         def finish(kept: Tensor = outgoing) -> Any:  # its memory is read until then
             self._watched(work.wait)
-            return theirs.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else theirs
+            return arriving.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else arriving
 
         return Pending(finish)
 
@@ -153,10 +229,10 @@ def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
-        found = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
-        ctx.route, ctx.comm = found.route, comm
-        probs = found.probs if isinstance(found, DispatchedRows) else found.topk_probs
-        return found.x, probs, found
+        arrived = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
+        ctx.route, ctx.comm = arrived.route, comm
+        probs = arrived.probs if isinstance(arrived, DispatchedRows) else arrived.topk_probs
+        return arrived.x, probs, arrived
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -24,7 +24,6 @@ import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
-from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.formats import BFLOAT16
 from fp8moe.moe import Saved
@@ -287,7 +286,8 @@ def _gradients(
         dy,
         dw13=halves if in_halves else main13,
         dw2=main2,
-        dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
+        # bfloat16 at once where all weights are; other dtypes of float32
+        dtype="bfloat16" if {*dtypes} <= {None, torch.bfloat16} else "float32",
         ffn=options.ffn,
         comm=comm,
         gradients=_names(options.wanted),

@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.expert_parallel import Engine, Transport
 
+__all__ = ["clip_grad_norm_", "param_groups"]
+
 EXPERTS = (Shard(0),)  # of weights [E, N, K]
 
 
@@ -125,15 +127,58 @@ def as_shard(given: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
 
 
 def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: plain tensors and the DTensors of each mesh apart. ``options``: of every
-    group."""
+    """Make groups for a torch optimizer: plain tensors and the DTensors of each mesh apart.
+
+    Parameters
+    ----------
+    parameters : iterable of Tensor
+        As of ``model.parameters()``.
+    **options : Any
+        Of every group.
+
+    Returns
+    -------
+    list of dict
+        What an optimizer takes in place of parameters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_sharding import param_groups
+    >>> groups = param_groups(torch.nn.Linear(2, 3).parameters(), lr=0.1)
+    >>> [(len(group["params"]), group["lr"]) for group in groups]
+    [(2, 0.1)]
+    """
     return [{"params": group, **options} for group in _by_mesh(parameters)]
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of plain tensors and DTensors together: the norm is that of all ranks'
-    experts and of this rank's plain tensors, which are the same on all. Returns it, a scalar."""
+    """Clip gradients of plain tensors and DTensors together, as `torch.nn.utils.clip_grad_norm_`.
+
+    Parameters
+    ----------
+    parameters : Tensor or iterable of Tensor
+        Whose gradients are clipped, in place.
+    max_norm : float
+        What their norm is at most afterwards.
+    norm_type : float
+        Of the p-norm.
+
+    Returns
+    -------
+    Tensor, scalar
+        The norm before, of all ranks' experts and of this rank's plain tensors, which are the same on all.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_sharding import clip_grad_norm_
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_(w, 1.0).item(), w.grad.norm() <= 1
+    (5.0, tensor(True))
+    """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups = _by_mesh([p for p in given if p.grad is not None])
     norms = []

@@ -20,13 +20,39 @@ from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.expert_parallel import Counts, Pending
 from fp8moe.formats import round_up
 
+__all__ = ["SymmetricMemory", "window_bytes"]
+
 MOST_RANKS = 8  # as the kernels' windows
 WINDOWS = 2  # in turn, so that one exchange may be on its way while another's rows are read
 
 
 def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int = 2) -> int:
-    """Room for whatever the routing says: all tokens of all ranks at one of them, ``hidden`` values of
-    ``itemsize`` bytes each (those of x and of the gradients), with expert ids and probabilities."""
+    """Count the room for whatever the routing says: all tokens of all ranks at one of them.
+
+    Parameters
+    ----------
+    ranks : int
+        Of the group.
+    tokens : int
+        Of a rank, at most.
+    hidden : int
+        Values of a token.
+    topk : int
+        Experts of a token, each with an id and a probability.
+    itemsize : int
+        Bytes of a value, of x and of the gradients.
+
+    Returns
+    -------
+    int
+        Bytes: ``room`` of `SymmetricMemory`.
+
+    Examples
+    --------
+    >>> from fp8moe.adapters.torch_symmetric_memory import window_bytes
+    >>> window_bytes(ranks=8, tokens=4096, hidden=7168, topk=8)
+    472907776
+    """
     parts = hidden * itemsize, topk * 4, topk * 8  # probabilities may be float64
     return ranks * tokens * sum(round_up(size, 16) for size in parts)
 
@@ -34,14 +60,37 @@ def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int 
 class SymmetricMemory(ProcessGroup):
     """A `fp8moe.expert_parallel.PeerMemory` over the NCCL group of GPUs of one host (or NVLink domain).
 
-    room: bytes that one exchange may bring a rank, `window_bytes` of the most there can be; twice that is
-    allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do. All ranks of the
-    group make it at the same time, each with its GPU as the current device.
+    All ranks of the group make it at the same time, each with its GPU as the current device.
 
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or None
+        Of at most eight ranks; None: the default group.
+    room : int
+        Bytes that one exchange may bring a rank, `window_bytes` of the most there can be; twice that is
+        allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do.
+    timeout : float
+        Seconds after which the barriers give up, and the process with them.
+
+    Raises
+    ------
+    ValueError
+        For more ranks, or no room.
+
+    Notes
+    -----
     Writing waits on the device until all ranks have read what the window held before, and reading until all
-    have written: two barriers, 6 us. They give up, and the process with them, after ``timeout`` seconds.
-    At most two exchanges are on their way: a third raises RuntimeError until the first is waited for. What
-    reads an exchange's rows has to be launched before the second one after it, on the same stream.
+    have written: two barriers, 6 us. At most two exchanges are on their way: a third raises RuntimeError
+    until the first is waited for. What reads an exchange's rows has to be launched before the second one
+    after it, on the same stream.
+
+    Examples
+    --------
+    >>> from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
+    >>> room = window_bytes(ranks=2, tokens=1024, hidden=4096, topk=8)
+    >>> room
+    16973824
+    >>> comm = SymmetricMemory(group, room)  # doctest: +SKIP
     """
 
     def __init__(self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0):
@@ -64,11 +113,48 @@ class SymmetricMemory(ProcessGroup):
         self._pending: list[Pending | None] = [None] * WINDOWS
 
     def fits(self, counts: Counts, row_bytes: int) -> bool:
+        """Tell whether `deliver` has room for such rows.
+
+        Parameters
+        ----------
+        counts : Counts
+            counts[a][b] rows from a to b.
+        row_bytes : int
+            Bytes of a row.
+
+        Returns
+        -------
+        bool
+            The same on all ranks.
+        """
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self._size
 
     def deliver(
         self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
     ) -> Pending:
+        """Have rows written into the ranks' memory, as `fp8moe.expert_parallel.PeerMemory.deliver`.
+
+        Parameters
+        ----------
+        write : function
+            Called once, with uint8 [rows for it, row_bytes] of each rank's memory; launches what fills them.
+        counts : Counts
+            counts[a][b] rows from a to b.
+        row_bytes : int
+            Bytes of a row.
+        async_op : bool
+            Whether the caller waits for it later.
+
+        Returns
+        -------
+        Pending
+            Of uint8 [rows from the ranks, row_bytes], until two more have been asked for.
+
+        Raises
+        ------
+        RuntimeError
+            For a third exchange while two are on their way.
+        """
         turn, rank = self._turn, self.rank
         before = self._pending[turn]
         if before is not None and not before.waited:
@@ -78,11 +164,11 @@ class SymmetricMemory(ProcessGroup):
             self._rows(r, turn, sum(row[r] for row in counts[:rank]), counts[rank][r], row_bytes)
             for r in range(self.world_size)
         )
-        mine = self._rows(rank, turn, 0, sum(row[rank] for row in counts), row_bytes)
+        arriving = self._rows(rank, turn, 0, sum(row[rank] for row in counts), row_bytes)
         if not async_op and all(p is None or p.waited for p in self._pending):
             # events between streams would take the host longer than the launches
             self._between_barriers(write, windows)
-            return Pending(lambda: mine)
+            return Pending(lambda: arriving)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._between_barriers(write, windows)
@@ -90,7 +176,7 @@ class SymmetricMemory(ProcessGroup):
 
         def finish(kept: Any = write) -> Any:  # what it reads is read until then
             torch.cuda.current_stream(self._device).wait_event(arrived)
-            return mine
+            return arriving
 
         pending = self._pending[turn] = Pending(finish)
         return pending

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8moe import PermutationPlan, QuantTensor, row_maps
 from fp8moe.adapters import torch_ops
+from fp8moe.adapters.torch_library import operator_of
 from fp8moe.formats import round_up
 
 __all__ = [
@@ -495,7 +496,7 @@ def _check_map_type(map_type: str) -> None:
 
 
 def _mask_plan(routing_map: Tensor, num_out_tokens: int) -> PermutationPlan:
-    rows = "exact" if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
+    rows: Any = "exact" if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
     return torch_ops.plan_routing_map(contiguous(routing_map), num_out_tokens=rows)
 
 
@@ -504,21 +505,7 @@ def _permute_with_probs(inp: Rows, probs: Tensor, plan: PermutationPlan) -> tupl
     return moved.data, moved.probs
 
 
-class _Arrays:
-    """torch's `fp8moe.row_maps.Namespace`."""
-
-    where: Any = staticmethod(torch.where)
-
-    def total(self, x: Tensor) -> Tensor:
-        return x.sum(dtype=torch.int32).reshape(1)
-
-    def ranks(self, x: Tensor) -> Tensor:
-        order = x.sort(stable=True).indices
-        numbers = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-        return torch.empty_like(numbers).scatter_(0, order, numbers)
-
-
-_ARRAYS = _Arrays()
+_index_map = operator_of(row_maps.index_map, Tensor)
 
 
 def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[Rows, Tensor]:
@@ -528,7 +515,9 @@ def _permute_by_index(inp: Rows, indices: Tensor, num_out_tokens: int) -> tuple[
         raise ValueError(f"routing_map: got shape {list(indices.shape)}; wanted [T, k]")
     tokens, k = indices.shape
     num_rows = num_out_tokens if tokens and num_out_tokens > 0 else tokens * k
-    row_id_map = row_maps.index_map(_ARRAYS, indices, num_rows)
+    indices = indices.contiguous()
+    order = row_maps.sort_key(indices.reshape(-1), 8 * indices.itemsize).sort(stable=True).indices
+    row_id_map = _index_map(order, indices, num_rows)
     plan = torch_ops.plan_index_map(row_id_map, k, num_out_tokens=num_rows)
     return torch_ops.permute(contiguous(inp), plan).data, row_id_map
 

@@ -3,8 +3,8 @@
 A map says for every token to which rows it goes: by expert (``map_type="mask"``) a plan's ``row_id_map`` with
 R = E, of which `fp8moe.plan_row_map` makes the plan; by index (``map_type="index"``) int32 [k * T], the row
 of a token's entry j at j * T + t, -1 where it is dropped (`fp8moe.plan_index_map`). Plans are made by kernels
-(`fp8moe.plan`); what is here serves programs that a compiler divides over devices, and takes sorts, which
-every framework has.
+(`fp8moe.plan`); what is here serves programs that a compiler divides over devices, and sorts, which every
+framework has.
 
 Five tokens, three experts, ids [[1, 0], [2, 1], [0, 2], [1, 0], [1, -1]] (those of `fp8moe.reference.plan`):
 
@@ -21,47 +21,36 @@ Padded to multiples of 4: rows 0 to 2, 4 to 7, 8 and 9 of 12; ``pad_offsets`` 0 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from fp8moe.records import Array
+from fp8moe import checks
+from fp8moe.dispatch import enter, operation
+from fp8moe.records import Array, ArrayLike, ArraySpec
 
 
-class Namespace(Protocol):
-    """What is asked of a framework. Each returns int32, and looks at no value."""
-
-    def where(self, condition: Array, x: Any, y: Any) -> Array: ...
-
-    def total(self, x: Array) -> Array:
-        """[1] of all elements, numbers or truths."""
-
-    def ranks(self, x: Array) -> Array:
-        """[N]: the place of each element in ascending order, equal ones in the order that they have."""
+def sort_key(ids: Array, bits: int) -> Array:
+    """By what a stable sort brings entries into the order of the rows, of integer ids of so many bits: by id,
+    negative ones, which take no row, last. Only the order of the ids counts, not how large they are."""
+    return ids ^ -(1 << (bits - 1))  # the sign turned around
 
 
-class NumPy:
-    """The `Namespace` of NumPy arrays."""
-
-    where = staticmethod(np.where)
-
-    def total(self, x: Array) -> Array:
-        return x.sum(dtype=np.int32).reshape(1)
-
-    def ranks(self, x: Array) -> Array:
-        return np.argsort(np.argsort(x, kind="stable"), kind="stable").astype(np.int32)
-
-
-def index_map(arrays: Namespace, topk_ids: Array, num_out_tokens: int) -> Array:
-    """The map by index, int32 [k * T], of integer ids [T, k].
-
-    Rows lie by ascending id, and of one id by token: only the order of the ids counts, not how large they
-    are. A negative one takes no row. Rows from num_out_tokens on are dropped.
-    """
-    flat = topk_ids.reshape(-1)
-    row = arrays.ranks(flat) - arrays.total(flat < 0)  # negative ones come first
-    row = arrays.where((row >= 0) & (row < num_out_tokens), row, -1)
-    return row.reshape(topk_ids.shape).T.reshape(-1)
+@operation
+def index_map(order: ArrayLike, topk_ids: ArrayLike, num_out_tokens: int) -> Any:
+    """The map by index, int32 [k * T], of ids [T, k] and of the order, [T * k], in which `sort_key` of them
+    sorts the entries t * k + j: rows from num_out_tokens on are dropped."""
+    call = enter(order=order, topk_ids=topk_ids)
+    order, topk_ids = call.args.order, call.args.topk_ids
+    num_out_tokens = checks.integer("num_out_tokens", num_out_tokens, 0)
+    checks.dtype("topk_ids", topk_ids, checks.INTEGERS)
+    checks.shape("topk_ids", topk_ids, ("T", "k"))
+    checks.dtype("order", order, checks.INTEGERS)
+    entries = topk_ids.shape[0] * topk_ids.shape[1]
+    checks.shape("order", order, (entries,))
+    out = call.empty(ArraySpec((entries,), checks.INT32))
+    call.run("plan", "index_map", order, topk_ids, num_out_tokens, out=out)
+    return call.leave(out)
 
 
 # ---------------------------------------------------------------- of NumPy's or JAX's arrays

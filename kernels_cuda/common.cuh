@@ -94,6 +94,11 @@ __device__ __forceinline__ double row_value(const void* data, const void* scales
   return value * e8m0_to_float(((const u8*)scales)[row * ((width + 31) / 32) + i / 32]);
 }
 
+// ---- integers of the caller's, int64 where they are wide
+__device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
+  return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
+}
+
 // ---- reductions over a block whose size is a power of two, in a fixed order
 template <typename T, typename Op>
 __device__ __forceinline__ T block_reduce(T value, T* shared, Op op) {

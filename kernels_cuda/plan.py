@@ -112,6 +112,13 @@ def plan_index_map(row_id_map: Any, *, out: PermutationPlan) -> None:
     _find_offsets(None, out)
 
 
+def index_map(order: Any, topk_ids: Any, num_out_tokens: int, *, out: Any) -> None:
+    """By row_map.cu."""
+    widths = order.dtype.itemsize == 8, topk_ids.dtype.itemsize == 8
+    arguments = order, topk_ids, *widths, *topk_ids.shape, num_out_tokens, out
+    launch.launch("row_map", "index_map_of_order", launch.threads(out.size), 256, *arguments)
+
+
 def _find_offsets(pad_offsets: Any, out: PermutationPlan) -> None:
     """What follows from the counts."""
     results = out.padded_tokens_per_expert, out.pad_offsets, out.expert_offsets, out.overflow

@@ -30,6 +30,21 @@ extern "C" __global__ void copy_row_map(const int* row_id_map, i64 tokens, i64 e
   }
 }
 
+// What: out[j * tokens + token] = row, for each row the entry token * places + j that `order` has there; -1
+//   where its id is below 0, or the row is one of `rows` and more.
+// Shapes: order [tokens * places], each entry once; ids [tokens, places]; int64 where they are wide.
+// Launch: a thread a row.
+extern "C" __global__ void index_map_of_order(const void* order, const void* ids, i64 wide_order,
+                                              i64 wide_ids, i64 tokens, i64 places, i64 rows, int* out) {
+  pdl_wait();
+  const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= tokens * places) return;
+  const i64 entry = int_at(order, row, wide_order);
+  if (entry < 0 || entry >= tokens * places) return;
+  const bool takes = row < rows && int_at(ids, entry, wide_ids) >= 0;
+  out[entry % places * tokens + entry / places] = takes ? (int)row : -1;
+}
+
 // What: of a map by index each token's rows in descending order, as entries of expert 0, and which of its
 //   entries each was; counts[0] += all of them.
 // Shapes: index_map [places * tokens], the row of a token's entry j at j * tokens + token; row_id_map

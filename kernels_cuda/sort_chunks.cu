@@ -9,10 +9,6 @@ struct Chunks {
   int *key, *rows, *from;
 };
 
-__device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
-  return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
-}
-
 // A count of rows, up to the next multiple.
 __device__ __forceinline__ i64 padded(i64 rows, i64 align) {
   return align == 1 ? rows : (i64)((u32)(rows + align - 1) / (u32)align) * align;

@@ -70,8 +70,8 @@ def same_as_one(k, ids, recipe, recompute=None, transposed=False):
         x, w13, w2, *rest = given
         given = x, *(np.ascontiguousarray(w.swapaxes(1, 2)) for w in (w13, w2)), *rest
         options["transposed"] = True
-    found, wanted = on_all(given, **options), on_one(given, **options)
-    for name, a, b in zip(("y", "dx", "dw13", "dw2", "dprobs"), found, wanted, strict=True):
+    results, wanted = on_all(given, **options), on_one(given, **options)
+    for name, a, b in zip(("y", "dx", "dw13", "dw2", "dprobs"), results, wanted, strict=True):
         if k == 1 or name.startswith(("dw", "dp")):
             assert same_bits(a, b), (name, recipe, k)
             continue
@@ -85,10 +85,10 @@ def left_out():
     """Rows past the capacity: as if their ids were negative."""
     ids = to_one_device(2)
     given = problem(ids, "fp8_flow")
-    found = on_all(given, recipe="fp8_flow", capacity=5)
+    results = on_all(given, recipe="fp8_flow", capacity=5)
     kept = np.where((np.arange(COUNT * T) % T < 5)[:, None], ids, -1).astype(np.int32)
     wanted = on_all((*given[:4], kept, given[5]), recipe="fp8_flow")
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(results, wanted, strict=True):
         assert same_bits(a, b)
 
 

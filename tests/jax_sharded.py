@@ -62,12 +62,12 @@ alone = [
 ]
 run = jax.jit(lambda *a: step(*a, token_sharding=NamedSharding(MESH, P("data"))))
 y, dx, dwi, dwo, dprobs = run(*sharded)
-for name, found, parts in (("y", y, 0), ("dx", dx, 1), ("dprobs", dprobs, 4)):
-    assert same_bits(np.asarray(found), np.concatenate([part[parts] for part in alone])), name
-    assert found.sharding.spec[0] == "data", (name, found.sharding)
-for found, first, second in zip((*dwi, dwo), *((*part[2], part[3]) for part in alone), strict=True):
+for name, result, parts in (("y", y, 0), ("dx", dx, 1), ("dprobs", dprobs, 4)):
+    assert same_bits(np.asarray(result), np.concatenate([part[parts] for part in alone])), name
+    assert result.sharding.spec[0] == "data", (name, result.sharding)
+for result, first, second in zip((*dwi, dwo), *((*part[2], part[3]) for part in alone), strict=True):
     # XLA adds halves of each, of two devices along "model", in an order of its own: three additions
-    assert (np.abs(found - (first + second)) <= 3 * 2.0**-24 * (np.abs(first) + np.abs(second))).all()
+    assert (np.abs(result - (first + second)) <= 3 * 2.0**-24 * (np.abs(first) + np.abs(second))).all()
 assert "all-gather" in run.lower(*sharded).compile().as_text()
 
 # batch and length both spread

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import router_checks
 from backend_checks import (
+    blocked_scales_of_permute,
+    blocked_scales_of_permute_transpose,
+    blocked_scales_of_quantise,
+    blocked_scales_of_transposes,
     check,
     error_inputs,
     every_code_under_every_difference,
@@ -20,6 +24,7 @@ from backend_checks import (
     products_of_16_bits,
     rest_stays,
     rows_without_room_are_left_out,
+    scales_in_both_layouts,
     tiles_are_taken_when_free,
     tiny_values_under_large_probabilities,
     transposed_in_the_same_pass,
@@ -45,7 +50,7 @@ from hypothesis import strategies as st
 from oracles import exact
 
 import fp8moe
-from fp8moe import Activation
+from fp8moe import Activation, row_maps
 from fp8moe.benchmarks.beside import held
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray, QuantTensor
@@ -131,6 +136,10 @@ def test_plans_of_index_maps(topk):
     rows = rng.permutation(1000 * topk).astype(np.int32)
     rows[rng.random(rows.size) < 0.2] = -1
     assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, num_out_tokens=rows.size), rows))
+    order = rng.permutation(1000 * topk)
+    for dtype in (np.int32, np.int64):
+        ids = rng.integers(-2, 50, (1000, topk)).astype(dtype)
+        assert_same(*both(lambda o, i: row_maps.index_map(o, i, 900 * topk), order, ids))
 
 
 @pytest.mark.parametrize("columns", [7168, 24, 5])
@@ -280,6 +289,43 @@ def test_every_bfloat16_value():
     x[:, 0], x[:, 1] = np.arange(65536, dtype=np.uint16).view(BF16), 448
     for fmt in ("e4m3", "e5m2"):
         assert_same(*both(fp8moe.quantize, x, fmt=fmt))
+
+
+@pytest.mark.parametrize("block", [(1, 32), (32, 1)])
+def test_blocked_scales_there_and_back(block):
+    rng = generator()
+    for rows, columns in [(1, 32), (130, 96), (4096, 2048), (3000, 7168), (257, 200)]:
+        scales_in_both_layouts(both, rng, rows, columns, block)
+    for sizes in ([128, 0, 4096], rng.integers(0, 300, 8).tolist(), rng.integers(0, 90, 300).tolist()):
+        scales_in_both_layouts(both, rng, sum(sizes) + 40, 2048, block, sizes)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_quantise_writes_blocked_scales(dtype):
+    rng = generator()
+    for rows, columns in [(4096, 2048), (1000, 7168), (130, 96), (33, 31), (131, 128)]:
+        x = values(rng, (rows, columns), dtype, awkward=True)
+        for fmt in ("e4m3", "e5m2"):
+            for options in ({"block": (1, 32)}, {"block": (32, 1)}, {"block": (1, 32), "columnwise": True}):
+                blocked_scales_of_quantise(both, x, fmt=fmt, **options)
+
+
+@pytest.mark.parametrize("columns", [7168, 2048, 96])
+def test_permute_writes_blocked_scales(columns):
+    for tokens, experts, num_out_tokens in ((1000, 16, None), (4096, 8, None), (300, 4, 1000)):
+        blocked_scales_of_permute(both, generator(), tokens, experts, columns, num_out_tokens)
+
+
+@pytest.mark.parametrize("target", ["column", "tile"])
+def test_transposes_write_blocked_scales(target):
+    rng = generator()
+    many = rng.integers(0, 90, 300).tolist()
+    for sizes in (None, [128, 0, 1024, 300], rng.integers(0, 300, 8).tolist(), many):
+        for columns in (2048, 48):
+            for fmt in ("e4m3", "e5m2"):
+                blocked_scales_of_transposes(both, rng, sizes, columns, fmt, target)
+    for align_size in (1, 128):
+        blocked_scales_of_permute_transpose(both, rng, 1000, 16, 2048, align_size)
 
 
 def test_layouts_and_weights():

@@ -60,7 +60,7 @@ def download(value):
 
 @pytest.mark.filterwarnings("ignore:grouped_gemm.*no multiple of 16:RuntimeWarning")
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_under_jit_it_is_the_kernels(name, put):
+def test_operations_under_jit_equal_the_kernels(name, put):
     args, options = OPERATIONS[name]
     verb = name.split()[0]
     wanted = download(getattr(fp8moe, verb)(*map(upload, args), **{k: upload(v) for k, v in options.items()}))
@@ -76,9 +76,9 @@ def test_under_jit_it_is_the_kernels(name, put):
     plain = {k: v for k, v in options.items() if map_arrays(lambda _, a: None, v) is v}
     arrays = {k: put(v) for k, v in options.items() if k not in plain}
     for _ in range(3):
-        found = function(traced, arrays)
-        assert all(d.platform == "gpu" for a in jax.tree.leaves(found) for d in a.devices())
-        assert_same(specified(verb, wanted), specified(verb, download(found)))
+        results = function(traced, arrays)
+        assert all(d.platform == "gpu" for a in jax.tree.leaves(results) for d in a.devices())
+        assert_same(specified(verb, wanted), specified(verb, download(results)))
 
 
 def specified(verb, result):
@@ -110,8 +110,8 @@ def test_backend_of_the_layer(recipe, backend, put):
         y, saved = fp8moe.moe_forward(*map(upload, (x, w13, w2, IDS, PROBS)), recipe=recipe, backend=backend)
         grads = fp8moe.moe_backward(saved, upload(dy))
         wanted = download((y, grads.dx, grads.dw13, grads.dw2, grads.dprobs))
-        found = compiled(*map(put, (x, w13, w2, PROBS, dy)))
-        for a, b in zip(found, wanted, strict=True):
+        results = compiled(*map(put, (x, w13, w2, PROBS, dy)))
+        for a, b in zip(results, wanted, strict=True):
             np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
 
 
@@ -143,7 +143,7 @@ def test_the_layers_gradients(recipe, recompute, put):
 
     for scale in (1, 2, -1):
         x, dy = (X * scale).astype(BF16), RNG.standard_normal((T, H)).astype(BF16)
-        found = gradients(*map(put, (x, w13, w2, PROBS, dy)))
+        results = gradients(*map(put, (x, w13, w2, PROBS, dy)))
         _, saved = fp8moe.moe_forward(
             *map(upload, (x, w13, w2, IDS, PROBS)),
             recipe=recipe,
@@ -151,7 +151,7 @@ def test_the_layers_gradients(recipe, recompute, put):
             activation=Activation(clamp=2.0),
         )
         wanted = download(fp8moe.moe_backward(saved, upload(dy)))
-        for a, b in zip(found, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
+        for a, b in zip(results, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
             np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
 
 
@@ -176,7 +176,7 @@ def test_scan_checkpoint_and_vmap(put):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(jax.jit(layer)(b)[0]))
 
 
-def test_an_array_that_is_added_to(put):
+def test_array_to_add_to_is_not_changed(put):
     rows = put(RNG.standard_normal((128, 128)).astype(np.float32))
     into, offsets = put(np.ones((1, 128, 128), np.float32)), put(np.array([0, 128], np.int32))
     function = jax.jit(jax_ops.grouped_gemm_wgrad)
@@ -194,7 +194,7 @@ def test_float8_arrays_are_codes(put):
     assert_same(fp8moe.scaling_aware_transpose(Q, OFFSETS).data[:, :end], transposed.data[:, :end])
 
 
-def test_eagerly_too(put):
+def test_eager_calls_equal_the_kernels(put):
     assert IDS.shape[1] == K
     plan = jax_ops.plan_topk(put(IDS), E, align_size=16)
     moved = jax_ops.permute(put(X), plan, put(PROBS))
@@ -203,7 +203,7 @@ def test_eagerly_too(put):
     assert_same(wanted, download(back))
 
 
-def test_a_program_that_xla_captures(put, monkeypatch):
+def test_program_captured_in_a_cuda_graph(put, monkeypatch):
     """Six layers and a plan in one jitted function: as eagerly for every input, Python asleep between."""
     w13, w2 = map(put, weights())
     ids, probs = put(IDS), put(PROBS)
@@ -236,7 +236,7 @@ def test_a_program_that_xla_captures(put, monkeypatch):
         assert len(calls) - before < 5 * 8
 
 
-def test_places_of_a_program_are_known_once(put):
+def test_descriptions_of_a_program_are_decoded_once(put):
     """XLA hands over a place's string at one address in every call; each place has scratch of its own."""
     w13, w2 = map(put, weights())
     ids, probs, x = put(IDS), put(PROBS), put(X)
@@ -247,13 +247,13 @@ def test_places_of_a_program_are_known_once(put):
             x = jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe="fp8_flow").astype(x.dtype)
         return x
 
-    before = len(jax_calls._places)
+    before = jax_calls.places_called()
     jax.block_until_ready(program(x))
-    after = len(jax_calls._places)
+    after = jax_calls.places_called()
     assert after - before <= 3
     for _ in range(5):
         jax.block_until_ready(program(x))
-    assert len(jax_calls._places) == after
+    assert jax_calls.places_called() == after
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
@@ -263,9 +263,9 @@ def test_layouts_of_weights(recipe, put):
     ids, probs = put(IDS), put(PROBS)
     dy = put(RNG.standard_normal((T, H)).astype(np.float32))
 
-    def gradients(x, w13, w2, **how):
+    def gradients(x, w13, w2, **options):
         def layer(x, w13, w2):
-            return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, **how)
+            return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, **options)
 
         y, back = jax.vjp(layer, x, w13, w2)
         return y, *back(dy)
@@ -282,7 +282,7 @@ def test_layouts_of_weights(recipe, put):
     np.testing.assert_array_equal(np.asarray(turned[3]).swapaxes(1, 2), np.asarray(dw2))
 
 
-def test_a_program_is_stored(tmp_path):
+def test_program_is_cached_and_exported(tmp_path):
     """JAX's compilation cache has it in the next process, and what ``jax.export`` wrote runs there."""
     pytest.importorskip("flatbuffers")
 
@@ -290,9 +290,9 @@ def test_a_program_is_stored(tmp_path):
         script = Path(__file__).with_name("jax_stored.py")
         environment = {**os.environ, "JAX_PLATFORMS": "cuda"}
         command = [sys.executable, script, verb, tmp_path]
-        found = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert found.returncode == 0, found.stderr
-        return found.stdout.split()
+        process = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert process.returncode == 0, process.stderr
+        return process.stdout.split()
 
     digest, hits = run("make")
     assert hits == "0"
@@ -301,7 +301,7 @@ def test_a_program_is_stored(tmp_path):
     assert hits == "1"
 
 
-def test_an_error_of_a_call(put, monkeypatch):
+def test_error_of_a_call_reaches_the_caller(put, monkeypatch):
     """It reaches the caller by XLA, with its words, and the next call works."""
     program = jax.jit(jax_ops.quantize)
     monkeypatch.setattr(workspace.Layout, "run", lambda *a: 1 / 0)

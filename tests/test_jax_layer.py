@@ -77,10 +77,10 @@ def step(layer):
     return run
 
 
-def by_jax(given, transposed=False, apart=False, **how):
+def by_jax(given, transposed=False, apart=False, **options):
     x, w1, w3, w2, ids, probs, dy = given
     w13, w2 = in_layout(w1, w3, w2, transposed, apart)
-    layer = step(lambda *a: jax_ops.moe_ffn(*a, transposed=transposed, **how))
+    layer = step(lambda *a: jax_ops.moe_ffn(*a, transposed=transposed, **options))
     arrays = jax.tree.map(jnp.asarray, (x, w13, w2, ids, probs, dy))
     y, dx, dprobs, dw13, dw2 = jax.tree.map(np.asarray, jax.jit(layer)(*arrays))
     assert jax.tree.structure(dw13) == jax.tree.structure(w13)
@@ -89,9 +89,9 @@ def by_jax(given, transposed=False, apart=False, **how):
     return [y, dx, dprobs, *turned]
 
 
-def check(found, wanted):
+def check(results, wanted):
     names = ("y", "dx", "dprobs", "dw1", "dw3", "dw2")
-    for name, a, b in zip(names, found, wanted, strict=True):
+    for name, a, b in zip(names, results, wanted, strict=True):
         assert a.dtype == b.dtype, name
         assert same_bits(np.ascontiguousarray(a), np.ascontiguousarray(b)), name
 
@@ -101,15 +101,15 @@ def check(found, wanted):
 @pytest.mark.parametrize(
     ("recipe", "recompute"), [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", None)]
 )
-def test_layouts(recipe, recompute, apart, transposed):
+def test_weight_layouts_give_the_same_bits(recipe, recompute, apart, transposed):
     """Float32 masters and x of three dimensions: the same bits whatever the layout of the weights."""
     given = problem()
-    how = {"recipe": recipe, "recompute": recompute}
-    check(by_jax(given, transposed, apart, **how), by_the_library(*given, **how))
+    options = {"recipe": recipe, "recompute": recompute}
+    check(by_jax(given, transposed, apart, **options), by_the_library(*given, **options))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_layouts_without_fp8(transposed):
+def test_weight_layouts_without_fp8(transposed):
     given = problem(hidden=24, ffn=40)
     check(by_jax(given, transposed, apart=True, recipe="bf16"), by_the_library(*given, recipe="bf16"))
 
@@ -119,9 +119,9 @@ def test_masters_in_another_dtype_than_x():
     wanted = by_the_library(
         *(a.astype(BF16) if i in (1, 2, 3) else a for i, a in enumerate(given)), recipe="bf16"
     )
-    found = by_jax(given, recipe="bf16")
-    assert [a.dtype for a in found[3:]] == [np.float32] * 3
-    check([a.astype(b.dtype) for a, b in zip(found, wanted, strict=True)], wanted)
+    results = by_jax(given, recipe="bf16")
+    assert [a.dtype for a in results[3:]] == [np.float32] * 3
+    check([a.astype(b.dtype) for a, b in zip(results, wanted, strict=True)], wanted)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -132,7 +132,7 @@ def test_widths_that_are_no_multiples_of_128(recipe, apart, transposed):
     check(by_jax(given, transposed, apart, recipe=recipe), by_the_library(*given, recipe=recipe))
 
 
-def test_padding_adds_nothing():
+def test_padded_widths_against_float64():
     """Against float64 without padding."""
     x, w1, w3, w2, ids, probs, dy = problem(hidden=144, ffn=72)
     y = by_jax((x, w1, w3, w2, ids, probs, dy), recipe="fp8_flow")[0]
@@ -186,9 +186,9 @@ def test_the_flax_layer_against_ragged_dot():
     for layer in (ours, ragged):
         y, back = jax.jit(lambda *a, layer=layer: jax.vjp(layer, *a))(*map(jnp.asarray, (*arrays, probs)))
         results.append((y, *back(dy)))
-    for found, wanted in zip(*(map(np.asarray, r) for r in results), strict=True):
+    for result, wanted in zip(*(map(np.asarray, r) for r in results), strict=True):
         # three sums of at most 128 float32 products in a row, each off by 128 * 2^-24 of its terms at most
-        assert np.linalg.norm(found - wanted) <= 3 * 128 * 2.0**-24 * np.linalg.norm(wanted)
+        assert np.linalg.norm(result - wanted) <= 3 * 128 * 2.0**-24 * np.linalg.norm(wanted)
 
 
 REFUSED = {
@@ -208,7 +208,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit(name):
+def test_misfits_are_refused(name):
     weights, kind, message = REFUSED[name]
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     with pytest.raises(kind, match=message):
@@ -285,7 +285,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", WITHOUT)
-def test_gradients_that_do_not_exist(name, jit):
+def test_missing_gradients_are_refused(name, jit):
     function, instead = WITHOUT[name]
     w = jnp.asarray(generator().standard_normal((2, 128, 128)).astype(np.float32))
     run = jax.jit(function) if jit else function
@@ -302,14 +302,14 @@ FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 def run_script(*arguments, **environment):
     command = [sys.executable, *map(str, arguments)]
-    found = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     )
-    assert found.returncode == 0, found.stderr
-    return found.stdout.split()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()
 
 
-def test_a_program_is_stored(tmp_path):
+def test_program_is_cached_and_exported(tmp_path):
     """JAX's compilation cache has it in the next process, and what ``jax.export`` wrote runs there."""
     pytest.importorskip("flatbuffers")
     script = HERE / "jax_stored.py"
@@ -320,7 +320,7 @@ def test_a_program_is_stored(tmp_path):
     assert hits == "1"
 
 
-def test_a_program_of_another_version_is_refused(monkeypatch):
+def test_program_of_another_version_is_refused(monkeypatch):
     exported = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)(
         jnp.ones((8, 128))
     )
@@ -329,11 +329,11 @@ def test_a_program_of_another_version_is_refused(monkeypatch):
         jax.block_until_ready(exported.call(jnp.ones((8, 128))))
 
 
-def test_a_program_that_is_divided_over_devices():
+def test_program_partitioned_over_devices():
     assert run_script(HERE / "jax_sharded.py", **FOUR_DEVICES) == ["right"]
 
 
-def test_a_process_that_ends_before_its_results():
+def test_process_that_exits_before_its_results():
     """Nobody waits for the gradient, whose calls XLA's threads are still to make when Python ends."""
     program = (
         "import jax, jax.numpy as jnp\nfrom fp8moe.adapters import jax_ops\nx = jnp.ones((16, 128))\n"

@@ -48,7 +48,7 @@ def jitted(function, *args, **options):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_under_jit_it_is_the_library(name):
+def test_operations_under_jit_equal_the_librarys(name):
     args, options = OPERATIONS[name]
     verb = name.split()[0]
     wanted = getattr(fp8moe, verb)(*args, **options)
@@ -84,12 +84,12 @@ def test_the_layers_gradients(recipe, recompute):
         )
         return (y.astype(jnp.float32) * to_jax(dy)).sum()
 
-    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(to_jax, (X, w13, w2, PROBS)))
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(to_jax, (X, w13, w2, PROBS)))
     _, saved = fp8moe.moe_forward(
         X, w13, w2, IDS, PROBS, recipe=recipe, recompute=recompute, activation=Activation(clamp=2.0)
     )
     wanted = fp8moe.moe_backward(saved, dy)
-    for a, b in zip(found, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
+    for a, b in zip(grads, (wanted.dx, wanted.dw13, wanted.dw2, wanted.dprobs), strict=True):
         np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
 
 
@@ -114,9 +114,9 @@ def test_a_jitted_step_sees_the_weights_it_is_given():
         value, *held = step(*held, to_jax(X), to_jax(PROBS))
         y, saved = fp8moe.moe_forward(X, *known, IDS, PROBS, recipe="fp8_flow")
         grads = fp8moe.moe_backward(saved, np.ones_like(y))
-        for found, w, grad in zip(held, known, (grads.dw13, grads.dw2), strict=True):
+        for updated, w, grad in zip(held, known, (grads.dw13, grads.dw2), strict=True):
             # w - 10 * grad is one rounding or two, as XLA fuses it
-            np.testing.assert_allclose(found, w - 10 * grad, rtol=2.0**-22, atol=2.0**-22 * np.abs(w).max())
+            np.testing.assert_allclose(updated, w - 10 * grad, rtol=2.0**-22, atol=2.0**-22 * np.abs(w).max())
         values.append(float(value))
     assert len(set(values)) == 3
 
@@ -150,9 +150,9 @@ def test_gradients_of_moved_rows():
     ]
     for function, at, step, grad in cases:
         out, back = jax.vjp(jax.jit(function), to_jax(at))
-        (found,) = back(to_jax(grad[: len(out)]))
+        (gradient,) = back(to_jax(grad[: len(out)]))
         moved = function(to_jax(at + step)) - out
-        left, right = np.vdot(found, step), np.vdot(grad[: len(out)], moved)
+        left, right = np.vdot(gradient, step), np.vdot(grad[: len(out)], moved)
         # float32 sums of len(out) * H products
         assert abs(left - right) <= 1e-4 * np.linalg.norm(grad) * np.linalg.norm(moved)
 
@@ -201,7 +201,7 @@ def test_float8_arrays_are_codes(jit):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_an_array_that_is_added_to_stays(jit):
+def test_array_to_add_to_is_not_changed(jit):
     a, b = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))
     into = np.ones((E, H, H), np.float32)
     given = to_jax((a, b, OFFSETS, into))
@@ -209,8 +209,8 @@ def test_an_array_that_is_added_to_stays(jit):
     def function(a, b, offsets, into):
         return jax_ops.grouped_gemm_wgrad(a, b, offsets, into), into
 
-    found, same = to_numpy((jax.jit(function) if jit else function)(*given))
-    np.testing.assert_array_equal(found, fp8moe.grouped_gemm_wgrad(a, b, OFFSETS, into.copy()))
+    total, same = to_numpy((jax.jit(function) if jit else function)(*given))
+    np.testing.assert_array_equal(total, fp8moe.grouped_gemm_wgrad(a, b, OFFSETS, into.copy()))
     for untouched in (same, given[3]):
         np.testing.assert_array_equal(untouched, into)
 
@@ -223,12 +223,12 @@ def test_weights_into_memory_that_is_given():
     assert_same(fp8moe.quantize_weights(w), to_numpy(eager))
 
 
-def test_values_that_are_not_known_yet():
+def test_reading_values_while_tracing_is_refused():
     with pytest.raises(TypeError, match="pass num_out_tokens as a number"):
         jax.jit(lambda i: jax_ops.plan_topk(i, E, num_out_tokens="exact"))(IDS_ON_JAX)
 
 
-def test_what_does_not_fit_is_refused_while_tracing():
+def test_misfits_are_refused_while_tracing():
     with pytest.raises(ValueError, match="x"):
         jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)))(jnp.ones((T + 1, H)))
 
@@ -255,8 +255,8 @@ def on_devices(count, platform):
     script = Path(__file__).with_name("jax_devices.py")
     flags = {"JAX_PLATFORMS": platform, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
     command = [sys.executable, script, str(count)]
-    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **flags})
-    return found.stdout.strip() or found.stderr
+    process = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **flags})
+    return process.stdout.strip() or process.stderr
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -269,14 +269,14 @@ def test_expert_parallel_on_gpus(devices):
     assert on_devices(devices, "cuda") == "right on gpu"
 
 
-def test_without_jax():
+def test_import_without_jax_names_the_fix():
     code = "import sys; sys.modules['jax'] = None\nimport fp8moe.adapters.jax_ops"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "pip install 'jax>=0.10'" in found.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'jax>=0.10'" in process.stderr
     version = "import jax; jax.__version_info__, jax.__version__ = (0, 9, 1), '0.9.1'"
     old = version + "\nimport fp8moe.adapters.jax_ops"
-    found = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
-    assert "needs jax 0.10 or later (this is jax 0.9.1)" in found.stderr
+    process = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
+    assert "needs jax 0.10 or later (this is jax 0.9.1)" in process.stderr
 
 
 def plain_dispatch(x, mask, probs, align, rows):
@@ -346,7 +346,7 @@ def test_transformer_engines_chunk_sort(jit):
     np.testing.assert_array_equal(np.asarray(row_map)[order], np.arange(T))
 
 
-def test_no_nan_is_hidden():
+def test_nan_reaches_its_token():
     """A NaN of a routed row reaches its token, and one in the padding reaches nobody."""
     from fp8moe.adapters import transformer_engine_jax as te
 
@@ -360,7 +360,7 @@ def test_no_nan_is_hidden():
     assert np.isfinite(broken[[0, 2, 3]]).all()
 
 
-def test_dispatch_wants_a_count():
+def test_dispatch_without_a_count_is_refused():
     from fp8moe.adapters import transformer_engine_jax as te
 
     with pytest.raises(ValueError, match="num_out_tokens: got -1"):
@@ -439,11 +439,11 @@ def test_dispatch_by_sorting(align, first):
     _, back = jax.vjp(lambda x, w: run(x, w)[2], jnp.asarray(x), weights)
     dx, dw = back(jnp.asarray(dy.reshape(*batch, hidden)))
     # sums of at most 8 products of float32, of values below some 30
-    for found, true in ((y, wanted_y), (dx, wanted_dx), (dw, wanted_dw)):
-        np.testing.assert_allclose(np.asarray(found).reshape(true.shape), true, rtol=0, atol=1e-4)
+    for result, true in ((y, wanted_y), (dx, wanted_dx), (dw, wanted_dw)):
+        np.testing.assert_allclose(np.asarray(result).reshape(true.shape), true, rtol=0, atol=1e-4)
 
 
-def test_around_a_ragged_all_to_all():
+def test_parameters_of_a_ragged_all_to_all():
     """Every row comes to the shard of its expert, lies there with the expert's others, and comes back."""
     from fp8moe.adapters import transformer_engine_jax as te
 
@@ -475,10 +475,10 @@ def test_around_a_ragged_all_to_all():
     for shard, rows in enumerate(arrived):
         x = jnp.asarray(rows.astype(np.float32))
         ours, sizes, state = te.local_permute_after_a2a(x, jnp.asarray(table), jnp.int32(shard), shards)
-        mine = range(shard * local, (shard + 1) * local)
-        wanted = [(s, e, i) for e in mine for s in range(shards) for i in range(table[s, e])]
+        own = range(shard * local, (shard + 1) * local)
+        wanted = [(s, e, i) for e in own for s in range(shards) for i in range(table[s, e])]
         np.testing.assert_array_equal(ours[: len(wanted)], np.array(wanted).reshape(-1, 3))
-        assert sizes.tolist() == [int(table[:, e].sum()) for e in mine]
+        assert sizes.tolist() == [int(table[:, e].sum()) for e in own]
         returned.append(np.asarray(te.local_unpermute_before_a2a(ours, state)).astype(int))
         np.testing.assert_array_equal(returned[-1], rows)
     back = exchange(returned, params(te.compute_reverse_ragged_all_to_all_params))

@@ -37,7 +37,7 @@ from cases import (
 )
 
 import fp8moe
-from fp8moe import Activation, dispatch, expert_parallel
+from fp8moe import Activation, dispatch, expert_parallel, row_maps
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import arrays_in
 
@@ -96,6 +96,10 @@ def test_plans_of_index_maps(topk):
     rows[-2:] = 5  # one that is named twice
     options = {"num_out_tokens": rows.size}
     assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, **options), rows))
+    order = RNG.permutation(21 * topk)
+    for dtype in (np.int32, np.int64):
+        ids = RNG.integers(-2, 5, (21, topk)).astype(dtype)
+        assert_same(*both(lambda o, i: row_maps.index_map(o, i, 17 * topk), order, ids))
 
 
 @pytest.mark.parametrize("columns", [6200, 520, 5])
@@ -136,6 +140,14 @@ def rows_there_and_back(plan, columns):
     # at most 32 products in float32 before float64, of magnitudes up to 2^16 here
     bound = 32 * 2.0**-24 * np.sqrt(columns) * 2.0**16
     np.testing.assert_allclose(theirs[1], ours[1], rtol=2.0**-22, atol=bound)
+
+
+@pytest.mark.parametrize("columns", [512, 6200])
+def test_padding_is_zeros_where_there_are_no_bulk_copies(columns):
+    """Compute capabilities below 9.0 have no copies from shared memory, which zeros come from elsewhere."""
+    plan = a_plan(21, 5, 3, 16)
+    x = values(RNG, (21, columns), BF16)
+    assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan, architecture="sm_80"))
 
 
 def cut(moved):

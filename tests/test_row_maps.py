@@ -7,16 +7,19 @@ from cases import SEED
 import fp8moe
 from fp8moe import row_maps
 
-ARRAYS = row_maps.NumPy()
+
+def index_map(ids, rows):
+    order = np.argsort(row_maps.sort_key(ids.reshape(-1), 8 * ids.itemsize), kind="stable")
+    return row_maps.index_map(order, ids, rows)
 
 
 @pytest.mark.parametrize("rows", [9, 5, 12])
 def test_index_map_of_the_example(rows):
     ids = np.array([[1, 0], [2, 1], [0, 2], [1, 0], [1, -1]], np.int32)
     wanted = np.array([3, 7, 1, 5, 6, 0, 4, 8, 2, -1])
-    index_map = row_maps.index_map(ARRAYS, ids, rows)
-    assert index_map.dtype == np.int32
-    assert index_map.tolist() == np.where(wanted < rows, wanted, -1).tolist()
+    row_id_map = index_map(ids, rows)
+    assert row_id_map.dtype == np.int32
+    assert row_id_map.tolist() == np.where(wanted < rows, wanted, -1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -29,12 +32,12 @@ def test_rows_by_index(shape, dtype):
     keep = max(0, tokens * k - 4)
     entries = [(int(ids[t, j]), t * k + j) for t in range(tokens) for j in range(k) if ids[t, j] >= 0]
     order = [entry for _, entry in sorted(entries)][:keep]
-    index_map = row_maps.index_map(ARRAYS, ids, keep)
+    row_id_map = index_map(ids, keep)
     wanted = np.full(k * tokens, -1)
     for row, entry in enumerate(order):
         wanted[entry % k * tokens + entry // k] = row
-    assert index_map.tolist() == wanted.tolist()
-    plan = fp8moe.plan_index_map(index_map, k, num_out_tokens=keep)
+    assert row_id_map.tolist() == wanted.tolist()
+    plan = fp8moe.plan_index_map(row_id_map, k, num_out_tokens=keep)
     x = random.standard_normal((tokens, 4)).astype(np.float32)
     moved = fp8moe.permute(x, plan).data
     assert np.array_equal(moved[: len(order)], x[[entry // k for entry in order]])
@@ -99,3 +102,11 @@ def test_a_devices_own_tokens_after_the_padding_of_all(xp, align):
         row_map, _ = row_maps.map_of_mask(xp, xp.asarray(here.astype(np.int32)), xp.asarray(pads), 99)
         alone = fp8moe.plan_routing_map(here, num_out_tokens=99)
         assert row_map.tolist() == alone.row_id_map.tolist()
+
+
+def test_arguments_of_an_index_map_are_checked():
+    ids = np.zeros((3, 2), np.int32)
+    with pytest.raises(ValueError, match=r"order: got shape \[5\]; wanted \[6\]"):
+        row_maps.index_map(np.arange(5), ids, 6)
+    with pytest.raises(TypeError, match="order: got dtype float64; wanted int32"):
+        row_maps.index_map(np.arange(6.0), ids, 6)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import SEED
+from torch.library import opcheck
 
 import fp8moe
 from fp8moe.adapters import transformer_engine as te
@@ -308,7 +309,7 @@ def test_strided_arguments_have_gradients():
     assert torch.equal(got[1], torch.cat([torch.zeros_like(wanted[1]), wanted[1]], 1))
 
 
-def test_an_index_of_any_size_costs_the_same():
+def test_memory_does_not_grow_with_ids():
     """Only the order of ids counts. Negative ones are no expert's, and take no row."""
     large, largest = 100_000_000, 2**31 - 1
     ids = torch.tensor([[5, large], [largest, 5], [-7, 5], [large, largest]], dtype=torch.int32)
@@ -349,13 +350,18 @@ def test_index_map_compiled(keep, dynamic):
         assert torch.equal(a, b)
 
 
+def test_the_index_maps_operator():
+    arguments = torch.tensor([1, 0, 3, 2]), torch.tensor([[2, 0], [-1, 2]]), 2
+    assert set(opcheck(torch.ops.fp8moe.index_map.default, arguments).values()) == {"SUCCESS"}
+
+
 def test_the_count_of_rows_has_no_default_beside_probs():
     x, probs, mask = mask_case(9)
     with pytest.raises(TypeError, match="num_out_tokens"):
         te.moe_permute_with_probs(x, probs, mask)
 
 
-def test_ids_that_are_no_ids():
+def test_ids_of_another_dtype_or_shape_are_refused():
     x = torch.randn(4, H)
     with pytest.raises(TypeError, match=r"routing_map: got dtype torch\.float32; wanted int32 or int64"):
         te.moe_permute(x, torch.zeros(4, 2), 8, map_type="index")

@@ -17,7 +17,7 @@ RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 H, F, E, K = 128, 72, 2 * WORLD, 2
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=WORLD)
 comm = ProcessGroup()
-mine = slice(RANK * E // WORLD, (RANK + 1) * E // WORLD)
+own = slice(RANK * E // WORLD, (RANK + 1) * E // WORLD)
 
 
 def numbers(*shape, seed):
@@ -47,8 +47,8 @@ def check(recipe, recompute, biased):
 
     def call(ids, x, probs, w1, w3, w2, *biases, over=None):
         bias13, bias2 = biases or (None, None)
-        how = {"recipe": recipe, "recompute": recompute, "activation": activation, "comm": over}
-        return moe_experts(x, (w1, w3), w2, ids, probs, bias13=bias13, bias2=bias2, **how)
+        options = {"recipe": recipe, "recompute": recompute, "activation": activation, "comm": over}
+        return moe_experts(x, (w1, w3), w2, ids, probs, bias13=bias13, bias2=bias2, **options)
 
     run = compiled(lambda *a: call(*a, over=comm))
     for tokens in (24, 17, 33):
@@ -56,22 +56,22 @@ def check(recipe, recompute, biased):
         x, dy = (numbers(tokens, H, seed=seed + s).bfloat16() for s in (0, 50))
         ids = torch.randint(-1, E, (tokens, K), generator=torch.Generator().manual_seed(seed))
         probs = numbers(tokens, K, seed=seed + 1).abs()
-        local = [w[mine] for w in (w1, w3, w2, *biases)]
-        found = results(lambda *a, i=ids: run(i, *a), [x, probs, *local], dy)
+        local = [w[own] for w in (w1, w3, w2, *biases)]
+        actual = results(lambda *a, i=ids: run(i, *a), [x, probs, *local], dy)
         eager = results(lambda *a, i=ids: call(i, *a, over=comm), [x, probs, *local], dy)
         wanted = results(lambda *a, i=ids: call(i, *a), [x, probs, w1, w3, w2, *biases], dy)
         wanted[3:] = [w.contiguous() for w in wanted[3:]]
         for w in wanted[3:]:
             dist.all_reduce(w)
-        wanted[3:] = [w[mine] for w in wanted[3:]]
-        for a, b, c in zip(found, eager, wanted, strict=True):
+        wanted[3:] = [w[own] for w in wanted[3:]]
+        for a, b, c in zip(actual, eager, wanted, strict=True):
             if recipe != "bf16":  # whose products torch makes, uncompiled
                 assert torch.equal(a, b)
             # y and dx: sums of bfloat16 rows of two ranks; gradients: in bfloat16, or sums in another order
             assert (a - c).float().norm() <= 0.02 * c.float().norm(), (recipe, a.shape)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     with torch.no_grad():
-        assert torch.equal(run(ids, x, probs, *local), found[0])
+        assert torch.equal(run(ids, x, probs, *local), actual[0])
 
 
 for case in (("fp8_flow", "moe_expert", True), ("bf16", None, False)):

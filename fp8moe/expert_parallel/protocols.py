@@ -133,18 +133,18 @@ class DispatchedRows(Record):
     align_size: int
 
 
-def counts_of(heard: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
-    """What `Transport.counts` returns, from what each rank said: its numbers for the ranks, one count after
-    the other, and behind them the header, which is refused where it differs from this rank's."""
-    world, numbers = len(heard), len(heard[0]) - len(header)
-    for other, said in enumerate(heard):
-        for name, theirs in zip(header, said[numbers:], strict=True):
-            if theirs != header[name]:
+def counts_of(gathered: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
+    """What `Transport.counts` returns, from each rank's numbers for the ranks, one count after the other, and
+    after them its header, which is refused where it differs from this rank's."""
+    world, numbers = len(gathered), len(gathered[0]) - len(header)
+    for other, values in enumerate(gathered):
+        for name, value in zip(header, values[numbers:], strict=True):
+            if value != header[name]:
                 raise ValueError(
-                    f"{name}: rank {rank} has {header[name]}, rank {other} has {theirs}; wanted the same on "
+                    f"{name}: rank {rank} has {header[name]}, rank {other} has {value}; wanted the same on "
                     "all ranks; nothing was sent"
                 )
-    return [tuple(tuple(said[i : i + world]) for said in heard) for i in range(0, numbers, world)]
+    return [tuple(tuple(values[i : i + world]) for values in gathered) for i in range(0, numbers, world)]
 
 
 def implements(comm: Any, protocol: Any) -> bool:

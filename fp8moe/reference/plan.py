@@ -66,6 +66,13 @@ def plan_index_map(row_id_map: np.ndarray, *, out: PermutationPlan) -> None:
     out.overflow[:] = 0
 
 
+def index_map(order: np.ndarray, topk_ids: np.ndarray, num_out_tokens: int, *, out: np.ndarray) -> None:
+    row = np.empty(order.size, np.int32)
+    row[order] = np.arange(order.size)
+    takes = (topk_ids.reshape(-1) >= 0) & (row < num_out_tokens)
+    out[:] = np.where(takes, row, -1).reshape(topk_ids.shape).T.reshape(-1)
+
+
 def _place(
     token: np.ndarray, expert: np.ndarray, slot: np.ndarray, dropped: int, out: PermutationPlan
 ) -> None:
