@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();
+  const bool leads = elected();                                         // of its warp
   const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
@@ -57,21 +57,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         prefetch_map(&w_map);
         order.expect(s, 0);
       }
-      if (takes) {
-        order.pass_on(s, 0, taken);
-        if (DEEP) taken = atomicAdd(counter, 1);
-      }
+      if (takes) order.pass_on(s, 0, taken);
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
-        if (takes && DEEP) order.pass_on(s, 1, taken);
-        if (takes) taken = atomicAdd(counter, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
         find(tile);
-        first_row = uniform(first_row), first_column = uniform(first_column), e = uniform(e);
+        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
           fetch_codes(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP, first_row,
                       first_column < width ? e * (int)width + first_column : -1);
         }
-        if (takes && !DEEP) order.pass_on(s, 1, taken);
+        if (takes) order.pass_on(s, 1, taken);
       }
     } else if (warp == 1) {
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {

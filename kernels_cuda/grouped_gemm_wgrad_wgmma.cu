@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();
+  const bool leads = elected();                                         // of its warp
   const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
@@ -78,22 +78,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) {
-        order.pass_on(s, 0, taken);
-        if (DEEP) taken = atomicAdd(counter, 1);
-      }
+      if (takes) order.pass_on(s, 0, taken);
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
-        if (takes && DEEP) order.pass_on(s, 1, taken);
-        if (takes) taken = atomicAdd(counter, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
         find(tile);
-        first_row = uniform(first_row), first_column = uniform(first_column), e = uniform(e);
+        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
           if (s.offsets[e] % 16 == 0)
             fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
                         first_row, first_column < depth ? first_column : -1);
         }
-        if (takes && !DEEP) order.pass_on(s, 1, taken);
+        if (takes) order.pass_on(s, 1, taken);
       }
     } else if (warp == 1) {
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
