@@ -618,8 +618,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
 
 def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    saved, options = backward_of(saved, like, layer.transposed)
-    grads = moe_backward(saved, dy, **options)
+    grads = moe_backward(saved, dy, **backward_options(saved, like, layer.transposed))
     return grads.dx, *of_weights(grads, like, layer.transposed), grads.dprobs.astype(probs.dtype), None
 
 
@@ -637,19 +636,19 @@ def like_weights(*weights: Any) -> list[Any]:
     return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
 
 
-def backward_of(saved: Saved, like: list[Any], transposed: bool) -> tuple[Saved, dict[str, Any]]:
+def backward_options(saved: Saved, like: list[Any], transposed: bool) -> dict[str, Any]:
     """What `moe_backward` takes for gradients of the weights' own widths, bfloat16 at once where all are: of
     "fp8_flow" gates and ups apart where so the weights are, or were filled up with zeros."""
     ffn = _ffn(like[0], like[1], transposed)
     padded = None if ffn is None or ffn % WIDTH == 0 else ffn
     apart = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
     whole = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
-    options = {
+    return {
         "dw13": (None, None) if apart else None,
         "dtype": "bfloat16" if whole else "float32",
         "gradients": wanted_gradients(*like),
+        "ffn": padded if apart else None,
     }
-    return replace(saved, ffn=padded if apart else None), options
 
 
 def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:

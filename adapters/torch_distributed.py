@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe import expert_parallel
+from fp8moe import checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
-from fp8moe.expert_parallel import Counts, Dispatched, DispatchedRows, Pending
+from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
 
 __all__ = ["ProcessGroup", "RankLost"]
 
@@ -51,9 +51,18 @@ class ProcessGroup:
     ----------
     group : torch.distributed.ProcessGroup or None
         None: the default group.
+    capacity : Capacity or None
+        With a `fp8moe.expert_parallel.Capacity` every forward and backward moves as many rows as it says,
+        nothing waits for the host, and a CUDA graph holds them, after a first forward of the same kind
+        outside of it. What it left out `overflow` tells; read that now and then.
+    overlap_chunks : int
+        Chunks of tokens that `fp8moe.moe_forward` and its backward take one after another, so that the rows
+        of one travel beside the products of another.
 
     Raises
     ------
+    TypeError, ValueError
+        For a capacity or a number of chunks that is none.
     RankLost
         In an exchange, for a rank that leaves or does not come within the group's timeout, naming it. With
         NCCL that is seen where the host waits, in ``counts``, after nine tenths of the timeout, before
@@ -62,7 +71,8 @@ class ProcessGroup:
     Notes
     -----
     One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
-    the current stream wait for it, not the host.
+    the current stream wait for it, not the host. With a capacity no rank is seen to be lost but by the
+    group's own timeout.
 
     Examples
     --------
@@ -78,13 +88,18 @@ class ProcessGroup:
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, capacity: Capacity | None = None, overlap_chunks: int = 1):
+        if capacity is not None:
+            checks.options("capacity", capacity, Capacity)
+        self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # by which compiled code finds it
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
         self._here = ""  # the call for which this rank said that it is there
+        self._agreed: set[Any] = set()  # headers that are the same on all ranks
+        self._overflow: Tensor | None = None  # rows and entries, of all forwards
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         """Tell every rank its numbers, as `fp8moe.expert_parallel.Transport.counts`.
@@ -120,6 +135,87 @@ class ProcessGroup:
             self._wait_for(device)
         of_ranks = messages.view(world, -1).tolist()  # the one synchronisation
         return expert_parallel.counts_of(of_ranks, header, self.rank)
+
+    def agree(self, header: dict[str, int], like: Any) -> None:
+        """Compare a header once, as `fp8moe.expert_parallel.Bounded.agree`.
+
+        Parameters
+        ----------
+        header : dict of str to int
+            What must be the same on all ranks.
+        like : array
+            Any on the device.
+
+        Returns
+        -------
+        None
+            At once, for a header that was compared before; else it **synchronises**.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, for headers that differ.
+        RuntimeError
+            For a new header while a CUDA graph is captured; `RankLost`.
+        """
+        kind = tuple(header.values())
+        if kind in self._agreed:
+            return
+        known = _tensor(like)
+        if known.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "capacity: got the first dispatch of its kind inside of a CUDA graph; wanted one before, in "
+                "which the ranks compare theirs; run a forward before the capture"
+            )
+        self.counts((known.new_zeros(self.world_size, dtype=torch.int32),), header)
+        if self._overflow is None:  # here, and not in a graph's own memory
+            with torch.inference_mode(False):
+                self._overflow = torch.zeros(2, dtype=torch.int64, device=known.device)
+        self._agreed.add(kind)
+
+    def record_overflow(self, rows: Any, entries: Any) -> None:
+        """Add to what `overflow` tells, as `fp8moe.expert_parallel.Bounded.record_overflow`.
+
+        Parameters
+        ----------
+        rows : array, int32, [1]
+            Rows that were not sent.
+        entries : array, int32, [1]
+            Entries that had no room.
+
+        Returns
+        -------
+        None
+            Nothing waits.
+        """
+        assert self._overflow is not None
+        self._overflow += torch.cat((_tensor(rows), _tensor(entries)))
+
+    def overflow(self, *, reset: bool = False) -> Tensor:
+        """What a capacity left out of all forwards since the last ``reset``, replayed and repeated ones too.
+
+        Parameters
+        ----------
+        reset : bool
+            Whether to count from 0 on after this.
+
+        Returns
+        -------
+        Tensor, int64, [2]
+            On the device: rows that this rank did not send, and entries that its own experts had no room for.
+            Nothing waits until it is read.
+
+        Raises
+        ------
+        RuntimeError
+            Where no forward with a capacity has run.
+        """
+        if self._overflow is None:
+            raise RuntimeError("overflow: got no forward with a capacity before; wanted one")
+        counted = self._overflow.clone()
+        if reset:
+            self._overflow.zero_()
+        return counted
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
         """Move rows to their ranks, as `fp8moe.expert_parallel.Transport.exchange`.

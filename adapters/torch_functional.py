@@ -21,6 +21,7 @@ from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, mai
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
 from fp8moe.adapters.torch_operation import check_float, refuse_transforms
+from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
 
@@ -313,7 +314,7 @@ def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torc
 
 def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
     """Whether torch multiplies: bfloat16 in multiples of 16 bytes, and no ``main_grad`` to add to."""
-    if comm is not None and torch.compiler.is_compiling():
+    if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
         return False
     whole = all(w.shape[2] % 8 == 0 for w in (w13, w2))
     return x.dtype == torch.bfloat16 and whole and all(main_grad_of(w) is None for w in (w13, w2))

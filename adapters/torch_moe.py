@@ -67,8 +67,13 @@ class FP8FlowMoE(nn.Module):
         ``fully_shard`` over another dimension of the mesh composes (see `fp8moe.adapters.torch_sharding`,
         which has optimizer groups and gradient clipping for models with plain tensors, too). A state dict
         with plain tensors, of all experts or of this rank's, loads. Rows travel in FP8 for "fp8_flow". The
-        counts of rows are looked at once a forward, so that no CUDA graph can hold it. The router is every
-        rank's own: average its gradient as any other parameter's, and not those of w13 and w2.
+        counts of rows are looked at once a forward, so that no CUDA graph can hold it, but for a
+        `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is every rank's own:
+        average its gradient as any other parameter's, and not those of w13 and w2.
+    overlap_chunks : int
+        Chunks of the tokens, with a process_group: rows of one travel beside the products of another, forward
+        and backward. y and x's gradient have the same bits; the weights' gradients are sums over chunks in
+        float32, and FP8 transposes have tiles of each chunk's own rows. Not in compiled code.
     router : bool or RouterConfig
         A `fp8moe.RouterConfig` with this topk for other scores, groups or weights than a softmax over all
         experts and its k largest. False leaves the router out, with its parameters: forwards are then given
@@ -136,6 +141,7 @@ class FP8FlowMoE(nn.Module):
         activation: Activation = SWIGLU,
         backend: str | None = None,
         process_group: Any = None,
+        overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
@@ -165,7 +171,11 @@ class FP8FlowMoE(nn.Module):
                 "the same topk, and the RouterConfig's renormalize in place of normalize_probs"
             )
         self.router = Router(hidden, num_experts, router, **place) if router else None
-        self._ranks = ranks = Ranks(process_group, torch.empty(0, device=device).device)
+        self._ranks = ranks = Ranks(
+            process_group,
+            torch.empty(0, device=device).device,
+            checks.integer("overlap_chunks", overlap_chunks, 1),
+        )
         if num_experts % ranks.size:
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"

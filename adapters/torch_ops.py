@@ -346,19 +346,19 @@ def _product_of_codes(function: Any, values: Values) -> Any:
         return None
     if values["transpose_w"]:
         raise ValueError("transpose_w: got True with FP8 weights; wanted it with tensors")
-    return _grouped_gemm_fp8(x, w, values["expert_offsets"], values["backend"])
+    return _grouped_gemm_fp8(x, w, values["expert_offsets"], values["backend"], values["num_sms"])
 
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
-    x, w, offsets, backend = (values[n] for n in ("x", "w", "expert_offsets", "backend"))
+    x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
     (of_x, of_w), dx, dw = values["needs_input_grad"], None, None
     if of_x:
-        dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, not values["transpose_w"], backend)
+        dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, not values["transpose_w"], backend, num_sms)
     if of_w:
         # there is no sum in float16
         dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
         pair = (x, dy) if values["transpose_w"] else (dy, x)
-        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend).to(w.dtype)
+        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms).to(w.dtype)
     return [dx, dw]
 
 

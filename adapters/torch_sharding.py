@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.expert_parallel import Engine, Transport
+from fp8moe.expert_parallel import Capacity, Engine, Transport
 
 __all__ = ["clip_grad_norm_", "param_groups"]
 
@@ -39,11 +39,13 @@ class Ranks:
         whose attribute ``group`` is the process group; None for one rank.
     """
 
-    def __init__(self, group: Any, device: torch.device):
+    def __init__(self, group: Any, device: torch.device, overlap_chunks: int = 1):
         self.comm: Any = group
         self.mesh: DeviceMesh | None = None
         self.size, self.rank = 1, 0
         if group is None:
+            if overlap_chunks != 1:
+                raise ValueError(f"overlap_chunks: got {overlap_chunks} without a process_group; wanted one")
             return
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -52,11 +54,16 @@ class Ranks:
                 )
             self.mesh, group = group, group.get_group()
         if isinstance(group, dist.ProcessGroup):
-            self.comm = ProcessGroup(group)
+            self.comm = ProcessGroup(group, overlap_chunks=overlap_chunks)
         elif not isinstance(group, Transport | Engine):
             raise TypeError(
                 f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, a "
                 "one-dimensional DeviceMesh, or a fp8moe.expert_parallel.Transport or Engine"
+            )
+        elif overlap_chunks != 1:
+            raise ValueError(
+                f"overlap_chunks: got {overlap_chunks} beside a {type(group).__qualname__}; wanted a process "
+                "group, or the attribute there, as ProcessGroup(group, overlap_chunks=2) has it"
             )
         self.size, self.rank = self.comm.world_size, self.comm.rank
         if self.size == 1:
@@ -85,10 +92,10 @@ class Ranks:
                 "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
             )
         kind = "cpu" if self.mesh is None else self.mesh.device_type
-        return _ranks_named, (self.comm.group.group_name, kind)
+        return _ranks_named, (self.comm.group.group_name, kind, self.comm.capacity, self.comm.overlap_chunks)
 
 
-def _ranks_named(name: str, kind: str) -> Ranks:
+def _ranks_named(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:
@@ -96,7 +103,7 @@ def _ranks_named(name: str, kind: str) -> Ranks:
             f"process_group: got a layer of the process group {name!r}, which is not here ({error}); wanted "
             "torch.distributed initialized as where the layer was pickled; or load a state_dict()"
         ) from error
-    return Ranks(group, torch.device(kind))
+    return Ranks(ProcessGroup(group, capacity, overlap_chunks), torch.device(kind))
 
 
 def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:

@@ -112,7 +112,9 @@ def of_tensor(values: Tensor) -> TensorStats:
 
 
 def of_forward(x: Tensor, saved: Any) -> LayerStats:
-    """From the layer's input and what `fp8moe.moe_forward` kept."""
+    """From the layer's input and what `fp8moe.moe_forward` kept. Raises NotImplementedError for chunks."""
+    if saved.later:
+        raise NotImplementedError("collect_stats: got True with overlap_chunks; wanted False")
     a = None
     if saved.h is not None:
         activated = fp8moe.swiglu(saved.h, saved.probs, activation=saved.activation)

@@ -71,6 +71,8 @@ class SymmetricMemory(ProcessGroup):
         allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do.
     timeout : float
         Seconds after which the barriers give up, and the process with them.
+    overlap_chunks : int
+        As of `fp8moe.adapters.torch_distributed.ProcessGroup`.
 
     Raises
     ------
@@ -93,8 +95,10 @@ class SymmetricMemory(ProcessGroup):
     >>> comm = SymmetricMemory(group, room)  # doctest: +SKIP
     """
 
-    def __init__(self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0):
-        super().__init__(group)
+    def __init__(
+        self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0, overlap_chunks: int = 1
+    ):
+        super().__init__(group, overlap_chunks=overlap_chunks)
         if self.world_size > MOST_RANKS:
             raise ValueError(
                 f"group: got {self.world_size} ranks; wanted at most {MOST_RANKS}; use ProcessGroup"

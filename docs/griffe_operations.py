@@ -11,6 +11,7 @@ import griffe
 
 _DECLARED = re.compile(r"(?:operation|operator_of|public|traceable)\(\s*fp8moe\.(\w+)")
 _DOCUMENTED = re.compile(r"documented\(fp8moe\.(\w+)(.*)\)")
+_ELEMENT = re.compile(r"(?<=\w)\[([^]]+)\]\[([^]]+)\]")
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): ")
 COLLISIONS = {"grouped_gemm", "permute", "quantize", "swiglu"}  # names of a function and of its module
 
@@ -36,12 +37,20 @@ class DeclaredOperations(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """``x : ArrayLike, float32, [T, H]`` is text, not a tuple, which would be written in parentheses."""
+        if obj.docstring:
+            lines = obj.docstring.value.splitlines()
+            obj.docstring.value = "\n".join(map(_no_links, lines))
         if isinstance(obj, griffe.Function | griffe.Class):
             _list_arguments(obj)
         for section in obj.docstring.parsed if obj.docstring else []:
             for item in section.value if isinstance(section.value, list) else []:
                 if isinstance(getattr(item, "annotation", None), griffe.ExprTuple):
                     item.annotation.implicit = True
+
+
+def _no_links(line: str) -> str:
+    """``counts[a][b]`` in a sentence is an element, where Markdown sees a link to b."""
+    return line if "`" in line or ">>>" in line else _ELEMENT.sub(r"\\[\1\\]\\[\2\\]", line)
 
 
 def _list_arguments(obj: griffe.Function | griffe.Class) -> None:

@@ -32,6 +32,14 @@ def messages(both, rng, rows, columns, k, dtype):
     assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
     local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
     assert_same(local, theirs)
+    for ranks in (3, 70):
+        mask = rng.random((rows, ranks)) < 0.3
+        for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
+            everywhere = fp8moe.plan_routing_map(mask, topk=topk)
+            limited = both(lambda p, c=capacity: expert_parallel.messages.limit_rows(p, c), everywhere)
+            assert_same(*limited)
+            assert_same(*both(fp8moe.permute, x, limited[0]))
+            assert_same(*both(fp8moe.unpermute, fp8moe.permute(x, limited[0]).data, limited[0]))
     q = fp8moe.quantize(x)
     for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
         message, theirs = both(expert_parallel.messages.pack, *parts)

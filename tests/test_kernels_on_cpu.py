@@ -573,6 +573,22 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
 
 
+def test_products_on_a_few_multiprocessors(monkeypatch):
+    """The same bits, whoever takes which tiles; only the kernels that share tiles out can be limited."""
+    from fp8moe.kernels_cuda import driver
+
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 6)
+    x, w, _, offsets = random_operands([5, 130, 1], 520, 144, ("e4m3", "e4m3"))
+    arrays = [cuda_on_cpu.upload(a) for a in (x, w, offsets)]
+    wanted = cuda_on_cpu.download(fp8moe.grouped_gemm(*arrays))
+    for num_sms in (2, 4, 100):
+        assert_same(cuda_on_cpu.download(fp8moe.grouped_gemm(*arrays, num_sms=num_sms)), wanted)
+    for backend in ("mma", "plain", "cublas"):
+        with pytest.raises(ValueError, match=f"num_sms: got 4 for a product by '{backend}'"):
+            fp8moe.grouped_gemm(*arrays, backend=backend, num_sms=4)
+
+
 def test_what_wgmma_does_not_take_is_multiplied_by_mma():
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with fp8moe.trace() as traced:

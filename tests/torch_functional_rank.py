@@ -12,6 +12,7 @@ from fp8moe import Activation
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.expert_parallel import Capacity
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 H, F, E, K = 128, 72, 2 * WORLD, 2
@@ -36,7 +37,7 @@ def compiled(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-def check(recipe, recompute, biased):
+def check(recipe, recompute, biased, comm):
     """Compiled and eager over the ranks, bit for bit, and all experts on one rank, for other numbers of
     tokens."""
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
@@ -74,8 +75,10 @@ def check(recipe, recompute, biased):
         assert torch.equal(run(ids, x, probs, *local), actual[0])
 
 
-for case in (("fp8_flow", "moe_expert", True), ("bf16", None, False)):
+bounded = ProcessGroup(capacity=Capacity(33))
+for case in (("fp8_flow", "moe_expert", True, comm), ("bf16", None, False, bounded)):
     check(*case)
+assert bounded.overflow().tolist() == [0, 0]
 
 for recipe in ("fp8_flow", "bf16"):
     layer = FP8FlowMoE(H, F, E, K, recipe=recipe, process_group=dist.group.WORLD)
@@ -107,6 +110,9 @@ ids, probs = torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1)
 run = compiled(lambda x: moe_experts(x, w13, w2, ids, probs, comm=other))
 with pytest.raises(Exception, match="comm: got a Other without a handle in compiled code"):  # Dynamo's own
     run(x)
+for call in (moe_experts, compiled(moe_experts)):
+    with pytest.raises(Exception, match="backend: got 'mma' for arrays on the CPU"):
+        call(x, w13, w2, ids, probs, comm=comm, backend="mma")
 dist.barrier()
 dist.destroy_process_group()
 print("right", flush=True)
