@@ -128,6 +128,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
     times = in_turn([step for _, step, _ in steps], device)
     named = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
     flops = part.flops(*shape)
+    origin = {"commit": commit(), "command": command()}
     rows = [
         {
             "topic": "compare",
@@ -139,8 +140,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
             "tflops": flops / seconds / 1e12 if flops else None,
             "error": error,
             "versions": {**versions(), **packages(contender)},
-            "commit": commit(),
-            "command": command(),
+            **origin,
         }
         for (contender, _, error), seconds in zip(steps, times, strict=True)
     ]
