@@ -11,13 +11,14 @@ it needs experts padded to a multiple of rows, plain torch pads them, and that i
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import math
 import platform
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,7 @@ def first_line(error: Exception) -> str:
 
 def packages(contender: Contender) -> dict[str, str]:
     """Versions of torch and of what the contender imports."""
-    by_module = importlib.metadata.packages_distributions()
-    names = ["torch", *(by_module.get(need.partition(".")[0], [need])[0] for need in contender.needs)]
+    names = ["torch", *(distributions().get(need, [need])[0] for need in contender.needs)]
     found = {}
     for name in names:
         try:
@@ -167,6 +167,12 @@ def packages(contender: Contender) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "unknown"
     return found
+
+
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Those that bring each module: it reads the files of all that are installed."""
+    return importlib.metadata.packages_distributions()
 
 
 def relative_error(result: Any, wanted: Any) -> float:
