@@ -11,13 +11,14 @@ it needs experts padded to a multiple of rows, plain torch pads them, and that i
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import math
 import platform
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
     times = in_turn([step for _, step, _ in steps], device)
     named = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
     flops = part.flops(*shape)
+    origin = {"commit": commit(), "command": command()}
     rows = [
         {
             "topic": "compare",
@@ -139,8 +141,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
             "tflops": flops / seconds / 1e12 if flops else None,
             "error": error,
             "versions": {**versions(), **packages(contender)},
-            "commit": commit(),
-            "command": command(),
+            **origin,
         }
         for (contender, _, error), seconds in zip(steps, times, strict=True)
     ]
@@ -158,8 +159,7 @@ def first_line(error: Exception) -> str:
 
 def packages(contender: Contender) -> dict[str, str]:
     """Versions of torch and of what the contender imports."""
-    by_module = importlib.metadata.packages_distributions()
-    names = ["torch", *(by_module.get(need.partition(".")[0], [need])[0] for need in contender.needs)]
+    names = ["torch", *(distributions().get(need, [need])[0] for need in contender.needs)]
     found = {}
     for name in names:
         try:
@@ -167,6 +167,12 @@ def packages(contender: Contender) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "unknown"
     return found
+
+
+@functools.cache
+def distributions() -> Mapping[str, list[str]]:
+    """Those that bring each module: it reads the files of all that are installed."""
+    return importlib.metadata.packages_distributions()
 
 
 def relative_error(result: Any, wanted: Any) -> float:

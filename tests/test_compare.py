@@ -1,5 +1,6 @@
 """The comparison with other libraries: right results are timed, wrong ones refused, missing ones named."""
 
+import functools
 import json
 import sys
 from dataclasses import replace
@@ -106,6 +107,13 @@ def test_padded_rows_give_the_same_layer(tokens):
 
 def named(part, name):
     return next(c for c in part.contenders if c.name == name)
+
+
+def test_what_is_compiled_is_one_graph(monkeypatch):
+    """Traced by Dynamo and differentiated as on a GPU, by torch's own operations in place of Inductor's."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    held_to_float64(named(compare_layer.LAYER, "torch grouped_mm compiled, bf16"), compare_layer.LAYER)
+    held_to_float64(named(compare_operations.QUANTIZE, "torch compiled"), compare_operations.QUANTIZE)
 
 
 def test_the_call_of_transformer_engine(monkeypatch):
