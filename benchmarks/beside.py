@@ -116,8 +116,9 @@ def products(rows: int, width: int, depth: int, experts: int) -> dict[str, Calla
     x, dy, w = normal(rows, depth), normal(rows, width), normal(experts, width, depth)
     offsets = cupy.asarray((np.arange(experts + 1) * (rows // experts)).astype(np.int32))
     q, dq, wq = fp8moe.quantize(x), fp8moe.quantize(dy), fp8moe.quantize_weights(w)
-    blocks = [fp8moe.scaling_aware_transpose(a, target="block") for a in (dq, q)]
-    columns = [fp8moe.scaling_aware_transpose(a, offsets) for a in (dq, q)]
+    transposed = fp8moe.scaling_aware_transpose
+    blocks = transposed(dq, target="block"), transposed(q, target="block")
+    columns = transposed(dq, offsets), transposed(q, offsets)
     product: Any = fp8moe.grouped_gemm
     gradient: Any = fp8moe.grouped_gemm_wgrad
     return {
