@@ -132,8 +132,8 @@ class SymmetricMemory(ProcessGroup):
         Parameters
         ----------
         write : callable
-            Called once, with a Tensor, uint8 [counts[this rank][r], row_bytes], of each rank r's memory;
-            launches what fills them.
+            Called once, with a Tensor of each rank's memory, uint8 [rows that go there, row_bytes]; launches
+            what fills them.
         counts : Counts
             ``counts[a][b]`` rows from rank a to rank b.
         row_bytes : int
