@@ -208,8 +208,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
 def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
     saved, blocks, like, probs = kept
     rows = _rows_of(dispatch(_parts(dy, layer), blocks, layer.axis), layer)
-    saved, options = jax_ops.backward_of(saved, like, layer.transposed)
-    grads = _experts_backward(saved, rows, **options)
+    grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, layer.transposed))
     dx, dprobs = (combine(g, blocks, layer.axis) for g in (grads.dx, grads.dprobs))
     weights = jax_ops.of_weights(grads, like, layer.transposed)
     return dx, *weights, dprobs.astype(probs.dtype), None

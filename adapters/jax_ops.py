@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ import fp8moe
 from fp8moe import Routed, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_calls
+from fp8moe.dispatch import Function
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
 from fp8moe.grouped_gemm import BACKENDS
@@ -108,7 +110,7 @@ for _kind in jax_calls.RECORDS:
 # ---------------------------------------------------------------- tracing
 
 
-def traceable(function: Any) -> Any:
+def traceable(function: Function) -> Function:
     """A public function, or one that calls several, that also takes traced arrays: one step of the jitted
     program, which allocates nothing of its own."""
     parameters = inspect.signature(function)
@@ -133,13 +135,13 @@ def traceable(function: Any) -> Any:
             " What it adds to is not changed: the result is, in the same memory where nobody needs the old."
         )
     call.__doc__ = docstring_of(function, "jax.Array", note)
-    return call
+    return call  # type: ignore[return-value]
 
 
-def documented(core: Any, *differentiable: str) -> Any:
+def documented(core: Any, *differentiable: str) -> Callable[[Function], Function]:
     """The docstring of a function of the core for one that has gradients."""
 
-    def document(function: Any) -> Any:
+    def document(function: Function) -> Function:
         note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` one step of the program."
         function.__doc__ = docstring_of(core, "jax.Array", note)
         return function
@@ -189,18 +191,22 @@ def permute(
     *,
     fill_padding: bool = True,
     zero_unweighted: bool = False,
+    layout: str = "compact",
 ) -> Permuted:
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
+    of_rows: dict[str, Any] = {**dict(options), "layout": layout}
+    if layout != "compact" and not isinstance(x, QuantTensor):
+        return _permute_op(x, plan, probs, **of_rows)  # which says what has such a layout
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
         _, moved = _permute(no_columns(probs), probs, plan, options)
         weights = jax.lax.stop_gradient(probs) if zero_unweighted else None
         if isinstance(x, QuantTensor):
-            data = _permute_op(x, plan, weights, **dict(options)).data
+            data = _permute_op(x, plan, weights, **of_rows).data
         else:
             data, _ = _permute(x, weights, plan, options)
         return Permuted(data, moved, plan)
     if isinstance(x, QuantTensor):
-        return _permute_op(x, plan, probs, **dict(options))
+        return _permute_op(x, plan, probs, **of_rows)
     return Permuted(*_permute(x, probs, plan, options), plan)
 
 
@@ -254,12 +260,13 @@ def permute_and_pad(
     num_out_tokens: Any = None,
     num_experts: int | None = None,
     fill_padding: bool = True,
+    layout: str = "compact",
 ) -> Permuted:
     if num_experts is None:
         plan = plan_routing_map(routing_map, align_size=align_size, topk=topk, num_out_tokens=num_out_tokens)
     else:
         plan = plan_topk(routing_map, num_experts, align_size=align_size, num_out_tokens=num_out_tokens)
-    return permute(x, plan, probs, fill_padding=fill_padding)
+    return permute(x, plan, probs, fill_padding=fill_padding, layout=layout)
 
 
 @documented(fp8moe.unpermute, "x", "merging_probs")
@@ -300,10 +307,10 @@ def sort_chunks(
     keep_rest: bool = False,
 ) -> SortedChunks:
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
-    by_name = {"num_out_tokens": num_out_tokens, **dict(options)}
+    by_name: dict[str, Any] = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
         moved = _sort(no_columns(probs), probs, split_sizes, sorted_indices, options, num_out_tokens)
-        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **by_name).data)  # type: ignore[arg-type]
+        return replace(moved, data=sort_chunks(x, split_sizes, sorted_indices, **by_name).data)
     if isinstance(x, QuantTensor):
         return _sort_op(x, split_sizes, sorted_indices, probs, **by_name)
     return _sort(x, probs, split_sizes, sorted_indices, options, num_out_tokens)
@@ -611,8 +618,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
 
 def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = kept
-    saved, options = backward_of(saved, like, layer.transposed)
-    grads = moe_backward(saved, dy, **options)
+    grads = moe_backward(saved, dy, **backward_options(saved, like, layer.transposed))
     return grads.dx, *of_weights(grads, like, layer.transposed), grads.dprobs.astype(probs.dtype), None
 
 
@@ -630,19 +636,19 @@ def like_weights(*weights: Any) -> list[Any]:
     return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
 
 
-def backward_of(saved: Saved, like: list[Any], transposed: bool) -> tuple[Saved, dict[str, Any]]:
+def backward_options(saved: Saved, like: list[Any], transposed: bool) -> dict[str, Any]:
     """What `moe_backward` takes for gradients of the weights' own widths, bfloat16 at once where all are: of
     "fp8_flow" gates and ups apart where so the weights are, or were filled up with zeros."""
     ffn = _ffn(like[0], like[1], transposed)
     padded = None if ffn is None or ffn % WIDTH == 0 else ffn
     apart = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
     whole = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
-    options = {
+    return {
         "dw13": (None, None) if apart else None,
         "dtype": "bfloat16" if whole else "float32",
         "gradients": wanted_gradients(*like),
+        "ffn": padded if apart else None,
     }
-    return replace(saved, ffn=padded if apart else None), options
 
 
 def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:

@@ -32,6 +32,15 @@ import fp8moe
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters import transformer_engine as te
 
+__all__ = [
+    "Enabled",
+    "align_size",
+    "enable",
+    "permute",
+    "permute_and_pad_with_probs",
+    "permute_with_probs",
+]
+
 _LAYER = ("FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow")  # of `fp8moe.adapters.megatron_layer`
 NEEDED = "fp8moe.adapters.megatron needs megatron-core 0.16 or later ({}): pip install 'megatron-core>=0.16'"
 MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.extensions.transformer_engine")
@@ -59,8 +68,37 @@ def __getattr__(name: str) -> Any:
 
 
 def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> tuple[Tensor, Tensor]:
-    """(rows in expert order, row map). tokens [T, H]; routing_map bool [T, E]; num_out_tokens: how many rows,
-    a number or a tensor of one; None: counted, which synchronises once on CUDA."""
+    """Permute tokens into expert order, as Megatron's ``fused_permute``.
+
+    Parameters
+    ----------
+    tokens : Tensor, floating point, [T, H]
+        Rows.
+    routing_map : Tensor, bool, [T, E]
+        Which experts a token goes to.
+    num_out_tokens : int, Tensor of one number, or None
+        How many rows there are; None: counted, which **synchronises once** on CUDA.
+
+    Returns
+    -------
+    rows : Tensor, [num_out_tokens, H]
+        In expert order, with a gradient.
+    row_id_map : Tensor, int32
+        Where they went.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `fp8moe.plan_routing_map` and `fp8moe.permute`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import megatron
+    >>> mask = torch.tensor([[False, True], [True, True]])
+    >>> megatron.permute(torch.tensor([[1.0], [2.0]]), mask)[0].ravel().tolist()
+    [2.0, 1.0, 2.0]
+    """
     plan = _plan(routing_map, num_out_tokens)
     return torch_ops.permute(te.contiguous(tokens), plan).data, plan.row_id_map
 
@@ -68,7 +106,41 @@ def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> 
 def permute_with_probs(
     tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, their probabilities, row map) as `permute`; probs [T, E]."""
+    """Permute tokens and their probabilities, as Megatron's ``fused_permute_with_probs``.
+
+    Parameters
+    ----------
+    tokens : Tensor, floating point, [T, H]
+        Rows.
+    probs : Tensor, floating point, [T, E]
+        Of each token's experts.
+    routing_map : Tensor, bool, [T, E]
+        Which experts a token goes to.
+    num_out_tokens : int, Tensor of one number, or None
+        As for `permute`.
+
+    Returns
+    -------
+    rows : Tensor, [num_out_tokens, H]
+        In expert order, with a gradient.
+    probs : Tensor, [num_out_tokens]
+        Theirs, with a gradient.
+    row_id_map : Tensor, int32
+        Where they went.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `permute`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import megatron
+    >>> mask, probs = torch.tensor([[False, True], [True, True]]), torch.tensor([[0.0, 1.0], [0.25, 0.75]])
+    >>> megatron.permute_with_probs(torch.tensor([[1.0], [2.0]]), probs, mask)[1].tolist()
+    [0.25, 1.0, 0.75]
+    """
     plan = _plan(routing_map, num_out_tokens)
     moved = torch_ops.permute(te.contiguous(tokens), plan, te.contiguous(probs))
     return moved.data, moved.probs, plan.row_id_map
@@ -77,8 +149,49 @@ def permute_with_probs(
 def permute_and_pad_with_probs(
     tokens: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(rows, probabilities, row map, pad_offsets, padded tokens_per_expert int64): every expert padded with
-    zeros to a multiple of align_size. Where tokens_per_expert lies on the CPU nothing synchronises."""
+    """Permute tokens and pad every expert with zeros, as Megatron's ``fused_permute_and_pad_with_probs``.
+
+    Parameters
+    ----------
+    tokens : Tensor, floating point, [T, H]
+        Rows.
+    probs : Tensor, floating point, [T, E]
+        Of each token's experts.
+    routing_map : Tensor, bool, [T, E]
+        Which experts a token goes to.
+    tokens_per_expert : Tensor, int32 or int64, [E]
+        How many; where it lies on the CPU nothing synchronises.
+    align_size : int
+        What every expert's rows are padded to a multiple of.
+
+    Returns
+    -------
+    rows : Tensor, [P, H]
+        In expert order, with a gradient.
+    probs : Tensor, [P]
+        Theirs, with a gradient.
+    row_id_map : Tensor, int32
+        Where they went.
+    pad_offsets : Tensor, int32, [E]
+        Padding rows before each expert's.
+    padded : Tensor, int64, [E]
+        Rows of each expert, on tokens_per_expert's device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `permute`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import megatron
+    >>> mask, counts = torch.tensor([[False, True], [True, True]]), torch.tensor([1, 2])
+    >>> tokens = torch.tensor([[1.0], [2.0]])
+    >>> rows, *_, padded = megatron.permute_and_pad_with_probs(tokens, torch.ones(2, 2), mask, counts, 2)
+    >>> rows.ravel().tolist(), padded.tolist()
+    ([2.0, 0.0, 1.0, 2.0], [2, 2])
+    """
     rows: Any = "exact"
     if tokens_per_expert.device.type == "cpu":
         rows = int((-(-tokens_per_expert // align_size) * align_size).sum())
@@ -89,7 +202,7 @@ def permute_and_pad_with_probs(
 
 
 def _plan(routing_map: Tensor, num_out_tokens: Any) -> fp8moe.PermutationPlan:
-    rows = "exact" if num_out_tokens is None else int(num_out_tokens)
+    rows: Any = "exact" if num_out_tokens is None else int(num_out_tokens)
     return torch_ops.plan_routing_map(te.contiguous(routing_map), num_out_tokens=rows)
 
 
@@ -104,10 +217,29 @@ FUSED = {
 
 
 def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
-    """Rows that each expert's count must be a multiple of under a `TransformerConfig`'s recipe; 0: any count.
+    """Tell what each expert's rows must be a multiple of under a `TransformerConfig`'s recipe.
 
-    bfloat16: 0. FP8: 16 (per-tensor and blockwise), 32 (MXFP8), 128 (blockwise with grouped_blockwise: this
-    library's and DeepGEMM's grouped products, whose blocks of 128 rows must not span experts). NVFP4: 128.
+    Parameters
+    ----------
+    config : TransformerConfig
+        Its fields ``fp8``, ``fp8_recipe`` and ``fp4``.
+    grouped_blockwise : bool
+        Whether blockwise products are this library's or DeepGEMM's grouped ones, whose blocks of 128 rows
+        must not span experts.
+
+    Returns
+    -------
+    int
+        0, any count, for bfloat16; FP8: 16 (per-tensor and blockwise), 32 (MXFP8), 128 (blockwise with
+        ``grouped_blockwise``); NVFP4: 128.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> from fp8moe.adapters import megatron
+    >>> config = SimpleNamespace(fp8="e4m3", fp8_recipe="blockwise")
+    >>> megatron.align_size(config), megatron.align_size(config, grouped_blockwise=True)
+    (16, 128)
     """
     if getattr(config, "fp8", None):
         recipe = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
@@ -118,16 +250,39 @@ def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
 
 
 class Enabled:
-    """What `enable` has put in; `disable` puts back what was there. Also a context manager."""
+    """What `enable` has put into Megatron-Core; also a context manager, which takes it out at its end.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> from fp8moe.adapters.megatron import Enabled
+    >>> module, enabled = SimpleNamespace(name=1), Enabled()
+    >>> enabled.put(module, "name", 2)
+    >>> enabled.disable()
+    >>> module.name
+    1
+    """
 
     def __init__(self) -> None:
         self._before: list[tuple[ModuleType, str, Any]] = []
 
     def put(self, module: ModuleType, name: str, value: Any) -> None:
+        """Put a value into a module until `disable`.
+
+        Parameters
+        ----------
+        module : module
+            Where.
+        name : str
+            Of the attribute.
+        value : Any
+            What it becomes.
+        """
         self._before.append((module, name, getattr(module, name, _ABSENT)))
         setattr(module, name, value)
 
     def disable(self) -> None:
+        """Put back what was there."""
         global _enabled
         for module, name, value in reversed(self._before):
             if value is _ABSENT:
@@ -150,13 +305,35 @@ _enabled: Enabled | None = None
 
 
 def enable(*, grouped_blockwise: bool = False) -> Enabled:
-    """Put this library's permutation, and nothing else of it, where Megatron-Core looks for Transformer
-    Engine's fused one. For experts in FP8 see `use_fp8_flow`.
+    """Put this library's permutation where Megatron-Core looks for Transformer Engine's fused one.
 
-    grouped_blockwise: have Megatron pad experts to multiples of 128 under the blockwise FP8 recipe.
+    Nothing else of it; for experts in FP8 see `use_fp8_flow`.
 
-    Returns what undoes it: ``enabled.disable()``, or ``with enable():``. A second call, as long as the first
-    is in force, is refused. Raises ImportError where megatron-core is not installed.
+    Parameters
+    ----------
+    grouped_blockwise : bool
+        Have Megatron pad experts to multiples of 128 under the blockwise FP8 recipe.
+
+    Returns
+    -------
+    Enabled
+        What undoes it: ``enabled.disable()``, or ``with enable():``.
+
+    Raises
+    ------
+    RuntimeError
+        For a second call as long as the first is in force.
+    ImportError
+        Where megatron-core is not installed.
+
+    Examples
+    --------
+    >>> import megatron.core
+    >>> from megatron.core.transformer.moe import moe_utils
+    >>> from fp8moe.adapters import megatron
+    >>> with megatron.enable():
+    ...     moe_utils.fused_permute is megatron.permute
+    True
     """
     global _enabled
     if _enabled is not None:

@@ -41,6 +41,8 @@ with warnings.catch_warnings():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+__all__ = ["FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow"]
+
 #: `TransformerConfig`'s fields that these experts do not do, each with the values that leave it alone
 REFUSED = {
     "add_bias_linear": (False,),
@@ -112,19 +114,47 @@ def activation_of(config: Any) -> Activation:
 
 
 class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
-    """Experts in place of Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`, behind any of its
-    dispatchers (allgather, alltoall, DeepEP, HybridEP): rows that are permuted already.
+    """Experts in place of Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
 
-    recipe: "fp8_flow", "fp8_blockwise" or "bf16".
+    They stand behind any of its dispatchers (allgather, alltoall, DeepEP, HybridEP), whose rows are permuted
+    already. Bias, expert tensor parallelism, other activations, and what else these experts do not do, are
+    refused by name when the module is made.
 
+    Parameters
+    ----------
+    num_local_experts : int
+        Of this rank.
+    config : TransformerConfig
+        ``recompute_modules=["moe_act"]`` recomputes the first product with the activation.
+    submodules : None
+        As Megatron makes experts; these have none.
+    pg_collection : ProcessGroupCollection or None
+        The model's; None: Megatron's default groups.
+    name : str or None
+        As Megatron makes experts; not used.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As of `fp8moe.moe_forward`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+
+    Notes
+    -----
     weight1 [E, 2F, H], gates before ups, and weight2 [E, H, F], of this rank's experts, in ``params_dtype``.
     A distributed checkpoint has them under the keys, in the shapes and pieces of `SequentialMLP`, so that
     either loads the other's, into another number of ranks too. They are initialised as that initialises its
-    own, in the same order.
+    own, in the same order. In the FP8 recipes gradients are added to ``main_grad`` by the products.
 
-    ``recompute_modules=["moe_act"]`` recomputes the first product with the activation. In the FP8 recipes
-    gradients are added to ``main_grad`` by the products. Bias, expert tensor parallelism, other activations,
-    and what else these experts do not do, are refused by name when the module is made.
+    Examples
+    --------
+    >>> import warnings
+    >>> warnings.simplefilter("ignore")
+    >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    >>> from fp8moe.adapters import megatron
+    >>> spec = megatron.use_fp8_flow(get_gpt_layer_local_spec(num_experts=4), dispatcher="megatron")
+    >>> mlp = spec.submodules.mlp  # a builder, or in older releases a spec
+    >>> experts = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+    >>> experts.experts.module is megatron.FP8FlowExperts
+    True
     """
 
     def __init__(
@@ -179,8 +209,29 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """(rows, no bias). tokens_per_expert on the CPU are copied to the rows' device, which does not
-        wait."""
+        """Multiply rows that Megatron's dispatcher has permuted.
+
+        Parameters
+        ----------
+        permuted_local_hidden_states : Tensor, floating point, [N, H]
+            Rows in expert order.
+        tokens_per_expert : Tensor, int32 or int64, [E]
+            On the CPU they are copied to the rows' device, which does not wait.
+        permuted_probs : Tensor, floating point, [N]
+            Factor of each row's result.
+
+        Returns
+        -------
+        rows : Tensor, [N, H]
+            The results.
+        bias : None
+            There is none.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `fp8moe.adapters.torch_functional.moe_experts_permuted`.
+        """
         counts = tokens_per_expert.to(permuted_local_hidden_states.device, non_blocking=True)
         y = torch_ops.moe_experts_permuted(
             permuted_local_hidden_states,
@@ -193,7 +244,29 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return y, None
 
     def routed(self, x: Tensor, topk_ids: Tensor, topk_probs: Tensor, comm: Any) -> Tensor:
-        """Of tokens that are on their own ranks, with dispatch and combine by ``comm``."""
+        """Multiply tokens that are on their own ranks.
+
+        Parameters
+        ----------
+        x : Tensor, floating point, [T, H]
+            Tokens.
+        topk_ids : Tensor, int64, [T, k]
+            Their experts, of all ranks.
+        topk_probs : Tensor, floating point, [T, k]
+            Factors of the experts' results.
+        comm : Comm or None
+            What dispatches and combines; None for one rank.
+
+        Returns
+        -------
+        Tensor, [T, H]
+            In x's dtype.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `fp8moe.adapters.torch_functional.moe_experts`.
+        """
         return torch_ops.moe_experts(  # type: ignore[no-any-return]
             x, *self._weights(), topk_ids, topk_probs, comm=comm, **self._options()
         )
@@ -209,12 +282,32 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return {**options, "backend": self.backend}
 
     def backward_dw(self) -> None:
-        """Nothing: delay_wgrad_compute is refused."""
+        """Do nothing: delay_wgrad_compute is refused."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Keys, global shapes, offsets and replicas of `SequentialMLP`: a piece an expert, two for fc1."""
+        """Describe the weights for a distributed checkpoint, as `SequentialMLP` does its own.
+
+        Parameters
+        ----------
+        prefix : str
+            Of the keys.
+        sharded_offsets : tuple
+            Of the layers around.
+        metadata : dict or None
+            Megatron's, of the checkpoint's format.
+
+        Returns
+        -------
+        dict of str to Any
+            With keys, global shapes, offsets and replicas of `SequentialMLP`: a piece an expert, two for fc1.
+
+        Raises
+        ------
+        NotImplementedError
+            Where it is saved, for a format of flattened tensors.
+        """
         singleton = bool((metadata or {}).get("singleton_local_shards", False))
         rank, ranks = self.ep_group.rank(), self.ep_group.size()
         places = _Places(tuple(sharded_offsets), rank, ranks, self.num_local_experts, singleton)
@@ -273,7 +366,7 @@ def _pieces(
         )
     suffix = f"{layer}.weight"
     before = key.removesuffix(suffix)
-    found = []
+    pieces = []
     for expert, weight in enumerate(weights):
         offsets = places.offsets(expert)
         for part, piece in enumerate(weight.chunk(parts)):
@@ -282,12 +375,12 @@ def _pieces(
                 name += ("_w", "_v")[part]
             elif parts == 2:
                 where = (*offsets, (len(offsets), part, 2))
-            found.append(
+            pieces.append(
                 ShardedTensor.from_rank_offsets(
                     name, piece, *where, replica_id=replica_id, prepend_axis_num=len(offsets)
                 )
             )
-    return found
+    return pieces
 
 
 @torch.no_grad()
@@ -344,9 +437,29 @@ def chosen(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tenso
 
 
 class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
-    """Megatron's `MoELayer`, whose dispatch, permutation, experts and combine are this library's: with
-    "fp8_flow" rows travel in FP8, and two casts are all there are.
+    """Megatron's `MoELayer`, whose dispatch, permutation, experts and combine are this library's.
 
+    With "fp8_flow" rows travel in FP8, and two casts are all there are.
+
+    Parameters
+    ----------
+    config : TransformerConfig
+        The model's.
+    submodules : MoESubmodules or None
+        As of `MoELayer`; their experts are replaced.
+    layer_number : int or None
+        As of `MoELayer`.
+    pg_collection : ProcessGroupCollection or None
+        The model's; None: Megatron's default groups.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As of `fp8moe.moe_forward`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+    **options : Any
+        Of `MoELayer`.
+
+    Notes
+    -----
     It is made as `MoELayer` is, by a layer spec (`use_fp8_flow` puts it there), or directly. config's
     ``moe_token_dispatcher_type`` does not matter. Router, shared experts, auxiliary losses, capacity
     (dropped tokens), ``recompute_modules`` and expert parallelism are those of the config; the experts are
@@ -354,7 +467,15 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     ``moe_shared_expert_overlap``, padding of the router's choice, and CUDA graphs around the experts where
     expert_model_parallel_size > 1, since counts of rows are looked at once a forward then.
 
-    recipe: "fp8_flow", "fp8_blockwise" or "bf16".
+    Examples
+    --------
+    >>> import warnings
+    >>> warnings.simplefilter("ignore")
+    >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    >>> from fp8moe.adapters import megatron
+    >>> mlp = megatron.use_fp8_flow(get_gpt_layer_local_spec(num_experts=4)).submodules.mlp
+    >>> getattr(mlp, "module", None) or mlp.func  # a spec, or a builder
+    <class 'fp8moe.adapters.megatron_layer.FP8FlowMoELayer'>
     """
 
     def __init__(
@@ -389,7 +510,22 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             _refuse_captured_experts(config)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """(rows of the tokens, no bias)."""
+        """Dispatch, multiply and combine.
+
+        Parameters
+        ----------
+        hidden_states : Tensor, floating point, [T, H]
+            Tokens.
+        probs : Tensor, floating point, [T, k]
+            Factors of the experts' results.
+
+        Returns
+        -------
+        rows : Tensor, [T, H]
+            The results.
+        bias : None
+            There is none.
+        """
         rows, ids, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         return self.experts.routed(rows, ids, probs, self._comm), None
 
@@ -417,18 +553,43 @@ def use_fp8_flow(
     dispatcher: str = "fp8moe",
     pg_collection: Any = None,
 ) -> Any:
-    """A copy of a layer spec in which every `MoELayer` is this library's.
+    """Copy a layer spec, with every `MoELayer` replaced by this library's.
 
-    spec: what `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and their like return, or
-        `hybrid_stack_spec` (`mamba_stack_spec` before 0.17): `ModuleSpec`s, dataclasses of submodules,
-        builders made with functools.partial, lists of them.
-    recipe: "fp8_flow", "fp8_blockwise" or "bf16".
-    dispatcher: "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and
-        dispatcher (``moe_token_dispatcher_type``), with `FP8FlowExperts` behind it.
-    pg_collection: the model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of
-        its own classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.
+    Parameters
+    ----------
+    spec : ModuleSpec, dataclass of submodules, functools.partial, or list or tuple of them
+        What `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and their like return, or
+        `hybrid_stack_spec` (`mamba_stack_spec` before 0.17).
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As of `fp8moe.moe_forward`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+    dispatcher : "fp8moe" or "megatron"
+        "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and dispatcher
+        (``moe_token_dispatcher_type``), with `FP8FlowExperts` behind it.
+    pg_collection : ProcessGroupCollection or None
+        The model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of its own
+        classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.
 
-    Raises ValueError for a spec without a `MoELayer`.
+    Returns
+    -------
+    ModuleSpec, or what ``spec`` is
+        The copy.
+
+    Raises
+    ------
+    ValueError
+        For a spec without a `MoELayer`, and for a recipe, backend or dispatcher that there is not.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> warnings.simplefilter("ignore")
+    >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    >>> from fp8moe.adapters import megatron
+    >>> spec = get_gpt_layer_local_spec(num_experts=4)
+    >>> megatron.use_fp8_flow([spec, spec], recipe="fp8_flow")[0] is spec
+    False
     """
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
@@ -474,7 +635,7 @@ def use_fp8_flow(
             return new
         return part
 
-    found = changed(spec)
+    copied = changed(spec)
     if not replaced:
         raise ValueError("spec: got one without a MoELayer; wanted a layer spec made with num_experts")
-    return found
+    return copied

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8moe import expert_parallel
+from fp8moe import checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
-from fp8moe.expert_parallel import Counts, Dispatched, DispatchedRows, Pending
+from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
 
-__all__ = ["ProcessGroup", "RankLost", "combine", "dispatch"]
+__all__ = ["ProcessGroup", "RankLost"]
 
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,7 @@ class RankLost(RuntimeError):
     Attributes
     ----------
     ranks : list of int
-        Those of the group, as far as they could be told.
+        Ranks of the group that left, as far as they could be told.
     """
 
     def __init__(self, ranks: list[int], message: str):
@@ -47,102 +47,208 @@ class RankLost(RuntimeError):
 class ProcessGroup:
     """A `fp8moe.expert_parallel.Transport` over a process group; torch tensors, and NumPy arrays with gloo.
 
-    One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
-    the current stream wait for it, not the host. A rank that leaves, or does not come within the group's
-    timeout: `RankLost`, naming it. With NCCL that is seen where the host waits, in ``counts``, after nine
-    tenths of the timeout, before torch's watchdog ends the process; the group is of no use then.
-
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or None
         None: the default group.
+    capacity : Capacity or None
+        With a `fp8moe.expert_parallel.Capacity` every forward and backward moves as many rows as it says,
+        nothing waits for the host, and a CUDA graph holds them, after a first forward of the same kind
+        outside of it. What it left out `overflow` tells; read that now and then.
+    overlap_chunks : int
+        Chunks of tokens that `fp8moe.moe_forward` and its backward take one after another, so that the rows
+        of one travel beside the products of another.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a capacity or a number of chunks that is none.
+    RankLost
+        In an exchange, for a rank that leaves or does not come within the group's timeout, naming it. With
+        NCCL that is seen where the host waits, in ``counts``, after nine tenths of the timeout, before
+        torch's watchdog ends the process; the group is of no use then.
+
+    Notes
+    -----
+    One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
+    the current stream wait for it, not the host. With a capacity no rank is seen to be lost but by the
+    group's own timeout.
 
     Examples
     --------
+    >>> import torch
     >>> import torch.distributed as dist
     >>> from fp8moe.adapters.torch_distributed import ProcessGroup
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> ProcessGroup().exchange(np.ones((2, 4), np.float32), ((2,),)).wait().shape
-    (2, 4)
+    >>> comm = ProcessGroup()
+    >>> x, w13, w2 = torch.ones(1, 1), torch.tensor([[[100.0], [2.0]]]), torch.tensor([[[1.0]]])
+    >>> ids, probs = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 0.5)
+    >>> fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=comm)[0].item()
+    100.0
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, capacity: Capacity | None = None, overlap_chunks: int = 1):
+        if capacity is not None:
+            checks.options("capacity", capacity, Capacity)
+        self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # by which compiled code finds it
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
         self._here = ""  # the call for which this rank said that it is there
+        self._agreed: set[Any] = set()  # headers that are the same on all ranks
+        self._overflow: Tensor | None = None  # rows and entries, of all forwards
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
-        """Tell every rank its numbers.
+        """Tell every rank its numbers, as `fp8moe.expert_parallel.Transport.counts`.
 
         Parameters
         ----------
-        counts : tuple of Tensor or ndarray, int32, [W]
-            This rank's numbers for every rank.
+        counts : tuple of arrays, int32, [W]
+            Numbers for each rank.
         header : dict of str to int
             What must be the same on all ranks.
 
         Returns
         -------
         list of Counts
-            For each of ``counts`` what every rank told every rank, on the host, which waits for it.
+            For each of ``counts``, on the host, what every rank told every rank. On CUDA this **synchronises
+            once**.
 
         Raises
         ------
         ValueError
-            On all ranks, where a header differs.
+            On all ranks, for headers that differ.
         RuntimeError
-            `RankLost`, where a rank is gone.
+            `RankLost`.
         """
         known = [_tensor(c) for c in counts]
         values, device, world = tuple(header.values()), known[0].device, self.world_size
         if (values, device) not in self._headers:  # a copy to the device waits
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
-        numbers = torch.cat([*known, self._headers[values, device]])
-        gathered = numbers.new_empty(world * len(numbers))
-        self._call(lambda: _all_gather(gathered, numbers, self.group))
+        message = torch.cat([*known, self._headers[values, device]])
+        messages = message.new_empty(world * len(message))
+        self._call(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
             self._wait_for(device)
-        of_ranks = gathered.view(world, -1).tolist()  # the one synchronisation
+        of_ranks = messages.view(world, -1).tolist()  # the one synchronisation
         return expert_parallel.counts_of(of_ranks, header, self.rank)
 
-    def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        """Rows to the ranks that want them.
+    def agree(self, header: dict[str, int], like: Any) -> None:
+        """Compare a header once, as `fp8moe.expert_parallel.Bounded.agree`.
 
         Parameters
         ----------
-        rows : Tensor or ndarray, [N, ...]
-            The first rows of it, rank by rank.
+        header : dict of str to int
+            What must be the same on all ranks.
+        like : array
+            Any on the device.
+
+        Returns
+        -------
+        None
+            At once, for a header that was compared before; else it **synchronises**.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, for headers that differ.
+        RuntimeError
+            For a new header while a CUDA graph is captured; `RankLost`.
+        """
+        kind = tuple(header.values())
+        if kind in self._agreed:
+            return
+        known = _tensor(like)
+        if known.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "capacity: got the first dispatch of its kind inside of a CUDA graph; wanted one before, in "
+                "which the ranks compare theirs; run a forward before the capture"
+            )
+        self.counts((known.new_zeros(self.world_size, dtype=torch.int32),), header)
+        if self._overflow is None:  # here, and not in a graph's own memory
+            with torch.inference_mode(False):
+                self._overflow = torch.zeros(2, dtype=torch.int64, device=known.device)
+        self._agreed.add(kind)
+
+    def record_overflow(self, rows: Any, entries: Any) -> None:
+        """Add to what `overflow` tells, as `fp8moe.expert_parallel.Bounded.record_overflow`.
+
+        Parameters
+        ----------
+        rows : array, int32, [1]
+            Rows that were not sent.
+        entries : array, int32, [1]
+            Entries that had no room.
+
+        Returns
+        -------
+        None
+            Nothing waits.
+        """
+        assert self._overflow is not None
+        self._overflow += torch.cat((_tensor(rows), _tensor(entries)))
+
+    def overflow(self, *, reset: bool = False) -> Tensor:
+        """What a capacity left out of all forwards since the last ``reset``, replayed and repeated ones too.
+
+        Parameters
+        ----------
+        reset : bool
+            Whether to count from 0 on after this.
+
+        Returns
+        -------
+        Tensor, int64, [2]
+            On the device: rows that this rank did not send, and entries that its own experts had no room for.
+            Nothing waits until it is read.
+
+        Raises
+        ------
+        RuntimeError
+            Where no forward with a capacity has run.
+        """
+        if self._overflow is None:
+            raise RuntimeError("overflow: got no forward with a capacity before; wanted one")
+        counted = self._overflow.clone()
+        if reset:
+            self._overflow.zero_()
+        return counted
+
+    def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
+        """Move rows to their ranks, as `fp8moe.expert_parallel.Transport.exchange`.
+
+        Parameters
+        ----------
+        rows : Tensor, or with gloo ndarray, [N, columns]
+            The first of them, rank by rank.
         counts : Counts
-            ``counts[a][b]`` rows from rank a to rank b.
+            counts[a][b] rows from a to b.
         size : int or None
-            Rows of the result; None: those that come.
+            Rows of the result; None: as many as arrive.
 
         Returns
         -------
         Pending
-            ``wait()`` returns rows of the same dtype, first in them those that came, rank by rank.
+            Of what arrives, of the same kind and dtype.
 
         Raises
         ------
-        TypeError
-            For rows of another kind.
         RuntimeError
-            `RankLost`, where a rank is gone.
+            `RankLost`.
         """
-        ours, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
-        theirs = ours.new_empty((sum(received) if size is None else size, *ours.shape[1:]))
-        width = ours.stride(0) * ours.itemsize if ours.numel() else theirs.stride(0) * theirs.itemsize
+        given, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
+        arriving = given.new_empty((sum(received) if size is None else size, *given.shape[1:]))
+        width = given.stride(0) * given.itemsize if given.numel() else arriving.stride(0) * arriving.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
-        outgoing, into = _as_bytes(ours)[: sum(splits[1])], _as_bytes(theirs)[: sum(splits[0])]
+        outgoing, into = _as_bytes(given)[: sum(splits[1])], _as_bytes(arriving)[: sum(splits[0])]
         work = self._call(lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True))
 
         def finish(kept: Tensor = outgoing) -> Any:  # its memory is read until then
             self._watched(work.wait)
-            return theirs.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else theirs
+            return arriving.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else arriving
 
         return Pending(finish)
 
@@ -204,41 +310,7 @@ def _timeout(group: Any, device: torch.device) -> float:
 def dispatch(
     x: Tensor, topk_ids: Tensor, topk_probs: Tensor, num_experts: int, comm: Any
 ) -> Dispatched | DispatchedRows:
-    """Tokens to the ranks of their experts: `fp8moe.expert_parallel.dispatch` of tensors.
-
-    Parameters
-    ----------
-    x : Tensor, [T, H]
-        This rank's tokens.
-    topk_ids : Tensor, int32 or int64, [T, k]
-        Of all ranks' experts.
-    topk_probs : Tensor, floating point, [T, k]
-        Factors of the experts' results.
-    num_experts : int
-        E, of all ranks.
-    comm : Comm
-        How rows move, as `ProcessGroup`.
-
-    Returns
-    -------
-    Dispatched or DispatchedRows
-        What arrived. Differentiable in ``x`` and ``topk_probs``, once.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that do not fit each other, or differ from another rank's.
-
-    Examples
-    --------
-    >>> import torch, torch.distributed as dist
-    >>> from fp8moe.adapters import torch_distributed as ep
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> x, ids, probs = torch.ones(2, 4), torch.tensor([[0], [1]]), torch.ones(2, 1)
-    >>> ep.dispatch(x, ids, probs, 2, ep.ProcessGroup()).topk_ids.tolist()
-    [[0], [1]]
-    >>> dist.destroy_process_group()
-    """
+    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs."""
     rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm)
     if isinstance(rest, DispatchedRows):
         return replace(rest, x=rows, probs=probs)
@@ -246,38 +318,7 @@ def dispatch(
 
 
 def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
-    """Sums of the experts' results, back at their tokens' ranks: `fp8moe.expert_parallel.combine`.
-
-    Parameters
-    ----------
-    y : Tensor, [R, H]
-        Results of the rows that were dispatched.
-    route : Route
-        Of what `dispatch` returned.
-    comm : Comm
-        The dispatch's.
-
-    Returns
-    -------
-    Tensor, [T, H]
-        A sum for each token. Differentiable in ``y``, once.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For arguments that do not fit each other.
-
-    Examples
-    --------
-    >>> import torch, torch.distributed as dist
-    >>> from fp8moe.adapters import torch_distributed as ep
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> comm, x = ep.ProcessGroup(), torch.ones(2, 4)
-    >>> arrived = ep.dispatch(x, torch.tensor([[0], [1]]), torch.ones(2, 1), 2, comm)
-    >>> ep.combine(arrived.x * 2, arrived.route, comm)[:, 0].tolist()
-    [2.0, 2.0]
-    >>> dist.destroy_process_group()
-    """
+    """`fp8moe.expert_parallel.combine`, with a gradient for y."""
     return _Combine.apply(y, route, comm)
 
 

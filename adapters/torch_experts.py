@@ -13,7 +13,7 @@ import pickle
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,10 +24,10 @@ import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
-from fp8moe.adapters.torch_ops import gradient_dtype
 from fp8moe.adapters.torch_stats import Collector
+from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.formats import BFLOAT16
-from fp8moe.moe import Saved
+from fp8moe.moe import Saved, SavedForWeights
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec
 
@@ -217,6 +217,8 @@ class _Experts(torch.autograd.Function):
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
             ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
+        inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
+        ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
         ctx.dtypes = [None if w is None else w.dtype for w in (w1, w3, w2)], probs.dtype
         ctx.collector = collector
@@ -225,39 +227,99 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        try:
-            tensors = iter(ctx.saved_tensors)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            codes = ctx.options.recipe != "bf16"
-            changed = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
-            raise RuntimeError(
-                f"w13, w2: got {changed} after the forward; wanted the forward's own; run the backward first"
-            ) from error
-        saved = map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)
-        if ctx.collector is not None:
-            ctx.collector.backward(dy)
+        wanted = _names(ctx.options.wanted)
+        asked = _asked_for(ctx)
+        of_weights = [name for name in asked if name in _OF_WEIGHTS]
+        later = [name for name in wanted if name in _OF_WEIGHTS and name not in of_weights]
+        half, ctx.half = ctx.half, None
+        if half is not None and not later and asked == of_weights and half.is_of(dy):
+            source: Any = half.operands
+            backward: Any = partial(fp8moe.moe_backward_weight, half.operands)
+        else:
+            source = saved = _saved_by_autograd(ctx)
+            if ctx.collector is not None:
+                ctx.collector.backward(dy)
+            given = {"dy": dy.contiguous(), "comm": ctx.comm}
+            if later and not of_weights and torch._C._autograd._get_current_graph_task_keep_graph():
+                grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=wanted)
+                ctx.half = _Half(dy, operands)
+
+                def backward(**_: Any) -> Any:
+                    return grads
+            else:
+                backward = partial(fp8moe.moe_backward, saved, **given, gradients=asked)
         dtypes, of_probs = ctx.dtypes
-        dx, dprobs, *of_weights = _backward(saved, dy, ctx.parameters, dtypes, ctx.options, ctx.comm)
-        return dx, *of_weights, None if dprobs is None else dprobs.to(of_probs), *[None] * 6
+        dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, asked, ctx.options)
+        return dx, *rest, None if dprobs is None else dprobs.to(of_probs), *[None] * 6
+
+
+def _saved_by_autograd(ctx: Any) -> Saved:
+    try:
+        tensors = iter(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        codes = ctx.options.recipe != "bf16"
+        changed = "FP8 copies that quantize_weights() overwrote" if codes else "weights that were changed"
+        raise RuntimeError(
+            f"w13, w2: got {changed} after the forward; wanted the forward's own; run the backward first"
+        ) from error
+    return map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)  # type: ignore[no-any-return]
+
+
+# ---- one backward, or its halves, where torch.autograd.grad is asked for some inputs' gradients alone
+
+
+def _asked_for(ctx: Any) -> list[str]:
+    """Of the gradients that are wanted, those that the backward that runs now goes on with."""
+    nodes = zip(ctx.names, ctx.next_functions, strict=True)
+    asked = {name for name, (node, _) in nodes if node is not None and _runs(node)}
+    return [name for name in _names(ctx.options.wanted) if name in asked]
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad was given it does not tell
+        return True
+
+
+class _Half:
+    """What the inputs' gradients left for those of the weights, of the same dy."""
+
+    def __init__(self, dy: Tensor, operands: SavedForWeights):
+        self.dy, self.operands = dy, operands
+        self._versions = self._seen()
+
+    def _seen(self) -> list[int]:
+        return [t._version for t in (self.dy, *arrays_in(self.operands))]
+
+    def is_of(self, dy: Tensor) -> bool:
+        """Whether dy is that one, and nothing has been changed in place since."""
+        return dy.is_set_to(self.dy) and self._versions == self._seen()
 
 
 def _backward(
-    saved: Saved, dy: Tensor, parameters: Any, dtypes: Any, options: Options, comm: Any
+    backward: Any,
+    source: Saved | SavedForWeights,
+    parameters: Any,
+    dtypes: Any,
+    asked: Collection[str],
+    options: Options,
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not wanted."""
-    wanted = _names(options.wanted)
-    mains = _mains(parameters, wanted)
-    dx, dprobs, *of_weights = _gradients(saved, dy.contiguous(), mains, dtypes, options, comm)
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not asked for."""
+    mains = _mains(parameters, asked)
+    # torch.autograd.grad takes None for an error
+    partly = len(asked) < len(_names(options.wanted))
+    dx, dprobs, *of_weights = _gradients(backward, source, mains, dtypes, options)
     grads: list[Tensor | None] = []
     for w, main, dtype, new in zip(parameters, mains, dtypes, of_weights, strict=True):
         if main is None:
             grads.append(None if new is None else new.to(dtype))
         else:
-            grads.append(_zeros_like(main, dtype) if wants_zeros(w) else None)
+            grads.append(_zeros_like(main, dtype) if partly or wants_zeros(w) else None)
             set_added(w)
-    return [dx if "dx" in wanted else None, dprobs if "dprobs" in wanted else None, *grads]
+    return [dx if "dx" in asked else None, dprobs if "dprobs" in asked else None, *grads]
 
 
 _OF_WEIGHTS = ("dw13", "dw13", "dw2")  # of w13 (or w1), w3 and w2
@@ -276,21 +338,20 @@ def _in_halves(options: Options) -> bool:
 
 
 def _gradients(
-    saved: Saved, dy: Tensor, mains: Any, dtypes: Any, options: Options, comm: Any = None
+    backward: Any, source: Saved | SavedForWeights, mains: Any, dtypes: Any, options: Options
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that."""
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that. backward:
+    `fp8moe.moe_backward` of ``source``, or a half of it."""
     in_halves = _in_halves(options)
     main13, main3, main2 = mains
     halves = (main13, main3) if options.apart else (None, None)
-    g = fp8moe.moe_backward(
-        saved,
-        dy,
+    # bfloat16 at once where all weights are; other dtypes, and the sums of chunks, of float32
+    narrow = {*dtypes} <= {None, torch.bfloat16} and not source.later
+    g = backward(
         dw13=halves if in_halves else main13,
         dw2=main2,
-        dtype=gradient_dtype(*(d for d in dtypes if d is not None)),
+        dtype="bfloat16" if narrow else "float32",
         ffn=options.ffn,
-        comm=comm,
-        gradients=_names(options.wanted),
     )
     if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
@@ -396,6 +457,11 @@ def handle_of(layer: Any) -> Tensor:
 
 def handle_of_comm(comm: Any) -> Tensor:
     """The attribute ``handle`` of a `fp8moe.expert_parallel.Transport`, which compiled code finds it by."""
+    if chunks_of(comm) > 1:
+        raise NotImplementedError(
+            f"overlap_chunks: got {chunks_of(comm)} in compiled code; wanted 1, or the layer in a function "
+            "under torch.compiler.disable"
+        )
     handle = getattr(comm, "handle", None)
     if handle is None:
         raise NotImplementedError(
@@ -538,7 +604,8 @@ def _results_of_backward(
     saved: Saved, dy: Tensor, targets: Targets, options: Options, comm: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     mains, dtypes, handle = targets[:3], _dtypes(targets), targets.handle
-    dx, dprobs, *of_weights = _gradients(saved, dy, mains, dtypes, options, comm)
+    backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
+    dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, options)
     layer = None if handle is None else _layers.get(int(handle))
     grads = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(

@@ -14,10 +14,35 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.tensor import Shard
 
+__all__ = ["padded_elements", "shard_placement"]
+
 
 def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """``shard_placement_fn`` for so many ranks: the first dimension that needs no padding; None, which means
-    dimension 0, where there is none."""
+    """Make ``shard_placement_fn`` of ``fully_shard``: the first dimension that needs no padding.
+
+    Parameters
+    ----------
+    ranks : int
+        Over which parameters are sharded.
+
+    Returns
+    -------
+    function
+        From a parameter to its placement; to None, which means dimension 0, where every dimension needs
+        padding.
+
+    Raises
+    ------
+    ValueError
+        For no ranks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_fsdp import shard_placement
+    >>> shard_placement(64)(torch.nn.Parameter(torch.empty(8, 256, 100)))
+    Shard(dim=1)
+    """
     if ranks < 1:
         raise ValueError(f"ranks: got {ranks}; wanted 1 or more")
 
@@ -29,7 +54,28 @@ def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def padded_elements(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> int:
-    """Elements that ``fully_shard`` adds to a parameter of this shape when it cuts it along ``dimension``."""
+    """Count what ``fully_shard`` adds to a parameter when it cuts it along a dimension.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The parameter's.
+    ranks : int
+        Over which it is sharded.
+    dimension : int
+        Along which it is cut.
+
+    Returns
+    -------
+    int
+        Elements.
+
+    Examples
+    --------
+    >>> from fp8moe.adapters.torch_fsdp import padded_elements
+    >>> padded_elements((8, 256, 100), 64), padded_elements((8, 256, 100), 64, 1)
+    (1433600, 0)
+    """
     size = shape[dimension]
     others = 1
     for d, n in enumerate(shape):

@@ -20,8 +20,12 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
+from fp8moe.adapters.torch_operation import check_float, refuse_transforms
+from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
+
+__all__ = ["moe_experts", "moe_experts_permuted", "quantize_fp8_weights"]
 
 
 def moe_experts(
@@ -40,35 +44,78 @@ def moe_experts(
     fp8_weights: tuple[Quantized, Quantized] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]), with
-    gradients for all but the ids, eagerly and compiled: `fp8moe.moe_forward` and `fp8moe.moe_backward` for
-    torch.
+    """The experts of a layer, with gradients for all but the ids, eagerly and compiled.
 
-    x: [..., H], any float; y has its shape and dtype. The FP8 recipes multiply it as bfloat16, "bf16" in x's
-        dtype, under autocast in that of the context.
-    w13: [E, 2F, H], gates before ups, or the two apart, [E, F, H] each; [E, F, H] for an activation without a
-        gate. w2: [E, H, F]. Any float, any strides, leaves or not; or, for the FP8 recipes, what
-        `fp8moe.quantize_weights` returned, which has no gradient. Gradients come in the weights' dtype, of w1
-        and w3 apart, too; each may have a ``main_grad``. Where F is no multiple of 128, the FP8 recipes
-        multiply by codes with zeros up to the next one. "fp8_flow" copies no weights on the way, halves,
-        padded or transposed; the gradient of a padded w13 in one piece is copied once. The other recipes join
-        the halves, "fp8_blockwise" pads.
-    topk_ids: int32 or int64 [..., k], below 0 or E and more for no expert. topk_probs: float [..., k].
-    bias13, bias2: float [E, 2F] and [E, H], as gpt-oss has. The first becomes columns of w13, which multiply
-        ones after x's; in FP8 four, whose sum is the bias to 2^-16. The second is added by torch.
-    comm: what moves rows between ranks (`fp8moe.expert_parallel.Comm`): w13 and w2 are this rank's experts
-        then, and ids name those of all. Compiled, it is one graph all the same (``fullgraph=True``), for a
+    y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]).
+
+    Parameters
+    ----------
+    x : Tensor, any floating-point dtype and strides, [..., H]
+        The FP8 recipes multiply it as bfloat16, "bf16" in its dtype, under autocast in that of the context.
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each, or Quantized
+        Gates before ups, or the two apart; [E, F, H] for an activation without a gate. Any floating-point
+        dtype and strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned,
+        which has no gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
+        ``main_grad``. Where F is no multiple of 128, the FP8 recipes multiply by codes with zeros up to the
+        next one. "fp8_flow" copies no weights on the way, halves, padded or transposed; the gradient of a
+        padded w13 in one piece is copied once. The other recipes join the halves, "fp8_blockwise" pads.
+    w2 : Tensor or Quantized, [E, H, F]
+        As ``w13``.
+    topk_ids : Tensor, int32 or int64, [..., k]
+        Below 0, or E and more, for no expert.
+    topk_probs : Tensor, floating point, [..., k]
+        Factors of the experts' results.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As of `fp8moe.moe_forward`.
+    recompute : None or "moe_expert"
+        As of `fp8moe.moe_forward`.
+    activation : Activation
+        Between the two products.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As gpt-oss has. It becomes columns of w13, which multiply ones after x's; in FP8 four, whose sum is
+        the bias to 2^-16.
+    bias2 : Tensor or None, floating point, [E, H]
+        Added by torch.
+    comm : Comm or None
+        What moves rows between ranks (`fp8moe.expert_parallel`): w13 and w2 are this rank's experts then, and
+        ids name those of all. Compiled, it is one graph all the same (``fullgraph=True``), for a
         `fp8moe.adapters.torch_distributed.ProcessGroup` or another Transport that has a ``handle``. bias2 is
         gathered from all ranks, which takes the attribute ``group``, a torch.distributed.ProcessGroup.
-    fp8_weights: what `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it
-        that they have not changed since: micro-batches share one set. All get their gradients the same.
-    backend: by which kernels all products are made, of the backward, too: "wgmma", "mma", "cublas" (which
-        synchronises) or "plain", as `fp8moe.grouped_gemm` describes them; None: the fastest. For "bf16" None
-        also takes torch's grouped product, where that is faster, and a name means this library's kernels. One
-        that does not make these products on x's device is refused before any work.
+    fp8_weights : tuple of two Quantized, or None
+        What `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it that
+        they have not changed since: micro-batches share one set. All get their gradients the same.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        By which kernels all products are made, of the backward, too, as `fp8moe.grouped_gemm` describes them
+        ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
+        that is faster, and a name means this library's kernels.
 
-    Raises TypeError for a wrong dtype, ValueError for a wrong shape or range, by the argument's name;
-    NotImplementedError inside transforms of torch.func.
+    Returns
+    -------
+    Tensor, [..., H]
+        In x's dtype and shape.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a wrong dtype, shape or range, by the argument's name, and for a backend that does not make these
+        products on x's device, before any work.
+    NotImplementedError
+        Inside transforms of torch.func, and for a ``comm`` without what compiled code or bias2 wants of it.
+
+    Notes
+    -----
+    `fp8moe.moe_forward` and `fp8moe.moe_backward`, whose notes say where the recipes come from.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
+    >>> x, w13, w2 = torch.ones(1, 1), torch.tensor([[[100.0], [2.0]]]), torch.tensor([[[1.0]]])
+    >>> ids, probs = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), 0.5, requires_grad=True)
+    >>> y = torch_ops.moe_experts(x, w13, w2, ids, probs, recipe="bf16")
+    >>> y.backward(torch.ones(1, 1))
+    >>> y.item(), probs.grad.item()
+    (100.0, 200.0)
     """
     options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend)
     return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options, comm=comm)
@@ -90,19 +137,63 @@ def moe_experts_permuted(
     fp8_weights: tuple[Quantized, Quantized] | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`moe_experts` of rows that a dispatcher has permuted, and may have padded: y[i] = probs[i] * (w2[e] @
-    act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing synchronises.
+    """`moe_experts` of rows that a dispatcher has permuted, and may have padded.
 
-    x: [N, H], any float: rows of expert 0, then of expert 1, and so on; those past the last expert's belong
-        to none, and y has zeros there. tokens_per_expert: int32 or int64 [E], on x's device. probs: float
-        [N].
-    align_size: what each expert's rows are padded to a multiple of in x, with rows and probs of zeros;
+    y[i] = probs[i] * (w2[e] @ act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing
+    synchronises.
+
+    Parameters
+    ----------
+    x : Tensor, any floating-point dtype and strides, [N, H]
+        Rows of expert 0, then of expert 1, and so on; those past the last expert's belong to none. FP8 rows,
+        which have no gradient in torch, are for `fp8moe.moe_forward_permuted`.
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each, or Quantized
+        As for `moe_experts`.
+    w2 : Tensor or Quantized, [E, H, F]
+        As for `moe_experts`.
+    tokens_per_expert : Tensor, int32 or int64, [E]
+        Rows of each expert, on x's device.
+    probs : Tensor, floating point, [N]
+        Factor of each row's result.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As for `moe_experts`.
+    recompute : None or "moe_expert"
+        As for `moe_experts`.
+    activation : Activation
+        As for `moe_experts`.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As for `moe_experts`.
+    bias2 : Tensor or None, floating point, [E, H]
+        As for `moe_experts`.
+    align_size : int
+        What each expert's rows are padded to a multiple of in x, with rows and probs of zeros;
         tokens_per_expert may count these or not. With a multiple of 128 the FP8 recipes read them where they
         lie; others are padded inside, by a pass more.
-    The others, and what is raised, as for `moe_experts`.
+    fp8_weights : tuple of two Quantized, or None
+        As for `moe_experts`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As for `moe_experts`.
 
-    FP8 rows come without a gradient of their own in torch: `fp8moe.moe_forward_permuted` and
-    `fp8moe.moe_backward` take them, and `moe_experts` with a ``comm`` that dispatches in FP8.
+    Returns
+    -------
+    Tensor, [N, H]
+        In x's dtype; zeros past the last expert's rows.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `moe_experts`, and for a `fp8moe.QuantTensor`.
+    NotImplementedError
+        Inside transforms of torch.func.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
+    >>> x, w13, w2 = torch.ones(2, 1), torch.tensor([[[100.0], [2.0]]]), torch.tensor([[[1.0]]])
+    >>> rows = torch.tensor([2]), torch.tensor([0.5, 1.0])
+    >>> torch_ops.moe_experts_permuted(x, w13, w2, *rows, recipe="bf16").tolist()
+    [[100.0], [200.0]]
     """
     if isinstance(x, QuantTensor):
         raise TypeError(
@@ -141,11 +232,11 @@ def _moe_experts(
 ) -> Tensor:
     """Both. align_size: not 0 for rows that are permuted, whose counts and probs stand for ids and theirs."""
     recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
-    torch_ops.refuse_transforms(name)
+    refuse_transforms(name)
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
-    torch_ops.check_float("x", x)
-    torch_ops.check_float("probs" if align_size else "topk_probs", topk_probs)
+    check_float("x", x)
+    check_float("probs" if align_size else "topk_probs", topk_probs)
     dtype, ffn = torch.bfloat16, None
     if recipe == "bf16":
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -223,7 +314,7 @@ def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torc
 
 def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
     """Whether torch multiplies: bfloat16 in multiples of 16 bytes, and no ``main_grad`` to add to."""
-    if comm is not None and torch.compiler.is_compiling():
+    if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
         return False
     whole = all(w.shape[2] % 8 == 0 for w in (w13, w2))
     return x.dtype == torch.bfloat16 and whole and all(main_grad_of(w) is None for w in (w13, w2))
@@ -261,8 +352,39 @@ def quantize_fp8_weights(
     activation: Activation = SWIGLU,
     out: tuple[Quantized, Quantized] | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """(w13, w2) as `moe_experts` multiplies by them in the FP8 recipes, padded like there. activation: says
-    whether w13 has gates. out: what an earlier call returned, to write to."""
+    """The FP8 weights that `moe_experts` multiplies by, padded like there.
+
+    Parameters
+    ----------
+    w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each
+        As for `moe_experts`.
+    w2 : Tensor, [E, H, F]
+        As for `moe_experts`.
+    bias13 : Tensor or None, floating point, [E, 2F]
+        As for `moe_experts`.
+    activation : Activation
+        Says whether w13 has gates.
+    out : tuple of two Quantized, or None
+        What an earlier call returned, to write to.
+
+    Returns
+    -------
+    tuple of two Quantized
+        Of w13 and of w2: ``fp8_weights`` of `moe_experts`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `moe_experts`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_functional import quantize_fp8_weights
+    >>> w13, w2 = quantize_fp8_weights(torch.ones(4, 200, 256), torch.ones(4, 256, 100))
+    >>> w13.rowwise.shape, w2.rowwise.shape
+    ((4, 256, 256), (4, 256, 128))
+    """
     halves = halves_of(activation.kind)
     given = _checked(w13, w2, bias13, "fp8_flow", halves)
     if bias13 is None:
@@ -273,7 +395,7 @@ def quantize_fp8_weights(
 
 
 def _codes(w: Any, out: Quantized | None = None) -> Quantized:
-    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out)
+    return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out=out)
 
 
 def _quantized(
@@ -282,12 +404,12 @@ def _quantized(
     """FP8 codes of w13, or of w1 and w3, and of w2, filled up with zeros to a multiple of 128 for F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
     if isinstance(w13, tuple):
-        w13 = torch_ops.quantize_weights(w13, out13, rows=_whole_blocks(w13[0].shape[1]))
+        w13 = torch_ops.quantize_weights(w13, out=out13, rows=_whole_blocks(w13[0].shape[1]))
     elif isinstance(w13, Tensor):
         rows = _whole_blocks(w13.shape[1] // halves)
-        w13 = torch_ops.quantize_weights(w13, out13, parts=halves, rows=rows)
+        w13 = torch_ops.quantize_weights(w13, out=out13, parts=halves, rows=rows)
     if not isinstance(w2, Quantized):
-        w2 = torch_ops.quantize_weights(w2, out2, columns=_whole_blocks(w2.shape[2]))
+        w2 = torch_ops.quantize_weights(w2, out=out2, columns=_whole_blocks(w2.shape[2]))
     return w13, w2
 
 
@@ -302,23 +424,23 @@ def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
     return -hidden % FP8_BLOCK[1], 4, FP8_BLOCK[1] - 4
 
 
-def _split(bias: Tensor, parts: int) -> Tensor:
+def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
     """[E, N, parts] in float32, whose sum is the bias: each but the last rounded to the four significant bits
     that e4m3 has. The gradient is that of the last."""
     left = bias.float()
-    found = []
+    rounded = []
     for _ in range(parts - 1):
         part = ((left.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
-        found.append(part)
+        rounded.append(part)
         left = left - part
-    return torch.stack((*found, left), dim=-1)
+    return torch.stack((*rounded, left), dim=-1)
 
 
 def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 (or w1 and w3) and w2, of dtypes and shapes that the recipe takes."""
     parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
-        torch_ops.check_float(name, w, 3)
+        check_float(name, w, 3)
         if recipe == "bf16" and isinstance(w, Quantized):
             raise TypeError(f'{name}: got quantised weights; wanted a tensor for recipe "bf16"')
         if recipe != "bf16" and isinstance(w, Tensor):
@@ -368,11 +490,11 @@ def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) 
         parts, w2 = [pad(w, (0, 0, 0, missing)) for w in parts], pad(w2, (0, missing))
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if bias13 is not None:
-        torch_ops.check_float("bias13", bias13, 2)
+        check_float("bias13", bias13, 2)
         before, ones, after = _columns(gate_up.shape[2], recipe)
         if missing:
             bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)
-        columns = _split(bias13, ones).to(gate_up.dtype)
+        columns = parts_of_bias(bias13, ones).to(gate_up.dtype)
         gate_up = torch.cat((pad(gate_up, (0, before)), pad(columns, (0, after))), dim=2)
         w2 = pad(w2, (0, 0, 0, before + ones + after))
     return [w if isinstance(w, Quantized) else w.contiguous() for w in (gate_up, w2)]

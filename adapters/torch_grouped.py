@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.expert_parallel import DispatchedRows
+from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.plan import static_bound
 
 
@@ -43,7 +44,12 @@ def by_grouped_mm(
     plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
     moved = torch_ops.permute(x, plan, probs.float())
     products = _products if recompute is None else _Recomputed.apply
-    y = products(moved.data, moved.probs, w13, w2, plan.expert_offsets, activation)
+    offsets = plan.expert_offsets
+    if comm is not None and capacity_of(comm) is not None:
+        comm.record_overflow(arrived.route.plan.overflow, plan.overflow)
+        # torch's product does not stop at the last row
+        offsets = offsets.clamp(max=plan.num_out_tokens)
+    y = products(moved.data, moved.probs, w13, w2, offsets, activation)
     y = torch_ops.unpermute(y, plan)
     return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
 
@@ -84,7 +90,7 @@ def _on_hopper(x: Tensor) -> bool:
 def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """dy.T @ x of each expert's rows, in bfloat16."""
     if _on_hopper(x):
-        return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None)  # type: ignore[no-any-return]
+        return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None, None)  # type: ignore[no-any-return]
     return nn.functional.grouped_mm(dy.t(), x, offs=offsets[1:])
 
 

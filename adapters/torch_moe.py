@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
+from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
@@ -26,30 +26,73 @@ from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe
 from fp8moe.record_trees import arrays_in
 
+__all__ = ["FP8FlowMoE", "weights_unchanged"]
+
 
 class FP8FlowMoE(nn.Module):
-    """Top-k routed SwiGLU experts: y[t] = sum of prob * w2[e] @ (silu(gate) * up) over t's experts e, with
-    [gate, up] = w13[e] @ x[t].
+    """Top-k routed experts as a module: router, experts, and when the weights are quantised.
 
-    hidden, ffn: any for "fp8_flow" and "bf16"; ffn a multiple of 128 for "fp8_blockwise". Multiples of 128
-        are fastest: where ffn is none, FP8 copies are filled up with zeros to the next one.
-    recipe: "fp8_flow" (two casts, arXiv 2511.02302), "fp8_blockwise" (the baseline that requantises), or
-        "bf16" (by this library's products on Hopper, by torch's grouped matrix product elsewhere).
-    recompute: "moe_expert" keeps only the input of the first product for the backward.
-    backend: by which kernels all products are made, of the backward, too: "wgmma", "mma", "cublas" (which
-        synchronises) or "plain", as `fp8moe.grouped_gemm` describes them; None: the fastest. For "bf16" None
-        also takes torch's grouped product, where that is faster, and a name means this library's kernels. One
-        that does not make these products on x's device is refused by the forward before any work.
-    activation: between the two products; w13 is [E, ffn, hidden] for one without a gate.
-    dtype: of the master weights w13 [E, 2 ffn, hidden] and w2 [E, hidden, ffn] and of the router's, float32
-        by default. The state dict holds these and nothing else.
+    y[t] = sum of prob * w2[e] @ (silu(gate) * up) over t's experts e, with [gate, up] = w13[e] @ x[t].
 
+    Parameters
+    ----------
+    hidden : int
+        H: any for "fp8_flow" and "bf16". Multiples of 128 are fastest.
+    ffn : int
+        F: any for "fp8_flow" and "bf16", a multiple of 128 for "fp8_blockwise". Where it is no multiple of
+        128, FP8 copies are filled up with zeros to the next one.
+    num_experts : int
+        E, of all ranks.
+    topk : int
+        Experts of a token.
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        "fp8_flow": two casts (arXiv 2511.02302). "fp8_blockwise": the baseline that requantises. "bf16": by
+        this library's products on Hopper, by torch's grouped matrix product elsewhere.
+    recompute : None or "moe_expert"
+        "moe_expert" keeps only the input of the first product for the backward.
+    normalize_probs : bool
+        Whether the chosen experts' probabilities are made to sum to one again.
+    activation : Activation
+        Between the two products; w13 is [E, F, H] for one without a gate.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        By which kernels all products are made, of the backward, too, as `fp8moe.grouped_gemm` describes them
+        ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
+        that is faster, and a name means this library's kernels. One that does not make these products on x's
+        device is refused by the forward before any work.
+    process_group : ProcessGroup, DeviceMesh, Transport or None
+        The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what moves rows
+        between them, a `fp8moe.expert_parallel.Transport`, as `fp8moe.adapters.torch_symmetric_memory` has
+        one. Of num_experts each rank holds an equal share: w13 and w2 are DTensors sharded along the experts,
+        so that torch.distributed.checkpoint saves all of them, loads into another number of ranks, and
+        ``fully_shard`` over another dimension of the mesh composes (see `fp8moe.adapters.torch_sharding`,
+        which has optimizer groups and gradient clipping for models with plain tensors, too). A state dict
+        with plain tensors, of all experts or of this rank's, loads. Rows travel in FP8 for "fp8_flow". The
+        counts of rows are looked at once a forward, so that no CUDA graph can hold it, but for a
+        `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is every rank's own:
+        average its gradient as any other parameter's, and not those of w13 and w2.
+    overlap_chunks : int
+        Chunks of the tokens, with a process_group: rows of one travel beside the products of another, forward
+        and backward. y and x's gradient have the same bits; the weights' gradients are sums over chunks in
+        float32, and FP8 transposes have tiles of each chunk's own rows. Not in compiled code.
+    router : bool or RouterConfig
+        A `fp8moe.RouterConfig` with this topk for other scores, groups or weights than a softmax over all
+        experts and its k largest. False leaves the router out, with its parameters: forwards are then given
+        topk_ids and topk_probs. Losses, and a bias for balancing, are a
+        `fp8moe.adapters.torch_router.Router`'s of the model's own, beside such a layer.
+    device : device or None
+        Of the parameters.
+    dtype : dtype
+        Of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's. The state dict holds these
+        and nothing else.
+
+    Notes
+    -----
     FP8 copies of the weights (both orientations, 2 bytes a weight). Every forward makes them from the weights
-    as they are then, whoever wrote those and however: no version counter is trusted. The backward multiplies
-    by these very codes, also where the weights have changed since: the transposed half (1 byte a weight; with
-    recompute also w13's other half) is kept for it; the rest, and without gradients all, ends with the
-    forward. A CUDA graph contains the making of the copies, so a replay sees the weights as they are. Where
-    weights stay the same for several forwards, say so, and one set of copies serves them all:
+    as they are then, whoever wrote those and by whatever means: no version counter is trusted. The backward
+    multiplies by these very codes, also where the weights have changed since: the transposed half (1 byte a
+    weight; with recompute also w13's other half) is kept for it; the rest, and without gradients all, ends
+    with the forward. A CUDA graph contains the making of the copies, so a replay sees the weights as they
+    are. Where weights stay the same for several forwards, say so, and one set of copies serves them all::
 
         for batch in batches:                                    # gradient accumulation
             with weights_unchanged(model):                       # all FP8FlowMoE layers of a model
@@ -67,27 +110,22 @@ class FP8FlowMoE(nn.Module):
     A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
     added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
 
-    router: a `fp8moe.RouterConfig` with this topk for other scores, groups or weights than a softmax over all
-        experts and its k largest, made to sum to one again unless ``normalize_probs`` is False. False leaves
-        it out, with its parameters: forwards are then given topk_ids and topk_probs. Losses, and a bias for
-        balancing, are a `fp8moe.adapters.torch_router.Router`'s of the model's own, beside such a layer.
-    process_group: the ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what
-        moves rows between them, a `fp8moe.expert_parallel.Transport`, as
-        `fp8moe.adapters.torch_symmetric_memory` has one. Of num_experts each rank holds an equal share: w13
-        and w2 are DTensors sharded along the experts, so that torch.distributed.checkpoint saves all of them,
-        loads into another number of ranks, and ``fully_shard`` over another dimension of the mesh composes
-        (see `fp8moe.adapters.torch_sharding`, which has optimizer groups and gradient clipping for models
-        with plain tensors, too). A state dict with plain tensors, of all experts or of this rank's, loads.
-        Rows travel in FP8 for "fp8_flow". The counts of rows are looked at once a forward, so that no CUDA
-        graph can hold it. The router is every rank's own: average its gradient as any other parameter's, and
-        not those of w13 and w2.
-
-    collect_stats: may be set at any time; while it is true, in eager mode, `stats` tells of the last forward
-    and backward what was lost by quantising and how full the experts are.
+    ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` tells of the last
+    forward and backward what was lost by quantising and how full the experts are.
 
     `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the FP8 copies of the weights
     are one operator each, the experts another and their gradient another, for each number of tokens anew;
     with a process_group, too, which must be no Engine.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_moe import FP8FlowMoE
+    >>> layer = FP8FlowMoE(hidden=64, ffn=96, num_experts=4, topk=2)
+    >>> x = torch.randn(2, 10, 64, requires_grad=True)
+    >>> layer(x).sum().backward()
+    >>> layer.w13.grad.shape, layer.w2.grad.shape
+    (torch.Size([4, 192, 64]), torch.Size([4, 64, 96]))
     """
 
     def __init__(
@@ -103,6 +141,7 @@ class FP8FlowMoE(nn.Module):
         activation: Activation = SWIGLU,
         backend: str | None = None,
         process_group: Any = None,
+        overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
         device: Any = None,
         dtype: torch.dtype = torch.float32,
@@ -132,7 +171,11 @@ class FP8FlowMoE(nn.Module):
                 "the same topk, and the RouterConfig's renormalize in place of normalize_probs"
             )
         self.router = Router(hidden, num_experts, router, **place) if router else None
-        self._ranks = ranks = Ranks(process_group, torch.empty(0, device=device).device)
+        self._ranks = ranks = Ranks(
+            process_group,
+            torch.empty(0, device=device).device,
+            checks.integer("overlap_chunks", overlap_chunks, 1),
+        )
         if num_experts % ranks.size:
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
@@ -152,8 +195,10 @@ class FP8FlowMoE(nn.Module):
         return nn.Parameter(local) if self._ranks.mesh is None else shard_of(local, self._ranks.mesh)
 
     def reset_parameters(self) -> None:
-        """Normal with variance 1 / fan-in. Drawn expert by expert, so that a seed gives the same weights on
-        any number of ranks."""
+        """Draw all weights from the normal distribution of variance 1 / fan-in.
+
+        Expert by expert, so that a seed gives the same weights on any number of ranks.
+        """
         if self.router is not None:
             self.router.reset_parameters()
         for name in ("w13", "w2"):
@@ -178,18 +223,39 @@ class FP8FlowMoE(nn.Module):
         *,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
-        """x [..., hidden], any float; y has its shape and dtype. topk_ids, topk_probs [tokens, k]: another
-        router's choice instead of this one's.
+        """Multiply tokens by their experts.
 
-        is_first_microbatch: True makes the FP8 copies of the weights and keeps them, False says that the
-            weights are those of the last forward with True and uses its copies; None makes them for this
-            forward alone, unless it runs inside `weights_unchanged`. Compiled code takes None only.
-        Raises RuntimeError for False where there are no copies, or weights that have visibly changed.
+        Parameters
+        ----------
+        x : Tensor, any floating-point dtype, [..., H]
+            Tokens; multiplied as bfloat16.
+        topk_ids : Tensor or None, int32 or int64, [T, k]
+            With ``topk_probs`` another router's choice instead of this one's.
+        topk_probs : Tensor or None, floating point, [T, k]
+            See ``topk_ids``.
+        is_first_microbatch : bool or None
+            True makes the FP8 copies of the weights and keeps them, False says that the weights are those of
+            the last forward with True and uses its copies; None makes them for this forward alone, unless it
+            runs inside `weights_unchanged`. Compiled code takes None only.
+
+        Returns
+        -------
+        Tensor, [..., H]
+            In x's dtype and shape.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a wrong dtype or shape, and for a backend that does not make these products on x's device.
+        RuntimeError
+            For False where there are no copies, or weights that have visibly changed.
+        NotImplementedError
+            Inside transforms of torch.func.
         """
         if (topk_ids is None) != (topk_probs is None):
             raise ValueError("topk_ids, topk_probs: got one of them; wanted both, or neither")
-        torch_ops.refuse_transforms("FP8FlowMoE")
-        torch_ops.check_float("x", x)
+        refuse_transforms("FP8FlowMoE")
+        check_float("x", x)
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
@@ -210,10 +276,25 @@ class FP8FlowMoE(nn.Module):
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
     def route(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """(rows [T, H], ids [T, k], probabilities [T, k]) by `fp8moe.route`, in float32 under autocast, too;
-        the forward's choice, which a subclass may make otherwise. The rows are the tokens, for the experts,
-        whose gradient then comes in one piece with the router's (see `Router.forward`). Raises ValueError in
-        a layer without a router."""
+        """Choose the experts of tokens: the forward's choice, which a subclass may make otherwise.
+
+        Parameters
+        ----------
+        tokens : Tensor, floating point, [T, H]
+            The forward's input, flattened.
+
+        Returns
+        -------
+        tuple of three Tensor
+            Rows [T, H] for the experts, ids [T, k] and probabilities [T, k], by `fp8moe.route` in float32,
+            under autocast, too. The rows are the tokens, whose gradient then comes in one piece with the
+            router's (see `fp8moe.adapters.torch_router.Router`).
+
+        Raises
+        ------
+        ValueError
+            In a layer without a router.
+        """
         if self.router is None:
             raise ValueError(
                 "topk_ids, topk_probs: got neither in a layer made with router=False; wanted both"
@@ -227,6 +308,11 @@ class FP8FlowMoE(nn.Module):
         changed; weights written through other memory since then need another call. Inside
         `weights_unchanged` they replace its copies. A CUDA graph that was captured with kept copies reads
         these: they are written where it finds them, and a backward that still needs the old ones refuses.
+
+        Raises
+        ------
+        TypeError
+            For weights that are sharded further.
         """
         if self.recipe == "bf16":
             return
@@ -244,9 +330,19 @@ class FP8FlowMoE(nn.Module):
         return 0 if self._copies is None else sum(t.nbytes for t in self._copies.tensors)
 
     def stats(self) -> LayerStats:
-        """Of the last forward, and the last backward, since ``collect_stats`` was set (see
-        `fp8moe.adapters.torch_stats`). Tensors on the layer's device: reading them synchronises, nothing else
-        does. Raises RuntimeError where there was none."""
+        """Tell of the last forward, and the last backward, since ``collect_stats`` was set.
+
+        Returns
+        -------
+        LayerStats
+            See `fp8moe.adapters.torch_stats`. Tensors on the layer's device: reading them synchronises,
+            nothing else does.
+
+        Raises
+        ------
+        RuntimeError
+            Where there was none.
+        """
         if self._collector.stats is None:
             raise RuntimeError(
                 "stats: nothing was collected; set layer.collect_stats = True before the forward, in an FP8 "
@@ -255,7 +351,13 @@ class FP8FlowMoE(nn.Module):
         return self._collector.stats
 
     def weights_unchanged(self) -> Any:
-        """`weights_unchanged` of this layer alone."""
+        """Say that the weights stay as they are, by a context: `weights_unchanged` of this layer alone.
+
+        Returns
+        -------
+        context manager
+            As `weights_unchanged` gives one.
+        """
         return weights_unchanged(self)
 
     def extra_repr(self) -> str:
@@ -409,17 +511,36 @@ def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any
 
 @contextmanager
 def weights_unchanged(model: nn.Module) -> Iterator[None]:
-    """Inside, the caller says, the weights of all `FP8FlowMoE` layers of ``model`` (itself one, or holding
-    some) stay as they are: one set of FP8 copies serves all forwards. For the micro-batches of one optimizer
-    step, or for inference.
+    """Say that the weights of a model's `FP8FlowMoE` layers stay as they are inside this context.
 
+    One set of FP8 copies then serves all forwards: the micro-batches of one optimizer step, or inference.
     Copies are made on entering (of weights that are sharded: in the first forward inside, and not in compiled
     code) and end on leaving, but for those that backwards still need or a CUDA graph was captured with; the
     latter are made anew, in place, by ``quantize_weights()`` and by entering again. Contexts nest.
 
-    Raises RuntimeError in a forward of a layer whose weights have visibly changed inside: by a step of a
-    torch optimizer over them, an in-place operation, or other storage in their place; in compiled code by the
-    first of these only.
+    Parameters
+    ----------
+    model : Module
+        A layer, or what holds some.
+
+    Raises
+    ------
+    RuntimeError
+        In a forward of a layer whose weights have visibly changed inside: by a step of a torch optimizer over
+        them, an in-place operation, or other storage in their place; in compiled code by the first of these
+        only.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
+    >>> layer = FP8FlowMoE(64, 128, num_experts=4, topk=2)
+    >>> with weights_unchanged(layer):
+    ...     for _ in range(2):
+    ...         layer(torch.ones(3, 64)).sum().backward()
+    ...     held = layer.fp8_weight_nbytes
+    >>> held > 0, layer.fp8_weight_nbytes
+    (True, 0)
     """
     layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
 

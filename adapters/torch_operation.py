@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fp8moe import PermutationPlan, QuantTensor
+from fp8moe import PermutationPlan, Quantized, QuantTensor
 from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
@@ -122,7 +122,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
     # what the core takes as an array, or as the codes that it is made of
     arrays = {n for n, p in parameters.items() if "ArrayLike" in p.annotation or n == "q"}
 
-    @functools.wraps(core)
+    @documented(core, differentiable, note)
     def call(*arguments: Any, **options: Any) -> Any:
         plain, needs_grad = not torch.compiler.is_compiling(), False
         if plain:
@@ -169,9 +169,18 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
                 continue
             raise _no_tensor(name, value)
 
-    call.__module__ = MODULE
-    call.__doc__ = _documented(core, differentiable, note)
-    return call  # type: ignore[return-value]
+    return call  # type: ignore[no-any-return]
+
+
+def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callable[[Any], Any]:
+    """A function with the core's name, signature and docstring, of tensors."""
+
+    def declare(call: Any) -> Any:
+        functools.update_wrapper(call, core)
+        call.__module__, call.__doc__ = MODULE, _documented(core, differentiable, note)
+        return call
+
+    return declare
 
 
 #: types of arguments that hold no array that is looked at here; a plan's lies where its rows do
@@ -191,17 +200,33 @@ def _no_tensor(name: str, x: Any) -> TypeError:
     return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
 
 
-def _refuse_transforms(names: list[str], values: Values) -> None:
+def check_float(name: str, x: Any, dimensions: int = 1) -> None:
+    """A floating-point tensor of at least so many dimensions; of quantised weights nothing is asked here."""
+    if isinstance(x, Quantized):
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: got dtype {x.dtype}; wanted a floating-point dtype; pass {name}.float()")
+    if x.ndim < dimensions:
+        raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
+
+
+def refuse_transforms(name: str) -> None:
     if torch._C._are_functorch_transforms_active():  # where tensors of the outside have no address either
-        raise TypeError(
-            f"{names[0]}: got under a transform of torch.func (vmap, grad, vjp, jvp or jacrev); wanted "
-            "outside of any, there are no rules for them here; differentiate with torch.autograd.grad or "
-            "backward(), and in place of vmap put the batch into the rows or loop over it"
+        raise NotImplementedError(
+            f"{name}: got under a transform of torch.func (vmap, grad, vjp, jvp or jacrev); wanted outside "
+            "of any, there are no rules for them here; differentiate with torch.autograd.grad or backward(), "
+            "and in place of vmap put the batch into the rows or loop over it"
         )
+
+
+def _refuse_transforms(names: list[str], values: Values) -> None:
+    refuse_transforms(names[0])
     for name in names:
         value = values[name]
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise TypeError(
+            raise NotImplementedError(
                 f"{name}: got a tensor with a tangent of forward-mode differentiation; wanted a plain one; "
                 "differentiate with torch.autograd.grad or backward()"
             )

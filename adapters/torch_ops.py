@@ -12,7 +12,7 @@ import functools
 import importlib
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,22 @@ from torch import Tensor
 import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
 from fp8moe.adapters.torch_library import OPERATORS, operator, operator_of
-from fp8moe.adapters.torch_operation import Gradient, operation, public
+from fp8moe.adapters.torch_operation import (
+    Gradient,
+    Values,
+    check_float,
+    documented,
+    operation,
+    public,
+    refuse_transforms,
+)
 from fp8moe.formats import COLUMN_BLOCK, round_up
-from fp8moe.interop import no_array
-from fp8moe.plan import is_exact, places, plan_spec, static_bound
+from fp8moe.plan import is_exact, places, plan_spec
 from fp8moe.record_trees import arrays_in
 from fp8moe.transpose import transposed_block
 
 __all__ = [
+    "as_float8",
     "dequantize",
     "grouped_gemm",
     "pad",
@@ -48,8 +56,6 @@ __all__ = [
     "unpad",
     "unpermute",
 ]
-
-Values = dict[str, Any]  # the arguments of a call, by name
 
 # ---------------------------------------------------------------- plans
 
@@ -102,7 +108,8 @@ def _probs_apart(function: Any, values: Values) -> Any:
     """The probabilities of codes, which have a gradient, move apart from them, beside rows of no columns."""
     probs = values["probs"]
     no_columns = probs.detach().new_empty((probs.shape[0], 0))
-    moved = function(**{**values, "x": no_columns}).probs
+    compact = {"layout": "compact"} if "layout" in values else {}
+    moved = function(**{**values, "x": no_columns, **compact}).probs
     of_codes = probs.detach() if values.get("zero_unweighted") else None
     return replace(function(**{**values, "probs": of_codes}), probs=moved)
 
@@ -129,7 +136,8 @@ def _plan_and_permute(values: Values) -> Permuted:
         plan = plan_routing_map(routing, topk=values["topk"], **options)
     else:
         plan = plan_topk(routing, values["num_experts"], **options)
-    return permute(values["x"], plan, values["probs"], fill_padding=values["fill_padding"])
+    options = {name: values[name] for name in ("fill_padding", "layout")}
+    return permute(values["x"], plan, values["probs"], **options)
 
 
 permute_and_pad = public(fp8moe.permute_and_pad, _plan_and_permute, ("x", "probs"), _EXACT)
@@ -180,30 +188,23 @@ sort_chunks = operation(
 )
 
 
-def _known_rows(function: Any, values: Values) -> None:
-    """Counts as a tensor, and how many rows there will be."""
-    x, counts, rows = values["x"], values["tokens_per_expert"], values["num_out_tokens"]
-    if isinstance(x, QuantTensor):
+def _counts_as_tensor(function: Any, values: Values) -> None:
+    """Counts in a list, of which the number of rows is known."""
+    counts, rows = values["tokens_per_expert"], values["num_out_tokens"]
+    if isinstance(values["x"], QuantTensor):
         return
-    padded = function is pad
-    align_size = values["align_size"] = checks.integer("align_size", values["align_size"], 1)
-    checks.shape("x", x, ("N", "H"))
     if isinstance(counts, (list, tuple)):
+        align_size = checks.integer("align_size", values["align_size"], 1)
         counts = [checks.integer("tokens_per_expert", c, 0) for c in counts]
         if rows is None or is_exact(rows):
-            rows = sum(round_up(c, align_size) for c in counts) if padded else sum(counts)
-        counts = torch.tensor(counts, dtype=torch.int32, device=x.device)
-    elif not isinstance(counts, Tensor):
-        raise no_array(counts, "tokens_per_expert")
-    checks.shape("tokens_per_expert", counts, ("E",))
-    if rows is None:
-        rows = static_bound(x.shape[0], counts.shape[0], align_size) if padded else x.shape[0]
-    if is_exact(rows) and torch.compiler.is_compiling():
+            rows = sum(round_up(c, align_size) if function is pad else c for c in counts)
+        counts = torch.tensor(counts, dtype=torch.int32, device=values["x"].device)
+        values.update(tokens_per_expert=counts, num_out_tokens=rows)
+    elif is_exact(rows) and torch.compiler.is_compiling():
         raise ValueError(
             'num_out_tokens: got "exact", which reads the counts back, in compiled code; wanted an int, or '
             "None for the static bound"
         )
-    values.update(tokens_per_expert=counts, num_out_tokens=rows)
 
 
 def _resized_back(name: str) -> Gradient:
@@ -216,8 +217,8 @@ def _resized_back(name: str) -> Gradient:
     return Gradient(("x",), lambda values: ("tokens_per_expert",), backward)
 
 
-pad = operation(fp8moe.pad, Tensor, prepare=_known_rows, gradient=_resized_back("unpad"))
-unpad = operation(fp8moe.unpad, Tensor, prepare=_known_rows, gradient=_resized_back("pad"))
+pad = operation(fp8moe.pad, Tensor, prepare=_counts_as_tensor, gradient=_resized_back("unpad"))
+unpad = operation(fp8moe.unpad, Tensor, prepare=_counts_as_tensor, gradient=_resized_back("pad"))
 
 # ---------------------------------------------------------------- SwiGLU and FP8
 
@@ -281,72 +282,47 @@ swiglu_quantize_backward = operation(
 
 @operator("quantize_weights")
 def _quantize_weights(
-    w: list[Tensor], parts: int, rows: int | None, columns: int | None, transposed: bool
+    x: list[Tensor], fmt: str, parts: int, rows: int | None, columns: int | None, transposed: bool
 ) -> list[Any]:
-    options: Any = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
-    return arrays_in(fp8moe.quantize_weights(w[0] if len(w) == 1 else tuple(w), **options))
+    options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    return arrays_in(fp8moe.quantize_weights(x[0] if len(x) == 1 else tuple(x), **options))
 
 
+@documented(
+    fp8moe.quantize_weights,
+    (),
+    "Any floating-point dtype and strides: a view that is transposed is "
+    "read as it lies, what lies otherwise is copied first. In compiled code without ``out``.",
+)
 def quantize_weights(
-    w: Tensor | tuple[Tensor, Tensor],
-    out: Quantized | None = None,
+    x: Tensor | tuple[Tensor, ...],
     *,
+    fmt: str = "e4m3",
     parts: int = 1,
     rows: int | None = None,
     columns: int | None = None,
+    transposed: bool = False,
+    out: Quantized | None = None,
 ) -> Quantized:
-    """Quantise weights by (128, 128) blocks to e4m3, row-wise and column-wise.
-
-    Parameters
-    ----------
-    w : Tensor or tuple of two, floating point, [E, N, K]
-        Codes have no gradient: it is taken as by ``detach()``. Views that are transposed are read as they
-        lie; what lies otherwise is copied first.
-    out : Quantized or None
-        What an earlier call returned, to write to; not in compiled code.
-    parts : int
-        As `fp8moe.quantize_weights`.
-    rows : int or None
-        As `fp8moe.quantize_weights`.
-    columns : int or None
-        As `fp8moe.quantize_weights`.
-
-    Returns
-    -------
-    Quantized
-        As `fp8moe.quantize_weights` returns it; ``out`` where that is given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `fp8moe.quantize_weights`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from fp8moe.adapters import torch_ops
-    >>> torch_ops.quantize_weights(torch.ones(2, 128, 256)).columnwise.data.shape
-    torch.Size([2, 256, 128])
-    """
-    refuse_transforms("quantize_weights")
-    given: tuple[Tensor, ...] = w if isinstance(w, tuple) else (w,)
-    for i, t in enumerate(given):
-        check_float(f"w[{i}]" if isinstance(w, tuple) else "w", t)
-    given = tuple(t.detach() for t in given)
-    transposed = all(t.ndim == 3 and not t.is_contiguous() and t.mT.is_contiguous() for t in given)
-    given = tuple(t.mT if transposed else t for t in given)
+    refuse_transforms("x")
+    given = x if isinstance(x, tuple) else (x,)
+    for i, w in enumerate(given):
+        check_float(f"x[{i}]" if isinstance(x, tuple) else "x", w)
+    given = tuple(w.detach() for w in given)
+    if not transposed and all(w.ndim == 3 and not w.is_contiguous() and w.mT.is_contiguous() for w in given):
+        given, transposed = tuple(w.mT for w in given), True
     # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
     given = tuple(
-        t.clone(memory_format=torch.contiguous_format) if t.device.type == "cpu" else t.contiguous()
-        for t in given
+        w.clone(memory_format=torch.contiguous_format) if w.device.type == "cpu" else w.contiguous()
+        for w in given
     )
-    options: Any = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
     if out is not None:
-        return fp8moe.quantize_weights(given if isinstance(w, tuple) else given[0], **options, out=out)
+        return fp8moe.quantize_weights(given if isinstance(x, tuple) else given[0], **options, out=out)
     data, scales, column_data, column_scales = _quantize_weights(list(given), *options.values())
     return Quantized(
-        QuantTensor(data, scales, "e4m3", (128, 128)),
-        QuantTensor(column_data, column_scales, "e4m3", (128, 128), transposed=True),
+        QuantTensor(data, scales, fmt, (128, 128)),
+        QuantTensor(column_data, column_scales, fmt, (128, 128), transposed=True),
     )
 
 
@@ -370,19 +346,19 @@ def _product_of_codes(function: Any, values: Values) -> Any:
         return None
     if values["transpose_w"]:
         raise ValueError("transpose_w: got True with FP8 weights; wanted it with tensors")
-    return _grouped_gemm_fp8(x, w, values["expert_offsets"], values["backend"])
+    return _grouped_gemm_fp8(x, w, values["expert_offsets"], values["backend"], values["num_sms"])
 
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
-    x, w, offsets, backend = (values[n] for n in ("x", "w", "expert_offsets", "backend"))
+    x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
     (of_x, of_w), dx, dw = values["needs_input_grad"], None, None
     if of_x:
-        dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, not values["transpose_w"], backend)
+        dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, not values["transpose_w"], backend, num_sms)
     if of_w:
         # there is no sum in float16
         dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
         pair = (x, dy) if values["transpose_w"] else (dy, x)
-        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend).to(w.dtype)
+        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms).to(w.dtype)
     return [dx, dw]
 
 
@@ -405,35 +381,34 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Tensor, **options: Any) -> Any:
 
 
 def as_float8(q: QuantTensor) -> QuantTensor:
-    """The same tensor with its codes viewed as torch's float8 dtype instead of uint8."""
+    """View codes as torch's float8 dtype instead of uint8.
+
+    Parameters
+    ----------
+    q : QuantTensor
+        Of torch tensors.
+
+    Returns
+    -------
+    QuantTensor
+        The same memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters import torch_ops
+    >>> torch_ops.as_float8(torch_ops.quantize(torch.ones(1, 128))).data.dtype
+    torch.float8_e4m3fn
+    """
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[q.fmt]
     return replace(q, data=q.data.view(dtype))
 
 
-def check_float(name: str, x: Any, dimensions: int = 1) -> None:
-    """A floating-point tensor of at least so many dimensions; of quantised weights nothing is asked here."""
-    if isinstance(x, Quantized):
-        return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: got dtype {x.dtype}; wanted a floating-point dtype; pass {name}.float()")
-    if x.ndim < dimensions:
-        raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
-
-
-def refuse_transforms(name: str) -> None:
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"{name}: got a call inside one of torch.func's transforms (grad, vmap, ...), which do not reach "
-            "through the experts; use torch.autograd.grad or backward(), and a dimension of x for a batch"
-        )
-
-
-def gradient_dtype(*weights: torch.dtype) -> str:
-    """What `moe_backward` is to make for weights of these dtypes: bfloat16 at once, the others of float32."""
-    return "bfloat16" if set(weights) == {torch.bfloat16} else "float32"
-
+if TYPE_CHECKING:  # of what `__getattr__` finds
+    from fp8moe.adapters.torch_functional import moe_experts as moe_experts
+    from fp8moe.adapters.torch_functional import moe_experts_permuted as moe_experts_permuted
+    from fp8moe.adapters.torch_moe import FP8FlowMoE as FP8FlowMoE
+    from fp8moe.adapters.torch_router import route as route
 
 _ABOVE = {
     "FP8FlowMoE": "torch_moe",

@@ -25,7 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.expert_parallel import Engine, Transport
+from fp8moe.expert_parallel import Capacity, Engine, Transport
+
+__all__ = ["clip_grad_norm_", "param_groups"]
 
 EXPERTS = (Shard(0),)  # of weights [E, N, K]
 
@@ -37,11 +39,13 @@ class Ranks:
         whose attribute ``group`` is the process group; None for one rank.
     """
 
-    def __init__(self, group: Any, device: torch.device):
+    def __init__(self, group: Any, device: torch.device, overlap_chunks: int = 1):
         self.comm: Any = group
         self.mesh: DeviceMesh | None = None
         self.size, self.rank = 1, 0
         if group is None:
+            if overlap_chunks != 1:
+                raise ValueError(f"overlap_chunks: got {overlap_chunks} without a process_group; wanted one")
             return
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -50,11 +54,16 @@ class Ranks:
                 )
             self.mesh, group = group, group.get_group()
         if isinstance(group, dist.ProcessGroup):
-            self.comm = ProcessGroup(group)
+            self.comm = ProcessGroup(group, overlap_chunks=overlap_chunks)
         elif not isinstance(group, Transport | Engine):
             raise TypeError(
                 f"process_group: got {type(group).__qualname__}; wanted a torch.distributed.ProcessGroup, a "
                 "one-dimensional DeviceMesh, or a fp8moe.expert_parallel.Transport or Engine"
+            )
+        elif overlap_chunks != 1:
+            raise ValueError(
+                f"overlap_chunks: got {overlap_chunks} beside a {type(group).__qualname__}; wanted a process "
+                "group, or the attribute there, as ProcessGroup(group, overlap_chunks=2) has it"
             )
         self.size, self.rank = self.comm.world_size, self.comm.rank
         if self.size == 1:
@@ -83,10 +92,10 @@ class Ranks:
                 "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
             )
         kind = "cpu" if self.mesh is None else self.mesh.device_type
-        return _ranks_named, (self.comm.group.group_name, kind)
+        return _ranks_named, (self.comm.group.group_name, kind, self.comm.capacity, self.comm.overlap_chunks)
 
 
-def _ranks_named(name: str, kind: str) -> Ranks:
+def _ranks_named(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:
@@ -94,7 +103,7 @@ def _ranks_named(name: str, kind: str) -> Ranks:
             f"process_group: got a layer of the process group {name!r}, which is not here ({error}); wanted "
             "torch.distributed initialized as where the layer was pickled; or load a state_dict()"
         ) from error
-    return Ranks(group, torch.device(kind))
+    return Ranks(ProcessGroup(group, capacity, overlap_chunks), torch.device(kind))
 
 
 def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -125,15 +134,58 @@ def as_shard(given: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
 
 
 def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: plain tensors and the DTensors of each mesh apart. ``options``: of every
-    group."""
+    """Make groups for a torch optimizer: plain tensors and the DTensors of each mesh apart.
+
+    Parameters
+    ----------
+    parameters : iterable of Tensor
+        As of ``model.parameters()``.
+    **options : Any
+        Of every group.
+
+    Returns
+    -------
+    list of dict
+        What an optimizer takes in place of parameters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_sharding import param_groups
+    >>> groups = param_groups(torch.nn.Linear(2, 3).parameters(), lr=0.1)
+    >>> [(len(group["params"]), group["lr"]) for group in groups]
+    [(2, 0.1)]
+    """
     return [{"params": group, **options} for group in _by_mesh(parameters)]
 
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of plain tensors and DTensors together: the norm is that of all ranks'
-    experts and of this rank's plain tensors, which are the same on all. Returns it, a scalar."""
+    """Clip gradients of plain tensors and DTensors together, as `torch.nn.utils.clip_grad_norm_`.
+
+    Parameters
+    ----------
+    parameters : Tensor or iterable of Tensor
+        Whose gradients are clipped, in place.
+    max_norm : float
+        What their norm is at most afterwards.
+    norm_type : float
+        Of the p-norm.
+
+    Returns
+    -------
+    Tensor, scalar
+        The norm before, of all ranks' experts and of this rank's plain tensors, which are the same on all.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_sharding import clip_grad_norm_
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_(w, 1.0).item(), w.grad.norm() <= 1
+    (5.0, tensor(True))
+    """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups = _by_mesh([p for p in given if p.grad is not None])
     norms = []

@@ -15,18 +15,28 @@ from torch import Tensor
 import fp8moe
 from fp8moe.formats import FORMATS
 
+__all__ = ["LayerStats", "TensorStats", "of_tensor"]
+
 FORMAT = "e4m3"  # what the FP8 recipes quantise activations and gradients to, by blocks of (1, 128)
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """One quantised tensor. Counts are int64 scalars, of ``elements`` values.
+    """What quantising did to one tensor.
 
-    amax: float32 scalar, the largest magnitude; infinite or NaN where a value is.
-    nonfinite: infinities and NaN. An infinity is quantised to the format's largest number (448), as
-        Transformer Engine does: from there on nothing shows that there was one, but for this count.
-    saturated: values larger than their code's.
-    flushed: values that are not zero and whose code is.
+    Attributes
+    ----------
+    amax : Tensor, float32, scalar
+        The largest magnitude; infinite or NaN where a value is.
+    nonfinite : Tensor, int64, scalar
+        Infinities and NaN. An infinity is quantised to the format's largest number (448), as Transformer
+        Engine does: from there on nothing shows that there was one, but for this count.
+    saturated : Tensor, int64, scalar
+        Values larger than their code's.
+    flushed : Tensor, int64, scalar
+        Values that are not zero and whose code is.
+    elements : int
+        Of how many values these are counted.
     """
 
     amax: Tensor
@@ -38,11 +48,20 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """The last forward of a layer, and the last backward (``dy``, None before one).
+    """The last forward of a layer, and the last backward; of tensors before they are quantised.
 
-    rows_per_expert: int32 [E], of this rank's experts. overflow: int32 [1], rows that found no room.
-    x, a, dy: the layer's input, the activation between the two products (None where ``recompute`` keeps it
-        not), the gradient of the output; before they are quantised.
+    Attributes
+    ----------
+    rows_per_expert : Tensor, int32, [E]
+        Of this rank's experts.
+    overflow : Tensor, int32, [1]
+        Rows that found no room.
+    x : TensorStats
+        The layer's input.
+    a : TensorStats or None
+        The activation between the two products; None where ``recompute`` keeps it not.
+    dy : TensorStats or None
+        The gradient of the output; None before a backward.
     """
 
     rows_per_expert: Tensor
@@ -53,7 +72,31 @@ class LayerStats:
 
 
 def of_tensor(values: Tensor) -> TensorStats:
-    """What quantising values [M, K] by (1, 128) blocks with power-of-two scales does to them."""
+    """Count what quantising by (1, 128) blocks with power-of-two scales to e4m3 does.
+
+    Parameters
+    ----------
+    values : Tensor, floating point, [M, K]
+        On any device; nothing synchronises.
+
+    Returns
+    -------
+    TensorStats
+        On the same device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `fp8moe.quantize`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fp8moe.adapters.torch_stats import of_tensor
+    >>> stats = of_tensor(torch.tensor([[448.0, 1e-6, float("inf"), 0.0]]))
+    >>> stats.nonfinite.item(), stats.elements
+    (1, 4)
+    """
     values = values.detach()
     q = fp8moe.quantize(values.contiguous(), fmt=FORMAT)
     finite, magnitudes = values.isfinite(), values.abs().float()
@@ -69,7 +112,9 @@ def of_tensor(values: Tensor) -> TensorStats:
 
 
 def of_forward(x: Tensor, saved: Any) -> LayerStats:
-    """From the layer's input and what `fp8moe.moe_forward` kept."""
+    """From the layer's input and what `fp8moe.moe_forward` kept. Raises NotImplementedError for chunks."""
+    if saved.later:
+        raise NotImplementedError("collect_stats: got True with overlap_chunks; wanted False")
     a = None
     if saved.h is not None:
         activated = fp8moe.swiglu(saved.h, saved.probs, activation=saved.activation)

@@ -27,30 +27,30 @@ WINDOWS = 2  # in turn, so that one exchange may be on its way while another's r
 
 
 def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int = 2) -> int:
-    """Bytes of the room that one exchange wants at most, whatever the routing says.
+    """Count the room for whatever the routing says: all tokens of all ranks at one of them.
 
     Parameters
     ----------
     ranks : int
-        W.
+        Of the group.
     tokens : int
-        Of each rank, all of which may go to one of them.
+        Of a rank, at most.
     hidden : int
-        H.
+        Values of a token.
     topk : int
-        k.
+        Experts of a token, each with an id and a probability.
     itemsize : int
         Bytes of a value, of x and of the gradients.
 
     Returns
     -------
     int
-        For tokens with their expert ids and probabilities.
+        Bytes: ``room`` of `SymmetricMemory`.
 
     Examples
     --------
     >>> from fp8moe.adapters.torch_symmetric_memory import window_bytes
-    >>> window_bytes(8, 4096, hidden=7168, topk=8)
+    >>> window_bytes(ranks=8, tokens=4096, hidden=7168, topk=8)
     472907776
     """
     parts = hidden * itemsize, topk * 4, topk * 8  # probabilities may be float64
@@ -60,36 +60,45 @@ def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int 
 class SymmetricMemory(ProcessGroup):
     """A `fp8moe.expert_parallel.PeerMemory` over the NCCL group of GPUs of one host (or NVLink domain).
 
-    All ranks of the group make it at the same time, each with its GPU as the current device. Writing waits on
-    the device until all ranks have read what the window held before, and reading until all have written: two
-    barriers, 6 us. They give up, and the process with them, after ``timeout`` seconds. At most two exchanges
-    are on their way: a third raises RuntimeError until the first is waited for. What reads an exchange's rows
-    has to be launched before the second one after it, on the same stream.
+    All ranks of the group make it at the same time, each with its GPU as the current device.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or None
-        None: the default group; eight ranks at most.
+        Of at most eight ranks; None: the default group.
     room : int
         Bytes that one exchange may bring a rank, `window_bytes` of the most there can be; twice that is
         allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do.
     timeout : float
-        Seconds.
+        Seconds after which the barriers give up, and the process with them.
+    overlap_chunks : int
+        As of `fp8moe.adapters.torch_distributed.ProcessGroup`.
 
     Raises
     ------
     ValueError
-        For a larger group, or no room.
+        For more ranks, or no room.
+
+    Notes
+    -----
+    Writing waits on the device until all ranks have read what the window held before, and reading until all
+    have written: two barriers, 6 us. At most two exchanges are on their way: a third raises RuntimeError
+    until the first is waited for. What reads an exchange's rows has to be launched before the second one
+    after it, on the same stream.
 
     Examples
     --------
-    >>> comm = SymmetricMemory(None, window_bytes(8, 4096, hidden=7168, topk=8))  # doctest: +SKIP
-    >>> fp8moe.moe_forward(*layer, recipe="fp8_flow", comm=comm)[0].shape  # doctest: +SKIP
-    torch.Size([4096, 7168])
+    >>> from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
+    >>> room = window_bytes(ranks=2, tokens=1024, hidden=4096, topk=8)
+    >>> room
+    16973824
+    >>> comm = SymmetricMemory(group, room)  # doctest: +SKIP
     """
 
-    def __init__(self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0):
-        super().__init__(group)
+    def __init__(
+        self, group: Any = None, room: int = 1 << 30, *, timeout: float = 600.0, overlap_chunks: int = 1
+    ):
+        super().__init__(group, overlap_chunks=overlap_chunks)
         if self.world_size > MOST_RANKS:
             raise ValueError(
                 f"group: got {self.world_size} ranks; wanted at most {MOST_RANKS}; use ProcessGroup"
@@ -108,44 +117,42 @@ class SymmetricMemory(ProcessGroup):
         self._pending: list[Pending | None] = [None] * WINDOWS
 
     def fits(self, counts: Counts, row_bytes: int) -> bool:
-        """Whether `deliver` has room for such rows.
+        """Tell whether `deliver` has room for such rows.
 
         Parameters
         ----------
         counts : Counts
-            ``counts[a][b]`` rows from rank a to rank b.
+            counts[a][b] rows from a to b.
         row_bytes : int
             Bytes of a row.
 
         Returns
         -------
         bool
-            Where not, `exchange` moves them.
+            The same on all ranks.
         """
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self._size
 
     def deliver(
         self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
     ) -> Pending:
-        """Have rows written into the ranks' memory.
+        """Have rows written into the ranks' memory, as `fp8moe.expert_parallel.PeerMemory.deliver`.
 
         Parameters
         ----------
-        write : callable
-            Called once, with a Tensor of each rank's memory, uint8 [rows that go there, row_bytes]; launches
-            what fills them.
+        write : function
+            Called once, with uint8 [rows for it, row_bytes] of each rank's memory; launches what fills them.
         counts : Counts
-            ``counts[a][b]`` rows from rank a to rank b.
+            counts[a][b] rows from a to b.
         row_bytes : int
             Bytes of a row.
         async_op : bool
-            On a stream of its own; without it ``wait()`` is to be called at once.
+            Whether the caller waits for it later.
 
         Returns
         -------
         Pending
-            ``wait()`` returns the rows that came, uint8 [rows, row_bytes], rank by rank; they may be used
-            until two more exchanges have been asked for.
+            Of uint8 [rows from the ranks, row_bytes], until two more have been asked for.
 
         Raises
         ------
@@ -169,10 +176,10 @@ class SymmetricMemory(ProcessGroup):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._between_barriers(write, windows)
-            written = self._stream.record_event()
+            arrived = self._stream.record_event()
 
         def finish(kept: Any = write) -> Any:  # what it reads is read until then
-            torch.cuda.current_stream(self._device).wait_event(written)
+            torch.cuda.current_stream(self._device).wait_event(arrived)
             return arriving
 
         pending = self._pending[turn] = Pending(finish)

@@ -28,13 +28,37 @@ from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Recipe
 
+__all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
+
 #: of `FP8RoutedExperts.Config` and of the converter's, what `moe_experts` takes
 OPTIONS = ("recipe", "recompute", "backend")
 
 
 class FP8RoutedExperts(RoutedExperts):
-    """`RoutedExperts` that multiplies by a recipe of `fp8moe.moe_forward`. With expert parallelism rows
-    travel over the dispatcher's mesh, in FP8 for "fp8_flow"; otherwise the dispatcher has nothing to do."""
+    """torchtitan's `RoutedExperts`, multiplied by a recipe of `fp8moe.moe_forward`.
+
+    With expert parallelism rows travel over the dispatcher's mesh, in FP8 for "fp8_flow"; otherwise the
+    dispatcher has nothing to do.
+
+    Parameters
+    ----------
+    config : FP8RoutedExperts.Config
+        `RoutedExperts.Config`'s fields, and ``recipe``, ``recompute`` and ``backend``, as of
+        `fp8moe.adapters.torch_functional.moe_experts`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torchtitan.models.common.moe import GroupedExperts
+    >>> from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+    >>> from fp8moe.adapters.torchtitan import FP8RoutedExperts
+    >>> experts = GroupedExperts.Config(dim=64, hidden_dim=48, num_experts=4)
+    >>> dispatcher = LocalTokenDispatcher.Config(num_experts=4, top_k=2)
+    >>> layer = FP8RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()
+    >>> ids, scores = torch.tensor([[[0, 3], [1, 2]]]), torch.ones(1, 2, 2)
+    >>> layer(torch.ones(1, 2, 64), scores, ids, torch.ones(4, dtype=torch.int64)).shape
+    torch.Size([1, 2, 64])
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -54,8 +78,29 @@ class FP8RoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """x [B, L, D] (or [T, D]), scores and ids [B, L, K] to y of x's shape and dtype. The counts are not
-        needed."""
+        """Dispatch, multiply and combine.
+
+        Parameters
+        ----------
+        x_BLD : Tensor, floating point, [B, L, D] or [T, D]
+            Tokens.
+        topk_scores_BLK : Tensor, floating point, [B, L, K] or [T, K]
+            Factors of the experts' results.
+        topk_expert_ids_BLK : Tensor, int64, [B, L, K] or [T, K]
+            The experts of each token.
+        num_local_tokens_per_expert_E : Tensor, [E]
+            Not needed.
+
+        Returns
+        -------
+        Tensor, [B, L, D] or [T, D]
+            In x's dtype and shape.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `fp8moe.adapters.torch_functional.moe_experts`.
+        """
         del num_local_tokens_per_expert_E
         experts = self.inner_experts
         w1, w2, w3 = (
@@ -79,7 +124,21 @@ class FP8RoutedExperts(RoutedExperts):
 
 
 class FP8MoEConverter(QuantizationConverter):
-    """Replaces every `RoutedExperts` of a model's configuration by `FP8RoutedExperts`."""
+    """Replaces every `RoutedExperts` of a model's configuration by `FP8RoutedExperts`.
+
+    Parameters
+    ----------
+    config : FP8MoEConverter.Config
+        ``recipe``, ``recompute`` and ``backend``, as of `fp8moe.adapters.torch_functional.moe_experts`.
+
+    Examples
+    --------
+    >>> from torchtitan.models.qwen3 import model_registry
+    >>> from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
+    >>> spec = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
+    >>> any(True for _ in spec.model.traverse(FP8RoutedExperts.Config))
+    True
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
@@ -97,12 +156,29 @@ class FP8MoEConverter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The configuration with the experts replaced; raises NotImplementedError for experts that are no
-        `GroupedExperts` of torchtitan's, and ValueError for a model without any."""
-        found = list(model_config.traverse(RoutedExperts.Config))
-        if not found:
+        """Replace the experts of a configuration.
+
+        Parameters
+        ----------
+        model_config : Config
+            Of a model, or of its experts.
+
+        Returns
+        -------
+        Config
+            The same, changed in place, but for experts alone.
+
+        Raises
+        ------
+        NotImplementedError
+            For experts that are no `GroupedExperts` of torchtitan's.
+        ValueError
+            For a model without any.
+        """
+        layers = list(model_config.traverse(RoutedExperts.Config))
+        if not layers:
             raise ValueError(f"model_config: got {type(model_config)._owner.__name__} without routed experts")
-        for fqn, config, parent, attribute in found:
+        for fqn, config, parent, attribute in layers:
             for part, wanted in ((config, RoutedExperts), (config.inner_experts, GroupedExperts)):
                 owner = type(part)._owner
                 if owner is not wanted:

@@ -496,7 +496,7 @@ def _check_map_type(map_type: str) -> None:
 
 
 def _mask_plan(routing_map: Tensor, num_out_tokens: int) -> PermutationPlan:
-    rows = "exact" if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
+    rows: Any = "exact" if num_out_tokens is None or num_out_tokens < 0 else num_out_tokens
     return torch_ops.plan_routing_map(contiguous(routing_map), num_out_tokens=rows)
 
 

@@ -36,6 +36,8 @@ from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES, Recipe
 
+__all__ = ["activation_of", "enable"]
+
 
 def enable(
     recipe: Recipe = "fp8_flow",
@@ -46,10 +48,36 @@ def enable(
 ) -> None:
     """Register the experts, and their expert parallelism, with transformers.
 
-    name: what ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their
+    Parameters
+    ----------
+    recipe : "fp8_flow", "fp8_blockwise" or "bf16"
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+    recompute : None or "moe_expert"
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+    backend : "wgmma", "mma", "cublas", "plain" or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+    name : str
+        What ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their
         expert parallelism, whose rows then travel between ranks in FP8. Another name for each recipe that is
         used in one process; the same name again replaces what it stood for.
-    recipe, recompute, backend: as of `fp8moe.adapters.torch_functional.moe_experts`.
+
+    Raises
+    ------
+    ValueError
+        For a recipe, recompute or backend that there is not.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import transformers
+    >>> from fp8moe.adapters import transformers as fp8moe_transformers
+    >>> fp8moe_transformers.enable(recipe="fp8_flow")
+    >>> sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+    >>> sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 32}
+    >>> config = transformers.Qwen3MoeConfig(**sizes, vocab_size=128, intermediate_size=64)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="fp8moe")
+    >>> model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape
+    torch.Size([1, 5, 128])
     """
     options = {
         "recipe": checks.choice("recipe", recipe, RECIPES),
@@ -107,8 +135,8 @@ def _multiply(
         w13 = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
         if bias13 is not None:
             bias13 = torch.cat((bias13[:, ::2], bias13[:, 1::2]), dim=1)
-    how = {**options, "activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
-    return moe_experts(x, w13, w2, ids, probs, **how)
+    rest = {"activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
+    return moe_experts(x, w13, w2, ids, probs, **options, **rest)
 
 
 # ---------------------------------------------------------------- what lies between the two products
@@ -116,9 +144,31 @@ def _multiply(
 
 @torch.compiler.assume_constant_result
 def activation_of(experts: Any) -> Activation:
-    """What an experts module does with its gate and up projections.
+    """Find what an experts module does with its gate and up projections.
 
-    Raises NotImplementedError, by the module's name, for what `fp8moe.Activation` does not describe.
+    Parameters
+    ----------
+    experts : Module
+        Of a class that transformers decorates with ``use_experts_implementation``.
+
+    Returns
+    -------
+    Activation
+        What it computes, as far as the numbers that it was evaluated on show.
+
+    Raises
+    ------
+    NotImplementedError
+        By the module's name, for what `fp8moe.Activation` does not describe.
+
+    Examples
+    --------
+    >>> import transformers
+    >>> from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+    >>> from fp8moe.adapters.transformers import activation_of
+    >>> sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4}
+    >>> activation_of(Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes))).kind
+    'swiglu'
     """
     known = _activations.get(experts)
     constants = _constants(experts)
@@ -129,23 +179,23 @@ def activation_of(experts: Any) -> Activation:
         raise _unsupported(name, "experts with a norm after each expert")
     gated = bool(experts.has_gate)
     activated = _activated(experts, _probe(constants), gated)
-    found = _matching(activated.tobytes(), constants, gated)
-    if found is None:
+    activation = _matching(activated.tobytes(), constants, gated)
+    if activation is None:
         act = getattr(experts, "act_fn", None)
         kind = "a gate" if gated else "experts without a gate"
         raise _unsupported(
             name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that is none of Activation's"
         )
-    _activations[experts] = getattr(experts, "act_fn", None), constants, found
-    return found
+    _activations[experts] = getattr(experts, "act_fn", None), constants, activation
+    return activation
 
 
 _activations: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-def _unsupported(name: str, what: str) -> NotImplementedError:
+def _unsupported(name: str, computation: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{name}: got {what}; wanted experts of one of {', '.join(get_args(Kind))}; pass "
+        f"{name}: got {computation}; wanted experts of one of {', '.join(get_args(Kind))}; pass "
         'experts_implementation="grouped_mm"'
     )
 
@@ -190,8 +240,8 @@ def _matching(activated: bytes, constants: tuple[float, ...], gated: bool) -> Ac
         candidates, probe = [(("relu2", 1.0), None, 0.0)], probe[:, :1].copy()
     for (kind, alpha), clamp, offset in candidates:
         activation = Activation(kind, clamp, alpha, offset)
-        found = fp8moe.swiglu(probe, activation=activation)[:, 0]
+        values = fp8moe.swiglu(probe, activation=activation)[:, 0]
         # some gates work in float32, 2^-24 of each of a handful of steps; the next kind differs by 4e-4
-        if np.allclose(found, wanted, rtol=1e-5, atol=1e-6):
+        if np.allclose(values, wanted, rtol=1e-5, atol=1e-6):
             return activation
     return None

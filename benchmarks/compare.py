@@ -12,6 +12,7 @@ it needs experts padded to a multiple of rows, plain torch pads them, and that i
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import math
 import platform
 import statistics
@@ -56,7 +57,14 @@ def main(
         Where `draw` draws the layer's rows.
     parts : iterable of Part
         What to compare.
+
+    Raises
+    ------
+    ImportError
+        Without torch, which every library here is called through.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError("compare needs torch, which is missing: pip install 'fp8moe[bench,torch]'")
     import torch
 
     if device == "auto":

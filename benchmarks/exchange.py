@@ -5,8 +5,10 @@ into each other's memory.
 rows: N rows of 7168 on each rank, as many to each. exchange: one call, packed rows. with its quantise: from
 bfloat16 to FP8 rows in one buffer, then that. dispatch: the whole of `expert_parallel.dispatch` from
 bfloat16, top-8 of 64 experts a rank, counts and all. combine: those rows back, and their sums. layer:
-forward and backward of `FP8FlowMoE`. Times are the slowest rank's, medians; of the first two also the
-device's alone, ten calls in a CUDA graph (graph_us).
+forward and backward of `FP8FlowMoE`, of fp8_flow also in two and four chunks that overlap, with a capacity
+(a quarter more entries than an even routing has, and rows for every token), and both. Times are the slowest
+rank's, medians; of the first two, and of the layer with a capacity, also the device's alone, ten calls in a
+CUDA graph (graph_us).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory, window_bytes
 from fp8moe.benchmarks.harness import append
 from fp8moe.benchmarks.layer import training_step
-from fp8moe.expert_parallel import Counts
+from fp8moe.expert_parallel import Capacity, Counts
 from fp8moe.info import commit, versions
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
@@ -72,7 +74,25 @@ def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path 
             for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
                 row = of_layer(comm, tokens, experts, recipe, device)
                 report({**row, "by": name}, rank, world, device, out)
+            for chunks, bounded in ((2, False), (4, False), (1, True), (2, True), (4, True)):
+                if bounded and name == "peer":
+                    continue
+                way, words = transport(name, room, tokens // chunks if bounded else 0, chunks)
+                row = of_layer(way, tokens, experts, "fp8_flow", device)
+                row["name"] += words
+                report({**row, "by": name}, rank, world, device, out)
     dist.destroy_process_group()
+
+
+def transport(name: str, room: int, rows: int, chunks: int) -> tuple[ProcessGroup, str]:
+    """One that overlaps so many chunks, and has a capacity for ``rows`` tokens a chunk unless that is 0."""
+    words = f", {chunks} chunks" if chunks > 1 else ""
+    if name == "peer":
+        return SymmetricMemory(None, room, overlap_chunks=chunks), words
+    if not rows:
+        return ProcessGroup(overlap_chunks=chunks), words
+    capacity = Capacity(rows, rows * TOPK * 5 // 4)
+    return ProcessGroup(capacity=capacity, overlap_chunks=chunks), f"{words}, capacity"
 
 
 def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
@@ -141,7 +161,12 @@ def of_layer(comm: ProcessGroup, tokens: int, experts: int, recipe: str, device:
     forward, backward = training_step(layer, tokens)
     us = seconds(lambda: backward(forward()), device) * 1e6
     shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts a rank, top-{topk}"
-    return {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
+    row = {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
+    if comm.capacity is not None:
+        row["overflow"] = comm.overflow().tolist()
+        if device == "cuda":
+            row["graph_us"] = graph_seconds(lambda: backward(forward())) * 1e6
+    return row
 
 
 def graph_seconds(action: Callable[[], Any], calls: int = 10) -> float:

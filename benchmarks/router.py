@@ -61,7 +61,7 @@ def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig
             "route backward",
             shape,
             (grads, logits, wanted.topk_ids),
-            lambda *arrays: fp8moe.route_backward(*arrays, config),
+            lambda grad, x, ids: fp8moe.route_backward(grad, x, ids, config),
             near,
             nbytes=2 * logits.nbytes + results,
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,12 @@ def newest(rows: Rows) -> Rows:
 
 
 def rows_of(file: str) -> Rows:
-    return [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
+    return _rows(RESULTS / f"{file}.jsonl")
+
+
+@cache
+def _rows(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _origin(row: dict[str, Any]) -> str:
@@ -447,6 +452,8 @@ LINKS = {
     "architecture": "docs/architecture.md",
     "experiments": "docs/experiments/index.md",
     "migration": "docs/migration/transformer-engine.md",
+    "contributing": "CONTRIBUTING.md",
+    "changes": "CHANGELOG.md",
 }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import griffe
 
 _DECLARED = re.compile(r"(?:operation|operator_of|public|traceable)\(\s*fp8moe\.(\w+)")
+_DOCUMENTED = re.compile(r"documented\(fp8moe\.(\w+)(.*)\)")
+_ELEMENT = re.compile(r"(?<=\w)\[([^]]+)\]\[([^]]+)\]")
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): ")
 COLLISIONS = {"grouped_gemm", "permute", "quantize", "swiglu"}  # names of a function and of its module
 
@@ -24,18 +26,31 @@ class DeclaredOperations(griffe.Extension):
         attr.value = attr.annotation = None
 
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
-        """``@functools.wraps(_product) def grouped_gemm(...)``, which takes its docstring when it runs."""
-        if func.docstring is None and any("functools.wraps" in str(d.value) for d in func.decorators):
-            func.docstring = griffe.Docstring(_as_the_core(func.name), parent=func)
+        """Functions that take the core's docstring from a decorator, when they run."""
+        for decorator in func.decorators if func.docstring is None else []:
+            if declared := _DOCUMENTED.match(str(decorator.value)):
+                names = re.findall(r"['\"](\w+)['\"]", declared[2])
+                text = _as_the_core(declared[1]) + f" Differentiable in {' and '.join(names)}, once."
+                func.docstring = griffe.Docstring(text, parent=func)
+            elif str(decorator.value).startswith("functools.wraps"):
+                func.docstring = griffe.Docstring(_as_the_core(func.name), parent=func)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """``x : ArrayLike, float32, [T, H]`` is text, not a tuple, which would be written in parentheses."""
+        if obj.docstring:
+            lines = obj.docstring.value.splitlines()
+            obj.docstring.value = "\n".join(map(_no_links, lines))
         if isinstance(obj, griffe.Function | griffe.Class):
             _list_arguments(obj)
         for section in obj.docstring.parsed if obj.docstring else []:
             for item in section.value if isinstance(section.value, list) else []:
                 if isinstance(getattr(item, "annotation", None), griffe.ExprTuple):
                     item.annotation.implicit = True
+
+
+def _no_links(line: str) -> str:
+    """``counts[a][b]`` in a sentence is an element, where Markdown sees a link to b."""
+    return line if "`" in line or ">>>" in line else _ELEMENT.sub(r"\\[\1\\]\\[\2\\]", line)
 
 
 def _list_arguments(obj: griffe.Function | griffe.Class) -> None:

@@ -11,7 +11,14 @@ from fp8moe.counters import Trace, trace
 from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
 from fp8moe.interop import BackendUnavailable
 from fp8moe.layout import to_layout
-from fp8moe.moe import moe_backward, moe_forward, moe_forward_permuted, quantize_weights
+from fp8moe.moe import (
+    moe_backward,
+    moe_backward_input,
+    moe_backward_weight,
+    moe_forward,
+    moe_forward_permuted,
+    quantize_weights,
+)
 from fp8moe.permute import (
     pad,
     permute,
@@ -57,6 +64,8 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_wgrad",
     "moe_backward",
+    "moe_backward_input",
+    "moe_backward_weight",
     "moe_forward",
     "moe_forward_permuted",
     "pad",

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import fp8moe
+from fp8moe.kernels_cuda.compiler import ARCHITECTURES
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         type=_architecture,
         metavar="SM",
-        help="an architecture such as sm_90a; repeat for several (default: sm_80 sm_90a sm_100a sm_120a)",
+        help=f"an architecture such as sm_90a; repeat for several (default: {' '.join(ARCHITECTURES)})",
     )
 
     bench = verbs.add_parser("bench", help="time operations against the copy bandwidth of the same machine")

@@ -75,7 +75,8 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
 
 
 def arrays(*wanted: tuple[str, Any, tuple[np.dtype, ...] | None, tuple[int | str, ...]]) -> None:
-    """Of each (name, array or None, dtypes or None, sizes) what `dtype` and `shape` check, in one call."""
+    """Of each (name, array, dtypes or None, sizes) what `dtype` and `shape` check, in one call. Arrays may be
+    left out: None is right."""
     for name, x, dtypes, sizes in wanted:
         if x is None:
             continue
@@ -224,21 +225,21 @@ def _entries(of: PermutationPlan) -> None:
     _within("plan.row_id_map", experts, of.num_experts - 1, "expert {}")
     rows = row_id_map[:, :width][used].astype(np.int64)
     _within("plan.row_id_map", rows, MAX_INT32, "row {}")
-    why = ", the rows of plan.num_out_tokens; pass all that the map was made for"
+    reason = ", the rows of plan.num_out_tokens; pass all that the map was made for"
     _within(
-        "plan.row_id_map", rows + pads[experts], of.num_out_tokens - 1, "row {}, its padding included", why
+        "plan.row_id_map", rows + pads[experts], of.num_out_tokens - 1, "row {}, its padding included", reason
     )
     if slots is not None:
         _within("plan.slots", slots[used], of.prob_columns - 1, "column {}")
 
 
-def _within(name: str, values: np.ndarray, high: int, template: str, why: str = "") -> None:
+def _within(name: str, values: np.ndarray, high: int, template: str, reason: str = "") -> None:
     if not values.size:
         return
     low, top = int(values.min()), int(values.max())
     if low < 0 or top > high:
         wrong = template.format(low if low < 0 else top)
-        raise ValueError(f"{name}: got {wrong}; wanted 0 to {high}{why}")
+        raise ValueError(f"{name}: got {wrong}; wanted 0 to {high}{reason}")
 
 
 def quant_tensor(

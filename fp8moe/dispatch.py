@@ -12,17 +12,28 @@ import inspect
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fp8moe import checks, interop
-from fp8moe.call import NOWHERE, Call, NotPlannable, current, place_of
+from fp8moe.call import NOWHERE, Call, NotPlannable, current, load_backend, place_of
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 
-__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "enter", "operation", "place_of"]
+__all__ = [
+    "NOWHERE",
+    "Call",
+    "cached_plans",
+    "clear_cached_plans",
+    "enter",
+    "load_backend",
+    "operation",
+    "place_of",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: by function and what came in: how to do the call, or None where only the call itself can
 _plans: dict[Any, LaunchPlan | None] = {}
@@ -46,7 +57,7 @@ _UNKNOWN: Any = object()
 _ARRAY: Any = object()  # in a key: their shapes and dtypes come after all values
 
 
-def operation(function: Callable[..., Any]) -> Callable[..., Any]:
+def operation(function: Function) -> Function:
     """A public function, of one that is written for raw buffers (see `enter`)."""
     names = list(inspect.signature(function).parameters)
 
@@ -103,7 +114,7 @@ def operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return _run_now(function, names, arguments, options)
         return plan.run(given, arrays, addresses)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -45,6 +45,17 @@ def _backend_of(call: Call, backend: str | None) -> str | None:
     return backend
 
 
+def _limit_of(call: Call, num_sms: int | None) -> int | None:
+    if num_sms is None:
+        return None
+    limit = checks.integer("num_sms", num_sms, 2)
+    if limit % 2:
+        raise ValueError(f"num_sms: got {num_sms}; wanted an even number: multiprocessors work in pairs")
+    if call.device == "cpu":
+        raise ValueError(f"num_sms: got {num_sms} for arrays on the CPU; wanted None, or arrays on CUDA")
+    return limit
+
+
 def not_on_cpu(backend: str) -> ValueError:
     return ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
 
@@ -57,6 +68,7 @@ def grouped_gemm(
     *,
     transpose_w: bool = False,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> Any:
     """Multiply each expert's rows by its weights: out[rows of e] = x[rows of e] @ w[e].T.
 
@@ -82,6 +94,10 @@ def grouped_gemm(
         first (exact for power-of-two scales); it reads the offsets, which **synchronises once**, and wants
         bfloat16, float16 or float32. "plain": a simple kernel that takes everything, hundreds of times
         slower.
+    num_sms : int or None
+        On CUDA, of products by "wgmma": at most so many of the GPU's multiprocessors, an even number; None:
+        all. What another kernel holds needs no limit: tiles go to the multiprocessors that are free. The
+        result does not depend on it.
 
     Returns
     -------
@@ -110,7 +126,7 @@ def grouped_gemm(
     """
     call = enter(x=x, w=w, expert_offsets=expert_offsets)
     a = call.args
-    backend = _backend_of(call, backend)
+    backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
     transpose_w = checks.flag("transpose_w", transpose_w)
     quantized = isinstance(a.x, QuantTensor)
     if quantized:
@@ -139,6 +155,7 @@ def grouped_gemm(
         a.expert_offsets,
         transpose_w=transpose_w,
         backend=backend,
+        num_sms=num_sms,
         out=out,
     )
     return call.leave(out)
@@ -153,6 +170,7 @@ def grouped_gemm_wgrad(
     *,
     dtype: str = "float32",
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> Any:
     """The weights' gradient: out[e] = dy[rows of e].T @ x[rows of e].
 
@@ -173,6 +191,8 @@ def grouped_gemm_wgrad(
     backend : str or None
         As `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or bfloat16
         out. "mma" is slow for FP8 experts that begin at no multiple of 16 rows.
+    num_sms : int or None
+        As `grouped_gemm` takes it.
 
     Returns
     -------
@@ -200,7 +220,7 @@ def grouped_gemm_wgrad(
     """
     call = enter(dy=dy, x=x, expert_offsets=expert_offsets, out=out)
     a = call.args
-    backend = _backend_of(call, backend)
+    backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
     if isinstance(a.dy, QuantTensor):
         for name, q, blocks in (("dy", a.dy, ((128, 1), (128, 128))), ("x", a.x, (a.dy.block,))):
             if not checks.quant_tensor(name, q, blocks).columnwise:
@@ -236,6 +256,7 @@ def grouped_gemm_wgrad(
         a.expert_offsets,
         accumulate=a.out is not None,
         backend=backend,
+        num_sms=num_sms,
         out=result,
     )
     return call.leave(result) if out is None else out

@@ -166,25 +166,24 @@ class LaunchPlan:
         self.written: list[int] = []  # the inputs, by their numbers, that the call writes to
         labels = [*names[: len(arguments)], *[""] * (len(arguments) - len(names)), *options]
         for name, value in zip(labels, given, strict=True):
-            first = len(described) - len(inputs)
+            before = len(described) - len(inputs)
             is_array = interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
             if is_array or isinstance(value, (Record, tuple)):
                 value = inputs.pop() if is_array else with_arrays(value, inputs)
                 call.argument_of[id(value)] = len(raw) - len(given)
             raw.append(value)
             if name in WRITTEN:
-                self.written += range(first, len(described) - len(inputs))
+                self.written += range(before, len(described) - len(inputs))
         if self.written and not framework.always_writable:
             raise NotPlannable
         count = len(arguments)
         result = call.perform(function, *raw[:count], **dict(zip(options, raw[count:], strict=True)))
         self._held = result  # or the release of its buffers would be logged
         (self._result,) = call.getters((result,))
-        wanted: list[Wanted] = []
+        first, wanted = len(described), list[Wanted]()  # of what is allocated, after what comes in
         for number, (shape, dtype) in enumerate(call.buffers):
             wanted.append((shape, dtype, number not in call.returned))
-        first = len(described)
-        self._run = cuda_launch().run_steps
+        self._run_steps = cuda_launch().run_steps
         self._stream, makers = framework.prepare(device, wanted[first:])
         self._device, self._events, self._buffers = device, call.events, len(wanted)
         self._address, self._wrap = framework.address, framework.wrap
@@ -213,7 +212,7 @@ class LaunchPlan:
         room = self._buffers - len(addresses)
         memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
         if self._steps:
-            self._run(self._steps, memory, addresses, self._address, self._device, self._stream())
+            self._run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
         for count in counters.counting():
             for event in self._events:
                 count(event)

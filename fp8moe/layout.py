@@ -17,7 +17,8 @@ from fp8moe.formats import (
     is_columnwise,
     scale_shape,
 )
-from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
+from fp8moe.quantize import quant_spec
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, QuantTensor
 from fp8moe.transpose import column_scale_rows, tiles_of_rows
 
 #: blocks that have more than one layout
@@ -122,3 +123,18 @@ def converted_shape(q: QuantTensor, layout: str, experts: int | None, align_size
     if experts is not None and is_columnwise(q.block):
         return column_scale_rows(rows, experts, 32, align_size), q.shape[1]
     return scale_shape(q.shape, q.block, layout)
+
+
+def blocked_rows_spec(x: Any, plan: PermutationPlan, layout: str) -> QuantTensor:
+    """Shapes of the permuted rows of ``x``, with their scales in the blocked layout."""
+    checks.choice("layout", layout, ("compact", BLOCKED_128X4))
+    if not isinstance(x, QuantTensor) or x.block != (1, 32):
+        kind = x.block if isinstance(x, QuantTensor) else f"an array of {x.dtype}"
+        raise TypeError(f"x: got {kind} with layout={layout!r}; wanted MXFP8, of block (1, 32)")
+    if plan.align_size % 128:
+        raise ValueError(
+            f"layout: got {layout!r} with a plan's align_size of {plan.align_size}; wanted a multiple of "
+            "128, as no tile has rows of two experts; or permute compact scales, and convert them by "
+            "fp8moe.to_layout(rows, layout, plan.expert_offsets)"
+        )
+    return quant_spec((plan.num_out_tokens, x.shape[1]), x.fmt, (1, 32), layout)

@@ -8,7 +8,7 @@ kernels, which dequantises and requantises for every column-wise operand: 12 cas
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -18,12 +18,16 @@ from fp8moe.call import load_backend
 from fp8moe.dispatch import NOWHERE, Call, enter, operation
 from fp8moe.expert_parallel import (
     Comm,
+    Dispatched,
     DispatchedRows,
     combine,
     combine_backward,
     dispatch,
     dispatch_backward,
+    overflow,
 )
+from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
+from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
 from fp8moe.interop import Device
@@ -66,9 +70,8 @@ class Saved(Record):
         multiplies by them (all of w2's, and w13's but for recompute); ``nbytes`` leaves weights out.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
-    ffn: F without the zeros that FP8 weights were padded with, None where they were not: what `moe_backward`
-        was told.
     backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
+    later: of ``overlap_chunks``, what was kept of the chunks after the first, without the weights.
     """
 
     recipe: str
@@ -83,18 +86,59 @@ class Saved(Record):
     activation: Activation = SWIGLU
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
-    ffn: int | None = None
     backend: str | None = None
+    later: tuple[Saved, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes saved for the backward, the weights apart."""
-        return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route)
+        return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route, self.later)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of dy."""
+        if self.route is None:
+            return self.plan.num_tokens
+        return sum(chunk.route.num_tokens for chunk in (self, *self.later))
 
     def needed_for(self, gradients: Collection[str]) -> Saved:
         """Without what only other gradients need: with frozen weights (LoRA) x and a."""
         x = self.x if "dw13" in gradients or self.recompute else None
         return replace(self, x=x, a=self.a if "dw2" in gradients else None)
+
+
+@dataclass(frozen=True)
+class SavedForWeights(Record):
+    """What `moe_backward_input` keeps for `moe_backward_weight`: the operands of the weights' gradients.
+
+    With F padded as the weights are, P permuted rows and T tokens it takes, scales apart, for "fp8_flow" T H
+    (dy) + P F (a) + T H, or with recompute P H, (x) + 2 P F (dh) bytes; for "fp8_blockwise" P H + P F + P H +
+    2 P F; for "bf16" twice that of "fp8_blockwise". x, and without recompute a, are the forward's own, and so
+    may dy be the caller's: such memory must stay as it is until the weights' gradients are made. The weights
+    are not among it, nor is h: the forward's `Saved` may be dropped.
+
+    dy, a: of w2's gradient; None where it is not wanted. dy: fp8_flow: FP8, not yet permuted; the others:
+        permuted. a: fp8_flow: column-wise, the others row-wise.
+    dh, x: of w13's gradient; None where it is not wanted. dh: fp8_flow: column-wise, the others row-wise.
+        x: as `Saved` has it.
+    later: of the chunks after the first, where there are ``overlap_chunks``.
+    """
+
+    recipe: str
+    recompute: str | None
+    plan: PermutationPlan | PlacedRows
+    dy: Any
+    a: Any
+    dh: Any
+    x: Any
+    activation: Activation = SWIGLU
+    backend: str | None = None
+    later: tuple[SavedForWeights, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of it takes, what it shares with the forward's `Saved` and the caller included."""
+        return nbytes(self.plan, self.dy, self.a, self.dh, self.x, self.later)
 
 
 def quantize_weights(
@@ -246,7 +290,7 @@ def moe_forward(
     -------
     y : ArrayLike, [T, H]
         In x's dtype. Nothing synchronises with the host, but for the counts of rows where there is a
-        ``comm``.
+        ``comm`` without a `fp8moe.expert_parallel.Capacity`.
     saved : Saved
         For `moe_backward`.
 
@@ -282,21 +326,43 @@ def moe_forward(
     else:
         given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
         _check_layer(recipe, activation, backend, gradients, **given)
-        experts = experts_of(w13)
-        arrived = dispatch(
-            x, topk_ids, topk_probs, experts * comm.world_size, comm, fmt=FORMAT_BETWEEN_RANKS[recipe]
-        )
+        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, how)
+    return y, _recorded(saved, overwritten)
+
+
+def _forward_over_ranks(
+    x: Any, w13: Any, w2: Any, topk_ids: Any, topk_probs: Any, comm: Comm, how: dict[str, Any]
+) -> tuple[Any, Saved]:
+    recipe, experts = how["recipe"], experts_of(w13)
+    fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
+    if chunks > 1 and recipe != "bf16":  # once for all
+        w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
+    kept: list[Saved] = []
+
+    def products(arrived: Dispatched | DispatchedRows) -> Any:
         if isinstance(arrived, DispatchedRows):
             of_rows = arrived.tokens_per_expert, arrived.probs
-            how["align_size"] = arrived.align_size
-            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **how)
+            options = {**how, "align_size": arrived.align_size}
+            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **options)
         else:
             rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
             y, saved = experts_forward(
                 arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
             )
-        y, saved = combine(y, arrived.route, comm), replace(saved, route=arrived.route)
-    return y, _recorded(saved, overwritten)
+        kept.append(replace(saved, route=arrived.route))
+        return y
+
+    given = x, topk_ids, topk_probs, experts * comm.world_size, comm
+    if chunks > 1:
+        y = overlapped_forward(*given, fmt=fmt, chunks=chunks, experts=products)
+    else:
+        arrived = dispatch(*given, fmt=fmt)
+        y = combine(products(arrived), arrived.route, comm)
+    saved = replace(kept[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in kept[1:]))
+    if capacity_of(comm) is not None:
+        for rows, entries in overflow(saved):
+            comm.record_overflow(rows, entries)  # type: ignore[union-attr]
+    return y, saved
 
 
 def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
@@ -473,7 +539,7 @@ def _by_plan(
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
-    forward, _ = _STEPS[recipe]
+    forward, *_ = _STEPS[recipe]
     with products_by(backend):
         y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
     if recipe != "bf16":
@@ -491,21 +557,54 @@ def experts_backward(
     dw2: Any = None,
     dtype: str = "float32",
     gradients: Collection[str] = GRADIENTS,
+    ffn: int | None = None,
 ) -> MoEGrads:
     """`moe_backward` of this rank's experts; dy is quantised already where it came so from other ranks."""
-    _check_backward(saved, dy, dw13, dw2, dtype)
+    _check_backward(saved, dy, dw13, dw2, dtype, ffn)
+    dx, dprobs, operands = _backward_input(saved, dy, gradients)
+    dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
+    return MoEGrads(dx, dprobs, dw13, dw2)
+
+
+@operation
+def experts_backward_input(
+    saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
+) -> tuple[Any, Any, SavedForWeights]:
+    """(dx, dprobs, operands) of `moe_backward_input`, of this rank's experts."""
+    _check_dy(saved, dy)
+    return _backward_input(saved, dy, gradients)
+
+
+@operation
+def experts_backward_weight(
+    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
+) -> tuple[Any, Any]:
+    """(dw13, dw2) of `moe_backward_weight`."""
+    _check_operands(operands, dw13, dw2, dtype, ffn)
+    return _backward_weight(operands, dw13, dw2, dtype, ffn)
+
+
+def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[Any, Any, SavedForWeights]:
     if not isinstance(dy, QuantTensor):
         dy = _cast(saved.recipe, dy)
-    _, backward = _STEPS[saved.recipe]
+    _, backward_input, _ = _STEPS[saved.recipe]
     rows = saved.plan
+    if isinstance(rows, PlacedRows):
+        dy = pad_rows(dy, rows)
     with products_by(saved.backend):
-        if not isinstance(rows, PlacedRows):
-            return backward(saved, dy, dw13, dw2, dtype, gradients)
-        grads: MoEGrads = backward(saved, pad_rows(dy, rows), dw13, dw2, dtype, gradients)
-    if grads.dx is None:
-        return grads
-    dx, dprobs = unpad_rows(grads.dx, rows, grads.dprobs)
-    return replace(grads, dx=dx, dprobs=dprobs)
+        dx, dprobs, operands = backward_input(saved, dy, gradients)
+    if isinstance(rows, PlacedRows) and dx is not None:
+        dx, dprobs = unpad_rows(dx, rows, dprobs)
+    options: dict[str, Any] = {"activation": saved.activation, "backend": saved.backend}
+    return dx, dprobs, SavedForWeights(saved.recipe, saved.recompute, rows, **operands, **options)
+
+
+def _backward_weight(
+    operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
+) -> tuple[Any, Any]:
+    *_, backward_weight = _STEPS[operands.recipe]
+    with products_by(operands.backend):
+        return backward_weight(operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
 
 
 def moe_backward(
@@ -533,7 +632,7 @@ def moe_backward(
     dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
         To add the gradient of w2 to.
     dtype : "float32", "bfloat16" or "float64"
-        Of the weights' gradients where none are given.
+        Of the weights' gradients where none are given; not "bfloat16" for ``overlap_chunks``.
     ffn : int or None
         F, where `quantize_weights` filled weights up with zeros: gradients have this width. For "fp8_flow",
         and with gates w1 and w3 apart.
@@ -567,6 +666,207 @@ def moe_backward(
     >>> g.dw2.item(), g.dprobs.item()
     (100.0, 200.0)
     """
+    gradients = _check_saved(saved, comm, gradients)
+    _check_wanted(dw13, dw2, gradients)
+    ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
+    here, route = _of_this_rank(saved), saved.route
+    if comm is None or route is None:
+        return experts_backward(here, dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
+    _check_backward(saved, dy, dw13, dw2, dtype, ffn)
+    if saved.later:
+        _check_sums(dtype, gradients, dw13, dw2)
+        total = MoEGrads(None, None, dw13, dw2)
+
+        def weights(operands: SavedForWeights) -> None:
+            nonlocal total
+            total = _added(operands, total, dtype, ffn)
+
+        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, weights)
+        names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
+        return replace(MoEGrads(dx, dprobs, None, None), **names)
+    arrived = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
+    grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients, ffn)
+    if grads.dx is None:
+        return grads
+    dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
+    return replace(grads, dx=dx, dprobs=dprobs)
+
+
+def _backward_in_chunks(
+    saved: Saved,
+    dy: Any,
+    comm: Comm,
+    gradients: Collection[str],
+    weights: Callable[[SavedForWeights], None],
+) -> tuple[Any, Any]:
+    """(dx, dprobs); ``weights`` takes the operands of each chunk's weights' gradients."""
+    chunks = [saved, *(replace(chunk, w13=saved.w13, w2=saved.w2) for chunk in saved.later)]
+    left: list[SavedForWeights] = []
+
+    def inputs(number: int, dy: Any) -> tuple[Any, Any]:
+        dx, dprobs, operands = experts_backward_input(_of_this_rank(chunks[number]), dy, gradients)
+        left.append(operands)
+        return dx, dprobs
+
+    return overlapped_backward(
+        dy,
+        [chunk.route for chunk in chunks],
+        comm,
+        fmt=FORMAT_BETWEEN_RANKS[saved.recipe],
+        inputs=inputs,
+        weights=lambda _: weights(left.pop()),
+    )
+
+
+def _check_sums(dtype: str, gradients: Collection[str], dw13: Any, dw2: Any) -> None:
+    """That chunks are not summed in bfloat16 without the caller's word."""
+    for name, given in (("dw13", dw13), ("dw2", dw2)):
+        if dtype == "bfloat16" and name in gradients and all(out is None for out in _parts(given)):
+            raise ValueError(
+                f"dtype: got {dtype!r} with overlap_chunks, whose sums would be rounded one by one; wanted "
+                f"'float32', or memory to add to as {name}"
+            )
+
+
+def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | None) -> MoEGrads:
+    """Weights' gradients added to those there are."""
+    if operands.dh is None and operands.a is None:
+        return total
+    dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
+    return replace(total, dw13=dw13, dw2=dw2)
+
+
+def moe_backward_input(
+    saved: Saved,
+    dy: ArrayLike | QuantTensor,
+    *,
+    comm: Comm | None = None,
+    gradients: Collection[str] = GRADIENTS,
+) -> tuple[MoEGrads, SavedForWeights]:
+    """The half of `moe_backward` that the layer before waits for: gradients of x and of the probabilities.
+
+    Parameters
+    ----------
+    saved : Saved
+        What the forward returned; it may be dropped after this.
+    dy : ArrayLike or QuantTensor, [T, H]
+        As for `moe_backward`. Where nothing has to be cast or moved (rows in place, and "bf16" or codes), the
+        result refers to this memory: it must stay as it is until `moe_backward_weight`.
+    comm : Comm or None
+        The forward's. The other half needs none.
+    gradients : collection of str
+        Names of those that are wanted of both halves together, as for `moe_backward`.
+
+    Returns
+    -------
+    grads : MoEGrads
+        dx and dprobs; dw13 and dw2 are None.
+    operands : SavedForWeights
+        For `moe_backward_weight`; without "dw13" and "dw2" it holds nothing.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `moe_backward`.
+
+    Notes
+    -----
+    What zero-bubble pipeline schedules call B, and `moe_backward_weight` W (arXiv 2401.10241). Both together
+    launch what `moe_backward` launches, and compute the same bits: products by the transposed weights and the
+    activation's gradient here, transposes and products for weights there. With recompute the activation is
+    computed again here.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
+    >>> grads, operands = fp8moe.moe_backward_input(saved, np.ones((1, 1)))
+    >>> grads.dprobs.item(), fp8moe.moe_backward_weight(operands, dtype="float64").dw2.item()
+    (200.0, 100.0)
+    """
+    gradients = _check_saved(saved, comm, gradients)
+    if comm is None or saved.route is None:
+        dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
+        return MoEGrads(dx, dprobs, None, None), operands
+    _check_dy(saved, dy)
+    if saved.later:
+        left: list[SavedForWeights] = []
+        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, left.append)
+        return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
+    arrived = combine_backward(dy, saved.route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
+    dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), arrived, gradients)
+    if dx is not None:
+        dx, dprobs = dispatch_backward(dx, dprobs, saved.route, comm)
+    return MoEGrads(dx, dprobs, None, None), operands
+
+
+def moe_backward_weight(
+    operands: SavedForWeights,
+    *,
+    dw13: ArrayLike | tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    dw2: ArrayLike | None = None,
+    dtype: str = "float32",
+    ffn: int | None = None,
+) -> MoEGrads:
+    """The half of `moe_backward` that nothing waits for: gradients of the weights.
+
+    Parameters
+    ----------
+    operands : SavedForWeights
+        What `moe_backward_input` returned. It is read only: called twice, this adds twice.
+    dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None, or a tuple of two
+        To add to, as for `moe_backward`.
+    dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
+        To add to, as for `moe_backward`.
+    dtype : "float32", "bfloat16" or "float64"
+        Of the gradients where none are given.
+    ffn : int or None
+        As for `moe_backward`.
+
+    Returns
+    -------
+    MoEGrads
+        dw13 and dw2, None where `moe_backward_input` was not asked for it; dx and dprobs are None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit the operands.
+
+    Notes
+    -----
+    See `moe_backward_input`. No rows move between ranks here, and nothing is read of the weights.
+
+    Examples
+    --------
+    >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
+    >>> ids, probs = np.zeros((1, 1), np.int32), np.full((1, 1), 0.5)
+    >>> y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", gradients=["dw2"])
+    >>> _, operands = fp8moe.moe_backward_input(saved, np.ones((1, 1)), gradients=["dw2"])
+    >>> total = np.ones((1, 1, 1))
+    >>> fp8moe.moe_backward_weight(operands, dw2=total).dw2 is total, total.item()
+    (True, 101.0)
+    """
+    if not isinstance(operands, SavedForWeights):
+        raise TypeError(
+            f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
+        )
+    wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
+    _check_wanted(dw13, dw2, wanted)
+    ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
+    if not wanted:
+        return MoEGrads(None, None, None, None)
+    if operands.later:
+        _check_sums(dtype, wanted, dw13, dw2)
+    total = MoEGrads(None, None, dw13, dw2)
+    for chunk in (replace(operands, later=()), *operands.later):
+        total = _added(chunk, total, dtype, ffn)
+    return total
+
+
+def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
+    """That the forward kept what the gradients need, and nothing was overwritten since. The gradients."""
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
     _check_gradients(gradients)
@@ -575,37 +875,32 @@ def moe_backward(
             raise ValueError(
                 f"gradients: got {gradient!r}, and saved.{name} is None; wanted it among the forward's"
             )
-    for name, given in (("dw13", dw13), ("dw2", dw2)):
-        if any(part is not None for part in _parts(given)) and name not in gradients:
-            raise ValueError(f"{name}: got an array to add to, and gradients without {name!r}; wanted both")
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         if before is not None and times_overwritten(w) != before:
             raise RuntimeError(
                 f"{name}: got FP8 codes that quantize_weights overwrote after the forward; wanted the "
                 "forward's own; run the backward first, or quantise into other memory"
             )
-    route = saved.route
     _check_comm(comm)
-    if (comm is None) != (route is None):
+    if (comm is None) != (saved.route is None):
         raise ValueError(
-            f"comm: got {comm}; wanted the forward's, {'none' if route is None else 'which had one'}"
+            f"comm: got {comm}; wanted the forward's, {'none' if saved.route is None else 'which had one'}"
         )
-    gradients = tuple(gradients)
-    if ffn is not None:
-        saved = replace(saved, ffn=checks.integer("ffn", ffn, 1))
-    if route is not None or saved.overwritten != (None, None):
-        here = replace(saved, route=None, overwritten=(None, None))
-    else:
-        here = saved
-    if comm is None or route is None:
-        return experts_backward(here, dy, dw13, dw2, dtype, gradients)  # type: ignore[no-any-return]
-    _check_backward(saved, dy, dw13, dw2, dtype)
-    arrived = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients)
-    if grads.dx is None:
-        return grads
-    dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
-    return replace(grads, dx=dx, dprobs=dprobs)
+    return tuple(gradients)
+
+
+def _check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
+    """That nothing is given to add to for gradients that are not wanted."""
+    for name, given in (("dw13", dw13), ("dw2", dw2)):
+        if any(part is not None for part in _parts(given)) and name not in gradients:
+            raise ValueError(f"{name}: got an array to add to, and gradients without {name!r}; wanted both")
+
+
+def _of_this_rank(saved: Saved) -> Saved:
+    """Without what only the public functions look at."""
+    if saved.route is None and saved.overwritten == (None, None):
+        return saved
+    return replace(saved, route=None, overwritten=(None, None), later=())
 
 
 def _parts(dw13: Any) -> tuple[Any, ...]:
@@ -636,11 +931,8 @@ def _check_comm(comm: Any) -> None:
         )
 
 
-def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> None:
-    """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
-    apart = isinstance(dw13, tuple)
-    given = dw13 if any(part is not None for part in _parts(dw13)) else None
-    a = enter(w13=saved.w13, w2=saved.w2, x=saved.x, a=saved.a, dy=dy, dw13=given, dw2=dw2).args
+def _check_dy(saved: Saved, dy: Any) -> None:
+    a = enter(dy=dy, w13=saved.w13).args
     quantized = saved.recipe != "bf16"
     if isinstance(a.dy, QuantTensor):
         if not quantized:
@@ -648,36 +940,75 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str) -> N
         checks.quant_tensor("dy", a.dy, ((1, 128),))
     else:
         checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
-    tokens = (saved.plan if saved.route is None else saved.route).num_tokens
-    checks.shape("dy", a.dy, (tokens, _hidden(a.w13)))
-    checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
-    kept = {"dy": a.dy, "x": a.x, "a": a.a, "w13": a.w13, "w2": a.w2}
+    checks.shape("dy", a.dy, (saved.num_tokens, _hidden(a.w13)))
+
+
+def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
+    """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
+    _check_dy(saved, dy)
+    kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
+    quantized = saved.recipe != "bf16"
     # the column-wise copy is always kept
-    of_w13, of_w2 = ((w.columnwise if quantized else w).shape for w in (a.w13, a.w2))
-    if apart and not saved.activation.gated:
+    of_w13, of_w2 = (tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2))
+    _check_outputs(saved, kept, (of_w13, of_w2), dw13, dw2, dtype, ffn)
+
+
+def _check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
+    """All that `moe_backward_weight` takes, before anything is added."""
+    kept = {name: getattr(operands, name) for name in ("dy", "a", "dh", "x")}
+    experts = operands.plan.expert_offsets.shape[0] - 1
+    of_weights = [
+        None if left is None else (experts, left.shape[1], right.shape[1])
+        for left, right in ((operands.dh, operands.x), (operands.dy, operands.a))
+    ]
+    kept = {name: value for name, value in kept.items() if value is not None}
+    _check_outputs(operands, kept, of_weights, dw13, dw2, dtype, ffn)
+
+
+def _check_outputs(
+    saved: Saved | SavedForWeights,
+    kept: dict[str, Any],
+    of_weights: Sequence[tuple[int, ...] | None],
+    dw13: Any,
+    dw2: Any,
+    dtype: str,
+    ffn: int | None,
+) -> None:
+    """What the gradients of weights of these shapes are added to: it may share no memory with ``kept``."""
+    checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
+    apart, gated = isinstance(dw13, tuple), saved.activation.gated
+    if apart and not gated:
         raise ValueError(f"dw13: got two with {saved.activation}; wanted one array or None, without a gate")
-    if (apart or saved.ffn is not None) and saved.recipe != "fp8_flow":
+    if (apart or ffn is not None) and saved.recipe != "fp8_flow":
         raise ValueError(
             f'{"dw13: got two" if apart else "ffn: got one"} with recipe {saved.recipe!r}; wanted "fp8_flow"'
         )
-    if saved.ffn is not None:
-        checks.integer("ffn", saved.ffn, 1, of_w2[2])
-        if not apart and saved.activation.gated:
+    of_w13, of_w2 = of_weights
+    if ffn is not None:
+        if not apart and gated:
             raise ValueError(
-                f"dw13: got one with ffn={saved.ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
+                f"dw13: got one with ffn={ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
             )
-        of_w13, of_w2 = (of_w13[0], saved.ffn, of_w13[2]), (*of_w2[:2], saved.ffn)
-    elif apart:
+        if of_w13 is not None:
+            checks.integer("ffn", ffn, 1, saved.activation.width(of_w13[1]))
+            of_w13 = of_w13[0], ffn, of_w13[2]
+        if of_w2 is not None:
+            checks.integer("ffn", ffn, 1, of_w2[2])
+            of_w2 = *of_w2[:2], ffn
+    elif apart and of_w13 is not None:
         of_w13 = of_w13[0], of_w13[1] // 2, of_w13[2]
+    given = dw13 if any(part is not None for part in _parts(dw13)) else None
+    arrays = enter(**kept, dw13=given, dw2=dw2).args.__dict__
+    outs = _parts(arrays.pop("dw13")), (arrays.pop("dw2"),)
     names = ("dw13[0]", "dw13[1]") if apart else ("dw13",)
-    outs = [(name, of_w13, out) for name, out in zip(names, _parts(a.dw13), strict=False)]
-    for name, shape, out in (*outs, ("dw2", of_w2, a.dw2)):
-        if out is None:
+    each = [*zip(names, (of_w13, of_w13), outs[0], strict=False), ("dw2", of_w2, *outs[1])]
+    for name, shape, out in each:
+        if out is None or shape is None:
             continue
         checks.dtype(name, out, checks.FLOATS)
         checks.shape(name, out, shape)
-        checks.writable(name, out, **kept)
-        kept[name] = out
+        checks.writable(name, out, **arrays)
+        arrays[name] = out
 
 
 def _cast(recipe: str, x: Any) -> Any:
@@ -801,21 +1132,17 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients)
     return y, {"probs": moved.probs, "x": x, "h": h, "a": columnwise}
 
 
-def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
+def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    h, a, dx, dprobs = saved.h, saved.a, None, None
+    h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
-    if "dw2" in gradients:
-        if saved.recompute:
+        if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
-        # not of permuted rows, which are k times those to read: 360 us for 571 (131,072 x 7168, 32 experts)
-        transposed = permute_transpose(dy, plan, target=_TARGET)
-        a = columns_of(a, 0, saved.ffn or a.shape[1])
-        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
-    if "dw13" in gradients or _of_inputs(gradients):
+    if _of_h(gradients):
         dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
         da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+        transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
             h,
@@ -823,20 +1150,30 @@ def _backward_fp8_flow(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[
             expert_offsets=offsets,
             align_size=plan.align_size,
             activation=saved.activation,
-            transposed="dw13" in gradients,
+            transposed=transposed,
         )
-        dh = grad.dh.rowwise if "dw13" in gradients else grad.dh
+        rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
     if _of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-    if "dw13" in gradients:
-        x = saved.x
-        transposed = _transpose(x, plan) if saved.recompute else permute_transpose(x, plan, target=_TARGET)
-        parts = _parts_of_dh(grad.dh.columnwise, dw13, saved.ffn)
-        found = [grouped_gemm_wgrad(dh, transposed, offsets, out, dtype=dtype) for dh, out in parts]
-        dw13 = tuple(found) if isinstance(dw13, tuple) else found[0]
-    if _of_inputs(gradients):
+        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
-    return MoEGrads(dx, dprobs, dw13 if "dw13" in gradients else None, dw2)
+    # dy as it came, not its permuted rows, which are k times those to transpose: 360 us for 571 (131,072 x
+    # 7168, 32 experts)
+    return dx, dprobs, _operands(gradients, dy, a, dh, saved.x)
+
+
+def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
+    plan, offsets = operands.plan, operands.plan.expert_offsets
+    a, dh, x = operands.a, operands.dh, operands.x
+    if a is not None:
+        transposed = permute_transpose(operands.dy, plan, target=_TARGET)
+        a = columns_of(a, 0, ffn or a.shape[1])
+        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
+    if dh is None:
+        return None, dw2
+    transposed = _transpose(x, plan) if operands.recompute else permute_transpose(x, plan, target=_TARGET)
+    parts = _parts_of_dh(dh, dw13, ffn)
+    found = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
+    return tuple(found) if isinstance(dw13, tuple) else found[0], dw2
 
 
 def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:
@@ -872,27 +1209,32 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, _):  
     return y, {"probs": moved.probs, "x": q, **keep}
 
 
-def _backward_fp8_blockwise(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
+def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    h, a, dx, dprobs = saved.h, saved.a, None, None
+    h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
         a = quantize(swiglu(h, saved.probs, activation=saved.activation)) if "dw2" in gradients else None
     dout = _quantized(permute(dy, plan).data)  # cast 3
-    da = grouped_gemm(dout, saved.w2.columnwise, offsets)
-    if "dw2" in gradients:
-        columnwise = _requantize(dout), _requantize(a)  # casts 4 to 7
-        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
-    grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
-    dh = quantize(grad.dh)  # cast 8
+    if _of_h(gradients):
+        da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+        grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+        dh = quantize(grad.dh)  # cast 4
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-    if "dw13" in gradients:
-        columnwise = _requantize(dh), _requantize(saved.x)  # casts 9 to 12
-        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
-    if _of_inputs(gradients):
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
-    return MoEGrads(dx, dprobs, dw13, dw2)
+    return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
+
+
+def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
+    offsets = operands.plan.expert_offsets
+    if operands.a is not None:
+        columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
+        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
+    if operands.dh is not None:
+        columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
+        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
+    return dw13, dw2
 
 
 def _quantized(x: Any) -> QuantTensor:
@@ -914,30 +1256,54 @@ def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, _):  # type: i
     return y, {"probs": moved.probs, "x": moved.data, **keep}
 
 
-def _backward_bf16(saved, dy, dw13, dw2, dtype, gradients):  # type: ignore[no-untyped-def]
+def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    h, a, dx, dprobs = saved.h, saved.a, None, None
+    h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13, offsets)
         a = swiglu(h, saved.probs, activation=saved.activation) if "dw2" in gradients else None
-    if dtype == "float32" and dy.dtype == "float64":
-        dtype = "float64"
     dout, _ = unpermute_backward(dy, plan)
-    da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
-    if "dw2" in gradients:
-        dw2 = grouped_gemm_wgrad(dout, a, offsets, dw2, dtype=dtype)
-    grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+    if _of_h(gradients):
+        da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
+        grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+        dh = grad.dh
     if _of_inputs(gradients):
-        dxe = grouped_gemm(grad.dh, saved.w13, offsets, transpose_w=True)
-    if "dw13" in gradients:
-        dw13 = grouped_gemm_wgrad(grad.dh, saved.x, offsets, dw13, dtype=dtype)
-    if _of_inputs(gradients):
+        dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
-    return MoEGrads(dx, dprobs, dw13, dw2)
+    return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
+
+
+def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
+    offsets = operands.plan.expert_offsets
+    if operands.a is not None:
+        dw2 = grouped_gemm_wgrad(operands.dy, operands.a, offsets, dw2, dtype=_at_least(dtype, operands.dy))
+    if operands.dh is not None:
+        dw13 = grouped_gemm_wgrad(operands.dh, operands.x, offsets, dw13, dtype=_at_least(dtype, operands.dh))
+    return dw13, dw2
+
+
+def _at_least(dtype: str, operand: Any) -> str:
+    """The weights' gradients of float64 operands are not rounded to float32."""
+    return "float64" if dtype == "float32" and operand.dtype == "float64" else dtype
+
+
+def _of_h(gradients: Collection[str]) -> bool:
+    return "dw13" in gradients or _of_inputs(gradients)
+
+
+def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any) -> dict[str, Any]:
+    """Of the weights' gradients, as `SavedForWeights` has them; None for those that are not wanted."""
+    of_w2, of_w13 = "dw2" in gradients, "dw13" in gradients
+    return {
+        "dy": dy if of_w2 else None,
+        "a": a if of_w2 else None,
+        "dh": dh if of_w13 else None,
+        "x": x if of_w13 else None,
+    }
 
 
 _STEPS = {
-    "fp8_flow": (_forward_fp8_flow, _backward_fp8_flow),
-    "fp8_blockwise": (_forward_fp8_blockwise, _backward_fp8_blockwise),
-    "bf16": (_forward_bf16, _backward_bf16),
+    "fp8_flow": (_forward_fp8_flow, _backward_input_fp8_flow, _backward_weight_fp8_flow),
+    "fp8_blockwise": (_forward_fp8_blockwise, _backward_input_fp8_blockwise, _backward_weight_fp8_blockwise),
+    "bf16": (_forward_bf16, _backward_input_bf16, _backward_weight_bf16),
 }

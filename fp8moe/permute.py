@@ -10,6 +10,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
+from fp8moe.layout import blocked_rows_spec
 from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
@@ -25,6 +26,7 @@ def permute(
     *,
     fill_padding: bool = True,
     zero_unweighted: bool = False,
+    layout: str = "compact",
 ) -> Permuted:
     """Copy every token's row to each of its experts, padded to the plan's alignment.
 
@@ -44,6 +46,9 @@ def permute(
     zero_unweighted : bool
         Zeros in place of the values (of codes, not of scales) of rows whose probability is exactly 0.0, by
         which Transformer Engine's callers drop tokens. The gradient is that of a row that was moved.
+    layout : "compact" or "blocked_128x4"
+        Of the result's scales; "blocked_128x4", for MXFP8 and a plan whose alignment is a multiple of 128, as
+        `to_layout` says.
 
     Returns
     -------
@@ -68,11 +73,17 @@ def permute(
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
     plan = checks.plan(call, a.plan)
-    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted)
+    return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted, layout)
 
 
 def _permute(
-    call: Call, x: Any, plan: PermutationPlan, probs: Any, fill: bool, zero_unweighted: bool = False
+    call: Call,
+    x: Any,
+    plan: PermutationPlan,
+    probs: Any,
+    fill: bool,
+    zero_unweighted: bool = False,
+    layout: str = "compact",
 ) -> Permuted:
     tokens, rows, quantized = plan.num_tokens, plan.num_out_tokens, isinstance(x, QuantTensor)
     if quantized:
@@ -87,7 +98,10 @@ def _permute(
         zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
     if zero_unweighted and probs is None:
         raise ValueError("zero_unweighted: got True without probs; wanted them, or False")
-    data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
+    if layout != "compact":
+        data = call.empty(blocked_rows_spec(x, plan, layout))
+    else:
+        data = call.empty(rows_spec(x, rows)) if quantized else call.array((rows, x.shape[1]), x.dtype)
     out = Permuted(data, None if probs is None else call.array((rows,), probs.dtype), plan)
     options = {"fill_padding": fill, "zero_unweighted": zero_unweighted}
     call.run("permute", "permute", x, plan, probs, **options, out=out)
@@ -113,6 +127,7 @@ def permute_and_pad(
     num_out_tokens: NumOutTokens = None,
     num_experts: int | None = None,
     fill_padding: bool = True,
+    layout: str = "compact",
 ) -> Permuted:
     """Plan and permute in one call.
 
@@ -133,6 +148,8 @@ def permute_and_pad(
     num_experts : int or None
         E, where ``routing_map`` has expert ids.
     fill_padding : bool
+        As for `permute`.
+    layout : "compact" or "blocked_128x4"
         As for `permute`.
 
     Returns
@@ -157,7 +174,7 @@ def permute_and_pad(
         plan = raw_plan_routing_map(call, a.routing_map, align_size, topk, num_out_tokens)
     else:
         plan = raw_plan_topk(call, a.routing_map, num_experts, align_size, num_out_tokens, "routing_map")
-    return _permute(call, a.x, plan, a.probs, fill_padding)
+    return _permute(call, a.x, plan, a.probs, fill_padding, layout=layout)
 
 
 @operation
@@ -198,7 +215,7 @@ def unpermute(x: ArrayLike, plan: PermutationPlan, merging_probs: ArrayLike | No
     _check_rows("x", a.x, a.plan.num_out_tokens)
     if not isinstance(a.x, QuantTensor):
         checks.dtype("x", a.x, checks.FLOATS)
-    _check_merging_probs(a.merging_probs, a.plan)
+    _check_probs("merging_probs", a.merging_probs, a.plan)
     out = call.empty(unpermute_spec(a.x, a.plan))
     call.run("permute", "unpermute", a.x, a.plan, a.merging_probs, out=out)
     return out
@@ -250,9 +267,7 @@ def permute_backward(
     _check_rows("grad", a.grad, a.plan.num_out_tokens)
     if not isinstance(a.grad, QuantTensor):
         checks.dtype("grad", a.grad, checks.FLOATS)
-    if a.grad_probs is not None:
-        checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
-        checks.shape("grad_probs", a.grad_probs, (a.plan.num_out_tokens,))
+    checks.arrays(("grad_probs", a.grad_probs, checks.FLOATS, (a.plan.num_out_tokens,)))
     spec = (unpermute_spec(a.grad, a.plan), _probs_spec(a.plan, a.grad_probs))
     out = call.empty(spec)
     call.run("permute", "permute_backward", a.grad, a.plan, a.grad_probs, out=out)
@@ -309,9 +324,8 @@ def unpermute_backward(
                 "grad: got a QuantTensor with merging_probs; wanted an array; pass fp8moe.dequantize(grad)"
             )
         checks.dtype("grad", a.grad, checks.FLOATS)
-        checks.dtype("x", a.x, (a.grad.dtype,))
-        checks.shape("x", a.x, (a.plan.num_out_tokens, a.grad.shape[1]))
-        _check_merging_probs(a.merging_probs, a.plan)
+        checks.arrays(("x", a.x, (a.grad.dtype,), (a.plan.num_out_tokens, a.grad.shape[1])))
+        _check_probs("merging_probs", a.merging_probs, a.plan)
     spec = (rows_spec(a.grad, a.plan.num_out_tokens), _probs_spec(a.plan, a.merging_probs))
     out = call.empty(spec)
     call.run("permute", "unpermute_backward", a.grad, a.plan, a.x, a.merging_probs, out=out)
@@ -377,9 +391,7 @@ def sort_chunks(
     chunks_per_group = checks.integer("chunks_per_group", chunks_per_group, 1)
     groups = _check_chunks(a.split_sizes, a.sorted_indices, chunks_per_group)
     keep_rest = _check_rest(keep_rest, align_size)
-    if a.probs is not None:
-        checks.dtype("probs", a.probs, checks.FLOATS)
-        checks.shape("probs", a.probs, (rows,))
+    checks.arrays(("probs", a.probs, checks.FLOATS, (rows,)))
     bound = _most_rows(rows, groups, align_size)
     if num_out_tokens is not None:
         num_out_tokens = checks.integer("num_out_tokens", num_out_tokens, 0)
@@ -470,9 +482,7 @@ def sort_chunks_backward(
     chunks_per_group = checks.integer("chunks_per_group", chunks_per_group, 1)
     groups = _check_chunks(a.split_sizes, a.sorted_indices, chunks_per_group)
     keep_rest = _check_rest(keep_rest, align_size)
-    if a.grad_probs is not None:
-        checks.dtype("grad_probs", a.grad_probs, checks.FLOATS)
-        checks.shape("grad_probs", a.grad_probs, (rows,))
+    checks.arrays(("grad_probs", a.grad_probs, checks.FLOATS, (rows,)))
     rows = rows if num_tokens is None else checks.integer("num_tokens", num_tokens, 0)
     _most_rows(rows, groups, align_size)
     end = _end_of_chunks(call, a.split_sizes, a.sorted_indices, align_size, chunks_per_group, rows)
@@ -614,10 +624,8 @@ def _check_rows(name: str, x: Any, rows: int | str) -> int:
     return x.shape[0]  # type: ignore[no-any-return]
 
 
-def _check_merging_probs(probs: Any, plan: PermutationPlan) -> None:
-    if probs is not None:
-        checks.dtype("merging_probs", probs, checks.FLOATS)
-        checks.shape("merging_probs", probs, (plan.num_tokens, plan.prob_columns))
+def _check_probs(name: str, probs: Any, plan: PermutationPlan) -> None:
+    checks.arrays((name, probs, checks.FLOATS, (plan.num_tokens, plan.prob_columns)))
 
 
 def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:

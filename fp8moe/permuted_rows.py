@@ -173,6 +173,5 @@ def unpermute_backward(grad: Any, plan: PermutationPlan | PlacedRows) -> tuple[A
 def permute_transpose(q: QuantTensor, plan: PermutationPlan | PlacedRows, *, target: str) -> QuantTensor:
     """`fp8moe.permute_transpose`."""
     if isinstance(plan, PlacedRows):
-        options = {"target": target, "align_size": plan.align_size}
-        return scaling_aware_transpose(q, plan.expert_offsets, **options)  # type: ignore[no-any-return]
+        return scaling_aware_transpose(q, plan.expert_offsets, target=target, align_size=plan.align_size)
     return permute_transpose_by_plan(q, plan, target=target)  # type: ignore[no-any-return]

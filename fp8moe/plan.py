@@ -217,8 +217,7 @@ def raw_plan_topk(
     name: str = "topk_ids",
 ) -> PermutationPlan:
     """`plan_topk` inside a call: raw arrays in and out. ``name``: of the ids."""
-    checks.dtype(name, ids, checks.INTEGERS)
-    checks.shape(name, ids, ("T", "k"))
+    checks.arrays((name, ids, checks.INTEGERS, ("T", "k")))
     num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
     checks.expert_ids(call, name, ids, num_experts)
     spec = plan_spec(ids.shape[0], num_experts, ids.shape[1], align_size, num_out_tokens, has_slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe import checks, counters
-from fp8moe.dispatch import enter, operation, place_of
+from fp8moe.dispatch import Function, enter, operation, place_of
 from fp8moe.formats import (
     BFLOAT16,
     BLOCKED_128X4,
@@ -34,7 +34,7 @@ QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
 _TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
-def _counts_overwriting(function: Any) -> Any:
+def _counts_overwriting(function: Function) -> Function:
     """Count the calls that write to memory given as ``out``, for `times_overwritten`."""
 
     @functools.wraps(function)
@@ -44,7 +44,7 @@ def _counts_overwriting(function: Any) -> Any:
             _overwritten[place] += 1
         return result
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 #: by device and address of codes; as many entries as there ever were buffers to write to

@@ -54,6 +54,7 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
     "grouped_gemm_wgrad_wgmma": [
         (f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={blocks}") for a in (0, 1) for b in (0, 1) for blocks in (0, 1)
     ],
+    "permute": [(), ("BLOCKED=1",)],
     "quantize": [*_CONVERSIONS, *((*c, "BLOCKED=1") for c in _CONVERSIONS if "MX=1" in c)],
     "swiglu": [
         *((*c, f"BARE={bare}") for c in _CONVERSIONS for bare in (1, 0)),
@@ -159,12 +160,12 @@ def _entry(name: str, architecture: str, key: str) -> Path:
 
 
 def main(architectures: list[str] | None) -> int:
-    """Compile everything, print registers and spills; 1 if something failed."""
+    """Compile everything, print registers and spills; 1 if something failed, or spills."""
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
     print(f"NVRTC {version}")
     print(f"{'kernel':58} {'arch':9} {'registers':>9} {'spill bytes':>11} {'shared':>7} {'ms':>6}")
-    failed = 0
+    failed = kernels = spilling = 0
     for architecture in architectures or ARCHITECTURES:
         for path, defines in ((p, d) for p in sources(architecture) for d in variants(p)):
             start = time.perf_counter()
@@ -178,7 +179,9 @@ def main(architectures: list[str] | None) -> int:
             for name, registers, spills, shared in usage(log):
                 label = f"{path.stem}.{name} {' '.join(defines)}"
                 print(f"{label:58} {architecture:9} {registers:9} {spills:11} {shared:7} {took:6.0f}")
-    return 1 if failed else 0
+                kernels, spilling = kernels + 1, spilling + (spills > 0)
+    print(f"{kernels} kernels, {spilling} with spills, {failed} variants of sources that do not compile")
+    return 1 if failed or spilling else 0
 
 
 def usage(log: str) -> list[tuple[str, int, int, int]]:

@@ -1,6 +1,7 @@
 // Messages between ranks: rows of several arrays side by side, quantised on the way, and apart again; expert
 // ids by rank.
 #include "fp8.cuh"
+#include "row_map.cuh"
 
 #ifndef KIND
 #define KIND BF16  // what quantize_messages reads
@@ -198,4 +199,64 @@ extern "C" __global__ void local_ids(const void* ids, i64 id_size, i64 count, i6
   if (i >= count) return;
   const i64 id = load_id(ids, i, id_size) - first;
   out[i] = id >= 0 && id < experts ? (int)id : -1;
+}
+
+// What: a plan without padding, its experts being ranks, with `capacity` rows for each of them, however many
+//   it has. Rows of a rank past these leave the map, and are added to the overflow.
+// Shapes: maps [tokens, 2 width + 1], the others as of a plan of `ranks` experts.
+// Launch: a thread a token, at least one block; 4 bytes of shared memory a rank, of its first row without
+//   padding. Every block finds them for itself, by its first warp: one launch in place of two.
+extern "C" __global__ void __launch_bounds__(256)
+    limit_rows(const int* row_id_map, const int* counts, const int* offsets, const int* overflow, i64 tokens,
+               i64 width, i64 ranks, i64 capacity, int* out_map, int* out_counts, int* out_padded,
+               int* out_pad_offsets, int* out_offsets, int* out_overflow) {
+  pdl_wait();
+  DYNAMIC_SHARED(shared);
+  int* starts = (int*)shared;
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int before = 0, dropped = 0;
+    for (i64 base = 0; base < ranks; base += 32) {
+      const i64 rank = base + lane;
+      const int count = rank < ranks ? counts[rank] : 0, kept = (int)min((i64)count, capacity);
+      int sum = kept;  // with the ranks before it
+      for (int step = 1; step < 32; step *= 2) {
+        const int lower = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += lower;
+      }
+      dropped += count - kept;
+      if (rank < ranks) {
+        starts[rank] = before + sum - kept;
+        if (blockIdx.x == 0) {
+          out_counts[rank] = kept;
+          out_padded[rank] = (int)capacity;
+          out_pad_offsets[rank] = (int)(rank * capacity) - starts[rank];
+          out_offsets[rank] = (int)(rank * capacity);
+        }
+      }
+      before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+    for (int step = 16; step > 0; step /= 2) dropped += __shfl_xor_sync(0xffffffffu, dropped, step);
+    if (blockIdx.x == 0 && lane == 0) {
+      out_offsets[ranks] = (int)(ranks * capacity);
+      *out_overflow = *overflow + dropped;
+    }
+  }
+  __syncthreads();
+  const i64 token = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (token >= tokens) return;
+  const int* mine = row_id_map + token * (2 * width + 1);
+  int* out = out_map + token * (2 * width + 1);
+  const int count = count_of(mine, width);
+  i64 kept = 0;
+  for (int j = 0; j < count; ++j) {
+    const int rank = mine[width + j];
+    if ((u32)rank >= (u32)ranks) continue;
+    const int place = mine[j] - offsets[rank];
+    if (place < 0 || place >= capacity) continue;
+    out[kept] = starts[rank] + place;
+    out[width + kept++] = rank;
+  }
+  out[2 * width] = (int)kept;
+  for (; kept < width; ++kept) out[kept] = out[width + kept] = -1;
 }

@@ -8,7 +8,7 @@ from typing import Any
 from fp8moe.kernels_cuda.encodings import conversion
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import by_warps, quantize, rows_are_whole
-from fp8moe.records import QuantTensor
+from fp8moe.records import PermutationPlan, QuantTensor
 
 PARTS = 4  # that pack_rows takes
 PEERS = 8  # as expert_parallel.cu's MOST_PEERS
@@ -86,3 +86,19 @@ def rank_mask(topk_ids: Any, *, experts: int, out: tuple[Any, Any]) -> None:
 def local_ids(ids: Any, *, first: int, experts: int, out: Any) -> None:
     arguments = (ids, ids.dtype.itemsize, ids.size, first, experts, out)
     launch("expert_parallel", "local_ids", threads(ids.size), 256, *arguments)
+
+
+def limit_rows(plan: PermutationPlan, *, capacity: int, out: PermutationPlan) -> None:
+    ranks = plan.num_experts
+    arguments = (plan.row_id_map, plan.tokens_per_expert, plan.expert_offsets, plan.overflow)
+    sizes = plan.num_tokens, plan.max_experts_per_token, ranks, capacity
+    new = (
+        out.row_id_map,
+        out.tokens_per_expert,
+        out.padded_tokens_per_expert,
+        out.pad_offsets,
+        out.expert_offsets,
+        out.overflow,
+    )
+    blocks = max(1, threads(plan.num_tokens))
+    launch("expert_parallel", "limit_rows", blocks, 256, *arguments, *sizes, *new, shared=4 * ranks)

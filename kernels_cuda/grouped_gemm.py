@@ -102,7 +102,7 @@ def describe(architecture: str) -> list[str]:
     return lines
 
 
-def _chosen(product: Product, backend: str | None) -> str:
+def _chosen(product: Product, backend: str | None, num_sms: int | None) -> str:
     architecture = current_architecture()
     chosen = choose(product, architecture, backend)
     if chosen.reasons and product.flops > MANY and architecture == "sm_90a":
@@ -112,31 +112,52 @@ def _chosen(product: Product, backend: str | None) -> str:
             RuntimeWarning,
             stacklevel=2,
         )
+    if num_sms is not None and chosen.backend != "wgmma":
+        raise ValueError(
+            f"num_sms: got {num_sms} for a product by {chosen.backend!r}, which cannot limit itself; wanted "
+            "None, or a product that backend='wgmma' takes"
+        )
     return chosen.backend
 
 
 def grouped_gemm(
-    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, backend: str | None, out: Any
+    x: Any,
+    w: Any,
+    expert_offsets: Any,
+    *,
+    transpose_w: bool,
+    backend: str | None,
+    num_sms: int | None,
+    out: Any,
 ) -> None:
     product = product_of_grouped_gemm(x, w, expert_offsets, transpose_w, out)
-    chosen = _chosen(product, backend)
+    chosen = _chosen(product, backend, num_sms)
     if chosen == "plain":
         _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out)
+        limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **limit)
 
 
 def grouped_gemm_wgrad(
-    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, backend: str | None, out: Any
+    dy: Any,
+    x: Any,
+    expert_offsets: Any,
+    *,
+    accumulate: bool,
+    backend: str | None,
+    num_sms: int | None,
+    out: Any,
 ) -> None:
     product = product_of_wgrad(dy, x, expert_offsets, out)
-    chosen = _chosen(product, backend)
+    chosen = _chosen(product, backend, num_sms)
     if chosen == "plain":
         _plain_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
+        limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **limit)
 
 
 def _cublas() -> ModuleType:

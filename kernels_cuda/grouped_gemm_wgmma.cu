@@ -15,18 +15,23 @@
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
-                       const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
+                       const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
+                       int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const bool leads = elected();                                         // of its warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
-  const int wide = (int)((width + COLUMNS - 1) / COLUMNS), stride = (int)gridDim.x / CLUSTER;
+  const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
   const Shared s = begin(memory, offsets, (int)experts, rows,
                          [&](int count) { return units_of(blocks_of_128(count), wide); });
   const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
   Work work(s.first[experts]);
+  Order order;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, last_row, first_column;
@@ -47,18 +52,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
                          (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
     if (warp == 0) {
-      if (lane == 0) {
+      if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
-        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
-          find(tile);
-          for (int k = 0; k < steps; ++k, turn.next())
-            fetch_codes(s, turn, &x_map, &w_map, rank, below, work.halves, k * STEP, first_row,
-                        first_column < width ? e * (int)width + first_column : -1);
+        order.expect(s, 0);
+      }
+      if (takes) order.pass_on(s, 0, taken);
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+        if (leads) order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        find(tile);
+        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          fetch_codes(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP, first_row,
+                      first_column < width ? e * (int)width + first_column : -1);
         }
+        if (takes) order.pass_on(s, 1, taken);
       }
     } else if (warp == 1) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
         const float* from = x_scales + (first_row + (i64)lane) * row_stride;
         const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
@@ -88,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
            i += gridDim.x * WRITERS)
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
         write_rows(s, 0, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
                    2 * COLUMNS, (u8*)(out + first_row * width + first_column), 2 * width, phase);
@@ -107,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
     };
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       work.take(tile);

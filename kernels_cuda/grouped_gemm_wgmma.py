@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS
-from fp8moe.kernels_cuda.launch import launch, multiprocessors, threads
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, threads
 from fp8moe.kernels_cuda.product import Product
 
 # As in wgmma_tiles.cuh and wgmma16_pipeline.cuh.
@@ -17,6 +19,7 @@ CLUSTER = 2  # blocks that share what they read
 BOXES = (64, 64)  # rows of one copy, of each operand
 STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 128
 PART_BYTES = 64 * 528  # of a tile that waits to be written
+TURNS = 4  # tiles that are known at a time
 BLOCK_BYTES = 227 << 10
 
 
@@ -54,7 +57,7 @@ def stages(verb: str, experts: int) -> int:
 
 
 def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
-    """A persistent block a multiprocessor, whole clusters."""
+    """A persistent block on each of so many multiprocessors, whole clusters."""
     count = stages(verb, experts)
     buffers = 2 if count == 3 else 1
     shared = count * STAGE_BYTES + buffers * PART_BYTES + _rest_bytes(count, experts)
@@ -62,12 +65,14 @@ def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Config
 
 
 def _rest_bytes(stages: int, experts: int) -> int:
-    """Of barriers, two a stage and two a part of a tile, and of the experts' table: two words for each, and
-    for the end."""
-    return 8 * (2 * stages + 4) + 8 * (experts + 1)
+    """Of barriers, two a stage, a part of a tile and a turn, of the turns' tiles, and of the experts' table:
+    two words for each, and for the end."""
+    return 8 * (2 * stages + 4 + 2 * TURNS) + 4 * TURNS + 8 * (experts + 1)
 
 
-def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+def grouped_gemm(
+    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+) -> None:
     rows, width = out.shape
     experts = expert_offsets.shape[0] - 1
     _launch(
@@ -76,6 +81,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
         "grouped_gemm_tiles_16",
         (f"TRANSPOSED={int(transpose_w)}",),
         experts,
+        num_sms,
         x,
         w,
         expert_offsets,
@@ -87,7 +93,9 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
     )
 
 
-def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out: Any) -> None:
+def grouped_gemm_wgrad(
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, num_sms: int | None, out: Any
+) -> None:
     experts, width, depth = out.shape
     _launch(
         "grouped_gemm_wgrad",
@@ -95,6 +103,7 @@ def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool
         "grouped_gemm_wgrad_tiles_16",
         (),
         experts,
+        num_sms,
         dy,
         x,
         expert_offsets,
@@ -109,15 +118,23 @@ def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool
 
 
 def _launch(
-    verb: str, source: str, kernel: str, variant: tuple[str, ...], experts: int, *arguments: Any
+    verb: str,
+    source: str,
+    kernel: str,
+    variant: tuple[str, ...],
+    experts: int,
+    num_sms: int | None,
+    *arguments: Any,
 ) -> None:
-    configuration = tiles_configuration(verb, experts, multiprocessors())
+    configuration = tiles_configuration(verb, experts, multiprocessors(num_sms))
+    fill_bytes(tiles_taken := scratch((1,), np.int32), 0)
     launch(
         source,
         kernel,
         configuration.blocks,
         configuration.threads,
         *arguments,
+        tiles_taken,
         shared=configuration.shared,
         defines=(f"KIND={KIND_NAMES[arguments[0].dtype]}", *variant, f"STAGES={stages(verb, experts)}"),
         boxes=BOXES,

@@ -14,17 +14,22 @@
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles_16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-                          const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out) {
+                          const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
+                          int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
-  const u32 t = threadIdx.x, lane = t % 32;
+  const u32 t = threadIdx.x;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const bool leads = elected();                                         // of its warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP);
-  const int wide = (int)((width + COLUMNS - 1) / COLUMNS), stride = (int)gridDim.x / CLUSTER;
+  const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
   const Shared s = begin(memory, offsets, (int)experts, rows,
                          [&](int count) { return units_of(blocks_of_128(count), wide); });
   Work work(s.first[experts]);
+  Order order;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   if (group == 2) {
@@ -43,19 +48,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     };
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
-      if (lane == 0) {
+      if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
-        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
-          find(tile);
-          const int w_line = first_column >= width ? -1
-                             : TRANSPOSED          ? first_column
-                                                   : e * (int)width + first_column;
-          const int w_along = TRANSPOSED ? e * (int)depth : 0;
-          for (int k = 0; k < steps; ++k, turn.next())
-            fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, rank, below, work.halves, k * STEP,
-                                          w_along + k * STEP, first_row, w_line);
+        order.expect(s, 0);
+      }
+      if (takes) order.pass_on(s, 0, taken);
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+        if (leads) order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        find(tile);
+        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
+        const int w_line = first_column >= width ? -1
+                           : TRANSPOSED          ? first_column
+                                                 : e * (int)width + first_column;
+        const int w_along = TRANSPOSED ? e * (int)depth : 0;
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP,
+                                        w_along + k * STEP, first_row, w_line);
         }
+        if (takes) order.pass_on(s, 1, taken);
       }
     } else if (warp >= 2) {
       // rows of no expert
@@ -63,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
            i += gridDim.x * WRITERS)
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
 #pragma unroll 1
         for (u32 part = 0; part < PARTS; ++part)
@@ -75,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   } else {
     more_registers<224>();
     const int last = (int)depth - (steps - 1) * STEP;
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
       float d[128];
       work.take(tile);
       if (work.halves == 2) {

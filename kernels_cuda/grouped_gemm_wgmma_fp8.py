@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import launch, multiprocessors, threads
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, threads
 from fp8moe.kernels_cuda.product import Product
 from fp8moe.records import QuantTensor
 
@@ -16,13 +18,15 @@ THREADS = 384
 CLUSTER = 2  # blocks that share what they read
 BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
 STAGES = 3
-SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 32  # codes, scales; a tile
+TURN_BYTES = 4 * (2 * 8 + 4)  # of four tiles that are known: two barriers and a number each
+#: codes, scales; a tile
+SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 16 + TURN_BYTES
 TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
 
 
 def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
-    """Of both kernels: a persistent block a multiprocessor, whole clusters. The experts' table has two words
-    for each, and for the end."""
+    """Of both kernels: a persistent block on each of so many multiprocessors, whole clusters. The experts'
+    table has two words for each, and for the end."""
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
 
 
@@ -57,7 +61,9 @@ def takes(product: Product, architecture: str) -> list[str]:
     return why
 
 
-def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpose_w: bool, out: Any) -> None:
+def grouped_gemm(
+    x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+) -> None:
     rows, width = out.shape
     ready = x.layout == "gemm_ready"
     strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
@@ -65,6 +71,7 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpo
         "grouped_gemm_wgmma",
         "grouped_gemm_tiles",
         (),
+        num_sms,
         x,
         w,
         expert_offsets,
@@ -81,13 +88,14 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpo
 
 
 def grouped_gemm_wgrad(
-    dy: QuantTensor, x: QuantTensor, expert_offsets: Any, *, accumulate: bool, out: Any
+    dy: QuantTensor, x: QuantTensor, expert_offsets: Any, *, accumulate: bool, num_sms: int | None, out: Any
 ) -> None:
     experts, width, depth = out.shape
     _launch_tiles(
         "grouped_gemm_wgrad_wgmma",
         "grouped_gemm_wgrad_tiles",
         (f"BLOCKS={int(dy.transposed)}",),
+        num_sms,
         dy,
         x,
         expert_offsets,
@@ -108,9 +116,17 @@ def grouped_gemm_wgrad(
 
 
 def _launch_tiles(
-    source: str, kernel: str, variant: tuple[str, ...], a: Any, b: Any, expert_offsets: Any, *arguments: Any
+    source: str,
+    kernel: str,
+    variant: tuple[str, ...],
+    num_sms: int | None,
+    a: Any,
+    b: Any,
+    expert_offsets: Any,
+    *arguments: Any,
 ) -> None:
-    configuration = tiles_configuration(expert_offsets.size - 1, multiprocessors())
+    configuration = tiles_configuration(expert_offsets.size - 1, multiprocessors(num_sms))
+    fill_bytes(tiles_taken := scratch((1,), np.int32), 0)
     launch(
         source,
         kernel,
@@ -119,6 +135,7 @@ def _launch_tiles(
         a.data,
         b.data,
         *arguments,
+        tiles_taken,
         shared=configuration.shared,
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,

@@ -43,16 +43,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
                              const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
                              i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind,
-                             void* out) {
+                             void* out, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const bool leads = elected();                                         // of its warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  int taken = takes ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
-  const int units = units_of(high, wide), stride = (int)gridDim.x / CLUSTER;
+  const int units = units_of(high, wide);
   Work work((int)experts * units);
+  Order order;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, first_column, steps;
@@ -69,19 +73,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     fewer_registers<BLOCKS ? 56 : 24>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
-      if (lane == 0) {
+      if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
-        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
-          find(tile);
-          for (int k = 0; k < steps; ++k, turn.next())
-            if (s.offsets[e] % 16 == 0)
-              fetch_codes(s, turn, &dy_map, &x_map, rank, below, work.halves, s.offsets[e] + k * STEP,
-                          first_row, first_column < depth ? first_column : -1);
+        order.expect(s, 0);
+      }
+      if (takes) order.pass_on(s, 0, taken);
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+        if (leads) order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        find(tile);
+        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          if (s.offsets[e] % 16 == 0)
+            fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
+                        first_row, first_column < depth ? first_column : -1);
         }
+        if (takes) order.pass_on(s, 1, taken);
       }
     } else if (warp == 1) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
@@ -91,8 +102,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           from = lane == 0 ? dy_scales + first_row / 128 * (i64)blocks_of_128((int)rows)
                            : x_scales + block * (i64)blocks_of_128((int)rows);
           from += s.offsets[e] / 128;
+          if (s.offsets[e] % 128) from = (const float*)NO_SCALES;
         }
-        for (int k = 0; k < steps; ++k, turn.next(), from += BLOCKS ? 1 : width, x_from += depth) {
+        const i64 further = !BLOCKS ? width : s.offsets[e] % 128 ? 0 : 1;  // to a block's next scales
+        for (int k = 0; k < steps; ++k, turn.next(), from += further, x_from += depth) {
           float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
           if (s.offsets[e] % 16) {
@@ -101,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
             if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
           }
           if (BLOCKS) {
-            if (lane < 3) copy_async4(to, s.offsets[e] % 128 ? (const void*)NO_SCALES : from, true);
+            if (lane < 3) copy_async4(to, from, true);
           } else {
             const bool some = s.first[e] + k < known;
             copy_async16(to, some ? (const void*)from : NO_SCALES, row < width);
@@ -114,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         }
       }
     } else {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
         if (accumulate && steps == 0) continue;
         const i64 at = (e * width + first_row) * depth + first_column;
@@ -162,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
     };
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
@@ -171,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
       else
         multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);
-      find(tile);  // again, so that nothing of it takes registers meanwhile
+      find(order.again(s));  // again, so that nothing of it takes registers meanwhile
       if (accumulate && steps == 0) continue;
       // value i of a half is in row `row` + 64 half, 8 below it with i & 2, and column `column` + i / 4 * 8
       const int row = first_row + (int)my_row, column = first_column + (int)my_column;

@@ -90,16 +90,21 @@ __device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* fr
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles_16(const __grid_constant__ TensorMap dy_map,
                                 const __grid_constant__ TensorMap x_map, const int* offsets, i64 experts,
-                                i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out) {
+                                i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out,
+                                int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+  const bool leads = elected();                                         // of its warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  int taken = takes ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int) { return 0; });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
-  const int units = units_of(high, wide), stride = (int)gridDim.x / CLUSTER;
+  const int units = units_of(high, wide);
   Work work((int)experts * units);
+  Order order;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, first_column, steps;
@@ -116,20 +121,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
-      if (lane == 0) {
+      if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
-        for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
-          find(tile);
-          for (int k = 0; k < steps; ++k, turn.next()) {
-            const int along = s.offsets[e] + k * STEP;
-            fetch_step<true, true>(s, turn, &dy_map, &x_map, rank, below, work.halves, along, along,
-                                   first_row, first_column < depth ? first_column : -1);
-          }
+        order.expect(s, 0);
+      }
+      if (takes) order.pass_on(s, 0, taken);
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+        if (leads) order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        find(tile);
+        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
+        for (int k = 0; k < steps; ++k, turn.next()) {
+          const int along = s.offsets[e] + k * STEP;
+          fetch_step<true, true>(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, along, along,
+                                 first_row, first_column < depth ? first_column : -1);
         }
+        if (takes) order.pass_on(s, 1, taken);
       }
     } else if (warp >= 2) {
-      for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
         if (accumulate && steps == 0) continue;
         const i64 at = (e * width + first_row) * depth + first_column;
@@ -152,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     }
   } else {
     more_registers<224>();
-    for (int tile = (int)blockIdx.x / CLUSTER; tile < work.all; tile += stride) {
+    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
       find(tile);
       if (accumulate && steps == 0) continue;
       float d[128];
@@ -161,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         multiply<COLUMNS, true, true>(s, turn, group, count, last, d);
       else
         multiply<COLUMNS / 2, true, true>(s, turn, group, count, last, d);
-      find(tile);  // again, so that nothing of it takes registers meanwhile
+      find(order.again(s));  // again, so that nothing of it takes registers meanwhile
       // value i is in row `row`, 8 below it with i & 2, and column `column` + i / 4 * 8
       const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);
       const int high_left = (int)width - row, wide_left = (int)depth - column;

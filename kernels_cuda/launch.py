@@ -73,9 +73,10 @@ def current_architecture() -> str:
     return driver.architecture(_current.place[0])
 
 
-def multiprocessors() -> int:
-    """Of the current device."""
-    return driver.multiprocessors(_current.place[0])
+def multiprocessors(most: int | None = None) -> int:
+    """Of the current device; at most so many."""
+    there = driver.multiprocessors(_current.place[0])
+    return there if most is None else min(there, most)
 
 
 def shared_limit() -> int:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16
+from fp8moe.formats import BFLOAT16, BLOCKED_128X4
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import KINDS, rows_of
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, shared_limit, threads
+from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.records import (
     DeviceArray,
     PermutationPlan,
@@ -104,6 +105,11 @@ def permute(
         parts, tokens, row_bytes = plan_parts(plan), data.shape[0], data.shape[1] * data.dtype.itemsize
         scale_bytes = 0 if scales is None else scales.shape[1] * scales.dtype.itemsize
         pieces = permute_pieces(tokens, row_bytes, scale_bytes, fill=fill_padding)
+        defines: tuple[str, ...] = ()
+        if scales is not None and out.data.layout == BLOCKED_128X4:
+            defines = ("BLOCKED=1",)
+            if moved_scales is not None and plan.num_out_tokens % 128:  # rows of a tile that are not there
+                fill_bytes(moved_scales, 0)
         launch(
             "permute",
             "permute_rows",
@@ -132,10 +138,17 @@ def permute(
             moved_scales,
             out.probs,
             shared=pieces.shared,
+            defines=defines,
         )
     else:
         source, column = sources(plan)
-        gather(x, source, fill_padding, out.data)
+        if scales is not None and out.data.layout == BLOCKED_128X4:
+            compact = compact_scratch(out.data)
+            gather(x.data, source, fill_padding, moved)
+            gather(scales, source, True, compact.scales)
+            to_layout(compact, None, out=out.data)
+        else:
+            gather(x, source, fill_padding, out.data)
         if probs is not None:
             rows, size = plan.num_out_tokens, probs.dtype.itemsize
             arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)

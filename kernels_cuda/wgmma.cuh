@@ -72,6 +72,20 @@ __device__ __forceinline__ void tile_load(void* to, const TensorMap* map, int x,
         : "memory");
 }
 
+// Of a warp one thread: the compiler knows, and makes no loop over threads of what only one may do.
+__device__ __forceinline__ bool elected() {
+  u32 this_one;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(this_one));
+  return this_one;
+}
+
+// A word to shared memory of a block of the cluster, and four bytes that a barrier of that block counts.
+__device__ __forceinline__ void store_counted_at(At to, u32 value, At barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+               "r"(value), "r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -16,6 +16,7 @@
 #endif
 #define STAGE_SCALES 0
 #define FETCHING 1
+#define SERVING 3
 #define PARTS 2
 // Where finished rows wait: one buffer for both warpgroups, in turn, or (STAGES 3) one each
 #define BUFFERS (STAGES == 3 ? 2 : 1)
@@ -36,15 +37,16 @@ __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int li
     tile_load(to, map, 2 * along, line, barrier, blocks);
 }
 
-// One thread: a step of both operands, from `a_along` and `b_along` of the contraction on; of b's columns
+// One warp: a step of both operands, from `a_along` and `b_along` of the contraction on; of b's columns
 // only so many `halves`, or none (b_line < 0).
 template <bool A_MN, bool B_MN>
 __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, const TensorMap* a,
-                                           const TensorMap* b, u32 rank, bool below, u32 halves, int a_along,
-                                           int b_along, int a_line, int b_line) {
+                                           const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
+                                           int a_along, int b_along, int a_line, int b_line) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+  if (!leads) return;
   barrier_expect(barrier, A_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll

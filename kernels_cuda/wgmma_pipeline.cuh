@@ -8,6 +8,7 @@
 #define STAGES 3
 #define STAGE_SCALES (ROWS + COLUMNS)
 #define FETCHING (1 + 32)  // who announces the codes; the warp that fetches scales
+#define SERVING 4
 #define PARTS 1
 #define BUFFERS 1
 #define TILE_BYTES 67584  // 128 rows PITCH apart, or 64 WIDE_PITCH apart
@@ -26,14 +27,15 @@ __device__ __forceinline__ u32 scales_of_four(const Turn& turn) {
   return turn.step / 4 % 2 * FOUR_SCALES + turn.step % 4;
 }
 
-// One thread: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`; of a's tile, so
+// One warp: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`; of a's tile, so
 // many `halves`; of b's nothing, when there are no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
-                                            const TensorMap* b, u32 rank, bool below, u32 halves, int along,
-                                            int a_row, int b_row) {
+                                            const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
+                                            int along, int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+  if (!leads) return;
   barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll

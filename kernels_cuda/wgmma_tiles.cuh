@@ -5,14 +5,20 @@
 // warpgroup serves them: one thread fetches steps of both operands by TMA, some steps ahead, and two warps
 // write finished tiles, from shared memory, while the next ones are made.
 //
+// Which tiles a cluster makes is not known beforehand: a tile ahead it takes the next one, from a counter in
+// memory that is zero when the kernel starts. So a kernel on another stream that holds some multiprocessors
+// costs their share of the time: with a fixed share of the tiles for each cluster the shares of those that
+// cannot start came after all others, at 1.7 times the time.
+//
 // CLUSTER blocks work on tiles below each other and share the columns' operand: each fetches its part for
 // all, a fifth less from L2 than side by side; what is short is power, and 2 % of the time went with it. In
 // an expert's last row of tiles, if it has no pair, they work side by side and share the rows' operand. The
 // last tiles, if they are for no more than half of the clusters, are made as two halves.
 //
 // The pipelines of FP8 and of 16 bits define before they include it: STAGES, steps that are fetched or used
-// at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; PARTS of a tile that are
-// handed over by themselves; TILE_BYTES, where they wait to be written, in so many BUFFERS.
+// at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; SERVING warps beside
+// those that multiply; PARTS of a tile that are handed over by themselves; TILE_BYTES, where they wait to be
+// written, in so many BUFFERS.
 #pragma once
 #include "wgmma.cuh"
 
@@ -37,6 +43,7 @@
 #ifndef IN_L2
 #define IN_L2 (15 << 20)
 #endif
+#define TURNS 4  // of a cluster, that may be known at a time
 #define MULTIPLIERS 256
 #define WRITERS 64
 #ifndef ARRIVING
@@ -58,6 +65,8 @@ struct Shared {
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many `units` all experts before have
   u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [PARTS] of the tile
+  u64 *known, *seen;                   // barriers: [TURNS]
+  int* turns;                          // [TURNS]: the tile that is made then
 };
 
 struct Turn {  // of the stages
@@ -80,7 +89,9 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.tile = (u8*)(s.scales + STAGES * STAGE_SCALES);
   s.full = (u64*)(s.tile + TILE_BYTES);
   s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + PARTS;
-  s.offsets = (int*)(s.written + PARTS);
+  s.known = s.written + PARTS, s.seen = s.known + TURNS;
+  s.turns = (int*)(s.seen + TURNS);
+  s.offsets = (int*)(s.turns + TURNS);
   s.first = s.offsets + experts + 1;
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
@@ -90,6 +101,10 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     for (u32 i = 0; i < PARTS; ++i) {
       barrier_init(&s.made[i], MULTIPLIERS / PARTS / 32 * ARRIVING);
       barrier_init(&s.written[i], WRITERS / 32 * ARRIVING);
+    }
+    for (u32 i = 0; i < TURNS; ++i) {
+      barrier_init(&s.known[i]);
+      barrier_init(&s.seen[i], CLUSTER * (MULTIPLIERS / 32 + SERVING) * ARRIVING);
     }
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
@@ -117,6 +132,37 @@ __device__ __forceinline__ void end() {
 }
 
 __device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
+
+// A cluster's tiles, turn by turn: all warps of its blocks read which it is at this turn, and then are done
+// with it. The warp of the first block that fetches takes the numbers, and passes them on to both blocks
+// ahead.
+struct Order {
+  u32 turn = 0;
+
+  // By a warp: the tile of this turn, as soon as it is known; again, until done.
+  __device__ __forceinline__ int tile(const Shared& s) const {
+    barrier_wait(&s.known[turn % TURNS], turn / TURNS % 2);
+    return again(s);
+  }
+  __device__ __forceinline__ int again(const Shared& s) const { return uniform(s.turns[turn % TURNS]); }
+  __device__ __forceinline__ void done(const Shared& s) {
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVING) barrier_arrive_at(at_of_block(&s.seen[turn % TURNS], 0));
+    ++turn;
+  }
+
+  // One thread of each block: the turn `ahead` turns further on will be passed on.
+  __device__ __forceinline__ void expect(const Shared& s, u32 ahead) const {
+    barrier_expect(&s.known[(turn + ahead) % TURNS], 4);
+  }
+  // One thread of the first block: the tile of that turn.
+  __device__ __forceinline__ void pass_on(const Shared& s, u32 ahead, int tile) const {
+    const u32 then = turn + ahead, slot = then % TURNS;
+    barrier_wait(&s.seen[slot], then / TURNS % 2 ^ 1u);
+    for (u32 block = 0; block < CLUSTER; ++block)
+      store_counted_at(at_of_block(&s.turns[slot], block), (u32)tile, at_of_block(&s.known[slot], block));
+  }
+};
 
 // What the clusters make, one after the other: CLUSTER tiles at a time, of all of them. The last are made by
 // halves, if so each cluster has one at most.

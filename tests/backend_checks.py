@@ -32,6 +32,14 @@ def messages(both, rng, rows, columns, k, dtype):
     assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
     local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
     assert_same(local, theirs)
+    for ranks in (3, 70):
+        mask = rng.random((rows, ranks)) < 0.3
+        for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
+            everywhere = fp8moe.plan_routing_map(mask, topk=topk)
+            limited = both(lambda p, c=capacity: expert_parallel.messages.limit_rows(p, c), everywhere)
+            assert_same(*limited)
+            assert_same(*both(fp8moe.permute, x, limited[0]))
+            assert_same(*both(fp8moe.unpermute, fp8moe.permute(x, limited[0]).data, limited[0]))
     q = fp8moe.quantize(x)
     for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
         message, theirs = both(expert_parallel.messages.pack, *parts)
@@ -398,3 +406,77 @@ def gradients_apart(both, ffn):
     for apart, added, true in zip(found[:3], found[3:], wanted, strict=True):
         assert same_bits(apart, true)
         np.testing.assert_allclose(added, 1 + true, rtol=2.0**-22)
+
+
+def in_blocked(result, offsets=None, **options):
+    """What was made with compact scales, converted."""
+    if isinstance(result, fp8moe.Quantized):
+        return fp8moe.Quantized(in_blocked(result.rowwise), in_blocked(result.columnwise))
+    return fp8moe.to_layout(result, "blocked_128x4", offsets, **options)
+
+
+def scales_in_both_layouts(both, rng, rows, columns, block, sizes=None):
+    """to_layout there and back; ``both`` gives the reference's result and a backend's."""
+    strips = sum(-(-s // 32) for s in (sizes or [rows]))
+    shape = (rows, -(-columns // 32)) if block == (1, 32) else (max(strips, -(-rows // 32)), columns)
+    codes = np.zeros((rows, columns) if block == (1, 32) else (columns, rows), np.uint8)
+    q = fp8moe.QuantTensor(codes, rng.integers(0, 256, shape, dtype=np.uint8), block=block)
+    offsets = () if sizes is None else (np.cumsum([0, *sizes], dtype=np.int32),)
+    there = both(lambda q, *o: fp8moe.to_layout(q, "blocked_128x4", *o), q, *offsets)
+    assert_same(*there)
+    back = both(lambda q, *o: fp8moe.to_layout(q, "compact", *o), there[0], *offsets)
+    assert_same(*back)
+    if sizes is None:
+        assert same_bits(back[1].scales, q.scales)
+
+
+def blocked_scales_of_quantise(both, x, **options):
+    """Written by quantize, and by its conversion."""
+    ours, theirs = both(fp8moe.quantize, x, **options, layout="blocked_128x4")
+    assert_same(ours, theirs)
+    assert_same(in_blocked(fp8moe.quantize(x, **options)), theirs)
+
+
+def blocked_scales_of_transposes(both, rng, sizes, columns, fmt, target):
+    """Written by the transpose, of rows of very different sizes, NaN and scales of NaN among them."""
+    rows, offsets = (131, None) if sizes is None else (sum(sizes), np.cumsum([0, *sizes], dtype=np.int32))
+    x = values(rng, (rows, columns), BF16, awkward=True)
+    q = fp8moe.quantize(x, block=(1, 32), fmt=fmt)
+    q.scales[rng.random(q.scales.shape) < 0.01] = 255
+    given = (q,) if offsets is None else (q, offsets)
+    options = {"target": target, "layout": "blocked_128x4"}
+    ours, theirs = both(lambda *a: fp8moe.scaling_aware_transpose(*a, **options), *given)
+    assert_same(ours, theirs)
+    assert_same(in_blocked(fp8moe.scaling_aware_transpose(*given, target=target), offsets), theirs)
+
+
+def blocked_scales_of_permute_transpose(both, rng, tokens, experts, columns, align_size):
+    plan = fp8moe.plan_topk(
+        rng.integers(-1, experts, (tokens, 2)).astype(np.int32), experts, align_size=align_size
+    )
+    q = fp8moe.quantize(values(rng, (tokens, columns), BF16, awkward=True), block=(1, 32))
+    ours, theirs = both(lambda q, p: fp8moe.permute_transpose(q, p, layout="blocked_128x4"), q, plan)
+    assert same_bits(ours.scales, theirs.scales)
+    used = plan.expert_offsets[-1]  # codes past it are unspecified
+    assert same_bits(ours.data[:, :used], theirs.data[:, :used])
+
+
+def blocked_scales_of_permute(both, rng, tokens, experts, columns, num_out_tokens=None):
+    """Written by permute, and by its conversion, rows that no token goes to among them."""
+    ids = rng.integers(-1, experts, (tokens, 2)).astype(np.int32)
+    plan = fp8moe.plan_topk(ids, experts, align_size=128, num_out_tokens=num_out_tokens)
+    q = fp8moe.quantize(values(rng, (tokens, columns), BF16), block=(1, 32))
+    probs = rng.random((tokens, 2)).astype(np.float32)
+    ours, theirs = both(
+        lambda q, plan, probs: fp8moe.permute(q, plan, probs, layout="blocked_128x4"), q, plan, probs
+    )
+    assert_same((ours.data, ours.probs), (theirs.data, theirs.probs))
+    compact = fp8moe.permute(q, plan, probs)
+    assert_same((in_blocked(compact.data), compact.probs), (ours.data, ours.probs))
+    assert_same(in_blocked(compact.data, plan.expert_offsets, align_size=128), ours.data)
+    call = both(lambda q, p: fp8moe.permute(q, p, fill_padding=False, layout="blocked_128x4").data, q, plan)
+    there = fp8moe.permute(np.ones((tokens, 1), np.float32), plan).data[:, 0] == 1
+    for filled in call:
+        back = fp8moe.to_layout(filled, "compact")
+        assert same_bits(back.scales[there], compact.data.scales[there])
+        assert same_bits(back.data[there], compact.data.data[there])

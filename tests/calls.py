@@ -38,6 +38,7 @@ PERMUTED_LAYER = {
     "probs": PP,
     "recipe": "fp8_flow",
 }
+SAVED = fp8moe.moe_forward(**LAYER)[1]
 
 #: a call of every public function that works
 CALLS = {
@@ -86,5 +87,7 @@ CALLS = {
     "quantize_weights": {"x": np.ones((E, 8, H), np.float32)},
     "moe_forward": LAYER,
     "moe_forward_permuted": PERMUTED_LAYER,
-    "moe_backward": {"saved": fp8moe.moe_forward(**LAYER)[1], "dy": X.astype(BF16)},
+    "moe_backward": {"saved": SAVED, "dy": X.astype(BF16)},
+    "moe_backward_input": {"saved": SAVED, "dy": X.astype(BF16)},
+    "moe_backward_weight": {"operands": fp8moe.moe_backward_input(SAVED, X.astype(BF16))[1]},
 }

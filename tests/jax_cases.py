@@ -21,6 +21,7 @@ X = RNG.standard_normal((T, H)).astype(BF16)
 PROBS = RNG.random((T, K)).astype(np.float32)
 Q = fp8moe.quantize(X)
 PLAN = fp8moe.plan_topk(IDS, E, align_size=16)
+PLAN_128, MX = fp8moe.plan_topk(IDS, E, align_size=128), fp8moe.quantize(X, block=(1, 32))
 ROWS = RNG.standard_normal((PLAN.num_out_tokens, H)).astype(BF16)
 OFFSETS = np.array([0, 16, 16, 30, T], np.int32)
 SIZES, ORDER = np.array([5, 0, 20, 15], np.int32), np.array([2, 0, 3, 1], np.int32)
@@ -53,7 +54,11 @@ OPERATIONS = {
     "scaling_aware_transpose": ((Q, OFFSETS), {}),
     "permute_transpose": ((Q, PLAN), {}),
     "scaling_aware_transpose to blocks": ((Q,), {"target": "block"}),
-    "permute_transpose to blocks": ((Q, fp8moe.plan_topk(IDS, E, align_size=128)), {"target": "block"}),
+    "permute_transpose to blocks": ((Q, PLAN_128), {"target": "block"}),
+    "quantize to blocked scales": ((X,), {"block": (1, 32), "columnwise": True, "layout": "blocked_128x4"}),
+    "to_layout of experts": ((MX, "blocked_128x4", OFFSETS), {}),
+    "permute to blocked scales": ((MX, PLAN_128, PROBS), {"layout": "blocked_128x4"}),
+    "permute_transpose to blocked scales": ((MX, PLAN), {"layout": "blocked_128x4"}),
     "swiglu": ((X,), {"activation": Activation(clamp=1.5)}),
     "swiglu_backward": ((X[:, :128].copy(), X), {}),
     "swiglu_quantize": ((X,), {"columnwise": True, "expert_offsets": OFFSETS}),

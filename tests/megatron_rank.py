@@ -175,12 +175,12 @@ def losses(ep):
         assert isinstance(layer.experts, megatron.FP8FlowExperts)
         assert layer.experts.recompute == ("moe_expert" if "moe_act" in str(options) else None)
         assert layer.experts.weight1.allreduce == (ep == 1)
-        found, ours = trained(model)
+        actual, ours = trained(model)
         # fp8_flow: what the layer's prototype showed; bf16 multiplies as the parameters are, in float32
         limit = 1e-6 if recipe == "bf16" else 1e-3
-        for a, b in zip(found, wanted, strict=True):
-            assert abs(a - b) <= limit * b, (recipe, dispatcher, options, found, wanted)
-        print(f"EP {ep} {recipe} by {dispatcher}: {found[0]:.5f} for {wanted[0]:.5f}")
+        for a, b in zip(actual, wanted, strict=True):
+            assert abs(a - b) <= limit * b, (recipe, dispatcher, options, actual, wanted)
+        print(f"EP {ep} {recipe} by {dispatcher}: {actual[0]:.5f} for {wanted[0]:.5f}")
         assert ours.keys() == grads.keys()
         for name, g in grads.items():
             # six factors of dw13 are FP8 codes, each off by 2^-4 / sqrt(3) or less in the mean square
@@ -194,9 +194,9 @@ def in_bfloat16(ep):
     options = {"params_dtype": torch.bfloat16, "bf16": True}
     wanted, _ = trained(gpt(**options), steps=1)
     for recipe in ("bf16", "fp8_flow"):
-        found, _ = trained(gpt(recipe, **options), steps=1)
-        print(f"EP {ep} {recipe}, bfloat16 parameters: {found[0]:.5f} for {wanted[0]:.5f}")
-        assert abs(found[0] - wanted[0]) <= 1e-3 * wanted[0]
+        actual, _ = trained(gpt(recipe, **options), steps=1)
+        print(f"EP {ep} {recipe}, bfloat16 parameters: {actual[0]:.5f} for {wanted[0]:.5f}")
+        assert abs(actual[0] - wanted[0]) <= 1e-3 * wanted[0]
 
 
 def dropped():
@@ -223,15 +223,15 @@ def pieces(model, metadata=None):
     """Of a checkpoint: by key and place, what Megatron writes."""
     state = model.sharded_state_dict(metadata=metadata)
     apply_factories(state)
-    found = {}
+    actual = {}
     for piece in nested_values(state):
         if isinstance(piece, ShardedBase):
             place = getattr(piece, "global_offset", None)
             shape = getattr(piece, "global_shape", None), getattr(piece, "local_shape", None)
             axes = getattr(piece, "axis_fragmentations", None), getattr(piece, "prepend_axis_num", None)
-            assert (piece.key, place) not in found
-            found[piece.key, place] = (*shape, axes, piece.replica_id, piece.data)
-    return found
+            assert (piece.key, place) not in actual
+            actual[piece.key, place] = (*shape, axes, piece.replica_id, piece.data)
+    return actual
 
 
 def same_pieces(ep):
@@ -277,18 +277,18 @@ def gathered(model):
     """All experts' weights, by their numbers among all ranks'."""
     group = parallel_state.get_expert_model_parallel_group()
     ranks, tensors = group.size(), by_expert(dict(model.named_parameters()))
-    found = {}
+    actual = {}
     for name, p in tensors.items():
         start, local, rest = name.partition("local_experts.")
         if not local:
-            found[name] = p.detach().clone()
+            actual[name] = p.detach().clone()
             continue
         number, _, rest = rest.partition(".")
         every = [torch.empty_like(p) for _ in range(ranks)]
         torch.distributed.all_gather(every, p.detach().contiguous(), group=group)
         for rank, value in enumerate(every):
-            found[f"{start}{local}{rank * (E // ranks) + int(number)}.{rest}"] = value
-    return found
+            actual[f"{start}{local}{rank * (E // ranks) + int(number)}.{rest}"] = value
+    return actual
 
 
 def wrapped(recipe, overlap):
@@ -318,8 +318,8 @@ def wrapped(recipe, overlap):
 def distributed_optimizer(ep, overlap):
     parallel(ep)
     losses, wanted, *_ = wrapped(None, overlap)
-    found, ours, *_ = wrapped("bf16", overlap)
-    for a, b in zip(found, losses, strict=True):
+    actual, ours, *_ = wrapped("bf16", overlap)
+    for a, b in zip(actual, losses, strict=True):
         assert abs(a - b) <= 1e-6 * b
     start = gathered(gpt())
     for name, value in wanted.items():
@@ -380,7 +380,7 @@ def keep_step(optimizer):
 def moments(ddp, optimizer):
     """Adam's of every parameter, expert by expert: each rank has ranges of them."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    found = {}
+    actual = {}
     for kind in ("exp_avg", "exp_avg_sq"):
         tensors = {}
         for name, p in ddp.module.named_parameters():
@@ -397,8 +397,8 @@ def moments(ddp, optimizer):
             )
             torch.distributed.all_reduce(whole, group=group)
             tensors[name] = whole.view(p.shape)
-        found |= {(kind, name): t for name, t in by_expert(tensors).items()}
-    return found
+        actual |= {(kind, name): t for name, t in by_expert(tensors).items()}
+    return actual
 
 
 CASES = {

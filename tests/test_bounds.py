@@ -549,6 +549,31 @@ def test_random_offsets_write_only_their_outputs(ascending):
 
 
 @needs_emulation
+@pytest.mark.parametrize("ascending", [True, False])
+def test_random_offsets_write_only_their_blocked_scales(ascending):
+    rows = 272
+    offsets = ruined(np.sort(RNG.integers(0, rows + 1, 6)).astype(np.int32), (*FAR, 3, 130), 0.4)
+    offsets = np.sort(offsets) if ascending else offsets[::-1].copy()
+    blocked = {"layout": "blocked_128x4"}
+    for width, align in itertools.product((128, 40), (1, 128)):
+        x = RNG.standard_normal((rows, width)).astype(np.float32)
+        q = fp8moe.quantize(x, block=(1, 32))
+        options = {"alike": ascending, "align_size": align}
+        stays_inside(fp8moe.scaling_aware_transpose, q, offsets, **options, **blocked)
+        for one in (q, fp8moe.quantize(x, block=(32, 1))):
+            stays_inside(
+                lambda q, o, **k: fp8moe.to_layout(q, "blocked_128x4", o, **k), one, offsets, **options
+            )
+            there = fp8moe.to_layout(one, "blocked_128x4")
+            stays_inside(lambda q, o, **k: fp8moe.to_layout(q, "compact", o, **k), there, offsets, **options)
+    plan = ruined_plan(fp8moe.plan_topk(RNG.integers(-1, 5, (21, 3)).astype(np.int32), 5, align_size=128))
+    for width in (512, 96):
+        q = fp8moe.quantize(values(RNG, (21, width), BF16), block=(1, 32))
+        stays_inside(lambda q, p: cut(fp8moe.permute(q, p, **blocked)), q, plan, alike=False)
+        stays_inside(lambda q, p: fp8moe.permute_transpose(q, p, **blocked), q, plan, alike=False)
+
+
+@needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
 def test_scales_that_are_missing_are_nan(backend):
     """Offsets in device memory that ask for more blocks than there are scales: what is without is NaN."""
@@ -568,6 +593,26 @@ def test_scales_that_are_missing_are_nan(backend):
     got = stays_inside(fp8moe.grouped_gemm_wgrad, blocks, blocks, ints(0, 128, 200, 272), backend=backend)
     assert np.isfinite(got[:2]).all()
     assert np.isnan(got[2]).all()
+
+
+@needs_emulation
+@pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
+def test_both_devices_refuse_offsets_that_ask_for_more_scales(monkeypatch, backend):
+    """By the same words, where CUDA is asked to look at values."""
+    columns = fp8moe.quantize(RNG.standard_normal((256, 128)).astype(np.float32), block=(128, 1))
+    offsets = ints(0, 10, 20, 30, 256)
+    options = {"backend": backend}
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
+    words = set()
+    for move in (lambda a: a, cuda_on_cpu.upload):
+        q, where = move(columns), move(offsets)
+        with pytest.raises(ValueError, match=r"dy\.scales: got 2 rows of blocks; wanted 5") as error:
+            fp8moe.grouped_gemm_wgrad(q, q, where, **({} if move is not cuda_on_cpu.upload else options))
+        words.add(str(error.value))
+        with pytest.raises(ValueError, match=r"q\.scales: got 2 rows of blocks; wanted 5"):
+            fp8moe.dequantize(q, expert_offsets=where)
+    assert len(words) == 1
 
 
 @needs_emulation

@@ -216,6 +216,12 @@ def test_a_picture_of_another_benchmark_is_refused(tmp_path, capsys):
     assert "--picture" in capsys.readouterr().err
 
 
+def test_without_torch_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "compare", "--device", "cpu"]) == 2
+    assert "torch, which is missing: pip install 'fp8moe[bench,torch]'\n" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_the_layer_on_a_gpu(monkeypatch, tmp_path):
     """One small shape, every contender that is installed there."""

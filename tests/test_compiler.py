@@ -160,6 +160,22 @@ def test_every_kernel_compiles_without_spills(path, architecture):
             assert [(k, defines) for k in kernels if k[2]] == []
 
 
+@pytest.mark.parametrize(("spills", "status"), [(0, 0), (8, 1)])
+def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, status):
+    pytest.importorskip("cupy")
+    log = (
+        "ptxas info : Compiling entry function 'permute_rows' for 'sm_80'\n"
+        f"0 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
+        "ptxas info : Used 53 registers, used 1 barriers, 16 bytes smem"
+    )
+    monkeypatch.setattr(compiler, "sources", lambda architecture: [compiler.SOURCES / "unpermute.cu"])
+    monkeypatch.setattr(compiler, "compile_source", lambda path, architecture, defines: (b"", log))
+    assert compiler.main(["sm_80"]) == status
+    line, last = capsys.readouterr().out.splitlines()[-2:]
+    assert line.split()[:-1] == ["unpermute.permute_rows", "sm_80", "53", str(spills), "16"]
+    assert last.startswith(f"1 kernels, {status} with spills, 0 variants")
+
+
 def test_tiles_declare_no_more_shared_memory_than_launchers_reckon_with():
     pytest.importorskip("cupy")
     from fp8moe.kernels_cuda.quantize import DECLARED

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import router_checks
 from backend_checks import (
+    blocked_scales_of_permute,
+    blocked_scales_of_permute_transpose,
+    blocked_scales_of_quantise,
+    blocked_scales_of_transposes,
     check,
     error_inputs,
     every_code_under_every_difference,
@@ -20,6 +24,7 @@ from backend_checks import (
     products_of_16_bits,
     rest_stays,
     rows_without_room_are_left_out,
+    scales_in_both_layouts,
     tiles_are_taken_when_free,
     tiny_values_under_large_probabilities,
     transposed_in_the_same_pass,
@@ -46,6 +51,7 @@ from oracles import exact
 
 import fp8moe
 from fp8moe import Activation, row_maps
+from fp8moe.benchmarks.beside import held
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray, QuantTensor
 
@@ -283,6 +289,43 @@ def test_every_bfloat16_value():
     x[:, 0], x[:, 1] = np.arange(65536, dtype=np.uint16).view(BF16), 448
     for fmt in ("e4m3", "e5m2"):
         assert_same(*both(fp8moe.quantize, x, fmt=fmt))
+
+
+@pytest.mark.parametrize("block", [(1, 32), (32, 1)])
+def test_blocked_scales_there_and_back(block):
+    rng = generator()
+    for rows, columns in [(1, 32), (130, 96), (4096, 2048), (3000, 7168), (257, 200)]:
+        scales_in_both_layouts(both, rng, rows, columns, block)
+    for sizes in ([128, 0, 4096], rng.integers(0, 300, 8).tolist(), rng.integers(0, 90, 300).tolist()):
+        scales_in_both_layouts(both, rng, sum(sizes) + 40, 2048, block, sizes)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_quantise_writes_blocked_scales(dtype):
+    rng = generator()
+    for rows, columns in [(4096, 2048), (1000, 7168), (130, 96), (33, 31), (131, 128)]:
+        x = values(rng, (rows, columns), dtype, awkward=True)
+        for fmt in ("e4m3", "e5m2"):
+            for options in ({"block": (1, 32)}, {"block": (32, 1)}, {"block": (1, 32), "columnwise": True}):
+                blocked_scales_of_quantise(both, x, fmt=fmt, **options)
+
+
+@pytest.mark.parametrize("columns", [7168, 2048, 96])
+def test_permute_writes_blocked_scales(columns):
+    for tokens, experts, num_out_tokens in ((1000, 16, None), (4096, 8, None), (300, 4, 1000)):
+        blocked_scales_of_permute(both, generator(), tokens, experts, columns, num_out_tokens)
+
+
+@pytest.mark.parametrize("target", ["column", "tile"])
+def test_transposes_write_blocked_scales(target):
+    rng = generator()
+    many = rng.integers(0, 90, 300).tolist()
+    for sizes in (None, [128, 0, 1024, 300], rng.integers(0, 300, 8).tolist(), many):
+        for columns in (2048, 48):
+            for fmt in ("e4m3", "e5m2"):
+                blocked_scales_of_transposes(both, rng, sizes, columns, fmt, target)
+    for align_size in (1, 128):
+        blocked_scales_of_permute_transpose(both, rng, 1000, 16, 2048, align_size)
 
 
 def test_layouts_and_weights():
@@ -766,6 +809,85 @@ def test_grouped_gemm_of_plain_arrays(width, depth, counts, dtype, backend):
 def test_products_of_16_bits_by_wgmma(dtype, counts, width, depth):
     skip_where_not("wgmma")
     products_of_16_bits(upload, download, generator(), dtype, counts, width, depth, "wgmma")
+
+
+def products_of_wgmma(rng, counts, width, depth):
+    """All its products of some operands, FP8 and bfloat16, as a function of num_sms."""
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    x, dy = (rng.standard_normal((int(offsets[-1]), n)).astype(BF16) for n in (depth, width))
+    w = rng.standard_normal((len(counts), width, depth)).astype(BF16)
+    x, dy, w, offsets = map(upload, (x, dy, w, offsets))
+    q, dq, wq = fp8moe.quantize(x), fp8moe.quantize(dy), fp8moe.quantize_weights(w)
+    wgrad = [
+        [fp8moe.scaling_aware_transpose(a, offsets) for a in (dq, q)],
+        [fp8moe.scaling_aware_transpose(a, target="block") for a in (dq, q)],
+        (dy, x),
+    ]
+
+    def run(num_sms=None):
+        how = {"backend": "wgmma", "num_sms": num_sms}
+        return (
+            fp8moe.grouped_gemm(q, wq.rowwise, offsets, **how),
+            fp8moe.grouped_gemm(dq, wq.columnwise, offsets, **how),
+            fp8moe.grouped_gemm(x, w, offsets, **how),
+            fp8moe.grouped_gemm(dy, w, offsets, transpose_w=True, **how),
+            *(
+                fp8moe.grouped_gemm_wgrad(*of, offsets, dtype=d, **how)
+                for of in wgrad
+                for d in ("float32", "bfloat16")
+            ),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("counts", "width", "depth"),
+    [([256, 0, 128, 640], 528, 272), ([128] * 40, 272, 144), ([0, 4096, 2048], 2064, 528)],
+)
+def test_products_on_any_multiprocessors(counts, width, depth):
+    """The same bits on all, on a few, and beside a kernel that holds some; by turns, and in graphs."""
+    skip_where_not("wgmma")
+    import cupy
+
+    run = products_of_wgmma(generator(), counts, width, depth)
+    wanted = download(run())
+    for num_sms in (2, 4, 66, 1000):
+        assert_same(download(run(num_sms)), wanted)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        run()
+        stream.begin_capture()
+        captured = [run(), run(8)]
+        graph = stream.end_capture()
+    for blocks, cluster in ((1, 1), (8, 4), (33, 1), (64, 1)):
+        with held(blocks, cluster), cupy.cuda.Stream(non_blocking=True) as stream:
+            found = run()
+            graph.launch(stream)
+            stream.synchronize()
+        for got in (found, *captured):
+            assert_same(download(got), wanted)
+            for a in got:
+                a.view(np.uint8).fill(0)
+        cupy.cuda.Device().synchronize()
+
+
+def test_products_of_several_streams_share_nothing():
+    """Many at a time, of which each takes tiles by a counter of its own."""
+    skip_where_not("wgmma")
+    import cupy
+
+    run = products_of_wgmma(generator(), [640, 128, 0, 256], 1040, 272)
+    wanted = download(run())
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    found = []
+    cupy.cuda.Device().synchronize()
+    for _ in range(5):
+        for stream in streams:
+            with stream:
+                found.append(run(24))
+    cupy.cuda.Device().synchronize()
+    for got in found:
+        assert_same(download(got), wanted)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])

@@ -59,21 +59,10 @@ def test_every_public_name_is_in_the_reference(site):
     assert "`fp8moe.__version__`" in (DOCS / "api/index.md").read_text()
 
 
-def names_of(module):
-    """Public names that an adapter defines, operations made by one declaration among them."""
-    tree = ast.parse((ROOT / "adapters" / f"{module}.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-
-
 @pytest.mark.parametrize("module", ["torch_ops", "jax_ops"])
 def test_the_operations_of_adapters_are_in_the_reference(site, module):
     path = f"fp8moe.adapters.{module}"
-    operations = [name for name in names_of(module) if name in fp8moe.__all__]
-    assert len(operations) > 15
+    operations = importlib.import_module(path).__all__
     assert not {f"{path}.{name}" for name in operations} - names_in(site)
 
 
@@ -94,7 +83,7 @@ def test_what_programs_import_from_adapters_is_in_the_reference(site):
 
 
 def test_every_adapter_is_documented_or_internal(site):
-    internal = {"jax_calls", "jax_ffi", "jax_tokens"}
+    internal = {"docstrings", "jax_calls", "jax_ffi", "jax_tokens"}
     internal |= {"torch_experts", "torch_grouped", "torch_library", "torch_operation"}
     found = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
     documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}

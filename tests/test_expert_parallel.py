@@ -1,6 +1,7 @@
 """Expert parallelism: ranks as processes, each of which compares itself with the layer on one."""
 
 import datetime
+import importlib
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import BF16, assert_same, generator, values
+from cases import BF16, assert_same, generator, layer_inputs, values
 
 import fp8moe
 from fp8moe import expert_parallel
@@ -54,7 +55,11 @@ def together(world, arguments, limit):
 
 @pytest.mark.parametrize(
     ("cases", "world"),
-    [("layers,rows,refusals,module,copied,data_parallel", 2), ("layers,rows,composed", 4), ("lost", 3)],
+    [
+        ("layers,bounded,chunks,rows,refusals,module,copied,data_parallel", 2),
+        ("layers,rows,composed", 4),
+        ("lost", 3),
+    ],
 )
 def test_ranks(cases, world, tmp_path):
     ranks(cases, world, tmp_path)
@@ -70,10 +75,18 @@ def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.multigpu(n)) for n in (2, 4)])
 @pytest.mark.parametrize(
     "cases",
-    ["layers,rows,refusals,module", "layers/peer,rows/peer,refusals/peer,module/peer,in_turn/peer"],
+    [
+        "layers,bounded,chunks,rows,refusals,module",
+        "layers/peer,chunks/peer,rows/peer,refusals/peer,module/peer,in_turn/peer",
+    ],
 )
 def test_several_gpus(cases, world, tmp_path):
     ranks(cases, world, tmp_path, "cuda", 120)
+
+
+@pytest.mark.gpu
+def test_a_training_step_of_ranks_in_a_cuda_graph(tmp_path):
+    ranks("layers,bounded,chunks,captured", 1, tmp_path, "cuda", 200)
 
 
 class Board(dict):
@@ -171,12 +184,13 @@ class ThreadsPeers(Threads):
 
     def __init__(self, *world):
         super().__init__(*world)
-        self.windows = []
+        self.windows, self.on_their_way = [], []
 
     def fits(self, counts, row_bytes):
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self.room
 
     def deliver(self, write, counts, row_bytes, async_op):
+        assert all(pending.waited for pending in self.on_their_way[:-1]), "a third exchange"
         arriving = sum(row[self.rank] for row in counts)
         mine = np.full((arriving, row_bytes), 0xA5, np.uint8)
         self.windows.append(mine)
@@ -188,7 +202,8 @@ class ThreadsPeers(Threads):
             windows.append(theirs[first : first + counts[self.rank][rank]])
         write(tuple(windows))
         self.barrier.wait()
-        return Pending(lambda: mine)
+        self.on_their_way.append(Pending(lambda: mine))
+        return self.on_their_way[-1]
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(BF16, 2), (np.float32, 4)])
@@ -234,6 +249,56 @@ def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
     for ours, theirs in zip(*(in_threads(k, world, step) for k in (Threads, ThreadsPeers)), strict=True):
         assert_same(ours[0], theirs[0])
         assert ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize("kind", [Threads, ThreadsPeers])
+def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
+    """Two on their way at most, which is what windows that are written again allow; the bits of one chunk."""
+    monkeypatch.setattr(ThreadsPeers, "room", 1 << 24)
+    world, rng = 2, generator()
+    tokens = [37, 5]
+    xs, dys = ([values(rng, (t, 128), BF16) for t in tokens] for _ in range(2))
+    ids = [rng.integers(-1, 2 * world, (t, 2)) for t in tokens]
+    probs = [rng.random((t, 2)).astype(np.float32) for t in tokens]
+    w13, w2 = (rng.standard_normal((world, 2, n, 128)).astype(np.float32) for n in (256, 128))
+
+    def step(comm, chunks):
+        r, comm.overlap_chunks = comm.rank, chunks
+        y, saved = fp8moe.moe_forward(xs[r], w13[r], w2[r], ids[r], probs[r], recipe="fp8_flow", comm=comm)
+        assert len(saved.later) == chunks - 1
+        g = fp8moe.moe_backward(saved, dys[r], comm=comm)
+        return y, g.dx, g.dprobs
+
+    for chunks in (2, 4, 7):
+        wanted, found = (in_threads(kind, world, lambda comm, n=n: step(comm, n)) for n in (1, chunks))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_same(ours, theirs)
+
+
+def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
+    """What is begun, computed and waited for, in order: forward, then backward."""
+    log, products = [], importlib.import_module("fp8moe.reference.grouped_gemm")
+    for verb, word in (("grouped_gemm", "product"), ("grouped_gemm_wgrad", "weights")):
+        real = getattr(products, verb)
+        monkeypatch.setattr(products, verb, lambda *a, r=real, w=word, **o: (log.append(w), r(*a, **o)))
+
+    class Logged(Threads):
+        overlap_chunks = 2
+
+        def exchange(self, *arguments):
+            log.append("send")
+            pending = super().exchange(*arguments)
+            return Pending(lambda: (log.append("wait"), pending.wait())[1])
+
+    comm = Logged(0, [None], threading.Barrier(1))
+    inputs, dy = layer_inputs(1)
+    _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow", comm=comm)
+    two = ["product"] * 2
+    assert log == ["send", "wait", "send", *two, "send", "wait", *two, "wait", "send", "wait"]
+    log.clear()
+    fp8moe.moe_backward(saved, dy, comm=comm)
+    first = ["send", "wait", "send", *two, "send", "weights", "weights"]
+    assert log == [*first, "wait", *two, "wait", "send", "weights", "weights", "wait"]
 
 
 def test_a_world_of_one_is_the_layer():

@@ -141,3 +141,19 @@ def test_offsets_past_the_rows_are_cut():
     got = fp8moe.grouped_gemm(x, w, np.array([0, 3, 9], np.int32))
     assert got.shape == (5, 3)
     assert (got == 4).all()
+
+
+def test_limits_are_of_multiprocessors():
+    x, w, offsets = np.ones((5, 4), np.float32), np.ones((2, 3, 4), np.float32), np.array([0, 3, 5], np.int32)
+    dy = np.ones((5, 3), np.float32)
+    for call in (fp8moe.grouped_gemm, fp8moe.grouped_gemm_wgrad):
+        arrays = (x, w, offsets) if call is fp8moe.grouped_gemm else (dy, x, offsets)
+        for wrong, error, text in (
+            (100, ValueError, "num_sms: got 100 for arrays on the CPU"),
+            (7, ValueError, "num_sms: got 7; wanted an even number"),
+            (0, ValueError, "num_sms: got 0; wanted an integer from 2"),
+            (4.0, TypeError, "num_sms: got float"),
+            (True, TypeError, "num_sms: got a bool"),
+        ):
+            with pytest.raises(error, match=text):
+                call(*arrays, num_sms=wrong)

@@ -142,6 +142,14 @@ def rows_there_and_back(plan, columns):
     np.testing.assert_allclose(theirs[1], ours[1], rtol=2.0**-22, atol=bound)
 
 
+@pytest.mark.parametrize("columns", [512, 6200])
+def test_padding_is_zeros_where_there_are_no_bulk_copies(columns):
+    """Compute capabilities below 9.0 have no copies from shared memory, which zeros come from elsewhere."""
+    plan = a_plan(21, 5, 3, 16)
+    x = values(RNG, (21, columns), BF16)
+    assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan, architecture="sm_80"))
+
+
 def cut(moved):
     """Without the plan."""
     return moved.data, moved.probs
@@ -563,6 +571,22 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
         monkeypatch.setattr(grouped_gemm_wgmma, "stages", lambda verb, experts: stages)
     upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
+
+
+def test_products_on_a_few_multiprocessors(monkeypatch):
+    """The same bits, whoever takes which tiles; only the kernels that share tiles out can be limited."""
+    from fp8moe.kernels_cuda import driver
+
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 6)
+    x, w, _, offsets = random_operands([5, 130, 1], 520, 144, ("e4m3", "e4m3"))
+    arrays = [cuda_on_cpu.upload(a) for a in (x, w, offsets)]
+    wanted = cuda_on_cpu.download(fp8moe.grouped_gemm(*arrays))
+    for num_sms in (2, 4, 100):
+        assert_same(cuda_on_cpu.download(fp8moe.grouped_gemm(*arrays, num_sms=num_sms)), wanted)
+    for backend in ("mma", "plain", "cublas"):
+        with pytest.raises(ValueError, match=f"num_sms: got 4 for a product by '{backend}'"):
+            fp8moe.grouped_gemm(*arrays, backend=backend, num_sms=4)
 
 
 def test_what_wgmma_does_not_take_is_multiplied_by_mma():

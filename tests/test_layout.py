@@ -6,6 +6,14 @@ from dataclasses import replace
 import cuda_on_cpu
 import numpy as np
 import pytest
+from backend_checks import (
+    blocked_scales_of_permute,
+    blocked_scales_of_permute_transpose,
+    blocked_scales_of_quantise,
+    blocked_scales_of_transposes,
+    in_blocked,
+    scales_in_both_layouts,
+)
 from cases import BF16, assert_same, generator, offsets_of, same_bits, values
 
 import fp8moe
@@ -109,17 +117,9 @@ def test_aligned_experts_need_no_offsets_row_wise():
 @pytest.mark.parametrize("block", [ROW, COLUMN])
 def test_kernels(block):
     for rows, columns in SIZES:
-        q = tensor(rows, columns, block)
-        ours, theirs = cuda_on_cpu.both(lambda q: fp8moe.to_layout(q, "blocked_128x4"), q)
-        assert same_bits(ours.scales, theirs.scales)
-        ours, theirs = cuda_on_cpu.both(lambda q: fp8moe.to_layout(q, "compact"), ours)
-        assert same_bits(ours.scales, theirs.scales)
+        scales_in_both_layouts(cuda_on_cpu.both, RNG, rows, columns, block)
     for sizes in [*GROUPS, RNG.integers(0, 50, 70).tolist()]:
-        q, offsets = tensor(sum(sizes) + 20, 160, block, sizes), offsets_of(sizes)
-        there = cuda_on_cpu.both(lambda q, o: fp8moe.to_layout(q, "blocked_128x4", o), q, offsets)
-        assert same_bits(there[0].scales, there[1].scales)
-        back = cuda_on_cpu.both(lambda q, o: fp8moe.to_layout(q, "compact", o), there[0], offsets)
-        assert same_bits(back[0].scales, back[1].scales)
+        scales_in_both_layouts(cuda_on_cpu.both, RNG, sum(sizes) + 20, 160, block, sizes)
 
 
 @needs_compiler
@@ -184,13 +184,6 @@ QUANTISED = [
 ]
 
 
-def in_blocked(result):
-    """What was made compact, with its scales converted."""
-    if isinstance(result, fp8moe.Quantized):
-        return fp8moe.Quantized(in_blocked(result.rowwise), in_blocked(result.columnwise))
-    return fp8moe.to_layout(result, "blocked_128x4")
-
-
 @pytest.mark.parametrize("options", QUANTISED)
 @pytest.mark.parametrize(("rows", "columns"), [*SIZES, (0, 64), (131, 128), (256, 384), (40, 31)])
 def test_quantise_writes_the_blocked_layout(rows, columns, options):
@@ -210,8 +203,7 @@ def poisoned(result):
 @pytest.mark.parametrize("options", QUANTISED)
 def test_quantise_on_cuda(options):
     for rows, columns in [(130, 96), (131, 128), (256, 384), (33, 31), (5, 64)]:
-        x = values(RNG, (rows, columns), BF16)
-        assert_same(*cuda_on_cpu.both(fp8moe.quantize, x, **options, layout="blocked_128x4"))
+        blocked_scales_of_quantise(cuda_on_cpu.both, values(RNG, (rows, columns), BF16), **options)
 
 
 def rowwise(rows, columns, fmt="e4m3"):
@@ -242,14 +234,7 @@ def test_the_transpose_writes_the_blocked_layout(align_size, sizes, target, colu
 @pytest.mark.parametrize("columns", [128, 48])
 def test_the_transpose_on_cuda(target, columns):
     for fmt, sizes in zip(("e4m3", "e5m2", "e4m3", "e4m3"), (None, *GROUPS[:2], [7] * 34), strict=True):
-        q = rowwise(131 if sizes is None else sum(sizes), columns, fmt)
-        offsets = None if sizes is None else offsets_of(sizes)
-        ours, theirs = cuda_on_cpu.both(
-            lambda q, o: fp8moe.scaling_aware_transpose(q, o, target=target, layout="blocked_128x4"),
-            q,
-            offsets,
-        )
-        assert_same(ours, theirs)
+        blocked_scales_of_transposes(cuda_on_cpu.both, RNG, sizes, columns, fmt, target)
 
 
 @pytest.mark.parametrize("align_size", [1, 128])
@@ -263,11 +248,46 @@ def test_permute_transpose(align_size):
 @needs_compiler
 @pytest.mark.parametrize("align_size", [1, 128])
 def test_permute_transpose_on_cuda(align_size):
-    q, plan = rowwise(50, 128), a_plan(50, 3, align_size)
-    ours, theirs = cuda_on_cpu.both(fp8moe.permute_transpose, q, plan, layout="blocked_128x4")
-    assert same_bits(ours.scales, theirs.scales)
-    used = plan.expert_offsets[-1]  # codes past it are unspecified
-    assert same_bits(ours.data[:, :used], theirs.data[:, :used])
+    blocked_scales_of_permute_transpose(cuda_on_cpu.both, RNG, 50, 3, 128, align_size)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("columns", "num_out_tokens"), [(512, None), (512, 200), (96, None), (96, 140)])
+def test_permute_on_cuda(columns, num_out_tokens):
+    blocked_scales_of_permute(cuda_on_cpu.both, RNG, 40, 3, columns, num_out_tokens)
+
+
+@needs_compiler
+def test_permute_before_bulk_copies():
+    """As compute capabilities below 9.0 have it."""
+
+    def both(function, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch, architecture="sm_80")
+            theirs = cuda_on_cpu.download(function(*map(cuda_on_cpu.upload, arguments)))
+        return function(*arguments), theirs
+
+    blocked_scales_of_permute(both, RNG, 40, 3, 512)
+
+
+def test_permute_and_pad_writes_the_blocked_layout():
+    q, ids = rowwise(20, 160), RNG.integers(-1, 3, (20, 2)).astype(np.int32)
+    options = {"align_size": 128, "num_experts": 3}
+    found = fp8moe.permute_and_pad(q, ids, **options, layout="blocked_128x4")
+    assert_same(in_blocked(fp8moe.permute_and_pad(q, ids, **options).data), found.data)
+
+
+@pytest.mark.parametrize(
+    ("x", "align_size", "error", "words"),
+    [
+        (np.ones((4, 64), np.float32), 128, TypeError, "x: got an array of float32 with layout='blocked"),
+        (fp8moe.quantize(np.ones((4, 128), np.float32)), 128, TypeError, r"x: got \(1, 128\) with layout="),
+        (tensor(4, 64, ROW), 64, ValueError, "align_size of 64; wanted a multiple of 128.*to_layout"),
+    ],
+)
+def test_validation_errors_of_permute(x, align_size, error, words):
+    with pytest.raises(error, match=words):
+        fp8moe.permute(x, a_plan(4, 2, align_size), layout="blocked_128x4")
 
 
 def a_plan(tokens, experts, align_size, **options):

@@ -86,7 +86,7 @@ def test_permute_and_unpermute(device, with_probs, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunk_sort(device, with_probs):
     sizes, order = torch.tensor([4, 0, 11, 15]), torch.tensor([2, 0, 3, 1])
-    found = []
+    actual = []
     for fused in (False, True):
         x, _, probs = inputs(device)
         x, probs = x.requires_grad_(), probs[:, 0].clone().requires_grad_()
@@ -96,8 +96,8 @@ def test_chunk_sort(device, with_probs):
             )
         loss = (rows * torch.arange(rows.numel(), device=device).view_as(rows)).sum()
         (loss if moved is None else loss + (moved**2).sum()).backward()
-        found.append((rows, moved, x.grad, probs.grad))
-    for a, b in zip(*found, strict=True):
+        actual.append((rows, moved, x.grad, probs.grad))
+    for a, b in zip(*actual, strict=True):
         assert a is b is None or torch.equal(a, b)
 
 
@@ -130,10 +130,10 @@ def test_padded(device, align, counts_on_cpu):
     with megatron.enable():
         if PADS:
             options = {"tokens_per_expert": given, "align_size": align, "num_out_tokens": counts.sum()}
-            found = moe_utils.permute(x, mask, probs=probs, fused=True, **options)
+            actual = moe_utils.permute(x, mask, probs=probs, fused=True, **options)
         else:
-            found = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, given, align)
-        padded, padded_probs, row_map, pads, sizes = found
+            actual = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, given, align)
+        padded, padded_probs, row_map, pads, sizes = actual
         assert sizes.tolist() == [-(-c // align) * align for c in counts.tolist()]
         assert sizes.device == given.device
         start = at = 0
@@ -152,7 +152,7 @@ def test_padded(device, align, counts_on_cpu):
     torch.testing.assert_close(back, x * probs.sum(1, keepdim=True))
 
 
-def test_disabled_everything_is_as_before():
+def test_disable_restores_megatron():
     before = dict(vars(moe_utils))
     enabled = megatron.enable()
     assert moe_utils.fused_permute is megatron.permute
@@ -255,7 +255,7 @@ print("the layer is the same")
         pytest.param("cuda", "alltoall", marks=pytest.mark.gpu),
     ],
 )
-def test_the_moe_layer(device, dispatcher):
+def test_moe_layer_with_fused_permutation(device, dispatcher):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -334,8 +334,8 @@ def test_the_gradients_of_distributed_data_parallel(overlap, compiled):
     ]
     try:
         for process in running:
-            said, _ = process.communicate(timeout=120)
-            assert "right" in said, said[-3000:]
+            output, _ = process.communicate(timeout=120)
+            assert "right" in output, output[-3000:]
     finally:
         for process in running:
             process.kill()
@@ -354,12 +354,12 @@ def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
     for rank in range(2):
         with (tmp_path / f"{rank}.txt").open(
             "w"
-        ) as said:  # no pipe, which Megatron's children would hold open
+        ) as output:  # no pipe, which Megatron's children would hold open
             running.append(
                 subprocess.Popen(
                     [sys.executable, "-c", code, str(rank), "2", port, str(tmp_path), cases],
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"},
                 )
@@ -367,8 +367,8 @@ def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
     try:
         for rank, process in enumerate(running):
             process.wait(timeout=400)
-            said = (tmp_path / f"{rank}.txt").read_text()
-            assert said.rstrip().endswith("right"), said[-4000:]
+            output = (tmp_path / f"{rank}.txt").read_text()
+            assert output.rstrip().endswith("right"), output[-4000:]
     finally:
         for process in running:
             process.kill()

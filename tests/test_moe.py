@@ -1,6 +1,7 @@
 """The layer against a dense float64 torch layer and its autograd; what each recipe casts and keeps."""
 
 import importlib
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -127,6 +128,149 @@ def test_weights_quantised_once_serve_many_micro_batches():
     assert t.weight_casts == 0
     for a, b in zip(plain, again, strict=True):
         assert same_bits(a, b)
+
+
+#: what each half of the backward may launch; casts are those of "fp8_blockwise" alone but for dy's
+OF_INPUTS = {
+    "quantize",
+    "permute",
+    "grouped_gemm",
+    "swiglu",
+    "swiglu_quantize",
+    "swiglu_backward",
+    "swiglu_quantize_backward",
+    "permute_backward",
+    "unpermute_backward",
+    "unpermute",
+}
+OF_WEIGHTS = {"permute_transpose", "scaling_aware_transpose", "dequantize", "quantize", "grouped_gemm_wgrad"}
+SUBSETS = [
+    names
+    for count in range(1, len(fp8moe.moe.GRADIENTS) + 1)
+    for names in itertools.combinations(fp8moe.moe.GRADIENTS, count)
+]
+
+
+@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
+    """Bits, launches and casts, whichever gradients are wanted; each half does only its own."""
+    inputs, dy = layer_inputs(12, dropped=0.1)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute)
+    for gradients in SUBSETS:
+        with fp8moe.trace() as whole:
+            wanted = fp8moe.moe_backward(saved, dy, gradients=gradients)
+        with fp8moe.trace() as first:
+            of_inputs, operands = fp8moe.moe_backward_input(saved, dy, gradients=gradients)
+        with fp8moe.trace() as second:
+            of_weights = fp8moe.moe_backward_weight(operands)
+        assert of_inputs.dw13 is of_inputs.dw2 is of_weights.dx is of_weights.dprobs is None
+        found = of_inputs.dx, of_inputs.dprobs, of_weights.dw13, of_weights.dw2
+        for a, b in zip(found, (wanted.dx, wanted.dprobs, wanted.dw13, wanted.dw2), strict=True):
+            assert (a is None) == (b is None), gradients
+            assert a is None or same_bits(a, b), gradients
+        assert first.launches + second.launches == whole.launches
+        assert first.casts + second.casts == whole.casts
+        assert set(first.launches) <= OF_INPUTS
+        assert set(second.launches) <= OF_WEIGHTS
+        of_weights_wanted = sum(name in gradients for name in ("dw13", "dw2"))
+        assert second.launches["grouped_gemm_wgrad"] == of_weights_wanted
+        if not of_weights_wanted:
+            assert second.num_launches == operands.nbytes - saved.plan.data.nbytes == 0
+        if "dx" in gradients or "dprobs" in gradients:
+            assert first.launches["grouped_gemm"] == (3 if recompute else 2)
+        elif "dw13" in gradients:
+            assert first.launches["grouped_gemm"] == (2 if recompute else 1)
+        else:
+            assert first.launches["grouped_gemm"] == (1 if recompute else 0)
+
+
+@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_weights_that_need_no_gradient_cost_no_transpose(recipe, recompute):
+    """Frozen weights, as of LoRA: forward and backward launch no wgrad and no transpose, and keep less."""
+    inputs, dy = layer_inputs(13)
+    options = {"recipe": recipe, "recompute": recompute}
+    whole, kept = run(inputs, dy, **options)
+    of_inputs = {"gradients": ("dx", "dprobs")}
+    with fp8moe.trace() as t:
+        y, saved = fp8moe.moe_forward(**inputs, **options, **of_inputs)
+        g = fp8moe.moe_backward(saved, dy, **of_inputs)
+    for a, b in zip((y, g.dx, g.dprobs), whole, strict=False):
+        assert same_bits(a, b)
+    assert not {*t.launches} & {"grouped_gemm_wgrad", "permute_transpose", "scaling_aware_transpose"}
+    assert t.launches["dequantize"] == 0
+    assert t.casts == {"bf16": 0, "fp8_flow": 2, "fp8_blockwise": 4}[recipe]
+    if not recompute:
+        assert saved.nbytes < kept.nbytes
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
+def test_memory_between_the_halves_of_the_backward(recipe, recompute):
+    """The bytes that `SavedForWeights` tells of, to the byte; nothing of the weights or of h."""
+    tokens, hidden, ffn = 96, 256, 128
+    inputs, dy = layer_inputs(14, tokens, hidden, ffn)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute)
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+    rows = saved.plan.num_out_tokens
+    x_rows = rows if recompute or recipe != "fp8_flow" else tokens
+    dy_rows = tokens if recipe == "fp8_flow" else rows
+    wanted = dy_rows * hidden + rows * ffn + x_rows * hidden + 2 * rows * ffn
+    wanted *= 2 if recipe == "bf16" else 1
+    arrays = operands.dy, operands.a, operands.dh, operands.x
+    codes, scales = arrays, 0
+    if recipe != "bf16":
+        codes, scales = [q.data for q in arrays], sum(q.scales.nbytes for q in arrays)
+    assert sum(a.nbytes for a in codes) == wanted
+    assert scales <= wanted / 32
+    assert operands.nbytes == wanted + scales + operands.plan.data.nbytes
+
+
+def test_the_weights_half_adds_and_refuses_as_the_whole():
+    inputs, dy = layer_inputs(15, ffn=256)
+    _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+    rng = np.random.default_rng(16)
+    for dtype in ("float32", "bfloat16"):
+        for ffn in (256, 200):
+            into = [rng.standard_normal((4, *s)).astype(dtype) for s in ((ffn, 128), (ffn, 128), (128, ffn))]
+            twice = [a.copy() for a in into]
+            options = {} if ffn == 256 else {"ffn": ffn}
+            fp8moe.moe_backward(saved, dy, dw13=(into[0], into[1]), dw2=into[2], **options)
+            g = fp8moe.moe_backward_weight(operands, dw13=(twice[0], twice[1]), dw2=twice[2], **options)
+            assert (*g.dw13, g.dw2)[1] is twice[1]
+            for a, b in zip(twice, into, strict=True):
+                assert same_bits(a, b)
+    bad = [
+        ({"dw2": np.zeros((4, 128, 128), np.float32)}, ValueError, "dw2: got shape"),
+        ({"dw13": np.zeros((4, 512, 128), np.int32)}, TypeError, "dw13: got dtype int32"),
+        ({"ffn": 200}, ValueError, "dw13: got one with ffn=200; wanted two"),
+        ({"ffn": 257, "dw13": (None, None)}, ValueError, "ffn: got 257"),
+        ({"dtype": "int8"}, ValueError, "dtype"),
+    ]
+    for options, error, words in bad:
+        with pytest.raises(error, match=words):
+            fp8moe.moe_backward_weight(operands, **options)
+    with pytest.raises(
+        TypeError, match="operands: got Saved; wanted the second result of moe_backward_input"
+    ):
+        fp8moe.moe_backward_weight(saved)
+    with pytest.raises(TypeError, match="saved: got SavedForWeights"):
+        fp8moe.moe_backward_input(operands, dy)
+    _, of_w2 = fp8moe.moe_backward_input(saved, dy, gradients=("dx", "dw2"))
+    with pytest.raises(ValueError, match="dw13: got an array to add to, and gradients without 'dw13'"):
+        fp8moe.moe_backward_weight(of_w2, dw13=np.zeros((4, 512, 128), np.float32))
+    # rows that are in place already: dy is the operand itself
+    memory, counts = np.zeros((4, 128, 128), np.float32), np.full(4, 24, np.int32)
+    rows = memory.reshape(-1)[: 96 * 128].reshape(96, 128)
+    weights = {n: inputs[n][:, :256, :128].astype(np.float32) for n in ("w13", "w2")}
+    of_rows = {"tokens_per_expert": counts, "probs": np.ones(96, np.float32)}
+    _, saved = fp8moe.moe_forward_permuted(rows, **weights, **of_rows, recipe="bf16")
+    _, operands = fp8moe.moe_backward_input(saved, rows)
+    assert operands.dy is rows
+    with pytest.raises(ValueError, match="dw2: got memory that overlaps dy's"):
+        fp8moe.moe_backward_weight(operands, dw2=memory)
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])

@@ -44,6 +44,12 @@ def whole(inputs, dy, **options):
     return (y, *arrays_in(fp8moe.moe_backward(saved, dy)))
 
 
+def in_halves(saved, dy):
+    """Gradients by `moe_backward_input` and `moe_backward_weight`."""
+    of_inputs, operands = fp8moe.moe_backward_input(saved, dy)
+    return arrays_in(of_inputs) + arrays_in(fp8moe.moe_backward_weight(operands))
+
+
 def around(plan, results):
     """Results for permuted rows as the tokens have them."""
     y, dx, dprobs, *dw = results
@@ -80,7 +86,10 @@ def test_the_layer_between_its_own_permutation(recipe, recompute, layout, paddin
     y, saved = fp8moe.moe_forward_permuted(
         rows, w13, w2, counts.astype(kind), probs, align_size=align_size, **options
     )
-    found = around(plan, (y, *arrays_in(fp8moe.moe_backward(saved, dys))))
+    grads = arrays_in(fp8moe.moe_backward(saved, dys))
+    for a, b in zip(in_halves(saved, dys), grads, strict=True):
+        assert same_bits(a, b)
+    found = around(plan, (y, *grads))
     for a, b in zip(found, whole(inputs, dy, **options), strict=True):
         if other_order:
             np.testing.assert_allclose(a, b, rtol=1e-6 if a.dtype == np.float32 else 1e-11, atol=1e-11)
@@ -387,7 +396,8 @@ def test_torch_refusals():
 @pytest.mark.parametrize("align_size", [1, 128])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_cuda(recipe, align_size, recompute):
-    """As the layer between its own permutation there, bit by bit; again by its launch plan; no sync."""
+    """As the layer between its own permutation there, bit by bit; again by its launch plan; no sync. The
+    backward's halves, of either, are the whole."""
     inputs, dy = layer_inputs(9, tokens=200, hidden=256, ffn=128, dropped=0.2)
     plan, rows, counts, probs, dys = permuted(inputs, dy, align_size, False)
     put = {
@@ -400,6 +410,9 @@ def test_on_cuda(recipe, align_size, recompute):
     options = {"recipe": recipe, "recompute": recompute}
     y, saved = fp8moe.moe_forward(*(put[n] for n in inputs), **options)
     wanted = y, *arrays_in(fp8moe.moe_backward(saved, put["dy"]))
+    for _ in range(2):
+        for a, b in zip(in_halves(saved, put["dy"]), wanted[1:], strict=True):
+            assert torch.equal(a, b)
     there = map_arrays(lambda _, a: torch.from_numpy(a).cuda(), plan)
     torch.cuda.synchronize()
     for _ in range(2):
@@ -411,6 +424,7 @@ def test_on_cuda(recipe, align_size, recompute):
                 put["rows"], put["w13"], put["w2"], counts, probs, align_size=align_size, **options
             )
             g = fp8moe.moe_backward(saved, put["dys"])
+            halves = in_halves(saved, put["dys"])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found = (
@@ -419,5 +433,5 @@ def test_on_cuda(recipe, align_size, recompute):
             g.dw13,
             g.dw2,
         )
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip((*found, *halves), (*wanted, *arrays_in(g)), strict=True):
             assert torch.equal(a, b)

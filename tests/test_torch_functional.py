@@ -15,9 +15,9 @@ import fp8moe
 from fp8moe import Activation, dispatch, moe
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_functional import (
-    _split,
     moe_experts,
     moe_experts_permuted,
+    parts_of_bias,
     quantize_fp8_weights,
 )
 from fp8moe.adapters.torch_moe import FP8FlowMoE
@@ -41,10 +41,10 @@ def results(call, leaves, dy):
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-def assert_same_sums(found, true):
+def assert_same_sums(actual, true):
     """Sums of the same products in float32, which a BLAS orders by their number, rounded once."""
     bound = 2.0**-8 if true.dtype == torch.bfloat16 else 2.0**-16
-    assert (found - true).double().norm() <= bound * true.double().norm()
+    assert (actual - true).double().norm() <= bound * true.double().norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -68,8 +68,8 @@ def test_halves_and_any_width(recipe):
 
     wanted = results(whole, leaves, dy)
     for call in (apart, strided):
-        for found, true in zip(results(call, leaves, dy), wanted, strict=True):
-            assert_same_sums(found, true)
+        for actual, true in zip(results(call, leaves, dy), wanted, strict=True):
+            assert_same_sums(actual, true)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -87,8 +87,8 @@ def test_padded_weights_are_neither_joined_nor_copied(monkeypatch, mode, apart):
     torch.compiler.reset()
     if mode == "compiled":
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for found, true in zip(results(call, [x, *weights], dy), wanted, strict=True):
-        assert torch.equal(found, true)
+    for actual, true in zip(results(call, [x, *weights], dy), wanted, strict=True):
+        assert torch.equal(actual, true)
     leaves = [torch.nn.Parameter(w.clone()) for w in weights]
     for w in leaves:
         w.main_grad = torch.ones_like(w)
@@ -121,8 +121,8 @@ def test_frozen_padded_weights(apart):
     x, w1, w3, w2, ids, probs, dy = problem()
     given = (w1, w3) if apart else torch.cat((w1, w3), dim=1)
     _, wanted, *_ = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)
-    _, found = results(lambda x: moe_experts(x, given, w2, ids, probs), [x], dy)
-    assert torch.equal(found, wanted)
+    _, actual = results(lambda x: moe_experts(x, given, w2, ids, probs), [x], dy)
+    assert torch.equal(actual, wanted)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -136,8 +136,8 @@ def test_experts_without_a_gate(recipe):
         leaves = [x, w13.to(dtype), w2.to(dtype), probs, *(b.to(dtype) for b in added)]
 
         def ours(x, w13, w2, probs, bias13=None, bias2=None):
-            how = {"recipe": recipe, "activation": activation, "bias13": bias13, "bias2": bias2}
-            return moe_experts(x, w13, w2, ids, probs, **how)
+            options = {"recipe": recipe, "activation": activation, "bias13": bias13, "bias2": bias2}
+            return moe_experts(x, w13, w2, ids, probs, **options)
 
         def exact(x, w13, w2, probs, bias13=0.0, bias2=0.0):
             h = torch.einsum("th,enh->ten", x, w13) + bias13
@@ -145,14 +145,14 @@ def test_experts_without_a_gate(recipe):
             shares = torch.where(ids >= 0, probs, 0)[..., None]
             return (torch.take_along_dim(every, ids.clamp(min=0)[..., None], 1) * shares).sum(1)
 
-        found = results(ours, leaves, dy)
-        for one, true in zip(found, results(exact, [t.double() for t in leaves], dy.double()), strict=True):
+        actual = results(ours, leaves, dy)
+        for one, true in zip(actual, results(exact, [t.double() for t in leaves], dy.double()), strict=True):
             # as with biases; the square doubles an operand's error
             bound = 20 * 2.0**-9 if recipe == "bf16" else 0.2
             assert (one - true).norm() <= bound * true.norm()
         torch.compiler.reset()
         compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-        for a, b in zip(results(compiled, leaves, dy), found, strict=True):
+        for a, b in zip(results(compiled, leaves, dy), actual, strict=True):
             assert torch.equal(a, b)
     with pytest.raises(ValueError, match="w13: got two; wanted one of"):
         moe_experts(x, (w13, w13), w2, ids, probs, activation=activation)
@@ -166,12 +166,12 @@ def test_transposed_weights_are_read_as_they_lie(monkeypatch):
     monkeypatch.setattr(
         fp8moe,
         "quantize_weights",
-        lambda *a, **how: orientations.append(how["transposed"]) or quantize(*a, **how),
+        lambda *a, **options: orientations.append(options["transposed"]) or quantize(*a, **options),
     )
     stored = [w.mT.contiguous() for w in weights]
-    found = results(lambda x, *w: moe_experts(x, *(v.mT for v in w), ids, probs), [x, *stored], dy)
+    actual = results(lambda x, *w: moe_experts(x, *(v.mT for v in w), ids, probs), [x, *stored], dy)
     assert orientations == [True, True]
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, wanted, strict=True):
         assert torch.equal(a if a.ndim == 2 else a.mT, b)
 
 
@@ -181,7 +181,7 @@ def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
     x, w1, w3, w2, ids, probs, dy = problem()
     leaves = [x, torch.cat((w1, w3), dim=1).bfloat16(), w2.bfloat16(), probs]
     ours = {"recipe": "bf16", "recompute": recompute}
-    found, ran = [], []
+    actual, ran = [], []
     product = torch.nn.functional.grouped_mm
 
     def grouped_mm(*arguments, **options):
@@ -189,11 +189,11 @@ def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
         return product(*arguments, **options)
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
-    found = results(lambda x, w13, w2, probs: moe_experts(x, w13, w2, ids, probs, **ours), leaves, dy)
+    actual = results(lambda x, w13, w2, probs: moe_experts(x, w13, w2, ids, probs, **ours), leaves, dy)
     assert ran
     wide = [t.double() for t in leaves]
     wanted = results(lambda x, w13, w2, probs: of_loops(x, w13, w2, ids, probs), wide, dy.double())
-    for one, true in zip(found, wanted, strict=True):
+    for one, true in zip(actual, wanted, strict=True):
         # the product, the activation and the sum over experts round to 8 bits: three of 2^-9, and as many in
         # the backward
         assert torch.linalg.norm(one.double() - true) <= 6 * 2.0**-9 * torch.linalg.norm(true)
@@ -213,7 +213,7 @@ def of_loops(x, w13, w2, ids, probs):
 
 def test_parts_of_a_bias():
     bias = torch.randn(E, 500) * torch.exp(4 * torch.randn(E, 500))
-    parts = _split(bias.requires_grad_(), 4)
+    parts = parts_of_bias(bias.requires_grad_(), 4)
     assert torch.equal(parts.float().sum(-1), bias)  # of the last, no bit is lost yet
     codes = fp8moe.quantize(parts.detach()[..., :3].reshape(-1, 3).contiguous(), block=(1, 128))
     # four significant bits each: e4m3 has them, as far as a block's scale reaches
@@ -236,8 +236,8 @@ def test_biases(recipe):
     activation = Activation(clamp=7.0, alpha=1.702, linear_offset=1.0)
 
     def ours(x, w13, w2, probs, bias13, bias2):
-        how = {"recipe": recipe, "activation": activation, "bias13": bias13, "bias2": bias2}
-        return moe_experts(x, w13, w2, ids, probs, **how)
+        options = {"recipe": recipe, "activation": activation, "bias13": bias13, "bias2": bias2}
+        return moe_experts(x, w13, w2, ids, probs, **options)
 
     def exact(x, w13, w2, probs, bias13, bias2):
         h = torch.einsum("th,enh->ten", x, w13) + bias13
@@ -246,15 +246,15 @@ def test_biases(recipe):
         shares = torch.where(ids >= 0, probs, 0)[..., None]
         return (torch.take_along_dim(every, ids.clamp(min=0)[..., None], 1) * shares).sum(1)
 
-    found = results(ours, leaves, dy)
+    actual = results(ours, leaves, dy)
     wanted = results(exact, [t.double() for t in leaves], dy.double())
-    for ours_, true in zip(found, wanted, strict=True):
+    for ours_, true in zip(actual, wanted, strict=True):
         # roundings of 2^-9 (bfloat16) or 0.026 on average (e4m3), of some ten operands and results
         bound = 10 * 2.0**-9 if recipe == "bf16" else 0.16
         assert (ours_ - true).norm() <= bound * true.norm()
     torch.compiler.reset()
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    for a, b in zip(results(compiled, leaves, dy), found, strict=True):
+    for a, b in zip(results(compiled, leaves, dy), actual, strict=True):
         assert torch.equal(a, b)
 
 
@@ -268,8 +268,8 @@ def test_fp8_weights_from_outside():
             return moe_experts(x, (w1, w3), w2, ids, probs, bias13=given, fp8_weights=kept)
 
         plain = results(lambda *a, c=call: c(*a, kept=None), leaves, dy)
-        for found, true in zip(results(call, leaves, dy), plain, strict=True):
-            assert torch.equal(found, true)
+        for actual, true in zip(results(call, leaves, dy), plain, strict=True):
+            assert torch.equal(actual, true)
         changed = [x, w1 * 2, w3, w2, probs]
         assert torch.equal(results(call, changed, dy)[0], plain[0])  # what was made before is multiplied by
         again = quantize_fp8_weights((w1 * 2, w3), w2, given, out=kept)
@@ -358,17 +358,17 @@ def test_a_backend_that_the_device_does_not_have_is_refused_before_any_work(monk
 def test_backend_reaches_the_products_of_both_directions(monkeypatch, recipe, mode):
     """As if the CPU had one, of which the library is not told."""
     for call, leaves in layers(recipe, "mma").values():
-        told = []
+        backends = []
         with monkeypatch.context() as patch:
             patch.setattr(moe, "check_backend", lambda *arguments, **layer: None)
             for name in ("moe_forward", "moe_forward_permuted", "moe_backward"):
-                patch.setattr(fp8moe, name, without_backend(getattr(fp8moe, name), told))
+                patch.setattr(fp8moe, name, without_backend(getattr(fp8moe, name), backends))
             torch.compiler.reset()
             run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
             leaves = [t.clone().requires_grad_() for t in leaves]
             y = run(*leaves)
             torch.autograd.grad(y, leaves, torch.ones_like(y))
-        assert set(told) == {("forward", "mma"), ("backward", "mma")}
+        assert set(backends) == {("forward", "mma"), ("backward", "mma")}
 
 
 @pytest.mark.gpu
@@ -407,14 +407,14 @@ def test_backend_on_cuda(monkeypatch, recipe, backend):
             assert (ours - plain).double().norm() <= bound * plain.double().norm()
 
 
-def without_backend(function, told):
+def without_backend(function, backends):
     """The library's function as where there is none, with a note of which it was told."""
 
     def call(first, *arguments, **options):
         if isinstance(first, moe.Saved):
-            told.append(("backward", first.backend))
+            backends.append(("backward", first.backend))
             return function(replace(first, backend=None), *arguments, **options)
-        told.append(("forward", options["backend"]))
+        backends.append(("forward", options["backend"]))
         y, saved = function(first, *arguments, **{**options, "backend": None})
         return y, replace(saved, backend=options["backend"])
 

@@ -9,10 +9,9 @@ import torch
 
 import fp8moe
 from fp8moe import Activation, RouterConfig
-from fp8moe.activation import SWIGLU
-from fp8moe.adapters import torch_experts, torch_ops
+from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
-from fp8moe.adapters.torch_router import Router, parts, router_logits
+from fp8moe.adapters.torch_router import Router, parts
 from fp8moe.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
@@ -37,7 +36,7 @@ def backward(layer, x, seed=2):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
-def test_it_is_the_layer(recipe, recompute):
+def test_the_module_computes_what_the_library_does(recipe, recompute):
     layer, x = module(recipe, recompute=recompute, activation=Activation(clamp=7.0)), tokens()
     y = backward(layer, x)
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
@@ -66,7 +65,7 @@ def test_recipes_are_close():
             assert (a - b).float().norm() <= 0.125 * b.float().norm()
 
 
-def test_bf16_is_the_layer_in_float64():
+def test_bf16_against_float64():
     layer, x = module("bf16"), tokens()
     backward(layer, x)
     exact = copy.deepcopy(layer).double()
@@ -85,12 +84,12 @@ def test_bf16_is_the_layer_in_float64():
         assert (a - b).norm() <= 12 * 2.0**-9 * b.norm()
 
 
-def test_the_dimension_that_needs_no_padding():
+def test_shard_placement_avoids_padding():
     from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
 
     def dim(shape, ranks):
-        found = shard_placement(ranks)(torch.nn.Parameter(torch.empty(shape, device="meta")))
-        return None if found is None else found.dim
+        actual = shard_placement(ranks)(torch.nn.Parameter(torch.empty(shape, device="meta")))
+        return None if actual is None else actual.dim
 
     assert [dim((8, 4096, 7168), n) for n in (4, 8, 64, 7, 11)] == [0, 0, 1, 2, None]
     assert padded_elements((8, 4096, 7168), 64) == 56 * 4096 * 7168
@@ -118,7 +117,7 @@ def test_gradients_are_added_to_main_grad(dtype):
     assert layer.router.weight.grad is not None
 
 
-def test_state_copies_and_shapes():
+def test_state_dict_deepcopy_and_shapes():
     layer = module(dtype=torch.bfloat16)
     x = tokens(dtype=torch.float32)
     y = layer(x.reshape(7, 10, HIDDEN))
@@ -158,13 +157,13 @@ def test_compiled_as_one_graph(recipe, recompute):
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):  # with the weights' next FP8 copies
-        found = []
+        actual = []
         for forward in (block, compiled):
             x.grad = None
             block.zero_grad()
             y = backward(forward, x)
-            found.append([y, x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
-        for a, b in zip(*found, strict=True):
+            actual.append([y, x.grad.clone(), *(p.grad.clone() for p in layer.parameters())])
+        for a, b in zip(*actual, strict=True):
             assert torch.equal(a, b)
         optimizer.step()
 
@@ -191,39 +190,30 @@ def test_a_subclass_routes(mode):
     assert torch.equal(y, wanted)
     dy = torch.randn_like(y)
     leaves = [x, *layer.parameters()]
-    for found, true in zip(
+    for actual, true in zip(
         torch.autograd.grad(y, leaves, dy), torch.autograd.grad(wanted, leaves, dy), strict=True
     ):
-        assert torch.equal(found, true)
+        assert torch.equal(actual, true)
     with pytest.raises(ValueError, match="route: got 2 results; wanted"):
         WithoutRows(HIDDEN, FFN, EXPERTS, TOPK)(x)
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_the_operator_keeps_what_the_layer_keeps(recompute):
-    """For the backward, the weights and the router's choice apart: FP8 rows, and never the bfloat16 input."""
-    layer, x = module(recompute=recompute), tokens()
-    _, ids, probs = layer.route(x)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gradients = "dx,dprobs,dw13,dw2"
-        options = torch_experts.Options(layer.recipe, recompute, 0, SWIGLU, None, None, False, gradients)
-        copies = arrays_in(tuple(layer._compiled_copies(None)))
-        targets = torch_experts.Targets(*[None] * 3, *[torch.float32] * 2, [False] * 3, None)
-        weights = layer.w13, None, layer.w2
-        torch_experts._CompiledExperts.apply(x, *weights, probs, ids, copies, targets, options)
-    places = {t.data_ptr() for t in copies}
-    found = sum(t.nbytes for t in kept if t.data_ptr() not in places)
-    _, saved = fp8moe.moe_forward(
-        x.detach(),
-        layer.w13.detach(),
-        layer.w2.detach(),
-        ids,
-        probs.detach(),
-        recipe=layer.recipe,
-        recompute=recompute,
-    )
-    assert found == saved.nbytes + ids.nbytes + probs.nbytes
+def test_compiled_code_saves_what_the_library_saves(recompute):
+    """For the backward: FP8 rows, and never the bfloat16 input; beside them the choice of experts, and of the
+    weights' codes those that the backward multiplies by."""
+    layer, x, kept = module(recompute=recompute), tokens(), {}
+    _, ids, probs = (t.detach() for t in layer.route(x))
+    probs.requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        compiled(x, ids, probs)
+    weights = [fp8moe.quantize_weights(w.detach()) for w in (layer.w13, layer.w2)]
+    options = {"recipe": layer.recipe, "recompute": recompute}
+    _, saved = fp8moe.moe_forward(x.detach(), *weights, ids, probs.detach(), **options)
+    codes = sum(a.nbytes for a in arrays_in((saved.w13, saved.w2)))
+    assert sum(t.nbytes for t in kept.values()) == saved.nbytes + codes + ids.nbytes + probs.nbytes
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
@@ -256,12 +246,12 @@ def test_any_width(recipe, mode, main_grad):
     forward = torch.compile(layer, backend="aot_eager", fullgraph=True) if mode == "compiled" else layer
     y = backward(forward, x)
     grads = [w.grad if w.grad is not None else w.main_grad for w in (layer.w13, layer.w2)]
-    for found, true in zip([y, x.grad, *grads], wanted, strict=True):
+    for actual, true in zip([y, x.grad, *grads], wanted, strict=True):
         if recipe == "fp8_flow":  # sums in float32, which a BLAS orders by the width, rounded once
             bound = 2.0**-8 if true.dtype == torch.bfloat16 else 2.0**-16
-            assert (found - true).float().norm() <= bound * true.float().norm()
+            assert (actual - true).float().norm() <= bound * true.float().norm()
         else:  # a dozen bfloat16 roundings of 2^-9 each in a chain, in another order of sums
-            assert (found - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
+            assert (actual - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
     if recipe == "fp8_flow" and mode == "eager":
         with layer.weights_unchanged():
             assert torch.equal(layer(x), y)
@@ -334,25 +324,39 @@ def test_validation_errors(arguments, options, message):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_routers_product_is_in_float32(dtype, device, autocast):
-    """Against float64: sums of 512 (experts: 8, tokens: 300) products, each rounded to float32."""
+    """Against float64, by the sigmoids of all logits: sums of 512 (experts: 8, tokens: 300) products, each
+    rounded to float32."""
     g = torch.Generator().manual_seed(0)
+    router = Router(512, 8, RouterConfig(8, "sigmoid", renormalize=False), dtype=dtype, device=device)
     x = torch.randn(300, 512, generator=g).bfloat16().to(device).requires_grad_()
-    w = torch.randn(8, 512, generator=g).to(dtype).to(device).requires_grad_()
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(8, 512, generator=g) / 22)  # logits of a standard deviation of one
     grad = torch.randn(300, 8, generator=g).to(device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        logits = router_logits(x, w)
-    assert logits.dtype == torch.float32
-    logits.backward(grad)
-    x64, w64, g64 = (t.detach().double() for t in (x, w, grad))
+        ids, probs = router(x)
+    assert probs.dtype == torch.float32
+    probs.backward(grad)
+    x64, w64 = x.detach().double(), router.weight.detach().double()
+    p64, of_p = (torch.zeros(300, 8, dtype=torch.float64, device=device) for _ in range(2))
+    p64.scatter_(1, ids.long(), probs.detach().double())
+    of_p.scatter_(1, ids.long(), grad.double())
     unit = 2.0**-24
 
-    def check(found, wanted, magnitudes, count, rounding=0.0):
-        error = (found.double() - wanted).abs()
-        assert (error <= count * unit * magnitudes + rounding * wanted.abs()).all()
+    def check(actual, wanted, bound, rounding=0.0):
+        assert ((actual.double() - wanted).abs() <= bound * unit + rounding * wanted.abs()).all()
 
-    check(logits, x64 @ w64.t(), x64.abs() @ w64.abs().t(), 512)
-    check(x.grad, g64 @ w64, g64.abs() @ w64.abs(), 8, 2.0**-8)
-    check(w.grad, g64.t() @ x64, g64.abs().t() @ x64.abs(), 300, 0.0 if dtype == torch.float32 else 2.0**-8)
+    # a sigmoid's slope is 1/4 at most; itself, and the gradient by it, take four roundings of numbers below 1
+    check(p64, torch.sigmoid(x64 @ w64.t()), 512 / 4 * (x64.abs() @ w64.abs().t()) + 4)
+    of_logits = of_p * p64 * (1 - p64)
+    parts_of = 8 * of_logits.abs() + 4 * of_p.abs()
+    check(x.grad, of_logits @ w64, parts_of @ w64.abs(), 2.0**-8)
+    parts_of = 300 * of_logits.abs() + 4 * of_p.abs()
+    check(
+        router.weight.grad,
+        of_logits.t() @ x64,
+        parts_of.t() @ x64.abs(),
+        0.0 if dtype == torch.float32 else 2.0**-8,
+    )
 
 
 def test_a_float32_number_is_three_bfloat16_numbers():

@@ -54,8 +54,8 @@ def gradient_of(y):
     return torch.randn(y.shape, generator=g).to(y)
 
 
-def assert_equal(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
+def assert_equal(actual, wanted):
+    for a, b in zip(actual, wanted, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
 
@@ -97,13 +97,13 @@ def test_saved_tensors_end_with_the_backward(recipe, recompute, device):
 
 def graph_of(y):
     """The nodes before a tensor."""
-    found, todo = [], [y.grad_fn]
+    actual, todo = [], [y.grad_fn]
     while todo:
         node = todo.pop()
-        if node is not None and node not in found:
-            found.append(node)
+        if node is not None and node not in actual:
+            actual.append(node)
             todo += [next_ for next_, _ in node.next_functions]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
@@ -165,12 +165,12 @@ def test_the_operations_alone_save_for_backward(device):
 def test_checkpointed(recipe, recompute, reentrant, device):
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
     wanted = results(layer, layer, x)
-    found = results(lambda x: checkpoint(layer, x, use_reentrant=reentrant), layer, x)
-    assert_equal(found, wanted)
+    actual = results(lambda x: checkpoint(layer, x, use_reentrant=reentrant), layer, x)
+    assert_equal(actual, wanted)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_a_checkpointed_layer_keeps_its_input_alone(recipe, device):
+def test_checkpointing_saves_the_input_only(recipe, device):
     """Besides y, and a hundredth of what it keeps otherwise for autograd's own records."""
     layer, x = module(recipe, device), tokens(device, count=1024)
     held = []
@@ -291,13 +291,13 @@ def test_frozen(recipe, recompute, frozen, device):
         y = forward(x)
         if y.requires_grad:
             y.backward(gradient_of(y))
-        found = [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+        actual = [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
         pairs = zip(names, wanted, strict=True)
-        assert_equal(found, [None if name in frozen else value for name, value in pairs])
+        assert_equal(actual, [None if name in frozen else value for name, value in pairs])
 
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_frozen_experts_take_four_products_of_six(recipe):
+def test_frozen_experts_skip_the_weight_gradients(recipe):
     layer, x = module(recipe), tokens()
     counts = []
     for frozen in (False, True):
@@ -340,18 +340,18 @@ def test_main_grad_in_compiled_code(inputs_need_gradients, device):
     layer, x = module(device=device), tokens(device)
     _, ids, probs = (t.detach() for t in layer.route(x))
     x.requires_grad_(inputs_need_gradients)
-    found = []
+    actual = []
     for forward in (layer, compiled(layer)):
         for w in (layer.w13, layer.w2):
             w.main_grad = torch.ones_like(w)
             w.grad_added_to_main_grad = False
         y = forward(x, ids, probs)
         y.backward(gradient_of(y))
-        found.append([w.main_grad for w in (layer.w13, layer.w2)])
+        actual.append([w.main_grad for w in (layer.w13, layer.w2)])
         assert layer.w13.grad_added_to_main_grad is True
         assert layer.w2.grad_added_to_main_grad is True
-    assert_equal(*found)
-    assert not torch.equal(found[0][0], torch.ones_like(found[0][0]))
+    assert_equal(*actual)
+    assert not torch.equal(actual[0][0], torch.ones_like(actual[0][0]))
 
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
@@ -375,7 +375,7 @@ def test_main_grad_of_several_forwards_before_their_backwards(forward, device):
 
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
-def test_a_grad_for_who_asserts_that_there_is_one(forward):
+def test_megatron_gets_a_grad_of_zeros(forward):
     """Megatron's hook wants a ``grad`` where it gave ``grad_added_to_main_grad``, and drops it; nobody else
     gets one, so that no optimizer steps by it."""
     for megatron in (True, False):
@@ -416,7 +416,7 @@ def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_other_numbers_of_tokens_are_not_compiled_for(recipe, dynamic):
+def test_other_numbers_of_tokens_do_not_recompile(recipe, dynamic):
     layer = module(recipe)
     call = compiled(layer, dynamic=dynamic)
     # above and below blocks of 16 and of 128 rows
@@ -439,7 +439,7 @@ def test_moe_experts_compiled(recipe, backend):
     weights = [w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2)]
     if recipe == "bf16":
         weights = [w.detach().bfloat16().requires_grad_() for w in weights]
-    found = []
+    actual = []
     for call in (
         torch_ops.moe_experts,
         torch.compile(torch_ops.moe_experts, backend=backend, fullgraph=True),
@@ -448,8 +448,8 @@ def test_moe_experts_compiled(recipe, backend):
             t.grad = None
         y = call(x, *weights, ids, probs, recipe=recipe)
         y.backward(gradient_of(y))
-        found.append([y.detach(), x.grad, *(w.grad for w in weights)])
-    assert_equal(*found)
+        actual.append([y.detach(), x.grad, *(w.grad for w in weights)])
+    assert_equal(*actual)
 
 
 # ---------------------------------------------------------------- what moe_experts takes
@@ -467,23 +467,23 @@ def test_moe_experts_takes_what_the_module_takes(recipe, call):
     if call == "compiled":
         moe_experts = torch.compile(moe_experts, backend="aot_eager", fullgraph=True)
 
-    def found(*given):
+    def actual(*given):
         return moe_experts(*given, recipe=recipe)
 
     wide = torch.cat([x, x], dim=1)[:, :HIDDEN]  # rows of a wider buffer
-    assert torch.equal(found(wide, *weights, ids, probs), plain)
+    assert torch.equal(actual(wide, *weights, ids, probs), plain)
     strided = ids.t().contiguous().t(), torch.cat([probs, probs], dim=1)[:, :TOPK]
-    assert torch.equal(found(x, *weights, *strided), plain)
-    three = found(x.reshape(3, 20, HIDDEN), *weights, ids.reshape(3, 20, TOPK), probs.reshape(3, 20, TOPK))
+    assert torch.equal(actual(x, *weights, *strided), plain)
+    three = actual(x.reshape(3, 20, HIDDEN), *weights, ids.reshape(3, 20, TOPK), probs.reshape(3, 20, TOPK))
     assert torch.equal(three.reshape(plain.shape), plain)
     if recipe != "bf16":
-        y = found(x.float(), *weights, ids, probs)
+        y = actual(x.float(), *weights, ids, probs)
         assert y.dtype == torch.float32
         assert torch.equal(y, plain.float())
         quantized = [fp8moe.quantize_weights(w) for w in weights]
-        assert torch.equal(found(x, *quantized, ids, probs), plain)
+        assert torch.equal(actual(x, *quantized, ids, probs), plain)
     with torch.autocast("cpu", torch.bfloat16):
-        y = found(x.float(), *weights, ids, probs)
+        y = actual(x.float(), *weights, ids, probs)
         assert y.dtype == torch.float32
         assert torch.equal(y, plain.float())
 
@@ -523,7 +523,7 @@ def test_moe_experts_refuses_by_name():
 def test_torch_func_is_refused_by_name():
     layer, x = module(), tokens().detach()
     for call in (torch.func.grad(lambda x: layer(x).sum()), torch.func.vmap(layer)):
-        with pytest.raises(NotImplementedError, match=r"torch\.func's transforms"):
+        with pytest.raises(NotImplementedError, match=r"under a transform of torch\.func"):
             call(x.reshape(7, 10, HIDDEN))
 
 
@@ -544,12 +544,12 @@ def test_functional_call(recipe, device):
     other = {name: (p.detach() * 2).requires_grad_() for name, p in layer.named_parameters()}
     y = torch.func.functional_call(layer, other, (x,))
     y.backward(gradient_of(y))
-    found = [y.detach(), x.grad, *(p.grad for p in other.values())]
+    actual = [y.detach(), x.grad, *(p.grad for p in other.values())]
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(2)
-    assert_equal(found, results(twin, twin, x))
+    assert_equal(actual, results(twin, twin, x))
     assert all(p.grad is None for p in layer.parameters())
 
 
@@ -648,10 +648,10 @@ def test_stats(recipe, recompute, device):
     counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
     assert torch.equal(stats.rows_per_expert.long(), counts)
     assert not stats.overflow.any()
-    for found, values in ((stats.x, x), (stats.dy, dy)):
-        counts = found.amax, found.nonfinite, found.saturated, found.flushed
+    for actual, values in ((stats.x, x), (stats.dy, dy)):
+        counts = actual.amax, actual.nonfinite, actual.saturated, actual.flushed
         assert tuple(c.item() for c in counts) == lost(values)
-        assert found.elements == values.numel()
+        assert actual.elements == values.numel()
     assert stats.x.nonfinite.item() == 2
     assert stats.x.flushed.item() > 100
     assert (stats.a is None) == (recompute is not None)

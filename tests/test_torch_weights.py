@@ -95,8 +95,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(device, name, form):
     layer = module(device)
-    how = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
-    optimizer = getattr(torch.optim, name)(layer.parameters(), **OPTIMIZERS[name], **how)
+    implementation = {"fused": True} if form == "fused" else {"foreach": form == "foreach"}
+    optimizer = getattr(torch.optim, name)(layer.parameters(), **OPTIMIZERS[name], **implementation)
     if (name, form, device) == ("Adagrad", "fused", "cuda"):
         pytest.skip("torch has none")
     before = layer(tokens(device, 0)).detach()
@@ -181,7 +181,7 @@ WRITERS = [
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("before", BEFORE)
-def test_writers(device, before, write):
+def test_weights_written_by_any_means_are_quantised_again(device, before, write):
     layer = module(device)
     assert_fresh(layer)
     BEFORE[before](layer)
@@ -217,11 +217,11 @@ def test_evaluation_between_training_steps(device, recipe):
     assert_fresh(layer)
 
 
-def accumulate(layer, optimizer, micro_batches, how):
+def accumulate(layer, optimizer, micro_batches, convention):
     """One optimizer step over some micro-batches; (sum of losses, casts of weights)."""
     total = 0.0
     with fp8moe.trace() as traced:
-        if how == "scope":
+        if convention == "scope":
             with torch_moe.weights_unchanged(torch.nn.Sequential(torch.nn.Identity(), layer)):
                 for x in micro_batches:
                     loss = layer(x).float().square().mean()
@@ -229,7 +229,7 @@ def accumulate(layer, optimizer, micro_batches, how):
                     total += loss.item()
         else:
             for i, x in enumerate(micro_batches):
-                first = i == 0 if how == "argument" else None
+                first = i == 0 if convention == "argument" else None
                 loss = layer(x, is_first_microbatch=first).float().square().mean()
                 loss.backward()
                 total += loss.item()
@@ -238,21 +238,21 @@ def accumulate(layer, optimizer, micro_batches, how):
     return total, traced.weight_casts
 
 
-@pytest.mark.parametrize("how", ["scope", "argument"])
+@pytest.mark.parametrize("convention", ["scope", "argument"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradient_accumulation(device, how, fused):
+def test_gradient_accumulation(device, convention, fused):
     """Four micro-batches make one set of copies, and train as four sets do."""
     layers = [module(device), module(device)]
     optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.05, fused=fused) for layer in layers]
     for turn in range(3):
         batch = [tokens(device, 10 * turn + i) for i in range(4)]
-        with_one = accumulate(layers[0], optimizers[0], batch, how)
+        with_one = accumulate(layers[0], optimizers[0], batch, convention)
         with_four = accumulate(layers[1], optimizers[1], batch, "outside")
         assert with_one[0] == with_four[0]
         assert (with_one[1], with_four[1]) == (2, 8)
     for p, q in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
         assert torch.equal(p, q)
-    if how == "scope":
+    if convention == "scope":
         assert layers[0].fp8_weight_nbytes == 0
     assert_fresh(layers[0])
 
@@ -308,7 +308,7 @@ def test_what_changes_in_a_scope_is_refused(device):
         layer(x)
 
 
-def test_the_argument_without_copies_is_refused(device):
+def test_is_first_microbatch_false_without_copies_is_refused(device):
     layer, x = module(device), tokens(device)
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
         layer(x, is_first_microbatch=False)
@@ -352,8 +352,8 @@ def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
         layer.w2.data.zero_()
         g = torch.Generator().manual_seed(2)
         y.backward(torch.randn(y.shape, generator=g).to(y))
-        found = [y.detach(), inputs.grad, *(p.grad for p in layer.parameters())]
-        for a, b in zip(found, wanted, strict=True):
+        actual = [y.detach(), inputs.grad, *(p.grad for p in layer.parameters())]
+        for a, b in zip(actual, wanted, strict=True):
             assert torch.equal(a, b)
 
 
@@ -387,12 +387,12 @@ def test_activation_checkpointing(device, scope, reentrant):
             run = lambda x: checkpoint(layer, x, use_reentrant=reentrant)  # noqa: E731
             if scope:
                 with torch_moe.weights_unchanged(layer):
-                    found = step(run, layer, x)
+                    actual = step(run, layer, x)
             else:
-                found = step(run, layer, x)
+                actual = step(run, layer, x)
         if device == "cpu":  # what autograd's own threads do is not traced
             assert traced.weight_casts == (2 if scope else 4)
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(actual, wanted, strict=True):
             assert torch.equal(a, b)
         optimizer.step()
 
@@ -488,39 +488,39 @@ def sharded(rank, folder):
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {}
-    for how in ("whole", "reshard", "keep", "reshard, scope", "keep, scope"):
+    for sharding in ("whole", "reshard", "keep", "reshard, scope", "keep, scope"):
         block = torch.nn.Sequential(torch.nn.LayerNorm(HIDDEN), module(experts=3))
-        if how != "whole":
+        if sharding != "whole":
             mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
             fully_shard(
                 block,
                 mesh=mesh,
                 shard_placement_fn=shard_placement(2),
-                reshard_after_forward="reshard" in how,
+                reshard_after_forward="reshard" in sharding,
             )
             assert [p.placements[0].dim for p in block.parameters()] == [0, 0, 1, 1, 1]
         optimizer = torch.optim.AdamW(block.parameters(), lr=0.05, fused=True)
         outputs = []
         for turn in range(3):
             with fp8moe.trace() as traced:
-                if "scope" in how:
+                if "scope" in sharding:
                     with torch_moe.weights_unchanged(block):
                         micro_batches(block, turn, outputs)
                 else:
                     micro_batches(block, turn, outputs)
-            assert traced.weight_casts == (2 if "scope" in how else 8), how
-            assert copies_alive() == 0, how
+            assert traced.weight_casts == (2 if "scope" in sharding else 8), sharding
+            assert copies_alive() == 0, sharding
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():
             outputs.append(block(tokens(seed=99).float()))
-        if "reshard" in how:
+        if "reshard" in sharding:
             with pytest.raises(TypeError, match="w13: got a DTensor"):
                 block[1].quantize_weights()
-        results[how] = outputs
-    for how, outputs in results.items():
+        results[sharding] = outputs
+    for sharding, outputs in results.items():
         for a, b in zip(results["whole"], outputs, strict=True):
-            assert torch.equal(a, b), how
+            assert torch.equal(a, b), sharding
     assert not torch.equal(results["whole"][0], results["whole"][8])
     dist.destroy_process_group()
 
@@ -539,7 +539,7 @@ def test_sharded_weights(tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_what_copies_are_held_when(device, recompute):
+def test_when_fp8_copies_are_held(device, recompute):
     """For the backward the transposed codes, which it multiplies by (with recompute, fc1's others too), and
     nothing after it."""
     layer = module(device, recompute=recompute)

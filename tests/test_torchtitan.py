@@ -84,8 +84,8 @@ def test_routed_experts(recipe, recompute):
     wanted = exact(experts, x, scores, ids, dy)
     # float32 sums of at most D + F products, one after another
     bound = 4 * (D + F) * 2.0**-24 if recipe == "bf16" else FP8_NOISE
-    for found, true in zip(results(experts, x, scores, ids, counts, dy), wanted, strict=True):
-        assert (found - true).norm() <= bound * true.norm()
+    for actual, true in zip(results(experts, x, scores, ids, counts, dy), wanted, strict=True):
+        assert (actual - true).norm() <= bound * true.norm()
     # torchtitan's own multiplies in bfloat16: a rounding of 2^-9 each of some six operands and results
     y = plain(x, scores, ids, counts)
     assert (y - wanted[0]).norm() <= 6 * 2.0**-9 * wanted[0].norm()

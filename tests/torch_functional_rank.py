@@ -12,12 +12,13 @@ from fp8moe import Activation
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.expert_parallel import Capacity
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 H, F, E, K = 128, 72, 2 * WORLD, 2
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=WORLD)
 comm = ProcessGroup()
-mine = slice(RANK * E // WORLD, (RANK + 1) * E // WORLD)
+own = slice(RANK * E // WORLD, (RANK + 1) * E // WORLD)
 
 
 def numbers(*shape, seed):
@@ -36,7 +37,7 @@ def compiled(function):
     return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
-def check(recipe, recompute, biased):
+def check(recipe, recompute, biased, comm):
     """Compiled and eager over the ranks, bit for bit, and all experts on one rank, for other numbers of
     tokens."""
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
@@ -47,8 +48,8 @@ def check(recipe, recompute, biased):
 
     def call(ids, x, probs, w1, w3, w2, *biases, over=None):
         bias13, bias2 = biases or (None, None)
-        how = {"recipe": recipe, "recompute": recompute, "activation": activation, "comm": over}
-        return moe_experts(x, (w1, w3), w2, ids, probs, bias13=bias13, bias2=bias2, **how)
+        options = {"recipe": recipe, "recompute": recompute, "activation": activation, "comm": over}
+        return moe_experts(x, (w1, w3), w2, ids, probs, bias13=bias13, bias2=bias2, **options)
 
     run = compiled(lambda *a: call(*a, over=comm))
     for tokens in (24, 17, 33):
@@ -56,26 +57,28 @@ def check(recipe, recompute, biased):
         x, dy = (numbers(tokens, H, seed=seed + s).bfloat16() for s in (0, 50))
         ids = torch.randint(-1, E, (tokens, K), generator=torch.Generator().manual_seed(seed))
         probs = numbers(tokens, K, seed=seed + 1).abs()
-        local = [w[mine] for w in (w1, w3, w2, *biases)]
-        found = results(lambda *a, i=ids: run(i, *a), [x, probs, *local], dy)
+        local = [w[own] for w in (w1, w3, w2, *biases)]
+        actual = results(lambda *a, i=ids: run(i, *a), [x, probs, *local], dy)
         eager = results(lambda *a, i=ids: call(i, *a, over=comm), [x, probs, *local], dy)
         wanted = results(lambda *a, i=ids: call(i, *a), [x, probs, w1, w3, w2, *biases], dy)
         wanted[3:] = [w.contiguous() for w in wanted[3:]]
         for w in wanted[3:]:
             dist.all_reduce(w)
-        wanted[3:] = [w[mine] for w in wanted[3:]]
-        for a, b, c in zip(found, eager, wanted, strict=True):
+        wanted[3:] = [w[own] for w in wanted[3:]]
+        for a, b, c in zip(actual, eager, wanted, strict=True):
             if recipe != "bf16":  # whose products torch makes, uncompiled
                 assert torch.equal(a, b)
             # y and dx: sums of bfloat16 rows of two ranks; gradients: in bfloat16, or sums in another order
             assert (a - c).float().norm() <= 0.02 * c.float().norm(), (recipe, a.shape)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     with torch.no_grad():
-        assert torch.equal(run(ids, x, probs, *local), found[0])
+        assert torch.equal(run(ids, x, probs, *local), actual[0])
 
 
-for case in (("fp8_flow", "moe_expert", True), ("bf16", None, False)):
+bounded = ProcessGroup(capacity=Capacity(33))
+for case in (("fp8_flow", "moe_expert", True, comm), ("bf16", None, False, bounded)):
     check(*case)
+assert bounded.overflow().tolist() == [0, 0]
 
 for recipe in ("fp8_flow", "bf16"):
     layer = FP8FlowMoE(H, F, E, K, recipe=recipe, process_group=dist.group.WORLD)
@@ -107,6 +110,9 @@ ids, probs = torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1)
 run = compiled(lambda x: moe_experts(x, w13, w2, ids, probs, comm=other))
 with pytest.raises(Exception, match="comm: got a Other without a handle in compiled code"):  # Dynamo's own
     run(x)
+for call in (moe_experts, compiled(moe_experts)):
+    with pytest.raises(Exception, match="backend: got 'mma' for arrays on the CPU"):
+        call(x, w13, w2, ids, probs, comm=comm, backend="mma")
 dist.barrier()
 dist.destroy_process_group()
 print("right", flush=True)

@@ -48,8 +48,8 @@ for recipe in sys.argv[4:]:
     wanted, wanted_grads = results(plain, x, dy)
     # sums of two ranks' rows, in bfloat16 for FP8; of the weights, in another order
     bound = 2.0**-7 if recipe == "fp8_flow" else 2.0**-16
-    for found, true in zip(rows, wanted, strict=True):
-        assert (found - true).norm() <= bound * true.norm(), (recipe, found.shape)
+    for actual, true in zip(rows, wanted, strict=True):
+        assert (actual - true).norm() <= bound * true.norm(), (recipe, actual.shape)
     for name, grad in grads.items():
         if "experts" not in name:
             continue

@@ -28,13 +28,13 @@ for layout, sizes in LAYOUTS.items():
     model = load(MODEL, distributed_config=config, experts_implementation=NAME)
     plain = load(MODEL, experts_implementation=NAME)
     ids = (torch.arange(24)[None] + 5 * RANK * apart) % 64
-    found, wanted = model(ids).logits, plain(ids).logits
+    actual, wanted = model(ids).logits, plain(ids).logits
     if not apart:
         wanted = wanted[..., 32 * RANK : 32 * RANK + 32]
     # float32 sums of at most 64 + 48 products, in two layers
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2 * 112 * 2.0**-24)
+    torch.testing.assert_close(actual, wanted, rtol=0, atol=2 * 112 * 2.0**-24)
     dy = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(RANK))
-    found.backward(dy)
+    actual.backward(dy)
     wanted.backward(dy)
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         if "experts" not in name:

@@ -7,6 +7,9 @@ rank sums over ranks. So for k experts on W ranks a token costs min(k, W) rows e
 with their scales half of what bfloat16's cost (the FP8-Flow-MoE paper, arXiv 2511.02302: quantise before
 dispatch).
 
+Where no host is to be asked how many rows there are (`Capacity`), each rank sends each other the same number,
+zeros behind its own, whose ids are of no expert.
+
 How bytes move is a `Transport`: `fp8moe.adapters.torch_distributed` (NCCL, gloo) or `.cupy_nccl`. Where ranks
 can write into each other's memory it is `PeerMemory`: `.torch_symmetric_memory`. What moves rows by itself is
 an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
@@ -14,6 +17,8 @@ an `Engine`: `.deep_ep`. JAX has its own collectives: `.jax_expert_parallel`.
 
 from fp8moe.expert_parallel.exchange import combine, combine_backward, dispatch, dispatch_backward
 from fp8moe.expert_parallel.protocols import (
+    Bounded,
+    Capacity,
     Comm,
     Counts,
     Dispatched,
@@ -24,9 +29,12 @@ from fp8moe.expert_parallel.protocols import (
     Route,
     Transport,
     counts_of,
+    overflow,
 )
 
 __all__ = [
+    "Bounded",
+    "Capacity",
     "Comm",
     "Counts",
     "Dispatched",
@@ -41,4 +49,5 @@ __all__ = [
     "counts_of",
     "dispatch",
     "dispatch_backward",
+    "overflow",
 ]

@@ -9,7 +9,17 @@ from typing import Any
 
 from fp8moe import checks, counters
 from fp8moe.dispatch import enter
-from fp8moe.expert_parallel.messages import FORMS, Message, form, local_ids, rank_mask, row_bytes, rows_of
+from fp8moe.expert_parallel.messages import (
+    FORMS,
+    Message,
+    form,
+    limit_rows,
+    local_ids,
+    rank_mask,
+    row_bytes,
+    rows_of,
+    sum_rows,
+)
 from fp8moe.expert_parallel.protocols import (
     Comm,
     Counts,
@@ -19,6 +29,7 @@ from fp8moe.expert_parallel.protocols import (
     Pending,
     Route,
     Transport,
+    capacity_of,
     implements,
 )
 from fp8moe.permute import permute, unpermute
@@ -45,8 +56,17 @@ def dispatch(
     the same pass, and arrives as a `QuantTensor`.
 
     Returns `Dispatched`, or with ``async_op`` a `Pending` of it: what is launched before its ``wait()`` runs
-    beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA.
+    beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA; with a
+    `Capacity` of the comm's, nothing is known and nothing synchronises, but for the first dispatch of a kind.
     """
+    return _finished(prepare_dispatch(x, topk_ids, topk_probs, num_experts, comm, fmt)(async_op), async_op)
+
+
+def prepare_dispatch(
+    x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, comm: Comm, fmt: str | None
+) -> Callable[[bool], Pending]:
+    """All of `dispatch` but for the sending of rows, which the result does: after this every rank has told
+    its counts. It takes ``async_op``."""
     world = comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
@@ -60,12 +80,20 @@ def dispatch(
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.dispatch(x, topk_ids, topk_probs, num_experts, fmt))
+        given = x, topk_ids, topk_probs, num_experts, fmt
+        return lambda async_op: _pending(lambda: engine.dispatch(*given), async_op)
     experts, topk = num_experts // world, a.topk_ids.shape[1]
     mask, entries = rank_mask(topk_ids, experts, world)
     plan = plan_routing_map(mask, topk=min(topk, world))
-    # each rank looks for its own: what is no expert may travel as it is
-    ids = topk_ids if a.topk_ids.dtype == checks.INT32 else local_ids(topk_ids, 0, num_experts)
+    capacity = capacity_of(comm)
+    if capacity is not None:
+        # rows of zeros fill each rank's share up: their ids must be none, so that of expert e is e + 1 on its
+        # way. What is no expert before, 2^31 - 1 too, is none then
+        ids, first = local_ids(topk_ids, -1, num_experts + 1), 1
+    else:
+        # each rank looks for its own: what is no expert may travel as it is
+        ids = topk_ids if a.topk_ids.dtype == checks.INT32 else local_ids(topk_ids, 0, num_experts)
+        first = 0
     message = Message(x, fmt, (ids, topk_probs))
     if not implements(comm, PeerMemory):
         message.pack()  # something to do for the device until the counts are here
@@ -77,25 +105,34 @@ def dispatch(
         f"rows, of {', '.join(FORMS)}": FORMS.index(form(message.like)),
     }
     transport: Any = comm
-    counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
-    route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
+    if capacity is not None:
+        transport.agree({**header, "capacity.rows": capacity.rows}, plan.tokens_per_expert)
+        route = Route(limit_rows(plan, capacity.rows), ((capacity.rows,) * world,) * world)
+        arriving = capacity.entries or world * capacity.rows * min(topk, experts)
+    else:
+        counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
+        route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
 
     def arrived(rows: Any) -> Dispatched:
         *data, ids, probs = message.unpack(rows)
-        ids = local_ids(ids, comm.rank * experts, experts)
+        ids = local_ids(ids, first + comm.rank * experts, experts)
         return Dispatched(rows_of(message.like, data), ids, probs, route, arriving)
 
-    return _finished(_send(message, route, comm, async_op).then(arrived), async_op)
+    return lambda async_op: _send(message, route, comm, async_op).then(arrived)
 
 
-def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False) -> Any:
+def combine(
+    y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False, out: Any = None
+) -> Any:
     """Send each row back and sum every token's: y [R, H] -> [T, H], in float32, rounded to y's dtype.
 
+    out: what to write the sums to; of an `Engine` None.
     fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and a rounding more
     for each rank; the result is bfloat16 then.
     """
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.combine(y, route, fmt))
+        _no_out(out)
+        return _finished(_pending(lambda: engine.combine(y, route, fmt), async_op), async_op)
     message = Message(y, fmt)
 
     def arrived(rows: Any) -> Any:
@@ -103,7 +140,7 @@ def combine(y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op:
         if fmt is not None:
             # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
             y = dequantize(y, dtype="bfloat16")
-        return _sums(y, route)
+        return _sums(y, route, out)
 
     return _finished(_send_back(message, route, comm, async_op).then(arrived), async_op)
 
@@ -114,21 +151,25 @@ def combine_backward(
     """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
     are as `dispatch` has x and fmt."""
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.combine_backward(dy, route, fmt))
+        return _finished(_pending(lambda: engine.combine_backward(dy, route, fmt), async_op), async_op)
     message = Message(dy, fmt)
     pending = _send(message, route, comm, async_op)
     return _finished(pending.then(lambda rows: rows_of(message.like, message.unpack(rows))), async_op)
 
 
-def dispatch_backward(dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False) -> Any:
+def dispatch_backward(
+    dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False, out: Any = (None, None)
+) -> Any:
     """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
-    probability has its gradient from its own rank, zeros from the others."""
+    probability has its gradient from its own rank, zeros from the others. out: as of `combine`, of both."""
     if engine := _engine(comm):
-        return _now(async_op, lambda: engine.dispatch_backward(dx, dprobs, route))
+        _no_out(*out)
+        return _finished(_pending(lambda: engine.dispatch_backward(dx, dprobs, route), async_op), async_op)
     message = Message(dx, None, (dprobs,))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
-        return tuple(_sums(part, route) for part in message.unpack(rows))  # type: ignore[return-value]
+        parts = zip(message.unpack(rows), out, strict=True)
+        return tuple(_sums(part, route, into) for part, into in parts)  # type: ignore[return-value]
 
     return _finished(_send_back(message, route, comm, async_op).then(arrived), async_op)
 
@@ -137,7 +178,8 @@ def _send(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """The tokens' rows to their ranks."""
     if (pending := deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
         return pending.then(message.kept)
-    rows = permute(message.pack(), route.plan, fill_padding=False).data
+    # a plan without a capacity has no rows that are nobody's among those that are sent
+    rows = permute(message.pack(), route.plan, fill_padding=capacity_of(comm) is not None).data
     return exchange_rows(rows, route.counts, comm)
 
 
@@ -149,12 +191,12 @@ def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pen
     return exchange_rows(message.pack(), counts, comm, route.plan.num_out_tokens)
 
 
-def _sums(rows: Any, route: Route) -> Any:
+def _sums(rows: Any, route: Route, out: Any = None) -> Any:
     """Each token's, of rows that came back: as many as the plan has room for, or just those."""
     plan = route.plan
     if rows.shape[0] != plan.num_out_tokens:
         plan = replace(plan, num_out_tokens=rows.shape[0])
-    return unpermute(rows, plan)
+    return unpermute(rows, plan) if out is None else sum_rows(rows, plan, out)
 
 
 def deliver(
@@ -162,7 +204,8 @@ def deliver(
 ) -> Pending | None:
     """The messages written into the ranks' memory; None where the transport cannot or has no room."""
     row_bytes = message.row_bytes
-    if not implements(comm, PeerMemory) or not comm.fits(counts, row_bytes):
+    # windows keep what was written before: with a capacity, rows that nobody writes would be taken for new
+    if not implements(comm, PeerMemory) or capacity_of(comm) or not comm.fits(counts, row_bytes):
         return None
     _record_sent(counts, row_bytes, comm)
     pending: Pending = comm.deliver(
@@ -186,10 +229,17 @@ def _engine(comm: Comm) -> Any:
     return comm if implements(comm, Engine) else None
 
 
-def _now(async_op: bool, action: Callable[[], Any]) -> Any:
-    """An engine's step, done at once."""
+def _no_out(*outs: Any) -> None:
+    if any(out is not None for out in outs):
+        raise ValueError("out: got memory to write to with an Engine; wanted None")
+
+
+def _pending(action: Callable[[], Any], async_op: bool) -> Pending:
+    """An engine's step: done at once where the caller does something beside it."""
+    if not async_op:
+        return Pending(action)
     result = action()
-    return Pending(lambda: result) if async_op else result
+    return Pending(lambda: result)
 
 
 def _finished(pending: Pending, async_op: bool) -> Any:

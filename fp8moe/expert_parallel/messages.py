@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from fp8moe.dispatch import enter, operation
 from fp8moe.formats import round_up
 from fp8moe.interop import dtype_named
 from fp8moe.quantize import quantize_spec
-from fp8moe.records import ArraySpec, QuantTensor
+from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 
 UINT8 = np.dtype(np.uint8)
 FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # what rows are sent as
@@ -168,3 +169,49 @@ def local_ids(ids: Any, first: int, experts: int) -> Any:
     out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
     call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, out=out)
     return call.leave(out)
+
+
+@operation
+def limit_rows(plan: PermutationPlan, capacity: int) -> PermutationPlan:
+    """A plan of ranks without padding, with ``capacity`` rows for each, however many it has: of more, those
+    of the later tokens are dropped and counted in ``overflow``. Nothing synchronises."""
+    call = enter(plan=plan)
+    a = call.args.plan
+    rows = a.num_experts * capacity
+    if rows > checks.MAX_INT32:
+        raise ValueError(
+            f"capacity: got {capacity} rows for each of {a.num_experts} ranks; wanted at most "
+            f"{checks.MAX_INT32} in all"
+        )
+    out = replace(a, data=ArraySpec((a.size,), checks.INT32), num_out_tokens=rows, align_size=capacity)
+    out = call.empty(out)
+    call.run("expert_parallel", "limit_rows", a, capacity=capacity, out=out)
+    return call.leave(out)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------- rows of some of the tokens
+
+
+def part_of(x: Any, first: int, end: int) -> Any:
+    """Rows first to end of an array or of a row-wise `QuantTensor`, in its own memory."""
+    if isinstance(x, QuantTensor):
+        return replace(x, data=x.data[first:end], scales=x.scales[first:end])
+    return x[first:end]
+
+
+@operation
+def new_rows(like: Any, rows: int) -> Any:
+    """Memory for ``rows`` rows like those of an array."""
+    call = enter(like=like)
+    return call.leave(call.empty(ArraySpec((rows, *call.args.like.shape[1:]), call.args.like.dtype)))
+
+
+@operation
+def sum_rows(x: Any, plan: PermutationPlan, out: Any) -> Any:
+    """`fp8moe.unpermute` of an array, written to ``out``."""
+    call = enter(x=x, plan=plan, out=out)
+    a = call.args
+    checks.dtype("out", a.out, (a.x.dtype,))
+    checks.shape("out", a.out, (a.plan.num_tokens, a.x.shape[1]))
+    call.run("permute", "unpermute", a.x, a.plan, None, out=a.out)
+    return call.leave(a.out)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-from fp8moe.records import PermutationPlan, Record
+from fp8moe import checks
+from fp8moe.records import Options, PermutationPlan, Record
 
 
 class Pending:
@@ -34,9 +35,39 @@ class Pending:
 Counts = tuple[tuple[int, ...], ...]  # [W][W]: from each rank to each
 
 
+@dataclass(frozen=True)
+class Capacity(Options):
+    """How many rows there may be at most, by the caller's word: shapes follow from it, and no host has to
+    know counts.
+
+    rows: that a rank sends another, of one dispatch (``overlap_chunks`` make several of a forward); as many
+        as a dispatch has tokens are never too few. A rank always sends each other this many, empty ones
+        among them, and W times as many arrive.
+    entries: (token, expert) pairs of a rank's own experts, from all ranks; None: W * rows * min(k, E / W),
+        which are never too few. The buffers of permuted rows have this many rows, and those that align each
+        expert's.
+
+    Rows and entries past them are left out, as if their ids were below 0, those of later tokens first, or of
+    later experts; `overflow` counts them.
+    """
+
+    rows: int
+    entries: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("rows", self.rows, 1)
+        if self.entries is not None:
+            checks.integer("entries", self.entries, 1)
+
+
 @runtime_checkable
 class Transport(Protocol):
-    """What moves rows between ranks; every rank calls the same methods in the same order."""
+    """What moves rows between ranks; every rank calls the same methods in the same order.
+
+    It may have an attribute ``overlap_chunks``, the same on all ranks: `fp8moe.moe_forward` and its backward
+    then take the tokens in so many chunks, each a dispatch of its own, and move the rows of one beside the
+    products of another (`fp8moe.expert_parallel.overlap`).
+    """
 
     rank: int
     world_size: int
@@ -51,6 +82,25 @@ class Transport(Protocol):
         """The first rows of rows [N, columns], rank by rank, to the ranks: ``counts[a][b]`` from a to b. The
         result is of the same kind and dtype, and first in it the rows from the ranks; it has ``size`` rows,
         by default just these."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Transport, Protocol):
+    """A transport whose `dispatch` moves as many rows as its ``capacity`` says, where that is not None, and
+    asks the host for nothing: it never calls ``counts``."""
+
+    capacity: Capacity | None
+
+    def agree(self, header: dict[str, int], like: Any) -> None:
+        """That the header is the same on all ranks: ValueError as of ``counts`` where it is not. It is looked
+        at once for each header, which **synchronises**, and must come before a CUDA graph is captured. like:
+        an array on the device."""
+        ...
+
+    def record_overflow(self, rows: Any, entries: Any) -> None:
+        """Told by every `fp8moe.moe_forward` how many rows and entries there was no room for: int32 [1]
+        each, on the device, which nothing looks at."""
         ...
 
 
@@ -131,6 +181,27 @@ class DispatchedRows(Record):
     probs: Any
     route: Any
     align_size: int
+
+
+def capacity_of(comm: Any) -> Capacity | None:
+    """Of a `Bounded` transport; None of any other."""
+    return getattr(comm, "capacity", None)
+
+
+def chunks_of(comm: Any) -> int:
+    """The ``overlap_chunks`` of a transport; 1 of any other."""
+    return getattr(comm, "overlap_chunks", 1)
+
+
+def overflow(saved: Any) -> list[tuple[Any, Any]]:
+    """What a forward with a `Capacity` left out, for each dispatch (one, or ``overlap_chunks``): (rows that
+    this rank did not send, entries that its own experts had no room for), int32 [1] each, on the device.
+    saved: what `fp8moe.moe_forward` returned."""
+    if not isinstance(getattr(saved, "route", None), Route):
+        raise TypeError(
+            f"saved: got {type(saved).__name__}; wanted what moe_forward returned, with a Transport as comm"
+        )
+    return [(s.route.plan.overflow, s.plan.overflow) for s in (saved, *saved.later)]
 
 
 def counts_of(gathered: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fp8moe.formats import round_up
-from fp8moe.records import QuantTensor
+from fp8moe.records import PermutationPlan, QuantTensor
 from fp8moe.reference.quantize import quantize
 
 
@@ -68,6 +68,35 @@ def rank_mask(topk_ids: np.ndarray, *, experts: int, out: tuple[np.ndarray, np.n
 def local_ids(ids: np.ndarray, *, first: int, experts: int, out: np.ndarray) -> None:
     inside = (ids >= first) & (ids < first + experts)
     out[:] = np.where(inside, ids - first, -1)
+
+
+def limit_rows(plan: PermutationPlan, *, capacity: int, out: PermutationPlan) -> None:
+    """The plan with ``capacity`` rows for each expert, here a rank, however many it has; later tokens' rows
+    are dropped. capacity 2 of the plan in `fp8moe.reference.plan` without its padding:
+
+        rank 0 gets tokens 0 2       rows 0 1        rows 0..1      dropped: token 3
+        rank 1 gets tokens 0 1       rows 2 3        rows 2..3      dropped: tokens 3 4
+        rank 2 gets tokens 1 2       rows 4 5        rows 4..5      pad_offsets 0 0 0
+    """
+    counts = plan.tokens_per_expert.astype(np.int64)
+    kept = np.minimum(counts, capacity)
+    before, starts = (np.cumsum(rows) - rows for rows in (counts, kept))
+    width, ranks = plan.max_experts_per_token, plan.num_experts
+    token, column = np.nonzero(np.arange(width) < plan.row_id_map[:, -1:])
+    row, rank = plan.row_id_map[token, column], plan.row_id_map[token, width + column]
+    place = row - before[rank]
+    fits = place < capacity
+    token, rank, place = token[fits], rank[fits], place[fits]
+    column = np.arange(len(token)) - np.searchsorted(token, token)
+    out.row_id_map[:] = -1
+    out.row_id_map[token, column] = starts[rank] + place
+    out.row_id_map[token, width + column] = rank
+    out.row_id_map[:, -1] = np.bincount(token, minlength=plan.num_tokens)
+    out.tokens_per_expert[:] = kept
+    out.padded_tokens_per_expert[:] = capacity
+    out.pad_offsets[:] = np.arange(ranks) * capacity - starts
+    out.expert_offsets[:] = np.arange(ranks + 1) * capacity
+    out.overflow[:] = plan.overflow + (counts - kept).sum()
 
 
 def _as_bytes(part: np.ndarray) -> np.ndarray:

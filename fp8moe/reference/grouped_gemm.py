@@ -2,7 +2,8 @@
 
 FP8: the operands are decoded exactly (code * scale; a power of two rounds nothing), the products of 128
 values of the contraction are summed in float32, and those sums are added up in float32: the two-level
-accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` chooses among CUDA's kernels.
+accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` chooses among CUDA's
+kernels, ``num_sms`` how much of the GPU they may use.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def grouped_gemm(
     *,
     transpose_w: bool,
     backend: str | None,
+    num_sms: int | None,
     out: np.ndarray,
 ) -> None:
     out[:] = np.zeros((), out.dtype)
@@ -63,6 +65,7 @@ def grouped_gemm_wgrad(
     *,
     accumulate: bool,
     backend: str | None,
+    num_sms: int | None,
     out: np.ndarray,
 ) -> None:
     rows, transposed = dy.shape[0], isinstance(dy, QuantTensor) and dy.transposed

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.formats import BFLOAT16
+from fp8moe.formats import BFLOAT16, BLOCKED_128X4
 from fp8moe.records import PermutationPlan, QuantTensor, SortedChunks
+from fp8moe.reference.layout import compact_scratch, to_layout
 from fp8moe.reference.numerics import DECODE, compiled, decode_scales, quietly, split_rows, to_f32
 
 # ---------------------------------------------------------------- gathers
@@ -22,7 +23,14 @@ def permute(
 ) -> None:
     entries = Entries(plan)
     source = inverse(entries.row, entries.token, plan.num_out_tokens)
-    gather_rows(x, source, fill_padding, out.data)
+    if isinstance(x, QuantTensor) and out.data.layout == BLOCKED_128X4:
+        compact = compact_scratch(out.data)
+        gather_rows(x, source, fill_padding, compact)
+        if not fill_padding:
+            compact.scales[source < 0] = 0
+        to_layout(compact, None, out=out.data)
+    else:
+        gather_rows(x, source, fill_padding, out.data)
     if probs is not None:
         if fill_padding:
             out.probs[:] = 0

@@ -1,0 +1,105 @@
+"""Chunks of tokens one after another, so that the rows of one travel beside the products of another.
+
+Rows are sent ahead by one chunk, and what goes back is waited for after the next chunk's products:
+
+    forward    rows   dispatch 0 | dispatch 1 | combine 0, dispatch 2 | combine 1 ...
+               host              | products 0 | products 1            | products 2 ...
+    backward   rows   dy 0       | dy 1                       | dx 0, dy 2                 | dx 1 ...
+               host              | dx products 0, dw products 0 | dx products 1, dw products 1 ...
+
+At most two exchanges are on their way, and each is waited for before the second one after it is begun, which
+is all that `PeerMemory` has windows for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fp8moe.expert_parallel.exchange import (
+    combine,
+    combine_backward,
+    dispatch_backward,
+    prepare_dispatch,
+)
+from fp8moe.expert_parallel.messages import new_rows, part_of
+from fp8moe.expert_parallel.protocols import Comm, Dispatched, Pending, Route
+
+
+def chunk_bounds(tokens: int, chunks: int) -> list[tuple[int, int]]:
+    """(first, end) of each chunk: as equal as they can be, the same number on every rank."""
+    return list(itertools.pairwise(tokens * i // chunks for i in range(chunks + 1)))
+
+
+def overlapped_forward(
+    x: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    num_experts: int,
+    comm: Comm,
+    *,
+    fmt: str | None,
+    chunks: int,
+    experts: Callable[[Dispatched], Any],
+) -> Any:
+    """y [T, H]; ``experts`` makes rows' results of what arrived, chunk by chunk."""
+    tokens = topk_ids.shape[0]
+    bounds = chunk_bounds(tokens, chunks)
+
+    def prepare(chunk: int) -> Callable[[bool], Pending]:
+        rows, ids, probs = (part_of(a, *bounds[chunk]) for a in (x, topk_ids, topk_probs))
+        return prepare_dispatch(rows, ids, probs, num_experts, comm, fmt)
+
+    pending, y, back = prepare(0)(True), None, None
+    # hosts that wait for counts wait here, where there are no products before them
+    following = [prepare(chunk) for chunk in range(1, chunks)]
+    for chunk, (first, end) in enumerate(bounds):
+        arrived = pending.wait()
+        if chunk + 1 < chunks:
+            pending = following[chunk](True)
+        rows = experts(arrived)
+        if back is not None:
+            back.wait()
+        y = new_rows(rows, tokens) if y is None else y
+        back = combine(rows, arrived.route, comm, async_op=True, out=part_of(y, first, end))
+    assert back is not None
+    back.wait()
+    return y
+
+
+def overlapped_backward(
+    dy: Any,
+    routes: Sequence[Route],
+    comm: Comm,
+    *,
+    fmt: str | None,
+    inputs: Callable[[int, Any], tuple[Any, Any]],
+    weights: Callable[[int], None],
+) -> tuple[Any, Any]:
+    """(dx [T, H], dprobs [T, k]), or None for both. inputs: makes (dx, dprobs) of the rows of a chunk.
+    weights: what else there is to do for it, beside which these travel."""
+    ends = [0, *itertools.accumulate(route.num_tokens for route in routes)]
+    bounds = list(itertools.pairwise(ends))
+
+    def send(chunk: int) -> Pending:
+        part = part_of(dy, *bounds[chunk])
+        pending: Pending = combine_backward(part, routes[chunk], comm, fmt=fmt, async_op=True)
+        return pending
+
+    pending, grads, back = send(0), None, None
+    for chunk, route in enumerate(routes):
+        arrived = pending.wait()
+        if chunk + 1 < len(routes):
+            pending = send(chunk + 1)
+        found = inputs(chunk, arrived)
+        if back is not None:
+            back.wait()
+        if found[0] is not None:
+            grads = tuple(new_rows(a, ends[-1]) for a in found) if grads is None else grads
+            out = tuple(part_of(a, *bounds[chunk]) for a in grads)
+            back = dispatch_backward(*found, route, comm, async_op=True, out=out)
+        weights(chunk)
+    if back is not None:
+        back.wait()
+    return (None, None) if grads is None else grads  # type: ignore[return-value]

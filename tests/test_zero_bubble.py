@@ -1,0 +1,161 @@
+"""The layer under torch's zero-bubble pipeline schedules, whose two halves of a backward are
+`stage_backward_input` and `stage_backward_weight` of torch.distributed.pipelining."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.distributed.pipelining._backward import (  # noqa: E402
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+import fp8moe  # noqa: E402
+from fp8moe.adapters.torch_functional import moe_experts  # noqa: E402
+from fp8moe.adapters.torch_moe import FP8FlowMoE  # noqa: E402
+
+PRODUCTS = ("grouped_gemm", "grouped_gemm_wgrad")
+
+
+def in_halves(y, dy, x, weights):
+    """Launches of torch's two halves, which leave gradients as `backward` does."""
+    weights = list(weights)
+    with fp8moe.trace() as first:
+        _, groups = stage_backward_input([y], [dy], [x], iter(weights))
+    with fp8moe.trace() as second:
+        stage_backward_weight(iter(weights), groups)
+    return first, second
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+def test_a_stage_of_two_layers(recipe, recompute):
+    """Gradients are those of one backward, bit by bit, and no product is computed twice."""
+    stage = torch.nn.Sequential(*(FP8FlowMoE(128, 128, 4, 2, recipe=recipe) for _ in range(2)))
+    for layer in stage:
+        layer.recompute = recompute
+    x, dy = torch.randn(2, 40, 128)
+    found = []
+    for halves in (False, True):
+        stage.zero_grad()
+        given = x.clone().requires_grad_()
+        for micro_batch in (1.0, 2.0):  # which add up
+            given.grad = None
+            y = stage(given * micro_batch)
+            with fp8moe.trace() as whole:
+                if halves:
+                    first, second = in_halves(y, dy, given, stage.parameters())
+                else:
+                    y.backward(dy)
+        found.append([given.grad, *(p.grad for p in stage.parameters())])
+        if recipe == "bf16":  # whose products are torch's here
+            continue
+        products = 6 if recompute else 4
+        assert [whole.launches[name] for name in PRODUCTS] == [products, 4]
+        if halves:
+            assert [first.launches[name] for name in PRODUCTS] == [products, 0]
+            assert [second.launches[name] for name in PRODUCTS] == [0, 4]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_main_grad_is_added_to_once(zeros):
+    """Also where the attribute is Megatron's, which expects zeros as ``grad``."""
+    found = []
+    x, dy = torch.randn(2, 40, 128)
+    torch.manual_seed(3)
+    layer = FP8FlowMoE(128, 128, 4, 2)
+    for halves in (False, True):
+        for w in (layer.w13, layer.w2):
+            w.main_grad, w.grad = torch.full_like(w, 0.5), None
+            if zeros:
+                w.grad_added_to_main_grad = False
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        if halves:
+            in_halves(y, dy, given, layer.parameters())
+        else:
+            y.backward(dy)
+        assert all(w.grad is None or not w.grad.any() for w in (layer.w13, layer.w2))
+        found.append((layer.w13.main_grad, layer.w2.main_grad, given.grad))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def problem():
+    x, dy = (torch.randn(40, 128).bfloat16() for _ in range(2))
+    w1, w3, w2 = torch.randn(3, 3, 128, 128) / 11
+    ids, probs = torch.randint(-1, 3, (40, 2)), torch.rand(40, 2)
+    leaves = [t.requires_grad_() for t in (x, w1, w3, w2, probs)]
+    return leaves, ids, dy
+
+
+def test_gradients_of_some_inputs_cost_those_alone():
+    leaves, ids, dy = problem()
+    x, w1, w3, w2, probs = leaves
+
+    def forward():
+        return moe_experts(x, (w1, w3), w2, ids, probs)
+
+    wanted = torch.autograd.grad(forward(), leaves, dy)
+    cases = [
+        ((0,), (2, 0)),
+        ((4,), (2, 0)),
+        ((1, 2), (1, 2)),
+        ((3,), (0, 1)),
+        ((0, 3), (2, 1)),
+    ]
+    for numbers, (products, of_weights) in cases:
+        y = forward()
+        with fp8moe.trace() as t:
+            grads = torch.autograd.grad(y, [leaves[n] for n in numbers], dy)
+        for n, a in zip(numbers, grads, strict=True):
+            assert torch.equal(a, wanted[n]), n
+        assert tuple(t.launches[name] for name in PRODUCTS) == (products, of_weights), numbers
+
+
+def test_a_half_serves_its_own_gradient_once():
+    """Another dy, one that was changed, the same one again, a whole backward after a half: all from the
+    start."""
+    leaves, ids, dy = problem()
+    x, *weights = leaves[0], *leaves[1:4]
+
+    def both(y, first, second):
+        torch.autograd.grad(y, x, first, retain_graph=True)
+        return torch.autograd.grad(y, weights, second, retain_graph=True)
+
+    y = moe_experts(x, tuple(leaves[1:3]), leaves[3], ids, leaves[4])
+    wanted = {s: torch.autograd.grad(y, weights, s * dy, retain_graph=True) for s in (1, 2)}
+    changed = dy.clone()
+    torch.autograd.grad(y, x, changed, retain_graph=True)
+    changed.mul_(2)
+    for grads, scale in (
+        (both(y, dy, dy), 1),
+        (torch.autograd.grad(y, weights, dy, retain_graph=True), 1),
+        (both(y, dy, 2 * dy), 2),
+        (torch.autograd.grad(y, weights, changed, retain_graph=True), 2),
+    ):
+        for a, b in zip(grads, wanted[scale], strict=True):
+            assert torch.equal(a, b)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+    for w, b in zip(weights, wanted[1], strict=True):
+        assert torch.equal(w.grad, b)
+
+
+def test_nothing_is_kept_where_the_graph_is_not():
+    leaves, ids, dy = problem()
+    for keep in (False, True):
+        y = moe_experts(leaves[0], tuple(leaves[1:3]), leaves[3], ids, leaves[4])
+        with fp8moe.trace() as t:
+            torch.autograd.grad(y, leaves[0], dy, retain_graph=keep)
+        node = next(n for n in nodes_of(y.grad_fn) if hasattr(n, "half"))
+        assert (node.half is not None) == keep
+        assert t.launches["grouped_gemm_wgrad"] == 0
+
+
+def nodes_of(node):
+    if node is not None:
+        yield node
+        for parent, _ in node.next_functions:
+            yield from nodes_of(parent)
