@@ -7,7 +7,6 @@ the library the same records carry raw buffers, and, where only shapes are known
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -281,18 +280,6 @@ def plan_layout(tokens: int, experts: int, width: int, has_slots: bool) -> PlanL
 
 
 cached_plan_layout = lru_cache(maxsize=1024)(plan_layout)  # of sizes that are numbers, outside of compilers
-
-
-def pack_plan(
-    concatenate: Callable[[list[Any]], Any], num_out_tokens: int, align_size: int, **arrays: Any
-) -> PermutationPlan:
-    """The plan of these arrays, by name, of a framework that joins one-dimensional ones by
-    ``concatenate``."""
-    tokens, columns = arrays["row_id_map"].shape
-    (experts,) = arrays["tokens_per_expert"].shape
-    sizes = tokens, experts, (columns - 1) // 2, arrays.get("slots") is not None
-    plan = PermutationPlan(None, *sizes, num_out_tokens, align_size)
-    return replace(plan, data=concatenate([arrays[name].reshape(-1) for name in plan.layout[1]]))
 
 
 @dataclass(frozen=True)
