@@ -225,7 +225,7 @@ class ProcessGroup:
         rows : Tensor, or with gloo ndarray, [N, columns]
             The first of them, rank by rank.
         counts : Counts
-            counts[a][b] rows from a to b.
+            ``counts[a][b]`` rows from a to b.
         size : int or None
             Rows of the result; None: as many as arrive.
 

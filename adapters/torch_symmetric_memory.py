@@ -122,7 +122,7 @@ class SymmetricMemory(ProcessGroup):
         Parameters
         ----------
         counts : Counts
-            counts[a][b] rows from a to b.
+            ``counts[a][b]`` rows from a to b.
         row_bytes : int
             Bytes of a row.
 
@@ -143,7 +143,7 @@ class SymmetricMemory(ProcessGroup):
         write : function
             Called once, with uint8 [rows for it, row_bytes] of each rank's memory; launches what fills them.
         counts : Counts
-            counts[a][b] rows from a to b.
+            ``counts[a][b]`` rows from a to b.
         row_bytes : int
             Bytes of a row.
         async_op : bool
