@@ -287,7 +287,7 @@ def _check(logits: Any, config: Any) -> tuple[int, int]:
         raise ValueError(f"logits: got {experts} experts; wanted at most {MAX_EXPERTS}")
     if experts % config.num_groups:
         raise ValueError(
-            f"num_groups: got {config.num_groups} for {experts} experts; wanted a divisor of them"
+            f"config.num_groups: got {config.num_groups} for {experts} experts; wanted a divisor of them"
         )
     eligible = experts // config.num_groups * config.topk_groups
     if config.topk > eligible:

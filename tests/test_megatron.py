@@ -266,11 +266,12 @@ def test_moe_layer_with_fused_permutation(device, dispatcher):
 
 
 DDP = """
-import sys, warnings
+import sys, types, warnings
 warnings.filterwarnings("ignore")
 import torch
 rank, overlap, compiled, port = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3] == "True", sys.argv[4]
 torch.cuda.current_device = lambda: torch.device("cpu")
+torch.cuda.current_stream = lambda *_: types.SimpleNamespace(wait_stream=lambda other: None)
 torch.distributed.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
