@@ -604,6 +604,13 @@ def _results_of_backward(
     saved: Saved, dy: Tensor, targets: Targets, options: Options, comm: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     mains, dtypes, handle = targets[:3], _dtypes(targets), targets.handle
+    if any(main is not None for main in mains) and _keeps_graph():
+        raise RuntimeError(
+            "main_grad: got a backward of a compiled layer that keeps its graph (retain_graph=True, or "
+            "torch.autograd.grad of some inputs, as zero-bubble schedules ask for), whose second run would "
+            "add all gradients again; wanted one backward, or the layer in a function under "
+            "torch.compiler.disable"
+        )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
     dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, options)
     layer = None if handle is None else _layers.get(int(handle))
@@ -618,6 +625,11 @@ def _results_of_backward(
         if layer is not None:
             set_added(getattr(layer, name))
     return tuple(grads)  # type: ignore[return-value]
+
+
+def _keeps_graph() -> bool:
+    """Whether autograd's engine runs a backward, and may run it again; outside of one it says it keeps."""
+    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 # ---------------------------------------------------------------- compiled code, over several ranks

@@ -292,7 +292,7 @@ def _check(logits: Any, config: Any) -> tuple[int, int]:
     eligible = experts // config.num_groups * config.topk_groups
     if config.topk > eligible:
         raise ValueError(
-            f"config.topk: got {config.topk}; wanted at most {eligible}, the experts of {config.topk_groups} of "
-            f"{config.num_groups} groups"
+            f"config.topk: got {config.topk}; wanted at most {eligible}, the experts of "
+            f"{config.topk_groups} of {config.num_groups} groups"
         )
     return tokens, experts

@@ -159,3 +159,20 @@ def nodes_of(node):
         yield node
         for parent, _ in node.next_functions:
             yield from nodes_of(parent)
+
+
+def test_a_compiled_layer_refuses_to_add_to_main_grad_twice():
+    """It is one node of autograd's graph, which would be run whole by both halves."""
+    layer = FP8FlowMoE(128, 128, 4, 2)
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, dy = torch.randn(2, 40, 128)
+    x.requires_grad_()
+    with pytest.raises(
+        RuntimeError, match="main_grad: got a backward of a compiled layer that keeps its graph"
+    ):
+        torch.autograd.grad(compiled(x), x, dy, retain_graph=True)  # as torch's first half does
+    assert not layer.w13.main_grad.any()
+    compiled(x).backward(dy)
+    assert layer.w13.main_grad.any()
