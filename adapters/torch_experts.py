@@ -240,7 +240,7 @@ class _Experts(torch.autograd.Function):
             if ctx.collector is not None:
                 ctx.collector.backward(dy)
             given = {"dy": dy.contiguous(), "comm": ctx.comm}
-            if later and not of_weights and torch._C._autograd._get_current_graph_task_keep_graph():
+            if later and not of_weights and _keeps_graph():
                 grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=wanted)
                 ctx.half = _Half(dy, operands)
 
