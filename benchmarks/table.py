@@ -2,11 +2,13 @@
 
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
 (times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` takes its rows of these topics alone; other
-names are those of `_MADE`. The pictures are drawn anew, too, where their rows have changed.
+names are those of `_MADE`: "files" lists the project's modules. The pictures are drawn anew, too, where their
+rows have changed.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -19,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Where the repository is on the web, such as "https://github.com/OWNER/NAME": the README's links are relative
 # without it, which a page of a package index cannot follow.
 REPOSITORY = ""
+FOLDERS = "fp8moe", "fp8moe/expert_parallel", "fp8moe/interop", "kernels_cuda", "adapters", "benchmarks"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Rows = list[dict[str, Any]]
@@ -61,6 +64,20 @@ def table(name: str) -> str:
     if topics:
         rows = [r for r in rows if r["topic"] in topics.split(",")]
     return _TABLES.get(rows[0]["topic"], _times)(rows)
+
+
+def _files() -> str:
+    """Every module of the project's folders with the first sentence of its docstring."""
+    lines = ["| file | what is in it |", "|---|---|"]
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).glob("*.py")):
+            summary = " ".join(
+                (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split()
+            )
+            sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", summary)[0].rstrip(":.").replace("|", "\\|")
+            if path.stem not in ("__init__", "_version"):
+                lines.append(f"| `{folder}/{path.name}` | {sentence} |")
+    return "\n".join(lines) + "\n"
 
 
 def newest(rows: Rows) -> Rows:
@@ -468,6 +485,7 @@ def _links() -> str:
 
 _MADE: dict[str, Callable[[], str]] = {
     "compare": _compare,
+    "files": _files,
     "headline": _headline,
     "links": _links,
     "memory": _memory,
