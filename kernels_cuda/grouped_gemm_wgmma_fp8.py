@@ -31,7 +31,7 @@ def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
 
 
 def _table_bytes(experts: int) -> int:
-    return 8 * (experts + 1)
+    return 9 * (experts + 1)
 
 
 def takes(product: Product, architecture: str) -> list[str]:
@@ -84,6 +84,7 @@ def grouped_gemm(
         width,
         x.shape[1],
         out,
+        None,
     )
 
 
