@@ -62,7 +62,14 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 
 def grouped_gemm(
-    x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+    x: QuantTensor,
+    w: QuantTensor,
+    expert_offsets: Any,
+    *,
+    tokens_per_expert: Any,
+    transpose_w: bool,
+    num_sms: int | None,
+    out: Any,
 ) -> None:
     rows, width = out.shape
     ready = x.layout == "gemm_ready"
@@ -84,7 +91,7 @@ def grouped_gemm(
         width,
         x.shape[1],
         out,
-        None,
+        tokens_per_expert,
     )
 
 
