@@ -26,7 +26,7 @@ TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' 
 
 def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
     """Of both kernels: a persistent block on each of so many multiprocessors, whole clusters. The experts'
-    table has two words for each, and for the end."""
+    table has two words and a byte for each, and for the end."""
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
 
 
