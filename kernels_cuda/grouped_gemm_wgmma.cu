@@ -29,8 +29,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
-  const Shared s = begin(memory, offsets, (int)experts, rows,
-                         [&](int count) { return units_of(blocks_of_128(count), wide); }, real);
+  const Shared s = begin(
+      memory, offsets, (int)experts, rows, [&](int count) { return units_of(blocks_of_128(count), wide); },
+      real);
   const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
   Work work(s.first[experts]);
   Order order;

@@ -66,8 +66,8 @@ def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Config
 
 def _rest_bytes(stages: int, experts: int) -> int:
     """Of barriers, two a stage, a part of a tile and a turn, of the turns' tiles, and of the experts' table:
-    two words and a byte for each, and for the end."""
-    return 8 * (2 * stages + 4 + 2 * TURNS) + 4 * TURNS + 9 * (experts + 1)
+    two words for each, and for the end."""
+    return 8 * (2 * stages + 4 + 2 * TURNS) + 4 * TURNS + 8 * (experts + 1)
 
 
 def grouped_gemm(

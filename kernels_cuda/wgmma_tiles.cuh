@@ -17,8 +17,8 @@
 //
 // The pipelines of FP8 and of 16 bits define before they include it: STAGES, steps that are fetched or used
 // at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; SERVING warps beside
-// those that multiply; PARTS of a tile that are handed over by themselves; TILE_BYTES, where they wait to be
-// written, in so many BUFFERS.
+// those that multiply; HALF_TILES, whether the experts' last tiles may be; PARTS of a tile that are handed
+// over by themselves; TILE_BYTES, where they wait to be written, in so many BUFFERS.
 #pragma once
 #include "wgmma.cuh"
 
@@ -64,7 +64,7 @@ struct Shared {
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many `units` all experts before have
-  u8* half;                            // [experts]: whether the last tile's rows after the 64th are padding
+  u8* half;                            // [experts], of HALF_TILES: whether the last tile has 64 rows at most
   u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [PARTS] of the tile
   u64 *known, *seen;                   // barriers: [TURNS]
   int* turns;                          // [TURNS]: the tile that is made then
@@ -111,7 +111,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
-  for (int e = (int)t; e < experts; e += (int)blockDim.x) {
+  for (int e = (int)t; HALF_TILES && e < experts; e += (int)blockDim.x) {
     const int count = s.offsets[e + 1] - s.offsets[e], some = real ? min(real[e], count) : count;
     s.half[e] = some <= count - (count - 1) % ROWS - 1 + ROWS / 2;
   }
@@ -173,8 +173,8 @@ struct Order {
 };
 
 // What the clusters make, one after the other: CLUSTER tiles at a time, of all of them. The last are made by
-// halves, if so each cluster has one at most. A tile of which only the upper half is to be made has its number
-// inverted: it is negative.
+// halves, if so each cluster has one at most. A tile of which only the upper half is to be made has its
+// number inverted: it is negative.
 struct Work {
   int whole, all, unit = 0;
   u32 first = 0, halves = 2;  // of the unit at hand: which row of its tiles is its first, how often 64 it has
