@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.call import load_backend
@@ -1122,11 +1124,12 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
-    h = grouped_gemm(moved.data, w13.rowwise, plan.expert_offsets)
+    rows = _rows_of(plan)
+    h = grouped_gemm(moved.data, w13.rowwise, *rows)
     transposed = "dw2" in gradients and not recompute
     a = _activate(h, moved.probs, plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    y = unpermute(grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets), plan)
+    y = unpermute(grouped_gemm(rowwise, w2.rowwise, *rows), plan)
     if recompute:
         return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
     return y, {"probs": moved.probs, "x": x, "h": h, "a": columnwise}
@@ -1134,14 +1137,15 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients)
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
+    rows = _rows_of(plan)
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
+        h = grouped_gemm(saved.x, saved.w13.rowwise, *rows)
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
         dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
-        da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+        da = grouped_gemm(dout, saved.w2.columnwise, *rows)
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
@@ -1154,7 +1158,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         )
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
     if _of_inputs(gradients):
-        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets)
+        dxe = grouped_gemm(rowwise, saved.w13.columnwise, *rows)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     # dy as it came, not its permuted rows, which are k times those to transpose: 360 us for 571 (131,072 x
     # 7168, 32 experts)
@@ -1174,6 +1178,12 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     parts = _parts_of_dh(dh, dw13, ffn)
     found = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
     return tuple(found) if isinstance(dw13, tuple) else found[0], dw2
+
+
+def _rows_of(plan: PermutationPlan | PlacedRows) -> tuple[Any, Any]:
+    """Where each expert's rows begin, and how many are not padding; None where that is not known in int32."""
+    counts = plan.tokens_per_expert
+    return plan.expert_offsets, counts if counts is not None and counts.dtype == np.int32 else None
 
 
 def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:
