@@ -32,7 +32,7 @@ class TorchOnDevice(interop.torch.Torch):
         return DeviceArray(x.data_ptr(), x.shape, dtype, 0, x)  # .numpy() would fix its memory
 
     def empty(self, spec, device):
-        owner = torch.empty(*(spec.shape or ((),)), dtype=interop.torch._torch_dtype(spec.dtype))
+        owner = torch.empty(*(spec.shape or ((),)), dtype=TORCH_DTYPES[spec.dtype])
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, 0, owner)
 
     def describe(self, arrays):
@@ -48,9 +48,7 @@ class TorchOnDevice(interop.torch.Torch):
         empty = functools.partial(torch.empty, device="cpu")
         makers = []
         for shape, dtype, _ in arrays:
-            makers.append(
-                functools.partial(empty, *(shape or ((),)), dtype=interop.torch._torch_dtype(dtype))
-            )
+            makers.append(functools.partial(empty, *(shape or ((),)), dtype=TORCH_DTYPES[dtype]))
         return int, makers  # the stream's address is 0
 
     def stream(self, device):
@@ -61,6 +59,7 @@ NUMPY_DTYPES = {
     getattr(torch, name): interop.dtype_named(name, "")
     for name in ("float32", "bfloat16", "uint8", "int32", "float8_e4m3fn")
 }
+TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from oracles import torch_swiglu
 
 import fp8moe
+from fp8moe import dispatch
 from fp8moe.activation import SWIGLU
 
 
@@ -397,6 +397,18 @@ def test_weights_overwritten_before_the_backward_are_refused():
             fp8moe.moe_backward(saved, dy)
 
 
+class AsOnCuda:
+    """A call on the CPU that says its arrays lie on a device."""
+
+    device = 0
+
+    def __init__(self, call):
+        self.call = call
+
+    def __getattr__(self, name):
+        return getattr(self.call, name)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, recompute):
@@ -414,8 +426,7 @@ def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, reco
         monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
     # as if these arrays lay on CUDA, where a backend can be chosen
     choices = importlib.import_module("fp8moe.grouped_gemm")
-    real = choices._backend_of
-    monkeypatch.setattr(choices, "_backend_of", lambda call, name: real(SimpleNamespace(device=0), name))
+    monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
     layer = importlib.import_module("fp8moe.moe")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)
