@@ -351,7 +351,7 @@ def _product_of_codes(function: Any, values: Values) -> Any:
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    (of_x, of_w), dx, dw = values["needs_input_grad"], None, None
+    (of_x, of_w), dx, dw = values["asked"], None, None
     if of_x:
         dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, not values["transpose_w"], backend, num_sms)
     if of_w:
