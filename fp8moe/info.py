@@ -27,6 +27,7 @@ ADAPTERS = {
     "torch_experts": _TORCH,
     "torch_functional": _TORCH,
     "torch_grouped": _TORCH,
+    "torch_halves": _TORCH,
     "torch_router": _TORCH,
     "torch_scaled_mm": _TORCH,
     "torch_sharding": _TORCH,
