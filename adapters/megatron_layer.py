@@ -116,7 +116,7 @@ def activation_of(config: Any) -> Activation:
 class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     """Experts in place of Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
 
-    They stand behind any of its dispatchers (allgather, alltoall, DeepEP, HybridEP), whose rows are permuted
+    They work after any of its dispatchers (allgather, alltoall, DeepEP, HybridEP), whose rows are permuted
     already. Bias, expert tensor parallelism, other activations, and what else these experts do not do, are
     refused by name when the module is made.
 
@@ -463,9 +463,9 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     It is made as `MoELayer` is, by a layer spec (`use_fp8_flow` puts it there), or directly. config's
     ``moe_token_dispatcher_type`` does not matter. Router, shared experts, auxiliary losses, capacity
     (dropped tokens), ``recompute_modules`` and expert parallelism are those of the config; the experts are
-    `FP8FlowExperts`, which says how they are saved and what is refused. Beside that the layer refuses
+    `FP8FlowExperts`, whose page states how they are saved and what is refused. The layer also refuses
     ``moe_shared_expert_overlap``, padding of the router's choice, and CUDA graphs around the experts where
-    expert_model_parallel_size > 1, since counts of rows are looked at once a forward then.
+    expert_model_parallel_size > 1, since each forward reads counts of rows then.
 
     Examples
     --------
@@ -566,7 +566,7 @@ def use_fp8_flow(
         As of `fp8moe.adapters.torch_functional.moe_experts`.
     dispatcher : "fp8moe" or "megatron"
         "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and dispatcher
-        (``moe_token_dispatcher_type``), with `FP8FlowExperts` behind it.
+        (``moe_token_dispatcher_type``), with `FP8FlowExperts` after it.
     pg_collection : ProcessGroupCollection or None
         The model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of its own
         classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.

@@ -113,7 +113,7 @@ def operation(
 def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[str, ...], note: str) -> Core:
     """The core's function for tensors, ``traced`` where a compiler traces the call or a gradient is wanted.
 
-    differentiable: the arguments that have a gradient; where there are none, nobody wants one. note: a
+    differentiable: the arguments that have a gradient; where there are none, results have none. note: a
     paragraph of the docstring.
     """
     parameters = inspect.signature(core).parameters
@@ -184,7 +184,7 @@ def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callabl
     return declare
 
 
-#: types of arguments that hold no array that is looked at here; a plan's lies where its rows do
+#: types of arguments whose arrays are not checked here; a plan's lies where its rows do
 _NO_ARRAYS = frozenset((*METADATA_TYPES, PermutationPlan, tuple, list, *Options.__subclasses__()))
 
 

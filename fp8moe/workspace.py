@@ -1,8 +1,8 @@
-"""A call on memory that somebody else owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
+"""A call on memory that its caller owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
 
-What a call allocates follows from shapes: `Layout` finds it out by a dry run. Arrays that the call returns
+What a call allocates follows from shapes: `Layout` records it in a dry run. Arrays that the call returns
 are asked for one by one; its temporaries share one workspace, where those that do not live at the same time
-have the same room. `Layout.run` then launches at the addresses it is given.
+overlap. `Layout.run` then launches at the addresses it is given.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Layout:
         device: int,
         stream: int,
     ) -> None:
-        """Do the call on a CUDA device's stream, which may be being captured. An argument that is changed in
-        place is not looked at: its output is."""
+        """Do the call on a CUDA device's stream, which may be being captured. The address of an argument that
+        is changed in place is not read: its output's is."""
         arrays = [*arguments, *outputs]
         plan = self.plans.get(device)
         if plan is None:
@@ -97,12 +97,12 @@ class Layout:
             launch.run_steps(plan.steps, [], addresses, None, device, stream)
 
     def _make_plan(self, device: int) -> DevicePlan:
-        """Find out what is launched."""
+        """Record what is launched."""
         try:
             if checks.LOOK_AT_VALUES:
                 raise NotPlannable
             _, call = _dry_run(self._function, self._arguments, device)
-        except NotPlannable:  # it has to be done as it stands, each time
+        except NotPlannable:  # the function is called each time
             return DevicePlan(None, [], 0)
         following, scratch = iter(self._places), 0
         places: list[tuple[int, int]] = []  # of these buffers; scratch memory, of so many bytes, is array -1
@@ -185,7 +185,7 @@ def allocate_scratch(nbytes: int, device: int, stream: int) -> Any:
 
 
 class _Stream:
-    """Somebody else's stream, by CUDA's protocol for Python."""
+    """A stream of another owner, by CUDA's protocol for Python."""
 
     def __init__(self, address: int):
         self.address = address
