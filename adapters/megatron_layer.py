@@ -25,7 +25,7 @@ from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what Megatron-Core does not find beside it
+    warnings.simplefilter("ignore")  # Megatron-Core's, of optional packages that are missing
     from megatron.core.activations import quick_gelu
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 __all__ = ["FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow"]
 
-#: `TransformerConfig`'s fields that these experts do not do, each with the values that leave it alone
+#: `TransformerConfig`'s fields that these experts do not implement, each with its values that are accepted
 REFUSED = {
     "add_bias_linear": (False,),
     "moe_apply_probs_on_input": (False,),
@@ -59,7 +59,7 @@ REFUSED = {
     "moe_ncclep_zero_copy": (False,),
     "transformer_impl": ("local", "transformer_engine"),
 }
-#: and those that the layer with this library's dispatch does not do
+#: the same for the layer with this library's dispatch
 REFUSED_BY_LAYER = {
     "moe_shared_expert_overlap": (False,),
     "moe_pad_expert_input_to_capacity": (False,),
@@ -400,7 +400,7 @@ class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
         super().__init__(config=config, pg_collection=pg_collection)
         self.topk_ids: Tensor | None = None
         self._shape = torch.Size()
-        # what a CUDA graph of the router alone has to hand on
+        # outputs of a CUDA graph of the router alone
         self.cudagraph_attrs = ["topk_ids"]
 
     def dispatch_preprocess(
@@ -497,7 +497,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         if submodules is None:
             submodules = MoESubmodules(experts=FP8FlowExperts)
         submodules = dataclasses.replace(submodules, experts=FP8FlowExperts)
-        # which `MoELayer` makes one for; this one needs neither streams nor DeepEP
+        # `MoELayer` makes a dispatcher of this type; the simplest needs neither streams nor DeepEP
         before, config.moe_token_dispatcher_type = config.moe_token_dispatcher_type, "allgather"
         try:
             super().__init__(config, submodules, layer_number, groups, **options)

@@ -419,7 +419,7 @@ _ABOVE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What stands on this module and is looked for here."""
+    """Public names of modules that import this one."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"fp8moe.adapters.{_ABOVE[name]}")

@@ -165,8 +165,8 @@ def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
         with fp8moe.trace() as second:
             of_weights = fp8moe.moe_backward_weight(operands)
         assert of_inputs.dw13 is of_inputs.dw2 is of_weights.dx is of_weights.dprobs is None
-        found = of_inputs.dx, of_inputs.dprobs, of_weights.dw13, of_weights.dw2
-        for a, b in zip(found, (wanted.dx, wanted.dprobs, wanted.dw13, wanted.dw2), strict=True):
+        actual = of_inputs.dx, of_inputs.dprobs, of_weights.dw13, of_weights.dw2
+        for a, b in zip(actual, (wanted.dx, wanted.dprobs, wanted.dw13, wanted.dw2), strict=True):
             assert (a is None) == (b is None), gradients
             assert a is None or same_bits(a, b), gradients
         assert first.launches + second.launches == whole.launches
@@ -292,16 +292,16 @@ def test_gradients_of_w1_and_w3_apart(ffn, recompute):
     wanted = whole.dw13[:, :ffn], whole.dw13[:, 128 : 128 + ffn], whole.dw2[:, :, :ffn]
     for name in ("dx", "dprobs"):
         assert same_bits(getattr(apart, name), getattr(whole, name))
-    for found, true in zip((*apart.dw13, apart.dw2), wanted, strict=True):
-        assert found.shape == true.shape
+    for actual, true in zip((*apart.dw13, apart.dw2), wanted, strict=True):
+        assert actual.shape == true.shape
         # sums of 128 products in float32, which a BLAS orders by the shape
-        assert np.linalg.norm(found - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
+        assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
     into = [np.random.default_rng(10).standard_normal(w.shape).astype(np.float32) for w in wanted]
     before = [w.copy() for w in into]
     added = fp8moe.moe_backward(saved, dy, dw13=(into[0], into[1]), dw2=into[2], **options)
     assert added.dw13[0] is into[0]
-    for found, old, new in zip(into, before, (*apart.dw13, apart.dw2), strict=True):
-        np.testing.assert_allclose(found, old + new, rtol=2.0**-22, atol=2.0**-22)
+    for actual, old, new in zip(into, before, (*apart.dw13, apart.dw2), strict=True):
+        np.testing.assert_allclose(actual, old + new, rtol=2.0**-22, atol=2.0**-22)
 
 
 def test_gradients_of_padded_weights_without_a_gate():
@@ -313,8 +313,8 @@ def test_gradients_of_padded_weights_without_a_gate():
     )
     whole, cut = fp8moe.moe_backward(saved, dy), fp8moe.moe_backward(saved, dy, ffn=72)
     assert not whole.dw13[:, 72:].any()
-    for found, true in ((cut.dw13, whole.dw13[:, :72]), (cut.dw2, whole.dw2[:, :, :72])):
-        assert np.linalg.norm(found - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
+    for actual, true in ((cut.dw13, whole.dw13[:, :72]), (cut.dw2, whole.dw2[:, :, :72])):
+        assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
     with pytest.raises(ValueError, match=r"dw13: got two with .*relu2.*without a gate"):
         fp8moe.moe_backward(saved, dy, dw13=(None, None))
     with pytest.raises(ValueError, match="w13: got F = 72"):

@@ -53,7 +53,7 @@ def test_a_stage_of_two_layers(recipe, recompute):
     for layer in stage:
         layer.recompute = recompute
     x, dy = torch.randn(2, 40, 128)
-    found = []
+    actual = []
     for halves in (False, True):
         stage.zero_grad()
         given = x.clone().requires_grad_()
@@ -66,7 +66,7 @@ def test_a_stage_of_two_layers(recipe, recompute):
                     first, second = in_halves(y, dy, given, stage.parameters(), counted)
                 else:
                     y.backward(dy)
-        found.append([given.grad, *(p.grad for p in stage.parameters())])
+        actual.append([given.grad, *(p.grad for p in stage.parameters())])
         products = 6 if recompute else 4
         if recipe == "bf16":  # whose products are torch's here
             if halves:
@@ -76,7 +76,7 @@ def test_a_stage_of_two_layers(recipe, recompute):
         if halves:
             assert [first.launches[name] for name in PRODUCTS] == [products, 0]
             assert [second.launches[name] for name in PRODUCTS] == [0, 4]
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
 
@@ -85,7 +85,7 @@ def test_products_by_themselves(transpose_w):
     """Two, one after the other: each gradient is computed in its half, once."""
     x, dy = torch.randn(2, 40, 128)
     weights = torch.nn.ParameterList([*torch.randn(2, 3, 128, 128) / 11])
-    offsets, found = torch.tensor([0, 16, 16, 40], dtype=torch.int32), []
+    offsets, actual = torch.tensor([0, 16, 16, 40], dtype=torch.int32), []
     for halves in (False, True):
         weights.zero_grad()
         given = x.clone().requires_grad_()
@@ -97,8 +97,8 @@ def test_products_by_themselves(transpose_w):
             assert launches == [[2, 0], [0, 2]]
         else:
             y.backward(dy)
-        found.append([given.grad, *(w.grad for w in weights)])
-    for a, b in zip(*found, strict=True):
+        actual.append([given.grad, *(w.grad for w in weights)])
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
 
@@ -106,7 +106,7 @@ def test_products_by_themselves(transpose_w):
 @pytest.mark.parametrize("pass_rows", [False, True])
 def test_the_routers_product(pass_rows):
     x = torch.randn(300, 128, device="cuda").bfloat16()
-    router, found = Router(128, 8, RouterConfig(2), device="cuda"), []
+    router, actual = Router(128, 8, RouterConfig(2), device="cuda"), []
     for halves in (False, True):
         router.zero_grad()
         given = x.clone().requires_grad_()
@@ -117,15 +117,15 @@ def test_the_routers_product(pass_rows):
             assert [c["mm"] + c["addmm"] for c in (first, second)] == [1, 1]
         else:
             y.backward()
-        found.append((given.grad, router.weight.grad))
-    for a, b in zip(*found, strict=True):
+        actual.append((given.grad, router.weight.grad))
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_main_grad_is_added_to_once(zeros):
     """Also where the attribute is Megatron's, which expects zeros as ``grad``."""
-    found = []
+    actual = []
     x, dy = torch.randn(2, 40, 128)
     torch.manual_seed(3)
     layer = FP8FlowMoE(128, 128, 4, 2)
@@ -141,8 +141,8 @@ def test_main_grad_is_added_to_once(zeros):
         else:
             y.backward(dy)
         assert all(w.grad is None or not w.grad.any() for w in (layer.w13, layer.w2))
-        found.append((layer.w13.main_grad, layer.w2.main_grad, given.grad))
-    for a, b in zip(*found, strict=True):
+        actual.append((layer.w13.main_grad, layer.w2.main_grad, given.grad))
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
 
