@@ -132,7 +132,8 @@ class _Recomputed(torch.autograd.Function):
             if of_w2 or later:
                 a = torch_ops.swiglu(h, probs, activation=ctx.activation)
             da = _product(dy.contiguous(), w2, offsets, transpose_w=True)
-            dh, dprobs = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
+            dh, of_rows = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
+            dprobs = of_rows.to(probs.dtype) if of_probs else None
             if of_x:
                 dx = _product(dh, w13, offsets, transpose_w=True)
             if later:
@@ -141,4 +142,4 @@ class _Recomputed(torch.autograd.Function):
             dw13 = _weight_gradient(dh, x, offsets)
         if of_w2:
             dw2 = _weight_gradient(dy.contiguous(), a, offsets)
-        return dx, dprobs.to(probs.dtype) if of_probs else None, dw13, dw2, None, None
+        return dx, dprobs, dw13, dw2, None, None
