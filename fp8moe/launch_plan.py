@@ -188,7 +188,12 @@ class LaunchPlan:
         self._device, self._events, self._buffers = device, call.events, len(wanted)
         self._address, self._wrap = framework.address, framework.wrap
         self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
-        self._sizes = [math.prod(s) * d.itemsize for s, d in call.buffers] if self.written else []
+        #: what is written to, and what else came in, with their bytes; two that are written to once
+        self._pairs: list[tuple[int, int, int, int]] = []
+        for i in self.written:
+            sizes = [math.prod(s) * d.itemsize for s, d in call.buffers[:first]]
+            others = [j for j in range(first) if j > i or j not in self.written]
+            self._pairs += [(i, sizes[i], j, sizes[j]) for j in others]
         self._steps: list[Any] = []
         for step in call.steps:
             if type(step) is tuple:
@@ -200,11 +205,9 @@ class LaunchPlan:
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether what is written to overlaps nothing else that came in."""
-        for i in self.written:
-            start, end = addresses[i], addresses[i] + self._sizes[i]
-            for j, other in enumerate(addresses):
-                if i != j and other < end and start < other + self._sizes[j]:
-                    return False
+        for i, size, j, other in self._pairs:
+            if addresses[j] < addresses[i] + size and addresses[i] < addresses[j] + other:
+                return False
         return True
 
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:
