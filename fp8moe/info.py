@@ -15,7 +15,11 @@ from pathlib import Path
 
 import fp8moe
 
-ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
+#: topics that the reference and the kernels both have a module of
+ROOMS = (
+    *("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router"),
+    "expert_parallel",
+)
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 _MEGATRON = ("megatron", "pip install 'fp8moe[megatron]'")
