@@ -352,7 +352,7 @@ def _product_of_codes(function: Any, values: Values) -> Any:
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    (of_x, of_w), dx, dw = values["needs_input_grad"], None, None
+    (of_x, of_w), dx, dw = values["asked"], None, None
     if of_x:
         dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, None, not values["transpose_w"], backend, num_sms)
     if of_w:
@@ -420,7 +420,7 @@ _ABOVE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What stands on this module and is looked for here."""
+    """Public names of modules that import this one."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"fp8moe.adapters.{_ABOVE[name]}")

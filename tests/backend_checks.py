@@ -245,12 +245,12 @@ def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
     by_expert = {} if offsets is None else {"expert_offsets": offsets, "align_size": 128}
     first, last = (0, rows) if offsets is None else (offsets[0], offsets[-1])
 
-    def check(found, wanted):
-        assert_same(found.rowwise, wanted)
+    def check(actual, wanted):
+        assert_same(actual.rowwise, wanted)
         transposed = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
-        assert same_bits(found.columnwise.data[:, first:last], transposed.data[:, first:last])
-        assert same_bits(found.columnwise.scales, transposed.scales)
-        assert found.columnwise.block == transposed.block
+        assert same_bits(actual.columnwise.data[:, first:last], transposed.data[:, first:last])
+        assert same_bits(actual.columnwise.scales, transposed.scales)
+        assert actual.columnwise.block == transposed.block
 
     for weights in ((probs,), ()):
         given = (h, *weights)
@@ -376,8 +376,8 @@ def weights_in_parts(both, rng, dtype, transposed):
 
             def call(*arrays, fmt=fmt, parts=parts, rows=rows, columns=columns):
                 x = arrays if len(arrays) > 1 else arrays[0]
-                how = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
-                return fp8moe.quantize_weights(x, fmt=fmt, **how)
+                keywords = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+                return fp8moe.quantize_weights(x, fmt=fmt, **keywords)
 
             assert_same(*both(call, *arrays))
 
@@ -395,15 +395,15 @@ def gradients_apart(both, ffn):
         w13, w2 = fp8moe.quantize_weights((w1, w3), rows=128), fp8moe.quantize_weights(w2, columns=128)
         _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
         whole = fp8moe.moe_backward(saved, dy)
-        how = {} if ffn == 128 else {"ffn": ffn}
-        apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **how)
-        added = fp8moe.moe_backward(saved, dy, dw13=tuple(into[:2]), dw2=into[2], **how)
+        keywords = {} if ffn == 128 else {"ffn": ffn}
+        apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **keywords)
+        added = fp8moe.moe_backward(saved, dy, dw13=tuple(into[:2]), dw2=into[2], **keywords)
         return whole.dw13, whole.dw2, *apart.dw13, apart.dw2, *added.dw13, added.dw2
 
     into = [np.ones(w.shape, np.float32) for w in (w1, w3, w2)]
-    _, (dw13, dw2, *found) = both(run, *inputs.values(), w1, w3, w2, dy, *into)
+    _, (dw13, dw2, *actual) = both(run, *inputs.values(), w1, w3, w2, dy, *into)
     wanted = dw13[:, :ffn], dw13[:, 128 : 128 + ffn], dw2[:, :, :ffn]
-    for apart, added, true in zip(found[:3], found[3:], wanted, strict=True):
+    for apart, added, true in zip(actual[:3], actual[3:], wanted, strict=True):
         assert same_bits(apart, true)
         np.testing.assert_allclose(added, 1 + true, rtol=2.0**-22)
 

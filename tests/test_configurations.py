@@ -96,14 +96,14 @@ def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands):
     number = "".join(filter(str.isdigit, architecture))
     wanted = "COLUMNS, ROWS, THREADS, STAGES * STAGE_BYTES"
     given = [f"-D__CUDA_ARCH__={number}0", *(["-DKIND=BF16"] if operands == "bfloat16" else [])]
-    found = subprocess.run(
+    completed = subprocess.run(
         ["g++", "-E", "-P", "-x", "c++", *given, "-"],
         input="\n".join([*directives, wanted]),
         capture_output=True,
         text=True,
         check=True,
     )
-    columns, rows, threads, shared = eval(found.stdout.replace("/", "//"))
+    columns, rows, threads, shared = eval(completed.stdout.replace("/", "//"))
     for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
         here = grouped_gemm_mma.configuration(product(operands, verb), architecture)
         print(architecture, operands, verb, here)
