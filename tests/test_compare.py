@@ -15,6 +15,7 @@ import torch
 from fp8moe.__main__ import main
 from fp8moe.benchmarks import compare, compare_layer, compare_operations
 from fp8moe.benchmarks.contender import Contender
+from fp8moe.benchmarks.harness import routing
 
 SHAPE = (48, 4, 128, 128, 2)
 
@@ -103,6 +104,24 @@ def test_padded_rows_give_the_same_layer(tokens):
     layer = compare_layer.around(compare_layer.experts_by(compare_layer.torch_product), align=16)
     padded = Contender("padded", lambda i: compare_layer.step_of(i, layer), compare_layer.BFLOAT16)
     held_to_float64(padded, compare_layer.LAYER, (tokens, 8, 128, 128, 2))
+
+
+@pytest.mark.parametrize(
+    "shape", [*compare.SHAPES, *compare.QUICK, *compare.ON_THE_CPU], ids=compare.described
+)
+def test_every_shape_that_is_timed_can_be_routed(shape):
+    """Also where every expert is chosen, as by 8 experts and top-8."""
+    _, count, _, _, topk = shape
+    ids = routing(64, count, topk)
+    assert ids.shape == (64, topk)
+    assert all(len(set(row)) == topk and set(row) <= set(range(count)) for row in ids.tolist())
+
+
+@pytest.mark.parametrize("part", compare.PARTS, ids=lambda part: part.name)
+def test_every_expert_chosen(part):
+    for contender in part.contenders:
+        if not contender.cuda_only and not contender.missing():
+            held_to_float64(contender, part, (24, 4, 128, 128, 4))
 
 
 def named(part, name):
