@@ -46,7 +46,7 @@ def main(
     picture: Path | None = None,
     parts: Iterable[Part] = PARTS,
 ) -> int:
-    """Compare what is installed, and return 1 if a result was wrong.
+    """Compare what is installed, and return 1 if a result was wrong, or torch or this library failed.
 
     Parameters
     ----------
@@ -112,8 +112,10 @@ def named_parts(names: Iterable[str] | None) -> tuple[Part, ...]:
 
 
 def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[str, Any]], int]:
-    """The rows of every contender that runs here and is right, and how many were wrong. All are checked
-    before any is timed, and they take turns, so that a GPU that gets warmer does so for all."""
+    """The rows of every contender that runs here and is right, and how many were wrong or failed.
+
+    All are checked before any is timed, and they take turns, so that a GPU that gets warmer does so for all.
+    """
     import torch
 
     inputs = part.inputs(device, *shape)
@@ -131,10 +133,9 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
             step = contender.make(inputs)
             results = contender.decode(step())
             errors = [relative_error(*pair) for pair in zip(results, wanted, strict=True)]
-        except Exception as error:
-            if not contender.needs:  # torch's or this library's own
-                raise
+        except Exception as error:  # the others go on; one of torch's or of this library's own is a failure
             print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
+            wrong += not contender.needs
             continue
         worst = max(errors)
         print(f"  {contender.name:32} first call {time.perf_counter() - start:.1f} s", flush=True)
