@@ -3,7 +3,7 @@
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
 (times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` takes its rows of these topics alone; other
 names are those of `_MADE`: "files" lists the project's modules. The pictures are drawn anew, too, where their
-rows have changed.
+rows have changed, and links are whole once pyproject.toml says where the repository is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -18,9 +19,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# Where the repository is on the web, such as "https://github.com/OWNER/NAME": the README's links are relative
-# without it, which a page of a package index cannot follow.
-REPOSITORY = ""
 FOLDERS = "fp8moe", "fp8moe/expert_parallel", "fp8moe/interop", "kernels_cuda", "adapters", "benchmarks"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -28,9 +26,9 @@ Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    for page in pages():
+    for page in [*pages(), ROOT / "CITATION.cff"]:
         text = page.read_text()
-        if (made := render(text)) != text:
+        if (made := render(text) if page.suffix == ".md" else cited(text)) != text:
             page.write_text(made)
             print(page.relative_to(ROOT))
     from fp8moe.benchmarks import roofline, step
@@ -474,13 +472,26 @@ LINKS = {
 }
 
 
+def repository() -> str:
+    """Where the repository is on the web: a project URL of pyproject.toml. Empty where there is none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project.get("urls", {}).get("Repository", "")).rstrip("/")
+
+
 def _links() -> str:
-    """The README's links, which a package index needs whole."""
-    lines = []
+    """The README's links. A page of a package index can follow whole ones only."""
+    lines, where = [], repository()
     for name, path in LINKS.items():
         form = "raw" if path.endswith(".png") else "blob"
-        lines.append(f"[{name}]: {REPOSITORY}/{form}/main/{path}" if REPOSITORY else f"[{name}]: {path}")
+        lines.append(f"[{name}]: {where}/{form}/main/{path}" if where else f"[{name}]: {path}")
     return "\n".join(lines) + "\n"
+
+
+def cited(text: str) -> str:
+    """CITATION.cff with the repository, where it is known."""
+    text = re.sub(r"^repository-code:.*\n", "", text, flags=re.MULTILINE)
+    where = repository()
+    return text.replace("license:", f'repository-code: "{where}"\nlicense:', 1) if where else text
 
 
 _MADE: dict[str, Callable[[], str]] = {
