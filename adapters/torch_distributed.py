@@ -97,6 +97,7 @@ class ProcessGroup:
         self.handle = handle_of(self)  # by which compiled code finds it
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
+        self._gathered: dict[Any, tuple[Tensor, Tensor]] = {}  # counts of all ranks: `_buffers`
         self._here = ""  # the call for which this rank said that it is there
         self._agreed: set[Any] = set()  # headers that are the same on all ranks
         self._overflow: Tensor | None = None  # rows and entries, of all forwards
@@ -129,12 +130,24 @@ class ProcessGroup:
         if (values, device) not in self._headers:  # a copy to the device waits
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         message = torch.cat([*known, self._headers[values, device]])
-        messages = message.new_empty(world * len(message))
+        messages, on_host = self._buffers(world * len(message), device)
         self._call(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
-            self._wait_for(device)
-        of_ranks = messages.view(world, -1).tolist()  # the one synchronisation
-        return expert_parallel.counts_of(of_ranks, header, self.rank)
+            on_host.copy_(messages, non_blocking=True)
+            self._wait_for(device)  # the one synchronisation
+        return expert_parallel.counts_of(on_host.view(world, -1).tolist(), header, self.rank)
+
+    def _buffers(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What the counts of all ranks come to on the device, and on the host, where they are read before
+        the next ones come: kept, as page-locked memory takes long to get."""
+        if (size, device) not in self._gathered:
+            with torch.inference_mode(False):
+                messages = torch.empty(size, dtype=torch.int32, device=device)
+                on_host = messages
+                if device.type == "cuda":
+                    on_host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+            self._gathered[size, device] = messages, on_host
+        return self._gathered[size, device]
 
     def agree(self, header: dict[str, int], like: Any) -> None:
         """Compare a header once, as `fp8moe.expert_parallel.Bounded.agree`.

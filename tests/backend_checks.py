@@ -54,6 +54,21 @@ def messages(both, rng, rows, columns, k, dtype):
             assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
     # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
     plan = fp8moe.plan_routing_map(expert_parallel.messages.rank_mask(ids, 4, 3)[0], topk=min(k, 3))
+    by_rank, sent = expert_parallel.messages.pack_by_rank, int(plan.tokens_per_expert.sum())
+    for given, fmt, others in (
+        (x, "e4m3", (local, probs)),
+        (x, None, (local, probs)),
+        (x, None, ()),
+        (q, None, ()),
+    ):
+        one = expert_parallel.messages.Message(given, fmt, others).pack()
+        found = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, False, *o), given, plan, *others)
+        for packed in found:  # rows that no token goes to are not written
+            assert same_bits(np.asarray(packed)[:sent], fp8moe.permute(one, plan).data[:sent])
+        limited = expert_parallel.messages.limit_rows(plan, max(rows // 4, 1))
+        filled = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, True, *o), given, limited, *others)
+        assert_same(*filled)
+        assert same_bits(filled[0], fp8moe.permute(one, limited).data)
     halves = np.array([rows // 2, 0, rows - rows // 2])
     for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
         for fmt in (None, "e4m3"):
