@@ -3,6 +3,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from cases import (
@@ -32,6 +33,9 @@ def messages(both, rng, rows, columns, k, dtype):
     assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
     local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
     assert_same(local, theirs)
+    some = expert_parallel.messages.local_ids_of
+    assert_same(*both(lambda i: some(i, 4, 4, rows - 3), ids))
+    np.testing.assert_array_equal(some(ids, 4, 4, rows - 3)[-3:], -1)
     for ranks in (3, 70):
         mask = rng.random((rows, ranks)) < 0.3
         for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
@@ -48,6 +52,11 @@ def messages(both, rng, rows, columns, k, dtype):
         apart, theirs = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
         assert_same(parts, apart)
         assert_same(parts, theirs)
+        more = partial(expert_parallel.messages.unpack_first, parts=shapes, size=rows + 5)
+        for apart in both(more, message):
+            zeros = tuple(np.zeros((5, *p.shape[1:]), p.dtype) for p in parts)
+            assert_same(parts, tuple(p[:rows] for p in apart))
+            assert_same(zeros, tuple(p[rows:] for p in apart))
     for fmt in ("e4m3", "e5m2"):
         for others in ((local, probs), ()):
             pack = expert_parallel.messages.quantize_and_pack

@@ -21,6 +21,7 @@ from fp8moe.expert_parallel.protocols import (
     Transport,
     capacity_of,
     implements,
+    with_spare,
 )
 from fp8moe.permute import unpermute
 from fp8moe.quantize import dequantize
@@ -51,10 +52,22 @@ def dispatch(
 
 
 def prepare_dispatch(
-    x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, comm: Comm, fmt: str | None
+    x: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    num_experts: int,
+    comm: Comm,
+    fmt: str | None,
+    *,
+    spare: bool = False,
 ) -> Callable[[bool], Pending]:
     """All of `dispatch` but for the sending of rows, which the result does: after this every rank has told
-    its counts. It takes ``async_op``."""
+    its counts. It takes ``async_op``.
+
+    spare: the arrays of what arrives have a few more rows than that (`with_spare`), zeros whose ids are -1. A
+    step after another has the same shapes then, most of the time, for which launches are planned once:
+    planned anew, a layer's forward and backward take the host 1 ms more.
+    """
     world = comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
@@ -86,15 +99,19 @@ def prepare_dispatch(
         first = 1
     else:
         counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
-        route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
+        rows_here = with_spare(sum(row[comm.rank] for row in counts)) if spare else None
+        route, arriving = Route(plan, counts, rows_here), sum(row[comm.rank] for row in entered)
         first = 0
 
     def arrived(received: Any) -> Dispatched:
-        *data, ids, probs = message.unpack_with_ids(received, first + comm.rank * experts, experts)
+        *data, ids, probs = message.unpack_with_ids(
+            received, first + comm.rank * experts, experts, route.rows
+        )
         return Dispatched(rows_of(message.like, data), ids, probs, route, arriving)
 
     if rows is not None:
-        return lambda async_op: exchange_rows(rows, message.row_bytes, route.counts, comm).then(arrived)
+        transport = comm
+        return lambda async_op: exchange_rows(rows, message.row_bytes, route.counts, transport).then(arrived)
     return lambda async_op: _send(message, route, comm, async_op).then(arrived)
 
 
@@ -131,7 +148,11 @@ def combine_backward(
         return _finished(_pending(lambda: engine.combine_backward(dy, route, fmt), async_op), async_op)
     message = Message(dy, fmt)
     pending = _send(message, route, comm, async_op)
-    return _finished(pending.then(lambda rows: rows_of(message.like, message.unpack(rows))), async_op)
+
+    def arrived(rows: Any) -> Any:
+        return rows_of(message.like, message.unpack(rows, route.rows))
+
+    return _finished(pending.then(arrived), async_op)
 
 
 def dispatch_backward(
@@ -154,10 +175,10 @@ def dispatch_backward(
 def _send(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """The tokens' rows to their ranks."""
     if (pending := deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
-        return pending.then(message.kept)
+        return pending.then(lambda rows: message.kept(rows, route.rows))
     # a plan without a capacity has no rows that are nobody's among those that are sent
     rows = message.pack_by_rank(route.plan, capacity_of(comm) is not None)
-    return exchange_rows(rows, message.row_bytes, route.counts, comm)
+    return exchange_rows(rows, message.row_bytes, route.counts, comm, route.rows if message.plain else None)
 
 
 def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:

@@ -30,13 +30,13 @@ class Message:
     def __init__(self, x: Any, fmt: str | None, parts: tuple[Any, ...] = ()):
         self.x, self.fmt, self.parts = x, fmt, parts
         layout = _message_layout(x, fmt, parts)
-        self.like, self._shapes, self.row_bytes, self._plain = layout
+        self.like, self._shapes, self.row_bytes, self.plain = layout
         self._packed: Any = None
 
     def pack(self) -> Any:
         """The messages in memory of their own, made once."""
         if self._packed is None:
-            self._packed = self.x if self._plain else _packed(self.x, self.fmt, self.parts)
+            self._packed = self.x if self.plain else _packed(self.x, self.fmt, self.parts)
         return self._packed
 
     def pack_by_rank(self, plan: PermutationPlan, zeros: bool) -> Any:
@@ -50,18 +50,27 @@ class Message:
         else:
             quantize_and_pack_into(windows, row_id_map, self.x, self.like, *self.parts)
 
-    def unpack(self, rows: Any) -> tuple[Any, ...]:
-        """x's parts, and the others, of messages."""
-        return (rows.view(self.x.dtype),) if self._plain else unpack(rows, self._shapes)
+    def unpack(self, rows: Any, size: int | None = None) -> tuple[Any, ...]:
+        """x's parts, and the others, of messages. size: as of `unpack_first`."""
+        if self.plain:  # and there are so many
+            return (rows.view(self.x.dtype),)
+        return unpack(rows, self._shapes) if size is None else unpack_first(rows, self._shapes, size)
 
-    def unpack_with_ids(self, rows: Any, first: int, experts: int) -> tuple[Any, ...]:
+    def unpack_with_ids(
+        self, rows: Any, first: int, experts: int, size: int | None = None
+    ) -> tuple[Any, ...]:
         """The same of messages whose parts are expert ids and probabilities, the ids as of `local_ids`."""
-        return unpack_with_ids(rows, self._shapes, first, experts)
+        if size is None:
+            return unpack_with_ids(rows, self._shapes, first, experts)
+        *data, ids, probs = unpack_first(rows, self._shapes, size)
+        return (*data, local_ids_of(ids, first, experts, rows.shape[0]), probs)
 
-    def kept(self, rows: Any) -> Any:
+    def kept(self, rows: Any, size: int | None = None) -> Any:
         """The messages where the caller may keep what `unpack` makes of them: a peer's window is written
         again."""
-        return unpack(rows, self._shapes)[0] if self._plain else rows
+        if not self.plain:
+            return rows
+        return (unpack(rows, self._shapes) if size is None else unpack_first(rows, self._shapes, size))[0]
 
 
 class _MessageLayout(NamedTuple):
@@ -233,6 +242,23 @@ def unpack(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...]) -> tuple
     return call.leave(out)
 
 
+def unpack_first(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...], size: int) -> tuple[Any, ...]:
+    """`unpack` to arrays of ``size`` rows, of which these are the first; the others are zeros. Of other
+    numbers of messages every time: no operation, whose launches would be planned for each."""
+    call = enter(packed=packed)
+    out = call.empty(tuple(ArraySpec((size, *shape), dtype_named(dtype, "parts")) for shape, dtype in parts))
+    call.run("expert_parallel", "unpack_rows", call.args.packed, out=out)
+    return call.leave(out)  # type: ignore[no-any-return]
+
+
+def local_ids_of(ids: Any, first: int, experts: int, rows: int) -> Any:
+    """`local_ids` of the first ``rows`` rows, -1 in those after them."""
+    call = enter(ids=ids)
+    out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
+    call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, rows=rows, out=out)
+    return call.leave(out)
+
+
 @operation
 def unpack_with_ids(
     packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...], first: int, experts: int
@@ -257,7 +283,8 @@ def local_ids(ids: Any, first: int, experts: int) -> Any:
     """Expert ids less ``first``, int32, -1 outside of 0 to ``experts``."""
     call = enter(ids=ids)
     out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
-    call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, out=out)
+    rows = call.args.ids.shape[0]
+    call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, rows=rows, out=out)
     return call.leave(out)
 
 
