@@ -23,13 +23,11 @@ from fp8moe.expert_parallel import (
     Dispatched,
     DispatchedRows,
     combine,
-    combine_backward,
-    dispatch,
-    dispatch_backward,
     overflow,
 )
+from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
-from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
+from fp8moe.expert_parallel.protocols import capacity_of, chunks_of, with_spare
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
 from fp8moe.interop import Device
@@ -347,7 +345,9 @@ def _forward_over_ranks(
             options = {**how, "align_size": arrived.align_size}
             y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **options)
         else:
-            rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
+            # steps whose rows are nearly as many have the same shapes, for which launches are planned once
+            entries = arrived.num_entries if capacity_of(comm) else with_spare(arrived.num_entries)
+            rows = static_bound(entries, experts, ALIGN_SIZE[recipe])
             y, saved = experts_forward(
                 arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
             )
@@ -358,7 +358,7 @@ def _forward_over_ranks(
     if chunks > 1:
         y = overlapped_forward(*given, fmt=fmt, chunks=chunks, experts=products)
     else:
-        arrived = dispatch(*given, fmt=fmt)
+        arrived = prepare_dispatch(*given, fmt, spare=True)(False).wait()
         y = combine(products(arrived), arrived.route, comm)
     saved = replace(kept[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in kept[1:]))
     if capacity_of(comm) is not None:
@@ -671,30 +671,23 @@ def moe_backward(
     gradients = _check_saved(saved, comm, gradients)
     _check_wanted(dw13, dw2, gradients)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
-    here, route = _of_this_rank(saved), saved.route
-    if comm is None or route is None:
-        return experts_backward(here, dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
+    if comm is None or saved.route is None:
+        return experts_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
     _check_backward(saved, dy, dw13, dw2, dtype, ffn)
     if saved.later:
         _check_sums(dtype, gradients, dw13, dw2)
-        total = MoEGrads(None, None, dw13, dw2)
+    total = MoEGrads(None, None, dw13, dw2)
 
-        def weights(operands: SavedForWeights) -> None:
-            nonlocal total
-            total = _added(operands, total, dtype, ffn)
+    def weights(operands: SavedForWeights) -> None:
+        nonlocal total
+        total = _added(operands, total, dtype, ffn)
 
-        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, weights)
-        names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
-        return replace(MoEGrads(dx, dprobs, None, None), **names)
-    arrived = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients, ffn)
-    if grads.dx is None:
-        return grads
-    dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
-    return replace(grads, dx=dx, dprobs=dprobs)
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, weights)
+    names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
+    return replace(MoEGrads(dx, dprobs, None, None), **names)
 
 
-def _backward_in_chunks(
+def _backward_over_ranks(
     saved: Saved,
     dy: Any,
     comm: Comm,
@@ -792,15 +785,9 @@ def moe_backward_input(
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
     _check_dy(saved, dy)
-    if saved.later:
-        left: list[SavedForWeights] = []
-        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, left.append)
-        return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
-    arrived = combine_backward(dy, saved.route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), arrived, gradients)
-    if dx is not None:
-        dx, dprobs = dispatch_backward(dx, dprobs, saved.route, comm)
-    return MoEGrads(dx, dprobs, None, None), operands
+    left: list[SavedForWeights] = []
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, left.append)
+    return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
 
 
 def moe_backward_weight(

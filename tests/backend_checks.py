@@ -3,6 +3,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from cases import (
@@ -32,6 +33,9 @@ def messages(both, rng, rows, columns, k, dtype):
     assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
     local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
     assert_same(local, theirs)
+    some = expert_parallel.messages.local_ids_of
+    assert_same(*both(lambda i: some(i, 4, 4, rows - 3), ids))
+    np.testing.assert_array_equal(some(ids, 4, 4, rows - 3)[-3:], -1)
     for ranks in (3, 70):
         mask = rng.random((rows, ranks)) < 0.3
         for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
@@ -48,12 +52,32 @@ def messages(both, rng, rows, columns, k, dtype):
         apart, theirs = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
         assert_same(parts, apart)
         assert_same(parts, theirs)
+        more = partial(expert_parallel.messages.unpack_first, parts=shapes, size=rows + 5)
+        for apart in both(more, message):
+            zeros = tuple(np.zeros((5, *p.shape[1:]), p.dtype) for p in parts)
+            assert_same(parts, tuple(p[:rows] for p in apart))
+            assert_same(zeros, tuple(p[rows:] for p in apart))
     for fmt in ("e4m3", "e5m2"):
         for others in ((local, probs), ()):
             pack = expert_parallel.messages.quantize_and_pack
             assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
     # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
     plan = fp8moe.plan_routing_map(expert_parallel.messages.rank_mask(ids, 4, 3)[0], topk=min(k, 3))
+    by_rank, sent = expert_parallel.messages.pack_by_rank, int(plan.tokens_per_expert.sum())
+    for given, fmt, others in (
+        (x, "e4m3", (local, probs)),
+        (x, None, (local, probs)),
+        (x, None, ()),
+        (q, None, ()),
+    ):
+        one = expert_parallel.messages.Message(given, fmt, others).pack()
+        found = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, False, *o), given, plan, *others)
+        for packed in found:  # rows that no token goes to are not written
+            assert same_bits(np.asarray(packed)[:sent], fp8moe.permute(one, plan).data[:sent])
+        limited = expert_parallel.messages.limit_rows(plan, max(rows // 4, 1))
+        filled = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, True, *o), given, limited, *others)
+        assert_same(*filled)
+        assert same_bits(filled[0], fp8moe.permute(one, limited).data)
     halves = np.array([rows // 2, 0, rows - rows // 2])
     for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
         for fmt in (None, "e4m3"):

@@ -85,8 +85,9 @@ def test_several_gpus(cases, world, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_training_step_of_ranks_in_a_cuda_graph(tmp_path):
-    ranks("layers,bounded,chunks,captured", 1, tmp_path, "cuda", 200)
+@pytest.mark.parametrize("cases", ["captured", "layers,bounded,chunks"])
+def test_a_world_of_one_gpu_and_a_training_step_in_a_cuda_graph(cases, tmp_path):
+    ranks(cases, 1, tmp_path, "cuda", 200)
 
 
 class Board(dict):
