@@ -507,7 +507,36 @@ _MADE: dict[str, Callable[[], str]] = {
     "scaling-paper": _scaling_paper,
     **{f"experiment-{page}": partial(_experiment, prefixes) for page, prefixes in EXPERIMENTS.items()},
 }
-_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host, "model": _model}
+
+
+def _beside(rows: Rows) -> str:
+    """Products beside a kernel that holds multiprocessors: in time, and of a share's time."""
+    lines = [
+        _origin(rows[0]),
+        "",
+        "| product | multiprocessors held | time | longer | their share | |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    alone = {r["name"]: r["us"] for r in rows if not r["held"]}
+    for r in rows:
+        held = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
+        longer, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
+        if not r["held"]:
+            held, longer, share = "none", "", ""
+        lines.append(
+            f"| {r['name']} | {held} | {_time(r['us'])} | {longer} | {share} | {r['tflops']:.0f} TFLOP/s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {
+    "layer": _layers,
+    "exchange": _exchange,
+    "jax": _inside,
+    "host": _host,
+    "model": _model,
+    "beside": _beside,
+}
 
 
 if __name__ == "__main__":
