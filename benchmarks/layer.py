@@ -231,7 +231,7 @@ def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, 
 
 
 def short_name(kernel: str) -> str:
-    """Of a C++ function without its result, namespaces and arguments; cuBLAS's kernels are all of one name."""
+    """Without a C++ function's result, namespaces and arguments; all of cuBLAS's have one name."""
     name = kernel.removeprefix("void ").partition("<")[0].partition("(")[0].rpartition("::")[2].strip()
     return "cuBLAS" if name.startswith(("nvjet", "cutlass", "splitKreduce")) else name
 
