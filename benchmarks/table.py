@@ -169,6 +169,37 @@ def _layers(rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _layer_kernels() -> str:
+    """Kernels of a step of fp8_flow, at the first of the layer's shapes and at its last."""
+    rows = [r for r in newest_layers() if r["name"] == "fp8_flow"]
+    if not all("kernels_us" in r for r in rows):
+        out = "--out benchmarks/results/layer-h200.jsonl"
+        return f"Not measured yet: `python -m fp8moe.benchmarks.layer {out}`.\n"
+    first, last = rows[0], rows[-1]
+    lines = [
+        _origin(first),
+        "",
+        f"| kernel | {last['shape']} | | {first['shape']} | |",
+        "|---|---:|---:|---:|---:|",
+    ]
+
+    def line(title: str, *both: float) -> str:
+        cells = (
+            f"{us:.0f} us | {us / 10 / r['kernel_ms']:.1f} %"
+            for us, r in zip(both, (last, first), strict=True)
+        )
+        return f"| {title} | {' | '.join(cells)} |"
+
+    rest = [0.0, 0.0]
+    for name in dict.fromkeys([*last["kernels_us"], *first["kernels_us"]]):
+        both = [r["kernels_us"].get(name, 0.0) for r in (last, first)]
+        if max(both[0] / last["kernel_ms"], both[1] / first["kernel_ms"]) < 5:  # half a percent
+            rest = [a + b for a, b in zip(rest, both, strict=True)]
+        else:
+            lines.append(line(f"`{name}`", *both))
+    return "\n".join([*lines, line("others", *rest)]) + "\n"
+
+
 def _demo(report: dict[str, Any]) -> str:
     config, runs = report["config"], report["runs"]
     base = runs["bf16"]["final"]
@@ -495,6 +526,7 @@ def cited(text: str) -> str:
 
 
 _MADE: dict[str, Callable[[], str]] = {
+    "layer-kernels": _layer_kernels,
     "compare": _compare,
     "files": _files,
     "headline": _headline,
@@ -507,7 +539,36 @@ _MADE: dict[str, Callable[[], str]] = {
     "scaling-paper": _scaling_paper,
     **{f"experiment-{page}": partial(_experiment, prefixes) for page, prefixes in EXPERIMENTS.items()},
 }
-_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host, "model": _model}
+
+
+def _beside(rows: Rows) -> str:
+    """Products beside a kernel that holds multiprocessors: in time, and of a share's time."""
+    lines = [
+        _origin(rows[0]),
+        "",
+        "| product | multiprocessors held | time | longer | their share | |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    alone = {r["name"]: r["us"] for r in rows if not r["held"]}
+    for r in rows:
+        held = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
+        longer, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
+        if not r["held"]:
+            held, longer, share = "none", "", ""
+        lines.append(
+            f"| {r['name']} | {held} | {_time(r['us'])} | {longer} | {share} | {r['tflops']:.0f} TFLOP/s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {
+    "layer": _layers,
+    "exchange": _exchange,
+    "jax": _inside,
+    "host": _host,
+    "model": _model,
+    "beside": _beside,
+}
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_what_programs_import_from_adapters_is_in_the_reference(site):
 
 def test_every_adapter_is_documented_or_internal(site):
     internal = {"docstrings", "jax_calls", "jax_ffi", "jax_tokens"}
-    internal |= {"torch_experts", "torch_grouped", "torch_library", "torch_operation"}
+    internal |= {"torch_experts", "torch_grouped", "torch_halves", "torch_library", "torch_operation"}
     found = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
     documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}
     assert documented == found - internal
