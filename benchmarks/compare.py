@@ -35,7 +35,7 @@ SHAPES = [(4096, 8, 7168, 2048, 8), (8192, 32, 4096, 1536, 8), (16_384, 128, 204
 QUICK = [(512, 4, 512, 256, 2)]
 ON_THE_CPU = [(256, 4, 256, 128, 2)]
 ROUNDS = 3
-WARM, TIMED = 0.25, 0.25  # seconds of one library's steps before the timed ones, and of those, as in layer.py
+WARM, TIMED = 0.1, 0.2  # seconds of one library's steps before the timed ones, and of those
 PARTS = (LAYER, PRODUCT, QUANTIZE)
 
 
