@@ -368,11 +368,12 @@ def _padding() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _standing() -> str:
-    """Of each operation on the H200 the range over its cases."""
+def _standing(prefixes: Iterable[str] = ("",)) -> str:
+    """Of each operation on the H200 whose name begins so, the range over its cases."""
     cases: dict[str, Rows] = {}
     for r in newest(rows_of("h200")):
-        cases.setdefault(r["name"], []).append(r)
+        if r["name"].startswith(tuple(prefixes)):
+            cases.setdefault(r["name"], []).append(r)
     lines = [
         "| operation | cases | of copy bandwidth | TFLOP/s, sustained | time |",
         "|---|---:|---:|---:|---:|",
@@ -405,15 +406,19 @@ def _compare() -> str:
         for part, shape in dict.fromkeys((part, shape) for part, shape, _ in cases):
             panel = [r for (p, s, _), r in cases.items() if (p, s) == (part, shape)]
             panel.sort(key=lambda r: r["ms"])
+            shared = dict(set.intersection(*({*r["versions"].items()} for r in panel)))
+            first = {**panel[0], "versions": {k: v for k, v in panel[0]["versions"].items() if k in shared}}
             lines = [
-                f"**{part}, {shape}.** {_origin(panel[0])}",
+                f"**{part}, {shape}.** {_origin(first)}",
                 "",
-                "| library | time | TFLOP/s | error against float64 |",
-                "|---|---:|---:|---:|",
+                "| library | version | time | TFLOP/s | error against float64 |",
+                "|---|---|---:|---:|---:|",
             ]
             for r in panel:
                 speed = f"{r['tflops']:.0f}" if r["tflops"] else ""
-                lines.append(f"| {r['name']} | {_time(1e3 * r['ms'])} | {speed} | {r['error']:.1e} |")
+                version = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in shared)
+                time = _time(1e3 * r["ms"])
+                lines.append(f"| {r['name']} | {version} | {time} | {speed} | {r['error']:.1e} |")
             tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
 
@@ -533,6 +538,8 @@ _MADE: dict[str, Callable[[], str]] = {
     "links": _links,
     "memory": _memory,
     "standing": _standing,
+    "standing-grouped-gemm-fp8": partial(_standing, ("grouped_gemm fp8", "grouped_gemm_wgrad fp8")),
+    "standing-router": partial(_standing, ("route",)),
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,

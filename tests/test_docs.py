@@ -151,9 +151,14 @@ def test_a_comparison_is_shown(tmp_path, monkeypatch):
     row = {"part": "layer", "shape": "8 tokens", "device": "H200", "tflops": None, "error": 1e-3}
     row |= {"versions": {"torch": "2.11"}, "commit": "abc", "command": "bench compare"}
     timed = [{**row, "name": name, "ms": ms} for name, ms in (("sonic", 2.0), ("torch", 1.5), ("sonic", 1.0))]
+    timed[-1]["versions"] = {"torch": "2.11", "sonic-moe": "0.1"}
     (tmp_path / "compare-h200.jsonl").write_text("\n".join(map(json.dumps, timed)))
     lines = table.table("compare").splitlines()
-    assert lines[-2:] == ["| sonic | 1.00 ms |  | 1.0e-03 |", "| torch | 1.50 ms |  | 1.0e-03 |"]
+    assert lines[-2:] == [
+        "| sonic | sonic-moe 0.1 | 1.00 ms |  | 1.0e-03 |",
+        "| torch |  | 1.50 ms |  | 1.0e-03 |",
+    ]
+    assert "torch 2.11; commit abc" in lines[0]
 
 
 # ---------------------------------------------------------------- what the pages say
