@@ -423,6 +423,25 @@ def _compare() -> str:
     return "\n".join(tables)
 
 
+def compared() -> Rows:
+    """The layer's rows of the last comparison with other libraries on an H200; none before there was one."""
+    if not (RESULTS / "compare-h200.jsonl").exists():
+        return []
+    return newest([r for r in rows_of("compare-h200") if r["part"] == "layer"])
+
+
+def _picture() -> str:
+    """What `step`'s picture shows."""
+    left = "router and the making of the FP8 weights included; the weights\nchange every step"
+    if compared():
+        left = (
+            "by this library and by others, routing given; FP8 copies of\nthe weights are made in every step"
+        )
+    return f"""One NVIDIA H200. Left: forward and backward of an expert layer, {left}.
+Right: a whole training step of Qwen3-MoE in transformers, with its own experts and with these.
+"""
+
+
 def _scaling_measured() -> str:
     from fp8moe.benchmarks import scaling
 
@@ -537,6 +556,7 @@ _MADE: dict[str, Callable[[], str]] = {
     "headline": _headline,
     "links": _links,
     "memory": _memory,
+    "picture": _picture,
     "standing": _standing,
     "standing-grouped-gemm-fp8": partial(_standing, ("grouped_gemm fp8", "grouped_gemm_wgrad fp8")),
     "standing-router": partial(_standing, ("route",)),

@@ -139,6 +139,23 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_comparison_is_what_the_picture_shows(tmp_path, monkeypatch):
+    (tmp_path / "model-h200.jsonl").write_bytes((table.RESULTS / "model-h200.jsonl").read_bytes())
+    (tmp_path / "layer-h200.jsonl").write_bytes((table.RESULTS / "layer-h200.jsonl").read_bytes())
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert {row["name"] for row in step.layers()} == {"fp8moe, bf16", "fp8moe, fp8_flow"}
+    assert "router" in table.table("picture")
+    row = {"part": "layer", "shape": "8 tokens, 4 x 4, 8 experts top-8", "device": "H200", "ms": 2.0}
+    row |= {"commit": "abc", "command": "bench compare"}
+    names = "SonicMoE, bf16", "torchao, FP8 rows", "torchao compiled, FP8 rows", "fp8moe, fp8_flow", "x"
+    rows = [{**row, "name": name} for name in names] + [{**row, "name": "x", "part": "quantise rows"}]
+    (tmp_path / "compare-h200.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [row["name"] for row in step.layers()] == [names[0], *names[2:4]]
+    assert "others" in table.table("picture")
+    step.draw(tmp_path / "step.png")
+    assert step.digest().encode() in (tmp_path / "step.png").read_bytes()
+
+
 def test_rows_of_a_later_run_take_the_place_of_earlier_ones():
     rows = [{"shape": s, "name": n, "ms": ms} for s, n, ms in (("a", "x", 3), ("b", "x", 2), ("a", "x", 1))]
     assert [(r["shape"], r["ms"]) for r in table.newest(rows)] == [("a", 1), ("b", 2)]
