@@ -482,9 +482,10 @@ def _experiment(prefixes: Iterable[str]) -> str:
     groups: dict[str, Rows] = {}
     for r in rows:
         groups.setdefault(_setting(r), []).append(r)
+    rates = _range([r.get("copy_gb_s") for r in rows], "{:.0f}", " GB/s")
     lines = [
         f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
-        "`setting`, time, versions and commit.",
+        "`setting`, time, versions and commit." + (f" Copy bandwidth: {rates}." if rates else ""),
         "",
         '<details markdown="1"><summary>All settings, with the commits that they were measured at</summary>',
         "",
@@ -560,6 +561,7 @@ _MADE: dict[str, Callable[[], str]] = {
     "standing": _standing,
     "standing-grouped-gemm-fp8": partial(_standing, ("grouped_gemm fp8", "grouped_gemm_wgrad fp8")),
     "standing-router": partial(_standing, ("route",)),
+    "standing-transpose": partial(_standing, ("scaling_aware_transpose", "permute_transpose")),
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,

@@ -118,6 +118,20 @@ def test_the_tables_are_those_of_the_results(page):
     assert text.count("<!-- table ") == text.count("<!-- end -->")
 
 
+MEASURED = [ROOT / "README.md", *sorted(DOCS.glob("performance/*.md"))]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_figures_come_from_the_generator(page):
+    """Outside of made tables no time, rate, size or share stands in the text but the paper's."""
+    text = re.sub(
+        r"<!-- table \S+ -->.*?<!-- end -->|```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL
+    )
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    found = [line for line in lines if re.search(r"\d ?(us|ms|%|TFLOP/s|[GT]B/s|[MG]iB)(?!\w)", line)]
+    assert [line for line in found if not line.startswith("The paper")] == []
+
+
 def test_every_results_file_has_a_table():
     text = "".join(page.read_text() for page in PAGES)
     named = {name.partition(":")[0] for name in re.findall(r"<!-- table (\S+) -->", text)}
