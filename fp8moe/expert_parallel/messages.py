@@ -62,8 +62,7 @@ class Message:
         """The same of messages whose parts are expert ids and probabilities, the ids as of `local_ids`."""
         if size is None:
             return unpack_with_ids(rows, self._shapes, first, experts)
-        *data, ids, probs = unpack_first(rows, self._shapes, size)
-        return (*data, local_ids_of(ids, first, experts, rows.shape[0]), probs)
+        return unpack_first(rows, self._shapes, size, (first, experts))
 
     def kept(self, rows: Any, size: int | None = None) -> Any:
         """The messages where the caller may keep what `unpack` makes of them: a peer's window is written
@@ -242,21 +241,28 @@ def unpack(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...]) -> tuple
     return call.leave(out)
 
 
-def unpack_first(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...], size: int) -> tuple[Any, ...]:
+def unpack_first(
+    packed: Any,
+    parts: tuple[tuple[tuple[int, ...], str], ...],
+    size: int,
+    own: tuple[int, int] | None = None,
+) -> tuple[Any, ...]:
     """`unpack` to arrays of ``size`` rows, of which these are the first; the others are zeros. Of other
-    numbers of messages every time: no operation, whose launches would be planned for each."""
+    numbers of messages every time: no operation, whose launches would be planned for each.
+
+    own: (first, experts), where the last two arrays are expert ids and probabilities: the ids are as of
+    `local_ids` then, and -1 in rows after the first.
+    """
     call = enter(packed=packed)
     out = call.empty(tuple(ArraySpec((size, *shape), dtype_named(dtype, "parts")) for shape, dtype in parts))
     call.run("expert_parallel", "unpack_rows", call.args.packed, out=out)
+    if own is not None:
+        *data, ids, probs = out
+        local = call.empty(ArraySpec(tuple(ids.shape), checks.INT32))
+        of_experts = {"first": own[0], "experts": own[1], "rows": call.args.packed.shape[0]}
+        call.run("expert_parallel", "local_ids", ids, **of_experts, out=local)
+        out = (*data, local, probs)
     return call.leave(out)  # type: ignore[no-any-return]
-
-
-def local_ids_of(ids: Any, first: int, experts: int, rows: int) -> Any:
-    """`local_ids` of the first ``rows`` rows, -1 in those after them."""
-    call = enter(ids=ids)
-    out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
-    call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, rows=rows, out=out)
-    return call.leave(out)
 
 
 @operation
