@@ -212,6 +212,7 @@ def pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
     row r to place r."""
     call = enter(parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
+    _check_room(a.parts[0].shape[0], a)
     call.run("expert_parallel", "pack_rows", a.parts, a.row_id_map, out=a.windows)
 
 
@@ -221,8 +222,17 @@ def quantize_and_pack_into(
     """`pack_into` of x, quantised, and the parts."""
     call = enter(x=x, parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
+    _check_room(a.x.shape[0], a)
     counters.record_cast(weight=False)
     call.run("expert_parallel", "quantize_and_pack", a.x, a.parts, a.row_id_map, like=like, out=a.windows)
+
+
+def _check_room(rows: int, a: Any) -> None:
+    """That windows without a map have as many rows as there are: what is past the last window's is another
+    rank's memory."""
+    room = sum(window.shape[0] for window in a.windows)
+    if a.row_id_map is None and room != rows:
+        raise ValueError(f"windows: got {room} rows in all; wanted {rows}, the messages'")
 
 
 def message_spec(parts: Sequence[Any]) -> ArraySpec:
