@@ -21,6 +21,7 @@ from fp8moe.record_trees import map_arrays
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 
 UINT8 = np.dtype(np.uint8)
+MOST_PLACES = 3  # of a row that `pack_by_rank` packs in one pass without quantising it
 FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # what rows are sent as
 
 
@@ -187,10 +188,11 @@ def pack_by_rank(x: Any, fmt: str | None, plan: PermutationPlan, zeros: bool, *p
     call = enter(x=x, plan=plan, parts=parts)
     a = call.args
     layout = _message_layout(a.x, fmt, a.parts)
-    if zeros or layout.plain:
+    # In one pass; by two, a pass more over the messages. Rows that are not quantised are read once for each
+    # of their places: with n of them 2 n rows in all for 3 + n
+    if zeros or layout.plain or (fmt is None and a.plan.max_experts_per_token > MOST_PLACES):
         rows = a.x if layout.plain else _packed(a.x, fmt, a.parts)
         return call.leave(permute(rows, a.plan, fill_padding=zeros).data)
-    # in one pass: by two, a pass more over the messages
     rows, where = a.plan.num_out_tokens, a.plan.row_id_map
     if fmt is None:
         each = (*_parts(a.x), *a.parts)
