@@ -66,30 +66,35 @@ def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path 
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
+    sizes, hidden = (ROWS, HIDDEN) if cuda else ((64,), 256)
+    layers = LAYERS if cuda else ((64, 2),)
     for name in by:
         room = window_bytes(world, ROWS[-1], HIDDEN, TOPK)
         comm = SymmetricMemory(None, room) if name == "peer" else ProcessGroup()
         torch.manual_seed(rank)
-        for rows in ROWS if cuda else (64,):
-            for row in of_rows(comm, rows, HIDDEN if cuda else 256, device):
-                report({**row, "by": name}, rank, world, device, out)
-            if name != "peer":
-                for row in of_bounded(rows, HIDDEN if cuda else 256, device):
-                    report({**row, "by": name}, rank, world, device, out)
-        for tokens, experts in LAYERS if cuda else ((64, 2),):
+
+        def tell(row: dict[str, Any], words: str = "", by: str = name) -> None:
+            report({**row, "name": row["name"] + words, "by": by}, rank, world, device, out)
+
+        for rows in sizes:
+            for row in of_rows(comm, rows, hidden, device):
+                tell(row)
+        for layer in layers:
             for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
-                row = of_layer(comm, tokens, experts, recipe, device)
-                report({**row, "by": name}, rank, world, device, out)
-            row = of_layer(comm, tokens, experts, "fp8_flow", device, inputs=16)
-            row["name"] += ", other rows each step"
-            report({**row, "by": name}, rank, world, device, out)
-            for chunks, bounded in ((2, False), (4, False), (1, True), (2, True), (4, True)):
-                if bounded and name == "peer":
-                    continue
-                way, words = transport(name, room, tokens // chunks if bounded else 0, chunks)
-                row = of_layer(way, tokens, experts, "fp8_flow", device)
-                row["name"] += words
-                report({**row, "by": name}, rank, world, device, out)
+                tell(of_layer(comm, *layer, recipe, device))
+            tell(of_layer(comm, *layer, "fp8_flow", device, inputs=16), ", other rows each step")
+            for chunks in (2, 4):
+                way, words = transport(name, room, 0, chunks)
+                tell(of_layer(way, *layer, "fp8_flow", device), words)
+        if name == "peer":
+            continue
+        for rows in sizes:
+            for row in of_bounded(rows, hidden, device):
+                tell(row)
+        for layer in layers:
+            for chunks in (1, 2, 4):
+                way, words = transport(name, room, layer[0] // chunks, chunks)
+                tell(of_layer(way, *layer, "fp8_flow", device), words)
     dist.destroy_process_group()
 
 
