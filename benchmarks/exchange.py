@@ -39,8 +39,7 @@ from fp8moe.expert_parallel import Capacity, Counts
 from fp8moe.info import commit, versions
 
 HIDDEN, FFN, TOPK = 7168, 2048, 8
-ROWS = (4096, 8192, 32_768)
-LAYERS = ((4096, 8), (16_384, 8))  # tokens a rank, experts a rank
+ROWS, TOKENS = (4096, 8192, 32_768), (4096, 16_384)
 
 
 def main() -> None:
@@ -48,17 +47,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--ranks", type=int, default=0, help="GPUs; by default all")
     parser.add_argument("--by", nargs="+", choices=("nccl", "peer"), default=["nccl", "peer"])
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of each rank")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of the layer, of each rank")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: gloo, tiny sizes")
     arguments = parser.parse_args()
     world = arguments.ranks or torch.cuda.device_count()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    by = arguments.by if arguments.device == "cuda" else ["gloo"]
-    torch.multiprocessing.spawn(run, (world, port, by, arguments.device, arguments.out), nprocs=world)
+    given = arguments.by, arguments.rows, arguments.tokens
+    by, rows, tokens = given if arguments.device == "cuda" else (["gloo"], [64], [64])
+    sizes = rows, tokens
+    torch.multiprocessing.spawn(run, (world, port, by, sizes, arguments.device, arguments.out), nprocs=world)
 
 
-def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path | None) -> None:
+def run(
+    rank: int,
+    world: int,
+    port: int,
+    by: list[str],
+    sizes: tuple[list[int], list[int]],
+    device: str,
+    out: Path | None,
+) -> None:
     cuda = device == "cuda"
     if cuda:
         torch.cuda.set_device(rank)
@@ -66,17 +77,16 @@ def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path 
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
     )
-    sizes, hidden = (ROWS, HIDDEN) if cuda else ((64,), 256)
-    layers = LAYERS if cuda else ((64, 2),)
+    hidden, layers = HIDDEN if cuda else 256, [(tokens, 8 if cuda else 2) for tokens in sizes[1]]
     for name in by:
-        room = window_bytes(world, ROWS[-1], HIDDEN, TOPK)
+        room = window_bytes(world, max(*sizes[0], *sizes[1]), HIDDEN, TOPK)
         comm = SymmetricMemory(None, room) if name == "peer" else ProcessGroup()
         torch.manual_seed(rank)
 
         def tell(row: dict[str, Any], words: str = "", by: str = name) -> None:
             report({**row, "name": row["name"] + words, "by": by}, rank, world, device, out)
 
-        for rows in sizes:
+        for rows in sizes[0]:
             for row in of_rows(comm, rows, hidden, device):
                 tell(row)
         for layer in layers:
@@ -88,7 +98,7 @@ def run(rank: int, world: int, port: int, by: list[str], device: str, out: Path 
                 tell(of_layer(way, *layer, "fp8_flow", device), words)
         if name == "peer":
             continue
-        for rows in sizes:
+        for rows in sizes[0]:
             for row in of_bounded(rows, hidden, device):
                 tell(row)
         for layer in layers:
