@@ -224,7 +224,7 @@ def of_layer(
         forward, backward = next(steps)
         backward(forward())
 
-    us = seconds(step, device, calls=5, repeats=5) * 1e6
+    us = seconds(step, device, calls=3, repeats=5) * 1e6
     shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts a rank, top-{topk}"
     row = {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
     if comm.capacity is not None:
