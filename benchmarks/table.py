@@ -228,27 +228,37 @@ BY = {"nccl": "NCCL", "peer": "peers' memory"}
 
 
 def _exchange(rows: Rows) -> str:
-    """Each FP8 row beside bfloat16's."""
+    """Each FP8 row beside bfloat16's: by each transport, the rows of its last run."""
+    last = {r.get("by", "nccl"): r["commit"] for r in rows}
+    rows = [r for r in rows if r["commit"] == last[r.get("by", "nccl")]]
     known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
+    names = {name for name, *_ in known}
+    commits = " and ".join(f"{commit} ({BY[by]})" for by, commit in last.items())
     lines = [
-        _origin(rows[0]),
+        f"{rows[0]['device']}; {_packages(rows[0])}; commit {commits}: `{rows[0]['command']}`",
         "",
         "| rows, or layer | by | what | bf16 | FP8 | | the device alone | | bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for r in rows:
-        what, fmt = r["name"].split(", ")
-        if fmt == "bf16":
+    for r in known.values():
+        what, fmt, *way = r["name"].split(", ")
+        if fmt == "bf16" and (what == "layer" or ", ".join([what, "fp8", *way]) in names):
             continue
         by = r.get("by", "nccl")
-        base = known[f"{what}, bf16", r["shape"], by]
+        base = known.get((", ".join([what, "bf16", *way]), r["shape"], by))
+        base = base or known[f"{what}, bf16", r["shape"], by]
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
-        named = what if fmt == "fp8" else f"{what}, {fmt}"
+        named = ", ".join([what, *([] if fmt in ("fp8", "bf16") else [fmt]), *way])
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
         alone = " | "
-        if "graph_us" in r:
+        if "graph_us" in base:
             both = base["graph_us"], r["graph_us"]
             alone = f"{both[0]:.0f} / {both[1]:.0f} us | {both[0] / both[1]:.2f}x"
+        elif "graph_us" in r:
+            alone = f"{_time(r['graph_us'])} | "
+        if fmt == "bf16":  # nothing of it in FP8
+            times = f"{_time(r['us'])} | | "
+            alone = f"{r['graph_us']:.0f} us | " if "graph_us" in r else " | "
         lines.append(f"| {r['shape']} | {BY[by]} | {named} | {times} | {alone} | {sent} |")
     return "\n".join(lines) + "\n"
 
