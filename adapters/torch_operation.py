@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
+from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
@@ -35,8 +36,8 @@ class Gradient(NamedTuple):
 
     of: the arguments that have one, the rows first. saves: those that ``backward`` reads, from all of them.
     backward: from the arguments, of which tensors that are not saved are None, with how many "rows" there
-    were and for which of ``of`` autograd asks ("needs_input_grad"), and from the gradients of the results, to
-    those of ``of``; None, or fewer, where there are none.
+    were and for which of ``of`` gradients are used ("asked"), and from the gradients of the results, to those
+    of ``of``; None, or fewer, where there are none.
     """
 
     of: tuple[str, ...]
@@ -112,7 +113,7 @@ def operation(
 def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[str, ...], note: str) -> Core:
     """The core's function for tensors, ``traced`` where a compiler traces the call or a gradient is wanted.
 
-    differentiable: the arguments that have a gradient; where there are none, nobody wants one. note: a
+    differentiable: the arguments that have a gradient; where there are none, results have none. note: a
     paragraph of the docstring.
     """
     parameters = inspect.signature(core).parameters
@@ -124,7 +125,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
 
     @documented(core, differentiable, note)
     def call(*arguments: Any, **options: Any) -> Any:
-        plain, needs_grad = not torch.compiler.is_compiling(), False
+        plain, needs_grad = not torch.compiler.is_dynamo_compiling(), False
         if plain:
             for value in (*arguments, *options.values()):
                 kind = type(value)
@@ -183,7 +184,7 @@ def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callabl
     return declare
 
 
-#: types of arguments that hold no array that is looked at here; a plan's lies where its rows do
+#: types of arguments whose arrays are not checked here; a plan's lies where its rows do
 _NO_ARRAYS = frozenset((*METADATA_TYPES, PermutationPlan, tuple, list, *Options.__subclasses__()))
 
 
@@ -260,6 +261,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
                 value = value.data
             saved.append(value)
         values.update(nothing, rows=arguments[0].shape[0])
+        ctx.tensors = [n for n, a in enumerate(arguments) if isinstance(a, Tensor)]
         ctx.save_for_backward(*saved)
         ctx.kept, ctx.values = kept, values
         if type(results) is not list:
@@ -271,7 +273,8 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
         for name, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
             fields = values[name]
             values[name] = _plan_with(fields, tensor) if type(fields) is dict else tensor
-        values["needs_input_grad"] = [ctx.needs_input_grad[n] for n in places]
+        asked = dict(zip(ctx.tensors, asked_for(ctx), strict=True))
+        values["asked"] = [asked.get(n, False) for n in places]
         given = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
         returned: list[Any] = [None] * len(names)
         for place, grad in zip(places, given, strict=False):
@@ -291,7 +294,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
     apply_eager = super(torch.autograd.Function, function).apply
 
     def apply(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return apply_flat(*operator.flatten(arguments))
         return apply_eager(*arguments)
 

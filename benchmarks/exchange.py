@@ -141,7 +141,10 @@ def of_format(
     def exchange(rows: Any, fmt: str | None) -> Any:
         message = expert_parallel.messages.Message(rows, fmt)
         pending = expert_parallel.exchange.deliver(message, None, equal, comm)
-        return (pending or expert_parallel.exchange.exchange_rows(message.pack(), equal, comm)).wait()
+        if pending is None:
+            packed, size = message.pack(), message.row_bytes
+            pending = expert_parallel.exchange.exchange_rows(packed, size, equal, comm)
+        return pending.wait()
 
     def dispatch() -> Any:
         return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)

@@ -3,7 +3,7 @@
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
 (times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` takes its rows of these topics alone; other
 names are those of `_MADE`: "files" lists the project's modules. The pictures are drawn anew, too, where their
-rows have changed.
+rows have changed, and links are whole once pyproject.toml says where the repository is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -18,9 +19,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# Where the repository is on the web, such as "https://github.com/OWNER/NAME": the README's links are relative
-# without it, which a page of a package index cannot follow.
-REPOSITORY = ""
 FOLDERS = "fp8moe", "fp8moe/expert_parallel", "fp8moe/interop", "kernels_cuda", "adapters", "benchmarks"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -28,9 +26,9 @@ Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    for page in pages():
+    for page in [*pages(), ROOT / "CITATION.cff"]:
         text = page.read_text()
-        if (made := render(text)) != text:
+        if (made := render(text) if page.suffix == ".md" else cited(text)) != text:
             page.write_text(made)
             print(page.relative_to(ROOT))
     from fp8moe.benchmarks import roofline, step
@@ -169,6 +167,37 @@ def _layers(rows: Rows) -> str:
             f"({100 * r['kept_bytes'] / plain['kept_bytes']:.0f} %) |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _layer_kernels() -> str:
+    """Kernels of a step of fp8_flow, at the first of the layer's shapes and at its last."""
+    rows = [r for r in newest_layers() if r["name"] == "fp8_flow"]
+    if not all("kernels_us" in r for r in rows):
+        out = "--out benchmarks/results/layer-h200.jsonl"
+        return f"Not measured yet: `python -m fp8moe.benchmarks.layer {out}`.\n"
+    first, last = rows[0], rows[-1]
+    lines = [
+        _origin(first),
+        "",
+        f"| kernel | {last['shape']} | | {first['shape']} | |",
+        "|---|---:|---:|---:|---:|",
+    ]
+
+    def line(title: str, *both: float) -> str:
+        cells = (
+            f"{us:.0f} us | {us / 10 / r['kernel_ms']:.1f} %"
+            for us, r in zip(both, (last, first), strict=True)
+        )
+        return f"| {title} | {' | '.join(cells)} |"
+
+    rest = [0.0, 0.0]
+    for name in dict.fromkeys([*last["kernels_us"], *first["kernels_us"]]):
+        both = [r["kernels_us"].get(name, 0.0) for r in (last, first)]
+        if max(both[0] / last["kernel_ms"], both[1] / first["kernel_ms"]) < 5:  # half a percent
+            rest = [a + b for a, b in zip(rest, both, strict=True)]
+        else:
+            lines.append(line(f"`{name}`", *both))
+    return "\n".join([*lines, line("others", *rest)]) + "\n"
 
 
 def _demo(report: dict[str, Any]) -> str:
@@ -474,16 +503,30 @@ LINKS = {
 }
 
 
+def repository() -> str:
+    """Where the repository is on the web: a project URL of pyproject.toml. Empty where there is none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project.get("urls", {}).get("Repository", "")).rstrip("/")
+
+
 def _links() -> str:
-    """The README's links, which a package index needs whole."""
-    lines = []
+    """The README's links. A page of a package index can follow whole ones only."""
+    lines, where = [], repository()
     for name, path in LINKS.items():
         form = "raw" if path.endswith(".png") else "blob"
-        lines.append(f"[{name}]: {REPOSITORY}/{form}/main/{path}" if REPOSITORY else f"[{name}]: {path}")
+        lines.append(f"[{name}]: {where}/{form}/main/{path}" if where else f"[{name}]: {path}")
     return "\n".join(lines) + "\n"
 
 
+def cited(text: str) -> str:
+    """CITATION.cff with the repository, where it is known."""
+    text = re.sub(r"^repository-code:.*\n", "", text, flags=re.MULTILINE)
+    where = repository()
+    return text.replace("license:", f'repository-code: "{where}"\nlicense:', 1) if where else text
+
+
 _MADE: dict[str, Callable[[], str]] = {
+    "layer-kernels": _layer_kernels,
     "compare": _compare,
     "files": _files,
     "headline": _headline,
@@ -496,7 +539,36 @@ _MADE: dict[str, Callable[[], str]] = {
     "scaling-paper": _scaling_paper,
     **{f"experiment-{page}": partial(_experiment, prefixes) for page, prefixes in EXPERIMENTS.items()},
 }
-_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host, "model": _model}
+
+
+def _beside(rows: Rows) -> str:
+    """Products beside a kernel that holds multiprocessors: in time, and of a share's time."""
+    lines = [
+        _origin(rows[0]),
+        "",
+        "| product | multiprocessors held | time | longer | their share | |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    alone = {r["name"]: r["us"] for r in rows if not r["held"]}
+    for r in rows:
+        held = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
+        longer, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
+        if not r["held"]:
+            held, longer, share = "none", "", ""
+        lines.append(
+            f"| {r['name']} | {held} | {_time(r['us'])} | {longer} | {share} | {r['tflops']:.0f} TFLOP/s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {
+    "layer": _layers,
+    "exchange": _exchange,
+    "jax": _inside,
+    "host": _host,
+    "model": _model,
+    "beside": _beside,
+}
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ def grouped_gemm(
     x: Any,
     w: Any,
     expert_offsets: Any,
+    tokens_per_expert: Any,
     *,
     transpose_w: bool,
     backend: str | None,
@@ -136,8 +137,10 @@ def grouped_gemm(
         _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
-        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **limit)
+        options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        if chosen == "wgmma" and product.quantized:
+            options["tokens_per_expert"] = tokens_per_expert
+        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **options)
 
 
 def grouped_gemm_wgrad(

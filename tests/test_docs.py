@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -84,7 +85,7 @@ def test_what_programs_import_from_adapters_is_in_the_reference(site):
 
 def test_every_adapter_is_documented_or_internal(site):
     internal = {"docstrings", "jax_calls", "jax_ffi", "jax_tokens"}
-    internal |= {"torch_experts", "torch_grouped", "torch_library", "torch_operation"}
+    internal |= {"torch_experts", "torch_grouped", "torch_halves", "torch_library", "torch_operation"}
     found = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
     documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}
     assert documented == found - internal
@@ -95,6 +96,16 @@ def test_every_link_of_the_readme_is_a_file():
     for name in re.findall(r"\]\[([a-z]+)\]", text):
         assert (ROOT / table.LINKS[name]).exists(), name
     assert not re.findall(r"\]\((?!https://)", text)  # all by the generated list, which makes them whole
+
+
+def test_the_site_links_to_the_repository_that_pyproject_names(tmp_path):
+    specification = importlib.util.spec_from_file_location("repository", DOCS / "repository.py")
+    hook = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hook)
+    config = {"config_file_path": str(tmp_path / "mkdocs.yml"), "repo_url": None}
+    for urls, wanted in (("", None), ('Repository = "https://example.com/a/b"', "https://example.com/a/b")):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "fp8moe"\n[project.urls]\n{urls}\n')
+        assert hook.on_config(config)["repo_url"] == wanted
 
 
 # ---------------------------------------------------------------- figures

@@ -775,5 +775,5 @@ def test_an_expert_at_a_time_by_cublas(counts, blas):
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.install(patch)
         given = [cuda_on_cpu.upload(v) for v in (y, x, offsets, into.copy())]
-        found = fp8moe.grouped_gemm_wgrad(*given, backend="cublas")
-    assert relative(found.host, wanted) < 1e-5
+        actual = fp8moe.grouped_gemm_wgrad(*given, backend="cublas")
+    assert relative(actual.host, wanted) < 1e-5
