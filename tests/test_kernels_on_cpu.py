@@ -564,11 +564,11 @@ def test_every_code_is_multiplied_exactly(fmt, architecture):
     ],
 )
 def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
-    from fp8moe.kernels_cuda import grouped_gemm_wgmma
+    from fp8moe.kernels_cuda import grouped_gemm_wgmma16
 
     cuda_on_cpu.install(monkeypatch)
     if stages:
-        monkeypatch.setattr(grouped_gemm_wgmma, "stages", lambda verb, experts: stages)
+        monkeypatch.setattr(grouped_gemm_wgmma16, "stages", lambda verb, experts: stages)
     upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
 
