@@ -16,6 +16,11 @@ TAIL = 16 * math.ceil(4 * TOPK / 16)  # bytes of a row's ids, or probabilities
 FP8_ROW, BF16_ROW = HIDDEN + 16 * math.ceil(HIDDEN / 128 * 4 / 16), 2 * HIDDEN
 
 
+RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
+# runs on several GPUs in which FP8 copies of the weights were made once; in all others at every step
+WEIGHTS_KEPT = {"e3e3fd1", "db090c1"}
+
+
 def measured() -> str:
     """Tokens a second that a GPU takes through the layer, eight experts on each."""
     lines = [
@@ -23,27 +28,39 @@ def measured() -> str:
         "| fp8_flow against bf16 | of one GPU's, bf16 / fp8_flow |",
         "|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    several = [(world, *_on_several(world)) for world in (2, 4)]
     for tokens in (4096, TOKENS):
-        alone: dict[str, float] = {}
-        for world in (1, 2, 4):
-            speeds = _tokens_a_second(world, tokens)
-            alone = alone or speeds
-            rates = " | ".join(f"{speeds[r] / 1e3:.0f} k" for r in ("bf16", "fp8_blockwise", "fp8_flow"))
-            kept = " / ".join(f"{100 * speeds[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
-            gain = speeds["fp8_flow"] / speeds["bf16"]
-            lines.append(f"| {world} | {tokens} | {rates} | {gain:.2f}x | {kept} |")
+        for kept in (False, True):
+            runs = [(w, rates.get(tokens, {})) for w, rates, is_kept in several if is_kept == kept]
+            runs = [(world, found) for world, found in runs if {*RECIPES} <= {*found}]
+            if not runs:
+                continue
+            alone = _on_one(tokens, kept)
+            for world, found in [(1, alone), *runs]:
+                columns = (f"{found[r] / 1e3:.0f} k" for r in RECIPES)
+                share = " / ".join(f"{100 * found[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
+                gain = found["fp8_flow"] / found["bf16"]
+                gpus = f"{world}, weights kept" if kept else f"{world}"
+                lines.append(f"| {gpus} | {tokens} | {' | '.join(columns)} | {gain:.2f}x | {share} |")
     return "\n".join(lines) + "\n"
 
 
-def _tokens_a_second(world: int, tokens: int) -> dict[str, float]:
-    if world == 1:
-        rows = [r for r in _rows("layer-h200") if r["shape"].startswith(f"{tokens} tokens")]
-        speeds = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
-        # those on several GPUs were measured with weights that stay the same
-        return {**speeds, "fp8_flow": speeds["fp8_flow, weights kept"]}
+def _on_one(tokens: int, kept: bool) -> dict[str, float]:
+    """Tokens a second by recipe, on one GPU; kept: of fp8_flow without making copies of the weights."""
+    rows = [r for r in _rows("layer-h200") if r["shape"].startswith(f"{tokens} tokens")]
+    found = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
+    return {**found, "fp8_flow": found["fp8_flow, weights kept" if kept else "fp8_flow"]}
+
+
+def _on_several(world: int) -> tuple[dict[int, dict[str, float]], bool]:
+    """The same by tokens, on each of several GPUs by NCCL, and whether weights were kept: of the last run."""
     rows = [r for r in _rows(f"exchange-h200-x{world}") if r.get("by", "nccl") == "nccl"]
-    rows = [r for r in rows if r["shape"].startswith(f"{tokens} tokens")]
-    return {r["name"].removeprefix("layer, "): r["tokens_per_s"] for r in rows}
+    last = [r for r in rows if r["commit"] == rows[-1]["commit"] and r["name"].startswith("layer, ")]
+    found: dict[int, dict[str, float]] = {}
+    for r in last:
+        rates = found.setdefault(int(r["shape"].split()[0]), {})
+        rates[r["name"].removeprefix("layer, ")] = r["tokens_per_s"]
+    return found, rows[-1]["commit"] in WEIGHTS_KEPT
 
 
 def table() -> str:
@@ -89,11 +106,11 @@ def rows_sent(world: int) -> tuple[float, float]:
 
 def measured_layer() -> dict[str, float]:
     """Seconds of the layer's forward and backward at TOKENS, by recipe."""
-    speeds = {}
+    found = {}
     for r in _rows("layer-h200"):
         if r["shape"].startswith(f"{TOKENS} tokens") and "32 experts" in r["shape"]:
-            speeds[r["name"]] = r["ms"] / 1e3
-    return speeds
+            found[r["name"]] = r["ms"] / 1e3
+    return found
 
 
 def measured_nvlink() -> float:

@@ -324,8 +324,7 @@ def moe_forward(
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
     else:
-        given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-        _check_layer(recipe, activation, backend, gradients, **given)
+        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, backend, tuple(gradients))
         y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, how)
     return y, _recorded(saved, overwritten)
 
@@ -1003,6 +1002,23 @@ def _check_outputs(
 def _cast(recipe: str, x: Any) -> Any:
     fmt = FORMAT_BETWEEN_RANKS[recipe]
     return x if fmt is None else quantize(x, fmt=fmt)
+
+
+@operation
+def _check_before_sending(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    gradients: Collection[str],
+) -> None:
+    """`_check_layer`, once for given shapes."""
+    given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
+    _check_layer(recipe, activation, backend, gradients, **given)
 
 
 def _check_layer(

@@ -80,22 +80,21 @@ def overlapped_backward(
     """(dx [T, H], dprobs [T, k]), or None for both, of one chunk or several. inputs: makes (dx, dprobs) of
     the rows of a chunk. weights: what else there is to do for it, beside which these travel."""
     ends = [0, *itertools.accumulate(route.num_tokens for route in routes)]
-    bounds = list(itertools.pairwise(ends))
+    bounds, alone = list(itertools.pairwise(ends)), len(routes) == 1
 
-    def send(chunk: int) -> Pending:
-        part = part_of(dy, *bounds[chunk])
-        pending: Pending = combine_backward(part, routes[chunk], comm, fmt=fmt, async_op=True)
-        return pending
+    def send(chunk: int, async_op: bool) -> Any:
+        part = dy if alone else part_of(dy, *bounds[chunk])
+        return combine_backward(part, routes[chunk], comm, fmt=fmt, async_op=async_op)
 
-    pending, grads, back = send(0), None, None
+    pending, grads, back = None, None, None
     for chunk, route in enumerate(routes):
-        arrived = pending.wait()
+        arrived = send(chunk, False) if pending is None else pending.wait()
         if chunk + 1 < len(routes):
-            pending = send(chunk + 1)
+            pending = send(chunk + 1, True)
         found = inputs(chunk, arrived)
         if back is not None:
             back.wait()
-        if found[0] is not None and len(routes) == 1:
+        if found[0] is not None and alone:
             back = dispatch_backward(*found, route, comm, async_op=True)
         elif found[0] is not None:
             grads = tuple(new_rows(a, ends[-1]) for a in found) if grads is None else grads
