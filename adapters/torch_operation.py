@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
-from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
@@ -36,8 +35,8 @@ class Gradient(NamedTuple):
 
     of: the arguments that have one, the rows first. saves: those that ``backward`` reads, from all of them.
     backward: from the arguments, of which tensors that are not saved are None, with how many "rows" there
-    were and for which of ``of`` gradients are used ("asked"), and from the gradients of the results, to those
-    of ``of``; None, or fewer, where there are none.
+    were and the "node" of autograd's graph, and from the gradients of the results, to those of ``of``; None,
+    or fewer, where there are none.
     """
 
     of: tuple[str, ...]
@@ -261,7 +260,6 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
                 value = value.data
             saved.append(value)
         values.update(nothing, rows=arguments[0].shape[0])
-        ctx.tensors = [n for n, a in enumerate(arguments) if isinstance(a, Tensor)]
         ctx.save_for_backward(*saved)
         ctx.kept, ctx.values = kept, values
         if type(results) is not list:
@@ -273,8 +271,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
         for name, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
             fields = values[name]
             values[name] = _plan_with(fields, tensor) if type(fields) is dict else tensor
-        asked = dict(zip(ctx.tensors, asked_for(ctx), strict=True))
-        values["asked"] = [asked.get(n, False) for n in places]
+        values["node"] = ctx
         given = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
         returned: list[Any] = [None] * len(names)
         for place, grad in zip(places, given, strict=False):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
+from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import OPERATORS, operator, operator_of
 from fp8moe.adapters.torch_operation import (
     Gradient,
@@ -352,7 +353,7 @@ def _product_of_codes(function: Any, values: Values) -> Any:
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    (of_x, of_w), dx, dw = values["asked"], None, None
+    (of_x, of_w, _), dx, dw = asked_for(values["node"]), None, None
     if of_x:
         dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, None, not values["transpose_w"], backend, num_sms)
     if of_w:

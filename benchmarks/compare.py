@@ -34,8 +34,8 @@ from fp8moe.info import command, commit, versions
 SHAPES = [(4096, 8, 7168, 2048, 8), (8192, 32, 4096, 1536, 8), (16_384, 128, 2048, 768, 8)]
 QUICK = [(512, 4, 512, 256, 2)]
 ON_THE_CPU = [(256, 4, 256, 128, 2)]
-ROUNDS = 4
-WARM, TIMED = 0.25, 0.25  # seconds of one library's steps before the timed ones, and of those, as in layer.py
+ROUNDS = 3
+WARM, TIMED = 0.1, 0.2  # seconds of one library's steps before the timed ones, and of those
 PARTS = (LAYER, PRODUCT, QUANTIZE)
 
 

@@ -98,6 +98,58 @@ def by_fp8moe(recipe: Any) -> Callable[[Experts], Step]:
     return make
 
 
+def by_arrays(recipe: str) -> Callable[[Experts], Step]:
+    """`moe_forward` and `moe_backward` of CuPy's arrays, on the CPU of NumPy's: no torch between them."""
+
+    def make(inputs: Experts) -> Step:
+        import fp8moe
+
+        x, dy, w13, w2, ids, probs = (
+            array_of(t) for t in (inputs.x, inputs.dy, inputs.w13, inputs.w2, inputs.ids, inputs.probs)
+        )
+
+        def step() -> Results:
+            y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+            grads = fp8moe.moe_backward(saved, dy, dtype="bfloat16")  # as torch's are
+            return y, grads.dx, grads.dw13, grads.dw2, grads.dprobs
+
+        return step
+
+    return make
+
+
+def array_of(tensor: Any) -> Any:
+    """The same memory, as CuPy's array, or NumPy's."""
+    import torch
+
+    from fp8moe import formats
+
+    tensor = tensor.detach()
+    narrow = tensor.dtype == torch.bfloat16
+    bits = tensor.view(torch.int16) if narrow else tensor
+    if not tensor.is_cuda:
+        array = bits.numpy()
+    else:
+        import cupy
+
+        array = cupy.asarray(bits)
+    return array.view(formats.BFLOAT16) if narrow else array
+
+
+def tensors_of(results: Results) -> Results:
+    """The way back: the same memory, as torch's tensors."""
+    import torch
+
+    from fp8moe import formats
+
+    def tensor(array: Any) -> Any:
+        if array.dtype != formats.BFLOAT16:
+            return torch.from_dlpack(array)
+        return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+
+    return tuple(tensor(array) for array in results)
+
+
 def by_torch(inputs: Experts) -> Step:
     return step_of(inputs, around(experts_by(torch_product)))
 
@@ -308,6 +360,7 @@ LAYER = Part(
         Contender("torchao, FP8 rows", by_torchao(False), E4M3, **TORCHAO),
         Contender("torchao compiled, FP8 rows", by_torchao(True), E4M3, **TORCHAO),
         Contender("fp8moe, bf16", by_fp8moe("bf16"), BFLOAT16),
+        Contender("fp8moe of arrays, bf16", by_arrays("bf16"), BFLOAT16, decode=tensors_of),
         Contender("fp8moe, fp8_blockwise", by_fp8moe("fp8_blockwise"), E4M3),
         Contender("fp8moe, fp8_flow", by_fp8moe("fp8_flow"), E4M3),
     ),

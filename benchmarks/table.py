@@ -228,27 +228,37 @@ BY = {"nccl": "NCCL", "peer": "peers' memory"}
 
 
 def _exchange(rows: Rows) -> str:
-    """Each FP8 row beside bfloat16's."""
+    """Each FP8 row beside bfloat16's: by each transport, the rows of its last run."""
+    last = {r.get("by", "nccl"): r["commit"] for r in rows}
+    rows = [r for r in rows if r["commit"] == last[r.get("by", "nccl")]]
     known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
+    names = {name for name, *_ in known}
+    commits = " and ".join(f"{commit} ({BY[by]})" for by, commit in last.items())
     lines = [
-        _origin(rows[0]),
+        f"{rows[0]['device']}; {_packages(rows[0])}; commit {commits}: `{rows[0]['command']}`",
         "",
         "| rows, or layer | by | what | bf16 | FP8 | | the device alone | | bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for r in rows:
-        what, fmt = r["name"].split(", ")
-        if fmt == "bf16":
+    for r in known.values():
+        what, fmt, *way = r["name"].split(", ")
+        if fmt == "bf16" and (what == "layer" or ", ".join([what, "fp8", *way]) in names):
             continue
         by = r.get("by", "nccl")
-        base = known[f"{what}, bf16", r["shape"], by]
+        base = known.get((", ".join([what, "bf16", *way]), r["shape"], by))
+        base = base or known[f"{what}, bf16", r["shape"], by]
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
-        named = what if fmt == "fp8" else f"{what}, {fmt}"
+        named = ", ".join([what, *([] if fmt in ("fp8", "bf16") else [fmt]), *way])
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
         alone = " | "
-        if "graph_us" in r:
+        if "graph_us" in base:
             both = base["graph_us"], r["graph_us"]
             alone = f"{both[0]:.0f} / {both[1]:.0f} us | {both[0] / both[1]:.2f}x"
+        elif "graph_us" in r:
+            alone = f"{_time(r['graph_us'])} | "
+        if fmt == "bf16":  # nothing of it in FP8
+            times = f"{_time(r['us'])} | | "
+            alone = f"{r['graph_us']:.0f} us | " if "graph_us" in r else " | "
         lines.append(f"| {r['shape']} | {BY[by]} | {named} | {times} | {alone} | {sent} |")
     return "\n".join(lines) + "\n"
 
@@ -368,11 +378,12 @@ def _padding() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _standing() -> str:
-    """Of each operation on the H200 the range over its cases."""
+def _standing(prefixes: Iterable[str] = ("",)) -> str:
+    """Of each operation on the H200 whose name begins so, the range over its cases."""
     cases: dict[str, Rows] = {}
     for r in newest(rows_of("h200")):
-        cases.setdefault(r["name"], []).append(r)
+        if r["name"].startswith(tuple(prefixes)):
+            cases.setdefault(r["name"], []).append(r)
     lines = [
         "| operation | cases | of copy bandwidth | TFLOP/s, sustained | time |",
         "|---|---:|---:|---:|---:|",
@@ -405,17 +416,40 @@ def _compare() -> str:
         for part, shape in dict.fromkeys((part, shape) for part, shape, _ in cases):
             panel = [r for (p, s, _), r in cases.items() if (p, s) == (part, shape)]
             panel.sort(key=lambda r: r["ms"])
+            shared = dict(set.intersection(*({*r["versions"].items()} for r in panel)))
+            first = {**panel[0], "versions": {k: v for k, v in panel[0]["versions"].items() if k in shared}}
             lines = [
-                f"**{part}, {shape}.** {_origin(panel[0])}",
+                f"**{part}, {shape}.** {_origin(first)}",
                 "",
-                "| library | time | TFLOP/s | error against float64 |",
-                "|---|---:|---:|---:|",
+                "| library | version | time | TFLOP/s | error against float64 |",
+                "|---|---|---:|---:|---:|",
             ]
             for r in panel:
                 speed = f"{r['tflops']:.0f}" if r["tflops"] else ""
-                lines.append(f"| {r['name']} | {_time(1e3 * r['ms'])} | {speed} | {r['error']:.1e} |")
+                version = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in shared)
+                time = _time(1e3 * r["ms"])
+                lines.append(f"| {r['name']} | {version} | {time} | {speed} | {r['error']:.1e} |")
             tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
+
+
+def compared() -> Rows:
+    """The layer's rows of the last comparison with other libraries on an H200; none before there was one."""
+    if not (RESULTS / "compare-h200.jsonl").exists():
+        return []
+    return newest([r for r in rows_of("compare-h200") if r["part"] == "layer"])
+
+
+def _picture() -> str:
+    """What `step`'s picture shows."""
+    left = "router and the making of the FP8 weights included; the weights\nchange every step"
+    if compared():
+        left = (
+            "by this library and by others, routing given; FP8 copies of\nthe weights are made in every step"
+        )
+    return f"""One NVIDIA H200. Left: forward and backward of an expert layer, {left}.
+Right: a whole training step of Qwen3-MoE in transformers, with its own experts and with these.
+"""
 
 
 def _scaling_measured() -> str:
@@ -458,9 +492,10 @@ def _experiment(prefixes: Iterable[str]) -> str:
     groups: dict[str, Rows] = {}
     for r in rows:
         groups.setdefault(_setting(r), []).append(r)
+    rates = _range([r.get("copy_gb_s") for r in rows], "{:.0f}", " GB/s")
     lines = [
         f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
-        "`setting`, time, versions and commit.",
+        "`setting`, time, versions and commit." + (f" Copy bandwidth: {rates}." if rates else ""),
         "",
         '<details markdown="1"><summary>All settings, with the commits that they were measured at</summary>',
         "",
@@ -532,7 +567,11 @@ _MADE: dict[str, Callable[[], str]] = {
     "headline": _headline,
     "links": _links,
     "memory": _memory,
+    "picture": _picture,
     "standing": _standing,
+    "standing-grouped-gemm-fp8": partial(_standing, ("grouped_gemm fp8", "grouped_gemm_wgrad fp8")),
+    "standing-router": partial(_standing, ("route",)),
+    "standing-transpose": partial(_standing, ("scaling_aware_transpose", "permute_transpose")),
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,4 +206,4 @@ def command() -> str:
         if option in words:
             at = words.index(option)
             words = words[:at] + words[at + 2 :]
-    return " ".join(["python -m fp8moe", *words])
+    return " ".join(["python -m fp8moe", *map(shlex.quote, words)])

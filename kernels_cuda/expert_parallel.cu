@@ -175,12 +175,12 @@ extern "C" __global__ void __launch_bounds__(256)
   __syncthreads();
   const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
   if (row >= size) return;
-  parts.each(row, [&](u8* part, u32 bytes, u32 before) {
-    if (row < rows)
+  if (row < rows)
+    parts.each(row, [&](u8* part, u32 bytes, u32 before) {
       copy_row(messages + row * stride + before, part, bytes);
-    else
-      zero_row(part, bytes);
-  });
+    });
+  else
+    parts.each(row, [](u8* part, u32 bytes, u32) { zero_row(part, bytes); });
 }
 
 __device__ __forceinline__ i64 load_id(const void* ids, i64 at, i64 size) {

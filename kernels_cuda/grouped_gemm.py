@@ -9,7 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma, grouped_gemm_wgmma_fp8
+from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
 from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
 from fp8moe.kernels_cuda.product import (
@@ -35,7 +35,7 @@ def launchers(product: Product) -> dict[str, ModuleType]:
     """Of the tensor cores' kernels for such operands, the fastest first."""
     if product.quantized:
         return {"wgmma": grouped_gemm_wgmma_fp8, "mma": grouped_gemm_mma}
-    return {"wgmma": grouped_gemm_wgmma, "mma": grouped_gemm_mma}
+    return {"wgmma": grouped_gemm_wgmma16, "mma": grouped_gemm_mma}
 
 
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:

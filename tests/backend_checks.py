@@ -33,9 +33,6 @@ def messages(both, rng, rows, columns, k, dtype):
     assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
     local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
     assert_same(local, theirs)
-    some = expert_parallel.messages.local_ids_of
-    assert_same(*both(lambda i: some(i, 4, 4, rows - 3), ids))
-    np.testing.assert_array_equal(some(ids, 4, 4, rows - 3)[-3:], -1)
     for ranks in (3, 70):
         mask = rng.random((rows, ranks)) < 0.3
         for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
@@ -57,6 +54,11 @@ def messages(both, rng, rows, columns, k, dtype):
             zeros = tuple(np.zeros((5, *p.shape[1:]), p.dtype) for p in parts)
             assert_same(parts, tuple(p[:rows] for p in apart))
             assert_same(zeros, tuple(p[rows:] for p in apart))
+        if len(parts) > 2:  # ids and probabilities at the end
+            for apart in both(partial(more, own=(2, 3)), message):
+                assert_same((*parts[:-2], probs), tuple(p[:rows] for p in (*apart[:-2], apart[-1])))
+                assert same_bits(apart[-2][:rows], expert_parallel.messages.local_ids(local, 2, 3))
+                np.testing.assert_array_equal(apart[-2][rows:], -1)
     for fmt in ("e4m3", "e5m2"):
         for others in ((local, probs), ()):
             pack = expert_parallel.messages.quantize_and_pack

@@ -32,6 +32,7 @@ def test_what_is_installed_is_compared(small, tmp_path, capsys):
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     layer = {row["name"] for row in rows if row["part"] == "layer"}
     wanted = {"torch grouped_mm, bf16", "fp8moe, bf16", "fp8moe, fp8_blockwise", "fp8moe, fp8_flow"}
+    wanted |= {"fp8moe of arrays, bf16"}
     assert wanted <= layer
     if not compare_layer.LAYER.contenders[2].missing():
         assert "transformers, bf16" in layer

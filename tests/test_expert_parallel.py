@@ -17,6 +17,7 @@ from cases import BF16, assert_same, generator, layer_inputs, values
 import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Pending
+from fp8moe.expert_parallel.protocols import with_spare
 from fp8moe.record_trees import arrays_in
 
 torch = pytest.importorskip("torch")
@@ -297,9 +298,46 @@ def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
     two = ["product"] * 2
     assert log == ["send", "wait", "send", *two, "send", "wait", *two, "wait", "send", "wait"]
     log.clear()
+    comm.overlap_chunks = 1
+    fp8moe.moe_backward(fp8moe.moe_forward(**inputs, recipe="fp8_flow", comm=comm)[1], dy, comm=comm)
+    forward = ["send", "wait", *two, "send", "wait"]
+    # the rows' gradients travel beside the weights' products
+    assert log == [*forward, "send", "wait", *two, "send", "weights", "weights", "wait"]
+    log.clear()
     fp8moe.moe_backward(saved, dy, comm=comm)
     first = ["send", "wait", "send", *two, "send", "weights", "weights"]
     assert log == [*first, "wait", *two, "wait", "send", "weights", "weights", "wait"]
+
+
+def test_spare_rows_are_few():
+    rows = np.arange(1 << 17)
+    found = np.array([with_spare(int(n)) for n in rows])
+    assert found[0] == 0
+    assert ((found >= rows) & (found % 16 == 0)).all()
+    assert ((found - rows <= 15) | (found - rows <= rows / 32)).all()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+@pytest.mark.parametrize("kind", [Threads, ThreadsPeers])
+def test_steps_with_nearly_as_many_rows_have_the_same_shapes(kind, recipe, monkeypatch):
+    """Their launches are planned once; what is computed is what the layer on one process computes."""
+    monkeypatch.setattr(ThreadsPeers, "room", 1 << 24)
+    rng, tokens = generator(), 60
+    x, dy = (values(rng, (tokens, 128), BF16) for _ in range(2))
+    w13, w2 = (rng.standard_normal((2, n, 128)).astype(BF16) for n in (256, 128))
+    probs, shapes = rng.random((tokens, 2)).astype(np.float32), []
+    for routed in (57, 59, 60):
+        ids = np.tile([1, 0], (tokens, 1))
+        ids[routed:] = -1
+        ids = ids[rng.permutation(tokens)]
+        comm = kind(0, [None], threading.Barrier(1))
+        y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe, comm=comm)
+        grads = fp8moe.moe_backward(saved, dy, comm=comm)
+        wanted, kept = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+        assert_same((y, *arrays_in(grads)), (wanted, *arrays_in(fp8moe.moe_backward(kept, dy))))
+        assert saved.plan.num_tokens == saved.route.rows == 64
+        shapes.append([a.shape for a in arrays_in(saved)])
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_a_world_of_one_is_the_layer():

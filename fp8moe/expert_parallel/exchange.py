@@ -9,7 +9,16 @@ from typing import Any
 
 from fp8moe import checks, counters
 from fp8moe.dispatch import enter
-from fp8moe.expert_parallel.messages import FORMS, Message, check_rows, form, outgoing, rows_of, sum_rows
+from fp8moe.expert_parallel.messages import (
+    FORMS,
+    Message,
+    check_rows,
+    form,
+    outgoing,
+    part_of,
+    rows_of,
+    sum_rows,
+)
 from fp8moe.expert_parallel.protocols import (
     Comm,
     Counts,
@@ -127,6 +136,7 @@ def combine(
     if engine := _engine(comm):
         _no_out(out)
         return _finished(_pending(lambda: engine.combine(y, route, fmt), async_op), async_op)
+    (y,) = _without_spare(route, comm, y)
     message = Message(y, fmt)
 
     def arrived(rows: Any) -> Any:
@@ -163,6 +173,7 @@ def dispatch_backward(
     if engine := _engine(comm):
         _no_out(*out)
         return _finished(_pending(lambda: engine.dispatch_backward(dx, dprobs, route), async_op), async_op)
+    dx, dprobs = _without_spare(route, comm, dx, dprobs)
     message = Message(dx, None, (dprobs,))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
@@ -187,6 +198,15 @@ def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pen
     if (pending := deliver(message, None, counts, comm, async_op)) is not None:
         return pending
     return exchange_rows(message.pack(), message.row_bytes, counts, comm, route.plan.num_out_tokens)
+
+
+def _without_spare(route: Route, comm: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The rows that came, for a transport that is told to write each of them to its place; one that sends
+    the first of them takes them all, whose shape lasts."""
+    if route.rows is None or not implements(comm, PeerMemory):
+        return arrays
+    rows = sum(row[comm.rank] for row in route.counts)
+    return tuple(part_of(a, 0, rows) for a in arrays)
 
 
 def _sums(rows: Any, route: Route, out: Any = None) -> Any:

@@ -21,6 +21,7 @@ from fp8moe.record_trees import map_arrays
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 
 UINT8 = np.dtype(np.uint8)
+MOST_PLACES = 3  # of a row that `pack_by_rank` packs in one pass without quantising it
 FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # what rows are sent as
 
 
@@ -62,8 +63,7 @@ class Message:
         """The same of messages whose parts are expert ids and probabilities, the ids as of `local_ids`."""
         if size is None:
             return unpack_with_ids(rows, self._shapes, first, experts)
-        *data, ids, probs = unpack_first(rows, self._shapes, size)
-        return (*data, local_ids_of(ids, first, experts, rows.shape[0]), probs)
+        return unpack_first(rows, self._shapes, size, (first, experts))
 
     def kept(self, rows: Any, size: int | None = None) -> Any:
         """The messages where the caller may keep what `unpack` makes of them: a peer's window is written
@@ -188,10 +188,11 @@ def pack_by_rank(x: Any, fmt: str | None, plan: PermutationPlan, zeros: bool, *p
     call = enter(x=x, plan=plan, parts=parts)
     a = call.args
     layout = _message_layout(a.x, fmt, a.parts)
-    if zeros or layout.plain:
+    # In one pass; by two, a pass more over the messages. Rows that are not quantised are read once for each
+    # of their places: with n of them 2 n rows in all for 3 + n
+    if zeros or layout.plain or (fmt is None and a.plan.max_experts_per_token > MOST_PLACES):
         rows = a.x if layout.plain else _packed(a.x, fmt, a.parts)
         return call.leave(permute(rows, a.plan, fill_padding=zeros).data)
-    # in one pass: by two, a pass more over the messages
     rows, where = a.plan.num_out_tokens, a.plan.row_id_map
     if fmt is None:
         each = (*_parts(a.x), *a.parts)
@@ -213,6 +214,7 @@ def pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
     row r to place r."""
     call = enter(parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
+    _check_room(a.parts[0].shape[0], a)
     call.run("expert_parallel", "pack_rows", a.parts, a.row_id_map, out=a.windows)
 
 
@@ -222,8 +224,17 @@ def quantize_and_pack_into(
     """`pack_into` of x, quantised, and the parts."""
     call = enter(x=x, parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
+    _check_room(a.x.shape[0], a)
     counters.record_cast(weight=False)
     call.run("expert_parallel", "quantize_and_pack", a.x, a.parts, a.row_id_map, like=like, out=a.windows)
+
+
+def _check_room(rows: int, a: Any) -> None:
+    """That windows without a map have as many rows as there are: what is past the last window's is another
+    rank's memory."""
+    room = sum(window.shape[0] for window in a.windows)
+    if a.row_id_map is None and room != rows:
+        raise ValueError(f"windows: got {room} rows in all; wanted {rows}, the messages'")
 
 
 def message_spec(parts: Sequence[Any]) -> ArraySpec:
@@ -242,21 +253,28 @@ def unpack(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...]) -> tuple
     return call.leave(out)
 
 
-def unpack_first(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...], size: int) -> tuple[Any, ...]:
+def unpack_first(
+    packed: Any,
+    parts: tuple[tuple[tuple[int, ...], str], ...],
+    size: int,
+    own: tuple[int, int] | None = None,
+) -> tuple[Any, ...]:
     """`unpack` to arrays of ``size`` rows, of which these are the first; the others are zeros. Of other
-    numbers of messages every time: no operation, whose launches would be planned for each."""
+    numbers of messages every time: no operation, whose launches would be planned for each.
+
+    own: (first, experts), where the last two arrays are expert ids and probabilities: the ids are as of
+    `local_ids` then, and -1 in rows after the first.
+    """
     call = enter(packed=packed)
     out = call.empty(tuple(ArraySpec((size, *shape), dtype_named(dtype, "parts")) for shape, dtype in parts))
     call.run("expert_parallel", "unpack_rows", call.args.packed, out=out)
+    if own is not None:
+        *data, ids, probs = out
+        local = call.empty(ArraySpec(tuple(ids.shape), checks.INT32))
+        of_experts = {"first": own[0], "experts": own[1], "rows": call.args.packed.shape[0]}
+        call.run("expert_parallel", "local_ids", ids, **of_experts, out=local)
+        out = (*data, local, probs)
     return call.leave(out)  # type: ignore[no-any-return]
-
-
-def local_ids_of(ids: Any, first: int, experts: int, rows: int) -> Any:
-    """`local_ids` of the first ``rows`` rows, -1 in those after them."""
-    call = enter(ids=ids)
-    out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
-    call.run("expert_parallel", "local_ids", call.args.ids, first=first, experts=experts, rows=rows, out=out)
-    return call.leave(out)
 
 
 @operation
