@@ -13,8 +13,9 @@ import math
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,12 @@ from typing import Any
 import numpy as np
 
 from fp8moe.info import command, commit, versions
-from fp8moe.record_trees import arrays_in
+from fp8moe.record_trees import arrays_in, nbytes
 
-CACHE_BYTES = 50_000_000
-MAX_SETS = 8
+CACHE_BYTES = 50_000_000  # L2 of an H200
+# Inputs and results that take turns, together. Of N bytes read again and again, a cache of C bytes that
+# replaces lines at random holds the share h = exp(-(1 - h) N / C): 20 % at 2 C, 2 % at 4 C, 0.03 % at 8 C.
+CYCLE_BYTES = 8 * CACHE_BYTES
 MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take some 2 us
 COPIES = 4  # of 1 GiB: half a millisecond each
 FLUSH_BYTES, FLUSHED = 8_000_000_000, 30  # as DeepGEMM's benchmark has them
@@ -99,6 +102,7 @@ class Cpu:
     """Wall time of the calls themselves."""
 
     name = f"cpu ({platform.machine()})"
+    max_sets = 8
 
     def upload(self, x: np.ndarray) -> Any:
         return x
@@ -131,7 +135,9 @@ class Cpu:
 
 
 class Cuda:
-    """Device time of a captured call."""
+    """Device time of a captured call. Host time, and the memory a call takes, are with CuPy's memory pool."""
+
+    max_sets = 32
 
     def __init__(self) -> None:
         from fp8moe.interop import require_cupy
@@ -147,15 +153,14 @@ class Cuda:
         """Median over replays of a CUDA graph of the calls, a call: device time, without launch gaps.
 
         The graph goes through the calls until it takes MEASURED, in which the events and the start of the
-        graph itself are no longer seen."""
+        graph itself are no longer seen. Results take turns as inputs do: written over in L2, where the call
+        before left them, they would not all reach memory."""
         with self.cupy.cuda.Stream(non_blocking=True) as stream:
-            for call in calls:  # compiles, and fills the memory pool that the capture draws on
-                call()
+            make_in_turn(calls, 2)  # compiles, and fills the memory that the capture draws on
 
             def replayed(rounds: int, repeats: int) -> float:
                 stream.begin_capture()
-                for call in calls * rounds:
-                    call()
+                make_in_turn(calls, rounds)
                 graph = stream.end_capture()
                 graph.launch(stream)
                 return self._between_events(lambda: graph.launch(stream), repeats, stream) / rounds
@@ -183,11 +188,12 @@ class Cuda:
     def host_seconds(self, call: Callable[[], Any]) -> float | None:
         """Median time until a call returns, with an empty queue before it."""
         times = []
-        for _ in range(50):
-            self.cupy.cuda.Device().synchronize()
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
+        with self._pool():
+            for _ in range(50):
+                self.cupy.cuda.Device().synchronize()
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
         return float(np.median(times))
 
     def extra_bytes(self, call: Callable[[], Any]) -> tuple[int, int] | None:
@@ -200,9 +206,10 @@ class Cuda:
                 Peak.live += allocation["size"]
                 Peak.peak = max(Peak.peak, Peak.live)
 
-        call()
-        with Peak():
-            result = call()
+        with self._pool():
+            call()
+            with Peak():
+                result = call()
         kept = sum(a.nbytes for a in arrays_in(result))
         return max(Peak.peak - kept, 0), kept
 
@@ -219,6 +226,10 @@ class Cuda:
 
         return COPIES * 2 * source.nbytes / self._between_events(copies, 20 // COPIES, stream)
 
+    def _pool(self) -> Any:
+        """CuPy's own memory pool, in a with block."""
+        return self.cupy.cuda.using_allocator(self.cupy.get_default_memory_pool().malloc)
+
     def _between_events(self, action: Callable[[], Any], repeats: int, stream: Any) -> float:
         events = [self.cupy.cuda.Event() for _ in range(repeats + 1)]
         events[0].record(stream)
@@ -230,7 +241,45 @@ class Cuda:
         return float(np.median([elapsed(a, b) for a, b in itertools.pairwise(events)])) / 1e3
 
 
-def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_list: bool = False) -> int:
+def torch_memory() -> AbstractContextManager[Any]:
+    """In a with block, CuPy's arrays come from torch's caching allocator, for CuPy's current stream."""
+    import cupy
+    import torch
+
+    torch.cuda.init()
+
+    def allocate(nbytes: int, device: int) -> int:
+        if nbytes == 0:
+            return 0
+        stream = cupy.cuda.get_current_stream().ptr
+        return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
+
+    def free(address: int, device: int) -> None:
+        if address:
+            torch.cuda.caching_allocator_delete(address)
+
+    context: AbstractContextManager[Any] = cupy.cuda.using_allocator(
+        cupy.cuda.PythonFunctionAllocator(allocate, free).malloc
+    )
+    return context
+
+
+def make_in_turn(calls: list[Callable[[], Any]], rounds: int) -> None:
+    """Make the calls in turn, so many times; a result lives until each other call has made its next."""
+    results: deque[Any] = deque(maxlen=len(calls))
+    for call in calls * rounds:
+        results.append(call())
+
+
+def main(
+    topics: list[str],
+    device: str,
+    quick: bool,
+    out: Path | None,
+    *,
+    allocator: str | None = None,
+    only_list: bool = False,
+) -> int:
     """Time every case of the topics; 1 if a result was wrong."""
     if only_list:
         print("\n".join(TOPICS))
@@ -242,7 +291,15 @@ def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_
 
     if device == "auto":
         device = "cuda" if cuda_is_ready() else "cpu"
+    if allocator is not None and device != "cuda":
+        raise ValueError(f"--allocator: got {allocator} on the {device}; wanted it with --device cuda alone")
     machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
+    with torch_memory() if allocator == "torch" else nullcontext():
+        return _measured(topics or list(TOPICS), machine, quick, out)
+
+
+def _measured(topics: list[str], machine: Cpu | Cuda, quick: bool, out: Path | None) -> int:
+    """The topics' table and rows; 1 if a result was wrong."""
     rate = machine.copy_rate()
     print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
     columns = ("us", 10), ("limit us", 9), ("%", 5), ("TFLOP/s", 8), ("host us", 8), ("extra", 7)
@@ -250,7 +307,7 @@ def main(topics: list[str], device: str, quick: bool, out: Path | None, *, only_
     wrong = 0
     cases = [
         (topic, case)
-        for topic in topics or TOPICS
+        for topic in topics
         for case in importlib.import_module(f"fp8moe.benchmarks.{topic}").cases(quick)
     ]
     with progress(len(cases)) as bar:
@@ -279,12 +336,14 @@ def append(out: Path | None, row: dict[str, Any]) -> None:
 def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: int) -> Result | None:
     """Check the case, then time it; None when its result is wrong."""
     arrays = case.prepare(*(machine.upload(a) for a in case.arrays))
-    if not case.check(case.run(*arrays), *case.arrays):
+    result = case.run(*arrays)
+    if not case.check(result, *case.arrays):
         return None
-    # Inputs take turns until they are larger together than any cache: 50 MB of L2 on an H200.
+    # Inputs and results take turns until they are larger together than any cache.
     sets = [arrays]
-    size = sum(a.nbytes for a in case.arrays)
-    while len(sets) < MAX_SETS and size * len(sets) < 2 * CACHE_BYTES:
+    size = sum(a.nbytes for a in case.arrays) + nbytes(result)
+    del result
+    while len(sets) < machine.max_sets and size * len(sets) < CYCLE_BYTES:
         sets.append(case.prepare(*(machine.upload(a.copy()) for a in case.arrays)))
     single = partial(case.run, *arrays)
     host, memory = machine.host_seconds(single), machine.extra_bytes(single)

@@ -11,12 +11,27 @@ import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, tall
 
 SHAPES = [(4096, 2048), (48_128, 7168)]
-WEIGHTS = [(8, 4096, 7168), (8, 7168, 2048), (32, 4096, 7168)]  # [experts, N, K]
+# [experts, N, K]: w13 and w2 of the layers that benchmarks/layer.py times
+WEIGHTS = [
+    (8, 4096, 7168),
+    (8, 7168, 2048),
+    (32, 4096, 7168),
+    (32, 7168, 2048),
+    (128, 2048, 4096),
+    (128, 4096, 1024),
+    (32, 3072, 4096),
+    (32, 4096, 1536),
+    (128, 1536, 2048),
+    (128, 2048, 768),
+]
+WIDE = WEIGHTS[:3]  # in float32 as well
 
 
 def cases(quick: bool) -> list[Case]:
     rows = [case for shape in ([(512, 512)] if quick else SHAPES) for case in one_shape(*shape)]
-    return rows + [case for shape in ([(2, 256, 384)] if quick else WEIGHTS) for case in weights(*shape)]
+    shapes, wide = ([(2, 256, 384)],) * 2 if quick else (WEIGHTS, WIDE)
+    rows += [weights(*shape, ml_dtypes.bfloat16) for shape in shapes]
+    return rows + [weights(*shape, np.float32) for shape in wide]
 
 
 def one_shape(rows: int, columns: int) -> list[Case]:
@@ -58,20 +73,18 @@ def one_shape(rows: int, columns: int) -> list[Case]:
     return made
 
 
-def weights(experts: int, rows: int, columns: int) -> list[Case]:
+def weights(experts: int, rows: int, columns: int, dtype: Any) -> Case:
     """Both orientations by (128, 128) blocks."""
-    wide = tall(experts * rows, columns).reshape(experts, rows, columns)
-    return [
-        Case(
-            f"quantize weights, {w.dtype}",
-            f"{experts} x {rows} x {columns}",
-            (w,),
-            lambda w: fp8moe.quantize_weights(w),
-            _right_weights,
-            nbytes=int(w.nbytes + w.size * (2 + 8 / 128**2)),
-        )
-        for w in (wide.astype(ml_dtypes.bfloat16), wide)
-    ]
+    top = tall(min(experts * rows, 4096), columns).astype(dtype)  # they come again, as tall's do
+    w = np.resize(top, (experts, rows, columns))
+    return Case(
+        f"quantize weights, {w.dtype}",
+        f"{experts} x {rows} x {columns}",
+        (w,),
+        lambda w: fp8moe.quantize_weights(w),
+        _right_weights,
+        nbytes=int(w.nbytes + w.size * (2 + 8 / 128**2)),
+    )
 
 
 def _right_weights(q: Any, w: np.ndarray) -> bool:

@@ -67,6 +67,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", choices=DEVICES, default="auto")
     bench.add_argument("--quick", action="store_true", help="small shapes, few repeats")
     bench.add_argument("--out", type=Path, help="append JSON lines to this file")
+    bench.add_argument(
+        "--allocator",
+        choices=("cupy", "torch"),
+        help="on CUDA: whose memory arrays lie in (default: cupy's pool)",
+    )
     bench.add_argument("--part", action="append", help="of `compare`: one kind of work alone; repeatable")
     bench.add_argument("--picture", type=Path, help="of `compare`: draw the layer's times, .svg or .png")
     return top
@@ -136,6 +141,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     from fp8moe.benchmarks import harness
 
     if arguments.topics == ["compare"] and not arguments.list:
+        if arguments.allocator is not None:
+            raise ValueError("--allocator: got it with `compare`, whose arrays are torch's")
         from fp8moe.benchmarks import compare
 
         parts = compare.named_parts(arguments.part)
@@ -144,7 +151,12 @@ def _bench(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) is not None:
             raise ValueError(f"--{option}: got it without `compare` alone, whose option it is")
     return harness.main(
-        arguments.topics, arguments.device, arguments.quick, arguments.out, only_list=arguments.list
+        arguments.topics,
+        arguments.device,
+        arguments.quick,
+        arguments.out,
+        allocator=arguments.allocator,
+        only_list=arguments.list,
     )
 
 

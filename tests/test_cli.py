@@ -1,16 +1,19 @@
 """The command line as a user calls it."""
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import fp8moe
 from fp8moe import info, selftest
 from fp8moe.__main__ import main
+from fp8moe.benchmarks import harness
 from fp8moe.demo.train import standard_library_text
 
 
@@ -147,6 +150,53 @@ def test_bench_refuses_to_time_a_wrong_result(monkeypatch, capsys):
     monkeypatch.setattr(quantize, "cases", lambda quick: cases)
     assert main(["bench", "quantize", "--device", "cpu", "--quick"]) == 1
     assert "WRONG RESULT" in capsys.readouterr().out
+
+
+def test_inputs_and_results_take_turns_until_caches_are_passed():
+    class Machine(harness.Cpu):
+        max_sets = 32
+
+        def seconds(self, calls, repeats):
+            self.inputs = [call.args[0] for call in calls]
+            return 1.0
+
+    x = np.zeros(4_000_000, np.uint8)  # with its result 16 MB: 25 of them are the 400 MB of a cycle
+    case = harness.Case("copy", "", (x,), lambda a: np.empty(12_000_000, np.uint8), lambda *_: True)
+    machine = Machine()
+    assert harness.measure("copy", case, machine, 1e9, 1) is not None
+    assert len({a.ctypes.data for a in machine.inputs}) == len(machine.inputs) == 25
+
+
+def test_a_result_lives_until_each_other_call_has_made_its_next():
+    alive, most = set(), []
+
+    class Buffer:
+        def __init__(self, number):
+            self.number = number
+            alive.add(number)
+            most.append(set(alive))
+
+        def __del__(self):
+            alive.discard(self.number)
+
+    numbers = itertools.count()
+    harness.make_in_turn([lambda: Buffer(next(numbers))] * 3, 4)
+    assert most[2:] == [set(range(max(0, n - 3), n + 1)) for n in range(2, 12)]
+    assert not alive
+
+
+def test_the_allocator_is_an_option_on_cuda_alone(capsys):
+    for arguments in (["plan", "--quick", "--device", "cpu"], ["compare"]):
+        assert main(["bench", *arguments, "--allocator", "torch"]) == 2
+        assert "--allocator: got" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_bench_with_arrays_of_torchs_allocator(capsys):
+    torch = pytest.importorskip("torch")
+    before = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+    assert main(["bench", "quantize", "--device", "cuda", "--quick", "--allocator", "torch"]) == 0
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before > 100
 
 
 @pytest.mark.parametrize("topic", ["plan", "transpose", "swiglu", "router", "grouped_gemm", "moe"])
