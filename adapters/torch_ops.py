@@ -353,7 +353,8 @@ def _product_of_codes(function: Any, values: Values) -> Any:
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    (of_x, of_w, _), dx, dw = asked_for(values["node"]), None, None
+    of_x, of_w, *_ = asked_for(values["node"])
+    dx, dw = None, None
     if of_x:
         dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, None, not values["transpose_w"], backend, num_sms)
     if of_w:

@@ -81,7 +81,8 @@ def test_a_stage_of_two_layers(recipe, recompute):
 
 
 @pytest.mark.parametrize("transpose_w", [False, True])
-def test_products_by_themselves(transpose_w):
+@pytest.mark.parametrize("counts", [None, torch.tensor([16, 0, 24], dtype=torch.int32)])
+def test_products_by_themselves(transpose_w, counts):
     """Two, one after the other: each gradient is computed in its half, once."""
     x, dy = torch.randn(2, 40, 128)
     weights = torch.nn.ParameterList([*torch.randn(2, 3, 128, 128) / 11])
@@ -91,7 +92,7 @@ def test_products_by_themselves(transpose_w):
         given = x.clone().requires_grad_()
         y = given
         for w in weights:
-            y = torch_ops.grouped_gemm(y, w, offsets, transpose_w=transpose_w)
+            y = torch_ops.grouped_gemm(y, w, offsets, counts, transpose_w=transpose_w)
         if halves:
             launches = [[t.launches[n] for n in PRODUCTS] for t in in_halves(y, dy, given, weights)]
             assert launches == [[2, 0], [0, 2]]
