@@ -170,12 +170,10 @@ def _layers(rows: Rows) -> str:
 
 
 def _layer_kernels() -> str:
-    """Kernels of a step of fp8_flow, at the first of the layer's shapes and at its last."""
-    rows = [r for r in newest_layers() if r["name"] == "fp8_flow"]
-    if not all("kernels_us" in r for r in rows):
-        out = "--out benchmarks/results/layer-h200.jsonl"
-        return f"Not measured yet: `python -m fp8moe.benchmarks.layer {out}`.\n"
-    first, last = rows[0], rows[-1]
+    """Kernels of a step of fp8_flow, at the largest experts and at the finest."""
+    rows = [r for r in newest(rows_of("layer-kernels-h200")) if r["name"] == "fp8_flow"]
+    first = rows[0]
+    last = next(r for r in reversed(rows) if "128 experts" in r["shape"])
     lines = [
         _origin(first),
         "",

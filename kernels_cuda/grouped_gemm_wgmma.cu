@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         u16* to = out + first_row * width + first_column;
         const int count = min(last_row - first_row, ROWS), left = min((int)width - first_column, COLUMNS);
         write_rows(s, 0, min(count, (int)work.halves * 64), 2 * left, 2 * COLUMNS, (u8*)to, 2 * width, phase);
-        if (tile < 0)  // padding
+        if (tile < 0 && left > 0)  // padding
           for (int i = (int)t % WRITERS; i < (count - 64) * (left / 8); i += WRITERS)
             *(uint4*)(to + (64 + i / (left / 8)) * width + i % (left / 8) * 8) = make_uint4(0u, 0u, 0u, 0u);
       }
