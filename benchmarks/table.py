@@ -169,9 +169,9 @@ def _layers(rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _layer_kernels() -> str:
+def _layer_kernels(rows: Rows) -> str:
     """Kernels of a step of fp8_flow, at the largest experts and at the finest."""
-    rows = [r for r in newest(rows_of("layer-kernels-h200")) if r["name"] == "fp8_flow"]
+    rows = [r for r in newest(rows) if r["name"] == "fp8_flow"]
     first = rows[0]
     last = next(r for r in reversed(rows) if "128 experts" in r["shape"])
     lines = [
@@ -559,7 +559,6 @@ def cited(text: str) -> str:
 
 
 _MADE: dict[str, Callable[[], str]] = {
-    "layer-kernels": _layer_kernels,
     "compare": _compare,
     "files": _files,
     "headline": _headline,
@@ -600,6 +599,7 @@ def _beside(rows: Rows) -> str:
 
 _TABLES = {
     "layer": _layers,
+    "layer_kernels": _layer_kernels,
     "exchange": _exchange,
     "jax": _inside,
     "host": _host,
