@@ -17,13 +17,19 @@
 #undef __noinline__
 #define __noinline__ __forceinline__
 #include "transpose_tile.cuh"
+#ifndef WRITERS
+#define WRITERS 128  // a warpgroup of their own
+#endif
+#define SERVING (2 + WRITERS / 32)
 #endif
 #include "wgmma_pipeline.cuh"
+// All warpgroups have, for a thread together, what they are launched with: 504 of three, 512 of four.
 #ifndef SERVED_REGISTERS
-// All three warpgroups have 504 for a thread together, what they are launched with.
-#define SERVED_REGISTERS (ACTIVATED ? 72 : 56)
-#define MULTIPLIED_REGISTERS (ACTIVATED ? 216 : 224)
+#define SERVED_REGISTERS (WRITERS == 128 ? 24 : ACTIVATED ? 88 : 56)
+#define WRITER_REGISTERS 72
+#define MULTIPLIED_REGISTERS (ACTIVATED ? 208 : 224)
 #endif
+#define THREADS (MULTIPLIERS + (WRITERS == 128 ? 256 : 128))
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #if ACTIVATED
@@ -31,9 +37,6 @@
 #define TILE_STEP (COLUMNS / 2)
 
 // What becomes of h, a tile of which has 128 of its gates beside 128 of its up-projections.
-#ifndef BY_THREADS
-#define BY_THREADS 1  // h is stored from registers
-#endif
 struct Activated {
   const void* probs;
   i64 probs_kind;
@@ -48,20 +51,23 @@ struct Activated {
 // 7, behind the second 0 to 31.
 __device__ __forceinline__ void activate_tile(const Shared& s, const Activated& to, u16* h, i64 rows,
                                               i64 width, int first_row, int count, int first_column) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2, j = lane % 8, quarter = lane / 8;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (WRITERS / 32), j = lane % 8,
+            quarter = lane / 8;
   int* exponents = (int*)s.tile;
   u8* made = s.tile + 512;
   const i64 across = width / 256, block = first_column / 128;
-  float probs[2] = {1.f, 1.f};  // of this warp's rows 32 i + lane, in the order of its steps
-  auto row_of = [&](u32 step, u32 q) { return step * 8 + warp * 2 + q / 2 + q % 2 * 4; };
-  if (to.probs)
+  float probs[128 / WRITERS];  // of this warp's rows 32 i + lane, in the order of its steps
+  auto row_of = [&](u32 step, u32 q) {
+    return step * (WRITERS / 8) + warp / 2 * 8 + warp % 2 * 2 + q / 2 + q % 2 * 4;
+  };
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const u32 row = row_of(8 * i + lane / 4, lane % 4);
-      if ((int)row < count) probs[i] = load(to.probs, first_row + row, (int)to.probs_kind);
-    }
+  for (u32 i = 0; i < 128 / WRITERS; ++i) {
+    const u32 row = row_of(8 * i + lane / 4, lane % 4);
+    probs[i] = 1.f;
+    if (to.probs && (int)row < count) probs[i] = load(to.probs, first_row + row, (int)to.probs_kind);
+  }
 #pragma unroll 1
-  for (u32 step = 0; step < ROWS / 8; ++step) {
+  for (u32 step = 0; step < ROWS / (WRITERS / 8); ++step) {
     const u32 row = row_of(step, quarter);
     const u8* from = s.tile + row * PITCH + j * 16;
     Eight<BF16> a[2], b[2];
@@ -71,7 +77,7 @@ __device__ __forceinline__ void activate_tile(const Shared& s, const Activated& 
       b[u].words[0] = *(const uint4*)(from + 256 + u * 128);
     }
     const bool real = (int)row < count;
-    if (BY_THREADS && h && real) {
+    if (h && real) {
       u16* at = h + (first_row + row) * width + first_column + j * 8;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
@@ -79,7 +85,8 @@ __device__ __forceinline__ void activate_tile(const Shared& s, const Activated& 
         *(uint4*)(at + u * 64 + width / 2) = b[u].words[0];
       }
     }
-    const float prob = __shfl_sync(0xffffffffu, step < 8 ? probs[0] : probs[1], step % 8 * 4 + quarter);
+    const float prob =
+        __shfl_sync(0xffffffffu, step < 8 ? probs[0] : probs[128 / WRITERS - 1], step % 8 * 4 + quarter);
     float y[2][8];
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
@@ -116,22 +123,8 @@ __device__ __forceinline__ void activate_tile(const Shared& s, const Activated& 
   for (u32 i = 0; i < 4; ++i) spread.add(exponents[lane + 32 * i]);
   spread.of_warp();
 #pragma unroll 1
-  for (u32 piece = warp; piece < 8; piece += 2)
+  for (u32 piece = warp; piece < 8; piece += WRITERS / 32)
     transpose_piece(tile, piece, made, exponents, spread, results);
-}
-
-// One warp: its rows of a finished tile of h, of `width` columns, to memory.
-__device__ __forceinline__ void write_halves(const Shared& s, int count, u8* to, i64 width) {
-  const int warp = (int)threadIdx.x / 32 % 2, lane = (int)threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = lane * 4 + warp * 2 + i;
-    const u8* from = s.tile + row * PITCH;
-    if (row >= count) continue;
-    bulk_store(to + row * (2 * width), from, 256);
-    bulk_store(to + row * (2 * width) + width, from + 256, 256);
-  }
-  bulk_finish();
 }
 #else
 struct Activated {};
@@ -171,6 +164,44 @@ __device__ __forceinline__ void make_tiles(const TensorMap* x_map, const TensorM
     first_row = s.offsets[e] + first_row * ROWS + (int)work.first;
     last_row = s.offsets[e + 1];
     first_column *= TILE_STEP;
+  };
+  auto write = [&] {
+    // rows of no expert
+    const i64 vectors = width / 8, head = s.offsets[0] * vectors, tail = s.offsets[experts] * vectors;
+    for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
+         i += gridDim.x * WRITERS)
+#if ACTIVATED
+      if (out)
+#endif
+        ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
+#if ACTIVATED
+    const i64 blocks = width / 256, first = s.offsets[0], last = s.offsets[experts];
+    for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < (first + rows - last) * blocks;
+         i += gridDim.x * WRITERS) {
+      const i64 row = i / blocks < first ? i / blocks : i / blocks - first + last, column = i % blocks;
+      uint4* to = (uint4*)(activated.row_codes + row * (width / 2) + column * 128);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) to[k] = make_uint4(0u, 0u, 0u, 0u);
+      activated.row_scales[row * blocks + column] = 0x3f800000u;
+      if (activated.codes && row % 128 == 0) activated.scales[column * (rows / 128) + row / 128] = 0.f;
+    }
+#endif
+    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+      find(tile);
+#if ACTIVATED
+      barrier_wait(s.made, phase);
+      phase ^= 1u;
+      if (first_column < width / 2) {
+        const int count = min(last_row - first_row, ROWS);
+        activate_tile(s, activated, out, rows, width, first_row, count, first_column);
+      }
+      __syncwarp();
+      if (lane < ARRIVING) barrier_arrive_here(s.written);
+#else
+      write_rows(s, 0, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
+                 2 * COLUMNS, (u8*)(out + first_row * width + first_column), 2 * width, phase);
+#endif
+    }
   };
   if (group == 2) {
     fewer_registers<SERVED_REGISTERS>();
@@ -224,46 +255,12 @@ __device__ __forceinline__ void make_tiles(const TensorMap* x_map, const TensorM
           barrier_arrive_copied(&s.full[turn.stage]);
         }
       }
-    } else {
-      // rows of no expert
-      const i64 vectors = width / 8, head = s.offsets[0] * vectors, tail = s.offsets[experts] * vectors;
-      for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
-           i += gridDim.x * WRITERS)
-#if ACTIVATED
-        if (out)
-#endif
-          ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-#if ACTIVATED
-      const i64 blocks = width / 256, first = s.offsets[0], last = s.offsets[experts];
-      for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < (first + rows - last) * blocks;
-           i += gridDim.x * WRITERS) {
-        const i64 row = i / blocks < first ? i / blocks : i / blocks - first + last, column = i % blocks;
-        uint4* to = (uint4*)(activated.row_codes + row * (width / 2) + column * 128);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) to[k] = make_uint4(0u, 0u, 0u, 0u);
-        activated.row_scales[row * blocks + column] = 0x3f800000u;
-        if (activated.codes && row % 128 == 0) activated.scales[column * (rows / 128) + row / 128] = 0.f;
-      }
-#endif
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
-#if ACTIVATED
-        barrier_wait(s.made, phase);
-        phase ^= 1u;
-        if (first_column < width / 2) {
-          const int count = min(last_row - first_row, ROWS);
-          if (!BY_THREADS && out)
-            write_halves(s, count, (u8*)(out + first_row * width + first_column), width);
-          activate_tile(s, activated, out, rows, width, first_row, count, first_column);
-        }
-        __syncwarp();
-        if (lane < ARRIVING) barrier_arrive_here(s.written);
-#else
-        write_rows(s, 0, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
-                   2 * COLUMNS, (u8*)(out + first_row * width + first_column), 2 * width, phase);
-#endif
-      }
+    } else if (WRITERS == 64) {
+      write();
     }
+  } else if (WRITERS == 128 && group == 3) {
+    fewer_registers<WRITER_REGISTERS>();
+    write();
   } else {
     more_registers<MULTIPLIED_REGISTERS>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
@@ -307,7 +304,7 @@ __device__ __forceinline__ void make_tiles(const TensorMap* x_map, const TensorM
 
 #if ACTIVATED
 // What: h as below, h [rows, width] or null, and a of it as swiglu_quantize_transpose makes it.
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_swiglu_tiles(const __grid_constant__ TensorMap x_map,
                               const __grid_constant__ TensorMap w_map, const float* x_scales, i64 row_stride,
                               i64 column_stride, const float* w_scales, const int* offsets, i64 experts,
@@ -322,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 //   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width].
 // Shapes: width a multiple of 8, depth of 16; any offsets.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,

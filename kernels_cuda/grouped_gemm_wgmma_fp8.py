@@ -131,7 +131,7 @@ def _launch_tiles(
         source,
         kernel,
         configuration.blocks,
-        configuration.threads,
+        configuration.threads + (128 if "ACTIVATED=1" in variant and "WRITERS=64" not in variant else 0),
         a.data,
         b.data,
         *arguments,
@@ -151,6 +151,9 @@ def activates(product: Product, activation: Activation, align_size: int, out: An
     )
 
 
+DEFINES: tuple[str, ...] = ()
+
+
 def grouped_gemm_swiglu(x: QuantTensor, w: QuantTensor, expert_offsets: Any, probs: Any, *, out: Any) -> None:
     """(h or None, a), where `activates` says so."""
     h, a = out
@@ -158,7 +161,7 @@ def grouped_gemm_swiglu(x: QuantTensor, w: QuantTensor, expert_offsets: Any, pro
     _launch_tiles(
         "grouped_gemm_wgmma",
         "grouped_gemm_swiglu_tiles",
-        ("ACTIVATED=1",),
+        ("ACTIVATED=1", *DEFINES),
         None,
         x,
         w,

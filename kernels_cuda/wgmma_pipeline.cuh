@@ -8,7 +8,9 @@
 #define STAGES 3
 #define STAGE_SCALES (ROWS + COLUMNS)
 #define FETCHING (1 + 32)  // who announces the codes; the warp that fetches scales
+#ifndef SERVING
 #define SERVING 4
+#endif
 #define HANDED 1
 #define BUFFERS 1
 #define TILE_BYTES 67584  // 128 rows PITCH apart, or 64 WIDE_PITCH apart

@@ -51,7 +51,9 @@
 #endif
 #define TURNS 4  // of a cluster, that may be known at a time
 #define MULTIPLIERS 256
+#ifndef WRITERS
 #define WRITERS 64
+#endif
 #ifndef ARRIVING
 #define ARRIVING 1  // lanes that arrive at a barrier for a warp; racecheck knows of no warp behind a lane: 32
 #endif
