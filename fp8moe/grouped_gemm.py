@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 
 from fp8moe import checks
-from fp8moe.activation import Activation
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
-from fp8moe.swiglu import activation_spec
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 #: those that read the offsets back, so that no CUDA graph holds them
@@ -161,45 +159,6 @@ def grouped_gemm(
         out=out,
     )
     return call.leave(out)
-
-
-@operation
-def grouped_gemm_swiglu(
-    x: Any,
-    w: Any,
-    expert_offsets: Any,
-    probs: Any,
-    *,
-    activation: Activation,
-    transposed: bool,
-    keeps_h: bool,
-    align_size: int,
-) -> tuple[Any, Any]:
-    """(h, a): h = `grouped_gemm` (x, w, expert_offsets), and a, its `swiglu_quantize`, bit for bit.
-
-    For the layer, which has checked what it passes. Where one kernel makes both, h is not read again, and
-    without ``keeps_h`` it is not written either: None.
-    """
-    call = enter(x=x, w=w, expert_offsets=expert_offsets, probs=probs)
-    a = call.args
-    rows, columns = a.x.shape[0], a.w.shape[1]
-    shape = rows, activation.width(columns)
-    spec = activation_spec(shape, "e4m3", (1, 128), False, a.expert_offsets, align_size, transposed)
-    h = ArraySpec((rows, columns), BFLOAT16) if keeps_h else None
-    out = call.empty((h, spec))
-    call.run(
-        "grouped_gemm",
-        "grouped_gemm_swiglu",
-        a.x,
-        a.w,
-        a.expert_offsets,
-        a.probs,
-        activation=activation,
-        align_size=align_size,
-        backend=_backend_of(call, None),
-        out=out,
-    )
-    return call.leave(out)  # type: ignore[no-any-return]
 
 
 @operation

@@ -29,14 +29,7 @@ from fp8moe.expert_parallel import (
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
 from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
 from fp8moe.formats import BFLOAT16, round_up
-from fp8moe.grouped_gemm import (
-    BACKENDS,
-    grouped_gemm,
-    grouped_gemm_swiglu,
-    grouped_gemm_wgrad,
-    not_on_cpu,
-    products_by,
-)
+from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
 from fp8moe.interop import Device
 from fp8moe.permuted_rows import (
     PlacedRows,
@@ -1129,17 +1122,9 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
+    h = grouped_gemm(moved.data, w13.rowwise, plan.expert_offsets)
     transposed = "dw2" in gradients and not recompute
-    h, a = grouped_gemm_swiglu(
-        moved.data,
-        w13.rowwise,
-        plan.expert_offsets,
-        moved.probs,
-        activation=activation,
-        transposed=transposed,
-        keeps_h=not recompute and _of_h(gradients),
-        align_size=plan.align_size,
-    )
+    a = _activate(h, moved.probs, plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
     y = unpermute(grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets), plan)
     if recompute:

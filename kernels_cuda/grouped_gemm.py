@@ -9,19 +9,16 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8moe.activation import Activation
-from fp8moe.formats import BFLOAT16
 from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import current_architecture, launch, scratch, threads
+from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
 from fp8moe.kernels_cuda.product import (
     Product,
     product_of_grouped_gemm,
     product_of_wgrad,
     products_of_layer,
 )
-from fp8moe.kernels_cuda.swiglu import swiglu_quantize
-from fp8moe.records import Quantized, QuantTensor
+from fp8moe.records import QuantTensor
 
 #: floating-point operations from which on a kernel that is not the fastest is not taken without a word
 MANY = 10**9
@@ -141,31 +138,6 @@ def grouped_gemm(
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
         limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
         module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **limit)
-
-
-def grouped_gemm_swiglu(
-    x: QuantTensor,
-    w: QuantTensor,
-    expert_offsets: Any,
-    probs: Any,
-    *,
-    activation: Activation,
-    align_size: int,
-    backend: str | None,
-    out: Any,
-) -> None:
-    h, a = out
-    codes = (a.rowwise if isinstance(a, Quantized) else a).data
-    product = product_of_grouped_gemm(x, w, expert_offsets, False, codes)
-    product = product._replace(out="bfloat16", width=w.shape[1])
-    by = choose(product, current_architecture(), backend).backend
-    if by == "wgmma" and grouped_gemm_wgmma_fp8.activates(product, activation, align_size, out):
-        grouped_gemm_wgmma_fp8.grouped_gemm_swiglu(x, w, expert_offsets, probs, out=out)
-        return
-    if h is None:
-        h = scratch((x.shape[0], w.shape[1]), BFLOAT16)
-    grouped_gemm(x, w, expert_offsets, transpose_w=False, backend=backend, num_sms=None, out=h)
-    swiglu_quantize(h, probs, activation=activation, expert_offsets=expert_offsets, out=a)
 
 
 def grouped_gemm_wgrad(

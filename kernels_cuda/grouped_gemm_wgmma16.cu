@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         find(tile);
 #pragma unroll 1
-        for (u32 part = 0; part < HANDED; ++part)
+        for (u32 part = 0; part < PARTS; ++part)
           write_rows(s, part, last_row - first_row - 64 * (int)part, 2 * ((int)width - first_column),
                      (int)work.halves * COLUMNS, (u8*)(out + (first_row + 64 * part) * width + first_column),
                      2 * width, phase);

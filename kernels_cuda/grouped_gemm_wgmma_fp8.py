@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.activation import SWIGLU, Activation
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, threads
 from fp8moe.kernels_cuda.product import Product
-from fp8moe.record_trees import arrays_in
-from fp8moe.records import Quantized, QuantTensor
+from fp8moe.records import QuantTensor
 
 # As in wgmma_pipeline.cuh.
 TILE_COLUMNS = 256
@@ -67,6 +65,8 @@ def grouped_gemm(
     x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
 ) -> None:
     rows, width = out.shape
+    ready = x.layout == "gemm_ready"
+    strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
     _launch_tiles(
         "grouped_gemm_wgmma",
         "grouped_gemm_tiles",
@@ -76,7 +76,7 @@ def grouped_gemm(
         w,
         expert_offsets,
         x.scales,
-        *_row_strides(x),
+        *strides,
         w.scales,
         expert_offsets,
         w.data.shape[0],
@@ -131,7 +131,7 @@ def _launch_tiles(
         source,
         kernel,
         configuration.blocks,
-        configuration.threads + (128 if "ACTIVATED=1" in variant and "WRITERS=64" not in variant else 0),
+        configuration.threads,
         a.data,
         b.data,
         *arguments,
@@ -140,49 +140,3 @@ def _launch_tiles(
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,
     )
-
-
-def activates(product: Product, activation: Activation, align_size: int, out: Any) -> bool:
-    """Whether `grouped_gemm_swiglu` makes a product that this file takes, and its activation."""
-    return (
-        activation == SWIGLU
-        and align_size % 128 == product.rows % 128 == product.width % TILE_COLUMNS == 0
-        and all(a.ptr % 16 == 0 for a in arrays_in(out))
-    )
-
-
-DEFINES: tuple[str, ...] = ()
-
-
-def grouped_gemm_swiglu(x: QuantTensor, w: QuantTensor, expert_offsets: Any, probs: Any, *, out: Any) -> None:
-    """(h or None, a), where `activates` says so."""
-    h, a = out
-    rowwise, columnwise = (a.rowwise, a.columnwise) if isinstance(a, Quantized) else (a, None)
-    _launch_tiles(
-        "grouped_gemm_wgmma",
-        "grouped_gemm_swiglu_tiles",
-        ("ACTIVATED=1", *DEFINES),
-        None,
-        x,
-        w,
-        expert_offsets,
-        x.scales,
-        *_row_strides(x),
-        w.scales,
-        expert_offsets,
-        w.data.shape[0],
-        x.shape[0],
-        w.data.shape[1],
-        x.shape[1],
-        h,
-        probs,
-        0 if probs is None else KINDS[probs.dtype],
-        rowwise.data,
-        rowwise.scales,
-        *((None, None) if columnwise is None else (columnwise.data, columnwise.scales)),
-    )
-
-
-def _row_strides(x: QuantTensor) -> tuple[int, int]:
-    """Of its scales: from row to row, and from block to block."""
-    return (1, x.scales.shape[1]) if x.layout == "gemm_ready" else (x.scales.shape[1], 1)

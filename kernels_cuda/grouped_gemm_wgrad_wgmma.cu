@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         for (int k = 0; k < steps; ++k, turn.next()) {
           if (s.offsets[e] % 16 == 0)
             fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
-                        first_row, first_column < depth ? first_column : -1, COLUMNS / 2);
+                        first_row, first_column < depth ? first_column : -1);
         }
         if (takes) order.pass_on(s, 1, taken);
       }
@@ -175,16 +175,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
     };
-    bool ready = false;
     for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
       if (BLOCKS)
-        multiply<false, false>(s, turn, ready, group, work.halves, count, last, scale_of, promote_all);
+        multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
       else
-        multiply<false, true>(s, turn, ready, group, work.halves, count, last, scales_of, promote);
+        multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);
       find(order.again(s));  // again, so that nothing of it takes registers meanwhile
       if (accumulate && steps == 0) continue;
       // value i of a half is in row `row` + 64 half, 8 below it with i & 2, and column `column` + i / 4 * 8

@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const i64 at = (e * width + first_row) * depth + first_column;
         const int columns = (int)depth - first_column, most = (int)work.halves * (COLUMNS / 2);
 #pragma unroll 1
-        for (u32 part = 0; part < HANDED; ++part) {
+        for (u32 part = 0; part < PARTS; ++part) {
           const int left = (int)width - first_row - 64 * (int)part;
           if (out_kind == F32) {  // of each 16 rows the 8 lower ones
             const int row = (int)t % WRITERS / 8 * 16 + 8 + (int)t % 8;

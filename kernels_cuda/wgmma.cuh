@@ -94,10 +94,10 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
 // rows: + 2. (The lower half of PTX's matrix descriptor: address / 16, and 1 for the leading dimension, which
 // the swizzle makes no use of. The upper half says that groups of eight rows lie 1024 bytes apart, and the
 // swizzle of 128 bytes.)
-typedef u32 Operand;
+typedef u32 Tile;
 #define TILE_LAYOUT "0x40000040"
 
-__device__ __forceinline__ Operand tile_at(At at) { return at >> 4 | 1u << 16; }
+__device__ __forceinline__ Tile tile_at(At at) { return at >> 4 | 1u << 16; }
 
 // Registers of a thread of this warpgroup from here on; those that others give away are there to be had.
 template <int COUNT>
@@ -190,7 +190,7 @@ __device__ __forceinline__ void add_floats(float* to, float2 v) {
 // t / 32 * 16 + t % 32 / 4 and of the row 8 below it, columns 8 j + 2 (t % 4) and the next:
 // d[4 j], d[4 j + 1] and d[4 j + 2], d[4 j + 3]. The products are there after products_wait.
 template <int A, int B>
-__device__ __forceinline__ void product(float (&d)[64], Operand a, Operand b, bool add) {
+__device__ __forceinline__ void product(float (&d)[64], Tile a, Tile b, bool add) {
   if (A == 0 && B == 0) PRODUCT("e4m3", "e4m3");
   if (A == 0 && B == 1) PRODUCT("e4m3", "e5m2");
   if (A == 1 && B == 0) PRODUCT("e5m2", "e4m3");
@@ -203,7 +203,7 @@ __device__ __forceinline__ void product(float (&d)[64], Operand a, Operand b, bo
 // to the atom of the next eight rows, 1024 bytes). 16 rows further on: + 128. An address has the number of
 // its block of the cluster above its 24 lowest bits, which would change the leading dimension: it is cut off.
 #define PIECE_BYTES 8192
-__device__ __forceinline__ Operand tile_mn_major_at(At at) {
+__device__ __forceinline__ Tile tile_mn_major_at(At at) {
   return (at >> 4 & 0x3fffu) | PIECE_BYTES / 16 << 16;
 }
 
@@ -222,7 +222,7 @@ __device__ __forceinline__ Operand tile_mn_major_at(At at) {
 // lie as above, of 128 columns in the first 64 registers. A_MN, B_MN: the operand is
 // MN-major.
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
-__device__ __forceinline__ void product_16(float (&d)[128], Operand a, Operand b) {
+__device__ __forceinline__ void product_16(float (&d)[128], Tile a, Tile b) {
   static_assert(B_MN || !A_MN, "no kernel has the first operand alone MN-major");
   if constexpr (TYPE == F16) {
     if constexpr (A_MN)

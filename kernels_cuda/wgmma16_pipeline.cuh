@@ -17,7 +17,7 @@
 #define STAGE_SCALES 0
 #define FETCHING 1
 #define SERVING 3
-#define HANDED 2
+#define PARTS 2
 // Where finished rows wait: one buffer for both warpgroups, in turn, or (STAGES 3) one each
 #define BUFFERS (STAGES == 3 ? 2 : 1)
 #define PART_BYTES 33792  // 64 rows PITCH apart, or 32 WIDE_PITCH apart
@@ -91,8 +91,8 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       clear_rows(s.operands + stage * STAGE_BYTES, last, A_MN ? 0 : A_BYTES / PIECE_BYTES);
     turn.next();
     const At a_at = here + group * PIECE_BYTES, b_at = here + A_BYTES;
-    const Operand a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
-    const Operand b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
+    const Tile a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
+    const Tile b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
     products_begin();
 #pragma unroll
     for (u32 i = 0; i < STEP / 16; ++i)

@@ -8,10 +8,8 @@
 #define STAGES 3
 #define STAGE_SCALES (ROWS + COLUMNS)
 #define FETCHING (1 + 32)  // who announces the codes; the warp that fetches scales
-#ifndef SERVING
 #define SERVING 4
-#endif
-#define HANDED 1
+#define PARTS 1
 #define BUFFERS 1
 #define TILE_BYTES 67584  // 128 rows PITCH apart, or 64 WIDE_PITCH apart
 #include "wgmma_tiles.cuh"
@@ -30,10 +28,10 @@ __device__ __forceinline__ u32 scales_of_four(const Turn& turn) {
 }
 
 // One warp: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`; of a's tile, so
-// many `halves`; of b's nothing, when there are no columns (b_row < 0); b's second half is `b_apart` rows on.
+// many `halves`; of b's nothing, when there are no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
                                             const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
-                                            int along, int a_row, int b_row, int b_apart) {
+                                            int along, int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
@@ -46,7 +44,7 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, c
       tile_load(to + part * (A_BYTES / 2), a, along, a_row + (int)part * (ROWS / 2), barrier,
                 a_shared ? 3 : 1);
     if (b_row >= 0 && (!b_shared || part == rank))
-      tile_load(to + A_BYTES + part * (B_BYTES / 2), b, along, b_row + (int)part * b_apart, barrier,
+      tile_load(to + A_BYTES + part * (B_BYTES / 2), b, along, b_row + (int)part * (COLUMNS / 2), barrier,
                 b_shared ? 3 : 1);
   }
 }
@@ -69,15 +67,12 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
 // (That the warpgroups take turns, one scaling while the other's products run, is 5 % slower than as it
 // comes.)
 template <bool FOUR, bool LATE, class ScalesOf, class Promote>
-__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, bool& ready, u32 group, u32 halves,
-                                         int steps, int last, const ScalesOf& scales_of,
-                                         const Promote& promote) {
+__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
+                                         int last, const ScalesOf& scales_of, const Promote& promote) {
   const At codes = uniform(at_of(s.operands)), scales = codes + STAGES * STAGE_BYTES;
   const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES;
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
-#if !LOOK_EARLY
-  ready = false;
-#endif
+  bool ready = false;
 #pragma unroll 1
   for (int k = 0; k < steps; ++k) {
     const At here = codes + turn.stage * STAGE_BYTES;
@@ -86,7 +81,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, bool& read
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
     if (last < STEP && k + 1 == steps) clear_behind(s.operands + turn.stage * STAGE_BYTES, last);
     turn.next();
-    const Operand a = tile_at(here), b = tile_at(here + A_BYTES + group * (128 * STEP));
+    const Tile a = tile_at(here), b = tile_at(here + A_BYTES + group * (128 * STEP));
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       if (half >= halves) continue;

@@ -17,7 +17,7 @@
 //
 // The pipelines of FP8 and of 16 bits define before they include it: STAGES, steps that are fetched or used
 // at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; SERVING warps beside
-// those that multiply; HANDED of a tile that are handed over by themselves; TILE_BYTES, where they wait to be
+// those that multiply; PARTS of a tile that are handed over by themselves; TILE_BYTES, where they wait to be
 // written, in so many BUFFERS.
 #pragma once
 #include "wgmma.cuh"
@@ -43,17 +43,9 @@
 #ifndef IN_L2
 #define IN_L2 (15 << 20)
 #endif
-#ifndef LOOK_EARLY
-#define LOOK_EARLY 0
-#endif
-#ifndef PASS_EARLY
-#define PASS_EARLY 0
-#endif
 #define TURNS 4  // of a cluster, that may be known at a time
 #define MULTIPLIERS 256
-#ifndef WRITERS
 #define WRITERS 64
-#endif
 #ifndef ARRIVING
 #define ARRIVING 1  // lanes that arrive at a barrier for a warp; racecheck knows of no warp behind a lane: 32
 #endif
@@ -72,7 +64,7 @@ struct Shared {
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many `units` all experts before have
-  u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [HANDED] of the tile
+  u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [PARTS] of the tile
   u64 *known, *seen;                   // barriers: [TURNS]
   int* turns;                          // [TURNS]: the tile that is made then
 };
@@ -96,8 +88,8 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.scales = (float*)(memory + STAGES * STAGE_BYTES);
   s.tile = (u8*)(s.scales + STAGES * STAGE_SCALES);
   s.full = (u64*)(s.tile + TILE_BYTES);
-  s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + HANDED;
-  s.known = s.written + HANDED, s.seen = s.known + TURNS;
+  s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + PARTS;
+  s.known = s.written + PARTS, s.seen = s.known + TURNS;
   s.turns = (int*)(s.seen + TURNS);
   s.offsets = (int*)(s.turns + TURNS);
   s.first = s.offsets + experts + 1;
@@ -106,8 +98,8 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
       barrier_init(&s.full[i], FETCHING);
       barrier_init(&s.empty[i], CLUSTER * MULTIPLIERS / 32 * ARRIVING);
     }
-    for (u32 i = 0; i < HANDED; ++i) {
-      barrier_init(&s.made[i], MULTIPLIERS / HANDED / 32 * ARRIVING);
+    for (u32 i = 0; i < PARTS; ++i) {
+      barrier_init(&s.made[i], MULTIPLIERS / PARTS / 32 * ARRIVING);
       barrier_init(&s.written[i], WRITERS / 32 * ARRIVING);
     }
     for (u32 i = 0; i < TURNS; ++i) {
@@ -152,22 +144,6 @@ struct Order {
     barrier_wait(&s.known[turn % TURNS], turn / TURNS % 2);
     return again(s);
   }
-  // The same in two parts: a look that never waits, well before, and what it saw.
-  struct Look {
-    bool known;
-    int tile;
-  };
-  __device__ __forceinline__ Look look(const Shared& s) const {
-    const bool known = barrier_ready_at(at_of(&s.known[turn % TURNS]), turn / TURNS % 2);
-    return {known, (int)__float_as_uint(load_at(at_of((const float*)&s.turns[turn % TURNS])))};
-  }
-  __device__ __forceinline__ int tile(const Shared& s, Look look) const {
-    if (!look.known) {
-      barrier_wait(&s.known[turn % TURNS], turn / TURNS % 2);
-      look.tile = s.turns[turn % TURNS];
-    }
-    return uniform(look.tile);
-  }
   __device__ __forceinline__ int again(const Shared& s) const { return uniform(s.turns[turn % TURNS]); }
   __device__ __forceinline__ void done(const Shared& s) {
     __syncwarp();
@@ -193,9 +169,9 @@ struct Order {
 struct Work {
   int whole, all, unit = 0;
   u32 first = 0, halves = 2;  // of the unit at hand: which row of its tiles is its first, how often 64 it has
-  __device__ __forceinline__ Work(int units, bool by_halves = true) {
+  __device__ __forceinline__ Work(int units) {
     const int stride = (int)gridDim.x / CLUSTER, rest = units % stride;
-    whole = uniform(units - (by_halves && 2 * rest <= stride ? rest : 0));
+    whole = uniform(units - (2 * rest <= stride ? rest : 0));
     all = uniform(2 * units - whole);
   }
   __device__ __forceinline__ void take(int turn) {
@@ -238,9 +214,9 @@ __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count,
                                            i64 pitch, u32& phase) {
   const u8* from = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS);
   barrier_wait(&s.made[part], phase);
-  if (part + 1 == HANDED) phase ^= 1u;
+  if (part + 1 == PARTS) phase ^= 1u;
   if (bytes > 0)
-    for (int row = (int)threadIdx.x % WRITERS; row < min(count, ROWS / HANDED); row += WRITERS)
+    for (int row = (int)threadIdx.x % WRITERS; row < min(count, ROWS / PARTS); row += WRITERS)
       bulk_store(to + row * pitch, from + row * PITCH, (u32)min(bytes, most));
   bulk_finish();
   __syncwarp();
@@ -255,7 +231,7 @@ __device__ __forceinline__ void write_wide_rows(const Shared& s, u32 part, int c
   const int row = (int)threadIdx.x % WRITERS;
   const u8* from = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS) + row * WIDE_PITCH;
   barrier_wait(&s.made[part], phase);
-  if (part + 1 == HANDED) phase ^= 1u;
+  if (part + 1 == PARTS) phase ^= 1u;
   if (row < count && bytes > 0) {
     if (add)
       bulk_add_floats(to_row(row), from, (u32)min(bytes, most));

@@ -21,7 +21,6 @@ from oracles import at_boundaries, blocks_of, transposed
 
 import fp8moe
 from fp8moe import QuantTensor, expert_parallel
-from fp8moe.grouped_gemm import grouped_gemm_swiglu
 from fp8moe.record_trees import arrays_in, map_arrays
 
 
@@ -481,34 +480,3 @@ def blocked_scales_of_permute(both, rng, tokens, experts, columns, num_out_token
         back = fp8moe.to_layout(filled, "compact")
         assert same_bits(back.scales[there], compact.data.scales[there])
         assert same_bits(back.data[there], compact.data.data[there])
-
-
-def product_and_activation_in_one(
-    upload, download, rng, counts, ffn, depth, tail=0, activation=None, probs=True
-):
-    """h and a of one kernel: the bits of the product and of `swiglu_quantize`, one after the other, of zeros,
-    NaN and magnitudes far apart; whether or not h is kept, and a wanted transposed, too."""
-    activation = activation or fp8moe.Activation()
-    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    rows, last = int(offsets[-1]) + tail, int(offsets[-1])
-    x = rng.standard_normal((rows, depth)).astype(np.float32) * np.exp2(rng.integers(-90, 9, (rows, 1)))
-    x[rng.random(rows) < 0.2] = 0
-    x[last // 2 : last // 2 + 40] = 0
-    x = fp8moe.quantize(x.astype(np.float32))
-    w = rng.standard_normal((len(counts), 2 * ffn, depth)).astype(np.float32)
-    w = fp8moe.quantize(w, block=(128, 128))
-    if last:
-        x.data[int(rng.integers(last)), int(rng.integers(depth))] = 0x7F
-    factors = (rng.random(rows) * (rng.random(rows) < 0.9)).astype(np.float32) if probs else None
-    x, w, offsets, factors = (None if a is None else upload(a) for a in (x, w, offsets, factors))
-    how = {"activation": activation, "align_size": 128}
-    h = fp8moe.grouped_gemm(x, w, offsets)
-    for keeps_h, both_ways in ((True, True), (False, False)):
-        how["transposed"] = both_ways
-        a = fp8moe.swiglu_quantize(h, factors, expert_offsets=offsets, **how)
-        found = grouped_gemm_swiglu(x, w, offsets, factors, keeps_h=keeps_h, **how)
-        found, wanted = download(found), download((h if keeps_h else None, a))
-        if both_ways:  # the codes of rows of no expert are not written
-            for _, q in (found, wanted):
-                q.columnwise.data[:, last:] = 0
-        assert_same(found, wanted)

@@ -276,7 +276,7 @@ def test_products_of_16_bits_have_as_many_stages_as_fit(verb, experts, stages):
     print(here)
     assert grouped_gemm_wgmma.stages(verb, experts) == stages
     stage = (header["ROWS"] + header["COLUMNS"]) * header["STEP_BYTES"] + 2 * 8  # and two barriers
-    rest = header["HANDED"] * 2 * 8 + header["TURNS"] * (2 * 8 + 4) + 2 * 4 * (experts + 1)
+    rest = header["PARTS"] * 2 * 8 + header["TURNS"] * (2 * 8 + 4) + 2 * 4 * (experts + 1)
     needed = stages * stage + {4: 1, 3: 2}[stages] * header["PART_BYTES"] + rest
     assert needed <= here.shared <= H200["block"]
     four_fit = 4 * stage + header["PART_BYTES"] + rest <= H200["block"]

@@ -20,7 +20,6 @@ from backend_checks import (
     gradients_apart,
     messages,
     mxfp8_on_both_sides_of_every_boundary,
-    product_and_activation_in_one,
     products_beyond_float32,
     products_of_16_bits,
     rest_stays,
@@ -810,22 +809,6 @@ def test_grouped_gemm_of_plain_arrays(width, depth, counts, dtype, backend):
 def test_products_of_16_bits_by_wgmma(dtype, counts, width, depth):
     skip_where_not("wgmma")
     products_of_16_bits(upload, download, generator(), dtype, counts, width, depth, "wgmma")
-
-
-@pytest.mark.parametrize(
-    ("counts", "ffn", "depth", "options"),
-    [
-        ([128, 0, 256, 384], 384, 272, {"tail": 128}),
-        ([128] * 70 + [0] * 50 + [256] * 8, 256, 2048, {"tail": 512}),
-        ([0, 0], 128, 128, {"tail": 256, "probs": False}),
-        ([4096, 640], 1024, 1024, {"probs": False}),
-        ([256], 128, 128, {"activation": Activation("geglu")}),
-    ],
-)
-def test_product_and_activation_in_one(counts, ffn, depth, options):
-    skip_where_not("wgmma")
-    for _ in range(3):
-        product_and_activation_in_one(upload, download, generator(), counts, ffn, depth, **options)
 
 
 def products_of_wgmma(rng, counts, width, depth):

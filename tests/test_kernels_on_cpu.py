@@ -11,7 +11,6 @@ import pytest
 from backend_checks import (
     messages,
     mxfp8_on_both_sides_of_every_boundary,
-    product_and_activation_in_one,
     products_beyond_float32,
     products_of_16_bits,
     rest_stays,
@@ -588,32 +587,6 @@ def test_products_on_a_few_multiprocessors(monkeypatch):
     for backend in ("mma", "plain", "cublas"):
         with pytest.raises(ValueError, match=f"num_sms: got 4 for a product by '{backend}'"):
             fp8moe.grouped_gemm(*arrays, backend=backend, num_sms=4)
-
-
-@pytest.mark.parametrize(
-    ("counts", "ffn", "depth", "options"),
-    [
-        ([128, 0, 256], 256, 144, {"tail": 128}),
-        ([0, 0], 128, 16, {"tail": 256, "probs": False}),
-        ([128], 128, 16, {"activation": GPT_OSS}),  # by two kernels
-        ([128], 128, 16, {"tail": 5}),
-    ],
-)
-def test_product_and_activation_in_one(monkeypatch, counts, ffn, depth, options):
-    from fp8moe.kernels_cuda import launch
-
-    cuda_on_cpu.install(monkeypatch)
-    kernels, load = [], launch.load_kernel
-
-    def load_kernel(source, name, *rest):
-        kernels.append(name)
-        return load(source, name, *rest)
-
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
-    product_and_activation_in_one(upload, download, RNG, counts, ffn, depth, **options)
-    one = "activation" not in options and options.get("tail") != 5
-    assert ("grouped_gemm_swiglu_tiles" in kernels) == one
 
 
 def test_what_wgmma_does_not_take_is_multiplied_by_mma():

@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe.activation import Activation
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import QuantTensor
 from fp8moe.reference.numerics import decode_blocks, expert_ranges, quietly, to_f32
-from fp8moe.reference.swiglu import swiglu_quantize
 
 _BLOCK = 128
 
@@ -41,24 +39,6 @@ def grouped_gemm(
         else:
             weight = _wide(w[e]) if transpose_w else _wide(w[e]).T
             out[lo:hi] = (_wide(x[lo:hi]) @ weight).astype(out.dtype)
-
-
-def grouped_gemm_swiglu(
-    x: QuantTensor,
-    w: QuantTensor,
-    expert_offsets: np.ndarray,
-    probs: Any,
-    *,
-    activation: Activation,
-    align_size: int,
-    backend: str | None,
-    out: Any,
-) -> None:
-    h, a = out
-    if h is None:
-        h = np.empty((x.shape[0], w.shape[1]), BFLOAT16)
-    grouped_gemm(x, w, expert_offsets, transpose_w=False, backend=backend, num_sms=None, out=h)
-    swiglu_quantize(h, probs, activation=activation, expert_offsets=expert_offsets, out=a)
 
 
 def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) -> np.ndarray:

@@ -48,8 +48,8 @@ inline void store_counted_at(At to, u32 value, At barrier) {
   });
 }
 
-typedef u64 Operand;
-inline Operand tile_at(At at) { return at >> 4; }
+typedef u64 Tile;
+inline Tile tile_at(At at) { return at >> 4; }
 template <int COUNT>
 void more_registers() {}
 template <int COUNT>
@@ -83,8 +83,8 @@ inline const float* decoded(int fmt) {  // every code's value
 }
 
 template <int A, int B>
-void product(float (&d)[64], Operand a, Operand b, bool add) {
-  auto row_of = [](Operand tile, u32 row, int fmt, float* values) {
+void product(float (&d)[64], Tile a, Tile b, bool add) {
+  auto row_of = [](Tile tile, u32 row, int fmt, float* values) {
     const float* of_code = decoded(fmt);
     for (u32 k = 0; k < 32; ++k)
       values[k] = of_code[*(const u8*)swizzled((tile << 4) + row / 8 * 1024 + row % 8 * 128 + k)];
@@ -104,18 +104,18 @@ void product(float (&d)[64], Operand a, Operand b, bool add) {
 }
 
 #define PIECE_BYTES 8192
-inline Operand tile_mn_major_at(At at) { return at >> 4; }
+inline Tile tile_mn_major_at(At at) { return at >> 4; }
 
 // Value k of row or column i of a tile of 16-bit values, as the tensor cores find it.
 template <int TYPE, bool MN>
-float value_16(Operand tile, u32 i, u32 k) {
+float value_16(Tile tile, u32 i, u32 k) {
   const u64 in_rows = i / 8 * 1024 + i % 8 * 128 + 2 * k;
   const u64 in_pieces = i / 64 * PIECE_BYTES + k / 8 * 1024 + k % 8 * 128 + 2 * (i % 64);
   return load((const void*)swizzled((tile << 4) + (MN ? in_pieces : in_rows)), 0, TYPE);
 }
 
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
-void product_16(float (&d)[128], Operand a, Operand b) {
+void product_16(float (&d)[128], Tile a, Tile b) {
   const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
   float rows[2][16];
   for (u32 k = 0; k < 16; ++k)
