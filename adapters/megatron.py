@@ -44,14 +44,14 @@ __all__ = [
 _LAYER = ("FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow")  # of `fp8moe.adapters.megatron_layer`
 NEEDED = "fp8moe.adapters.megatron needs megatron-core 0.16 or later ({}): pip install 'megatron-core>=0.16'"
 MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.extensions.transformer_engine")
-# what moe_utils imports beside, and asks whether it is None once HAVE_TE is true
+# other names that moe_utils imports, and compares with None once HAVE_TE is true
 OTHERS = (
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "te_general_gemm",
 )
-SINCE = "2.12.0"  # the Transformer Engine whose padding Megatron asks for, by ``is_te_min_version``
+SINCE = "2.12.0"  # the Transformer Engine whose padding Megatron uses, checked by ``is_te_min_version``
 ALIGNED = "get_align_size_for_quantization"
 
 

@@ -25,7 +25,7 @@ from fp8moe.grouped_gemm import BACKENDS
 from fp8moe.moe import RECIPES
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what Megatron-Core does not find beside it
+    warnings.simplefilter("ignore")  # Megatron-Core's, of optional packages that are missing
     from megatron.core.activations import quick_gelu
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 __all__ = ["FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow"]
 
-#: `TransformerConfig`'s fields that these experts do not do, each with the values that leave it alone
+#: `TransformerConfig`'s fields that these experts do not implement, each with its values that are accepted
 REFUSED = {
     "add_bias_linear": (False,),
     "moe_apply_probs_on_input": (False,),
@@ -59,7 +59,7 @@ REFUSED = {
     "moe_ncclep_zero_copy": (False,),
     "transformer_impl": ("local", "transformer_engine"),
 }
-#: and those that the layer with this library's dispatch does not do
+#: the same for the layer with this library's dispatch
 REFUSED_BY_LAYER = {
     "moe_shared_expert_overlap": (False,),
     "moe_pad_expert_input_to_capacity": (False,),
@@ -116,7 +116,7 @@ def activation_of(config: Any) -> Activation:
 class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     """Experts in place of Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
 
-    They stand behind any of its dispatchers (allgather, alltoall, DeepEP, HybridEP), whose rows are permuted
+    They work after any of its dispatchers (allgather, alltoall, DeepEP, HybridEP), whose rows are permuted
     already. Bias, expert tensor parallelism, other activations, and what else these experts do not do, are
     refused by name when the module is made.
 
@@ -400,7 +400,7 @@ class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
         super().__init__(config=config, pg_collection=pg_collection)
         self.topk_ids: Tensor | None = None
         self._shape = torch.Size()
-        # what a CUDA graph of the router alone has to hand on
+        # outputs of a CUDA graph of the router alone
         self.cudagraph_attrs = ["topk_ids"]
 
     def dispatch_preprocess(
@@ -463,9 +463,9 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
     It is made as `MoELayer` is, by a layer spec (`use_fp8_flow` puts it there), or directly. config's
     ``moe_token_dispatcher_type`` does not matter. Router, shared experts, auxiliary losses, capacity
     (dropped tokens), ``recompute_modules`` and expert parallelism are those of the config; the experts are
-    `FP8FlowExperts`, which says how they are saved and what is refused. Beside that the layer refuses
+    `FP8FlowExperts`, whose page states how they are saved and what is refused. The layer also refuses
     ``moe_shared_expert_overlap``, padding of the router's choice, and CUDA graphs around the experts where
-    expert_model_parallel_size > 1, since counts of rows are looked at once a forward then.
+    expert_model_parallel_size > 1, since each forward reads counts of rows then.
 
     Examples
     --------
@@ -497,7 +497,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         if submodules is None:
             submodules = MoESubmodules(experts=FP8FlowExperts)
         submodules = dataclasses.replace(submodules, experts=FP8FlowExperts)
-        # which `MoELayer` makes one for; this one needs neither streams nor DeepEP
+        # `MoELayer` makes a dispatcher of this type; the simplest needs neither streams nor DeepEP
         before, config.moe_token_dispatcher_type = config.moe_token_dispatcher_type, "allgather"
         try:
             super().__init__(config, submodules, layer_number, groups, **options)
@@ -566,7 +566,7 @@ def use_fp8_flow(
         As of `fp8moe.adapters.torch_functional.moe_experts`.
     dispatcher : "fp8moe" or "megatron"
         "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and dispatcher
-        (``moe_token_dispatcher_type``), with `FP8FlowExperts` behind it.
+        (``moe_token_dispatcher_type``), with `FP8FlowExperts` after it.
     pg_collection : ProcessGroupCollection or None
         The model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of its own
         classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.

@@ -7,8 +7,10 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ GRACE = 5.0  # seconds that the others are given to say that they are there
 # of the group's timeout, after which NCCL's watchdog ends the process: a rank that waits for the others says
 # that it is there, and, having given them the time between to say so too, gives up
 SAY_SO, GIVE_UP = 0.5, 0.9
+# threads that want Python's lock, or this processor. time.sleep(0) took 55 us on the machine with the H200
+_let_others_run: Any = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
 
 
 class RankLost(RuntimeError):
@@ -97,6 +101,7 @@ class ProcessGroup:
         self.handle = handle_of(self)  # by which compiled code finds it
         self._calls = 0
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
+        self._gathered: dict[Any, tuple[Tensor, Tensor]] = {}  # counts of all ranks: `_buffers`
         self._here = ""  # the call for which this rank said that it is there
         self._agreed: set[Any] = set()  # headers that are the same on all ranks
         self._overflow: Tensor | None = None  # rows and entries, of all forwards
@@ -129,12 +134,24 @@ class ProcessGroup:
         if (values, device) not in self._headers:  # a copy to the device waits
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         message = torch.cat([*known, self._headers[values, device]])
-        messages = message.new_empty(world * len(message))
+        messages, on_host = self._buffers(world * len(message), device)
         self._call(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
-            self._wait_for(device)
-        of_ranks = messages.view(world, -1).tolist()  # the one synchronisation
-        return expert_parallel.counts_of(of_ranks, header, self.rank)
+            on_host.copy_(messages, non_blocking=True)
+            self._wait_for(device)  # the one synchronisation
+        return expert_parallel.counts_of(on_host.view(world, -1).tolist(), header, self.rank)
+
+    def _buffers(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What the counts of all ranks come to on the device, and on the host, where they are read before
+        the next ones come: kept, as page-locked memory takes long to get."""
+        if (size, device) not in self._gathered:
+            with torch.inference_mode(False):
+                messages = torch.empty(size, dtype=torch.int32, device=device)
+                on_host = messages
+                if device.type == "cuda":
+                    on_host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+            self._gathered[size, device] = messages, on_host
+        return self._gathered[size, device]
 
     def agree(self, header: dict[str, int], like: Any) -> None:
         """Compare a header once, as `fp8moe.expert_parallel.Bounded.agree`.
@@ -274,7 +291,7 @@ class ProcessGroup:
                 raise self._lost(f"{waited * timeout:.0f} s without it", 0.0)
             if waited > SAY_SO:
                 self._say_so()
-            time.sleep(0)
+            _let_others_run()
 
     def _say_so(self) -> str:
         """Tell the group's store that this rank is there; returns where in it."""

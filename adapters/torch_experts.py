@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
+from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
 from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.expert_parallel.protocols import chunks_of
@@ -240,9 +241,9 @@ class _Experts(torch.autograd.Function):
             if ctx.collector is not None:
                 ctx.collector.backward(dy)
             given = {"dy": dy.contiguous(), "comm": ctx.comm}
-            if later and not of_weights and _keeps_graph():
+            if later and not of_weights and keeps_graph():
                 grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=wanted)
-                ctx.half = _Half(dy, operands)
+                ctx.half = Half(dy, operands)
 
                 def backward(**_: Any) -> Any:
                     return grads
@@ -272,31 +273,8 @@ def _saved_by_autograd(ctx: Any) -> Saved:
 
 def _asked_for(ctx: Any) -> list[str]:
     """Of the gradients that are wanted, those that the backward that runs now goes on with."""
-    nodes = zip(ctx.names, ctx.next_functions, strict=True)
-    asked = {name for name, (node, _) in nodes if node is not None and _runs(node)}
+    asked = set(itertools.compress(ctx.names, asked_for(ctx)))
     return [name for name in _names(ctx.options.wanted) if name in asked]
-
-
-def _runs(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf that torch.autograd.grad was given it does not tell
-        return True
-
-
-class _Half:
-    """What the inputs' gradients left for those of the weights, of the same dy."""
-
-    def __init__(self, dy: Tensor, operands: SavedForWeights):
-        self.dy, self.operands = dy, operands
-        self._versions = self._seen()
-
-    def _seen(self) -> list[int]:
-        return [t._version for t in (self.dy, *arrays_in(self.operands))]
-
-    def is_of(self, dy: Tensor) -> bool:
-        """Whether dy is that one, and nothing has been changed in place since."""
-        return dy.is_set_to(self.dy) and self._versions == self._seen()
 
 
 def _backward(
@@ -604,7 +582,7 @@ def _results_of_backward(
     saved: Saved, dy: Tensor, targets: Targets, options: Options, comm: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     mains, dtypes, handle = targets[:3], _dtypes(targets), targets.handle
-    if any(main is not None for main in mains) and _keeps_graph():
+    if any(main is not None for main in mains) and keeps_graph():
         raise RuntimeError(
             "main_grad: got a backward of a compiled layer that keeps its graph (retain_graph=True, or "
             "torch.autograd.grad of some inputs, as zero-bubble schedules ask for), whose second run would "
@@ -625,11 +603,6 @@ def _results_of_backward(
         if layer is not None:
             set_added(getattr(layer, name))
     return tuple(grads)  # type: ignore[return-value]
-
-
-def _keeps_graph() -> bool:
-    """Whether autograd's engine runs a backward, and may run it again; outside of one it says it keeps."""
-    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 # ---------------------------------------------------------------- compiled code, over several ranks

@@ -207,7 +207,7 @@ def moe_experts_permuted(
 
 
 class _Options(NamedTuple):
-    """What both take."""
+    """Options of `moe_experts` and `moe_experts_permuted`."""
 
     recipe: Recipe
     recompute: str | None
@@ -230,7 +230,8 @@ def _moe_experts(
     comm: Any = None,
     align_size: int = 0,
 ) -> Tensor:
-    """Both. align_size: not 0 for rows that are permuted, whose counts and probs stand for ids and theirs."""
+    """`moe_experts`, and with an align_size other than 0 `moe_experts_permuted`, whose counts and probs are
+    passed as ids and probs."""
     recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
     refuse_transforms(name)
     checks.choice("recipe", recipe, RECIPES)
@@ -289,7 +290,7 @@ def _moe_experts(
 
 
 def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torch.dtype) -> None:
-    """Before weights are quantised."""
+    """Raise for a backend that the products do not take, before weights are quantised."""
     (w13, w2), activation, hidden = weights, options.activation, x.shape[-1]
     ffn = _ffn_of(w13, w2, halves_of(activation.kind))
     if ffn is None:
@@ -338,7 +339,7 @@ def _of_all_ranks(bias2: Tensor, comm: Any) -> Tensor:
 
 
 def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
-    """[T, E]: what each expert counts for a token."""
+    """[T, E]: the sum of a token's probabilities for each expert."""
     there = (ids >= 0) & (ids < experts)
     shares = probs.new_zeros(ids.shape[0], experts)
     return shares.scatter_add(1, torch.where(there, ids, 0).long(), torch.where(there, probs, 0))
@@ -468,7 +469,7 @@ def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int)
 
 
 def _ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
-    """F, as far as tensors tell."""
+    """F, by the shapes of the weights; None for records of FP8 codes."""
     if isinstance(w13, tuple):
         return int(w13[0].shape[1])
     if isinstance(w13, Tensor):

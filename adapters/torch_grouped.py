@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_distributed, torch_ops
+from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
 from fp8moe.expert_parallel import DispatchedRows
 from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.plan import static_bound
@@ -110,24 +111,35 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, w13, w2, offsets, activation):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, probs, w13, w2, offsets)
-        ctx.activation = activation
+        ctx.activation, ctx.half = activation, None
         return _products(x, probs, w13, w2, offsets, activation)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, probs, w13, w2, offsets = ctx.saved_tensors
-        of_x, of_probs, of_w13, of_w2, *_ = ctx.needs_input_grad
-        dy = dy.contiguous()
-        h = _product(x, w13, offsets)
-        da = _product(dy, w2, offsets, transpose_w=True)
-        dx, dw13, dw2 = None, None, None
-        if of_w2:
-            a = torch_ops.swiglu(h, probs, activation=ctx.activation)
-            dw2 = _weight_gradient(dy, a, offsets)
-        dh, dprobs = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
-        if of_x:
-            dx = _product(dh, w13, offsets, transpose_w=True)
+        if compiling := torch.compiler.is_compiling():  # Dynamo traces this, and it always runs whole
+            asked, half = ctx.needs_input_grad, None
+        else:
+            asked, half, ctx.half = asked_for(ctx), ctx.half, None
+        of_x, of_probs, of_w13, of_w2, *_ = asked
+        dx, dprobs, dw13, dw2 = None, None, None, None
+        if half is not None and not (of_x or of_probs) and half.is_of(dy):
+            a, dh = half.operands
+        else:
+            later = any(ctx.needs_input_grad[2:4]) and not (of_w13 or of_w2 or compiling) and keeps_graph()
+            h, a = _product(x, w13, offsets), None
+            if of_w2 or later:
+                a = torch_ops.swiglu(h, probs, activation=ctx.activation)
+            da = _product(dy.contiguous(), w2, offsets, transpose_w=True)
+            dh, of_rows = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
+            dprobs = of_rows.to(probs.dtype) if of_probs else None
+            if of_x:
+                dx = _product(dh, w13, offsets, transpose_w=True)
+            if later:
+                ctx.half = Half(dy, (a, dh))
         if of_w13:
             dw13 = _weight_gradient(dh, x, offsets)
-        return dx, dprobs.to(probs.dtype) if of_probs else None, dw13, dw2, None, None
+        if of_w2:
+            dw2 = _weight_gradient(dy.contiguous(), a, offsets)
+        return dx, dprobs, dw13, dw2, None, None

@@ -29,7 +29,7 @@ SYMBOLIC_TYPES.add(torch.SymInt)
 
 NAMESPACE = "fp8moe"
 library = torch.library.Library(NAMESPACE, "DEF")
-#: by name, what has been declared
+#: the operators that have been declared, by name
 OPERATORS: dict[str, Operator] = {}
 
 #: types of the core's signatures as those of tensors
@@ -240,7 +240,7 @@ class Operator:
         return flat
 
     def unflatten(self, flat: Iterable[Any]) -> list[Any]:
-        """What `flatten` got."""
+        """The reverse of `flatten`."""
         arguments = list(flat)
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]

@@ -35,8 +35,8 @@ class Gradient(NamedTuple):
 
     of: the arguments that have one, the rows first. saves: those that ``backward`` reads, from all of them.
     backward: from the arguments, of which tensors that are not saved are None, with how many "rows" there
-    were and for which of ``of`` autograd asks ("needs_input_grad"), and from the gradients of the results, to
-    those of ``of``; None, or fewer, where there are none.
+    were and the "node" of autograd's graph, and from the gradients of the results, to those of ``of``; None,
+    or fewer, where there are none.
     """
 
     of: tuple[str, ...]
@@ -112,7 +112,7 @@ def operation(
 def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[str, ...], note: str) -> Core:
     """The core's function for tensors, ``traced`` where a compiler traces the call or a gradient is wanted.
 
-    differentiable: the arguments that have a gradient; where there are none, nobody wants one. note: a
+    differentiable: the arguments that have a gradient; where there are none, results have none. note: a
     paragraph of the docstring.
     """
     parameters = inspect.signature(core).parameters
@@ -124,7 +124,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
 
     @documented(core, differentiable, note)
     def call(*arguments: Any, **options: Any) -> Any:
-        plain, needs_grad = not torch.compiler.is_compiling(), False
+        plain, needs_grad = not torch.compiler.is_dynamo_compiling(), False
         if plain:
             for value in (*arguments, *options.values()):
                 kind = type(value)
@@ -183,7 +183,7 @@ def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callabl
     return declare
 
 
-#: types of arguments that hold no array that is looked at here; a plan's lies where its rows do
+#: types of arguments whose arrays are not checked here; a plan's lies where its rows do
 _NO_ARRAYS = frozenset((*METADATA_TYPES, PermutationPlan, tuple, list, *Options.__subclasses__()))
 
 
@@ -271,7 +271,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
         for name, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
             fields = values[name]
             values[name] = _plan_with(fields, tensor) if type(fields) is dict else tensor
-        values["needs_input_grad"] = [ctx.needs_input_grad[n] for n in places]
+        values["node"] = ctx
         given = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
         returned: list[Any] = [None] * len(names)
         for place, grad in zip(places, given, strict=False):
@@ -291,7 +291,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
     apply_eager = super(torch.autograd.Function, function).apply
 
     def apply(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return apply_flat(*operator.flatten(arguments))
         return apply_eager(*arguments)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fp8moe
 from fp8moe import Permuted, Quantized, QuantTensor, SortedChunks, SwigluGrad, checks
+from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import OPERATORS, operator, operator_of
 from fp8moe.adapters.torch_operation import (
     Gradient,
@@ -346,14 +347,15 @@ def _product_of_codes(function: Any, values: Values) -> Any:
         return None
     if values["transpose_w"]:
         raise ValueError("transpose_w: got True with FP8 weights; wanted it with tensors")
-    return _grouped_gemm_fp8(x, w, values["expert_offsets"], values["backend"], values["num_sms"])
+    names = "expert_offsets", "tokens_per_expert", "backend", "num_sms"
+    return _grouped_gemm_fp8(x, w, *(values[name] for name in names))
 
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    (of_x, of_w), dx, dw = values["needs_input_grad"], None, None
+    (of_x, of_w, _), dx, dw = asked_for(values["node"]), None, None
     if of_x:
-        dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, not values["transpose_w"], backend, num_sms)
+        dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, None, not values["transpose_w"], backend, num_sms)
     if of_w:
         # there is no sum in float16
         dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
@@ -372,9 +374,9 @@ _product = operation(
 
 
 @functools.wraps(_product)
-def grouped_gemm(x: Any, w: Any, expert_offsets: Tensor, **options: Any) -> Any:
+def grouped_gemm(x: Any, w: Any, expert_offsets: Tensor, *counts: Tensor | None, **options: Any) -> Any:
     x, w = (t.contiguous() if isinstance(t, Tensor) else t for t in (x, w))
-    return _product(x, w, expert_offsets, **options)
+    return _product(x, w, expert_offsets, *counts, **options)
 
 
 # ---------------------------------------------------------------- shared by the modules above
@@ -419,7 +421,7 @@ _ABOVE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What stands on this module and is looked for here."""
+    """Public names of modules that import this one."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"fp8moe.adapters.{_ABOVE[name]}")

@@ -12,6 +12,7 @@ kernel that computes it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import fp8moe
 from fp8moe import Routed, RouterConfig
+from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch_operation import refuse_transforms
 
@@ -191,11 +193,15 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _product_backward(
-    grad: Tensor, x: Tensor, w: Tensor, added_to: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, x: Tensor, w: Tensor, added_to: Tensor | None = None, asked: Sequence[bool] = (True, True)
+) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw) for the gradient of the logits as three parts side by side, [T, 3 E] bfloat16; added_to:
-    another gradient of x, which dx is the sum with."""
-    experts = len(w)
+    another gradient of x, which dx is the sum with; asked: which of the two, None in place of the other."""
+    experts, dx, dw = len(w), None, None
+    if asked[1]:
+        dw = torch.mm(grad.t(), x, out_dtype=torch.float32).view(3, experts, -1).sum(dim=0).to(w.dtype)
+    if not asked[0]:
+        return None, dw
     of_w = parts(w)
     if len(of_w) == 1:
         pair = grad, w.repeat(3, 1)
@@ -205,8 +211,7 @@ def _product_backward(
         of_grad = grad.view(len(grad), 3, experts)
         pair = torch.cat([of_grad[:, i] for i, _ in pairs], dim=1), torch.cat([of_w[j] for _, j in pairs])
     dx = torch.mm(*pair) if added_to is None else torch.addmm(added_to, *pair)
-    dw = torch.mm(grad.t(), x, out_dtype=torch.float32)
-    return dx, dw.view(3, experts, -1).sum(dim=0).to(w.dtype)
+    return dx, dw
 
 
 # ---------------------------------------------------------------- the choice
@@ -297,7 +302,7 @@ class _RouteRows(torch.autograd.Function):
         of_rows, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
         grad = _gradient(ctx, (logits, ids, *counts), grads, True)
         with torch.autocast(x.device.type, enabled=False):
-            return *_product_backward(grad, x, w, of_rows), None, None, None, None
+            return *_product_backward(grad, x, w, of_rows, asked_for(ctx)), None, None, None, None
 
 
 _route_with_grad = differentiable(_Route)

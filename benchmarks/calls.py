@@ -9,6 +9,7 @@ compiles and loads that is counted apart.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch
 
 import fp8moe
 from fp8moe.adapters import torch_ops
-from fp8moe.adapters.torch_library import plan_arguments
+from fp8moe.adapters.torch_library import OPERATORS
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
 # of kernels_cuda/launch.py: after them comes the driver
@@ -76,9 +77,11 @@ def main() -> None:
     torch_ops.permute(x[:2].clone(), torch_ops.plan_topk(ids[:2].clone(), EXPERTS), probs[:2].clone())
     for nth in ("first", "second", "later"):
         count(f"torch, eager: permute, {nth}", lambda: torch_ops.permute(x, plan, probs))
-    tensors = plan_arguments(plan)
+    operator = OPERATORS["permute"]
+    options = [p.default for p in inspect.signature(fp8moe.permute).parameters.values()][3:]
+    arguments = operator.flatten([x, plan, probs, *options])  # as a compiled graph gives them
     for nth in ("first", "later"):
-        count(f"torch, operator: permute, {nth}", lambda: torch.ops.fp8moe.permute(x, *tensors, probs, True))
+        count(f"torch, operator: permute, {nth}", lambda: operator.op(*arguments))
     w13 = fp8moe.quantize_weights(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, device="cuda").bfloat16())
     w2 = fp8moe.quantize_weights(torch.randn(EXPERTS, HIDDEN, HIDDEN, device="cuda").bfloat16())
     for nth in ("first", "second"):

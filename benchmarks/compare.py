@@ -1,4 +1,5 @@
-"""This library beside others: ``python -m fp8moe bench compare [--out FILE] [--picture FILE]``.
+"""This library beside others: ``python -m fp8moe bench compare``, which takes ``--part NAME``,
+``--out FILE`` and ``--picture FILE``.
 
 One process times the same work on the same rows, routing and weights by every library that is installed: a
 training step of a layer's experts (forward and backward, routing given, FP8 copies of the weights made in
@@ -17,6 +18,7 @@ import importlib.util
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,8 +34,8 @@ from fp8moe.info import command, commit, versions
 SHAPES = [(4096, 8, 7168, 2048, 8), (8192, 32, 4096, 1536, 8), (16_384, 128, 2048, 768, 8)]
 QUICK = [(512, 4, 512, 256, 2)]
 ON_THE_CPU = [(256, 4, 256, 128, 2)]
-ROUNDS = 4
-WARM, TIMED = 0.25, 0.25  # seconds of one library's steps before the timed ones, and of those, as in layer.py
+ROUNDS = 3
+WARM, TIMED = 0.1, 0.2  # seconds of one library's steps before the timed ones, and of those
 PARTS = (LAYER, PRODUCT, QUANTIZE)
 
 
@@ -44,7 +46,7 @@ def main(
     picture: Path | None = None,
     parts: Iterable[Part] = PARTS,
 ) -> int:
-    """Compare what is installed, and return 1 if a result was wrong.
+    """Compare what is installed, and return 1 if a result was wrong, or torch or this library failed.
 
     Parameters
     ----------
@@ -94,9 +96,26 @@ def main(
     return 1 if wrong else 0
 
 
+def named_parts(names: Iterable[str] | None) -> tuple[Part, ...]:
+    """The parts of these names, and all without any.
+
+    Raises
+    ------
+    ValueError
+        If there is no part of a name.
+    """
+    known = {part.name: part for part in PARTS}
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"--part: got {name!r}; wanted one of {', '.join(map(repr, known))}")
+    return tuple(known[name] for name in names) if names else PARTS
+
+
 def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[str, Any]], int]:
-    """The rows of every contender that runs here and is right, and how many were wrong. All are checked
-    before any is timed, and they take turns, so that a GPU that gets warmer does so for all."""
+    """The rows of every contender that runs here and is right, and how many were wrong or failed.
+
+    All are checked before any is timed, and they take turns, so that a GPU that gets warmer does so for all.
+    """
     import torch
 
     inputs = part.inputs(device, *shape)
@@ -109,16 +128,17 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
         if contender.cuda_only and device != "cuda":
             print(f"  {contender.name:32} runs on CUDA only")
             continue
+        start = time.perf_counter()
         try:
             step = contender.make(inputs)
             results = contender.decode(step())
-        except Exception as error:
-            if not contender.needs:  # torch's or this library's own
-                raise
+            errors = [relative_error(*pair) for pair in zip(results, wanted, strict=True)]
+        except Exception as error:  # the others go on; one of torch's or of this library's own is a failure
             print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
+            wrong += not contender.needs
             continue
-        errors = [relative_error(*pair) for pair in zip(results, wanted, strict=True)]
         worst = max(errors)
+        print(f"  {contender.name:32} first call {time.perf_counter() - start:.1f} s", flush=True)
         if not worst <= contender.bound:
             each = ", ".join(f"{name} {e:.1e}" for name, e in zip(part.outputs, errors, strict=True))
             print(f"  {contender.name:32} WRONG RESULT, not timed: {each}; wanted {contender.bound:.1e}")
@@ -164,8 +184,8 @@ def packages(contender: Contender) -> dict[str, str]:
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
+        except importlib.metadata.PackageNotFoundError:  # built in its repository
+            found[name] = str(getattr(sys.modules.get(name), "__version__", "unknown"))
     return found
 
 

@@ -108,11 +108,22 @@ def by_compiled_torch(inputs: Experts) -> Step:
     return step_of(inputs, torch.compile(around(experts_by(torch_product)), fullgraph=True))
 
 
-def by_torchao(inputs: Experts) -> Step:
-    from torchao.prototype import moe_training  # type: ignore[import-not-found, unused-ignore]
+def by_torchao(compiled: bool) -> Callable[[Experts], Step]:
+    """Its FP8 product with a scale for each row, whose experts `around` has padded."""
 
-    multiply = moe_training._to_fp8_rowwise_then_scaled_grouped_mm
-    return step_of(inputs, around(experts_by(multiply), align=16))
+    def make(inputs: Experts) -> Step:
+        import torch
+        from torchao.prototype import moe_training  # type: ignore[import-not-found, unused-ignore]
+
+        product = moe_training._to_fp8_rowwise_then_scaled_grouped_mm
+
+        def multiply(rows: Any, weights: Any, ends: Any) -> Any:
+            return product(rows, weights, ends, pad_token_groups_for_grouped_mm=False)
+
+        layer = around(experts_by(multiply), align=16)
+        return step_of(inputs, torch.compile(layer) if compiled else layer)
+
+    return make
 
 
 def torch_product(rows: Any, weights: Any, ends: Any) -> Any:
@@ -266,6 +277,11 @@ TRANSFORMER_ENGINE: dict[str, Any] = {
     "cuda_only": True,
     "decode": weights_stacked,
 }
+TORCHAO: dict[str, Any] = {
+    "needs": ("torchao",),
+    "install": "pip install 'torchao>=0.18'",
+    "cuda_only": True,
+}
 
 LAYER = Part(
     "layer",
@@ -283,13 +299,14 @@ LAYER = Part(
             "SonicMoE, bf16",
             by_sonicmoe,
             BFLOAT16,
-            ("sonicmoe",),
-            "pip install sonic-moe (Python 3.12, Hopper or newer)",
+            ("sonicmoe", "quack"),
+            "pip install sonic-moe 'quack-kernels<0.5' (Python 3.12, Hopper or newer)",
             cuda_only=True,
         ),
         Contender("Transformer Engine, bf16", by_transformer_engine(False), BFLOAT16, **TRANSFORMER_ENGINE),
         Contender("Transformer Engine, FP8 blocks", by_transformer_engine(True), E4M3, **TRANSFORMER_ENGINE),
-        Contender("torchao, FP8 rows", by_torchao, E4M3, ("torchao",), "pip install torchao", cuda_only=True),
+        Contender("torchao, FP8 rows", by_torchao(False), E4M3, **TORCHAO),
+        Contender("torchao compiled, FP8 rows", by_torchao(True), E4M3, **TORCHAO),
         Contender("fp8moe, bf16", by_fp8moe("bf16"), BFLOAT16),
         Contender("fp8moe, fp8_blockwise", by_fp8moe("fp8_blockwise"), E4M3),
         Contender("fp8moe, fp8_flow", by_fp8moe("fp8_flow"), E4M3),

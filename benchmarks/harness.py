@@ -353,7 +353,9 @@ def routing(tokens: int, experts: int, topk: int, seed: int = 0, skew: float = 0
     """
     uniform = np.random.default_rng(seed).random((tokens, experts))
     scores = -np.log(-np.log(uniform)) - skew * np.log(np.arange(1, experts + 1))
-    return np.ascontiguousarray(np.argpartition(-scores, topk, axis=1)[:, :topk].astype(np.int32))
+    return np.ascontiguousarray(
+        np.argpartition(-scores, min(topk, experts - 1), axis=1)[:, :topk].astype(np.int32)
+    )
 
 
 def host(x: Any) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""What the host spends on a call from eager torch before it returns: on sustained, as a training
-step makes them, and on one alone, for whose queue to be empty it has waited.
+"""Host time of a call from eager torch until it returns: sustained, as the calls of a training step are, and
+alone, after the device has finished all earlier work.
 ``python -m fp8moe.benchmarks.host [--out FILE]``, on CUDA."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8moe.info import commit, versions
 ROUNDS, IN_A_ROW = 21, 50  # medians; so many wait in no queue
 TOKENS, EXPERTS, HIDDEN, TOPK = 4096, 256, 7168, 8
 
-Case = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # its name, what it is given anew, the call
+Case = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # its name, what makes its argument, the call
 
 
 def main() -> None:

@@ -187,9 +187,10 @@ def training_step(
     return forward, backward
 
 
-def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, float]]:
-    """Milliseconds a step in products, in making FP8 copies, in all kernels, and shares of them: of the loop
-    that is timed, run once more under the profiler."""
+def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, Any]]:
+    """Milliseconds a step in products, in making FP8 copies, in all kernels, and shares of them, and
+    microseconds of each kernel: of the loop that is timed, run once more under the profiler. A kernel whose
+    blocks start before the one in front of it has ended is charged for the time that they wait."""
     with profiled() as profile:
         in_turn(contenders, optimizer, 1)
     found = profile.profiler.kineto_results.events()
@@ -198,28 +199,41 @@ def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, 
         key=lambda e: e.start_ns(),
     )
     totals: list[dict[str, float]] = [defaultdict(float) for _ in contenders]
-    turns = zip(contenders, totals, strict=True)
-    order = [(total, timed) for contender, total in turns for timed in contender.steps()]
+    by_kernel: list[dict[str, float]] = [defaultdict(float) for _ in contenders]
+    turns = zip(contenders, totals, by_kernel, strict=True)
+    order = [(total, each, timed) for contender, total, each in turns for timed in contender.steps()]
     marks = 0  # steps lie between marks 2 n and 2 n + 1
     for event in kernels:
         name, ms = event.name().lower(), event.duration_ns() / 1e6
         if "spin_kernel" in name:
             marks += 1
         elif marks % 2:
-            total, timed = order[marks // 2]
+            total, each, timed = order[marks // 2]
             if timed:
+                each[short_name(event.name())] += 1e3 * ms
                 total["kernel_ms"] += ms
                 total["gemm_ms"] += ms if any(word in name for word in PRODUCTS) else 0.0
                 total["copies_ms"] += ms if any(word in name for word in COPIES) else 0.0
     if marks != 2 * len(order):
         raise RuntimeError(f"the profile has {marks} marks between steps; wanted {2 * len(order)}")
     rows = []
-    for contender, total in zip(contenders, totals, strict=True):
-        row = {name: total[name] / contender.timed for name in ("kernel_ms", "gemm_ms", "copies_ms")}
+    for contender, total, each in zip(contenders, totals, by_kernel, strict=True):
+        row: dict[str, Any] = {
+            name: total[name] / contender.timed for name in ("kernel_ms", "gemm_ms", "copies_ms")
+        }
+        row["kernels_us"] = {
+            name: round(us / contender.timed, 1) for name, us in sorted(each.items(), key=lambda k: -k[1])
+        }
         row["outside_percent"] = 100 * (1 - row["gemm_ms"] / row["kernel_ms"])
         row["copies_percent"] = 100 * row["copies_ms"] / (row["kernel_ms"] - row["copies_ms"])
         rows.append(row)
     return rows
+
+
+def short_name(kernel: str) -> str:
+    """Without a C++ function's result, namespaces and arguments; all of cuBLAS's have one name."""
+    name = kernel.removeprefix("void ").partition("<")[0].partition("(")[0].rpartition("::")[2].strip()
+    return "cuBLAS" if name.startswith(("nvjet", "cutlass", "splitKreduce")) else name
 
 
 @contextmanager

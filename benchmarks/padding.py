@@ -29,10 +29,10 @@ def draw(out: Path) -> None:
     figure, panels = pyplot.subplots(1, len(MODELS), figsize=(10, 4), sharey=True)
     for axes, (name, sizes) in zip(panels, MODELS.items(), strict=True):
         for i, policy in enumerate(POLICIES):
-            found = ratios(*sizes, policy)
+            shares = ratios(*sizes, policy)
             style = "k:" if policy == "min" else MARKS[i] + "-"
-            axes.plot(RANKS, found, style, ms=4, lw=1, label=policy)
-            print(f"{name:28} {policy:10} " + " ".join(f"{r:.3f}" for r in found))
+            axes.plot(RANKS, shares, style, ms=4, lw=1, label=policy)
+            print(f"{name:28} {policy:10} " + " ".join(f"{r:.3f}" for r in shares))
         axes.set(xscale="log", yscale="log", xlabel="ranks that share a bucket", title=name)
         axes.set_xticks(RANKS, [str(r) for r in RANKS], fontsize=6)
         axes.minorticks_off()

@@ -23,10 +23,10 @@ QUICK = [(512, 32, 512, 4, 16)]
 
 
 def cases(quick: bool) -> list[Case]:
-    found = [case for shape in (QUICK if quick else SHAPES) for case in one_shape(*shape)]
+    made = [case for shape in (QUICK if quick else SHAPES) for case in one_shape(*shape)]
     if not quick:
-        found += one_shape(4096, 256, 7168, 8, 128, skew=1.0)
-    return found
+        made += one_shape(4096, 256, 7168, 8, 128, skew=1.0)
+    return made
 
 
 def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int, skew: float = 0.0) -> list[Case]:

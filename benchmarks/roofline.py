@@ -49,9 +49,9 @@ def draw(name: str, out: Path) -> None:
     slope = [s / (s / roof / 1e12 + FIXED_US * 1e-6) / 1e12 for s in sizes]
     axes.plot([s / 1e6 for s in sizes], slope, "k:", lw=1, label=f"copy + {FIXED_US:.0f} us")
     for i, topic in enumerate(sorted({r["topic"] for r in rows})):
-        mine = [r for r in rows if r["topic"] == topic]
-        x = [r["nbytes"] / 1e6 for r in mine]
-        y = [r["nbytes"] / r["us"] / 1e6 for r in mine]
+        of_topic = [r for r in rows if r["topic"] == topic]
+        x = [r["nbytes"] / 1e6 for r in of_topic]
+        y = [r["nbytes"] / r["us"] / 1e6 for r in of_topic]
         axes.plot(x, y, MARKS[i % len(MARKS)], label=topic)
     axes.set(xscale="log", ylim=(0, roof * 1.08), xlabel="least bytes to move, MB", ylabel="TB/s")
     commits = ", ".join(dict.fromkeys(r["commit"] for r in rows))

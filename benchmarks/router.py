@@ -29,14 +29,14 @@ def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig
     wanted = fp8moe.route(logits, config, expert_bias=bias if biased else None)
     gradient = fp8moe.route_backward(grads, logits, wanted.topk_ids, config)
 
-    def right(found: fp8moe.Routed, *_: np.ndarray) -> bool:
-        same = host(found.topk_ids) == wanted.topk_ids  # but where two scores differ by their rounding
+    def right(actual: fp8moe.Routed, *_: np.ndarray) -> bool:
+        same = host(actual.topk_ids) == wanted.topk_ids  # but where two scores differ by their rounding
         return float(same.mean()) > 0.999 and bool(
-            (np.abs(host(found.topk_probs) - wanted.topk_probs)[same] < 1e-5).all()
+            (np.abs(host(actual.topk_probs) - wanted.topk_probs)[same] < 1e-5).all()
         )
 
-    def near(found: Any, *_: np.ndarray) -> bool:
-        return bool((np.abs(host(found) - gradient) < 1e-4).all())
+    def near(actual: Any, *_: np.ndarray) -> bool:
+        return bool((np.abs(host(actual) - gradient) < 1e-4).all())
 
     results = tokens * config.topk * 8
     shape = f"{model}: {tokens} x {experts}, top-{config.topk}"

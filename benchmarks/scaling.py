@@ -26,11 +26,11 @@ def measured() -> str:
     for tokens in (4096, TOKENS):
         alone: dict[str, float] = {}
         for world in (1, 2, 4):
-            found = _tokens_a_second(world, tokens)
-            alone = alone or found
-            rates = " | ".join(f"{found[r] / 1e3:.0f} k" for r in ("bf16", "fp8_blockwise", "fp8_flow"))
-            kept = " / ".join(f"{100 * found[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
-            gain = found["fp8_flow"] / found["bf16"]
+            speeds = _tokens_a_second(world, tokens)
+            alone = alone or speeds
+            rates = " | ".join(f"{speeds[r] / 1e3:.0f} k" for r in ("bf16", "fp8_blockwise", "fp8_flow"))
+            kept = " / ".join(f"{100 * speeds[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
+            gain = speeds["fp8_flow"] / speeds["bf16"]
             lines.append(f"| {world} | {tokens} | {rates} | {gain:.2f}x | {kept} |")
     return "\n".join(lines) + "\n"
 
@@ -38,9 +38,9 @@ def measured() -> str:
 def _tokens_a_second(world: int, tokens: int) -> dict[str, float]:
     if world == 1:
         rows = [r for r in _rows("layer-h200") if r["shape"].startswith(f"{tokens} tokens")]
-        found = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
+        speeds = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
         # those on several GPUs were measured with weights that stay the same
-        return {**found, "fp8_flow": found["fp8_flow, weights kept"]}
+        return {**speeds, "fp8_flow": speeds["fp8_flow, weights kept"]}
     rows = [r for r in _rows(f"exchange-h200-x{world}") if r.get("by", "nccl") == "nccl"]
     rows = [r for r in rows if r["shape"].startswith(f"{tokens} tokens")]
     return {r["name"].removeprefix("layer, "): r["tokens_per_s"] for r in rows}
@@ -89,11 +89,11 @@ def rows_sent(world: int) -> tuple[float, float]:
 
 def measured_layer() -> dict[str, float]:
     """Seconds of the layer's forward and backward at TOKENS, by recipe."""
-    found = {}
+    speeds = {}
     for r in _rows("layer-h200"):
         if r["shape"].startswith(f"{TOKENS} tokens") and "32 experts" in r["shape"]:
-            found[r["name"]] = r["ms"] / 1e3
-    return found
+            speeds[r["name"]] = r["ms"] / 1e3
+    return speeds
 
 
 def measured_nvlink() -> float:

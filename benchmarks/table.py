@@ -3,7 +3,7 @@
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
 (times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` takes its rows of these topics alone; other
 names are those of `_MADE`: "files" lists the project's modules. The pictures are drawn anew, too, where their
-rows have changed.
+rows have changed, and links are whole once pyproject.toml says where the repository is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -18,9 +19,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# Where the repository is on the web, such as "https://github.com/OWNER/NAME": the README's links are relative
-# without it, which a page of a package index cannot follow.
-REPOSITORY = ""
 FOLDERS = "fp8moe", "fp8moe/expert_parallel", "fp8moe/interop", "kernels_cuda", "adapters", "benchmarks"
 _TABLE = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -28,9 +26,9 @@ Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    for page in pages():
+    for page in [*pages(), ROOT / "CITATION.cff"]:
         text = page.read_text()
-        if (made := render(text)) != text:
+        if (made := render(text) if page.suffix == ".md" else cited(text)) != text:
             page.write_text(made)
             print(page.relative_to(ROOT))
     from fp8moe.benchmarks import roofline, step
@@ -171,6 +169,37 @@ def _layers(rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _layer_kernels() -> str:
+    """Kernels of a step of fp8_flow, at the first of the layer's shapes and at its last."""
+    rows = [r for r in newest_layers() if r["name"] == "fp8_flow"]
+    if not all("kernels_us" in r for r in rows):
+        out = "--out benchmarks/results/layer-h200.jsonl"
+        return f"Not measured yet: `python -m fp8moe.benchmarks.layer {out}`.\n"
+    first, last = rows[0], rows[-1]
+    lines = [
+        _origin(first),
+        "",
+        f"| kernel | {last['shape']} | | {first['shape']} | |",
+        "|---|---:|---:|---:|---:|",
+    ]
+
+    def line(title: str, *both: float) -> str:
+        cells = (
+            f"{us:.0f} us | {us / 10 / r['kernel_ms']:.1f} %"
+            for us, r in zip(both, (last, first), strict=True)
+        )
+        return f"| {title} | {' | '.join(cells)} |"
+
+    rest = [0.0, 0.0]
+    for name in dict.fromkeys([*last["kernels_us"], *first["kernels_us"]]):
+        both = [r["kernels_us"].get(name, 0.0) for r in (last, first)]
+        if max(both[0] / last["kernel_ms"], both[1] / first["kernel_ms"]) < 5:  # half a percent
+            rest = [a + b for a, b in zip(rest, both, strict=True)]
+        else:
+            lines.append(line(f"`{name}`", *both))
+    return "\n".join([*lines, line("others", *rest)]) + "\n"
+
+
 def _demo(report: dict[str, Any]) -> str:
     config, runs = report["config"], report["runs"]
     base = runs["bf16"]["final"]
@@ -199,27 +228,37 @@ BY = {"nccl": "NCCL", "peer": "peers' memory"}
 
 
 def _exchange(rows: Rows) -> str:
-    """Each FP8 row beside bfloat16's."""
+    """Each FP8 row beside bfloat16's: by each transport, the rows of its last run."""
+    last = {r.get("by", "nccl"): r["commit"] for r in rows}
+    rows = [r for r in rows if r["commit"] == last[r.get("by", "nccl")]]
     known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
+    names = {name for name, *_ in known}
+    commits = " and ".join(f"{commit} ({BY[by]})" for by, commit in last.items())
     lines = [
-        _origin(rows[0]),
+        f"{rows[0]['device']}; {_packages(rows[0])}; commit {commits}: `{rows[0]['command']}`",
         "",
         "| rows, or layer | by | what | bf16 | FP8 | | the device alone | | bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for r in rows:
-        what, fmt = r["name"].split(", ")
-        if fmt == "bf16":
+    for r in known.values():
+        what, fmt, *way = r["name"].split(", ")
+        if fmt == "bf16" and (what == "layer" or ", ".join([what, "fp8", *way]) in names):
             continue
         by = r.get("by", "nccl")
-        base = known[f"{what}, bf16", r["shape"], by]
+        base = known.get((", ".join([what, "bf16", *way]), r["shape"], by))
+        base = base or known[f"{what}, bf16", r["shape"], by]
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
-        named = what if fmt == "fp8" else f"{what}, {fmt}"
+        named = ", ".join([what, *([] if fmt in ("fp8", "bf16") else [fmt]), *way])
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
         alone = " | "
-        if "graph_us" in r:
+        if "graph_us" in base:
             both = base["graph_us"], r["graph_us"]
             alone = f"{both[0]:.0f} / {both[1]:.0f} us | {both[0] / both[1]:.2f}x"
+        elif "graph_us" in r:
+            alone = f"{_time(r['graph_us'])} | "
+        if fmt == "bf16":  # nothing of it in FP8
+            times = f"{_time(r['us'])} | | "
+            alone = f"{r['graph_us']:.0f} us | " if "graph_us" in r else " | "
         lines.append(f"| {r['shape']} | {BY[by]} | {named} | {times} | {alone} | {sent} |")
     return "\n".join(lines) + "\n"
 
@@ -339,11 +378,12 @@ def _padding() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _standing() -> str:
-    """Of each operation on the H200 the range over its cases."""
+def _standing(prefixes: Iterable[str] = ("",)) -> str:
+    """Of each operation on the H200 whose name begins so, the range over its cases."""
     cases: dict[str, Rows] = {}
     for r in newest(rows_of("h200")):
-        cases.setdefault(r["name"], []).append(r)
+        if r["name"].startswith(tuple(prefixes)):
+            cases.setdefault(r["name"], []).append(r)
     lines = [
         "| operation | cases | of copy bandwidth | TFLOP/s, sustained | time |",
         "|---|---:|---:|---:|---:|",
@@ -376,17 +416,40 @@ def _compare() -> str:
         for part, shape in dict.fromkeys((part, shape) for part, shape, _ in cases):
             panel = [r for (p, s, _), r in cases.items() if (p, s) == (part, shape)]
             panel.sort(key=lambda r: r["ms"])
+            shared = dict(set.intersection(*({*r["versions"].items()} for r in panel)))
+            first = {**panel[0], "versions": {k: v for k, v in panel[0]["versions"].items() if k in shared}}
             lines = [
-                f"**{part}, {shape}.** {_origin(panel[0])}",
+                f"**{part}, {shape}.** {_origin(first)}",
                 "",
-                "| library | time | TFLOP/s | error against float64 |",
-                "|---|---:|---:|---:|",
+                "| library | version | time | TFLOP/s | error against float64 |",
+                "|---|---|---:|---:|---:|",
             ]
             for r in panel:
                 speed = f"{r['tflops']:.0f}" if r["tflops"] else ""
-                lines.append(f"| {r['name']} | {_time(1e3 * r['ms'])} | {speed} | {r['error']:.1e} |")
+                version = ", ".join(f"{k} {v}" for k, v in r["versions"].items() if k not in shared)
+                time = _time(1e3 * r["ms"])
+                lines.append(f"| {r['name']} | {version} | {time} | {speed} | {r['error']:.1e} |")
             tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
+
+
+def compared() -> Rows:
+    """The layer's rows of the last comparison with other libraries on an H200; none before there was one."""
+    if not (RESULTS / "compare-h200.jsonl").exists():
+        return []
+    return newest([r for r in rows_of("compare-h200") if r["part"] == "layer"])
+
+
+def _picture() -> str:
+    """What `step`'s picture shows."""
+    left = "router and the making of the FP8 weights included; the weights\nchange every step"
+    if compared():
+        left = (
+            "by this library and by others, routing given; FP8 copies of\nthe weights are made in every step"
+        )
+    return f"""One NVIDIA H200. Left: forward and backward of an expert layer, {left}.
+Right: a whole training step of Qwen3-MoE in transformers, with its own experts and with these.
+"""
 
 
 def _scaling_measured() -> str:
@@ -429,9 +492,10 @@ def _experiment(prefixes: Iterable[str]) -> str:
     groups: dict[str, Rows] = {}
     for r in rows:
         groups.setdefault(_setting(r), []).append(r)
+    rates = _range([r.get("copy_gb_s") for r in rows], "{:.0f}", " GB/s")
     lines = [
         f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
-        "`setting`, time, versions and commit.",
+        "`setting`, time, versions and commit." + (f" Copy bandwidth: {rates}." if rates else ""),
         "",
         '<details markdown="1"><summary>All settings, with the commits that they were measured at</summary>',
         "",
@@ -474,29 +538,76 @@ LINKS = {
 }
 
 
+def repository() -> str:
+    """Where the repository is on the web: a project URL of pyproject.toml. Empty where there is none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return str(project.get("urls", {}).get("Repository", "")).rstrip("/")
+
+
 def _links() -> str:
-    """The README's links, which a package index needs whole."""
-    lines = []
+    """The README's links. A page of a package index can follow whole ones only."""
+    lines, where = [], repository()
     for name, path in LINKS.items():
         form = "raw" if path.endswith(".png") else "blob"
-        lines.append(f"[{name}]: {REPOSITORY}/{form}/main/{path}" if REPOSITORY else f"[{name}]: {path}")
+        lines.append(f"[{name}]: {where}/{form}/main/{path}" if where else f"[{name}]: {path}")
     return "\n".join(lines) + "\n"
 
 
+def cited(text: str) -> str:
+    """CITATION.cff with the repository, where it is known."""
+    text = re.sub(r"^repository-code:.*\n", "", text, flags=re.MULTILINE)
+    where = repository()
+    return text.replace("license:", f'repository-code: "{where}"\nlicense:', 1) if where else text
+
+
 _MADE: dict[str, Callable[[], str]] = {
+    "layer-kernels": _layer_kernels,
     "compare": _compare,
     "files": _files,
     "headline": _headline,
     "links": _links,
     "memory": _memory,
+    "picture": _picture,
     "standing": _standing,
+    "standing-grouped-gemm-fp8": partial(_standing, ("grouped_gemm fp8", "grouped_gemm_wgrad fp8")),
+    "standing-router": partial(_standing, ("route",)),
+    "standing-transpose": partial(_standing, ("scaling_aware_transpose", "permute_transpose")),
     "training": _training,
     "fsdp-padding": _padding,
     "scaling-measured": _scaling_measured,
     "scaling-paper": _scaling_paper,
     **{f"experiment-{page}": partial(_experiment, prefixes) for page, prefixes in EXPERIMENTS.items()},
 }
-_TABLES = {"layer": _layers, "exchange": _exchange, "jax": _inside, "host": _host, "model": _model}
+
+
+def _beside(rows: Rows) -> str:
+    """Products beside a kernel that holds multiprocessors: in time, and of a share's time."""
+    lines = [
+        _origin(rows[0]),
+        "",
+        "| product | multiprocessors held | time | longer | their share | |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    alone = {r["name"]: r["us"] for r in rows if not r["held"]}
+    for r in rows:
+        held = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
+        longer, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
+        if not r["held"]:
+            held, longer, share = "none", "", ""
+        lines.append(
+            f"| {r['name']} | {held} | {_time(r['us'])} | {longer} | {share} | {r['tflops']:.0f} TFLOP/s |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = {
+    "layer": _layers,
+    "exchange": _exchange,
+    "jax": _inside,
+    "host": _host,
+    "model": _model,
+    "beside": _beside,
+}
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def losses_of(model, a):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     # a sequence that can be learnt: every token is the one before, times five and one more
     first = torch.randint(0, VOCABULARY, (a.steps, 64, a.batch, 1), generator=generator)[:, rank]
-    found = []
+    history = []
     for start in first.to(a.device):
         tokens = start
         for _ in range(a.length):
@@ -99,8 +99,8 @@ def losses_of(model, a):
                 group = parallel_state.get_expert_data_parallel_group()
             torch.distributed.all_reduce(p.grad, group=group)
         optimizer.step()
-        found.append(loss.item())
-    return found
+        history.append(loss.item())
+    return history
 
 
 def main():

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--device", choices=DEVICES, default="auto")
     bench.add_argument("--quick", action="store_true", help="small shapes, few repeats")
     bench.add_argument("--out", type=Path, help="append JSON lines to this file")
+    bench.add_argument("--part", action="append", help="of `compare`: one kind of work alone; repeatable")
     bench.add_argument("--picture", type=Path, help="of `compare`: draw the layer's times, .svg or .png")
     return top
 
@@ -137,9 +138,11 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.topics == ["compare"] and not arguments.list:
         from fp8moe.benchmarks import compare
 
-        return compare.main(arguments.device, arguments.quick, arguments.out, arguments.picture)
-    if arguments.picture is not None:
-        raise ValueError("--picture: got it without `compare` alone, which is what it draws")
+        parts = compare.named_parts(arguments.part)
+        return compare.main(arguments.device, arguments.quick, arguments.out, arguments.picture, parts)
+    for option in ("part", "picture"):
+        if getattr(arguments, option) is not None:
+            raise ValueError(f"--{option}: got it without `compare` alone, whose option it is")
     return harness.main(
         arguments.topics, arguments.device, arguments.quick, arguments.out, only_list=arguments.list
     )

@@ -26,7 +26,7 @@ WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
 
 
 class NotPlannable(Exception):
-    """What the call does depends on more than shapes: it reads or writes memory from the host."""
+    """The call depends on more than shapes: it reads or writes memory from the host."""
 
 
 class _Current(threading.local):
@@ -84,7 +84,7 @@ class Call:
         return raw
 
     def _locate(self, name: str, device: Device, framework: Framework) -> None:
-        """The first array says where all lie."""
+        """All arrays lie where the first one does."""
         if self._first is None:
             self.device, self.framework, self._first = device, framework, name
         elif device != self.device:
@@ -116,15 +116,15 @@ class Call:
             new.__dict__[name] = self.empty(part) if isinstance(part, (ArraySpec, Record, tuple)) else part
         return new
 
-    def run(self, room: str, verb: str, *arguments: Any, out: Any, **options: Any) -> None:
+    def run(self, topic: str, name: str, *arguments: Any, out: Any, **options: Any) -> None:
         """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
         if self.device == NOWHERE:
             return
-        function = getattr(load_backend(self.device, room), verb)
+        function = getattr(load_backend(self.device, topic), name)
         if _is_empty(out):
             return
         for count in counters.counting():
-            count(("launches", verb))
+            count(("launches", name))
         self._do(function, *arguments, out=out, **options)
 
     def _do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -137,7 +137,7 @@ class Call:
         return cuda_launch().run_at(place, function, *arguments, **options)
 
     def upload(self, host: np.ndarray) -> RawArray:
-        """Bring a small host array to the device of this call, on its stream."""
+        """Copy a small host array to the device of this call, on its stream."""
         if self.device == "cpu":
             return host
         raw = self.array(host.shape, host.dtype)
@@ -145,13 +145,13 @@ class Call:
         return raw
 
     def values(self, raw: RawArray) -> np.ndarray | None:
-        """What an array holds, for checks: on the CPU; on CUDA with FP8MOE_CHECK=1, as it synchronises."""
+        """An array's values on the host, for checks: on CUDA only with FP8MOE_CHECK=1, as it synchronises."""
         if isinstance(raw, np.ndarray):
             return raw
         return self.to_host(raw) if checks.LOOK_AT_VALUES else None
 
     def to_host(self, raw: RawArray) -> np.ndarray:
-        """Bring a small array to the host. On CUDA this synchronises with the call's stream."""
+        """Copy a small array to the host. On CUDA this synchronises with the call's stream."""
         if isinstance(raw, np.ndarray):
             return raw
         host: np.ndarray = self._do(cuda_launch().copy_to_host, raw)
@@ -196,8 +196,8 @@ def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def with_arrays(value: Any, arrays: list[Any]) -> Any:
-    """An argument with others in the place of its arrays, taken from the end of a list. FP8 codes are bytes
-    inside the library, whatever dtype they came as."""
+    """An argument with others in the place of its arrays, taken from the end of a list. FP8 codes are uint8
+    inside the library, also where they came as a float8 dtype."""
     if isinstance(value, tuple):
         return value if is_metadata(value) else tuple([with_arrays(part, arrays) for part in value])
     if not isinstance(value, Record):
@@ -211,13 +211,13 @@ def with_arrays(value: Any, arrays: list[Any]) -> Any:
             elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
                 part = arrays.pop()
             elif not is_metadata(part):
-                raise NotPlannable  # and `Call.take` says it of the argument by its name
+                raise NotPlannable  # `Call.take` raises the error that names the argument
         fields[name] = part
     return as_codes(new) if isinstance(new, QuantTensor) else new
 
 
 def as_codes(q: QuantTensor) -> QuantTensor:
-    """A raw tensor whose codes are bytes."""
+    """A raw tensor with codes as uint8."""
     if q.data is None or getattr(q.data, "dtype", None) != FLOAT8_DTYPES.get(q.fmt):
         return q
     return replace(q, data=q.data.view(np.dtype(np.uint8)))
@@ -247,12 +247,12 @@ def place_of(raw: RawArray) -> tuple[Device, int] | None:
 
 
 @cache
-def load_backend(device: Device, room: str) -> ModuleType:
+def load_backend(device: Device, topic: str) -> ModuleType:
     """The module of one topic: ``fp8moe.reference`` on the CPU, ``fp8moe.kernels_cuda`` on CUDA."""
     if device == "cpu":
-        return load_module(f"fp8moe.reference.{room}")
-    require_cupy(f"{room} on {describe_device(device)}")
-    return load_module(f"fp8moe.kernels_cuda.{room}")
+        return load_module(f"fp8moe.reference.{topic}")
+    require_cupy(f"{topic} on {describe_device(device)}")
+    return load_module(f"fp8moe.kernels_cuda.{topic}")
 
 
 #: the module that launches kernels, which imports CuPy

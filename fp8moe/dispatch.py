@@ -1,8 +1,8 @@
-"""The only way into an operation and out: `operation` makes a public function of an operation.
+"""Dispatch of operations: `operation` makes a public function, by the device and the shapes of its arrays.
 
-On the CPU it calls it with NumPy arrays. On CUDA it finds out once, for given shapes, what is allocated and
-launched (`fp8moe.launch_plan`), and does that. An operation that calls others is one call (`fp8moe.call`):
-only the outermost looks at arrays.
+On the CPU it calls the operation with NumPy arrays. On CUDA it records once, for given shapes, what is
+allocated and launched (`fp8moe.launch_plan`), and repeats that. An operation that calls others is one call
+(`fp8moe.call`): only the outermost converts arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: by function and what came in: how to do the call, or None where only the call itself can
+#: by function and arguments' shapes and values: the launch plan, or None where there cannot be one
 _plans: dict[Any, LaunchPlan | None] = {}
 _adding = threading.Lock()
 PLANS_KEPT = 512
@@ -43,7 +43,7 @@ PLANS_KEPT = 512
 
 def cached_plans() -> list[tuple[str, LaunchPlan | None]]:
     """The operations whose calls are cached, the oldest first, each with its launch plan, or None where every
-    call is done anew because what it launches depends on values."""
+    call is made without one because what it launches depends on values."""
     return [(identity[0].__name__, plan) for identity, plan in list(_plans.items())]
 
 
@@ -58,7 +58,7 @@ _ARRAY: Any = object()  # in a key: their shapes and dtypes come after all value
 
 
 def operation(function: Function) -> Function:
-    """A public function, of one that is written for raw buffers (see `enter`)."""
+    """Make a public function of one that is written for raw buffers (see `enter`)."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -76,7 +76,7 @@ def operation(function: Function) -> Function:
             kind = type(value)
             if kind in PLAIN:
                 key.append(value)
-            elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, and not all welcome everywhere
+            elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
                 key.append((kind, value))
             elif interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
                 key.append(_ARRAY)
@@ -118,7 +118,7 @@ def operation(function: Function) -> Function:
 
 
 def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The call itself, on raw buffers of its arrays."""
+    """Call the function on raw buffers of its arrays, without a launch plan."""
     call = Call()
     given = zip(_names_of(names, len(arguments)), arguments, strict=True)
     raw = [call.take(name, value) for name, value in given]

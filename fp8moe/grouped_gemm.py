@@ -65,6 +65,7 @@ def grouped_gemm(
     x: ArrayLike,
     w: ArrayLike,
     expert_offsets: ArrayLike,
+    tokens_per_expert: ArrayLike | None = None,
     *,
     transpose_w: bool = False,
     backend: str | None = None,
@@ -82,6 +83,10 @@ def grouped_gemm(
         `quantize_weights` for the forward, the ``columnwise`` ones for dgrad; or an array of x's dtype.
     expert_offsets : ArrayLike, int32, [E+1]
         On x's device; rows of expert e are offsets[e]:offsets[e+1].
+    tokens_per_expert : ArrayLike or None, int32, [E]
+        How many of each expert's rows are not padding; None: all. The rest must be zeros in x, and is zeros
+        in the result. Where no more than 64 rows of an expert's last 128 are left, the FP8 kernel of "wgmma"
+        multiplies only these: 1 to 2 % less time with a thousand rows an expert, 7 to 11 % with a few.
     transpose_w : bool
         Of arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights the
         orientation says it.
@@ -124,7 +129,7 @@ def grouped_gemm(
     >>> fp8moe.grouped_gemm(x, w, np.array([0, 1, 3], np.int32))[:, 0].tolist()
     [2.0, 5.0, 5.0]
     """
-    call = enter(x=x, w=w, expert_offsets=expert_offsets)
+    call = enter(x=x, w=w, expert_offsets=expert_offsets, tokens_per_expert=tokens_per_expert)
     a = call.args
     backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
     transpose_w = checks.flag("transpose_w", transpose_w)
@@ -146,6 +151,9 @@ def grouped_gemm(
     checks.shape("w", w, ("E", contraction, "N") if transpose_w else ("E", "N", contraction))
     experts, width = w.shape[0], w.shape[2 if transpose_w else 1]
     checks.offsets(call, "expert_offsets", a.expert_offsets, experts=experts + 1)
+    if a.tokens_per_expert is not None:
+        checks.dtype("tokens_per_expert", a.tokens_per_expert, (np.dtype(np.int32),))
+        checks.shape("tokens_per_expert", a.tokens_per_expert, (experts,))
     out = call.empty(ArraySpec((a.x.shape[0], width), BFLOAT16 if quantized else a.x.dtype))
     call.run(
         "grouped_gemm",
@@ -153,6 +161,7 @@ def grouped_gemm(
         a.x,
         a.w,
         a.expert_offsets,
+        a.tokens_per_expert,
         transpose_w=transpose_w,
         backend=backend,
         num_sms=num_sms,

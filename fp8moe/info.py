@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,11 @@ from pathlib import Path
 
 import fp8moe
 
-ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router")
+#: topics that the reference and the kernels both have a module of
+ROOMS = (
+    *("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router"),
+    "expert_parallel",
+)
 # by adapter: what it needs, and how to get that
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 _MEGATRON = ("megatron", "pip install 'fp8moe[megatron]'")
@@ -27,6 +32,7 @@ ADAPTERS = {
     "torch_experts": _TORCH,
     "torch_functional": _TORCH,
     "torch_grouped": _TORCH,
+    "torch_halves": _TORCH,
     "torch_router": _TORCH,
     "torch_scaled_mm": _TORCH,
     "torch_sharding": _TORCH,
@@ -106,15 +112,15 @@ def _devices() -> list[str]:
         return ["  CPU only as far as can be seen: CuPy is not installed"]
     try:
         runtime = importlib.import_module("cupy").cuda.runtime
-        found = []
+        entries = []
         for i in range(runtime.getDeviceCount()):
             p = runtime.getDeviceProperties(i)
-            found.append(
+            entries.append(
                 f"  cuda:{i}  {p['name'].decode()}, sm_{p['major']}{p['minor']}, "
                 f"{p['multiProcessorCount']} SMs, {p['totalGlobalMem'] / 2**30:.0f} GiB"
             )
         driver, toolkit = runtime.driverGetVersion(), runtime.runtimeGetVersion()
-        return [*found, f"  driver for CUDA {_cuda(driver)}, runtime {_cuda(toolkit)}"]
+        return [*entries, f"  driver for CUDA {_cuda(driver)}, runtime {_cuda(toolkit)}"]
     except Exception as error:
         return [f"  CuPy finds no usable CUDA device: {error}"]
 
@@ -162,13 +168,13 @@ def _try(action: Callable[[], object]) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "fp8moe": fp8moe.__version__}
+    entries = {"python": platform.python_version(), "fp8moe": fp8moe.__version__}
     for package in ("numpy", "numba", "ml_dtypes", "cupy-cuda13x"):
         try:
-            found[package] = importlib.metadata.version(package)
+            entries[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return entries
 
 
 def commit() -> str:
@@ -200,4 +206,4 @@ def command() -> str:
         if option in words:
             at = words.index(option)
             words = words[:at] + words[at + 2 :]
-    return " ".join(["python -m fp8moe", *words])
+    return " ".join(["python -m fp8moe", *map(shlex.quote, words)])

@@ -1,4 +1,4 @@
-"""What a call on CUDA allocates and launches: found once for given shapes, by a dry run, done by addresses.
+"""What a call on CUDA allocates and launches: recorded once by shapes in a dry run, repeated by address.
 
 The dry run calls the operation with descriptors in place of arrays (`DeviceArray` whose owner is the number
 of a buffer): its checks, output shapes and launchers run as they are, and what would be allocated, launched
@@ -24,14 +24,14 @@ from fp8moe.interop.base import Wanted
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import ArraySpec, DeviceArray, Record
 
-#: descriptors' addresses: nobody's memory, a different one for each buffer, of the alignment that it has
+#: addresses of descriptors: of no allocation, another for each buffer, with the alignment of its array
 FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42
 
 Getter = Callable[[list[Any]], Any]
 
 
 class Buffer(int):
-    """The number of a buffer that the call allocates, which logs when nobody needs it any more."""
+    """The number of a buffer that the call allocates; when its last reference ends, the release is logged."""
 
     steps: list[Any]
 
@@ -118,7 +118,7 @@ class DryRun(Call):
         raise NotPlannable
 
     def getters(self, values: Iterable[Any]) -> list[Getter]:
-        """What makes each of the call's values, of its memory by buffers and its arguments after it."""
+        """Functions that return each of the values, from a list of the call's buffers and its arguments."""
         getters: list[Getter] = []
         for value in values:
             if id(value) in self.argument_of:
@@ -146,7 +146,7 @@ class DryRun(Call):
 
 
 class LaunchPlan:
-    """A call that can be done on any arrays of the shapes, dtypes and alignments that it was made for."""
+    """A call that can be repeated on any arrays of the shapes, dtypes and alignments that it was made for."""
 
     def __init__(
         self,
@@ -188,7 +188,12 @@ class LaunchPlan:
         self._device, self._events, self._buffers = device, call.events, len(wanted)
         self._address, self._wrap = framework.address, framework.wrap
         self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
-        self._sizes = [math.prod(s) * d.itemsize for s, d in call.buffers] if self.written else []
+        #: what is written to, and what else came in, with their bytes; two that are written to once
+        self._pairs: list[tuple[int, int, int, int]] = []
+        for i in self.written:
+            sizes = [math.prod(s) * d.itemsize for s, d in call.buffers[:first]]
+            others = [j for j in range(first) if j > i or j not in self.written]
+            self._pairs += [(i, sizes[i], j, sizes[j]) for j in others]
         self._steps: list[Any] = []
         for step in call.steps:
             if type(step) is tuple:
@@ -200,11 +205,9 @@ class LaunchPlan:
 
     def fits(self, addresses: list[int]) -> bool:
         """Whether what is written to overlaps nothing else that came in."""
-        for i in self.written:
-            start, end = addresses[i], addresses[i] + self._sizes[i]
-            for j, other in enumerate(addresses):
-                if i != j and other < end and start < other + self._sizes[j]:
-                    return False
+        for i, size, j, other in self._pairs:
+            if addresses[j] < addresses[i] + size and addresses[i] < addresses[j] + other:
+                return False
         return True
 
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:

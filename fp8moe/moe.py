@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.call import load_backend
@@ -21,13 +23,11 @@ from fp8moe.expert_parallel import (
     Dispatched,
     DispatchedRows,
     combine,
-    combine_backward,
-    dispatch,
-    dispatch_backward,
     overflow,
 )
+from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
-from fp8moe.expert_parallel.protocols import capacity_of, chunks_of
+from fp8moe.expert_parallel.protocols import capacity_of, chunks_of, with_spare
 from fp8moe.formats import BFLOAT16, round_up
 from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
 from fp8moe.interop import Device
@@ -345,7 +345,9 @@ def _forward_over_ranks(
             options = {**how, "align_size": arrived.align_size}
             y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **options)
         else:
-            rows = static_bound(arrived.num_entries, experts, ALIGN_SIZE[recipe])
+            # steps whose rows are nearly as many have the same shapes, for which launches are planned once
+            entries = arrived.num_entries if capacity_of(comm) else with_spare(arrived.num_entries)
+            rows = static_bound(entries, experts, ALIGN_SIZE[recipe])
             y, saved = experts_forward(
                 arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
             )
@@ -356,7 +358,7 @@ def _forward_over_ranks(
     if chunks > 1:
         y = overlapped_forward(*given, fmt=fmt, chunks=chunks, experts=products)
     else:
-        arrived = dispatch(*given, fmt=fmt)
+        arrived = prepare_dispatch(*given, fmt, spare=True)(False).wait()
         y = combine(products(arrived), arrived.route, comm)
     saved = replace(kept[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in kept[1:]))
     if capacity_of(comm) is not None:
@@ -669,30 +671,23 @@ def moe_backward(
     gradients = _check_saved(saved, comm, gradients)
     _check_wanted(dw13, dw2, gradients)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
-    here, route = _of_this_rank(saved), saved.route
-    if comm is None or route is None:
-        return experts_backward(here, dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
+    if comm is None or saved.route is None:
+        return experts_backward(_of_this_rank(saved), dy, dw13, dw2, dtype, gradients, ffn)  # type: ignore[no-any-return]
     _check_backward(saved, dy, dw13, dw2, dtype, ffn)
     if saved.later:
         _check_sums(dtype, gradients, dw13, dw2)
-        total = MoEGrads(None, None, dw13, dw2)
+    total = MoEGrads(None, None, dw13, dw2)
 
-        def weights(operands: SavedForWeights) -> None:
-            nonlocal total
-            total = _added(operands, total, dtype, ffn)
+    def weights(operands: SavedForWeights) -> None:
+        nonlocal total
+        total = _added(operands, total, dtype, ffn)
 
-        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, weights)
-        names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
-        return replace(MoEGrads(dx, dprobs, None, None), **names)
-    arrived = combine_backward(dy, route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    grads: MoEGrads = experts_backward(here, arrived, dw13, dw2, dtype, gradients, ffn)
-    if grads.dx is None:
-        return grads
-    dx, dprobs = dispatch_backward(grads.dx, grads.dprobs, route, comm)
-    return replace(grads, dx=dx, dprobs=dprobs)
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, weights)
+    names = {name: getattr(total, name) for name in ("dw13", "dw2") if name in gradients}
+    return replace(MoEGrads(dx, dprobs, None, None), **names)
 
 
-def _backward_in_chunks(
+def _backward_over_ranks(
     saved: Saved,
     dy: Any,
     comm: Comm,
@@ -790,15 +785,9 @@ def moe_backward_input(
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
     _check_dy(saved, dy)
-    if saved.later:
-        left: list[SavedForWeights] = []
-        dx, dprobs = _backward_in_chunks(saved, dy, comm, gradients, left.append)
-        return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
-    arrived = combine_backward(dy, saved.route, comm, fmt=FORMAT_BETWEEN_RANKS[saved.recipe])
-    dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), arrived, gradients)
-    if dx is not None:
-        dx, dprobs = dispatch_backward(dx, dprobs, saved.route, comm)
-    return MoEGrads(dx, dprobs, None, None), operands
+    left: list[SavedForWeights] = []
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, left.append)
+    return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
 
 
 def moe_backward_weight(
@@ -1122,11 +1111,12 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
-    h = grouped_gemm(moved.data, w13.rowwise, plan.expert_offsets)
+    rows = _rows_of(plan)
+    h = grouped_gemm(moved.data, w13.rowwise, *rows)
     transposed = "dw2" in gradients and not recompute
     a = _activate(h, moved.probs, plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    y = unpermute(grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets), plan)
+    y = unpermute(grouped_gemm(rowwise, w2.rowwise, *rows), plan)
     if recompute:
         return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
     return y, {"probs": moved.probs, "x": x, "h": h, "a": columnwise}
@@ -1134,14 +1124,15 @@ def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients)
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
+    rows = _rows_of(plan)
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
+        h = grouped_gemm(saved.x, saved.w13.rowwise, *rows)
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
         dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
-        da = grouped_gemm(dout, saved.w2.columnwise, offsets)
+        da = grouped_gemm(dout, saved.w2.columnwise, *rows)
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
@@ -1154,7 +1145,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         )
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
     if _of_inputs(gradients):
-        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets)
+        dxe = grouped_gemm(rowwise, saved.w13.columnwise, *rows)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     # dy as it came, not its permuted rows, which are k times those to transpose: 360 us for 571 (131,072 x
     # 7168, 32 experts)
@@ -1174,6 +1165,12 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     parts = _parts_of_dh(dh, dw13, ffn)
     found = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
     return tuple(found) if isinstance(dw13, tuple) else found[0], dw2
+
+
+def _rows_of(plan: PermutationPlan | PlacedRows) -> tuple[Any, Any]:
+    """Where each expert's rows begin, and how many are not padding; None where that is not known in int32."""
+    counts = plan.tokens_per_expert
+    return plan.expert_offsets, counts if counts is not None and counts.dtype == np.int32 else None
 
 
 def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8moe import checks, counters
+from fp8moe import checks, counters, interop
 from fp8moe.dispatch import Function, enter, operation, place_of
 from fp8moe.formats import (
     BFLOAT16,
@@ -27,7 +27,7 @@ from fp8moe.formats import (
     swapped,
 )
 from fp8moe.interop import Device
-from fp8moe.records import ArrayLike, ArraySpec, Quantized, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, DeviceArray, Quantized, QuantTensor
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
 QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
@@ -52,7 +52,10 @@ _overwritten: Counter[tuple[Device, int]] = Counter()
 
 
 def _place_of_codes(q: QuantTensor | Quantized) -> tuple[Device, int] | None:
-    return place_of(enter(q=(q.columnwise if isinstance(q, Quantized) else q).data).args.q)
+    codes = (q.columnwise if isinstance(q, Quantized) else q).data
+    if not isinstance(codes, (np.ndarray, DeviceArray)):  # as inside of an operation
+        codes = interop.framework_of(codes, "out").view(codes, "out")
+    return place_of(codes)
 
 
 def times_overwritten(q: QuantTensor | Quantized) -> int | None:

@@ -1,6 +1,6 @@
-"""The nouns: frozen records that operations take and return.
+"""Frozen records that operations take and return.
 
-Their array fields hold whatever kind of array the caller brought (NumPy, torch, CuPy, JAX, ...). Inside
+Their array fields hold the caller's kind of array (NumPy, torch, CuPy, JAX, ...). Inside
 the library the same records carry raw buffers, and, where only shapes are known, `ArraySpec` leaves.
 """
 

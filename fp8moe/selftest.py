@@ -169,12 +169,12 @@ def check_messages(i: Inputs) -> None:
     q, routed = fp8moe.quantize(x), np.any(i.ids >= 0, axis=1)
     wide = fp8moe.dequantize(q).astype(i.x.dtype)
     for comm in (Alone(np), AloneByWindows(np)):
-        found = expert_parallel.dispatch(x, i.ids, i.probs, EXPERTS, comm, fmt="e4m3")
-        _equal(found.x.data, q.data[routed], "codes")
-        _equal(found.x.scales, q.scales[routed], "scales")
-        _equal(found.topk_ids, i.ids[routed], "expert ids")
-        _equal(found.topk_probs, i.probs[routed], "probabilities")
-        back = expert_parallel.combine(wide[routed], found.route, comm)
+        dispatched = expert_parallel.dispatch(x, i.ids, i.probs, EXPERTS, comm, fmt="e4m3")
+        _equal(dispatched.x.data, q.data[routed], "codes")
+        _equal(dispatched.x.scales, q.scales[routed], "scales")
+        _equal(dispatched.topk_ids, i.ids[routed], "expert ids")
+        _equal(dispatched.topk_probs, i.probs[routed], "probabilities")
+        back = expert_parallel.combine(wide[routed], dispatched.route, comm)
         _equal(back, wide * routed[:, None], "rows that came back")
 
 
@@ -271,10 +271,10 @@ class CudaCheck:
             xp = np if isinstance(x, np.ndarray) else self.cupy
             for comm in (Alone(xp), AloneByWindows(xp)):
                 for fmt in (None, "e5m2"):
-                    found = expert_parallel.dispatch(x, ids, probs, EXPERTS, comm, fmt=fmt)
-                    rows = found.x if fmt is None else fp8moe.dequantize(found.x, dtype="bfloat16")
-                    back = expert_parallel.combine(rows, found.route, comm)
-                    results += [rows, found.topk_ids, found.topk_probs, back]
+                    dispatched = expert_parallel.dispatch(x, ids, probs, EXPERTS, comm, fmt=fmt)
+                    rows = dispatched.x if fmt is None else fp8moe.dequantize(dispatched.x, dtype="bfloat16")
+                    back = expert_parallel.combine(rows, dispatched.route, comm)
+                    results += [rows, dispatched.topk_ids, dispatched.topk_probs, back]
             return tuple(results)
 
         def route(x: Any) -> Any:
@@ -324,12 +324,12 @@ def _report(device: str, name: str, check: Callable[[], None]) -> int:
     return 0
 
 
-def _equal(got: Any, wanted: Any, what: str) -> None:
+def _equal(got: Any, wanted: Any, label: str) -> None:
     if wrong := int(np.sum(np.asarray(got) != np.asarray(wanted))):
-        raise ValueError(f"{what}: {wrong} values differ")
+        raise ValueError(f"{label}: {wrong} values differ")
 
 
-def _near(got: np.ndarray, wanted: np.ndarray, bound: float, what: str) -> None:
+def _near(got: np.ndarray, wanted: np.ndarray, bound: float, label: str) -> None:
     error = np.linalg.norm(got - wanted) / max(float(np.linalg.norm(wanted)), 1e-300)
     if not error <= bound:
-        raise ValueError(f"{what}: relative error {error:.2e}; wanted at most {bound:.2e}")
+        raise ValueError(f"{label}: relative error {error:.2e}; wanted at most {bound:.2e}")

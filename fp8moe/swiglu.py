@@ -146,7 +146,8 @@ def swiglu_quantize(
     Returns
     -------
     QuantTensor or Quantized, [P, F]
-        `Quantized` with ``columnwise`` or ``transposed``.
+        `Quantized` with ``columnwise`` or ``transposed``. Scales are compact; `to_layout` makes other
+        layouts of them.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""A call on memory that somebody else owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
+"""A call on memory that its caller owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
 
-What a call allocates follows from shapes: `Layout` finds it out by a dry run. Arrays that the call returns
+What a call allocates follows from shapes: `Layout` records it in a dry run. Arrays that the call returns
 are asked for one by one; its temporaries share one workspace, where those that do not live at the same time
-have the same room. `Layout.run` then launches at the addresses it is given.
+overlap. `Layout.run` then launches at the addresses it is given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from fp8moe import checks
 from fp8moe.call import NOWHERE, Call, NotPlannable, cuda_launch
-from fp8moe.interop import NUMPY, load_module, require_cupy
+from fp8moe.interop import NUMPY, Device, Framework, load_module, require_cupy
 from fp8moe.launch_plan import DryRun
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec, DeviceArray
@@ -48,19 +48,22 @@ class Layout:
         self.plans: dict[int, DevicePlan] = {}
         result, call = _dry_run(function, arguments, NOWHERE)
         inputs, specs = len(arguments), [ArraySpec(*buffer) for buffer in call.buffers]
-        numbers = [int(a.owner) for a in arrays_in(result)]
-        numbers = [n - inputs if n >= inputs else ~n for n in numbers]
+        buffers = [int(a.owner) for a in arrays_in(result)]
         self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
         steps = call.steps.copy()
         del result
-        made = dict.fromkeys(n for n in numbers if n >= 0 or ~n in in_place)  # each once, in this order
+        made = dict.fromkeys(n for n in buffers if n >= inputs or n in in_place)  # each once, in this order
         number_of = {n: i for i, n in enumerate(made)}
-        self.outputs = [arguments[~n] if n < 0 else specs[inputs + n] for n in made]
-        self.aliases = {~n: i for n, i in number_of.items() if n < 0}
-        self.leaves = [number_of.get(n, n) for n in numbers]
+        self.outputs = [specs[n] for n in made]
+        self.aliases = {n: i for n, i in number_of.items() if n < inputs}
+        self.leaves = [number_of.get(n, ~n) for n in buffers]
         self.only_launches = not call.uploads and not checks.LOOK_AT_VALUES
-        self._offsets, size = _pack(steps, specs, inputs, made)
-        self._places = [number_of.get(n, -1) for n in range(len(specs) - inputs)]
+        offsets, size = _pack(steps, specs, made)
+        #: of each buffer: among arguments and outputs, the array that it lies in, and where
+        self._places = [
+            (inputs + number_of[n], 0) if n in made else (n if n < inputs else inputs + len(made), offsets[n])
+            for n in range(len(specs))
+        ]
         if size:
             self.outputs.append(ArraySpec((size,), np.dtype(np.uint8)))
 
@@ -77,8 +80,8 @@ class Layout:
         device: int,
         stream: int,
     ) -> None:
-        """Do the call on a CUDA device's stream, which may be being captured. An argument that is changed in
-        place is not looked at: its output is."""
+        """Do the call on a CUDA device's stream, which may be being captured. The address of an argument that
+        is changed in place is not read: its output's is."""
         arrays = [*arguments, *outputs]
         plan = self.plans.get(device)
         if plan is None:
@@ -94,25 +97,21 @@ class Layout:
             launch.run_steps(plan.steps, [], addresses, None, device, stream)
 
     def _make_plan(self, device: int) -> DevicePlan:
-        """Find out what is launched."""
+        """Record what is launched."""
         try:
             if checks.LOOK_AT_VALUES:
                 raise NotPlannable
             _, call = _dry_run(self._function, self._arguments, device)
-        except NotPlannable:  # it has to be done as it stands, each time
+        except NotPlannable:  # the function is called each time
             return DevicePlan(None, [], 0)
-        inputs, following = len(self._arguments), iter(zip(self._places, self._offsets, strict=True))
-        places: list[tuple[int, int]] = []  # array and offset of each buffer; scratch memory is array -1
-        scratch = 0  # bytes
+        following, scratch = iter(self._places), 0
+        places: list[tuple[int, int]] = []  # of these buffers; scratch memory, of so many bytes, is array -1
         for number, buffer in enumerate(call.buffers):
-            if number < inputs:
-                places.append((inputs + self.aliases[number] if number in self.aliases else number, 0))
-            elif number in call.scratch_buffers:
+            if number in call.scratch_buffers:
                 places.append((-1, scratch))
                 scratch += _rounded(ArraySpec(*buffer).nbytes)
             else:
-                output, offset = next(following)
-                places.append((inputs + output % len(self.outputs), offset))
+                places.append(next(following))
         launches = [step for step in call.steps if type(step) is tuple]
         used = sorted({places[b][0] for *_, at in launches for _, b, _ in at} - {-1})
         index = {**{a: i for i, a in enumerate(used)}, -1: len(used)}
@@ -123,11 +122,10 @@ class Layout:
         return DevicePlan(steps, used, scratch)
 
     def _call(self, addresses: list[int], device: int, stream: int) -> None:
-        for i, output in self.aliases.items():
-            addresses[i] = addresses[len(self._arguments) + output]
-        given = zip(addresses, self._arguments, strict=False)
-        arrays = [DeviceArray(p, tuple(s.shape), s.dtype, device, None) for p, s in given]
-        _Placed(self, addresses[len(self._arguments) :], device, stream).perform(self._function, arrays)
+        memory = _Memory((addresses[array] + offset for array, offset in self._places), stream)
+        call = Call()
+        call.device, call.framework = device, memory
+        call.perform(self._function, [memory.empty(spec, device) for spec in self._arguments])
 
 
 def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> Any:
@@ -158,33 +156,28 @@ class DevicePlan:
         and in a captured graph, which goes on using it."""
         if stream not in self._memory:
             with load_module("fp8moe.kernels_cuda.driver").while_capturing():
-                self._memory[stream] = _scratch(self.scratch, device, stream)
+                self._memory[stream] = allocate_scratch(self.scratch, device, stream)
         return self._memory[stream].ptr
 
 
-class _Placed(Call):
-    """A call whose allocations have, in their order, the places of a layout."""
+class _Memory(Framework):
+    """Allocates at given addresses, one after the other, for a call on a given stream."""
 
-    def __init__(self, layout: Layout, outputs: list[int], device: int, stream: int):
-        super().__init__()
-        self._layout, self._outputs, self.device, self._stream = layout, outputs, device, stream
-        self._next = 0
+    def __init__(self, addresses: Iterator[int], stream: int):
+        self._addresses, self._stream = addresses, stream
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
-        number, self._next = self._next, self._next + 1
-        place, offset = self._layout._places[number], self._layout._offsets[number]
-        return DeviceArray(self._outputs[place] + offset, tuple(shape), dtype, int(self.device), None)
+    def empty(self, spec: ArraySpec, device: Device) -> DeviceArray:
+        return DeviceArray(next(self._addresses), tuple(spec.shape), spec.dtype, int(device), None)
 
-    def _scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
-        held = _scratch(spec.nbytes, device, self._stream)
-        return DeviceArray(held.ptr, tuple(spec.shape), spec.dtype, device, held)
+    def scratch(self, spec: ArraySpec, device: Device) -> DeviceArray:
+        memory = allocate_scratch(spec.nbytes, int(device), self._stream)
+        return DeviceArray(memory.ptr, tuple(spec.shape), spec.dtype, int(device), memory)
 
-    def _do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        place = int(self.device), self._stream, self._scratch, None
-        return cuda_launch().run_at(place, function, *arguments, **options)
+    def stream(self, device: Device) -> int:
+        return self._stream
 
 
-def _scratch(nbytes: int, device: int, stream: int) -> Any:
+def allocate_scratch(nbytes: int, device: int, stream: int) -> Any:
     """From CuPy's pool: what launchers ask for is small, and not known beforehand."""
     cupy = require_cupy("scratch memory")
     with cupy.cuda.Device(device), _stream(stream):
@@ -192,7 +185,7 @@ def _scratch(nbytes: int, device: int, stream: int) -> Any:
 
 
 class _Stream:
-    """Somebody else's stream, by CUDA's protocol for Python."""
+    """A stream of another owner, by CUDA's protocol for Python."""
 
     def __init__(self, address: int):
         self.address = address
@@ -206,19 +199,17 @@ def _stream(address: int) -> Any:
     return require_cupy("a stream").cuda.Stream.from_external(_Stream(address))
 
 
-def _pack(
-    steps: list[Any], specs: list[ArraySpec], inputs: int, returned: Collection[int]
-) -> tuple[list[int], int]:
-    """Offsets in the workspace of all allocations that are not returned (0 for those), and its size."""
-    offsets, live, size = [0] * (len(specs) - inputs), dict[int, tuple[int, int]](), 0
+def _pack(steps: list[Any], specs: list[ArraySpec], returned: Collection[int]) -> tuple[list[int], int]:
+    """Offsets in the workspace of allocations that are not returned (0 of other buffers), and its size."""
+    offsets, live, size = [0] * len(specs), dict[int, tuple[int, int]](), 0
     for step in steps:
-        number = (step if step >= 0 else ~step) - inputs
+        number = step if step >= 0 else ~step
         if number in returned:
             continue
         if step < 0:
             del live[number]
             continue
-        wanted = _rounded(specs[step].nbytes)
+        wanted = _rounded(specs[number].nbytes)
         start = 0
         for first, end in sorted(live.values()):
             if first - start >= wanted:

@@ -71,6 +71,16 @@ __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
   }
 }
 
+// Zeros, of one row, by a warp.
+__device__ __forceinline__ void zero_row(u8* to, u32 bytes) {
+  const u32 lane = threadIdx.x % 32;
+  if ((((size_t)to | bytes) & 15) == 0) {
+    for (u32 at = lane * 16; at < bytes; at += 512) *(uint4*)(to + at) = make_uint4(0, 0, 0, 0);
+  } else {
+    for (u32 at = lane; at < bytes; at += 32) to[at] = 0;
+  }
+}
+
 // Up to four arrays, and the bytes of them that each row has. In shared memory, as the windows.
 struct Parts {
   u8* at[4];
@@ -154,19 +164,23 @@ extern "C" __global__ void __launch_bounds__(64)
       });
 }
 
-// What: the arrays again, from messages [rows, stride].
+// What: the arrays again, from messages [rows, stride], and zeros in their rows from there on to `size`.
 // Launch: a warp a row, eight rows a block.
 extern "C" __global__ void __launch_bounds__(256)
     unpack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
-                i64 stride, const u8* messages) {
+                i64 stride, const u8* messages, i64 size) {
   pdl_wait();
   __shared__ Parts parts;
   if (threadIdx.x == 0) parts = {{a, b, c, d}, {a_bytes, b_bytes, c_bytes, d_bytes}};
   __syncthreads();
   const i64 row = (i64)blockIdx.x * 8 + threadIdx.x / 32;
-  if (row >= rows) return;
-  parts.each(
-      row, [&](u8* part, u32 bytes, u32 before) { copy_row(messages + row * stride + before, part, bytes); });
+  if (row >= size) return;
+  if (row < rows)
+    parts.each(row, [&](u8* part, u32 bytes, u32 before) {
+      copy_row(messages + row * stride + before, part, bytes);
+    });
+  else
+    parts.each(row, [](u8* part, u32 bytes, u32) { zero_row(part, bytes); });
 }
 
 __device__ __forceinline__ i64 load_id(const void* ids, i64 at, i64 size) {

@@ -45,7 +45,9 @@ def pack_rows(parts: tuple[Any, ...], row_id_map: Any, *, out: tuple[Any, ...]) 
 
 def unpack_rows(packed: Any, *, out: tuple[Any, ...]) -> None:
     rows, stride = packed.shape
-    launch("expert_parallel", "unpack_rows", threads(rows, 8), 256, *_each(out, rows), rows, stride, packed)
+    size = out[0].shape[0]
+    arguments = (*_each(out, size), rows, stride, packed, size)
+    launch("expert_parallel", "unpack_rows", threads(size, 8), 256, *arguments)
 
 
 def _pack(parts: tuple[Any, ...], row_id_map: Any, out: tuple[Any, ...]) -> None:
@@ -83,9 +85,11 @@ def rank_mask(topk_ids: Any, *, experts: int, out: tuple[Any, Any]) -> None:
     launch("expert_parallel", "rank_mask", threads(tokens), 256, *arguments)
 
 
-def local_ids(ids: Any, *, first: int, experts: int, out: Any) -> None:
-    arguments = (ids, ids.dtype.itemsize, ids.size, first, experts, out)
-    launch("expert_parallel", "local_ids", threads(ids.size), 256, *arguments)
+def local_ids(ids: Any, *, first: int, experts: int, rows: int, out: Any) -> None:
+    count = rows * ids.shape[1]
+    arguments = (ids, ids.dtype.itemsize, count, first, experts, out)
+    launch("expert_parallel", "local_ids", threads(count), 256, *arguments)
+    fill_bytes(out.part(count, (ids.size - count,)), 0xFF)  # -1 in rows that nobody sent
 
 
 def limit_rows(plan: PermutationPlan, *, capacity: int, out: PermutationPlan) -> None:

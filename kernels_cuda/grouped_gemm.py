@@ -9,7 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma, grouped_gemm_wgmma_fp8
+from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
 from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
 from fp8moe.kernels_cuda.product import (
@@ -35,7 +35,7 @@ def launchers(product: Product) -> dict[str, ModuleType]:
     """Of the tensor cores' kernels for such operands, the fastest first."""
     if product.quantized:
         return {"wgmma": grouped_gemm_wgmma_fp8, "mma": grouped_gemm_mma}
-    return {"wgmma": grouped_gemm_wgmma, "mma": grouped_gemm_mma}
+    return {"wgmma": grouped_gemm_wgmma16, "mma": grouped_gemm_mma}
 
 
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
@@ -124,6 +124,7 @@ def grouped_gemm(
     x: Any,
     w: Any,
     expert_offsets: Any,
+    tokens_per_expert: Any,
     *,
     transpose_w: bool,
     backend: str | None,
@@ -136,8 +137,10 @@ def grouped_gemm(
         _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
-        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **limit)
+        options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        if chosen == "wgmma" and product.quantized:
+            options["tokens_per_expert"] = tokens_per_expert
+        module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **options)
 
 
 def grouped_gemm_wgrad(

@@ -34,15 +34,16 @@ def takes(product: Product, architecture: str) -> list[str]:
     return why
 
 
-def tile_columns(quantized: bool, architecture: str) -> int:
+def tile_columns(product: Product, architecture: str) -> int:
     """Of the result, that a block makes."""
-    return 128 if quantized or _has_little_shared_memory(architecture) else 256
+    two_blocks = product.verb == "grouped_gemm_wgrad" and architecture == "sm_90a"
+    return 128 if product.quantized or two_blocks or _has_little_shared_memory(architecture) else 256
 
 
 def configuration(product: Product, architecture: str) -> Configuration:
     """A block a tile. How many rows each expert has is known on the device only: forward, as many blocks as
     there can be tiles."""
-    columns = tile_columns(product.quantized, architecture)
+    columns = tile_columns(product, architecture)
     warps = ROWS // WARP_ROWS * (columns // (32 if product.quantized else 64))
     if product.verb == "grouped_gemm":
         blocks = (threads(product.rows, ROWS) + product.experts) * threads(product.width, columns)

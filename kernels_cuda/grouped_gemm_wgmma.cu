@@ -9,14 +9,16 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
 //   x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes [experts *
-//   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width].
+//   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width];
+//   real [experts], or null for all: how many rows of an expert are no padding. Padding is zeros in x, and so
+//   it is in out.
 // Shapes: width a multiple of 8, depth of 16; any offsets.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
-                       int* counter) {
+                       const int* real, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -27,23 +29,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
-  const Shared s = begin(memory, offsets, (int)experts, rows,
-                         [&](int count) { return units_of(blocks_of_128(count), wide); });
+  const Shared s = begin(
+      memory, offsets, (int)experts, rows, [&](int count) { return units_of(blocks_of_128(count), wide); },
+      real);
   const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
   Work work(s.first[experts]);
   Order order;
   Turn turn;
   u32 phase = 0;  // of the tile in shared memory
   int e, first_row, last_row, first_column;
-  bool below;
-  auto find = [&](int tile) {
+  bool below, last_of_expert;
+  auto find = [&](int tile, u32 rank) {
     work.take(tile);
     e = last_at_most(s.first, (int)experts, work.unit);
     const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
     below = find_tile(work.unit - s.first[e], high, wide, height, rank, &first_row, &first_column);
+    last_of_expert = first_row + 1 == high;
     first_row = s.offsets[e] + first_row * ROWS + (int)work.first;
     last_row = s.offsets[e + 1];
     first_column *= COLUMNS;
+  };
+  auto tile_of = [&](u32 block) {  // of a block of the cluster, as `work` takes it
+    if (taken >= work.whole) return taken;
+    find(taken, block);
+    return last_of_expert && s.half[e] ? ~taken : taken;
   };
   if (group == 2) {
     fewer_registers<56>();
@@ -57,21 +66,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         prefetch_map(&w_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, taken);
+      if (takes) order.pass_on(s, 0, tile_of);
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
-        find(tile);
+        find(tile, rank);
         e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
           fetch_codes(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP, first_row,
                       first_column < width ? e * (int)width + first_column : -1);
         }
-        if (takes) order.pass_on(s, 1, taken);
+        if (takes) order.pass_on(s, 1, tile_of);
       }
     } else if (warp == 1) {
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
+        find(tile, rank);
         const float* from = x_scales + (first_row + (i64)lane) * row_stride;
         const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
         const float* w_from = w_scales + (e * (i64)column_blocks + block) * steps;
@@ -101,9 +110,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
            i += gridDim.x * WRITERS)
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
-        write_rows(s, 0, min(last_row - first_row, (int)work.halves * 64), 2 * ((int)width - first_column),
-                   2 * COLUMNS, (u8*)(out + first_row * width + first_column), 2 * width, phase);
+        find(tile, rank);
+        u16* to = out + first_row * width + first_column;
+        const int count = min(last_row - first_row, ROWS), left = min((int)width - first_column, COLUMNS);
+        write_rows(s, 0, min(count, (int)work.halves * 64), 2 * left, 2 * COLUMNS, (u8*)to, 2 * width, phase);
+        if (tile < 0)  // padding
+          for (int i = (int)t % WRITERS; i < (count - 64) * (left / 8); i += WRITERS)
+            *(uint4*)(to + (64 + i / (left / 8)) * width + i % (left / 8) * 8) = make_uint4(0u, 0u, 0u, 0u);
       }
     }
   } else {

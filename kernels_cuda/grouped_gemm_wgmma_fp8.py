@@ -26,12 +26,12 @@ TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' 
 
 def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
     """Of both kernels: a persistent block on each of so many multiprocessors, whole clusters. The experts'
-    table has two words for each, and for the end."""
+    table has two words and a byte for each, and for the end."""
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
 
 
 def _table_bytes(experts: int) -> int:
-    return 8 * (experts + 1)
+    return 9 * (experts + 1)
 
 
 def takes(product: Product, architecture: str) -> list[str]:
@@ -62,7 +62,14 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 
 def grouped_gemm(
-    x: QuantTensor, w: QuantTensor, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
+    x: QuantTensor,
+    w: QuantTensor,
+    expert_offsets: Any,
+    *,
+    tokens_per_expert: Any,
+    transpose_w: bool,
+    num_sms: int | None,
+    out: Any,
 ) -> None:
     rows, width = out.shape
     ready = x.layout == "gemm_ready"
@@ -84,6 +91,7 @@ def grouped_gemm(
         width,
         x.shape[1],
         out,
+        tokens_per_expert,
     )
 
 

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, taken);
+      if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           fetch_step<true, true>(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, along, along,
                                  first_row, first_column < depth ? first_column : -1);
         }
-        if (takes) order.pass_on(s, 1, taken);
+        if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
       }
     } else if (warp >= 2) {
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {

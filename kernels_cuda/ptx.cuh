@@ -226,9 +226,6 @@ __device__ __forceinline__ u32 load_kept(const u32* p, bool last) {
 __device__ __forceinline__ void store_kept(float* p, float v, bool last) {
   KEPT(last, "st.global.L2::cache_hint.f32 [%0], %1", ::"l"(p), "f"(v) : "memory");
 }
-__device__ __forceinline__ void store_kept(u8* p, u8 v, bool last) {
-  KEPT(last, "st.global.L2::cache_hint.u8 [%0], %1", ::"l"(p), "r"((u32)v) : "memory");
-}
 
 // 16 bytes that nobody reads again.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {

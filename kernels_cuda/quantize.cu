@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   const Rule rule = {FMT, (int)up, MX, eps};
   const Strips strips_of =
       find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + TILE * TILE * size), &used);
-  Turns turns(strips_of, columns, places, taken);
+  Turns turns(strips_of, columns, places, taken, row_codes != 0);
   auto look = [](u32) {};
   auto fetch = [&](u32 turn) {
     if (turns.has(turn))

@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   const Activation act = {clamp, alpha, offset};
   const Rule rule = {FMT, 1, MX, 0.f};
   const Strips strips_of = find_strips(offsets, experts, rows, MX ? 32 : TILE, (int*)(in + 2 * table), &used);
-  Turns turns(strips_of, width, places, taken);
+  Turns turns(strips_of, width, places, taken, row_codes != 0);
   const i64 last = offsets ? offsets[experts] : rows;  // rows past the last expert are zeros
   auto look = [&](u32 turn) {
     if (t >= TILE || !turns.has(turn)) return;

@@ -158,7 +158,6 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
   const int mx = rule.mx;
   const i64 first_column = (i64)place.column * TILE, first_strip = (i64)place.row * (mx ? 4 : 1);
   const int q = strip_of_chunk(warp, mx), inside = warp * CHUNK_ROWS - 32 * q;
-  const bool last_column = first_column + TILE >= columns;
   float scale;
   u8 exponent;
   if (row_codes) {
@@ -184,7 +183,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
         if (i < count && lane % 8 == 0) ((u8*)row_scales)[at] = exponent;
 #else
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
-        if (i < count && lane % 8 == 0) store_kept(at, exponent, last_column || ends_line(at));
+        if (i < count && lane % 8 == 0) *at = exponent;  // kept in L2 95 us for 92 (12,496 x 5120)
 #endif
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
@@ -196,7 +195,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
       const float factor = block_scale(v.float_bits(mine), rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
-      if (lane < count) store_kept(at, scale, last_column || ends_line(at));
+      if (lane < count) store_kept(at, scale, first_column + TILE >= columns || ends_line(at));
       __syncwarp();
       const float4 near = *(const float4*)factors, far = *(const float4*)(factors + 4);
       const float by[CHUNK_ROWS] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};

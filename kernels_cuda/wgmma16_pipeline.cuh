@@ -17,6 +17,7 @@
 #define STAGE_SCALES 0
 #define FETCHING 1
 #define SERVING 3
+#define HALF_TILES 0
 #define PARTS 2
 // Where finished rows wait: one buffer for both warpgroups, in turn, or (STAGES 3) one each
 #define BUFFERS (STAGES == 3 ? 2 : 1)

@@ -17,8 +17,8 @@
 //
 // The pipelines of FP8 and of 16 bits define before they include it: STAGES, steps that are fetched or used
 // at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; SERVING warps beside
-// those that multiply; PARTS of a tile that are handed over by themselves; TILE_BYTES, where they wait to be
-// written, in so many BUFFERS.
+// those that multiply; HALF_TILES, whether the experts' last tiles may be; PARTS of a tile that are handed
+// over by themselves; TILE_BYTES, where they wait to be written, in so many BUFFERS.
 #pragma once
 #include "wgmma.cuh"
 
@@ -64,6 +64,7 @@ struct Shared {
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many `units` all experts before have
+  u8* half;                            // [experts], of HALF_TILES: whether the last tile has 64 rows at most
   u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [PARTS] of the tile
   u64 *known, *seen;                   // barriers: [TURNS]
   int* turns;                          // [TURNS]: the tile that is made then
@@ -78,10 +79,10 @@ struct Turn {  // of the stages
 };
 
 // The whole block: where things are in shared memory, the experts' table, the barriers. units(rows) of an
-// expert with so many rows.
+// expert with so many rows; real: how many of them are no padding, or null for all.
 template <class Units>
 __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
-                                        const Units& units) {
+                                        const Units& units, const int* real = nullptr) {
   const u32 t = threadIdx.x, lane = t % 32;
   Shared s;
   s.operands = memory;
@@ -93,6 +94,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.turns = (int*)(s.seen + TURNS);
   s.offsets = (int*)(s.turns + TURNS);
   s.first = s.offsets + experts + 1;
+  s.half = (u8*)(s.first + experts + 1);
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
       barrier_init(&s.full[i], FETCHING);
@@ -109,6 +111,10 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
+  for (int e = (int)t; HALF_TILES && e < experts; e += (int)blockDim.x) {
+    const int count = s.offsets[e + 1] - s.offsets[e], some = real ? min(real[e], count) : count;
+    s.half[e] = some <= count - (count - 1) % ROWS - 1 + ROWS / 2;
+  }
   if (t < 32) {
     int before = 0;
     for (int e0 = 0; e0 <= experts; e0 += 32) {
@@ -155,17 +161,20 @@ struct Order {
   __device__ __forceinline__ void expect(const Shared& s, u32 ahead) const {
     barrier_expect(&s.known[(turn + ahead) % TURNS], 4);
   }
-  // One thread of the first block: the tile of that turn.
-  __device__ __forceinline__ void pass_on(const Shared& s, u32 ahead, int tile) const {
+  // One thread of the first block: what tile(s) returns to a block at that turn.
+  template <class TileOf>
+  __device__ __forceinline__ void pass_on(const Shared& s, u32 ahead, const TileOf& tile_of) const {
     const u32 then = turn + ahead, slot = then % TURNS;
     barrier_wait(&s.seen[slot], then / TURNS % 2 ^ 1u);
     for (u32 block = 0; block < CLUSTER; ++block)
-      store_counted_at(at_of_block(&s.turns[slot], block), (u32)tile, at_of_block(&s.known[slot], block));
+      store_counted_at(at_of_block(&s.turns[slot], block), (u32)tile_of(block),
+                       at_of_block(&s.known[slot], block));
   }
 };
 
 // What the clusters make, one after the other: CLUSTER tiles at a time, of all of them. The last are made by
-// halves, if so each cluster has one at most.
+// halves, if so each cluster has one at most. A tile of which only the upper half is to be made has its
+// number inverted: it is negative.
 struct Work {
   int whole, all, unit = 0;
   u32 first = 0, halves = 2;  // of the unit at hand: which row of its tiles is its first, how often 64 it has
@@ -174,11 +183,11 @@ struct Work {
     whole = uniform(units - (2 * rest <= stride ? rest : 0));
     all = uniform(2 * units - whole);
   }
-  __device__ __forceinline__ void take(int turn) {
-    const int beyond = turn - whole;
+  __device__ __forceinline__ void take(int tile) {
+    const int turn = tile < 0 ? ~tile : tile, beyond = turn - whole;
     unit = beyond < 0 ? turn : whole + beyond / 2;
     first = beyond < 0 ? 0 : (u32)beyond % 2 * 64;
-    halves = beyond < 0 ? 2 : 1;
+    halves = beyond < 0 && tile >= 0 ? 2 : 1;
   }
 };
 

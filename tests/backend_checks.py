@@ -3,6 +3,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from cases import (
@@ -48,12 +49,37 @@ def messages(both, rng, rows, columns, k, dtype):
         apart, theirs = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
         assert_same(parts, apart)
         assert_same(parts, theirs)
+        more = partial(expert_parallel.messages.unpack_first, parts=shapes, size=rows + 5)
+        for apart in both(more, message):
+            zeros = tuple(np.zeros((5, *p.shape[1:]), p.dtype) for p in parts)
+            assert_same(parts, tuple(p[:rows] for p in apart))
+            assert_same(zeros, tuple(p[rows:] for p in apart))
+        if len(parts) > 2:  # ids and probabilities at the end
+            for apart in both(partial(more, own=(2, 3)), message):
+                assert_same((*parts[:-2], probs), tuple(p[:rows] for p in (*apart[:-2], apart[-1])))
+                assert same_bits(apart[-2][:rows], expert_parallel.messages.local_ids(local, 2, 3))
+                np.testing.assert_array_equal(apart[-2][rows:], -1)
     for fmt in ("e4m3", "e5m2"):
         for others in ((local, probs), ()):
             pack = expert_parallel.messages.quantize_and_pack
             assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
     # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
     plan = fp8moe.plan_routing_map(expert_parallel.messages.rank_mask(ids, 4, 3)[0], topk=min(k, 3))
+    by_rank, sent = expert_parallel.messages.pack_by_rank, int(plan.tokens_per_expert.sum())
+    for given, fmt, others in (
+        (x, "e4m3", (local, probs)),
+        (x, None, (local, probs)),
+        (x, None, ()),
+        (q, None, ()),
+    ):
+        one = expert_parallel.messages.Message(given, fmt, others).pack()
+        found = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, False, *o), given, plan, *others)
+        for packed in found:  # rows that no token goes to are not written
+            assert same_bits(np.asarray(packed)[:sent], fp8moe.permute(one, plan).data[:sent])
+        limited = expert_parallel.messages.limit_rows(plan, max(rows // 4, 1))
+        filled = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, True, *o), given, limited, *others)
+        assert_same(*filled)
+        assert same_bits(filled[0], fp8moe.permute(one, limited).data)
     halves = np.array([rows // 2, 0, rows - rows // 2])
     for counts, row_id_map in ((plan.tokens_per_expert, plan.row_id_map), (halves, None)):
         for fmt in (None, "e4m3"):
@@ -245,12 +271,12 @@ def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
     by_expert = {} if offsets is None else {"expert_offsets": offsets, "align_size": 128}
     first, last = (0, rows) if offsets is None else (offsets[0], offsets[-1])
 
-    def check(found, wanted):
-        assert_same(found.rowwise, wanted)
+    def check(actual, wanted):
+        assert_same(actual.rowwise, wanted)
         transposed = both(fp8moe.scaling_aware_transpose, wanted, target="block", **by_expert)[1]
-        assert same_bits(found.columnwise.data[:, first:last], transposed.data[:, first:last])
-        assert same_bits(found.columnwise.scales, transposed.scales)
-        assert found.columnwise.block == transposed.block
+        assert same_bits(actual.columnwise.data[:, first:last], transposed.data[:, first:last])
+        assert same_bits(actual.columnwise.scales, transposed.scales)
+        assert actual.columnwise.block == transposed.block
 
     for weights in ((probs,), ()):
         given = (h, *weights)
@@ -376,8 +402,8 @@ def weights_in_parts(both, rng, dtype, transposed):
 
             def call(*arrays, fmt=fmt, parts=parts, rows=rows, columns=columns):
                 x = arrays if len(arrays) > 1 else arrays[0]
-                how = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
-                return fp8moe.quantize_weights(x, fmt=fmt, **how)
+                keywords = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+                return fp8moe.quantize_weights(x, fmt=fmt, **keywords)
 
             assert_same(*both(call, *arrays))
 
@@ -395,15 +421,15 @@ def gradients_apart(both, ffn):
         w13, w2 = fp8moe.quantize_weights((w1, w3), rows=128), fp8moe.quantize_weights(w2, columns=128)
         _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
         whole = fp8moe.moe_backward(saved, dy)
-        how = {} if ffn == 128 else {"ffn": ffn}
-        apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **how)
-        added = fp8moe.moe_backward(saved, dy, dw13=tuple(into[:2]), dw2=into[2], **how)
+        keywords = {} if ffn == 128 else {"ffn": ffn}
+        apart = fp8moe.moe_backward(saved, dy, dw13=(None, None), **keywords)
+        added = fp8moe.moe_backward(saved, dy, dw13=tuple(into[:2]), dw2=into[2], **keywords)
         return whole.dw13, whole.dw2, *apart.dw13, apart.dw2, *added.dw13, added.dw2
 
     into = [np.ones(w.shape, np.float32) for w in (w1, w3, w2)]
-    _, (dw13, dw2, *found) = both(run, *inputs.values(), w1, w3, w2, dy, *into)
+    _, (dw13, dw2, *actual) = both(run, *inputs.values(), w1, w3, w2, dy, *into)
     wanted = dw13[:, :ffn], dw13[:, 128 : 128 + ffn], dw2[:, :, :ffn]
-    for apart, added, true in zip(found[:3], found[3:], wanted, strict=True):
+    for apart, added, true in zip(actual[:3], actual[3:], wanted, strict=True):
         assert same_bits(apart, true)
         np.testing.assert_allclose(added, 1 + true, rtol=2.0**-22)
 

@@ -21,8 +21,8 @@ def requirements(names: list[str]) -> list[str]:
 
 def lowest(line: str) -> str | None:
     """``name==version`` of a requirement with a lower bound."""
-    found = re.match(r"([\w.-]+)(?:\[.*?\])?\s*>=\s*([\w.]+)", line)
-    return f"{found[1]}=={found[2]}" if found else None
+    requirement = re.match(r"([\w.-]+)(?:\[.*?\])?\s*>=\s*([\w.]+)", line)
+    return f"{requirement[1]}=={requirement[2]}" if requirement else None
 
 
 if __name__ == "__main__":

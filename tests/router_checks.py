@@ -105,7 +105,8 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
         lambda g, x, i, **o: fp8moe.route_backward(g, x, i, config, **o), *arguments, **losses
     )
     # terms by their magnitudes: what is subtracted from each other is as large as the largest of them
-    scores = reference._scores(logits, config.score_function)
+    wide = torch.from_numpy(logits.astype(np.float64))
+    scores = scores_of(wide, config).numpy()
     chosen = np.take_along_axis(scores, arguments[2].astype(np.int64), 1)
     sizes = np.abs(grads) * config.scaling_factor
     if config.renormalize:
@@ -118,9 +119,9 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
         coefficient = reference.aux_coefficient(tokens, sequences, experts, config.topk)
         coefficient *= abs(losses["grad_aux_loss"][0])
         counts = np.repeat(losses["tokens_per_expert"], tokens // sequences, axis=0) * coefficient
-        shares = reference._shares(scores)
+        shares = scores / scores.sum(axis=1, keepdims=True)
         size = size + shares * (counts + (counts * shares).sum(axis=1, keepdims=True))
-        z = np.abs(reference._log_sum_exp(logits))[:, None] * reference._scores(logits, "softmax")
+        z = (wide.logsumexp(1, keepdim=True).abs() * wide.softmax(1)).numpy()
         size = size + z * abs(losses["grad_z_loss"][0]) * 2 / max(tokens, 1)
     assert (np.abs(theirs - ours) <= 4 * bound * size + 1e-38).all()
     split, parts = both(

@@ -708,10 +708,10 @@ DTYPES = (np.int32, np.int64, np.uint8, np.float32, np.float64, np.float16, BF16
 
 def another_array(draw, array):
     """Another shape, dtype or values of an array."""
-    how = draw(
+    change = draw(
         st.sampled_from(("values", "values", "values", "shape", "dtype", "empty", "masked", "strided"))
     )
-    if how == "values" and array.size:
+    if change == "values" and array.size:
         array = array.copy()
         flat = array.reshape(-1)
         for _ in range(draw(st.integers(1, 3))):
@@ -719,16 +719,16 @@ def another_array(draw, array):
             with np.errstate(all="ignore"):
                 flat[draw(st.integers(0, flat.size - 1))] = np.array(value).astype(array.dtype)
         return array
-    if how == "shape":
+    if change == "shape":
         axis = draw(st.integers(0, max(array.ndim - 1, 0)))
         size = draw(st.sampled_from((0, 1, 2, 3, 65, 128, 200)))
         return np.resize(array, (*array.shape[:axis], size, *array.shape[axis + 1 :])).astype(array.dtype)
-    if how == "dtype":
+    if change == "dtype":
         with np.errstate(all="ignore"):
             return array.astype(draw(st.sampled_from(DTYPES)))
-    if how == "empty":
+    if change == "empty":
         return np.zeros(draw(st.sampled_from(((0,), (0, 128), (0, 0), (4, 0), ()))), array.dtype)
-    if how == "masked":
+    if change == "masked":
         return np.ma.masked_array(array, mask=np.zeros(array.shape, bool))
     return np.repeat(array, 2, axis=-1)[..., ::2] if array.ndim else array
 

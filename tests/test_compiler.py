@@ -5,10 +5,13 @@ import hashlib
 import multiprocessing
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+import fp8moe
 from fp8moe.kernels_cuda import compiler
 
 
@@ -73,11 +76,14 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
         return b"code of " + path.stem.encode(), ""
 
     monkeypatch.setattr(compiler, "compile_source", compile_source)
-    monkeypatch.setattr(compiler, "_jobs", {})
+    monkeypatch.setattr(
+        compiler, "OPTIONS", (*compiler.OPTIONS, f"-I{tmp_path}")
+    )  # another key than other tests'
     path = compiler.SOURCES / "permute.cu"
     assert compiler.cubin(path, "sm_90a") == b"code of permute"
-    for job in compiler._jobs.values():
-        job.result()
+    deadline = time.monotonic() + 60
+    while len(compiled) < len(compiler.sources("sm_90a")) and time.monotonic() < deadline:
+        time.sleep(0.01)
     usual = {
         "expert_parallel": ("KIND=BF16", "FMT=0", "MX=0", "PEERS=8"),
         "layout": (),
@@ -200,24 +206,38 @@ def test_an_error_shows_file_and_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_the_plans_kernels_compile(architecture):
+def test_the_plans_kernels_compile(architecture, monkeypatch):
     pytest.importorskip("cupy")
     numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
-    from fp8moe.kernels_cuda import plan
+    for kernel, kinds in launched_by_plans(monkeypatch):
+        code = numba_cuda.cubin(kernel, kinds, architecture)
+        assert len(code) > 1000
+        assert numba_cuda.cubin(kernel, kinds, architecture) == code
 
-    integers = plan.Sizes, ("i",) * len(plan.Sizes._fields)
-    arrays = plan.Arrays, ("int32",) * len(plan.Arrays._fields)
-    kinds = {
-        plan._count_entries: ("int64", integers, "int32"),
-        plan._place_entries: ("int32", "int32", integers, "int32", arrays),
-        plan._count_mask_words: ("uint64", integers, "int32"),
-        plan._place_mask_words: ("int32", "uint64", integers, "int32", arrays),
-        plan._count_mask: ("bool", integers, "int32"),
-        plan._place_mask: ("int32", "bool", integers, "int32", arrays),
-    }
-    for kernel, types in kinds.items():
-        assert len(numba_cuda.cubin(kernel, types, architecture)) > 1000
-        assert numba_cuda.cubin(kernel, types, architecture) == numba_cuda.cubin(kernel, types, architecture)
+
+def launched_by_plans(monkeypatch):
+    """The kernels that plans launch, of ids and of masks with and without whole words, with their arguments'
+    kinds."""
+    from fp8moe.kernels_cuda import numba_cuda, plan
+
+    launched = []
+    monkeypatch.setattr(plan, "shared_limit", lambda: 1 << 16)
+    monkeypatch.setattr(plan, "scratch", lambda *sizes: [np.empty(size, np.int32) for size in sizes])
+    monkeypatch.setattr(plan, "as_words", lambda mask: mask.reshape(-1).view(np.uint64))
+    monkeypatch.setattr(
+        plan,
+        "run",
+        lambda kernel, blocks, shared, *arguments: launched.append(
+            (kernel, tuple(map(numba_cuda.kind_of, arguments)))
+        ),
+    )
+    ids = np.zeros((3, 2), np.int64)
+    plan.plan_topk(ids, out=fp8moe.plan_topk(ids, 8))
+    for experts in (8, 5):
+        mask = np.ones((3, experts), bool)
+        plan.plan_routing_map(mask, out=fp8moe.plan_routing_map(mask))
+    assert len({kernel for kernel, _ in launched}) == 6
+    return launched
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -225,8 +245,7 @@ def test_the_plans_kernels_compile(architecture):
 def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects, fails):
     pytest.importorskip("cupy")
     numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
-    from fp8moe.kernels_cuda import plan
-
+    kernel, _ = launched_by_plans(monkeypatch)[0]
     meanwhile = []
 
     def compile(*_):
@@ -242,9 +261,9 @@ def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects
         (gc.enable if collects else gc.disable)()
         if fails:
             with pytest.raises(ValueError):
-                numba_cuda.cubin(plan._count_entries, ("int32",), "sm_90a")
+                numba_cuda.cubin(kernel, ("int32",), "sm_90a")
         else:
-            assert numba_cuda.cubin(plan._count_entries, ("int32",), "sm_90a") == b"code"
+            assert numba_cuda.cubin(kernel, ("int32",), "sm_90a") == b"code"
         assert gc.isenabled() == collects
     finally:
         (gc.enable if before else gc.disable)()

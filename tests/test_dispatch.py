@@ -262,17 +262,15 @@ def written_to():
 
 
 @pytest.mark.parametrize("kind", ["numpy", "dlpack", "jax", "cuda_array_interface"])
-def test_memory_that_is_read_only_is_not_written_to(kind, monkeypatch):
-    out, x = written_to()[kind], np.ones((3, 128), np.float32)
+def test_memory_that_is_read_only_is_not_written_to(kind, request):
+    out, x, dy = written_to()[kind], np.ones((3, 128), np.float32), np.ones((3, 8), np.float32)
+    offsets = np.array([0, 3], np.int32)
     if kind == "cuda_array_interface":
-        monkeypatch.setattr(dispatch.Call, "_locate", lambda *_: None)
-        monkeypatch.setattr(
-            interop.dlpack, "_from_cuda_array_interface", lambda *_: np.zeros((1, 8, 128), np.float32)
-        )
-    dy = np.ones((3, 8), np.float32)
+        request.getfixturevalue("runtime")
+        dy, x, offsets = (OnDevice(a.shape, a.dtype.str) for a in (dy, x, offsets))
     for _ in range(4):
         with pytest.raises(ValueError, match=r"out: got .*, which is read-only"):
-            fp8moe.grouped_gemm_wgrad(dy, x, np.array([0, 3], np.int32), out)
+            fp8moe.grouped_gemm_wgrad(dy, x, offsets, out)
 
 
 def test_parts_of_records_are_not_written_to_either():

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -84,7 +85,7 @@ def test_what_programs_import_from_adapters_is_in_the_reference(site):
 
 def test_every_adapter_is_documented_or_internal(site):
     internal = {"docstrings", "jax_calls", "jax_ffi", "jax_tokens"}
-    internal |= {"torch_experts", "torch_grouped", "torch_library", "torch_operation"}
+    internal |= {"torch_experts", "torch_grouped", "torch_halves", "torch_library", "torch_operation"}
     found = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
     documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}
     assert documented == found - internal
@@ -97,6 +98,16 @@ def test_every_link_of_the_readme_is_a_file():
     assert not re.findall(r"\]\((?!https://)", text)  # all by the generated list, which makes them whole
 
 
+def test_the_site_links_to_the_repository_that_pyproject_names(tmp_path):
+    specification = importlib.util.spec_from_file_location("repository", DOCS / "repository.py")
+    hook = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hook)
+    config = {"config_file_path": str(tmp_path / "mkdocs.yml"), "repo_url": None}
+    for urls, wanted in (("", None), ('Repository = "https://example.com/a/b"', "https://example.com/a/b")):
+        (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "fp8moe"\n[project.urls]\n{urls}\n')
+        assert hook.on_config(config)["repo_url"] == wanted
+
+
 # ---------------------------------------------------------------- figures
 
 
@@ -105,6 +116,20 @@ def test_the_tables_are_those_of_the_results(page):
     text = page.read_text()
     assert table.render(text) == text
     assert text.count("<!-- table ") == text.count("<!-- end -->")
+
+
+MEASURED = [ROOT / "README.md", *sorted(DOCS.glob("performance/*.md"))]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda p: str(p.relative_to(ROOT)))
+def test_figures_come_from_the_generator(page):
+    """Outside of made tables no time, rate, size or share stands in the text but the paper's."""
+    text = re.sub(
+        r"<!-- table \S+ -->.*?<!-- end -->|```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL
+    )
+    lines = [line for line in text.splitlines() if not line.startswith("|")]
+    found = [line for line in lines if re.search(r"\d ?(us|ms|%|TFLOP/s|[GT]B/s|[MG]iB)(?!\w)", line)]
+    assert [line for line in found if not line.startswith("The paper")] == []
 
 
 def test_every_results_file_has_a_table():
@@ -128,6 +153,23 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_comparison_is_what_the_picture_shows(tmp_path, monkeypatch):
+    (tmp_path / "model-h200.jsonl").write_bytes((table.RESULTS / "model-h200.jsonl").read_bytes())
+    (tmp_path / "layer-h200.jsonl").write_bytes((table.RESULTS / "layer-h200.jsonl").read_bytes())
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    assert {row["name"] for row in step.layers()} == {"fp8moe, bf16", "fp8moe, fp8_flow"}
+    assert "router" in table.table("picture")
+    row = {"part": "layer", "shape": "8 tokens, 4 x 4, 8 experts top-8", "device": "H200", "ms": 2.0}
+    row |= {"commit": "abc", "command": "bench compare"}
+    names = "SonicMoE, bf16", "torchao, FP8 rows", "torchao compiled, FP8 rows", "fp8moe, fp8_flow", "x"
+    rows = [{**row, "name": name} for name in names] + [{**row, "name": "x", "part": "quantise rows"}]
+    (tmp_path / "compare-h200.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [row["name"] for row in step.layers()] == [names[0], *names[2:4]]
+    assert "others" in table.table("picture")
+    step.draw(tmp_path / "step.png")
+    assert step.digest().encode() in (tmp_path / "step.png").read_bytes()
+
+
 def test_rows_of_a_later_run_take_the_place_of_earlier_ones():
     rows = [{"shape": s, "name": n, "ms": ms} for s, n, ms in (("a", "x", 3), ("b", "x", 2), ("a", "x", 1))]
     assert [(r["shape"], r["ms"]) for r in table.newest(rows)] == [("a", 1), ("b", 2)]
@@ -140,9 +182,14 @@ def test_a_comparison_is_shown(tmp_path, monkeypatch):
     row = {"part": "layer", "shape": "8 tokens", "device": "H200", "tflops": None, "error": 1e-3}
     row |= {"versions": {"torch": "2.11"}, "commit": "abc", "command": "bench compare"}
     timed = [{**row, "name": name, "ms": ms} for name, ms in (("sonic", 2.0), ("torch", 1.5), ("sonic", 1.0))]
+    timed[-1]["versions"] = {"torch": "2.11", "sonic-moe": "0.1"}
     (tmp_path / "compare-h200.jsonl").write_text("\n".join(map(json.dumps, timed)))
     lines = table.table("compare").splitlines()
-    assert lines[-2:] == ["| sonic | 1.00 ms |  | 1.0e-03 |", "| torch | 1.50 ms |  | 1.0e-03 |"]
+    assert lines[-2:] == [
+        "| sonic | sonic-moe 0.1 | 1.00 ms |  | 1.0e-03 |",
+        "| torch |  | 1.50 ms |  | 1.0e-03 |",
+    ]
+    assert "torch 2.11; commit abc" in lines[0]
 
 
 # ---------------------------------------------------------------- what the pages say

@@ -17,6 +17,7 @@ from cases import BF16, assert_same, generator, layer_inputs, values
 import fp8moe
 from fp8moe import expert_parallel
 from fp8moe.expert_parallel import Pending
+from fp8moe.expert_parallel.protocols import with_spare
 from fp8moe.record_trees import arrays_in
 
 torch = pytest.importorskip("torch")
@@ -85,8 +86,9 @@ def test_several_gpus(cases, world, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_training_step_of_ranks_in_a_cuda_graph(tmp_path):
-    ranks("layers,bounded,chunks,captured", 1, tmp_path, "cuda", 200)
+@pytest.mark.parametrize("cases", ["captured", "layers,bounded,chunks"])
+def test_a_world_of_one_gpu_and_a_training_step_in_a_cuda_graph(cases, tmp_path):
+    ranks(cases, 1, tmp_path, "cuda", 200)
 
 
 class Board(dict):
@@ -151,16 +153,16 @@ class Threads:
         self.rank, self.world_size = rank, len(board)
         self.board, self.barrier = board, barrier
 
-    def all_of(self, mine):
-        self.board[self.rank] = mine
+    def all_of(self, own):
+        self.board[self.rank] = own
         self.barrier.wait()
-        found = list(self.board)
+        dispatched = list(self.board)
         self.barrier.wait()
-        return found
+        return dispatched
 
     def counts(self, counts, header):
-        heard = self.all_of([tuple(c.tolist()) for c in counts])
-        return [tuple(rank[i] for rank in heard) for i in range(len(counts))]
+        received = self.all_of([tuple(c.tolist()) for c in counts])
+        return [tuple(rank[i] for rank in received) for i in range(len(counts))]
 
     def exchange(self, rows, counts, size=None):
         parts = []
@@ -192,17 +194,17 @@ class ThreadsPeers(Threads):
     def deliver(self, write, counts, row_bytes, async_op):
         assert all(pending.waited for pending in self.on_their_way[:-1]), "a third exchange"
         arriving = sum(row[self.rank] for row in counts)
-        mine = np.full((arriving, row_bytes), 0xA5, np.uint8)
-        self.windows.append(mine)
+        own = np.full((arriving, row_bytes), 0xA5, np.uint8)
+        self.windows.append(own)
         for before in self.windows[:-2]:  # written again
             before[:] = 0x5A
         windows = []
-        for rank, theirs in enumerate(self.all_of(mine)):
+        for rank, theirs in enumerate(self.all_of(own)):
             first = sum(row[rank] for row in counts[: self.rank])
             windows.append(theirs[first : first + counts[self.rank][rank]])
         write(tuple(windows))
         self.barrier.wait()
-        self.on_their_way.append(Pending(lambda: mine))
+        self.on_their_way.append(Pending(lambda: own))
         return self.on_their_way[-1]
 
 
@@ -236,15 +238,15 @@ def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
     def step(comm):
         r = comm.rank
         with fp8moe.trace() as counted:
-            found = expert_parallel.dispatch(xs[r], ids[r], probs[r], 2 * world, comm, fmt=fmt)
-            x = found.x if fmt is None else fp8moe.dequantize(found.x)
-            back = expert_parallel.combine(x.astype(BF16), found.route, comm, fmt=fmt)
-            dy = expert_parallel.combine_backward(dys[r], found.route, comm, fmt=fmt)
-            dx = expert_parallel.dispatch_backward(x, found.topk_probs, found.route, comm)
+            dispatched = expert_parallel.dispatch(xs[r], ids[r], probs[r], 2 * world, comm, fmt=fmt)
+            x = dispatched.x if fmt is None else fp8moe.dequantize(dispatched.x)
+            back = expert_parallel.combine(x.astype(BF16), dispatched.route, comm, fmt=fmt)
+            dy = expert_parallel.combine_backward(dys[r], dispatched.route, comm, fmt=fmt)
+            dx = expert_parallel.dispatch_backward(x, dispatched.topk_probs, dispatched.route, comm)
             for _ in range(2):  # what came before stays as it is
-                expert_parallel.combine_backward(-dys[r], found.route, comm, fmt=fmt)
-        arrays = (found.x, found.topk_ids, found.topk_probs, back, dy, dx)
-        return arrays, (found.num_entries, counted.sent_bytes, counted.casts)
+                expert_parallel.combine_backward(-dys[r], dispatched.route, comm, fmt=fmt)
+        arrays = (dispatched.x, dispatched.topk_ids, dispatched.topk_probs, back, dy, dx)
+        return arrays, (dispatched.num_entries, counted.sent_bytes, counted.casts)
 
     for ours, theirs in zip(*(in_threads(k, world, step) for k in (Threads, ThreadsPeers)), strict=True):
         assert_same(ours[0], theirs[0])
@@ -270,8 +272,8 @@ def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
         return y, g.dx, g.dprobs
 
     for chunks in (2, 4, 7):
-        wanted, found = (in_threads(kind, world, lambda comm, n=n: step(comm, n)) for n in (1, chunks))
-        for ours, theirs in zip(found, wanted, strict=True):
+        wanted, dispatched = (in_threads(kind, world, lambda comm, n=n: step(comm, n)) for n in (1, chunks))
+        for ours, theirs in zip(dispatched, wanted, strict=True):
             assert_same(ours, theirs)
 
 
@@ -296,9 +298,46 @@ def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
     two = ["product"] * 2
     assert log == ["send", "wait", "send", *two, "send", "wait", *two, "wait", "send", "wait"]
     log.clear()
+    comm.overlap_chunks = 1
+    fp8moe.moe_backward(fp8moe.moe_forward(**inputs, recipe="fp8_flow", comm=comm)[1], dy, comm=comm)
+    forward = ["send", "wait", *two, "send", "wait"]
+    # the rows' gradients travel beside the weights' products
+    assert log == [*forward, "send", "wait", *two, "send", "weights", "weights", "wait"]
+    log.clear()
     fp8moe.moe_backward(saved, dy, comm=comm)
     first = ["send", "wait", "send", *two, "send", "weights", "weights"]
     assert log == [*first, "wait", *two, "wait", "send", "weights", "weights", "wait"]
+
+
+def test_spare_rows_are_few():
+    rows = np.arange(1 << 17)
+    found = np.array([with_spare(int(n)) for n in rows])
+    assert found[0] == 0
+    assert ((found >= rows) & (found % 16 == 0)).all()
+    assert ((found - rows <= 15) | (found - rows <= rows / 32)).all()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+@pytest.mark.parametrize("kind", [Threads, ThreadsPeers])
+def test_steps_with_nearly_as_many_rows_have_the_same_shapes(kind, recipe, monkeypatch):
+    """Their launches are planned once; what is computed is what the layer on one process computes."""
+    monkeypatch.setattr(ThreadsPeers, "room", 1 << 24)
+    rng, tokens = generator(), 60
+    x, dy = (values(rng, (tokens, 128), BF16) for _ in range(2))
+    w13, w2 = (rng.standard_normal((2, n, 128)).astype(BF16) for n in (256, 128))
+    probs, shapes = rng.random((tokens, 2)).astype(np.float32), []
+    for routed in (57, 59, 60):
+        ids = np.tile([1, 0], (tokens, 1))
+        ids[routed:] = -1
+        ids = ids[rng.permutation(tokens)]
+        comm = kind(0, [None], threading.Barrier(1))
+        y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe, comm=comm)
+        grads = fp8moe.moe_backward(saved, dy, comm=comm)
+        wanted, kept = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
+        assert_same((y, *arrays_in(grads)), (wanted, *arrays_in(fp8moe.moe_backward(kept, dy))))
+        assert saved.plan.num_tokens == saved.route.rows == 64
+        shapes.append([a.shape for a in arrays_in(saved)])
+    assert shapes[0] == shapes[1] == shapes[2]
 
 
 def test_a_world_of_one_is_the_layer():

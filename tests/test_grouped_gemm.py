@@ -34,6 +34,39 @@ def test_fp8_forward(counts, width, depth, seed):
     np.testing.assert_array_equal(ready.astype(np.float32), got.astype(np.float32))
 
 
+@given(COUNTS, st.sampled_from((1, 16, 128)), st.booleans(), st.integers(0, 2**32 - 1))
+def test_products_of_padded_rows(counts, align_size, quantized, seed):
+    """Rows of padding are zeros, whatever the weights; the others are those of a product of all rows."""
+    rng = np.random.default_rng(seed)
+    padded = [-(-n // align_size) * align_size for n in counts]
+    offsets, real = offsets_of(padded), np.array(counts, np.int32)
+    x = np.concatenate([values(rng, (n, 160)) for n in padded])
+    padding = np.concatenate([np.arange(p) >= n for p, n in zip(padded, counts, strict=True)])
+    x[padding] = 0
+    w = values(rng, (len(counts), 24, 160))
+    if quantized:
+        x, w = fp8moe.quantize(x), fp8moe.quantize(w, block=(128, 128))
+    wanted = fp8moe.grouped_gemm(x, w, offsets)
+    assert_same(fp8moe.grouped_gemm(x, w, offsets, real), wanted)
+    assert not wanted[padding].any()
+    w = fp8moe.quantize(np.full((len(counts), 24, 160), np.nan, np.float32), block=(128, 128))
+    got = fp8moe.grouped_gemm(fp8moe.quantize(np.zeros((len(padding), 160), np.float32)), w, offsets, real)
+    assert not got[padding].any()
+    assert np.isnan(got[~padding].astype(np.float32)).all()
+
+
+def test_counts_of_tokens_are_checked():
+    x, w, offsets = np.ones((5, 4), np.float32), np.ones((2, 3, 4), np.float32), np.array([0, 3, 5], np.int32)
+    with pytest.raises(TypeError, match="tokens_per_expert: got dtype int64; wanted int32"):
+        fp8moe.grouped_gemm(x, w, offsets, np.array([3, 2]))
+    with pytest.raises(ValueError, match=r"tokens_per_expert: got shape \[3\]; wanted \[2\]"):
+        fp8moe.grouped_gemm(x, w, offsets, np.array([3, 2, 0], np.int32))
+    # of more rows than there are, or fewer than none
+    got = fp8moe.grouped_gemm(x, w, offsets, np.array([9, -1], np.int32))
+    assert (got[:3] == 4).all()
+    assert not got[3:].any()
+
+
 def test_fp8_weights_are_contracted_along_their_codes():
     """``columnwise`` weights give the product with the transposed matrices: dgrad."""
     rng = np.random.default_rng(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fp8moe
+from fp8moe import info
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "cupy", "transformer_engine", "megatron", "tensorflow"}
@@ -112,6 +113,10 @@ def test_the_backends_agree_on_messages_between_ranks():
     assert operations == {*sending, "unpack_rows"}
     for name in operations:
         assert kernels.get(name) == reference[name], name
+
+
+def test_info_imports_every_topic_of_the_reference():
+    assert set(info.ROOMS) == {p.stem for p in files("fp8moe/reference")} - {"__init__", "numerics"}
 
 
 def test_expert_parallelism_has_its_rooms():

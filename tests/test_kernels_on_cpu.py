@@ -564,11 +564,11 @@ def test_every_code_is_multiplied_exactly(fmt, architecture):
     ],
 )
 def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
-    from fp8moe.kernels_cuda import grouped_gemm_wgmma
+    from fp8moe.kernels_cuda import grouped_gemm_wgmma16
 
     cuda_on_cpu.install(monkeypatch)
     if stages:
-        monkeypatch.setattr(grouped_gemm_wgmma, "stages", lambda verb, experts: stages)
+        monkeypatch.setattr(grouped_gemm_wgmma16, "stages", lambda verb, experts: stages)
     upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
 
@@ -713,11 +713,17 @@ def test_messages_between_ranks(columns, k, dtype):
     messages(both, RNG, 11, columns, k, dtype)
 
 
-def test_more_windows_than_a_kernel_has_are_refused(monkeypatch):
+def test_windows_that_do_not_fit_the_rows_or_the_kernel_are_refused(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     rows, *windows = (cuda_on_cpu.upload(np.zeros((n, 16), np.uint8)) for n in (9, *[1] * 9))
     with pytest.raises(ValueError, match="windows: got 9; wanted at most 8"):
         expert_parallel.messages.Message(rows, None).write(None, tuple(windows))
+    for fmt, dtype in ((None, np.uint8), ("e4m3", BF16)):
+        rows = cuda_on_cpu.upload(np.zeros((9, 128), dtype))
+        message = expert_parallel.messages.Message(rows, fmt)
+        window = cuda_on_cpu.upload(np.zeros((8, message.row_bytes), np.uint8))
+        with pytest.raises(ValueError, match="windows: got 8 rows in all; wanted 9, the messages'"):
+            message.write(None, (window,))
 
 
 def column_major(address, dtype, rows, columns, stride):
@@ -775,5 +781,5 @@ def test_an_expert_at_a_time_by_cublas(counts, blas):
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.install(patch)
         given = [cuda_on_cpu.upload(v) for v in (y, x, offsets, into.copy())]
-        found = fp8moe.grouped_gemm_wgrad(*given, backend="cublas")
-    assert relative(found.host, wanted) < 1e-5
+        actual = fp8moe.grouped_gemm_wgrad(*given, backend="cublas")
+    assert relative(actual.host, wanted) < 1e-5

@@ -2,8 +2,11 @@
 tensors, and calls are told apart by the types of their options."""
 
 import functools
+import importlib
 import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import cuda_on_cpu
 import numpy as np
@@ -32,7 +35,7 @@ class TorchOnDevice(interop.torch.Torch):
         return DeviceArray(x.data_ptr(), x.shape, dtype, 0, x)  # .numpy() would fix its memory
 
     def empty(self, spec, device):
-        owner = torch.empty(*(spec.shape or ((),)), dtype=interop.torch._torch_dtype(spec.dtype))
+        owner = torch.empty(*(spec.shape or ((),)), dtype=TORCH_DTYPES[spec.dtype])
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, 0, owner)
 
     def describe(self, arrays):
@@ -48,9 +51,7 @@ class TorchOnDevice(interop.torch.Torch):
         empty = functools.partial(torch.empty, device="cpu")
         makers = []
         for shape, dtype, _ in arrays:
-            makers.append(
-                functools.partial(empty, *(shape or ((),)), dtype=interop.torch._torch_dtype(dtype))
-            )
+            makers.append(functools.partial(empty, *(shape or ((),)), dtype=TORCH_DTYPES[dtype]))
         return int, makers  # the stream's address is 0
 
     def stream(self, device):
@@ -61,6 +62,7 @@ NUMPY_DTYPES = {
     getattr(torch, name): interop.dtype_named(name, "")
     for name in ("float32", "bfloat16", "uint8", "int32", "float8_e4m3fn")
 }
+TORCH_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
 
 
 @pytest.fixture
@@ -386,3 +388,38 @@ def test_calls_of_python_functions_between_user_and_kernel():
     assert loading.loading_calls > 0 == first.loading_calls
     assert 0 < len(first.names[: first.last]) <= 40
     assert 0 < len(later.names[: later.last]) <= 12
+
+
+def test_threads_share_launch_plans(monkeypatch):
+    """More shapes than are kept, so that plans are made, used and dropped at once; each result is its own."""
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    inputs = [values(RNG, (rows, 128), np.float32) for rows in range(1, 9)]
+    wanted = [fp8moe.quantize(x) for x in inputs]
+    cuda_on_cpu.install(monkeypatch)
+    launch = importlib.import_module("fp8moe.kernels_cuda.launch")
+    launch_packed, running = launch.launch_packed, threading.Lock()
+
+    def one_at_a_time(*arguments):  # kernels on the CPU have global variables
+        with running:
+            launch_packed(*arguments)
+
+    monkeypatch.setattr(launch, "launch_packed", one_at_a_time)
+    monkeypatch.setattr(dispatch, "PLANS_KEPT", 5)
+    uploaded = [cuda_on_cpu.upload(x) for x in inputs]
+    fp8moe.quantize(uploaded[0])  # loads the kernel
+
+    def work(seed):
+        for i in np.random.default_rng(seed).integers(0, len(inputs), 40):
+            q = cuda_on_cpu.download(fp8moe.quantize(uploaded[i]))
+            assert same_bits(q.data, wanted[i].data)
+            assert same_bits(q.scales, wanted[i].scales)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(dispatch.cached_plans()) == 5

@@ -95,9 +95,9 @@ def test_experts_begin_new_tiles(block, sizes, rest):
     q = tensor(rows, 160, block, sizes)
     blocked = fp8moe.to_layout(q, "blocked_128x4", offsets)
     wanted = by_torch_of_groups(q, sizes)
-    found = blocked.scales.ravel()
-    assert same_bits(found[: len(wanted)], wanted)
-    assert not found[len(wanted) :].any()
+    actual = blocked.scales.ravel()
+    assert same_bits(actual[: len(wanted)], wanted)
+    assert not actual[len(wanted) :].any()
     assert blocked.scales.shape[0] >= (rows if block == ROW else 160)  # torch's own check
     back = fp8moe.to_layout(blocked, "compact", offsets)
     used = sum(sizes) if block == ROW else sum(-(-s // 32) for s in sizes)
@@ -188,11 +188,11 @@ QUANTISED = [
 @pytest.mark.parametrize(("rows", "columns"), [*SIZES, (0, 64), (131, 128), (256, 384), (40, 31)])
 def test_quantise_writes_the_blocked_layout(rows, columns, options):
     x = values(RNG, (rows, columns), BF16)
-    found = fp8moe.quantize(x, **options, layout="blocked_128x4")
-    assert_same(in_blocked(fp8moe.quantize(x, **options)), found)
-    out = poisoned(found)
+    actual = fp8moe.quantize(x, **options, layout="blocked_128x4")
+    assert_same(in_blocked(fp8moe.quantize(x, **options)), actual)
+    out = poisoned(actual)
     assert fp8moe.quantize(x, **options, layout="blocked_128x4", out=out) is out
-    assert_same(found, out)
+    assert_same(actual, out)
 
 
 def poisoned(result):
@@ -224,9 +224,9 @@ def test_the_transpose_writes_the_blocked_layout(align_size, sizes, target, colu
     q = rowwise(300 if sizes is None else sum(sizes), columns)
     options = {"target": target, "align_size": align_size}
     compact = fp8moe.scaling_aware_transpose(q, offsets, **options)
-    found = fp8moe.scaling_aware_transpose(q, offsets, **options, layout="blocked_128x4")
+    actual = fp8moe.scaling_aware_transpose(q, offsets, **options, layout="blocked_128x4")
     of_align = {} if sizes is None else {"align_size": align_size}
-    assert_same(fp8moe.to_layout(compact, "blocked_128x4", offsets, **of_align), found)
+    assert_same(fp8moe.to_layout(compact, "blocked_128x4", offsets, **of_align), actual)
 
 
 @needs_compiler
@@ -273,8 +273,8 @@ def test_permute_before_bulk_copies():
 def test_permute_and_pad_writes_the_blocked_layout():
     q, ids = rowwise(20, 160), RNG.integers(-1, 3, (20, 2)).astype(np.int32)
     options = {"align_size": 128, "num_experts": 3}
-    found = fp8moe.permute_and_pad(q, ids, **options, layout="blocked_128x4")
-    assert_same(in_blocked(fp8moe.permute_and_pad(q, ids, **options).data), found.data)
+    actual = fp8moe.permute_and_pad(q, ids, **options, layout="blocked_128x4")
+    assert_same(in_blocked(fp8moe.permute_and_pad(q, ids, **options).data), actual.data)
 
 
 @pytest.mark.parametrize(

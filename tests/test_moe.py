@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from oracles import torch_swiglu
 
 import fp8moe
+from fp8moe import dispatch
 from fp8moe.activation import SWIGLU
 
 
@@ -165,8 +165,8 @@ def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
         with fp8moe.trace() as second:
             of_weights = fp8moe.moe_backward_weight(operands)
         assert of_inputs.dw13 is of_inputs.dw2 is of_weights.dx is of_weights.dprobs is None
-        found = of_inputs.dx, of_inputs.dprobs, of_weights.dw13, of_weights.dw2
-        for a, b in zip(found, (wanted.dx, wanted.dprobs, wanted.dw13, wanted.dw2), strict=True):
+        actual = of_inputs.dx, of_inputs.dprobs, of_weights.dw13, of_weights.dw2
+        for a, b in zip(actual, (wanted.dx, wanted.dprobs, wanted.dw13, wanted.dw2), strict=True):
             assert (a is None) == (b is None), gradients
             assert a is None or same_bits(a, b), gradients
         assert first.launches + second.launches == whole.launches
@@ -292,16 +292,16 @@ def test_gradients_of_w1_and_w3_apart(ffn, recompute):
     wanted = whole.dw13[:, :ffn], whole.dw13[:, 128 : 128 + ffn], whole.dw2[:, :, :ffn]
     for name in ("dx", "dprobs"):
         assert same_bits(getattr(apart, name), getattr(whole, name))
-    for found, true in zip((*apart.dw13, apart.dw2), wanted, strict=True):
-        assert found.shape == true.shape
+    for actual, true in zip((*apart.dw13, apart.dw2), wanted, strict=True):
+        assert actual.shape == true.shape
         # sums of 128 products in float32, which a BLAS orders by the shape
-        assert np.linalg.norm(found - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
+        assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
     into = [np.random.default_rng(10).standard_normal(w.shape).astype(np.float32) for w in wanted]
     before = [w.copy() for w in into]
     added = fp8moe.moe_backward(saved, dy, dw13=(into[0], into[1]), dw2=into[2], **options)
     assert added.dw13[0] is into[0]
-    for found, old, new in zip(into, before, (*apart.dw13, apart.dw2), strict=True):
-        np.testing.assert_allclose(found, old + new, rtol=2.0**-22, atol=2.0**-22)
+    for actual, old, new in zip(into, before, (*apart.dw13, apart.dw2), strict=True):
+        np.testing.assert_allclose(actual, old + new, rtol=2.0**-22, atol=2.0**-22)
 
 
 def test_gradients_of_padded_weights_without_a_gate():
@@ -313,8 +313,8 @@ def test_gradients_of_padded_weights_without_a_gate():
     )
     whole, cut = fp8moe.moe_backward(saved, dy), fp8moe.moe_backward(saved, dy, ffn=72)
     assert not whole.dw13[:, 72:].any()
-    for found, true in ((cut.dw13, whole.dw13[:, :72]), (cut.dw2, whole.dw2[:, :, :72])):
-        assert np.linalg.norm(found - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
+    for actual, true in ((cut.dw13, whole.dw13[:, :72]), (cut.dw2, whole.dw2[:, :, :72])):
+        assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
     with pytest.raises(ValueError, match=r"dw13: got two with .*relu2.*without a gate"):
         fp8moe.moe_backward(saved, dy, dw13=(None, None))
     with pytest.raises(ValueError, match="w13: got F = 72"):
@@ -397,6 +397,18 @@ def test_weights_overwritten_before_the_backward_are_refused():
             fp8moe.moe_backward(saved, dy)
 
 
+class AsOnCuda:
+    """A call on the CPU that says its arrays lie on a device."""
+
+    device = 0
+
+    def __init__(self, call):
+        self.call = call
+
+    def __getattr__(self, name):
+        return getattr(self.call, name)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, recompute):
@@ -414,8 +426,7 @@ def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, reco
         monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
     # as if these arrays lay on CUDA, where a backend can be chosen
     choices = importlib.import_module("fp8moe.grouped_gemm")
-    real = choices._backend_of
-    monkeypatch.setattr(choices, "_backend_of", lambda call, name: real(SimpleNamespace(device=0), name))
+    monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
     layer = importlib.import_module("fp8moe.moe")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)

@@ -89,8 +89,8 @@ def test_the_layer_between_its_own_permutation(recipe, recompute, layout, paddin
     grads = arrays_in(fp8moe.moe_backward(saved, dys))
     for a, b in zip(in_halves(saved, dys), grads, strict=True):
         assert same_bits(a, b)
-    found = around(plan, (y, *grads))
-    for a, b in zip(found, whole(inputs, dy, **options), strict=True):
+    actual = around(plan, (y, *grads))
+    for a, b in zip(actual, whole(inputs, dy, **options), strict=True):
         if other_order:
             np.testing.assert_allclose(a, b, rtol=1e-6 if a.dtype == np.float32 else 1e-11, atol=1e-11)
         else:
@@ -151,8 +151,8 @@ def test_float64_is_torch_autograd(recompute):
         x, w13, w2, np.array(counts), probs, recipe="bf16", recompute=recompute
     )
     g = fp8moe.moe_backward(saved, dy, dtype="float64")
-    found = y, g.dx, g.dprobs, g.dw13, g.dw2
-    for a, b in zip(found, exact(x, w13, w2, counts, probs, dy), strict=True):
+    actual = y, g.dx, g.dprobs, g.dw13, g.dw2
+    for a, b in zip(actual, exact(x, w13, w2, counts, probs, dy), strict=True):
         # three sums of at most 130 terms, one in the other; what cancels is at most ten times the largest sum
         assert np.abs(a - b).max() <= 10 * 3 * 130 * 2.0**-53 * np.abs(b).max()
 
@@ -167,12 +167,12 @@ def test_precision(recipe):
     probs = RNG.random(rows).astype(np.float32)
     y, saved = fp8moe.moe_forward_permuted(x, w13, w2, np.array(counts), probs, recipe=recipe)
     g = fp8moe.moe_backward(saved, dy)
-    found = y, g.dx, g.dprobs, g.dw13, g.dw2
+    actual = y, g.dx, g.dprobs, g.dw13, g.dw2
     # a rounding to p significant bits is off by 2^-p / sqrt(3) in the mean square or less, e4m3 2^-4 and
     # bfloat16 2^-8; the longest chain of factors, dw13, holds six roundings of operands, each of which may
     # count twice through SwiGLU's product
     limit = 2 * 6**0.5 * (2.0**-8 if recipe == "bf16" else 2.0**-4) / 3**0.5
-    for a, b in zip(found, exact(x, w13, w2, counts, probs, dy), strict=True):
+    for a, b in zip(actual, exact(x, w13, w2, counts, probs, dy), strict=True):
         assert np.linalg.norm(a.astype(np.float64) - b) <= limit * np.linalg.norm(b)
 
 
@@ -194,8 +194,8 @@ def test_gradients_that_are_wanted_and_where_they_are_added():
         )
         some = fp8moe.moe_backward(kept, dys, gradients=names)
         for name in ("dx", "dprobs", "dw13", "dw2"):
-            found = getattr(some, name)
-            assert found is None if name not in names else same_bits(found, getattr(every, name))
+            actual = getattr(some, name)
+            assert actual is None if name not in names else same_bits(actual, getattr(every, name))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -377,8 +377,8 @@ def test_main_grad():
 def test_weights_quantised_once():
     x, w13, w2, counts, _, probs, _ = torch_problem()
     copies = quantize_fp8_weights(w13, w2)
-    found = moe_experts_permuted(x, w13, w2, counts, probs, fp8_weights=copies)
-    assert torch.equal(found, moe_experts_permuted(x, w13, w2, counts, probs))
+    actual = moe_experts_permuted(x, w13, w2, counts, probs, fp8_weights=copies)
+    assert torch.equal(actual, moe_experts_permuted(x, w13, w2, counts, probs))
 
 
 def test_torch_refusals():
@@ -427,11 +427,11 @@ def test_on_cuda(recipe, align_size, recompute):
             halves = in_halves(saved, put["dys"])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found = (
+        actual = (
             fp8moe.unpermute(y, there),
             *fp8moe.permute_backward(g.dx, there, g.dprobs),
             g.dw13,
             g.dw2,
         )
-        for a, b in zip((*found, *halves), (*wanted, *arrays_in(g)), strict=True):
+        for a, b in zip((*actual, *halves), (*wanted, *arrays_in(g)), strict=True):
             assert torch.equal(a, b)

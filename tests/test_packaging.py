@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import fp8moe
+from fp8moe.benchmarks import table
 
 ROOT = Path(__file__).parents[1]
 LINKS = ("adapters", "benchmarks", "kernels_cuda")
@@ -102,6 +103,40 @@ def test_the_source_archive_holds_each_file_once_and_builds_the_same_wheel(wheel
     made = re.compile(r"PKG-INFO|setup\.cfg|fp8moe\.egg-info/.*")
     assert sorted(name for name in names if not made.fullmatch(name)) == before
     assert contents(build("wheel", unpacked, tmp_path)) == contents(wheel)
+
+
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return archive.read(name).decode()
+
+
+def test_one_setting_makes_every_link_whole(tmp_path, monkeypatch):
+    """Where the repository is stands in pyproject.toml alone, and a package index can follow it."""
+    tree, where = copy_of_the_tree(tmp_path / "tree", "kept"), "https://example.com/owner/fp8moe"
+    settings = tree / "pyproject.toml"
+    settings.write_text(
+        settings.read_text().replace("[project.urls]\n", f'[project.urls]\nRepository = "{where}"\n')
+    )
+    monkeypatch.setattr(table, "ROOT", tree)
+    for name, made in (("README.md", table.render), ("CITATION.cff", table.cited)):
+        text = made((tree / name).read_text())
+        assert made(text) == text  # a second run changes nothing
+        (tree / name).write_text(text)
+    assert f'\nrepository-code: "{where}"\n' in (tree / "CITATION.cff").read_text()
+    described = metadata(build("wheel", tree, tmp_path))
+    assert f"\nProject-URL: Repository, {where}\n" in described
+    links = re.findall(r"^\[(\w+)\]: (.*)$", described, re.MULTILINE)
+    assert {name for name, _ in links} == set(table.LINKS)
+    for name, link in links:
+        form, branch, path = link.removeprefix(f"{where}/").split("/", 2)
+        assert (form, branch) == ("raw" if name == "picture" else "blob", "main")
+        assert path in (*FILES, "CONTRIBUTING.md") or (tree / path).exists()
+
+
+def test_without_the_setting_links_are_of_the_tree(wheel):
+    assert "Project-URL" not in metadata(wheel) or table.repository()
+    assert table.cited((ROOT / "CITATION.cff").read_text()) == (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.fixture(scope="module")

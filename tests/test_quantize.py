@@ -37,8 +37,8 @@ def transformer_engines_e8m0(amax, fmt):
     u = value.view(np.uint32)
     exponent, mantissa = u >> 23, u & 0x7FFFFF
     up = ((mantissa > 0) & (exponent != 0xFE)) & ~((exponent == 0) & (mantissa <= 0x400000))
-    found = np.where(value == 0, 0, exponent + up)
-    return np.where(np.isinf(value), 0xFE, found).astype(np.uint8)
+    actual = np.where(value == 0, 0, exponent + up)
+    return np.where(np.isinf(value), 0xFE, actual).astype(np.uint8)
 
 
 SIZES_K = (0, 1, 31, 32, 33, 127, 128, 129, 300)
@@ -266,12 +266,12 @@ def test_weights_in_parts_are_those_side_by_side_with_zeros(count, given, transp
         a.view(np.uint8)[:] = 0xA5
     options = {"parts": count if given == 1 else 1, "rows": 128, "columns": 200, "transposed": transposed}
     x = tuple(arrays) if given > 1 else arrays[0]
-    for found in (fp8moe.quantize_weights(x, **options), fp8moe.quantize_weights(x, **options, out=out)):
-        assert_same(wanted, found)
+    for actual in (fp8moe.quantize_weights(x, **options), fp8moe.quantize_weights(x, **options, out=out)):
+        assert_same(wanted, actual)
 
 
 @pytest.mark.parametrize(
-    ("x", "how", "words"),
+    ("x", "keywords", "words"),
     [
         ((np.ones((1, 100, 8), BF16),) * 2, {}, "rows: got 100 of each of 2 parts; .* pass rows=128"),
         (np.ones((1, 255, 8), BF16), {"parts": 2}, "x: got 255 rows; wanted a multiple of parts = 2"),
@@ -281,13 +281,13 @@ def test_weights_in_parts_are_those_side_by_side_with_zeros(count, given, transp
         ((np.ones((1, 128, 8), BF16),) * 2, {"parts": 4}, "parts: got 4 with 2 arrays"),
     ],
 )
-def test_parts_that_are_refused(x, how, words):
+def test_parts_that_are_refused(x, keywords, words):
     with pytest.raises(ValueError, match=words):
-        fp8moe.quantize_weights(x, **how)
+        fp8moe.quantize_weights(x, **keywords)
 
 
 @pytest.mark.parametrize(
-    "how",
+    "keywords",
     [
         {},
         {"columnwise": True},
@@ -297,12 +297,12 @@ def test_parts_that_are_refused(x, how, words):
         {"block": None},
     ],
 )
-def test_quantize_into_given_memory(how):
+def test_quantize_into_given_memory(keywords):
     rng = np.random.default_rng(6)
     first, second = (rng.standard_normal((130, 200)).astype(np.float32) for _ in range(2))
-    q, wanted = fp8moe.quantize(first, **how), fp8moe.quantize(second, **how)
+    q, wanted = fp8moe.quantize(first, **keywords), fp8moe.quantize(second, **keywords)
     places = [a.ctypes.data for a in arrays_in(q)]
-    assert fp8moe.quantize(second, **how, out=q) is q
+    assert fp8moe.quantize(second, **keywords, out=q) is q
     assert [a.ctypes.data for a in arrays_in(q)] == places
     assert_same(wanted, q)
 
@@ -313,9 +313,9 @@ def test_memory_that_does_not_fit_is_refused():
     for other in (x[:129], x[:, :199].copy()):
         with pytest.raises(ValueError, match=r"out: got .* wanted .*, as the same call returns without it"):
             fp8moe.quantize(other, out=q)
-    for how in ({"fmt": "e5m2"}, {"columnwise": True}, {"block": (1, 32)}, {"layout": "gemm_ready"}):
+    for keywords in ({"fmt": "e5m2"}, {"columnwise": True}, {"block": (1, 32)}, {"layout": "gemm_ready"}):
         with pytest.raises(ValueError, match="out: got"):
-            fp8moe.quantize(x, **how, out=q)
+            fp8moe.quantize(x, **keywords, out=q)
     q.data.flags.writeable = False
     with pytest.raises(ValueError, match=r"out\.data: got .*, which is read-only"):
         fp8moe.quantize(x, out=q)

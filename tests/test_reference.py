@@ -41,9 +41,9 @@ def flushing(function):
 @pytest.fixture
 def new_threads():
     """The pool's threads begin as the thread that asks for them first."""
-    numerics._pool.cache_clear()
+    numerics.thread_pool.cache_clear()
     yield
-    numerics._pool.cache_clear()
+    numerics.thread_pool.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's
@@ -121,16 +121,19 @@ def test_a_forked_child_has_threads_of_its_own():
 
 TWICE = "def twice(x):\n    return 2 * x\n"
 RUN = """
-import os, sys, warnings
+import os, shutil, sys, warnings
 import numpy as np
 case, folder = sys.argv[1:]
 os.environ["NUMBA_CACHE_DIR"] = folder + "/cache"
+if case == "no place":  # neither in that folder, nor beside the source, nor in the user's cache
+    shutil.rmtree(folder + "/__pycache__", ignore_errors=True)
+    for file in ("no_folder", "__pycache__"):
+        open(f"{folder}/{file}", "w").close()
+    os.environ["NUMBA_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] = folder + "/no_folder"
 sys.path.insert(0, folder)
 import twice
 from fp8moe.reference import numerics
 
-if case == "no place":
-    numerics._Cache._impl_class._locator_classes = []
 if case == "full":
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -34,40 +34,40 @@ RNG = generator()
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_choice_is_that_of_torch_in_float64(config, biased):
     logits, bias = random_logits(RNG, 40, 64, biased)
-    found = fp8moe.route(logits, config, expert_bias=bias)
+    actual = fp8moe.route(logits, config, expert_bias=bias)
     logits, bias = torch.tensor(logits).double(), None if bias is None else torch.tensor(bias).double()
-    choice, ids = choice_of(logits, config, bias), torch.tensor(found.topk_ids).long()
-    assert all(len(set(row)) == config.topk for row in found.topk_ids.tolist())
+    choice, ids = choice_of(logits, config, bias), torch.tensor(actual.topk_ids).long()
+    assert all(len(set(row)) == config.topk for row in actual.topk_ids.tolist())
     # a score, a bias and their sum are rounded before they are compared: at most 2 units of values below 2
     ours = choice.gather(1, ids)
     torch.testing.assert_close(ours, choice.topk(config.topk, dim=-1).values, rtol=0, atol=4 * UNIT)
     wanted = weights_of(logits, ids, config).numpy()
-    np.testing.assert_allclose(found.topk_probs, wanted, rtol=UNIT + 1e-12, atol=0)
+    np.testing.assert_allclose(actual.topk_probs, wanted, rtol=UNIT + 1e-12, atol=0)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_losses_and_all_gradients_are_autograds(config, sequences):
     logits, bias = random_logits(RNG, 40, 64, True)
-    found = fp8moe.route(logits, config, expert_bias=bias, num_sequences=sequences)
+    actual = fp8moe.route(logits, config, expert_bias=bias, num_sequences=sequences)
     x = torch.tensor(logits).double().requires_grad_()
-    ids = torch.tensor(found.topk_ids).long()
+    ids = torch.tensor(actual.topk_ids).long()
     aux, z = losses_of(x, ids, config, sequences)
-    for ours, wanted in ((found.aux_loss, aux), (found.z_loss, z)):
+    for ours, wanted in ((actual.aux_loss, aux), (actual.z_loss, z)):
         np.testing.assert_allclose(ours, [wanted.item()], rtol=UNIT + 1e-12)
     mask = torch.nn.functional.one_hot(ids, 64).sum(1).unflatten(0, (sequences, -1)).sum(1)
-    assert (found.tokens_per_expert == mask.numpy()).all()
-    grads = RNG.standard_normal(found.topk_probs.shape).astype(np.float32)
+    assert (actual.tokens_per_expert == mask.numpy()).all()
+    grads = RNG.standard_normal(actual.topk_probs.shape).astype(np.float32)
     of_losses = RNG.standard_normal((2, 1)).astype(np.float32)
     total = (weights_of(x, ids, config) * torch.tensor(grads).double()).sum()
     total = total + aux * float(of_losses[0, 0]) + z * float(of_losses[1, 0])
     (wanted,) = torch.autograd.grad(total, x)
-    losses = {"tokens_per_expert": found.tokens_per_expert}
+    losses = {"tokens_per_expert": actual.tokens_per_expert}
     losses |= {"grad_aux_loss": of_losses[0], "grad_z_loss": of_losses[1]}
-    ours = fp8moe.route_backward(grads, logits, found.topk_ids, config, **losses)
+    ours = fp8moe.route_backward(grads, logits, actual.topk_ids, config, **losses)
     # float64 throughout, rounded once; 1e-12 is 4000 units of float64's rounding of terms up to 1
     np.testing.assert_allclose(ours, wanted.numpy(), rtol=UNIT, atol=1e-12)
-    split = fp8moe.route_backward(grads, logits, found.topk_ids, config, split=True, **losses)
+    split = fp8moe.route_backward(grads, logits, actual.topk_ids, config, split=True, **losses)
     parts = split.astype(np.float64).reshape(40, 3, 64).sum(axis=1)
     # 8 bits a part: exact but where the third part is subnormal
     np.testing.assert_allclose(parts, ours.astype(np.float64), rtol=0, atol=2.0**-133)
@@ -86,12 +86,12 @@ def test_deepseek_v3_is_transformers_own():
         router.weight.copy_(torch.eye(64))  # so that its logits are its rows
         router.e_score_correction_bias.copy_(torch.tensor(bias))
         _, weights, ids = router(torch.tensor(logits))
-    found = fp8moe.route(logits, DEEPSEEK, expert_bias=bias)
-    order, theirs = np.argsort(found.topk_ids, axis=1), np.argsort(ids.numpy(), axis=1)
-    assert (np.take_along_axis(found.topk_ids, order, 1) == np.take_along_axis(ids.numpy(), theirs, 1)).all()
+    actual = fp8moe.route(logits, DEEPSEEK, expert_bias=bias)
+    order, theirs = np.argsort(actual.topk_ids, axis=1), np.argsort(ids.numpy(), axis=1)
+    assert (np.take_along_axis(actual.topk_ids, order, 1) == np.take_along_axis(ids.numpy(), theirs, 1)).all()
     # of theirs: a sigmoid within 2 units, a sum of 8, a quotient and a product, each rounded
     ours, wanted = (
-        np.take_along_axis(w, o, 1) for w, o in ((found.topk_probs, order), (weights.numpy(), theirs))
+        np.take_along_axis(w, o, 1) for w, o in ((actual.topk_probs, order), (weights.numpy(), theirs))
     )
     np.testing.assert_allclose(ours, wanted, rtol=(4 + 7 + 2) * UNIT)
 
@@ -100,35 +100,35 @@ def test_losses_are_mixtrals_and_megatrons():
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     logits, _ = random_logits(RNG, 64, 16, False)
-    found = fp8moe.route(logits, RouterConfig(4), num_sequences=1)
+    actual = fp8moe.route(logits, RouterConfig(4), num_sequences=1)
     x = torch.tensor(logits)
     wanted = mixtral.load_balancing_loss_func((x,), 16, 4)
     # theirs: means of 64 rounded values, 64 products summed, in float32
     bound = (64 + 64 + 4) * UNIT
-    np.testing.assert_allclose(4 * found.aux_loss, wanted.numpy(), rtol=bound)
-    counts = torch.tensor(found.tokens_per_expert[0])
+    np.testing.assert_allclose(4 * actual.aux_loss, wanted.numpy(), rtol=bound)
+    counts = torch.tensor(actual.tokens_per_expert[0])
     wanted = utils.switch_load_balancing_loss_func(torch.softmax(x, -1), counts, 64, 4, 16, 1.0)
-    np.testing.assert_allclose(found.aux_loss, wanted.numpy(), rtol=bound)
-    np.testing.assert_allclose(found.z_loss, utils.z_loss_func(x, 1.0).numpy(), rtol=bound)
+    np.testing.assert_allclose(actual.aux_loss, wanted.numpy(), rtol=bound)
+    np.testing.assert_allclose(actual.z_loss, utils.z_loss_func(x, 1.0).numpy(), rtol=bound)
 
 
 def test_equal_scores_go_to_the_lower_expert_and_nan_is_chosen_last():
     logits = np.zeros((3, 6), np.float32)
     logits[1] = [-0.0, 0.0, 1.0, -np.inf, 0.0, -0.0]
     logits[2, :5] = np.nan
-    found = fp8moe.route(logits, RouterConfig(4))
-    assert found.topk_ids[:2].tolist() == [[0, 1, 2, 3], [2, 0, 1, 4]]
-    assert found.topk_ids[2, 0] == 5
-    assert found.topk_ids[2, 1:].tolist() == [0, 1, 2]
-    assert np.isnan(found.topk_probs[2]).all()
-    assert not np.isnan(found.topk_probs[:2]).any()
+    actual = fp8moe.route(logits, RouterConfig(4))
+    assert actual.topk_ids[:2].tolist() == [[0, 1, 2, 3], [2, 0, 1, 4]]
+    assert actual.topk_ids[2, 0] == 5
+    assert actual.topk_ids[2, 1:].tolist() == [0, 1, 2]
+    assert np.isnan(actual.topk_probs[2]).all()
+    assert not np.isnan(actual.topk_probs[:2]).any()
 
 
 def test_saturated_scores_are_chosen_by_their_logits():
     logits = np.array([[90.0, 95.0, 91.0, 0.0], [-200.0, -150.0, -170.0, 60.0]], np.float32)
     for function in ("softmax", "sigmoid"):
-        found = fp8moe.route(logits, RouterConfig(3, function))
-        assert found.topk_ids.tolist() == [[1, 2, 0], [3, 1, 2]]
+        actual = fp8moe.route(logits, RouterConfig(3, function))
+        assert actual.topk_ids.tolist() == [[1, 2, 0], [3, 1, 2]]
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
@@ -154,8 +154,8 @@ def test_ids_that_are_no_experts_have_no_gradient(function, renormalize):
         chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20)
     (chosen * torch.tensor(grads)).sum().backward()
     wanted = x.grad.numpy()
-    found = fp8moe.route_backward(grads, logits, ids, config)
-    np.testing.assert_allclose(found, wanted, rtol=2 * UNIT, atol=1e-15)  # float64's sums of terms below 10
+    actual = fp8moe.route_backward(grads, logits, ids, config)
+    np.testing.assert_allclose(actual, wanted, rtol=2 * UNIT, atol=1e-15)  # float64's sums of terms below 10
     if cuda_on_cpu.available:
         pytest.importorskip("cupy")
         by_kernel = cuda_on_cpu.both(lambda *a: fp8moe.route_backward(*a, config), grads, logits, ids)[1]
@@ -176,9 +176,9 @@ def test_the_kernels_write_every_element_of_poisoned_outputs():
 
 
 def test_no_tokens():
-    found = fp8moe.route(np.zeros((0, 4), np.float32), RouterConfig(2), num_sequences=1)
-    assert found.topk_ids.shape == (0, 2)
-    assert [found.aux_loss.item(), found.z_loss.item(), found.tokens_per_expert.sum()] == [0, 0, 0]
+    actual = fp8moe.route(np.zeros((0, 4), np.float32), RouterConfig(2), num_sequences=1)
+    assert actual.topk_ids.shape == (0, 2)
+    assert [actual.aux_loss.item(), actual.z_loss.item(), actual.tokens_per_expert.sum()] == [0, 0, 0]
 
 
 @given(st.integers(1, 32), st.integers(1, 40), st.integers(0, 2**32 - 1))
@@ -227,19 +227,19 @@ def test_the_torch_function_has_the_librarys_gradients(compiled):
     x = torch.tensor(logits).requires_grad_()
 
     def loss(x, bias):
-        found = torch_ops.route(x, config, expert_bias=bias, num_sequences=2)
+        actual = torch_ops.route(x, config, expert_bias=bias, num_sequences=2)
         weights = torch.arange(48.0).reshape(12, 4)
-        return (found.topk_probs * weights).sum() + 3 * found.aux_loss.sum() + 5 * found.z_loss.sum()
+        return (actual.topk_probs * weights).sum() + 3 * actual.aux_loss.sum() + 5 * actual.z_loss.sum()
 
     run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
     run(x, torch.tensor(bias)).backward()
-    found = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
+    actual = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
     wanted = fp8moe.route_backward(
         np.arange(48, dtype=np.float32).reshape(12, 4),
         logits,
-        found.topk_ids,
+        actual.topk_ids,
         config,
-        tokens_per_expert=found.tokens_per_expert,
+        tokens_per_expert=actual.tokens_per_expert,
         grad_aux_loss=np.full(1, 3, np.float32),
         grad_z_loss=np.full(1, 5, np.float32),
     )
@@ -272,11 +272,11 @@ def test_the_jax_function_has_the_librarys_gradients(jitted):
     weights = np.arange(48, dtype=np.float32).reshape(12, 4)
 
     def loss(x, bias):
-        found = jax_ops.route(x, config, expert_bias=bias, num_sequences=2)
-        return (found.topk_probs * weights).sum() + 3 * found.aux_loss.sum() + 5 * found.z_loss.sum()
+        actual = jax_ops.route(x, config, expert_bias=bias, num_sequences=2)
+        return (actual.topk_probs * weights).sum() + 3 * actual.aux_loss.sum() + 5 * actual.z_loss.sum()
 
     gradient = jax.grad(loss, argnums=(0, 1))
-    found, of_bias = (jax.jit(gradient) if jitted else gradient)(logits, bias)
+    actual, of_bias = (jax.jit(gradient) if jitted else gradient)(logits, bias)
     routed = fp8moe.route(logits, config, expert_bias=bias, num_sequences=2)
     wanted = fp8moe.route_backward(
         weights,
@@ -287,5 +287,5 @@ def test_the_jax_function_has_the_librarys_gradients(jitted):
         grad_aux_loss=np.full(1, 3, np.float32),
         grad_z_loss=np.full(1, 5, np.float32),
     )
-    assert same_bits(np.asarray(found), wanted)
+    assert same_bits(np.asarray(actual), wanted)
     assert not np.asarray(of_bias).any()

@@ -218,12 +218,12 @@ def test_gelu_of_every_bfloat16(kind):
     y = torch.nn.functional.gelu(x, approximate="tanh" if kind == "geglu_tanh" else "none")
     y.sum().backward()
     activation = Activation(kind)
-    found = fp8moe.swiglu(h, activation=activation)[:, 0]
+    actual = fp8moe.swiglu(h, activation=activation)[:, 0]
     slope = fp8moe.swiglu_backward(np.ones((len(h), 1), np.float32), h, activation=activation).dh[:, 0]
     exact, a = y.detach().numpy(), np.abs(every.astype(np.float64))
     # As above. torch's own 1 + erf errs by 2^-53 of one, and floats below 2^-126 by 2^-149.
     z, torchs = 2 * a + 0.3 * a**3 * (kind == "geglu_tanh"), (1 + a) * 2.0**-51 + 2.0**-140
-    assert (np.abs(found - exact) <= np.abs(exact) * 2.0**-24 * (6 + z) + torchs).all()
+    assert (np.abs(actual - exact) <= np.abs(exact) * 2.0**-24 * (6 + z) + torchs).all()
     # The derivative's two terms, s below 1 and a slope that is below 1.2 and falls as exp(-a^2 / 3) does,
     # both with the error of z, which counts where neither s nor 1 - s has vanished.
     fades = np.exp(-np.minimum(a, 30) / 2)

@@ -192,15 +192,15 @@ def opcheck_cases():
             ops.swiglu_quantize_backward,
             (dy, h, torch.rand(6), "e4m3", [1, 32], "geglu_tanh", 7.0, 1.0, 0.0, False, offsets, 1),
         ),
-        (ops.grouped_gemm, (plain(6, 5), plain(2, 3, 5), offsets, False, None, None)),
-        (ops.grouped_gemm, (plain(6, 5), plain(2, 5, 3), offsets, True, None, None)),
+        (ops.grouped_gemm, (plain(6, 5), plain(2, 3, 5), offsets, None, False, None, None)),
+        (ops.grouped_gemm, (plain(6, 5), plain(2, 5, 3), offsets, torch.diff(offsets), True, None, None)),
         (
             ops.grouped_gemm_wgrad,
             (torch.randn(6, 3).half(), torch.randn(6, 5).half(), offsets, "float32", None, None),
         ),
         (
             ops.grouped_gemm_fp8,
-            (*codes, *weight_codes(), offsets, None, None),
+            (*codes, *weight_codes(), offsets, torch.diff(offsets), None, None),
         ),
     ]
 

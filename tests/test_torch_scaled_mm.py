@@ -131,11 +131,11 @@ def mx(rows, columns, layout="blocked_128x4", offsets=None):
     return (q if layout == "compact" else fp8moe.to_layout(q, layout, offsets)), wide
 
 
-def assert_product(found, a, b):
+def assert_product(actual, a, b):
     """a @ b.T summed in float32, n products by n - 1 additions in any order, then rounded to 8 bits."""
     n = a.shape[1]
     sums = n * 2.0**-24 * (a.abs() @ b.abs().t())
-    assert ((found.double() - a @ b.t()).abs() <= 2.0**-8 * (a @ b.t()).abs() + 1.01 * sums).all()
+    assert ((actual.double() - a @ b.t()).abs() <= 2.0**-8 * (a @ b.t()).abs() + 1.01 * sums).all()
 
 
 def test_scaled_mm(blackwell):
@@ -149,10 +149,10 @@ def test_scaled_grouped_mm(blackwell, sizes):
     aligned = all(s % 128 == 0 for s in sizes)
     x, a = mx(sum(sizes), 96, offsets=None if aligned else offsets)
     w, b = mx(len(sizes) * 128, 96)
-    found = adapter.scaled_grouped_mm(x, w, offsets)
+    actual = adapter.scaled_grouped_mm(x, w, offsets)
     for e, weights in enumerate(b.view(len(sizes), 128, 96)):
         rows = slice(int(offsets[e]), int(offsets[e + 1]))
-        assert_product(found[rows], a[rows], weights)
+        assert_product(actual[rows], a[rows], weights)
 
 
 @pytest.mark.parametrize("sizes", [[128, 0, 256], [32, 64, 0, 160]])
@@ -165,10 +165,10 @@ def test_scaled_grouped_mm_wgrad(blackwell, sizes):
         compact = fp8moe.scaling_aware_transpose(q, offsets)
         columns.append((column, fp8moe.dequantize(compact, expert_offsets=offsets).double()))
     (dy, a), (x, b) = columns
-    found = adapter.scaled_grouped_mm_wgrad(dy, x, offsets)
+    actual = adapter.scaled_grouped_mm_wgrad(dy, x, offsets)
     for e in range(len(sizes)):
         rows = slice(int(offsets[e]), int(offsets[e + 1]))
-        assert_product(found[e], a[rows].t(), b[rows].t())
+        assert_product(actual[e], a[rows].t(), b[rows].t())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 import fp8moe
 from fp8moe.adapters import torch_moe, torch_ops
 from fp8moe.adapters.torch_moe import FP8FlowMoE
+from fp8moe.record_trees import arrays_in
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 70, 256, 128, 4, 2
 WEIGHTS = ("w13", "w2")
@@ -357,19 +358,30 @@ def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
             assert torch.equal(a, b)
 
 
-def test_overwritten_codes_are_refused(device):
-    """Only copies that a CUDA graph reads are ever overwritten."""
+def test_overwritten_codes_are_refused(device, monkeypatch):
+    """Only copies that a CUDA graph reads are ever overwritten, and they stay where they are: a graph may be
+    replayed whenever."""
+    places, quantize = [], torch_moe.quantize_fp8_weights
+
+    def recorded(*weights, **options):
+        copies = quantize(*weights, **options)
+        places.append([a.data_ptr() for a in arrays_in(copies)])
+        return copies
+
+    monkeypatch.setattr(torch_moe, "quantize_fp8_weights", recorded)
     layer, x = module(device), tokens(device).requires_grad_()
     with torch_moe.weights_unchanged(layer):
-        layer._copies.captured = True
-        place = layer._copies.tensors[0].data_ptr()
-        y = layer(x)
+        with monkeypatch.context() as capture:
+            capture.setattr(torch_moe, "_capturing", lambda w: True)
+            y = layer(x)
         layer.quantize_weights()
-        assert layer._copies.tensors[0].data_ptr() == place
         with pytest.raises(RuntimeError, match="w13, w2: got FP8 copies that quantize_weights"):
             y.sum().backward()
         layer(x).sum().backward()
-    assert layer._copies.tensors[0].data_ptr() == place  # a graph may be replayed whenever
+    with torch_moe.weights_unchanged(layer):
+        layer(x)
+    assert len(places) == 3
+    assert places[0] == places[1] == places[2]
     assert_fresh(layer)
 
 

@@ -160,8 +160,8 @@ def test_permute_transpose_is_both_steps(case, block, seed):
         plan = fp8moe.plan_topk(ids, experts, align_size=128)
         rows = fp8moe.permute(q, plan).data
         got = fp8moe.permute_transpose(q, plan, target="block")
-        how = {"target": "block", "align_size": 128}
-        assert_same(got, fp8moe.scaling_aware_transpose(rows, plan.expert_offsets, **how))
+        keywords = {"target": "block", "align_size": 128}
+        assert_same(got, fp8moe.scaling_aware_transpose(rows, plan.expert_offsets, **keywords))
 
 
 def error_against_rowwise(x, target, fmt="e4m3", block=(1, 128)):

@@ -90,7 +90,7 @@ def on_cpu(monkeypatch):
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(
-        "fp8moe.workspace._scratch", lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8))
+        "fp8moe.workspace.allocate_scratch", lambda size, *_: cuda_on_cpu.raw(np.full(size, 0xA5, np.uint8))
     )
 
 

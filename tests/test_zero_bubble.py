@@ -1,6 +1,8 @@
 """The layer under torch's zero-bubble pipeline schedules, whose two halves of a backward are
 `stage_backward_input` and `stage_backward_weight` of torch.distributed.pipelining."""
 
+import collections
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,20 +10,37 @@ from torch.distributed.pipelining._backward import (  # noqa: E402
     stage_backward_input,
     stage_backward_weight,
 )
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import fp8moe  # noqa: E402
+from fp8moe import RouterConfig  # noqa: E402
+from fp8moe.adapters import torch_ops  # noqa: E402
 from fp8moe.adapters.torch_functional import moe_experts  # noqa: E402
 from fp8moe.adapters.torch_moe import FP8FlowMoE  # noqa: E402
+from fp8moe.adapters.torch_router import Router  # noqa: E402
 
 PRODUCTS = ("grouped_gemm", "grouped_gemm_wgrad")
 
 
-def in_halves(y, dy, x, weights):
-    """Launches of torch's two halves, which leave gradients as `backward` does."""
+class Operators(TorchDispatchMode):
+    """Counts torch's operators by name."""
+
+    def __enter__(self):
+        self.counts = collections.Counter()
+        super().__enter__()
+        return self.counts
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+
+def in_halves(y, dy, x, weights, counted=fp8moe.trace):
+    """What torch's two halves launch, which leave gradients as `backward` does."""
     weights = list(weights)
-    with fp8moe.trace() as first:
+    with counted() as first:
         _, groups = stage_backward_input([y], [dy], [x], iter(weights))
-    with fp8moe.trace() as second:
+    with counted() as second:
         stage_backward_weight(iter(weights), groups)
     return first, second
 
@@ -34,7 +53,7 @@ def test_a_stage_of_two_layers(recipe, recompute):
     for layer in stage:
         layer.recompute = recompute
     x, dy = torch.randn(2, 40, 128)
-    found = []
+    actual = []
     for halves in (False, True):
         stage.zero_grad()
         given = x.clone().requires_grad_()
@@ -43,25 +62,66 @@ def test_a_stage_of_two_layers(recipe, recompute):
             y = stage(given * micro_batch)
             with fp8moe.trace() as whole:
                 if halves:
-                    first, second = in_halves(y, dy, given, stage.parameters())
+                    counted = Operators if recipe == "bf16" else fp8moe.trace
+                    first, second = in_halves(y, dy, given, stage.parameters(), counted)
                 else:
                     y.backward(dy)
-        found.append([given.grad, *(p.grad for p in stage.parameters())])
-        if recipe == "bf16":  # whose products are torch's here
-            continue
+        actual.append([given.grad, *(p.grad for p in stage.parameters())])
         products = 6 if recompute else 4
+        if recipe == "bf16":  # whose products are torch's here
+            if halves:
+                assert [counts["_grouped_mm"] for counts in (first, second)] == [products, 4]
+            continue
         assert [whole.launches[name] for name in PRODUCTS] == [products, 4]
         if halves:
             assert [first.launches[name] for name in PRODUCTS] == [products, 0]
             assert [second.launches[name] for name in PRODUCTS] == [0, 4]
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_products_by_themselves(transpose_w):
+    """Two, one after the other: each gradient is computed in its half, once."""
+    x, dy = torch.randn(2, 40, 128)
+    weights = torch.nn.ParameterList([*torch.randn(2, 3, 128, 128) / 11])
+    offsets, actual = torch.tensor([0, 16, 16, 40], dtype=torch.int32), []
+    for halves in (False, True):
+        weights.zero_grad()
+        given = x.clone().requires_grad_()
+        y = given
+        for w in weights:
+            y = torch_ops.grouped_gemm(y, w, offsets, transpose_w=transpose_w)
+        if halves:
+            launches = [[t.launches[n] for n in PRODUCTS] for t in in_halves(y, dy, given, weights)]
+            assert launches == [[2, 0], [0, 2]]
+        else:
+            y.backward(dy)
+        actual.append([given.grad, *(w.grad for w in weights)])
+    for a, b in zip(*actual, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pass_rows", [False, True])
+def test_the_routers_product(pass_rows):
+    """By autograd's own halves: torch's schedules take nodes of several results from torch 2.13 on only."""
+    x = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()
+    router = Router(128, 8, RouterConfig(2), device="cuda")
+    *rows, _, probs = router(x, pass_rows=pass_rows)
+    y = sum(t.float().square().sum() for t in (probs, *rows))
+    wanted = torch.autograd.grad(y, [x, router.weight], retain_graph=True)
+    for leaf, grad in zip((x, router.weight), wanted, strict=True):
+        with Operators() as counts:
+            (actual,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        assert torch.equal(actual, grad)
+        assert counts["mm"] + counts["addmm"] == 1
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_main_grad_is_added_to_once(zeros):
     """Also where the attribute is Megatron's, which expects zeros as ``grad``."""
-    found = []
+    actual = []
     x, dy = torch.randn(2, 40, 128)
     torch.manual_seed(3)
     layer = FP8FlowMoE(128, 128, 4, 2)
@@ -77,8 +137,8 @@ def test_main_grad_is_added_to_once(zeros):
         else:
             y.backward(dy)
         assert all(w.grad is None or not w.grad.any() for w in (layer.w13, layer.w2))
-        found.append((layer.w13.main_grad, layer.w2.main_grad, given.grad))
-    for a, b in zip(*found, strict=True):
+        actual.append((layer.w13.main_grad, layer.w2.main_grad, given.grad))
+    for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
 

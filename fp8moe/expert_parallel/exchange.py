@@ -12,11 +12,10 @@ from fp8moe.dispatch import enter
 from fp8moe.expert_parallel.messages import (
     FORMS,
     Message,
+    check_rows,
     form,
-    limit_rows,
-    local_ids,
-    rank_mask,
-    row_bytes,
+    outgoing,
+    part_of,
     rows_of,
     sum_rows,
 )
@@ -31,11 +30,10 @@ from fp8moe.expert_parallel.protocols import (
     Transport,
     capacity_of,
     implements,
+    with_spare,
 )
-from fp8moe.permute import permute, unpermute
-from fp8moe.plan import plan_routing_map
+from fp8moe.permute import unpermute
 from fp8moe.quantize import dequantize
-from fp8moe.records import QuantTensor
 
 
 def dispatch(
@@ -63,42 +61,40 @@ def dispatch(
 
 
 def prepare_dispatch(
-    x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, comm: Comm, fmt: str | None
+    x: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    num_experts: int,
+    comm: Comm,
+    fmt: str | None,
+    *,
+    spare: bool = False,
 ) -> Callable[[bool], Pending]:
     """All of `dispatch` but for the sending of rows, which the result does: after this every rank has told
-    its counts. It takes ``async_op``."""
+    its counts. It takes ``async_op``.
+
+    spare: the arrays of what arrives have a few more rows than that (`with_spare`), zeros whose ids are -1. A
+    step after another has the same shapes then, most of the time, for which launches are planned once:
+    planned anew, a layer's forward and backward take the host 1 ms more.
+    """
     world = comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
     if num_experts % world:
         raise ValueError(f"num_experts: got {num_experts}; wanted a multiple of {world}, the ranks")
-    a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
-    checks.shape("x", a.x, ("T", "H"))
-    if not isinstance(a.x, QuantTensor):
-        checks.dtype("x", a.x, checks.FLOATS)
-    checks.dtype("topk_ids", a.topk_ids, checks.INTEGERS)
-    checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
-    checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
-    checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
     if engine := _engine(comm):
+        a = enter(x=x, topk_ids=topk_ids, topk_probs=topk_probs).args
+        check_rows(a.x, a.topk_ids, a.topk_probs)
         given = x, topk_ids, topk_probs, num_experts, fmt
         return lambda async_op: _pending(lambda: engine.dispatch(*given), async_op)
-    experts, topk = num_experts // world, a.topk_ids.shape[1]
-    mask, entries = rank_mask(topk_ids, experts, world)
-    plan = plan_routing_map(mask, topk=min(topk, world))
     capacity = capacity_of(comm)
-    if capacity is not None:
-        # rows of zeros fill each rank's share up: their ids must be none, so that of expert e is e + 1 on its
-        # way. What is no expert before, 2^31 - 1 too, is none then
-        ids, first = local_ids(topk_ids, -1, num_experts + 1), 1
-    else:
-        # each rank looks for its own: what is no expert may travel as it is
-        ids = topk_ids if a.topk_ids.dtype == checks.INT32 else local_ids(topk_ids, 0, num_experts)
-        first = 0
+    limit = None if capacity is None else capacity.rows
+    # rows are packed before the counts are known: something to do for the device until they are here
+    packed = limit is not None or not implements(comm, PeerMemory)
+    plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
-    if not implements(comm, PeerMemory):
-        message.pack()  # something to do for the device until the counts are here
+    experts, topk = num_experts // world, topk_ids.shape[1]
     header = {
-        "hidden": a.x.shape[1],
+        "hidden": x.shape[1],
         "topk": topk,
         "num_experts": num_experts,
         "bytes of a row": message.row_bytes,
@@ -106,18 +102,25 @@ def prepare_dispatch(
     }
     transport: Any = comm
     if capacity is not None:
-        transport.agree({**header, "capacity.rows": capacity.rows}, plan.tokens_per_expert)
-        route = Route(limit_rows(plan, capacity.rows), ((capacity.rows,) * world,) * world)
+        transport.agree({**header, "capacity.rows": capacity.rows}, entries)
+        route = Route(plan, ((capacity.rows,) * world,) * world)
         arriving = capacity.entries or world * capacity.rows * min(topk, experts)
+        first = 1
     else:
         counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
-        route, arriving = Route(plan, counts), sum(row[comm.rank] for row in entered)
+        rows_here = with_spare(sum(row[comm.rank] for row in counts)) if spare else None
+        route, arriving = Route(plan, counts, rows_here), sum(row[comm.rank] for row in entered)
+        first = 0
 
-    def arrived(rows: Any) -> Dispatched:
-        *data, ids, probs = message.unpack(rows)
-        ids = local_ids(ids, first + comm.rank * experts, experts)
+    def arrived(received: Any) -> Dispatched:
+        *data, ids, probs = message.unpack_with_ids(
+            received, first + comm.rank * experts, experts, route.rows
+        )
         return Dispatched(rows_of(message.like, data), ids, probs, route, arriving)
 
+    if rows is not None:
+        transport = comm
+        return lambda async_op: exchange_rows(rows, message.row_bytes, route.counts, transport).then(arrived)
     return lambda async_op: _send(message, route, comm, async_op).then(arrived)
 
 
@@ -133,6 +136,7 @@ def combine(
     if engine := _engine(comm):
         _no_out(out)
         return _finished(_pending(lambda: engine.combine(y, route, fmt), async_op), async_op)
+    (y,) = _without_spare(route, comm, y)
     message = Message(y, fmt)
 
     def arrived(rows: Any) -> Any:
@@ -154,7 +158,11 @@ def combine_backward(
         return _finished(_pending(lambda: engine.combine_backward(dy, route, fmt), async_op), async_op)
     message = Message(dy, fmt)
     pending = _send(message, route, comm, async_op)
-    return _finished(pending.then(lambda rows: rows_of(message.like, message.unpack(rows))), async_op)
+
+    def arrived(rows: Any) -> Any:
+        return rows_of(message.like, message.unpack(rows, route.rows))
+
+    return _finished(pending.then(arrived), async_op)
 
 
 def dispatch_backward(
@@ -165,6 +173,7 @@ def dispatch_backward(
     if engine := _engine(comm):
         _no_out(*out)
         return _finished(_pending(lambda: engine.dispatch_backward(dx, dprobs, route), async_op), async_op)
+    dx, dprobs = _without_spare(route, comm, dx, dprobs)
     message = Message(dx, None, (dprobs,))
 
     def arrived(rows: Any) -> tuple[Any, Any]:
@@ -177,10 +186,10 @@ def dispatch_backward(
 def _send(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
     """The tokens' rows to their ranks."""
     if (pending := deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
-        return pending.then(message.kept)
+        return pending.then(lambda rows: message.kept(rows, route.rows))
     # a plan without a capacity has no rows that are nobody's among those that are sent
-    rows = permute(message.pack(), route.plan, fill_padding=capacity_of(comm) is not None).data
-    return exchange_rows(rows, route.counts, comm)
+    rows = message.pack_by_rank(route.plan, capacity_of(comm) is not None)
+    return exchange_rows(rows, message.row_bytes, route.counts, comm, route.rows if message.plain else None)
 
 
 def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
@@ -188,7 +197,16 @@ def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pen
     counts = tuple(zip(*route.counts, strict=True))
     if (pending := deliver(message, None, counts, comm, async_op)) is not None:
         return pending
-    return exchange_rows(message.pack(), counts, comm, route.plan.num_out_tokens)
+    return exchange_rows(message.pack(), message.row_bytes, counts, comm, route.plan.num_out_tokens)
+
+
+def _without_spare(route: Route, comm: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The rows that came, for a transport that is told to write each of them to its place; one that sends
+    the first of them takes them all, whose shape lasts."""
+    if route.rows is None or not implements(comm, PeerMemory):
+        return arrays
+    rows = sum(row[comm.rank] for row in route.counts)
+    return tuple(part_of(a, 0, rows) for a in arrays)
 
 
 def _sums(rows: Any, route: Route, out: Any = None) -> Any:
@@ -214,9 +232,11 @@ def deliver(
     return pending
 
 
-def exchange_rows(rows: Any, counts: Counts, comm: Transport, size: int | None = None) -> Pending:
+def exchange_rows(
+    rows: Any, row_bytes: int, counts: Counts, comm: Transport, size: int | None = None
+) -> Pending:
     """Rows in rank order, to their ranks by `Transport.exchange`."""
-    _record_sent(counts, row_bytes(enter(rows=rows).args.rows), comm)
+    _record_sent(counts, row_bytes, comm)
     return comm.exchange(rows, counts, size)
 
 

@@ -49,7 +49,7 @@ def overlapped_forward(
 
     def prepare(chunk: int) -> Callable[[bool], Pending]:
         rows, ids, probs = (part_of(a, *bounds[chunk]) for a in (x, topk_ids, topk_probs))
-        return prepare_dispatch(rows, ids, probs, num_experts, comm, fmt)
+        return prepare_dispatch(rows, ids, probs, num_experts, comm, fmt, spare=True)
 
     pending, y, back = prepare(0)(True), None, None
     # hosts that wait for counts wait here, where there are no products before them
@@ -77,8 +77,8 @@ def overlapped_backward(
     inputs: Callable[[int, Any], tuple[Any, Any]],
     weights: Callable[[int], None],
 ) -> tuple[Any, Any]:
-    """(dx [T, H], dprobs [T, k]), or None for both. inputs: makes (dx, dprobs) of the rows of a chunk.
-    weights: what else there is to do for it, beside which these travel."""
+    """(dx [T, H], dprobs [T, k]), or None for both, of one chunk or several. inputs: makes (dx, dprobs) of
+    the rows of a chunk. weights: what else there is to do for it, beside which these travel."""
     ends = [0, *itertools.accumulate(route.num_tokens for route in routes)]
     bounds = list(itertools.pairwise(ends))
 
@@ -95,11 +95,12 @@ def overlapped_backward(
         found = inputs(chunk, arrived)
         if back is not None:
             back.wait()
-        if found[0] is not None:
+        if found[0] is not None and len(routes) == 1:
+            back = dispatch_backward(*found, route, comm, async_op=True)
+        elif found[0] is not None:
             grads = tuple(new_rows(a, ends[-1]) for a in found) if grads is None else grads
             out = tuple(part_of(a, *bounds[chunk]) for a in grads)
             back = dispatch_backward(*found, route, comm, async_op=True, out=out)
         weights(chunk)
-    if back is not None:
-        back.wait()
-    return (None, None) if grads is None else grads  # type: ignore[return-value]
+    last = (None, None) if back is None else back.wait()
+    return last if grads is None else grads  # type: ignore[return-value]

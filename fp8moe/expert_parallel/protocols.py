@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from fp8moe import checks
+from fp8moe.formats import round_up
 from fp8moe.records import Options, PermutationPlan, Record
 
 
@@ -147,10 +148,11 @@ Comm = Transport | Engine
 class Route(Record):
     """Which rows went where. plan: the tokens' permutation into rank order, W "experts", in a buffer for the
     most rows that there can be, so that its shape is the same at every step. counts: rows from each rank to
-    each."""
+    each. rows: of the arrays of what arrived, the first of which these are; None: just these."""
 
     plan: PermutationPlan
     counts: Counts
+    rows: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -181,6 +183,11 @@ class DispatchedRows(Record):
     probs: Any
     route: Any
     align_size: int
+
+
+def with_spare(rows: int) -> int:
+    """Rounded up by a thirty-second at most, and to a multiple of 16."""
+    return round_up(rows, max(16, 1 << rows.bit_length() >> 6))
 
 
 def capacity_of(comm: Any) -> Capacity | None:

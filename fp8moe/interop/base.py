@@ -1,4 +1,4 @@
-"""What the library asks of an array framework, and NumPy's answers, which are the default."""
+"""What the library needs of an array framework; NumPy's implementation is the default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Wanted = tuple[tuple[int, ...], np.dtype, bool]  # an array to allocate, and whe
 
 
 class BackendUnavailable(RuntimeError):
-    """The device an array lies on has no working backend here; the message says what to install."""
+    """There is no working backend for the device of an array; the message names what to install."""
 
 
 load_module = cache(importlib.import_module)
@@ -57,7 +57,7 @@ class Framework:
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
         cupy = require_cupy(f"an array on {describe_device(device)}")
-        with cupy.cuda.Device(device), cupy.cuda.Stream.null:  # its pool goes by stream: see `stream`
+        with cupy.cuda.Device(device), cupy.cuda.Stream.null:  # the memory pool is per stream: see `stream`
             return load_module("fp8moe.interop.cupy").cupy_empty(cupy, spec)
 
     def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
@@ -74,7 +74,7 @@ class Framework:
         for x in arrays:
             try:
                 raw = self.view(x, "")
-            except Exception:  # `view` will say it of the argument by its name
+            except Exception:  # the call's own `view` raises it with the argument's name
                 return None
             if type(raw) is not DeviceArray or framework_of_type(type(x)) is not self:
                 return None
@@ -88,7 +88,7 @@ class Framework:
     def prepare(
         self, device: int, arrays: Iterable[Wanted]
     ) -> tuple[Callable[[], int], list[Callable[[], Any]]]:
-        """What says `stream`, and what allocates each of these arrays."""
+        """A function that returns `stream`, and one for each of these arrays that allocates it."""
         makers: list[Callable[[], Any]] = []
         for shape, dtype, temporary in arrays:
             make = self.scratch if temporary else self.empty
@@ -163,7 +163,7 @@ _KNOWN = {dtype: dtype for dtype in _DTYPES.values()}
 
 
 def known_dtype(dtype: np.dtype, argument: str) -> np.dtype:
-    """NumPy makes a dtype's name anew whenever it is asked, 2 us and more."""
+    """The native dtype that equals this one. NumPy composes ``dtype.name`` at each use, which takes 2 us."""
     same = _KNOWN.get(dtype)
     if same is None:
         native = dtype_named(dtype.name, argument)

@@ -71,7 +71,7 @@ _LAYOUTS = {b"dltensor": _Managed, b"dltensor_versioned": _ManagedVersioned}
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a capsule says. ``capsule`` owns the memory: it calls the producer's deleter when it goes."""
+    """The array that a capsule describes. ``capsule`` owns the memory: its end calls its deleter."""
 
     ptr: int
     shape: tuple[int, ...]

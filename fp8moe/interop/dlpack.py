@@ -44,7 +44,7 @@ class Exchanged(Framework):
 
 
 def _exchange(x: Any, name: str) -> capsule.Exchanged:
-    """What the DLPack capsule of an array says."""
+    """The description in the DLPack capsule of an array."""
     if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
         raise no_array(x, name)
     try:
@@ -63,7 +63,7 @@ def _exchange(x: Any, name: str) -> capsule.Exchanged:
 
 
 def _cuda_array_interface(x: Any) -> Any:
-    """What an array says by this protocol, where it has no DLPack."""
+    """An array's interface, where it has no DLPack."""
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return None
     return getattr(x, "__cuda_array_interface__", None)

@@ -18,7 +18,7 @@ class Jax(Framework):
     name = "jax"
 
     def __init__(self, device: Any = None, committed: bool = True):
-        """device: JAX's own, of results on the CPU, which has several where XLA is told so."""
+        """device: JAX's own, of results on the CPU, which may have several (XLA's host platform devices)."""
         self._device, self._committed = device, committed
 
     def view(self, x: Any, name: str) -> RawArray:

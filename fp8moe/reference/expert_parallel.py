@@ -48,10 +48,12 @@ def pack_rows(
 
 
 def unpack_rows(packed: np.ndarray, *, out: tuple[np.ndarray, ...]) -> None:
+    """To the first rows of the arrays, and zeros to those after them."""
     at = 0
     for part in out:
         view = _as_bytes(part)
-        view[:] = packed[:, at : at + view.shape[1]]
+        view[len(packed) :] = 0
+        view[: len(packed)] = packed[:, at : at + view.shape[1]]
         at += round_up(view.shape[1], 16)
 
 
@@ -65,8 +67,10 @@ def rank_mask(topk_ids: np.ndarray, *, experts: int, out: tuple[np.ndarray, np.n
     entries[:] = np.bincount(rank, minlength=ranks)
 
 
-def local_ids(ids: np.ndarray, *, first: int, experts: int, out: np.ndarray) -> None:
+def local_ids(ids: np.ndarray, *, first: int, experts: int, rows: int, out: np.ndarray) -> None:
+    """Of the first ``rows`` rows; -1 in the others."""
     inside = (ids >= first) & (ids < first + experts)
+    inside[rows:] = False
     out[:] = np.where(inside, ids - first, -1)
 
 

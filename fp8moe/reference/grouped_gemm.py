@@ -24,6 +24,7 @@ def grouped_gemm(
     x: Any,
     w: Any,
     expert_offsets: np.ndarray,
+    tokens_per_expert: np.ndarray | None,
     *,
     transpose_w: bool,
     backend: str | None,
@@ -39,6 +40,8 @@ def grouped_gemm(
         else:
             weight = _wide(w[e]) if transpose_w else _wide(w[e]).T
             out[lo:hi] = (_wide(x[lo:hi]) @ weight).astype(out.dtype)
+        if tokens_per_expert is not None:
+            out[min(lo + max(int(tokens_per_expert[e]), 0), hi) : hi] = np.zeros((), out.dtype)
 
 
 def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) -> np.ndarray:

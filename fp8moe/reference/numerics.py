@@ -180,12 +180,12 @@ def decode_scales(scales: np.ndarray, block: Block) -> np.ndarray:
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def thread_pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "fp8moe", initializer=set_default_arithmetic)
 
 
 if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    os.register_at_fork(after_in_child=thread_pool.cache_clear)
 
 
 def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> None:
@@ -199,7 +199,7 @@ def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> N
         loop(0, rows, *args)
         return
     bounds = [rows * i // threads for i in range(threads + 1)]
-    parts = [_pool(threads).submit(loop, lo, hi, *args) for lo, hi in itertools.pairwise(bounds)]
+    parts = [thread_pool(threads).submit(loop, lo, hi, *args) for lo, hi in itertools.pairwise(bounds)]
     for part in parts:
         part.result()
 

@@ -168,7 +168,7 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
         launch_packed(function, x, y, block, shared, [*maps, *values[len(maps) :]])
 
     family = Device()
-    monkeypatch.setattr(dispatch, "_plans", {})
+    dispatch.clear_cached_plans()
     others = interop.framework_of_type
     monkeypatch.setattr(interop, "framework_of_type", lambda kind: family if kind is Array else others(kind))
     monkeypatch.setattr(launch, "load_kernel", functools.cache(load_kernel))
