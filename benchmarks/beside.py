@@ -152,11 +152,11 @@ def main() -> None:
             for _ in range(arguments.rounds):
                 with held(blocks, cluster):
                     times.append(seconds(call))
-            found = statistics.median(times)
-            alone = alone or found
+            middle = statistics.median(times)
+            alone = alone or middle
             limit = alone * everything / (everything - blocks)
-            rate = 2 * rows * width * depth / found / 1e12
-            print(f"{product:32} {blocks:5} {cluster:3} {found * 1e3:7.3f} {limit * 1e3:7.3f} {rate:8.0f}")
+            rate = 2 * rows * width * depth / middle / 1e12
+            print(f"{product:32} {blocks:5} {cluster:3} {middle * 1e3:7.3f} {limit * 1e3:7.3f} {rate:8.0f}")
             row = {
                 "topic": "beside",
                 "name": product,
@@ -164,7 +164,7 @@ def main() -> None:
                 "device": name,
                 "held": blocks,
                 "cluster": cluster,
-                "us": found * 1e6,
+                "us": middle * 1e6,
                 "limit_us": limit * 1e6,
                 "tflops": rate,
                 "versions": versions(),

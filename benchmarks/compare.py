@@ -180,13 +180,13 @@ def first_line(error: Exception) -> str:
 def packages(contender: Contender) -> dict[str, str]:
     """Versions of torch and of what the contender imports."""
     names = ["torch", *(distributions().get(need, [need])[0] for need in contender.needs)]
-    found = {}
+    named = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            named[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # built in its repository
-            found[name] = str(getattr(sys.modules.get(name), "__version__", "unknown"))
-    return found
+            named[name] = str(getattr(sys.modules.get(name), "__version__", "unknown"))
+    return named
 
 
 @functools.cache
@@ -217,12 +217,12 @@ def in_turn(steps: list[Step], device: str) -> list[float]:
         counts.append((math.ceil(WARM / seconds), math.ceil(TIMED / seconds)))
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(ROUNDS):
-        for step, (warm, timed), found in zip(steps, counts, times, strict=True):
+        for step, (warm, timed), samples in zip(steps, counts, times, strict=True):
             for _ in range(warm):
                 step()
-            found += event_times(step, timed)
+            samples += event_times(step, timed)
             torch.cuda.synchronize()
-    return [statistics.median(found) for found in times]
+    return [statistics.median(samples) for samples in times]
 
 
 def wall_time(step: Step) -> float:

@@ -122,19 +122,19 @@ def transport(name: str, room: int, rows: int, chunks: int) -> tuple[ProcessGrou
 def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
     x, ids, probs = routed(rows, hidden, device)
     equal = ((rows // comm.world_size,) * comm.world_size,) * comm.world_size
-    found = []
+    measured = []
     for name, fmt in (("bf16", None), ("fp8", "e4m3")):
         cases = of_format(comm, x, ids, probs, equal, fmt)
-        for what, action in cases:
+        for verb, action in cases:
             with fp8moe.trace() as counted:
                 action()
             sent = counted.sent_bytes
-            row = {"name": f"{what}, {name}", "shape": f"{rows} x {hidden}", "sent_bytes": sent}
+            row = {"name": f"{verb}, {name}", "shape": f"{rows} x {hidden}", "sent_bytes": sent}
             row["us"] = seconds(action, device) * 1e6
-            if device == "cuda" and what != "dispatch":  # which looks at counts
+            if device == "cuda" and verb != "dispatch":  # which looks at counts
                 row["graph_us"] = graph_seconds(action) * 1e6
-            found.append(row)
-    return found + of_sums(comm, x, ids, probs)
+            measured.append(row)
+    return measured + of_sums(comm, x, ids, probs)
 
 
 def routed(rows: int, hidden: int, device: str) -> tuple[Any, Any, Any]:
@@ -148,7 +148,7 @@ def of_bounded(rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
     """dispatch, and combine in bfloat16, with a capacity for every token."""
     comm = ProcessGroup(capacity=Capacity(rows, rows * TOPK))
     x, ids, probs = routed(rows, hidden, device)
-    found = []
+    measured = []
     for name, fmt in (("bf16", None), ("fp8", "e4m3")):
 
         def dispatch(fmt: str | None = fmt) -> Any:
@@ -166,14 +166,14 @@ def of_bounded(rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
             row["us"] = seconds(action, device) * 1e6
             if device == "cuda":
                 row["graph_us"] = graph_seconds(action) * 1e6
-            found.append(row)
-    return found
+            measured.append(row)
+    return measured
 
 
 def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, Any]]:
     """combine, in bfloat16 and in FP8, and how far the second is from the first."""
     arrived = expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm)
-    y, found, sums = torch.randn_like(arrived.x), [], []
+    y, measured, sums = torch.randn_like(arrived.x), [], []
     for name, fmt in (("bf16", None), ("fp8", "e4m3")):
 
         def action(fmt: str | None = fmt) -> Any:
@@ -182,9 +182,9 @@ def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, 
         with fp8moe.trace() as counted:
             sums.append(action().double())
         row = {"name": f"combine, {name}", "shape": f"{x.shape[0]} x {x.shape[1]}"}
-        found.append({**row, "sent_bytes": counted.sent_bytes, "us": seconds(action, x.device.type) * 1e6})
-    found[1]["error"] = float((sums[1] - sums[0]).norm() / sums[0].norm())
-    return found
+        measured.append({**row, "sent_bytes": counted.sent_bytes, "us": seconds(action, x.device.type) * 1e6})
+    measured[1]["error"] = float((sums[1] - sums[0]).norm() / sums[0].norm())
+    return measured
 
 
 def of_format(
@@ -216,8 +216,8 @@ def of_layer(
     """inputs: how many, of which every step takes the next."""
     hidden, ffn = (HIDDEN, FFN) if device == "cuda" else (256, 128)
     topk = min(TOPK, experts)
-    how: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "recipe": recipe}
-    layer = FP8FlowMoE(hidden, ffn, experts * comm.world_size, topk, process_group=comm, **how)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "recipe": recipe}
+    layer = FP8FlowMoE(hidden, ffn, experts * comm.world_size, topk, process_group=comm, **options)
     steps = itertools.cycle([training_step(layer, tokens) for _ in range(inputs)])
 
     def step() -> None:

@@ -76,8 +76,8 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
         return jax.jit(lambda sets: [made(run(*sets[i % SETS])) for i in range(count)])
 
     function, half = several(OPERATIONS), several(OPERATIONS // 2)
-    for ours, found in zip(arrays_in(made(result)), arrays_in(function(theirs)[0]), strict=True):
-        if not np.array_equal(host(ours).view(np.uint8), np.asarray(found).view(np.uint8)):
+    for ours, jitted in zip(arrays_in(made(result)), arrays_in(function(theirs)[0]), strict=True):
+        if not np.array_equal(host(ours).view(np.uint8), np.asarray(jitted).view(np.uint8)):
             raise SystemExit(f"{case.name}: another result inside jit")
     inside = (seconds(function, theirs) - seconds(half, theirs)) / (OPERATIONS - OPERATIONS // 2)
     return {

@@ -97,8 +97,8 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
     optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-5, fused=True)
     contenders = []
     for _, recipe, recompute, kept in RECIPES:
-        how: Any = {"recipe": recipe, "recompute": recompute}
-        layer = FP8FlowMoE(hidden, ffn, experts, topk, **how, device="meta")
+        options: Any = {"recipe": recipe, "recompute": recompute}
+        layer = FP8FlowMoE(hidden, ffn, experts, topk, **options, device="meta")
         layer.router, layer.w13, layer.w2 = shared.router, shared.w13, shared.w2
         forward, backward = training_step(layer, tokens)
 
@@ -117,10 +117,10 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
             optimizer.zero_grad()
             del y
         contenders.append(Contender(step, inside, not kept, kept_bytes))
-    for contender, found in zip(contenders, in_turn(contenders, optimizer, 1), strict=True):
-        ms = statistics.median(found)
+    for contender, measured in zip(contenders, in_turn(contenders, optimizer, 1), strict=True):
+        ms = statistics.median(measured)
         contender.warm, contender.timed = (math.ceil(window / ms) for window in (WARM, TIMED))
-    times = [statistics.median(found) for found in in_turn(contenders, optimizer, ROUNDS)]
+    times = [statistics.median(measured) for measured in in_turn(contenders, optimizer, ROUNDS)]
     kernels = kernel_times(contenders, optimizer)
     return [
         {
@@ -145,7 +145,7 @@ def in_turn(contenders: list[Contender], optimizer: Any, rounds: int) -> list[li
     host waits for none), and then the next one's. Where weights change the optimizer steps between them."""
     events: list[list[Any]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for contender, found in zip(contenders, events, strict=True):
+        for contender, pairs in zip(contenders, events, strict=True):
             with contender.inside():
                 for timed in contender.steps():
                     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -158,9 +158,9 @@ def in_turn(contenders: list[Contender], optimizer: Any, rounds: int) -> list[li
                         optimizer.step()
                     optimizer.zero_grad()
                     if timed:
-                        found.append((start, end))
+                        pairs.append((start, end))
     torch.cuda.synchronize()
-    return [[start.elapsed_time(end) for start, end in found] for found in events]
+    return [[start.elapsed_time(end) for start, end in pairs] for pairs in events]
 
 
 def marker() -> None:
@@ -193,9 +193,9 @@ def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, 
     blocks start before the one in front of it has ended is charged for the time that they wait."""
     with profiled() as profile:
         in_turn(contenders, optimizer, 1)
-    found = profile.profiler.kineto_results.events()
+    traced = profile.profiler.kineto_results.events()
     kernels = sorted(
-        (e for e in found if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns()),
+        (e for e in traced if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns()),
         key=lambda e: e.start_ns(),
     )
     totals: list[dict[str, float]] = [defaultdict(float) for _ in contenders]

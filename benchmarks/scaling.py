@@ -32,14 +32,14 @@ def measured() -> str:
     for tokens in (4096, TOKENS):
         for kept in (False, True):
             runs = [(w, rates.get(tokens, {})) for w, rates, is_kept in several if is_kept == kept]
-            runs = [(world, found) for world, found in runs if {*RECIPES} <= {*found}]
+            runs = [(world, speeds) for world, speeds in runs if {*RECIPES} <= {*speeds}]
             if not runs:
                 continue
             alone = _on_one(tokens, kept)
-            for world, found in [(1, alone), *runs]:
-                columns = (f"{found[r] / 1e3:.0f} k" for r in RECIPES)
-                share = " / ".join(f"{100 * found[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
-                gain = found["fp8_flow"] / found["bf16"]
+            for world, speeds in [(1, alone), *runs]:
+                columns = (f"{speeds[r] / 1e3:.0f} k" for r in RECIPES)
+                share = " / ".join(f"{100 * speeds[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
+                gain = speeds["fp8_flow"] / speeds["bf16"]
                 gpus = f"{world}, weights kept" if kept else f"{world}"
                 lines.append(f"| {gpus} | {tokens} | {' | '.join(columns)} | {gain:.2f}x | {share} |")
     return "\n".join(lines) + "\n"
@@ -48,19 +48,19 @@ def measured() -> str:
 def _on_one(tokens: int, kept: bool) -> dict[str, float]:
     """Tokens a second by recipe, on one GPU; kept: of fp8_flow without making copies of the weights."""
     rows = [r for r in _rows("layer-h200") if r["shape"].startswith(f"{tokens} tokens")]
-    found = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
-    return {**found, "fp8_flow": found["fp8_flow, weights kept" if kept else "fp8_flow"]}
+    speeds = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
+    return {**speeds, "fp8_flow": speeds["fp8_flow, weights kept" if kept else "fp8_flow"]}
 
 
 def _on_several(world: int) -> tuple[dict[int, dict[str, float]], bool]:
     """The same by tokens, on each of several GPUs by NCCL, and whether weights were kept: of the last run."""
     rows = [r for r in _rows(f"exchange-h200-x{world}") if r.get("by", "nccl") == "nccl"]
     last = [r for r in rows if r["commit"] == rows[-1]["commit"] and r["name"].startswith("layer, ")]
-    found: dict[int, dict[str, float]] = {}
+    speeds: dict[int, dict[str, float]] = {}
     for r in last:
-        rates = found.setdefault(int(r["shape"].split()[0]), {})
+        rates = speeds.setdefault(int(r["shape"].split()[0]), {})
         rates[r["name"].removeprefix("layer, ")] = r["tokens_per_s"]
-    return found, rows[-1]["commit"] in WEIGHTS_KEPT
+    return speeds, rows[-1]["commit"] in WEIGHTS_KEPT
 
 
 def table() -> str:
@@ -106,11 +106,11 @@ def rows_sent(world: int) -> tuple[float, float]:
 
 def measured_layer() -> dict[str, float]:
     """Seconds of the layer's forward and backward at TOKENS, by recipe."""
-    found = {}
+    speeds = {}
     for r in _rows("layer-h200"):
         if r["shape"].startswith(f"{TOKENS} tokens") and "32 experts" in r["shape"]:
-            found[r["name"]] = r["ms"] / 1e3
-    return found
+            speeds[r["name"]] = r["ms"] / 1e3
+    return speeds
 
 
 def measured_nvlink() -> float:

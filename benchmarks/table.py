@@ -235,18 +235,18 @@ def _exchange(rows: Rows) -> str:
     lines = [
         f"{rows[0]['device']}; {_packages(rows[0])}; commit {commits}: `{rows[0]['command']}`",
         "",
-        "| rows, or layer | by | what | bf16 | FP8 | | the device alone | | bytes sent |",
+        "| rows, or layer | by | operation | bf16 | FP8 | | the device alone | | bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in known.values():
-        what, fmt, *way = r["name"].split(", ")
-        if fmt == "bf16" and (what == "layer" or ", ".join([what, "fp8", *way]) in names):
+        verb, fmt, *way = r["name"].split(", ")
+        if fmt == "bf16" and (verb == "layer" or ", ".join([verb, "fp8", *way]) in names):
             continue
         by = r.get("by", "nccl")
-        base = known.get((", ".join([what, "bf16", *way]), r["shape"], by))
-        base = base or known[f"{what}, bf16", r["shape"], by]
+        base = known.get((", ".join([verb, "bf16", *way]), r["shape"], by))
+        base = base or known[f"{verb}, bf16", r["shape"], by]
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
-        named = ", ".join([what, *([] if fmt in ("fp8", "bf16") else [fmt]), *way])
+        named = ", ".join([verb, *([] if fmt in ("fp8", "bf16") else [fmt]), *way])
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
         alone = " | "
         if "graph_us" in base:

@@ -194,8 +194,8 @@ def quantize_weights(
     """
     if not isinstance(x, tuple) and (parts, rows, columns, transposed) == (1, None, None, False):
         return quantize(x, fmt=fmt, block=(128, 128), columnwise=True, out=out)  # type: ignore[no-any-return]
-    how: dict[str, Any] = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
-    return quantize_parts(x, fmt=fmt, **how, out=out)  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
+    return quantize_parts(x, fmt=fmt, **options, out=out)  # type: ignore[no-any-return]
 
 
 def experts_of(w: Any) -> int:
@@ -317,22 +317,22 @@ def moe_forward(
     _check_comm(comm)
     checks.options("activation", activation, Activation)
     _check_gradients(gradients)
-    how: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
     checks.choice("backend", backend, BACKENDS)
-    how.update(gradients=tuple(gradients), backend=backend)
+    options.update(gradients=tuple(gradients), backend=backend)
     overwritten = _overwritten(w13, w2)
     if comm is None:
-        y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **how)
+        y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **options)
     else:
         _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, backend, tuple(gradients))
-        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, how)
+        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, options)
     return y, _recorded(saved, overwritten)
 
 
 def _forward_over_ranks(
-    x: Any, w13: Any, w2: Any, topk_ids: Any, topk_probs: Any, comm: Comm, how: dict[str, Any]
+    x: Any, w13: Any, w2: Any, topk_ids: Any, topk_probs: Any, comm: Comm, options: dict[str, Any]
 ) -> tuple[Any, Saved]:
-    recipe, experts = how["recipe"], experts_of(w13)
+    recipe, experts = options["recipe"], experts_of(w13)
     fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
     if chunks > 1 and recipe != "bf16":  # once for all
         w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
@@ -341,14 +341,14 @@ def _forward_over_ranks(
     def products(arrived: Dispatched | DispatchedRows) -> Any:
         if isinstance(arrived, DispatchedRows):
             of_rows = arrived.tokens_per_expert, arrived.probs
-            options = {**how, "align_size": arrived.align_size}
-            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **options)
+            aligned = {**options, "align_size": arrived.align_size}
+            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **aligned)
         else:
             # steps whose rows are nearly as many have the same shapes, for which launches are planned once
             entries = arrived.num_entries if capacity_of(comm) else with_spare(arrived.num_entries)
             rows = static_bound(entries, experts, ALIGN_SIZE[recipe])
             y, saved = experts_forward(
-                arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **how
+                arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **options
             )
         kept.append(replace(saved, route=arrived.route))
         return y
@@ -1179,8 +1179,8 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
         return None, dw2
     transposed = _transpose(x, plan) if operands.recompute else permute_transpose(x, plan, target=_TARGET)
     parts = _parts_of_dh(dh, dw13, ffn)
-    found = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
-    return tuple(found) if isinstance(dw13, tuple) else found[0], dw2
+    sums = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
+    return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
 
 
 def _rows_of(plan: PermutationPlan | PlacedRows) -> tuple[Any, Any]:

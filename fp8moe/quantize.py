@@ -202,8 +202,8 @@ def quantize_parts(
         checks.like("out", result, spec)
         checks.writable("out", result, x=given)
     counters.record_cast(weight=True)
-    how = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
-    call.run("quantize", "quantize_parts", arrays, out=result, **how)
+    options = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
+    call.run("quantize", "quantize_parts", arrays, out=result, **options)
     return call.leave(result) if out is None else out
 
 

@@ -99,10 +99,10 @@ def _multiplier(a: Any, b: Any, out: Any) -> Any:
             *(b.ptr + b_at * b.dtype.itemsize, TYPES[b.dtype], b_stride),
         )
         result = out.ptr + out_at * out.dtype.itemsize, TYPES[out.dtype], out_stride
-        how = COMPUTE_32F, DEFAULT_ALGORITHM
+        mode = COMPUTE_32F, DEFAULT_ALGORITHM
         with stream:
             cublas.gemmEx(
-                handle, op_a, op_b, m, n, k, one.ctypes.data, *operands, scale.ctypes.data, *result, *how
+                handle, op_a, op_b, m, n, k, one.ctypes.data, *operands, scale.ctypes.data, *result, *mode
             )
 
     return multiply

@@ -91,15 +91,15 @@ def overlapped_backward(
         arrived = send(chunk, False) if pending is None else pending.wait()
         if chunk + 1 < len(routes):
             pending = send(chunk + 1, True)
-        found = inputs(chunk, arrived)
+        of_rows = inputs(chunk, arrived)
         if back is not None:
             back.wait()
-        if found[0] is not None and alone:
-            back = dispatch_backward(*found, route, comm, async_op=True)
-        elif found[0] is not None:
-            grads = tuple(new_rows(a, ends[-1]) for a in found) if grads is None else grads
+        if of_rows[0] is not None and alone:
+            back = dispatch_backward(*of_rows, route, comm, async_op=True)
+        elif of_rows[0] is not None:
+            grads = tuple(new_rows(a, ends[-1]) for a in of_rows) if grads is None else grads
             out = tuple(part_of(a, *bounds[chunk]) for a in grads)
-            back = dispatch_backward(*found, route, comm, async_op=True, out=out)
+            back = dispatch_backward(*of_rows, route, comm, async_op=True, out=out)
         weights(chunk)
     last = (None, None) if back is None else back.wait()
     return last if grads is None else grads  # type: ignore[return-value]
