@@ -123,7 +123,7 @@ def permute(
             scale_bytes,
             probs,
             0 if probs is None else probs.dtype.itemsize,
-            plan.prob_columns,
+            0 if probs is None else probs.shape[1],
             parts["row_id_map"],
             parts["slots"],
             parts["pad_offsets"],
