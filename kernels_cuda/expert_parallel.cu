@@ -30,11 +30,11 @@ struct Windows {   // of the ranks one after the other; those that are not there
   }
   // what(address) for each of the row's places.
   template <class What>
-  __device__ __forceinline__ void each(i64 row, const What& what) const {
+  __device__ __forceinline__ void each(i64 row, const What& visit) const {
     const int* places = map + row * (2 * most + 1);
     const int count = map ? places[2 * most] : 1;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) what(at(map ? places[i] : row));
+    for (int i = 0; i < count; ++i) visit(at(map ? places[i] : row));
   }
 };
 
@@ -88,11 +88,11 @@ struct Parts {
 
   // what(part of the row, its bytes, those before it in a message).
   template <class What>
-  __device__ __forceinline__ void each(i64 row, const What& what) const {
+  __device__ __forceinline__ void each(i64 row, const What& visit) const {
     u32 before = 0;
 #pragma unroll 1
     for (int i = 0; i < 4 && at[i]; ++i) {
-      what(at[i] + row * bytes[i], (u32)bytes[i], before);
+      visit(at[i] + row * bytes[i], (u32)bytes[i], before);
       before += ((u32)bytes[i] + 15u) & ~15u;
     }
   }
@@ -130,10 +130,10 @@ struct Blocks {  // of the rows' codes
 
   // what(address, place) for each message of a block's row, and its place there.
   template <class What>
-  __device__ __forceinline__ void each(u32 block, const What& what) const {
+  __device__ __forceinline__ void each(u32 block, const What& visit) const {
     u32 its_row = row, its_place = place + (block - first);
     while (its_place >= across) its_place -= across, ++its_row;
-    windows.each(its_row, [&](u8* message) { what(message, its_place); });
+    windows.each(its_row, [&](u8* message) { visit(message, its_place); });
   }
 };
 
@@ -259,14 +259,14 @@ extern "C" __global__ void __launch_bounds__(256)
   __syncthreads();
   const i64 token = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (token >= tokens) return;
-  const int* mine = row_id_map + token * (2 * width + 1);
+  const int* entries_of_token = row_id_map + token * (2 * width + 1);
   int* out = out_map + token * (2 * width + 1);
-  const int count = count_of(mine, width);
+  const int count = count_of(entries_of_token, width);
   i64 kept = 0;
   for (int j = 0; j < count; ++j) {
-    const int rank = mine[width + j];
+    const int rank = entries_of_token[width + j];
     if ((u32)rank >= (u32)ranks) continue;
-    const int place = mine[j] - offsets[rank];
+    const int place = entries_of_token[j] - offsets[rank];
     if (place < 0 || place >= capacity) continue;
     out[kept] = starts[rank] + place;
     out[width + kept++] = rank;

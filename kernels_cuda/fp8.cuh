@@ -256,10 +256,10 @@ __device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule r
     float v[8], w[8];
     floats<FROM>(a[u], v);
     floats<FROM>(b[u], w);
-    const u32 mine = encode_block(v, w, rule, [&](uint2 a, uint2 b) {
+    const u32 own_scale = encode_block(v, w, rule, [&](uint2 a, uint2 b) {
       if (at + lanes < vectors) put(at, a, b);
     });
-    const u32 theirs = __shfl_sync(0xffffffffu, mine, lane % apart * lanes);
+    const u32 theirs = __shfl_sync(0xffffffffu, own_scale, lane % apart * lanes);
     if (lane / apart == u) scale = theirs;
   }
   if (lane < PAIRS * apart && block < vectors / (rule.mx ? 4 : 16)) put_scale(block, scale);

@@ -24,13 +24,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      u16* out) {
   pdl_wait();
   DYNAMIC_SHARED(memory);
-  __shared__ i64 found[2];
+  __shared__ i64 located[2];
   const i64 wide = blocks_of(width, COLUMNS);
   if (threadIdx.x < 32) {
     i64 before;
     const i64 e = find_expert(offsets, experts, rows, blockIdx.x, &before,
                               [&](i64 count) { return blocks_of(count, ROWS) * wide; });
-    if (threadIdx.x == 0) found[0] = e, found[1] = before;
+    if (threadIdx.x == 0) located[0] = e, located[1] = before;
   }
   // rows of no expert
   const i64 head = clamped(offsets[0], rows) * width, tail = clamped(offsets[experts], rows) * width;
@@ -44,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       out[at] = 0;
   }
   __syncthreads();
-  const i64 e = found[0];
+  const i64 e = located[0];
   if (e == experts) return;
   const i64 lo = clamped(offsets[e], rows), hi = clamped(offsets[e + 1], rows);
   i64 row, column;
-  find_tile(blockIdx.x - found[1], blocks_of(hi - lo, ROWS), wide, &row, &column);
+  find_tile(blockIdx.x - located[1], blocks_of(hi - lo, ROWS), wide, &row, &column);
   row = lo + row * ROWS;
   column *= COLUMNS;
   Operand<false, ROWS> a(x, depth, row, hi, 0, depth);

@@ -317,11 +317,11 @@ __device__ __forceinline__ i64 find_expert(const int* offsets, i64 experts, i64 
   for (i64 e0 = 0; e0 < experts; e0 += 32) {
     const i64 e = e0 + lane;
     const i64 count = e < experts ? clamped(offsets[e + 1], rows) - clamped(offsets[e], rows) : 0;
-    const i64 mine = units(max(count, (i64)0)), end = sum + sum_up_to_here(mine);
+    const i64 own_units = units(max(count, (i64)0)), end = sum + sum_up_to_here(own_units);
     const u32 after = __ballot_sync(0xffffffffu, e < experts && end > unit);
     if (after) {
       const int first = __ffs(after) - 1;
-      *before = __shfl_sync(0xffffffffu, end - mine, first);
+      *before = __shfl_sync(0xffffffffu, end - own_units, first);
       return e0 + first;
     }
     sum = __shfl_sync(0xffffffffu, end, 31);

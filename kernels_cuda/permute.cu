@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(32, 16)
   const i64 begin = piece * piece_bytes;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
   const bool leads = piece == 0;
-  const int* mine = row_id_map + token * (2 * width + 1);
-  const int count = count_of(mine, width);
+  const int* entries_of_token = row_id_map + token * (2 * width + 1);
+  const int count = count_of(entries_of_token, width);
 #if __CUDA_ARCH__ >= 900
   const u64 policy = evict_first();
   // A long piece goes out in four parts: 192.9 to 191.3 us for bfloat16, A=128 (in two 191.9, in seven
@@ -98,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(32, 16)
     const i64 j = j0 + lane;
     i64 row = rows;
     if (j < count) {
-      row = row_of(mine, pad_offsets, width, j, experts, rows);
+      row = row_of(entries_of_token, pad_offsets, width, j, experts, rows);
       if (leads && probs && row >= 0) {
-        const int column = column_of(mine, slots, token, width, j, prob_columns);
+        const int column = column_of(entries_of_token, slots, token, width, j, prob_columns);
         const i64 from = token * prob_columns + column;
         for (i64 b = 0; b < prob_size; ++b)
           out_probs[row * prob_size + b] = column < 0 ? 0 : probs[from * prob_size + b];
@@ -150,16 +150,16 @@ extern "C" __global__ void zero_unweighted_rows(const int* row_id_map, const int
   pdl_wait();
   const i64 lane = threadIdx.x % 32, token = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (token >= tokens) return;
-  const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = count_of(mine, places);
+  const int* entries_of_token = row_id_map + token * (2 * places + 1);
+  const int count = count_of(entries_of_token, places);
   const bool whole = (((size_t)out | (size_t)width) & 15) == 0;
   for (i64 j0 = 0; j0 < count; j0 += 32) {
     const i64 j = j0 + lane;
     i64 row = -1;
     if (j < count) {
-      const int column = column_of(mine, slots, token, places, j, columns);
+      const int column = column_of(entries_of_token, slots, token, places, j, columns);
       if (column >= 0 && load_wide(probs, token * columns + column, (int)probs_kind) == 0.0)
-        row = row_of(mine, pad_offsets, places, j, experts, rows);
+        row = row_of(entries_of_token, pad_offsets, places, j, experts, rows);
     }
     for (int k = 0; k < 32; ++k) {
       const i64 to = __shfl_sync(0xffffffffu, row, k);
@@ -182,12 +182,12 @@ extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, 
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= tokens * width) return;
   const i64 token = i / width, place = i % width;
-  const int* mine = row_id_map + token * (2 * width + 1);
-  if (place >= mine[2 * width]) return;
-  const i64 row = row_of(mine, pad_offsets, width, place, experts, rows);
+  const int* entries_of_token = row_id_map + token * (2 * width + 1);
+  if (place >= entries_of_token[2 * width]) return;
+  const i64 row = row_of(entries_of_token, pad_offsets, width, place, experts, rows);
   if (row < 0) return;
   source[row] = (int)token;
-  column[row] = column_of(mine, slots, token, width, place, columns);
+  column[row] = column_of(entries_of_token, slots, token, width, place, columns);
 }
 
 // out[row] = x[source[row]], `width` bytes each; zeros where source is -1, if `fill`. One block a row.

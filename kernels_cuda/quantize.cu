@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   };
   turns.start(look, fetch);
   clear_scales(turns, strips, columns, MX ? 1 : 4, scales);
-  const u8* mine = in + (t / 32 * CHUNK_ROWS * TILE + t % 32 * 4) * size;
+  const u8* own_values = in + (t / 32 * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
     turns.begin(turn);
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     __syncthreads();  // this tile is here
     typename ChunkOf<KIND>::Type v;
 #pragma unroll
-    for (int r = 0; r < CHUNK_ROWS; ++r) v.load(r, mine + r * (TILE * size));
+    for (int r = 0; r < CHUNK_ROWS; ++r) v.load(r, own_values + r * (TILE * size));
     __syncthreads();  // it is in registers; the one before it has been written
     fetch(turn + 1);
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,

@@ -80,7 +80,7 @@ __device__ __forceinline__ u32 take_sorted(u32 (&keys)[PER_LANE], u32 (&experts)
 
 // The sum of the two best of each group: lane g gets group g's key.
 __device__ __forceinline__ u32 key_of_groups(const u32 (&keys)[PER_LANE], int groups, int group_size) {
-  u32 mine = 0;
+  u32 key_of_lane = 0;
   if (group_size == 32) {  // a group is what the lanes have in one place (DeepSeek-V3's)
     const u32 lane = threadIdx.x % 32;
 #pragma unroll
@@ -88,9 +88,9 @@ __device__ __forceinline__ u32 key_of_groups(const u32 (&keys)[PER_LANE], int gr
       const u32 top = __reduce_max_sync(ALL, keys[g]);
       const u32 first = __reduce_min_sync(ALL, keys[g] == top ? lane : ALL);
       const u32 second = __reduce_max_sync(ALL, lane == first ? 0u : keys[g]);
-      if (lane == g) mine = key_of(number_of(top) + number_of(second));
+      if (lane == g) key_of_lane = key_of(number_of(top) + number_of(second));
     }
-    return mine;
+    return key_of_lane;
   }
   u32 copies[PER_LANE];
 #pragma unroll
@@ -100,9 +100,9 @@ __device__ __forceinline__ u32 key_of_groups(const u32 (&keys)[PER_LANE], int gr
     const u32 first = g * group_size, end = first + group_size;
     float sum = number_of(take_largest<true>(copies, first, end).key);
     if (group_size > 1) sum += number_of(take_largest<true>(copies, first, end).key);
-    if (threadIdx.x % 32 == g) mine = key_of(sum);
+    if (threadIdx.x % 32 == g) key_of_lane = key_of(sum);
   }
-  return mine;
+  return key_of_lane;
 }
 
 __device__ __forceinline__ float sigmoid(float x) {
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       for (int i = 0; i < PER_LANE; ++i)
         if (32 * i + lane < experts && !(allowed >> (32 * i + lane) / group_size & 1u)) keys[i] = 0;
     }
-    u32 mine = 0;  // lane r has choice r
+    u32 own_expert = 0;  // lane r has choice r
 #if SORTED
     u32 experts_of[PER_LANE];
 #pragma unroll
@@ -204,17 +204,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #else
       const u32 expert = take_largest<false>(keys, 0, 0).expert;
 #endif
-      if (lane == r) mine = expert;
+      if (lane == r) own_expert = expert;
     }
-    const float score = lane < topk ? x.score(row[mine], by_sigmoid) : 0.f;
+    const float score = lane < topk ? x.score(row[own_expert], by_sigmoid) : 0.f;
     float prob = score;
     if (renormalize) prob /= warp_sum(score) + EPSILON;
     if (lane < topk) {
-      ids[token * topk + lane] = (int)mine;
+      ids[token * topk + lane] = (int)own_expert;
       probs[token * topk + lane] = prob * factor;
     }
     if (LOSSES) {
-      if (lane < topk) atomicAdd(shared_counts + mine, 1);  // integers: in any order the same
+      if (lane < topk) atomicAdd(shared_counts + own_expert, 1);  // integers: in any order the same
       float total = 1.f;
       if (by_sigmoid) {  // made twice: 32 experts' scores are more registers than there are
         total = 0.f;

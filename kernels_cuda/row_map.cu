@@ -12,18 +12,18 @@ extern "C" __global__ void copy_row_map(const int* row_id_map, i64 tokens, i64 e
   const i64 lane = threadIdx.x % 32, token = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   if (token >= tokens) return;
   const i64 width = 2 * experts + 1;
-  const int* mine = row_id_map + token * width;
+  const int* entries_of_token = row_id_map + token * width;
   int* to = out + token * width;
-  const int count = count_of(mine, experts);
+  const int count = count_of(entries_of_token, experts);
   for (i64 j = lane; j < count; j += 32) {
-    const int expert = mine[experts + j];
+    const int expert = entries_of_token[experts + j];
     if ((u32)expert < (u32)experts) atomicAdd(counts + expert, 1);  // integers: in any order the same
   }
   for (i64 first = lane; first < width; first += 8 * 32) {
     int v[8];
 #pragma unroll
     for (int u = 0; u < 8; ++u)
-      if (first + 32 * u < width) v[u] = mine[first + 32 * u];
+      if (first + 32 * u < width) v[u] = entries_of_token[first + 32 * u];
 #pragma unroll
     for (int u = 0; u < 8; ++u)
       if (first + 32 * u < width) to[first + 32 * u] = v[u];
@@ -65,10 +65,10 @@ extern "C" __global__ void sort_index_map(const int* index_map, i64 tokens, i64 
       if (other >= 0) ++count;
       if (other >= 0 ? row < 0 || other > row || (other == row && j < slot) : row < 0 && j < slot) ++place;
     }
-    int* mine = row_id_map + token * (2 * places + 1);
-    mine[place] = row < 0 ? -1 : row;
-    mine[places + place] = row < 0 ? -1 : 0;
-    if (slot == 0) mine[2 * places] = (int)count;
+    int* entries_of_token = row_id_map + token * (2 * places + 1);
+    entries_of_token[place] = row < 0 ? -1 : row;
+    entries_of_token[places + place] = row < 0 ? -1 : 0;
+    if (slot == 0) entries_of_token[2 * places] = (int)count;
     slots[token * places + place] = row < 0 ? -1 : (int)slot;
   }
   const int entries = __popc(__ballot_sync(0xffffffffu, row >= 0));

@@ -3,23 +3,23 @@
 #pragma once
 #include "common.cuh"
 
-__device__ __forceinline__ int count_of(const int* mine, i64 places) {
-  return (int)clamped(mine[2 * places], places);
+__device__ __forceinline__ int count_of(const int* entries_of_token, i64 places) {
+  return (int)clamped(entries_of_token[2 * places], places);
 }
 
 // Destination row of place j, or -1.
-__device__ __forceinline__ i64 row_of(const int* mine, const int* pad_offsets, i64 places, i64 j, i64 experts,
-                                      i64 rows) {
-  const int expert = mine[places + j], compact = mine[j];
+__device__ __forceinline__ i64 row_of(const int* entries_of_token, const int* pad_offsets, i64 places, i64 j,
+                                      i64 experts, i64 rows) {
+  const int expert = entries_of_token[places + j], compact = entries_of_token[j];
   if ((u32)expert >= (u32)experts || compact < 0) return -1;
   const i64 row = (i64)compact + pad_offsets[expert];
   return row >= 0 && row < rows ? row : -1;
 }
 
 // Column of a [tokens, columns] array that belongs to place j of a token's map, or -1.
-__device__ __forceinline__ int column_of(const int* mine, const int* slots, i64 token, i64 places, i64 j,
-                                         i64 columns) {
-  const int column = slots ? slots[token * places + j] : mine[places + j];
+__device__ __forceinline__ int column_of(const int* entries_of_token, const int* slots, i64 token, i64 places,
+                                         i64 j, i64 columns) {
+  const int column = slots ? slots[token * places + j] : entries_of_token[places + j];
   return (u32)column < (u32)columns ? column : -1;
 }
 

@@ -47,21 +47,21 @@ __device__ __forceinline__ ScaleTile find_scale_tile(const int* offsets, int exp
     const int tiles_here = tiles_before + sum_up_to_here(tiles);
     const int strips_here = strips_before + sum_up_to_here(strips);
     const int start = tiles_here - tiles, inside = index - start;
-    const u32 found = __ballot_sync(0xffffffffu, inside >= 0 && inside < tiles);
-    if (found) {
-      const int lane = __ffs(found) - 1;
-      const ScaleTile mine = {index,
-                              start,
-                              min(tiles, capacity - start),
-                              lo + inside * 128,
-                              strips_here - strips + inside * 4,
-                              min(size - inside * 128, 128)};
+    const u32 inside_tiles = __ballot_sync(0xffffffffu, inside >= 0 && inside < tiles);
+    if (inside_tiles) {
+      const int lane = __ffs(inside_tiles) - 1;
+      const ScaleTile own_tile = {index,
+                                  start,
+                                  min(tiles, capacity - start),
+                                  lo + inside * 128,
+                                  strips_here - strips + inside * 4,
+                                  min(size - inside * 128, 128)};
       return {index,
-              __shfl_sync(0xffffffffu, mine.start, lane),
-              __shfl_sync(0xffffffffu, mine.across, lane),
-              __shfl_sync(0xffffffffu, mine.first_row, lane),
-              __shfl_sync(0xffffffffu, mine.first_strip, lane),
-              __shfl_sync(0xffffffffu, mine.count, lane)};
+              __shfl_sync(0xffffffffu, own_tile.start, lane),
+              __shfl_sync(0xffffffffu, own_tile.across, lane),
+              __shfl_sync(0xffffffffu, own_tile.first_row, lane),
+              __shfl_sync(0xffffffffu, own_tile.first_strip, lane),
+              __shfl_sync(0xffffffffu, own_tile.count, lane)};
     }
     tiles_before = __shfl_sync(0xffffffffu, tiles_here, 31);
     strips_before = __shfl_sync(0xffffffffu, strips_here, 31);

@@ -143,14 +143,14 @@ extern "C" __global__ void __launch_bounds__(32)
   const int before = __shfl_up_sync(0xffffffffu, from, 1);
   const bool starts = from >= 0 && (lane == 0 || before < 0 || from != before + 1);
   const u32 ends = __ballot_sync(0xffffffffu, starts || from < 0);
-  const u32 found = __popc(__ballot_sync(0xffffffffu, from >= 0));
+  const u32 arriving = __popc(__ballot_sync(0xffffffffu, from >= 0));
   const u32 later = lane < 31 ? ends >> (lane + 1) : 0u;
   const u32 run = starts ? (u32)(later ? __ffs(later) : 32 - lane) : 0u;
   u8 *data = shared + lane * piece_bytes, *scale = shared + together * piece_bytes + lane * scale_bytes;
   u64* barrier = (u64*)(shared + together * (piece_bytes + scale_bytes));
   if (lane == 0) {
     barrier_init(barrier);
-    barrier_expect(barrier, found * (bytes + beside));
+    barrier_expect(barrier, arriving * (bytes + beside));
   }
   __syncwarp();
   if (run) {

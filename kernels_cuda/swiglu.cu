@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   };
   turns.start(look, fetch);
   clear_scales(turns, strips, width, MX ? 1 : 4, scales);
-  u8* mine = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
+  u8* own_values = in + (warp * CHUNK_ROWS * TILE + t % 32 * 4) * size;
 #pragma unroll 1
   for (u32 turn = 0; turns.has(turn); ++turn) {
     turns.begin(turn);
@@ -310,8 +310,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
       Gates g;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        four_of<KIND>(mine + (i + k) * (TILE * size), g.a + 4 * k);
-        if (HALVES == 2) four_of<KIND>(mine + (i + k) * (TILE * size) + table, g.b + 4 * k);
+        four_of<KIND>(own_values + (i + k) * (TILE * size), g.a + 4 * k);
+        if (HALVES == 2) four_of<KIND>(own_values + (i + k) * (TILE * size) + table, g.b + 4 * k);
       }
       near = quick_gates(g, act) && near;
 #pragma unroll
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 #pragma unroll 1
       for (int i = 0; i < CHUNK_ROWS; ++i) {
         float a[4], b[4], y[4];
-        u8* row = mine + i * (TILE * size);
+        u8* row = own_values + i * (TILE * size);
         four_of<KIND>(row, a);
         four_of<KIND>(row + table, b);
 #pragma unroll
@@ -341,8 +341,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
       }
 #pragma unroll
       for (int i = 0; i < CHUNK_ROWS; ++i) {
-        const uint2 left = *(const uint2*)(mine + i * (TILE * size));
-        const uint2 right = *(const uint2*)(mine + i * (TILE * size) + table);
+        const uint2 left = *(const uint2*)(own_values + i * (TILE * size));
+        const uint2 right = *(const uint2*)(own_values + i * (TILE * size) + table);
         v[i][0] = __uint_as_float(left.x), v[i][1] = __uint_as_float(left.y);
         v[i][2] = __uint_as_float(right.x), v[i][3] = __uint_as_float(right.y);
       }

@@ -61,18 +61,18 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
                  : e == experts ? rows
                                 : clamped(offsets[0], rows));
     }
-    const int mine = strips_between(lo, hi, height);
-    int total = sum_up_to_here(mine);
+    const int own_strips = strips_between(lo, hi, height);
+    int total = sum_up_to_here(own_strips);
     if (lane == 31 && warp < 8) sums[warp] = total;
     __syncthreads();
     for (int w = 0; w < 8; ++w) {
       if (w < warp) total += sums[w];
     }
     if (e < ranges) {
-      table[e] = before + total - mine;
+      table[e] = before + total - own_strips;
       table[ranges + e] = lo;
       table[2 * ranges + e] = max(lo, hi);
-      if (e == experts) *used = before + total - mine;
+      if (e == experts) *used = before + total - own_strips;
     }
     for (int w = 0; w < 8; ++w) before += sums[w];
     __syncthreads();
@@ -89,8 +89,8 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
   if (s.offsets) {
     int e = -1;  // its expert
     for (int e0 = 0; e0 < s.ranges; e0 += 32) {
-      const int mine = e0 + threadIdx.x % 32;
-      e += __popc(__ballot_sync(0xffffffffu, mine < s.ranges && s.table[mine] <= strip));
+      const int range = e0 + threadIdx.x % 32;
+      e += __popc(__ballot_sync(0xffffffffu, range < s.ranges && s.table[range] <= strip));
     }
     first = e < 0 ? 0 : s.table[s.ranges + e] + (strip - s.table[e]) * s.height;
     end = e < 0 ? 0 : s.table[2 * s.ranges + e];

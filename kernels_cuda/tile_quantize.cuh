@@ -164,7 +164,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
     const int base = place.base[q] + inside, count = (int)clamped(place.count[q] - inside, CHUNK_ROWS);
     const i64 blocks = columns / (mx ? 32 : TILE);
     u8* to = row_codes + base * columns + first_column + 4 * lane;
-    u32 mine = 0;
+    u32 own_top = 0;
 #pragma unroll
     for (int i = 0; i < CHUNK_ROWS; ++i) {
       u32 top = v.top_of_row(i);
@@ -187,12 +187,12 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
 #endif
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
-        if (lane == i) mine = top;
+        if (lane == i) own_top = top;
       }
     }
     if (!mx) {  // a lane makes the scale of a row
       float* factors = s.row_factors + warp * CHUNK_ROWS;
-      const float factor = block_scale(v.float_bits(mine), rule, &scale, &exponent);
+      const float factor = block_scale(v.float_bits(own_top), rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
       float* at = (float*)row_scales + (base + lane) * blocks + first_column / TILE;
       if (lane < count) store_kept(at, scale, first_column + TILE >= columns || ends_line(at));

@@ -41,10 +41,10 @@ __device__ __forceinline__ void find_tile(const int* offsets, int experts, int r
         if (k >= 0 && k < strips[i]) base = at[i] + k * height, count = min(at[i + 1] - base, height);
         k -= strips[i];
       }
-      const u32 found = __ballot_sync(0xffffffffu, count > 0);
-      if (found == 0) continue;
-      tile->base[p] = __shfl_sync(0xffffffffu, base, __ffs(found) - 1);
-      tile->count[p] = __shfl_sync(0xffffffffu, count, __ffs(found) - 1);
+      const u32 lanes_with_rows = __ballot_sync(0xffffffffu, count > 0);
+      if (lanes_with_rows == 0) continue;
+      tile->base[p] = __shfl_sync(0xffffffffu, base, __ffs(lanes_with_rows) - 1);
+      tile->count[p] = __shfl_sync(0xffffffffu, count, __ffs(lanes_with_rows) - 1);
     }
     before = __shfl_sync(0xffffffffu, behind, 31);
   }

@@ -115,7 +115,7 @@ struct Rows {
 // By a whole warp: the rows with a code that is not zero, in any of a block's columns.
 __device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
   const u32 lane = threadIdx.x % 32;
-  Rows found;
+  Rows filled;
 #pragma unroll 1
   for (u32 i = 0; i < 4; ++i) {
     const u8* row = codes + (lane + 32 * i) * TILE;
@@ -125,15 +125,15 @@ __device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
       const uint4 v = *(const uint4*)(row + ((8 / PARTS * part + c) ^ lane % 8) * 16);
       seen |= (v.x | v.y | v.z | v.w) & 0x7f7f7f7fu;
     }
-    found.words[i] = __ballot_sync(0xffffffffu, seen != 0);
+    filled.words[i] = __ballot_sync(0xffffffffu, seen != 0);
   }
-  return found;
+  return filled;
 }
 
 // A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
 // NaN among them, and for MXFP8's target "tile", of the rows that are `filled`. at: of its first scale
 // (BLOCKED: its strip in the tile); -1: not kept.
-__device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const int* exponents,
+__device__ __noinline__ void by_columns(const Lane& rows_of_lane, const u8* in, const int* exponents,
                                         const Rows& filled, int left, u8* to, i64 rows, i64 at,
                                         bool some_rows, void* out_scales) {
   const int fmt = FMT, mx = MX;
@@ -141,12 +141,12 @@ __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const in
 #pragma unroll 1
   for (u32 c = 0; c < 8; ++c, to += rows) {
     int target = NO_TARGET;
-    auto value = [&](u32 r) { return (int)r < left ? decode(in[mine.at(r) + c], fmt) : 0.f; };
+    auto value = [&](u32 r) { return (int)r < left ? decode(in[rows_of_lane.at(r) + c], fmt) : 0.f; };
 #pragma unroll 1
     for (u32 r = 0; r < 8; ++r) {
-      const int e = exponents[mine.row(r)], needed = needed_exponent(value(r), fmt, mx);
+      const int e = exponents[rows_of_lane.row(r)], needed = needed_exponent(value(r), fmt, mx);
       if (TILE_TARGET) {
-        if (filled.has(mine.first_row + r) && e != ZERO_SCALE)
+        if (filled.has(rows_of_lane.first_row + r) && e != ZERO_SCALE)
           target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
       } else if (e == NAN_SCALE || needed == NAN_TARGET) {
         target = NAN_TARGET;
@@ -159,10 +159,10 @@ __device__ __noinline__ void by_columns(const Lane& mine, const u8* in, const in
     target = final_target(target, mx);
 #pragma unroll 1
     for (u32 r = 0; r < 8 && (int)r < left; ++r)
-      to[r] = (u8)encode2(moved_value(value(r), exponents[mine.row(r)], target), 0.f, fmt);
+      to[r] = (u8)encode2(moved_value(value(r), exponents[rows_of_lane.row(r)], target), 0.f, fmt);
     if (at < 0 || threadIdx.x % behind > 1) continue;
     if (BLOCKED)
-      ((u8*)out_scales)[place_in_tile(mine.column + c, (u32)at)] = some_rows ? (u8)(target + 127) : 0;
+      ((u8*)out_scales)[place_in_tile(rows_of_lane.column + c, (u32)at)] = some_rows ? (u8)(target + 127) : 0;
     else if (mx)
       ((u8*)out_scales)[at + c] = some_rows ? (u8)(target + 127) : 0;
     else
@@ -224,10 +224,10 @@ __device__ __forceinline__ void tile_factors(int e, int target, u32 (&factors)[2
 }
 
 // A lane's codes of its rows (of those that are `left`) and 8 columns: values by steps, in pairs of columns.
-__device__ __forceinline__ void write_lane(const Lane& mine, const u32 (&values)[8][4], int left, bool whole,
-                                           u8* out, i64 rows) {
+__device__ __forceinline__ void write_lane(const Lane& rows_of_lane, const u32 (&values)[8][4], int left,
+                                           bool whole, u8* out, i64 rows) {
   // bytes 0, 2, 4, 6 of two words, by rows
-  const u32 order = 0x6420u ^ 0x2222u * (mine.twist & 1) ^ 0x4444u * (mine.twist >> 1);
+  const u32 order = 0x6420u ^ 0x2222u * (rows_of_lane.twist & 1) ^ 0x4444u * (rows_of_lane.twist >> 1);
   uint2 of_column[8];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -254,17 +254,17 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
                                                 const int* exponents, Spread spread, const Results& to) {
   const int fmt = FMT, mx = MX;
   const u32 lane = threadIdx.x % 32;
-  const Lane mine(piece);
+  const Lane rows_of_lane(piece);
   const u32 part = mx ? piece / 2 : 0;  // block of a row that these columns belong to
   const u32 q = mx ? lane / 8 : 0;      // strip of this lane's rows
-  const int* row_exponents = exponents + part * TILE + mine.first_row;
+  const int* row_exponents = exponents + part * TILE + rows_of_lane.first_row;
   // rows from the lane's first on. (NVRTC 13.0 takes "clamped to 8, is it 8?" for one instruction, VIMNMX
   // with a predicate, and that says no: all codes went byte by byte.)
-  const int left = of_strip(tile.count, q) - (int)(mine.first_row - q * 32);
-  const i64 first_column = (i64)tile.column * TILE + mine.column;
+  const int left = of_strip(tile.count, q) - (int)(rows_of_lane.first_row - q * 32);
+  const i64 first_column = (i64)tile.column * TILE + rows_of_lane.column;
   if (first_column >= to.columns) return;
   const i64 strip = (i64)tile.row * PARTS + q;
-  const int first = of_strip(tile.base, q) + (int)(mine.first_row - q * 32);
+  const int first = of_strip(tile.base, q) + (int)(rows_of_lane.first_row - q * 32);
   const bool some_rows = of_strip(tile.count, q) > 0, keeps_scales = strip < to.strips;
   u8* out = to.codes + first_column * to.rows + first;
   const bool whole = (((size_t)to.codes | to.rows | first) & 7) == 0;
@@ -276,7 +276,8 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
   if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
   if ((TILE_TARGET && !mx) || (!TILE_TARGET && spread.high - spread.low <= SPREAD)) {
     uint2 mine_of[8];
-    const At codes_at = at_of(codes) + mine.at(mine.twist), exponents_at = at_of(row_exponents);
+    const At codes_at = at_of(codes) + rows_of_lane.at(rows_of_lane.twist),
+             exponents_at = at_of(row_exponents);
 #pragma unroll
     for (u32 k = 0; k < 8; ++k) mine_of[k] = load_words_at(codes_at ^ k * (TILE + 16));
     const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
@@ -303,7 +304,7 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
           if (fmt == 1) seen[k][p] = halves_times(seen[k][p], factors[1]);
         }
       }
-      write_lane(mine, seen, left, whole, out, to.rows);
+      write_lane(rows_of_lane, seen, left, whole, out, to.rows);
       const float scale = some_rows ? power_of_two(target) : 0.f;
       if (!to.blocks && keeps_scales && lane < 16)
         ((float*)to.scales)[strip * to.columns + tile.column * TILE + piece * 16 + lane] = scale;
@@ -356,7 +357,7 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
     }
     if (!__any_sync(0xffffffffu, !near)) {
 #if BLOCKED
-      const u32 c = mine.column + (lane & 2 ? 4 : 0) + (lane & 4 ? 2 : 0);
+      const u32 c = rows_of_lane.column + (lane & 2 ? 4 : 0) + (lane & 4 ? 2 : 0);
       ((u8*)to.scales)[place_in_tile(c, q)] = some_rows ? (u8)target[0] : 0;
       ((u8*)to.scales)[place_in_tile(c + 1, q)] = some_rows ? (u8)target[1] : 0;
 #else
@@ -375,11 +376,11 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
       for (int k = 0; k < 8; ++k)
 #pragma unroll
         for (int p = 0; p < 4; ++p) seen[k][p] = halves_times(seen[k][p], lifts[p]);
-      write_lane(mine, seen, left, whole, out, to.rows);
+      write_lane(rows_of_lane, seen, left, whole, out, to.rows);
       return;
     }
   }
-  by_columns(mine, codes, row_exponents, filled, left, out, to.rows,
+  by_columns(rows_of_lane, codes, row_exponents, filled, left, out, to.rows,
              BLOCKED        ? (i64)q
              : keeps_scales ? strip * to.columns + first_column
                             : -1,

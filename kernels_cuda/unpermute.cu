@@ -19,15 +19,15 @@ __device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighte
 
 // out[token, column] = grad[row] for each of a token's rows, zero in its other columns: a token's share of
 // the gradient of probabilities that travelled with the rows. `grad` null: only the zeros.
-__device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* mine, const int* slots,
-                                         const int* pad_offsets, i64 token, i64 places, i64 columns,
-                                         i64 experts, i64 rows, u8* out) {
-  const int count = count_of(mine, places);
+__device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* entries_of_token,
+                                         const int* slots, const int* pad_offsets, i64 token, i64 places,
+                                         i64 columns, i64 experts, i64 rows, u8* out) {
+  const int count = count_of(entries_of_token, places);
   for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {
     i64 row = -1;
     for (int j = 0; j < count; ++j)
-      if (column_of(mine, slots, token, places, j, columns) == c)
-        row = row_of(mine, pad_offsets, places, j, experts, rows);
+      if (column_of(entries_of_token, slots, token, places, j, columns) == c)
+        row = row_of(entries_of_token, pad_offsets, places, j, experts, rows);
     if (row >= 0 && !grad) continue;
     for (i64 b = 0; b < size; ++b) out[(token * columns + c) * size + b] = row < 0 ? 0 : grad[row * size + b];
   }
@@ -53,8 +53,8 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
   __shared__ int column[PROBS ? UNPERMUTE_PLACES : 1];
   __shared__ float weight[UNPERMUTE_PLACES];
   const i64 token = blockIdx.x;
-  const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = count_of(mine, places);
+  const int* entries_of_token = row_id_map + token * (2 * places + 1);
+  const int count = count_of(entries_of_token, places);
   const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
   for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
@@ -64,9 +64,9 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
       if (first == begin || count > UNPERMUTE_PLACES) {
         __syncthreads();
         for (int j = threadIdx.x; j < here; j += blockDim.x) {
-          from[j] = row_of(mine, pad_offsets, places, j0 + j, experts, rows);
+          from[j] = row_of(entries_of_token, pad_offsets, places, j0 + j, experts, rows);
           if (!PROBS && !probs) continue;
-          const int c = column_of(mine, slots, token, places, j0 + j, columns);
+          const int c = column_of(entries_of_token, slots, token, places, j0 + j, columns);
           if (PROBS) column[j] = c;
           if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
         }
@@ -91,8 +91,8 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
   }
   if (!PROBS || blockIdx.y > 0) return;
   if (count > UNPERMUTE_PLACES) {
-    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, experts, rows,
-                out_probs);
+    token_probs(grad_probs, grad_size, entries_of_token, slots, pad_offsets, token, places, columns, experts,
+                rows, out_probs);
     return;
   }
   for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // the rows are known by now
@@ -151,23 +151,23 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     return;
   }
   const i64 token = blockIdx.x - fillers, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = count_of(mine, places);
+  const int* entries_of_token = row_id_map + token * (2 * places + 1);
+  const int count = count_of(entries_of_token, places);
   const uint4* g = grad + token * vectors;
   if (count < columns)  // zeros in the columns that are not this token's
     token_probs(0,
                 probs_kind == F64   ? 8
                 : probs_kind == F32 ? 4
                                     : 2,
-                mine, slots, pad_offsets, token, places, columns, experts, rows, (u8*)grad_probs);
+                entries_of_token, slots, pad_offsets, token, places, columns, experts, rows, (u8*)grad_probs);
   int my_row = -1, my_column = 0;
   float my_weight = 0.f;
   for (int j = threadIdx.x / 32, turn = 0; j < count; j += warps, ++turn) {
     if (turn % 32 == 0) {
       const i64 place = j + lane * warps;
       if (place < count) {
-        my_row = (int)row_of(mine, pad_offsets, places, place, experts, rows);
-        my_column = column_of(mine, slots, token, places, place, columns);
+        my_row = (int)row_of(entries_of_token, pad_offsets, places, place, experts, rows);
+        my_column = column_of(entries_of_token, slots, token, places, place, columns);
         if (my_column >= 0) my_weight = load(probs, token * columns + my_column, (int)probs_kind);
       }
     }
@@ -221,21 +221,21 @@ extern "C" __global__ void unpermute_rows(const void* x, const void* scales, i64
                                           const u8* grad_probs, i64 grad_size, u8* out_probs) {
   pdl_wait();
   const i64 token = blockIdx.x;
-  const int* mine = row_id_map + token * (2 * places + 1);
-  const int count = count_of(mine, places);
+  const int* entries_of_token = row_id_map + token * (2 * places + 1);
+  const int count = count_of(entries_of_token, places);
   if (grad_probs)
-    token_probs(grad_probs, grad_size, mine, slots, pad_offsets, token, places, columns, experts, rows,
-                out_probs);
+    token_probs(grad_probs, grad_size, entries_of_token, slots, pad_offsets, token, places, columns, experts,
+                rows, out_probs);
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
     float total = 0.f;
     double wide = 0.0;
     for (int j = 0; j < count; ++j) {
-      const i64 row = row_of(mine, pad_offsets, places, j, experts, rows);
+      const i64 row = row_of(entries_of_token, pad_offsets, places, j, experts, rows);
       if (row < 0) continue;
       const double value = row_value(x, scales, row, i, width, (int)kind, (int)fmt, (int)layout);
       double weight = 1.0;
       if (probs) {
-        const int column = column_of(mine, slots, token, places, j, columns);
+        const int column = column_of(entries_of_token, slots, token, places, j, columns);
         weight = column < 0 ? 0.0 : load_wide(probs, token * columns + column, (int)probs_kind);
       }
       if (out_kind == F64)

@@ -119,9 +119,9 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
     int before = 0;
     for (int e0 = 0; e0 <= experts; e0 += 32) {
       const int e = e0 + (int)lane, count = e < experts ? s.offsets[e + 1] - s.offsets[e] : 0;
-      const int mine = units(max(count, 0));
-      const int total = sum_up_to_here(mine);
-      if (e <= experts) s.first[e] = before + total - mine;
+      const int own_units = units(max(count, 0));
+      const int total = sum_up_to_here(own_units);
+      if (e <= experts) s.first[e] = before + total - own_units;
       before += __shfl_sync(0xffffffffu, total, 31);
     }
   }
