@@ -28,7 +28,7 @@ struct Windows {   // of the ranks one after the other; those that are not there
     while (rank + 1 < PEERS && place >= first[rank + 1]) ++rank;
     return to[rank] + (place - first[rank]) * stride;
   }
-  // what(address) for each of the row's places.
+  // visit(address) for each of the row's places.
   template <class What>
   __device__ __forceinline__ void each(i64 row, const What& visit) const {
     const int* places = map + row * (2 * most + 1);
@@ -86,7 +86,7 @@ struct Parts {
   u8* at[4];
   i64 bytes[4];
 
-  // what(part of the row, its bytes, those before it in a message).
+  // visit(part of the row, its bytes, those before it in a message).
   template <class What>
   __device__ __forceinline__ void each(i64 row, const What& visit) const {
     u32 before = 0;
@@ -128,7 +128,7 @@ struct Blocks {  // of the rows' codes
   u32 first;       // the warp's; the one division is its
   u32 row, place;  // the first's
 
-  // what(address, place) for each message of a block's row, and its place there.
+  // visit(address, place) for each message of a block's row, and its place there.
   template <class What>
   __device__ __forceinline__ void each(u32 block, const What& visit) const {
     u32 its_row = row, its_place = place + (block - first);
