@@ -255,7 +255,7 @@ def torch_memory() -> AbstractContextManager[Any]:
         return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
 
     def free(address: int, device: int) -> None:
-        if address:
+        if address and not sys.is_finalizing():  # by then torch's modules are gone, as the memory soon is
             torch.cuda.caching_allocator_delete(address)
 
     context: AbstractContextManager[Any] = cupy.cuda.using_allocator(
