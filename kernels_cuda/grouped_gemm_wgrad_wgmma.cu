@@ -88,6 +88,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           if (s.offsets[e] % 16 == 0)
             fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
                         first_row, first_column < depth ? first_column : -1);
+          else  // two phases ahead a barrier looks as it does now, and the next expert's codes came too early
+            barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
         }
         if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
       }

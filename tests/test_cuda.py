@@ -772,6 +772,20 @@ def test_grouped_gemm_wgrad_takes_any_scales():
     wgrad_takes_any_scales(both, rng, offsets, *(fp8moe.scaling_aware_transpose(a, offsets) for a in q))
 
 
+@pytest.mark.parametrize("num_sms", [2, None])
+def test_grouped_gemm_wgrad_where_some_experts_begin_at_no_multiple_of_16(num_sms):
+    """Tiles by TMA after tiles without: what fetches must not run ahead of those."""
+    rng = np.random.default_rng(7)
+    offsets = np.concatenate(([0], np.cumsum([8, 888] * 40))).astype(np.int32)
+    q = [fp8moe.quantize(rng.standard_normal((int(offsets[-1]), n)).astype(np.float32)) for n in (264, 520)]
+    transposed = [fp8moe.scaling_aware_transpose(a, offsets) for a in q]
+    wanted = fp8moe.grouped_gemm_wgrad(*transposed, offsets)
+    arrays = [upload(a) for a in (*transposed, offsets)]
+    for _ in range(5):
+        new = download(fp8moe.grouped_gemm_wgrad(*arrays, num_sms=num_sms, backend="wgmma"))
+        assert relative(new, wanted) <= 2.0**-11  # the tensor cores' 14 bits
+
+
 @pytest.mark.parametrize("backend", ["plain", "mma", None])
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [1000, 1, 700]])

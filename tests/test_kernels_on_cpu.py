@@ -441,6 +441,20 @@ def wgrad_agrees(transposed, offsets, backend):
         assert relative(cuda_on_cpu.download(theirs), ours) <= bound
 
 
+def test_wgrad_where_some_experts_begin_at_no_multiple_of_16(monkeypatch):
+    """A multiprocessor makes tiles by TMA after tiles without: what fetches must not run ahead of those."""
+    from fp8moe.kernels_cuda import driver
+
+    x, _, dy, offsets = random_operands([8, 888] * 3, 24, 40, ("e4m3", "e4m3"))
+    transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
+    wanted = fp8moe.grouped_gemm_wgrad(*transposed, offsets)
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
+    arguments = [cuda_on_cpu.upload(a) for a in (*transposed, offsets)]
+    new = cuda_on_cpu.download(fp8moe.grouped_gemm_wgrad(*arguments, backend="wgmma"))
+    assert relative(new, wanted) <= 1e-5
+
+
 def random_operands(counts, width, depth, fmts):
     offsets = offsets_of(counts)
     rows = (int(offsets[-1]) // 16 + 1) * 16
