@@ -24,7 +24,15 @@ import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
 from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
-from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
+from fp8moe.adapters.torch_library import (
+    NAMESPACE,
+    as_arguments,
+    library,
+    like,
+    once_differentiable,
+    operator,
+    spec_of,
+)
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.formats import BFLOAT16
@@ -226,7 +234,7 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         wanted = _names(ctx.options.wanted)
         asked = _asked_for(ctx)
