@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of
+from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_operation import check_float, refuse_transforms
@@ -494,15 +494,17 @@ class FP8FlowMoE(nn.Module):
             self._copies = None
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        w13, w2 = local_of(self.w13).bfloat16(), local_of(self.w2).bfloat16()
+        weights = local_of(self.w13), local_of(self.w2)
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
-        if self.backend is None and self.hidden % 8 == self.ffn % 8 == 0 and not compiling:
-            return by_grouped_mm(x, w13, w2, ids, probs, **options)
-        options |= {"recipe": "bf16", "backend": self.backend}
+        added = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
+        if self.backend is None and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or added):
+            return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
+        options |= {"recipe": "bf16", "backend": self.backend, "handle": self._handle}
+        options["parameters"] = self.w13, self.w2
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
-        return experts(x, w13, w2, ids, probs, [w13, w2], **options)
+        return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
