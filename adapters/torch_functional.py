@@ -56,9 +56,11 @@ def moe_experts(
         Gates before ups, or the two apart; [E, F, H] for an activation without a gate. Any floating-point
         dtype and strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned,
         which has no gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
-        ``main_grad``. Where F is no multiple of 128, the FP8 recipes multiply by codes with zeros up to the
-        next one. "fp8_flow" copies no weights on the way, halves, padded or transposed; the gradient of a
-        padded w13 in one piece is copied once. The other recipes join the halves, "fp8_blockwise" pads.
+        ``main_grad``, to which it is added where the products take the weight as it is: where it is cast,
+        joined or padded before ("bf16", "fp8_blockwise", ``bias13``), it comes as its ``grad``. Where F is no
+        multiple of 128, the FP8 recipes multiply by codes with zeros up to the next one. "fp8_flow" copies no
+        weights on the way, halves, padded or transposed; the gradient of a padded w13 in one piece is copied
+        once. The other recipes join the halves, "fp8_blockwise" pads.
     w2 : Tensor or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : Tensor, int32 or int64, [..., k]

@@ -307,6 +307,31 @@ def test_compiled_gradients_are_added_to_main_grad(recipe):
         assert w.grad_added_to_main_grad
 
 
+@pytest.mark.parametrize("call", ["grad", "inputs"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_gradient_of_the_input_alone_leaves_main_grad_as_it_is(mode, call):
+    torch.compiler.reset()
+    layer, x = module(), tokens()
+    for w in (layer.w13, layer.w2):
+        w.main_grad = torch.zeros_like(w)
+    forward = layer if mode == "eager" else torch.compile(layer, backend="aot_eager", fullgraph=True)
+    y = forward(x).sum()
+
+    def backward_to_x():
+        if call == "grad":
+            torch.autograd.grad(y, x)
+        else:
+            y.backward(inputs=[x])
+
+    if mode == "eager":
+        backward_to_x()
+    else:
+        with pytest.raises(RuntimeError, match="not asked for the gradient of w13"):
+            backward_to_x()
+    assert not layer.w13.main_grad.any()
+    assert not layer.w2.main_grad.any()
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
