@@ -23,8 +23,16 @@ from torch.distributed.tensor import DTensor
 import fp8moe
 from fp8moe import Quantized, QuantTensor, checks, moe, workspace
 from fp8moe.activation import Activation
-from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
-from fp8moe.adapters.torch_library import NAMESPACE, as_arguments, library, like, operator, spec_of
+from fp8moe.adapters.torch_halves import Half, asked_for, is_asked_for, keeps_graph
+from fp8moe.adapters.torch_library import (
+    NAMESPACE,
+    as_arguments,
+    library,
+    like,
+    once_differentiable,
+    operator,
+    spec_of,
+)
 from fp8moe.adapters.torch_stats import Collector
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.formats import BFLOAT16
@@ -226,7 +234,7 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         wanted = _names(ctx.options.wanted)
         asked = _asked_for(ctx)
@@ -589,9 +597,16 @@ def _results_of_backward(
             "add all gradients again; wanted one backward, or the layer in a function under "
             "torch.compiler.disable"
         )
+    layer = None if handle is None else _layers.get(int(handle))
+    for name, main in zip(("w13", "w3", "w2"), mains, strict=True):
+        if main is not None and layer is not None and not is_asked_for(getattr(layer, name)):
+            raise RuntimeError(
+                f"main_grad: got a backward of a compiled layer that is not asked for the gradient of {name} "
+                "(torch.autograd.grad, or backward(inputs=...), of others), but would add it there; wanted "
+                "backward(), or the layer in a function under torch.compiler.disable"
+            )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
     dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, options)
-    layer = None if handle is None else _layers.get(int(handle))
     grads = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
         ("w13", "w3", "w2"), of_weights, mains, dtypes, targets.zeros, strict=True

@@ -56,9 +56,11 @@ def moe_experts(
         Gates before ups, or the two apart; [E, F, H] for an activation without a gate. Any floating-point
         dtype and strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned,
         which has no gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
-        ``main_grad``. Where F is no multiple of 128, the FP8 recipes multiply by codes with zeros up to the
-        next one. "fp8_flow" copies no weights on the way, halves, padded or transposed; the gradient of a
-        padded w13 in one piece is copied once. The other recipes join the halves, "fp8_blockwise" pads.
+        ``main_grad``, to which it is added where the products take the weight as it is: where it is cast,
+        joined or padded before ("bf16", "fp8_blockwise", ``bias13``), it comes as its ``grad``. Where F is no
+        multiple of 128, the FP8 recipes multiply by codes with zeros up to the next one. "fp8_flow" copies no
+        weights on the way, halves, padded or transposed; the gradient of a padded w13 in one piece is copied
+        once. The other recipes join the halves, "fp8_blockwise" pads.
     w2 : Tensor or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : Tensor, int32 or int64, [..., k]
@@ -232,16 +234,35 @@ def _moe_experts(
 ) -> Tensor:
     """`moe_experts`, and with an align_size other than 0 `moe_experts_permuted`, whose counts and probs are
     passed as ids and probs."""
-    recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
     refuse_transforms(name)
-    checks.choice("recipe", recipe, RECIPES)
-    checks.choice("backend", backend, BACKENDS)
+    checks.choice("recipe", options.recipe, RECIPES)
+    checks.choice("backend", options.backend, BACKENDS)
     check_float("x", x)
     check_float("probs" if align_size else "topk_probs", topk_probs)
-    dtype, ffn = torch.bfloat16, None
-    if recipe == "bf16":
-        autocast = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    place, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
+    given = x, w13, w2, topk_ids, topk_probs, options, comm, align_size
+    if not torch.is_autocast_enabled(place):
+        return _multiplied_in(dtype, *given)
+    if options.recipe == "bf16":
+        dtype = torch.get_autocast_dtype(place)
+    # under float16 torch would refuse to join bfloat16 weights with their biases, and add those in float16
+    with torch.autocast(place, enabled=False):
+        return _multiplied_in(dtype, *given)
+
+
+def _multiplied_in(
+    dtype: torch.dtype,
+    x: Tensor,
+    w13: Any,
+    w2: Any,
+    topk_ids: Tensor,
+    topk_probs: Tensor,
+    options: _Options,
+    comm: Any,
+    align_size: int,
+) -> Tensor:
+    recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
+    ffn = None
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
     given: list[Any] = _checked(w13, w2, bias13, recipe, halves)
@@ -258,6 +279,8 @@ def _moe_experts(
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
         given = [w.to(dtype).contiguous() for w in given]
+    if fp8_weights is not None:
+        _check_fp8_weights(fp8_weights, given, halves)
     multiplied: Any = fp8_weights or given
     if recipe != "bf16" and fp8_weights is None:
         multiplied = _quantized(given, halves) if as_given else [_codes(w) for w in given]
@@ -393,6 +416,20 @@ def quantize_fp8_weights(
     whole = _whole(given, bias13, "fp8_flow", halves)
     first, second = (_codes(w, old) for w, old in zip(whole, out or (None, None), strict=True))
     return first, second
+
+
+def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
+    """Of the sizes that `_quantized` makes of these weights: of others only a backward would fail."""
+    for name, codes, w in zip(("w13", "w2"), fp8_weights, weights, strict=True):
+        if isinstance(w, Quantized):
+            wanted = tuple(w.columnwise.shape)
+        elif name == "w13":
+            first, parts = (w[0], 1) if isinstance(w, tuple) else (w, halves)
+            rows = halves * _whole_blocks(first.shape[1] // parts)
+            wanted = first.shape[0], rows, first.shape[2]
+        else:
+            wanted = *w.shape[:2], _whole_blocks(w.shape[2])
+        checks.shape(f"fp8_weights of {name}", codes.columnwise, wanted)
 
 
 def _codes(w: Any, out: Quantized | None = None) -> Quantized:

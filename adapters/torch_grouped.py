@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
+from fp8moe.adapters.torch_library import once_differentiable
 from fp8moe.expert_parallel import DispatchedRows
 from fp8moe.expert_parallel.protocols import capacity_of
 from fp8moe.plan import static_bound
@@ -115,7 +116,7 @@ class _Recomputed(torch.autograd.Function):
         return _products(x, probs, w13, w2, offsets, activation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, probs, w13, w2, offsets = ctx.saved_tensors
         if compiling := torch.compiler.is_compiling():  # Dynamo traces this, and it always runs whole

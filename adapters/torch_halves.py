@@ -26,6 +26,11 @@ def _runs(node: Any) -> bool:
         return True
 
 
+def is_asked_for(parameter: Tensor) -> bool:
+    """Whether the backward that runs now goes on to a leaf."""
+    return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
 def keeps_graph() -> bool:
     """Whether autograd's engine runs a backward, and may run it again; outside of one it says it keeps."""
     return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()

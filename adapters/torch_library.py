@@ -362,14 +362,19 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(_TWICE)
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = True) -> Callable[..., Any]:
     """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
-    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them."""
+    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them.
+
+    saves_inputs: whether the inputs that the gradient depends on are among the saved tensors, or their codes,
+    which have no gradient.
+    """
 
     def run(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        return _Once.apply(backward, ctx, len(grads), *grads, *ctx.saved_tensors)
+        inputs = ctx.saved_tensors if saves_inputs else (torch.zeros((), requires_grad=True),)
+        return _Once.apply(backward, ctx, len(grads), *grads, *inputs)
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8moe import Quantized, RouterConfig, checks
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of
+from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_operation import check_float, refuse_transforms
@@ -305,9 +306,10 @@ class FP8FlowMoE(nn.Module):
         """Make FP8 copies of the weights now and keep them.
 
         Forwards without gradients use them until one with gradients comes or the weights have visibly
-        changed; weights written through other memory since then need another call. Inside
-        `weights_unchanged` they replace its copies. A CUDA graph that was captured with kept copies reads
-        these: they are written where it finds them, and a backward that still needs the old ones refuses.
+        changed, by an optimizer's step, too; weights written through other memory since then need another
+        call. Inside `weights_unchanged` they replace its copies. A CUDA graph that was captured with kept
+        copies reads these: they are written where it finds them, and a backward that still needs the old ones
+        refuses.
 
         Raises
         ------
@@ -474,6 +476,7 @@ class FP8FlowMoE(nn.Module):
         if into is not None:  # so that autograd refuses a backward that saved what was here
             torch.autograd.graph.increment_version(new.tensors)
         self._copies = new
+        _keeping.add(self)
         return new
 
     def _make(self, into: list[Quantized] | None = None) -> list[Quantized]:
@@ -491,15 +494,17 @@ class FP8FlowMoE(nn.Module):
             self._copies = None
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        w13, w2 = local_of(self.w13).bfloat16(), local_of(self.w2).bfloat16()
+        weights = local_of(self.w13), local_of(self.w2)
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
-        if self.backend is None and self.hidden % 8 == self.ffn % 8 == 0 and not compiling:
-            return by_grouped_mm(x, w13, w2, ids, probs, **options)
-        options |= {"recipe": "bf16", "backend": self.backend}
+        added = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
+        if self.backend is None and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or added):
+            return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
+        options |= {"recipe": "bf16", "backend": self.backend, "handle": self._handle}
+        options["parameters"] = self.w13, self.w2
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
-        return experts(x, w13, w2, ids, probs, [w13, w2], **options)
+        return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
 
 
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -543,15 +548,6 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     (True, 0)
     """
     layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
-
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # a fused step counts no version
-        written = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for layer in layers:
-            if layer._copies is not None and not written.isdisjoint((id(layer.w13), id(layer.w2))):
-                layer._copies.stepped = True
-
-    hook = register_optimizer_step_post_hook(stepped)
     entered = []
     try:
         for layer in layers:
@@ -563,11 +559,28 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
                     layer._keep()
         yield
     finally:
-        hook.remove()
         for layer in entered:
             layer._scopes -= 1
             if not layer._scopes:
                 layer._release()
+
+
+#: layers that have kept copies, as long as they live
+_keeping: weakref.WeakSet[FP8FlowMoE] = weakref.WeakSet()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A fused step counts no version."""
+    layers = [layer for layer in _keeping if layer._copies is not None]
+    if not layers:
+        return
+    written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for layer in layers:
+        if layer._copies is not None and not written.isdisjoint((id(layer.w13), id(layer.w2))):
+            layer._copies.stepped = True
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 class _Copies:
@@ -584,13 +597,15 @@ class _Copies:
         self.current, self.stepped, self.recorded, self.captured = True, False, False, captured
         self.of_capture = _capturing(layer.w13)
         weights = {"w13": layer.w13, "w2": layer.w2}
-        self._made_of = {name: (_storage(w), _version(w)) for name, w in weights.items()}
+        self._made_of = {name: (_storage(w), _view(w), _version(w)) for name, w in weights.items()}
 
     def changed(self, layer: FP8FlowMoE) -> str | None:
         """The name of a weight that has visibly changed."""
-        for name, (storage, version) in self._made_of.items():
+        for name, (storage, view, version) in self._made_of.items():
             w = getattr(layer, name)
-            if self.stepped or version != _version(w) or storage.expired() or storage != _storage(w):
+            if self.stepped or (view, version) != (_view(w), _version(w)):
+                return name
+            if storage.expired() or storage != _storage(w):
                 return name
         return None
 
@@ -598,6 +613,12 @@ class _Copies:
 def _storage(w: Tensor) -> StorageWeakRef:
     """fully_shard gathers weights into the same storage, at another address."""
     return StorageWeakRef(_memory(w).untyped_storage())
+
+
+def _view(w: Tensor) -> Any:
+    """Where in its storage: several sets of weights may lie in one buffer."""
+    w = _memory(w)
+    return w.storage_offset(), w.stride()
 
 
 def _version(w: Tensor) -> int | None:

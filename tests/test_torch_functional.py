@@ -104,6 +104,43 @@ def test_padded_weights_are_neither_joined_nor_copied(monkeypatch, mode, apart):
         assert (w.main_grad - (1 + true)).abs().max() <= 2.0**-23 * (1 + true.abs().max())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_to_float16_with_bfloat16_weights(recipe, bias):
+    """The FP8 recipes compute what they do without autocast; joining and adding are not left to autocast."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    w1, w3, w2 = (w.bfloat16() for w in (w1, w3, w2))
+    biases = {}
+    if bias:
+        biases = {"bias13": torch.randn(w1.shape[0], 2 * w1.shape[1]), "bias2": torch.randn(w2.shape[:2])}
+
+    def call(x, *w):
+        return moe_experts(x, w[:2], w[2], ids, probs, recipe=recipe, **biases)
+
+    def under_autocast(x, *w):
+        with torch.autocast("cpu", torch.float16):
+            return call(x, *w)
+
+    def in_float16(x, *w):
+        return call(x.half(), *w).to(x.dtype)
+
+    plain = in_float16 if recipe == "bf16" else call
+    leaves = [x, w1, w3, w2]
+    for actual, wanted in zip(results(under_autocast, leaves, dy), results(plain, leaves, dy), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("change", ["experts", "ffn"])
+def test_fp8_weights_of_another_size_are_refused(change):
+    x, w1, w3, w2, ids, probs, _ = problem()
+    more = [torch.cat((w, w)) for w in (w1, w3, w2)]
+    if change == "ffn":
+        more = [torch.cat((w1, w1), dim=1), torch.cat((w3, w3), dim=1), torch.cat((w2, w2), dim=2)]
+    codes = quantize_fp8_weights((more[0], more[1]), more[2])
+    with torch.no_grad(), pytest.raises(ValueError, match="fp8_weights of w13: got shape"):
+        moe_experts(x, (w1, w3), w2, ids, probs, fp8_weights=codes)
+
+
 def test_one_frozen_half():
     x, w1, w3, w2, ids, probs, dy = problem()
     _, _, *wanted = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)

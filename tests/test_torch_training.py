@@ -535,6 +535,16 @@ def test_twice_differentiated_is_refused_by_name():
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_twice_differentiated_are_refused_where_the_incoming_gradient_is_constant(recipe, recompute):
+    layer, x = module(recipe, recompute=recompute), tokens()
+    ids, probs = torch.zeros(len(x), TOPK, dtype=torch.int32), torch.ones(len(x), TOPK)
+    (dx,) = torch.autograd.grad(layer(x, ids, probs).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="not twice differentiable"):
+        (dx.square() + x).sum().backward()
+
+
 # ---------------------------------------------------------------- around the layer
 
 

@@ -339,6 +339,39 @@ def test_copies_for_forwards_without_gradients(device):
     assert layer.fp8_weight_nbytes == 0
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_after_quantize_weights(device, fused):
+    """A backward, copies, then the step: a fused one counts no version of the weights."""
+    layer = module(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
+    layer(tokens(device)).sum().backward()
+    layer.quantize_weights()
+    optimizer.step()
+    assert_fresh(layer)
+
+
+def test_a_step_after_is_first_microbatch_is_refused(device):
+    layer = module(device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    layer(tokens(device), is_first_microbatch=True).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="w13: changed while"):
+        layer(tokens(device), is_first_microbatch=False)
+
+
+def test_two_sets_of_weights_in_one_buffer(device):
+    layer = module(device)
+    sets = torch.stack((layer.w13.detach(), torch.randn_like(layer.w13)))
+    layer.w13.data = sets[0]
+    layer.quantize_weights()
+    layer.w13.data = sets[1]
+    assert_fresh(layer)
+    with layer.weights_unchanged():
+        layer.w13.data = sets[0]
+        with pytest.raises(RuntimeError, match="w13: changed while"):
+            layer(tokens(device))
+
+
 def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
     """Weights that change between the two: gradients are those at the forward's weights."""
     x = tokens(device)
