@@ -22,6 +22,7 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
+    products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
     scales_in_both_layouts,
@@ -770,6 +771,11 @@ def test_grouped_gemm_wgrad_takes_any_scales():
     offsets = np.array([0, 5, 135, 136, 1000], np.int32)
     q = [fp8moe.quantize(rng.standard_normal((1008, n)).astype(np.float32)) for n in (520, 1280)]
     wgrad_takes_any_scales(both, rng, offsets, *(fp8moe.scaling_aware_transpose(a, offsets) for a in q))
+
+
+@pytest.mark.parametrize("backend", ["plain", "mma"])
+def test_products_of_scales_far_apart(backend):
+    products_of_scales_far_apart(upload, download, generator(), backend)
 
 
 @pytest.mark.parametrize("backend", ["plain", "mma", None])
