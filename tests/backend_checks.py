@@ -159,6 +159,57 @@ def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, back
         assert relative(download(added), wanted_dw + into.astype(np.float64)) <= bound + rounding[out] / 2
 
 
+def products_of_scales_far_apart(upload, download, rng, backend):
+    """Products of codes against float64: scales from step to step up to 2^80 apart, some of them zero; NaN
+    goes to the sums of the lines that have it and to no others."""
+    offsets, width, depth = np.array([0, 384, 512], np.int32), 136, 272
+    spans = list(itertools.pairwise(offsets))
+
+    def far(q):
+        scales = np.exp2(rng.integers(-40, 41, q.scales.shape)) * rng.uniform(1, 2, q.scales.shape)
+        near = rng.random(len(scales)) < 0.3  # lines whose steps are alike
+        scales[near] = rng.uniform(1, 2, scales[near].shape)
+        scales[rng.random(scales.shape) < 0.03] = 0
+        return replace(q, scales=scales.astype(np.float32))
+
+    def wide(q):
+        codes, scales = from_float8(q.data, q.fmt).astype(np.float64), q.scales.astype(np.float64)
+        if q.block == (128, 1):
+            scales = scales.T
+        for axis in (-2, -1):
+            block = 1 if codes.shape[axis] == scales.shape[axis] else 128
+            scales = scales.repeat(block, axis).take(np.arange(codes.shape[axis]), axis)
+        return codes * scales
+
+    def check(got, pairs, terms, rounding):
+        """got[i]: the product of pairs[i], sums of ``terms`` products."""
+        # each product that is added rounds by at most 2^-23 of those so far, and four roundings a step of 128
+        bound = (terms + 4 * terms / 128) * 2.0**-23 + rounding
+        for part, (a, b) in zip(got, pairs, strict=True):
+            wanted, size = a @ b.T, np.abs(a) @ np.abs(b).T
+            known = ~np.isnan(wanted)
+            assert known.any()
+            np.testing.assert_array_equal(np.isnan(part), ~known)
+            assert (np.abs(part.astype(np.float64) - wanted) <= bound * size)[known].all()
+
+    x, dy = (fp8moe.quantize(rng.standard_normal((512, n)).astype(np.float32)) for n in (depth, width))
+    w = far(fp8moe.quantize(rng.standard_normal((2, width, depth)).astype(np.float32), block=(128, 128)))
+    rows = far(x)
+    rows.scales[7, 2] = np.nan
+    got = download(fp8moe.grouped_gemm(*map(upload, (rows, w, offsets)), backend=backend))
+    wide_rows, wide_w = wide(rows), wide(w)
+    pairs = [(wide_rows[lo:hi], wide_w[e]) for e, (lo, hi) in enumerate(spans)]
+    check([got[lo:hi] for lo, hi in spans], pairs, depth, 2.0**-8)
+    for target in ({}, {"target": "block"}):
+        operands = [
+            far(fp8moe.scaling_aware_transpose(q, offsets, align_size=128, **target)) for q in (dy, x)
+        ]
+        operands[0].scales[1, 1] = np.nan
+        got = download(fp8moe.grouped_gemm_wgrad(*map(upload, (*operands, offsets)), backend=backend))
+        a, b = map(wide, operands)
+        check(got, [(a[:, lo:hi], b[:, lo:hi]) for lo, hi in spans], 384, 0.0)
+
+
 def rows_without_room_are_left_out(upload, download, x, sizes, order):
     """On CUDA, where nobody looks at the sizes: what has room is as it is with room enough."""
     full = fp8moe.sort_chunks(x, sizes, order)

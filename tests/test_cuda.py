@@ -22,6 +22,7 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
+    products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
     scales_in_both_layouts,
@@ -784,6 +785,11 @@ def test_grouped_gemm_wgrad_where_some_experts_begin_at_no_multiple_of_16(num_sm
     for _ in range(5):
         new = download(fp8moe.grouped_gemm_wgrad(*arrays, num_sms=num_sms, backend="wgmma"))
         assert relative(new, wanted) <= 2.0**-11  # the tensor cores' 14 bits
+
+
+@pytest.mark.parametrize("backend", ["plain", "mma"])
+def test_products_of_scales_far_apart(backend):
+    products_of_scales_far_apart(upload, download, generator(), backend)
 
 
 @pytest.mark.parametrize("backend", ["plain", "mma", None])

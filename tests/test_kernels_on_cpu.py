@@ -13,6 +13,7 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
+    products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
     tiles_are_taken_when_free,
@@ -567,6 +568,12 @@ def test_every_code_is_multiplied_exactly(fmt, architecture):
     )
     np.testing.assert_array_equal(theirs.astype(np.float32), ours.astype(np.float32))
     assert np.isnan(ours).any()
+
+
+@pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
+def test_products_of_scales_far_apart(monkeypatch, architecture):
+    cuda_on_cpu.install(monkeypatch, architecture=architecture)
+    products_of_scales_far_apart(cuda_on_cpu.upload, cuda_on_cpu.download, RNG, "mma")
 
 
 @pytest.mark.parametrize(
