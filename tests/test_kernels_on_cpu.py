@@ -135,7 +135,8 @@ def rows_there_and_back(plan, columns):
     assert_same(*both(lambda x, p, w: cut(fp8moe.permute(x, p, w)), x, plan, probs))
     assert_same(*both(fp8moe.unpermute, rows, plan, probs))
     assert_same(*both(fp8moe.unpermute, rows, plan))
-    assert_same(*both(fp8moe.permute_backward, rows, plan, grads))
+    for dtype in (np.float32, BF16, np.float64):
+        assert_same(*both(fp8moe.permute_backward, rows, plan, grads.astype(dtype)))
     ours, theirs = both(fp8moe.unpermute_backward, x, plan, rows, probs)
     assert_same(ours[0], theirs[0])
     # at most 32 products in float32 before float64, of magnitudes up to 2^16 here
