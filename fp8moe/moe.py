@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -29,7 +29,14 @@ from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
 from fp8moe.expert_parallel.protocols import capacity_of, chunks_of, with_spare
 from fp8moe.formats import BFLOAT16, round_up
-from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
+from fp8moe.grouped_gemm import (
+    BACKENDS,
+    check_limit,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    not_on_cpu,
+    products_by,
+)
 from fp8moe.interop import Device
 from fp8moe.permuted_rows import (
     PlacedRows,
@@ -49,6 +56,7 @@ from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, Quan
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import scaling_aware_transpose
 
+Limited = TypeVar("Limited", bound="Saved | SavedForWeights")
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
 RECIPES = get_args(Recipe)
 #: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
@@ -71,6 +79,7 @@ class Saved(Record):
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
     backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
+    num_sms: of how many multiprocessors at most, as of the backend; None: all.
     later: of ``overlap_chunks``, what was kept of the chunks after the first, without the weights.
     """
 
@@ -87,6 +96,7 @@ class Saved(Record):
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
     backend: str | None = None
+    num_sms: int | None = None
     later: tuple[Saved, ...] = ()
 
     @property
@@ -133,6 +143,7 @@ class SavedForWeights(Record):
     x: Any
     activation: Activation = SWIGLU
     backend: str | None = None
+    num_sms: int | None = None
     later: tuple[SavedForWeights, ...] = ()
 
     @property
@@ -214,8 +225,10 @@ def check_backend(
     hidden: int,
     ffn: int,
     gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
 ) -> None:
-    """Refuse a backend that does not make every product of a layer on a device, before anything is computed.
+    """Refuse a backend that does not make every product of a layer on a device, and a limit that these do not
+    keep to, before anything is computed.
 
     dtype: of the operands of "bf16". ffn: F without the zeros that FP8 weights are filled up with. What
     depends on the number of rows, or on where an array begins, is not known here.
@@ -223,13 +236,16 @@ def check_backend(
     Raises ValueError, and TypeError for a dtype.
     """
     checks.choice("backend", backend, BACKENDS)
-    if backend is None or device == NOWHERE:
+    num_sms = check_limit(num_sms)
+    given = {n: v for n, v in (("backend", backend), ("num_sms", num_sms)) if v is not None}
+    if not given or device == NOWHERE:
         return
     if device == "cpu":
-        raise not_on_cpu(backend)
+        raise not_on_cpu(*next(iter(given.items())))
     width = ffn if recipe == "bf16" else round_up(ffn, 128)
     load_backend(device, "grouped_gemm").check_layer(
         backend,
+        num_sms,
         device,
         operands=dtype if recipe == "bf16" else "e4m3",
         experts=experts,
@@ -254,6 +270,7 @@ def moe_forward(
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of a layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -285,6 +302,10 @@ def moe_forward(
         the others need is neither made nor kept; () for inference.
     backend : str or None
         By which kernels all products are made, the backward's too: as `grouped_gemm` takes it.
+    num_sms : int or None
+        How many of the GPU's multiprocessors all products may use at most, the backward's too, unless that is
+        told otherwise: as `grouped_gemm` takes it. The kernels between them, which are short and limited by
+        memory, use what is free. No result depends on it.
 
     Returns
     -------
@@ -319,12 +340,13 @@ def moe_forward(
     _check_gradients(gradients)
     options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
     checks.choice("backend", backend, BACKENDS)
-    options.update(gradients=tuple(gradients), backend=backend)
+    options.update(gradients=tuple(gradients), backend=backend, num_sms=check_limit(num_sms))
     overwritten = _overwritten(w13, w2)
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **options)
     else:
-        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, backend, tuple(gradients))
+        of_products = backend, options["num_sms"], options["gradients"]
+        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, *of_products)
         y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, options)
     return y, _recorded(saved, overwritten)
 
@@ -393,6 +415,7 @@ def moe_forward_permuted(
     align_size: int = 1,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of rows that a dispatcher has permuted: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
 
@@ -426,6 +449,8 @@ def moe_forward_permuted(
     gradients : collection of str
         As for `moe_forward`; "dprobs" is that of ``probs``.
     backend : str or None
+        As for `moe_forward`.
+    num_sms : int or None
         As for `moe_forward`.
 
     Returns
@@ -470,6 +495,7 @@ def moe_forward_permuted(
         activation=activation,
         gradients=tuple(gradients),
         backend=backend,
+        num_sms=check_limit(num_sms),
     )
     return y, _recorded(saved, _overwritten(w13, w2))
 
@@ -488,15 +514,17 @@ def experts_forward(
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
     if not isinstance(x, QuantTensor):
         given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-        _check_layer(recipe, activation, backend, gradients, **given)
+        _check_layer(recipe, activation, backend, num_sms, gradients, **given)
         x = _cast(recipe, x)
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
-    return _by_plan(x, w13, w2, plan, topk_probs, recipe, recompute, activation, gradients, backend)
+    options = recipe, recompute, activation, gradients, backend, num_sms
+    return _by_plan(x, w13, w2, plan, topk_probs, *options)
 
 
 @operation
@@ -513,14 +541,16 @@ def permuted_experts_forward(
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
     given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
-    _check_permuted(recipe, activation, align_size, backend, gradients, **given)
+    _check_permuted(recipe, activation, align_size, backend, num_sms, gradients, **given)
     if not isinstance(x, QuantTensor):
         x = _cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
-    y, saved = _by_plan(x, w13, w2, rows, probs, recipe, recompute, activation, gradients, backend)
+    options = recipe, recompute, activation, gradients, backend, num_sms
+    y, saved = _by_plan(x, w13, w2, rows, probs, *options)
     return unpad_rows(y, rows)[0], saved
 
 
@@ -535,17 +565,18 @@ def _by_plan(
     activation: Activation,
     gradients: Collection[str],
     backend: str | None,
+    num_sms: int | None,
 ) -> tuple[Any, Saved]:
     """The experts of rows that have their places."""
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     forward, *_ = _STEPS[recipe]
-    with products_by(backend):
+    with products_by(backend, num_sms):
         y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    kept.update(activation=activation, backend=backend)
+    kept.update(activation=activation, backend=backend, num_sms=num_sms)
     saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **kept)
     return y, saved.needed_for(gradients)
 
@@ -592,11 +623,11 @@ def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[
     rows = saved.plan
     if isinstance(rows, PlacedRows):
         dy = pad_rows(dy, rows)
-    with products_by(saved.backend):
+    with products_by(saved.backend, saved.num_sms):
         dx, dprobs, operands = backward_input(saved, dy, gradients)
     if isinstance(rows, PlacedRows) and dx is not None:
         dx, dprobs = unpad_rows(dx, rows, dprobs)
-    options: dict[str, Any] = {"activation": saved.activation, "backend": saved.backend}
+    options: dict[str, Any] = {name: getattr(saved, name) for name in ("activation", "backend", "num_sms")}
     return dx, dprobs, SavedForWeights(saved.recipe, saved.recompute, rows, **operands, **options)
 
 
@@ -604,7 +635,7 @@ def _backward_weight(
     operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
 ) -> tuple[Any, Any]:
     *_, backward_weight = _STEPS[operands.recipe]
-    with products_by(operands.backend):
+    with products_by(operands.backend, operands.num_sms):
         return backward_weight(operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
 
 
@@ -618,6 +649,7 @@ def moe_backward(
     ffn: int | None = None,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
 ) -> MoEGrads:
     """Gradients of `moe_forward` and of `moe_forward_permuted`.
 
@@ -643,6 +675,8 @@ def moe_backward(
         Names of those that are wanted, of "dx", "dprobs", "dw13" and "dw2". What only the others need is not
         computed (with frozen weights two of six matrix products), and they are None; "dx" and "dprobs" come
         together.
+    num_sms : int or None
+        As for `moe_forward`, of this backward's products; None: the forward's.
 
     Returns
     -------
@@ -668,6 +702,7 @@ def moe_backward(
     (100.0, 200.0)
     """
     gradients = _check_saved(saved, comm, gradients)
+    saved = _limited(saved, num_sms)
     _check_wanted(dw13, dw2, gradients)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if comm is None or saved.route is None:
@@ -736,6 +771,7 @@ def moe_backward_input(
     *,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
 ) -> tuple[MoEGrads, SavedForWeights]:
     """The half of `moe_backward` that the layer before waits for: gradients of x and of the probabilities.
 
@@ -750,6 +786,8 @@ def moe_backward_input(
         The forward's. The other half needs none.
     gradients : collection of str
         Names of those that are wanted of both halves together, as for `moe_backward`.
+    num_sms : int or None
+        As for `moe_backward`, of the products of both halves.
 
     Returns
     -------
@@ -780,6 +818,7 @@ def moe_backward_input(
     (200.0, 100.0)
     """
     gradients = _check_saved(saved, comm, gradients)
+    saved = _limited(saved, num_sms)
     if comm is None or saved.route is None:
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
@@ -796,6 +835,7 @@ def moe_backward_weight(
     dw2: ArrayLike | None = None,
     dtype: str = "float32",
     ffn: int | None = None,
+    num_sms: int | None = None,
 ) -> MoEGrads:
     """The half of `moe_backward` that nothing waits for: gradients of the weights.
 
@@ -811,6 +851,8 @@ def moe_backward_weight(
         Of the gradients where none are given.
     ffn : int or None
         As for `moe_backward`.
+    num_sms : int or None
+        As for `moe_backward`, of these products; None: as `moe_backward_input` had it.
 
     Returns
     -------
@@ -840,6 +882,7 @@ def moe_backward_weight(
         raise TypeError(
             f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
         )
+    operands = _limited(operands, num_sms)
     wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
     _check_wanted(dw13, dw2, wanted)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
@@ -875,6 +918,14 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
             f"comm: got {comm}; wanted the forward's, {'none' if saved.route is None else 'which had one'}"
         )
     return tuple(gradients)
+
+
+def _limited(saved: Limited, num_sms: int | None) -> Limited:
+    """With another limit than the forward's, for all chunks."""
+    if num_sms is None:
+        return saved
+    later = tuple(_limited(chunk, num_sms) for chunk in saved.later)
+    return replace(saved, num_sms=check_limit(num_sms), later=later)  # type: ignore[return-value]
 
 
 def _check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
@@ -1014,15 +1065,21 @@ def _check_before_sending(
     recipe: str,
     activation: Activation,
     backend: str | None,
+    num_sms: int | None,
     gradients: Collection[str],
 ) -> None:
     """`_check_layer`, once for given shapes."""
     given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-    _check_layer(recipe, activation, backend, gradients, **given)
+    _check_layer(recipe, activation, backend, num_sms, gradients, **given)
 
 
 def _check_layer(
-    recipe: str, activation: Activation, backend: str | None, gradients: Collection[str], **arrays: Any
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
+    **arrays: Any,
 ) -> None:
     call = enter(**arrays)
     a = call.args
@@ -1031,7 +1088,7 @@ def _check_layer(
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
-    _check_backend_of(call, recipe, activation, backend, gradients)
+    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
 
 
 def _check_permuted(
@@ -1039,6 +1096,7 @@ def _check_permuted(
     activation: Activation,
     align_size: int,
     backend: str | None,
+    num_sms: int | None,
     gradients: Collection[str],
     **arrays: Any,
 ) -> None:
@@ -1061,14 +1119,19 @@ def _check_permuted(
             f"align_size: got {align_size}; wanted 1, of rows without padding, or a multiple of {wanted} for "
             f"recipe {recipe!r}"
         )
-    _check_backend_of(call, recipe, activation, backend, gradients)
+    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
 
 
 def _check_backend_of(
-    call: Call, recipe: str, activation: Activation, backend: str | None, gradients: Collection[str]
+    call: Call,
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
 ) -> None:
     """Of arrays that `_check_rows_and_weights` has seen."""
-    if backend is None:
+    if backend is None and num_sms is None:
         return
     w13, w2 = call.args.w13, call.args.w2
     check_backend(
@@ -1081,6 +1144,7 @@ def _check_backend_of(
         hidden=w13.shape[2],
         ffn=w2.shape[2],
         gradients=gradients,
+        num_sms=num_sms,
     )
 
 

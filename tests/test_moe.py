@@ -411,14 +411,14 @@ class AsOnCuda:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, recompute):
+def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recipe, recompute):
     used = []
     products = importlib.import_module("fp8moe.reference.grouped_gemm")
 
     def recorded(product):
-        def record(*arguments, backend, **options):
-            used.append(backend)
-            product(*arguments, backend=backend, **options)
+        def record(*arguments, backend, num_sms, **options):
+            used.append((backend, num_sms))
+            product(*arguments, backend=backend, num_sms=num_sms, **options)
 
         return record
 
@@ -430,11 +430,21 @@ def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, reco
     layer = importlib.import_module("fp8moe.moe")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)
-    for backend in ("mma", None):
+    options = {"recipe": recipe, "recompute": recompute}
+    for backend, num_sms in (("mma", None), ("wgmma", 8), (None, 2), (None, None)):
         used.clear()
-        _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute, backend=backend)
+        _, saved = fp8moe.moe_forward(**inputs, **options, backend=backend, num_sms=num_sms)
         fp8moe.moe_backward(saved, dy)
-        assert used == [backend] * (7 if recompute else 6)
+        assert used == [(backend, num_sms)] * (7 if recompute else 6)
+    # another of the backward's, and of its halves
+    _, saved = fp8moe.moe_forward(**inputs, **options, num_sms=8)
+    used.clear()
+    fp8moe.moe_backward(saved, dy, num_sms=4)
+    _, operands = fp8moe.moe_backward_input(saved, dy, num_sms=6)
+    fp8moe.moe_backward_weight(operands)
+    fp8moe.moe_backward_weight(operands, num_sms=2)
+    whole = 5 if recompute else 4
+    assert [limit for _, limit in used] == [4] * whole + [6] * whole + [2] * 2
 
 
 def test_a_backend_is_refused_by_name_on_the_cpu():
@@ -444,3 +454,28 @@ def test_a_backend_is_refused_by_name_on_the_cpu():
     fp8moe.moe_forward(**inputs, recipe="bf16")
     with pytest.raises(ValueError, match=r"backend: got 'tensor'; wanted one of None, 'wgmma', 'mma'"):
         fp8moe.moe_forward(**inputs, recipe="bf16", backend="tensor")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_a_limit_is_refused_by_name(recipe):
+    """Before anything is computed or added."""
+    inputs, dy = layer_inputs(3)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+    dw2 = np.full(inputs["w2"].shape, 3, np.float32)
+    calls = (
+        lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit),
+        lambda limit: fp8moe.moe_backward(saved, dy, dw2=dw2, num_sms=limit),
+        lambda limit: fp8moe.moe_backward_input(saved, dy, num_sms=limit),
+        lambda limit: fp8moe.moe_backward_weight(operands, dw2=dw2, num_sms=limit),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="num_sms: got 4 for arrays on the CPU; wanted None"):
+            call(4)
+        with pytest.raises(ValueError, match="num_sms: got 3; wanted an even number"):
+            call(3)
+        with pytest.raises(ValueError, match="num_sms: got 0; wanted an integer from 2"):
+            call(0)
+        with pytest.raises(TypeError, match="num_sms: got float"):
+            call(4.0)
+    assert (dw2 == 3).all()
