@@ -215,7 +215,9 @@ _HERE = _Here()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
-        y, saved = _call_forward(x, ids, probs, multiplied, options, comm)
+        # statistics are of what a backward would be given
+        keeping = options if collector is None or options.wanted else options._replace(wanted="dx,dprobs")
+        y, saved = _call_forward(x, ids, probs, multiplied, keeping, comm)
         if collector is not None:
             collector.forward(x, saved)
         if options.wanted:

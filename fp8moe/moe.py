@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -56,7 +56,6 @@ from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, Quan
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
 from fp8moe.transpose import scaling_aware_transpose
 
-Limited = TypeVar("Limited", bound="Saved | SavedForWeights")
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
 RECIPES = get_args(Recipe)
 #: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
@@ -112,9 +111,13 @@ class Saved(Record):
         return sum(chunk.route.num_tokens for chunk in (self, *self.later))
 
     def needed_for(self, gradients: Collection[str]) -> Saved:
-        """Without what only other gradients need: with frozen weights (LoRA) x and a."""
+        """Without what only other gradients need: with frozen weights (LoRA) x and a; without any, all but
+        the plan and the route, which tell what was left out."""
+        if not gradients:
+            return replace(self, probs=None, x=None, h=None, a=None, w13=None, w2=None)
         x = self.x if "dw13" in gradients or self.recompute else None
-        return replace(self, x=x, a=self.a if "dw2" in gradients else None)
+        h = self.h if _of_h(gradients) else None
+        return replace(self, x=x, h=h, a=self.a if "dw2" in gradients else None)
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,8 @@ def moe_forward(
         rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
     gradients : collection of str
         Names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What only
-        the others need is neither made nor kept; () for inference.
+        the others need is neither made nor kept; () for inference, where nothing outlives the product that
+        reads it.
     backend : str or None
         By which kernels all products are made, the backward's too: as `grouped_gemm` takes it.
     num_sms : int or None
@@ -573,7 +577,8 @@ def _by_plan(
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     forward, *_ = _STEPS[recipe]
     with products_by(backend, num_sms):
-        y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
+        again = recompute is not None and bool(gradients)
+        y, kept = forward(x, w13, w2, plan, probs, activation, again, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
     kept.update(activation=activation, backend=backend, num_sms=num_sms)
@@ -901,10 +906,17 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
     _check_gradients(gradients)
-    for name, kept, gradient in (("x", saved.x, "dw13"), ("a", saved.a, "dw2")):
-        if gradient in gradients and kept is None and not saved.recompute:
+    if saved.w13 is None:
+        raise ValueError(
+            "saved: got that of a forward with gradients=(), which keeps nothing; wanted the names of the "
+            "gradients among the forward's"
+        )
+    needs = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
+    for name, kept, of in needs:
+        missing = [gradient for gradient in gradients if gradient in of]
+        if missing and kept is None and not saved.recompute:
             raise ValueError(
-                f"gradients: got {gradient!r}, and saved.{name} is None; wanted it among the forward's"
+                f"gradients: got {missing[0]!r}, and saved.{name} is None; wanted it among the forward's"
             )
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         if before is not None and times_overwritten(w) != before:
@@ -920,12 +932,12 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     return tuple(gradients)
 
 
-def _limited(saved: Limited, num_sms: int | None) -> Limited:
+def _limited(saved: Any, num_sms: int | None) -> Any:
     """With another limit than the forward's, for all chunks."""
     if num_sms is None:
         return saved
     later = tuple(_limited(chunk, num_sms) for chunk in saved.later)
-    return replace(saved, num_sms=check_limit(num_sms), later=later)  # type: ignore[return-value]
+    return replace(saved, num_sms=check_limit(num_sms), later=later)
 
 
 def _check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
@@ -1186,20 +1198,28 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     return int(experts)
 
 
-# Each recipe is read from top to bottom; what differs between them is where casts stand.
+# Each recipe is read from top to bottom; what differs between them is where casts stand. Memory is released
+# where its last name goes: rows by ``del`` as soon as they have been read, of k rows a token each.
 
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
     rows = _rows_of(plan)
     h = grouped_gemm(moved.data, w13.rowwise, *rows)
+    kept = {"probs": moved.probs, "x": moved.data if recompute else x}
+    del moved
     transposed = "dw2" in gradients and not recompute
-    a = _activate(h, moved.probs, plan, activation, transposed)
+    a = _activate(h, kept["probs"], plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    y = unpermute(grouped_gemm(rowwise, w2.rowwise, *rows), plan)
-    if recompute:
-        return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
-    return y, {"probs": moved.probs, "x": x, "h": h, "a": columnwise}
+    kept |= {"h": _kept_h(h, recompute, gradients), "a": columnwise}
+    del h, a
+    rows_of_y = grouped_gemm(rowwise, w2.rowwise, *rows)
+    del rowwise
+    return unpermute(rows_of_y, plan), kept
+
+
+def _kept_h(h: Any, recompute: bool, gradients: Collection[str]) -> Any:
+    return None if recompute or not _of_h(gradients) else h
 
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1276,14 +1296,19 @@ def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
     return scaling_aware_transpose(q, plan.expert_offsets, target=_TARGET, align_size=plan.align_size)
 
 
-def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
+def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     q = _quantized(moved.data)  # cast 1
+    kept = {"probs": moved.probs, "x": q if gradients else None}
+    del moved
     h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
-    a = quantize(swiglu(h, moved.probs, activation=activation))  # cast 2
-    y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
-    keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
-    return y, {"probs": moved.probs, "x": q, **keep}
+    del q
+    a = quantize(swiglu(h, kept["probs"], activation=activation))  # cast 2
+    kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    del h
+    rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets)
+    del a
+    return unpermute(rows_of_y, plan), kept
 
 
 def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1324,13 +1349,17 @@ def _requantize(q: Any) -> QuantTensor:
     return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
-def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
+def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     h = grouped_gemm(moved.data, w13, plan.expert_offsets)
-    a = swiglu(h, moved.probs, activation=activation)
-    y = unpermute(grouped_gemm(a, w2, plan.expert_offsets), plan)
-    keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
-    return y, {"probs": moved.probs, "x": moved.data, **keep}
+    kept = {"probs": moved.probs, "x": moved.data if gradients else None}
+    del moved
+    a = swiglu(h, kept["probs"], activation=activation)
+    kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    del h
+    rows_of_y = grouped_gemm(a, w2, plan.expert_offsets)
+    del a
+    return unpermute(rows_of_y, plan), kept
 
 
 def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from oracles import torch_swiglu
 
 import fp8moe
-from fp8moe import dispatch
+from fp8moe import Quantized, QuantTensor, dispatch
 from fp8moe.activation import SWIGLU
+from fp8moe.interop import NUMPY
+from fp8moe.launch_plan import DryRun
+from fp8moe.record_trees import arrays_in
+from fp8moe.records import ArraySpec
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):
@@ -395,6 +399,74 @@ def test_weights_overwritten_before_the_backward_are_refused():
                 fp8moe.moe_backward(saved, dy)
             _, saved = fp8moe.moe_forward(**given, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
+
+
+def forward_on_descriptors(recipe, tokens, hidden, ffn, experts, k, **options):
+    """(y, saved) of shapes alone, and the most bytes that the forward has allocated at once."""
+    arrays = [ArraySpec((tokens, hidden), BF16), ArraySpec((tokens, k), np.dtype(np.int32))]
+    arrays.append(ArraySpec((tokens, k), np.dtype(np.float32)))
+    for shape in ((experts, 2 * ffn, hidden), (experts, hidden, ffn)):
+        if recipe == "bf16":
+            arrays.append(ArraySpec(shape, BF16))
+            continue
+        for e, n, m in (shape, (shape[0], shape[2], shape[1])):
+            codes, scales = np.dtype(np.uint8), np.dtype(np.float32)
+            arrays += [ArraySpec((e, n, m), codes), ArraySpec((e, n // 128, m // 128), scales)]
+
+    def forward(arrays):
+        x, ids, probs, *weights = arrays
+        if recipe != "bf16":
+            sides = zip(weights[::2], weights[1::2], (False, True) * 2, strict=True)
+            sides = [QuantTensor(*of, "e4m3", (128, 128), transposed=t) for *of, t in sides]
+            weights = Quantized(*sides[:2]), Quantized(*sides[2:])
+        return fp8moe.moe_forward(x, *weights, ids, probs, recipe=recipe, **options)
+
+    call = DryRun([(a.shape, a.dtype, 0) for a in arrays], dispatch.NOWHERE, NUMPY)
+    result = call.perform(forward, list(call.inputs))
+    allocated = most = 0
+    for step in call.steps:
+        size = ArraySpec(*call.buffers[max(step, ~step)]).nbytes
+        allocated += size if step >= 0 else -size
+        most = max(most, allocated)
+    return result, most
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe, recompute):
+    tokens, hidden, ffn, experts, k = 16_384, 2048, 768, 128, 8
+    options = {"recompute": recompute, "gradients": ()}
+    (y, saved), most = forward_on_descriptors(recipe, tokens, hidden, ffn, experts, k, **options)
+    assert arrays_in(saved) == arrays_in(saved.plan)  # which tells how full the experts are
+    rows = saved.plan.num_out_tokens
+    wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
+    first, second = 2 * narrow, wide  # results of the products
+    moved, activated = (n // 2 + n // 64 for n in (wide, narrow))  # codes, a float32 of every 128
+    after = second + y.nbytes
+    if recipe == "fp8_flow":
+        x = tokens * hidden * (1 + 1 / 32)
+        limit = x + max(moved + first, first + activated, activated + second, after)
+    elif recipe == "fp8_blockwise":
+        limit = max(wide + moved, moved + first, first + narrow + activated, activated + second, after)
+    else:
+        limit = max(wide + first, first + narrow, narrow + second, after)
+    # and a handful of numbers for each row and each entry
+    assert limit <= most <= limit + 32 * (rows + tokens * k)
+    with pytest.raises(ValueError, match=r"saved: got that of a forward with gradients=\(\), which"):
+        fp8moe.moe_backward(saved, y)
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "name"),
+    [("dw2", "dx", "h"), ("dw2", "dw13", "x"), ("dx", "dw2", "a"), ("dprobs", "dw13", "x")],
+)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_what_was_not_kept_is_refused(recipe, kept, asked, name):
+    inputs, dy = layer_inputs(3)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, gradients=[kept])
+    fp8moe.moe_backward(saved, dy, gradients=[kept])
+    with pytest.raises(ValueError, match=f"gradients: got '{asked}', and saved.{name} is None"):
+        fp8moe.moe_backward(saved, dy, gradients=[asked])
 
 
 class AsOnCuda:
