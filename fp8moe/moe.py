@@ -114,7 +114,7 @@ class Saved(Record):
         """Without what only other gradients need: with frozen weights (LoRA) x and a; without any, all but
         the plan and the route, which tell what was left out."""
         if not gradients:
-            return replace(self, probs=None, x=None, h=None, a=None, w13=None, w2=None)
+            return replace(self, recompute=None, probs=None, x=None, h=None, a=None, w13=None, w2=None)
         x = self.x if "dw13" in gradients or self.recompute else None
         h = self.h if _of_h(gradients) else None
         return replace(self, x=x, h=h, a=self.a if "dw2" in gradients else None)
@@ -906,7 +906,7 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
     _check_gradients(gradients)
-    if saved.w13 is None:
+    if gradients and saved.w13 is None:
         raise ValueError(
             "saved: got that of a forward with gradients=(), which keeps nothing; wanted the names of the "
             "gradients among the forward's"
@@ -990,8 +990,9 @@ def _check_dy(saved: Saved, dy: Any) -> None:
             raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
         checks.quant_tensor("dy", a.dy, ((1, 128),))
     else:
-        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
-    checks.shape("dy", a.dy, (saved.num_tokens, _hidden(a.w13)))
+        of_weights = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
+        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else of_weights)
+    checks.shape("dy", a.dy, (saved.num_tokens, "H" if a.w13 is None else _hidden(a.w13)))
 
 
 def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
@@ -1000,8 +1001,10 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn:
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     quantized = saved.recipe != "bf16"
     # the column-wise copy is always kept
-    of_w13, of_w2 = (tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2))
-    _check_outputs(saved, kept, (of_w13, of_w2), dw13, dw2, dtype, ffn)
+    of_weights = [
+        None if w is None else tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2)
+    ]
+    _check_outputs(saved, kept, of_weights, dw13, dw2, dtype, ffn)
 
 
 def _check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
