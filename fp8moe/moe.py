@@ -1234,8 +1234,8 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
-        dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
-        da = grouped_gemm(dout, saved.w2.columnwise, *rows)
+        # dy in FP8 already, by cast 2
+        da = grouped_gemm(permute(dy, plan).data, saved.w2.columnwise, *rows)
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
@@ -1246,10 +1246,13 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             activation=saved.activation,
             transposed=transposed,
         )
+        of_probs = grad.dprobs
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
+        del da, grad
     if _of_inputs(gradients):
         dxe = grouped_gemm(rowwise, saved.w13.columnwise, *rows)
-        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+        del rowwise
+        dx, dprobs = permute_backward(dxe, plan, of_probs)
     # dy as it came, not its permuted rows, which are k times those to transpose: 360 us for 571 (131,072 x
     # 7168, 32 experts)
     return dx, dprobs, _operands(gradients, dy, a, dh, saved.x)
@@ -1262,6 +1265,7 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
         transposed = permute_transpose(operands.dy, plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
         dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
+        del transposed
     if dh is None:
         return None, dw2
     transposed = _transpose(x, plan) if operands.recompute else permute_transpose(x, plan, target=_TARGET)
@@ -1324,10 +1328,12 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
     if _of_h(gradients):
         da = grouped_gemm(dout, saved.w2.columnwise, offsets)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
-        dh = quantize(grad.dh)  # cast 4
+        del da
+        dh, of_probs = quantize(grad.dh), grad.dprobs  # cast 4
+        del grad
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+        dx, dprobs = permute_backward(dxe, plan, of_probs)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
@@ -1336,6 +1342,7 @@ def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: igno
     if operands.a is not None:
         columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
         dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
+        del columnwise
     if operands.dh is not None:
         columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
         dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
@@ -1375,6 +1382,7 @@ def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
     if _of_h(gradients):
         da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+        del da
         dh = grad.dh
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True)

@@ -1,5 +1,6 @@
 """The layer against a dense float64 torch layer and its autograd; what each recipe casts and keeps."""
 
+import functools
 import importlib
 import itertools
 
@@ -401,8 +402,9 @@ def test_weights_overwritten_before_the_backward_are_refused():
             fp8moe.moe_backward(saved, dy)
 
 
-def forward_on_descriptors(recipe, tokens, hidden, ffn, experts, k, **options):
-    """(y, saved) of shapes alone, and the most bytes that the forward has allocated at once."""
+def on_descriptors(step, recipe, tokens, hidden, ffn, experts, k):
+    """What ``step`` returns of a layer's arguments, shapes alone, and the most bytes that it has allocated at
+    once."""
     arrays = [ArraySpec((tokens, hidden), BF16), ArraySpec((tokens, k), np.dtype(np.int32))]
     arrays.append(ArraySpec((tokens, k), np.dtype(np.float32)))
     for shape in ((experts, 2 * ffn, hidden), (experts, hidden, ffn)):
@@ -419,7 +421,7 @@ def forward_on_descriptors(recipe, tokens, hidden, ffn, experts, k, **options):
             sides = zip(weights[::2], weights[1::2], (False, True) * 2, strict=True)
             sides = [QuantTensor(*of, "e4m3", (128, 128), transposed=t) for *of, t in sides]
             weights = Quantized(*sides[:2]), Quantized(*sides[2:])
-        return fp8moe.moe_forward(x, *weights, ids, probs, recipe=recipe, **options)
+        return step(x, *weights, ids, probs)
 
     call = DryRun([(a.shape, a.dtype, 0) for a in arrays], dispatch.NOWHERE, NUMPY)
     result = call.perform(forward, list(call.inputs))
@@ -435,8 +437,8 @@ def forward_on_descriptors(recipe, tokens, hidden, ffn, experts, k, **options):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe, recompute):
     tokens, hidden, ffn, experts, k = 16_384, 2048, 768, 128, 8
-    options = {"recompute": recompute, "gradients": ()}
-    (y, saved), most = forward_on_descriptors(recipe, tokens, hidden, ffn, experts, k, **options)
+    forward = functools.partial(fp8moe.moe_forward, recipe=recipe, recompute=recompute, gradients=())
+    (y, saved), most = on_descriptors(forward, recipe, tokens, hidden, ffn, experts, k)
     assert arrays_in(saved) == arrays_in(saved.plan)  # which tells how full the experts are
     rows = saved.plan.num_out_tokens
     wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
@@ -454,6 +456,31 @@ def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe
     assert limit <= most <= limit + 32 * (rows + tokens * k)
     with pytest.raises(ValueError, match=r"saved: got that of a forward with gradients=\(\), which"):
         fp8moe.moe_backward(saved, y)
+
+
+@pytest.mark.parametrize("experts", [8, 128])
+def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
+    def step(*layer):
+        y, saved = fp8moe.moe_forward(*layer, recipe="fp8_flow")
+        return y, saved, fp8moe.moe_backward(saved, y)
+
+    tokens, hidden, ffn, k = 4096, 7168, 2048, 8
+    (y, saved, grads), most = on_descriptors(step, "fp8_flow", tokens, hidden, ffn, experts, k)
+    rows = saved.plan.num_out_tokens
+    wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
+    moved, dh = (n // 2 + n // 64 for n in (wide, 2 * narrow))  # codes, a float32 of every 128
+    columns, x_columns, a_columns = (n // 2 + n // 2**13 for n in (2 * narrow, wide, narrow))  # of (128, 128)
+    x = tokens * hidden * (1 + 1 / 32)
+    saved_and_dy = x + 2 * narrow + a_columns + y.nbytes + x
+    new = columns + grads.dx.nbytes
+    limit = saved_and_dy + max(
+        moved + narrow,
+        narrow + dh + columns,
+        dh + columns + wide,
+        new + wide,
+        new + x_columns + grads.dw2.nbytes + grads.dw13.nbytes,
+    )
+    assert limit <= most <= limit + 32 * (rows + tokens * k)
 
 
 @pytest.mark.parametrize(
