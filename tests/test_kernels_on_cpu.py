@@ -1,5 +1,6 @@
 """The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
 
+import collections
 import contextlib
 import ctypes
 import threading
@@ -636,6 +637,10 @@ def test_a_layer_on_a_few_multiprocessors(monkeypatch, recipe):
     fp8moe.moe_backward_weight(operands)
     fp8moe.moe_backward_weight(operands, num_sms=2)
     assert blocks[-8:] == [4] * 6 + [2] * 2
+    plans = collections.Counter(name for name, plan in dispatch.cached_plans() if plan is not None)
+    assert plans["permuted_experts_forward"] == len({None, 2, 4})
+    assert plans["experts_backward"] == len({None, 2, 4})
+    assert plans["experts_backward_weight"] == len({4, 2})
     with pytest.raises(ValueError, match="num_sms: got 8; wanted an even number from 2 to 6"):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=8)
     with pytest.raises(ValueError, match="num_sms: got 2 for a product by 'mma'"):
