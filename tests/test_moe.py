@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import types
 
 import numpy as np
 import pytest
@@ -562,8 +563,10 @@ def test_a_limit_is_refused_by_name(recipe):
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)
     _, operands = fp8moe.moe_backward_input(saved, dy)
     dw2 = np.full(inputs["w2"].shape, 3, np.float32)
+    nobody = types.SimpleNamespace(world_size=2)  # to whom nothing can be sent
     calls = (
         lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit),
+        lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit, comm=nobody),
         lambda limit: fp8moe.moe_backward(saved, dy, dw2=dw2, num_sms=limit),
         lambda limit: fp8moe.moe_backward_input(saved, dy, num_sms=limit),
         lambda limit: fp8moe.moe_backward_weight(operands, dw2=dw2, num_sms=limit),
