@@ -113,12 +113,12 @@ def _decode(value: Any, arrays: Sequence[Any]) -> Any:
     return as_codes(record) if isinstance(record, QuantTensor) else record  # codes that came as float8
 
 
-def _backends(value: Any) -> set[str]:
-    """By which kernels a call, or the forward of which it is the backward, asks for its products."""
+def _asked(value: Any, name: str) -> set[Any]:
+    """What a call, or the forward of which it is the backward, asks of its products by this name."""
     if isinstance(value, dict):
-        asked = value.get("backend")
-        return _backends([*value.values()]) | ({asked} if asked else set())
-    return set().union(*map(_backends, value)) if isinstance(value, list) else set()
+        asked = value.get(name)
+        return _asked([*value.values()], name) | ({asked} if asked else set())
+    return set().union(*(_asked(part, name) for part in value)) if isinstance(value, list) else set()
 
 
 class Described:
@@ -140,8 +140,10 @@ class Described:
         self._function, self._description = _functions[function], description
         self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in description["arrays"]]
         self.layout = Layout(self.run, self.specs, set(description["in_place"]))
-        self.backends = _backends([description["args"], description["options"]])
-        only_launches = self.layout.only_launches and not self.backends & SYNCHRONISING_BACKENDS
+        given = [description["args"], description["options"]]
+        self.asked = {name: _asked(given, name) for name in ("backend", "num_sms")}
+        synchronises = bool(self.asked["backend"] & SYNCHRONISING_BACKENDS)
+        only_launches = self.layout.only_launches and not synchronises
         self.target = TARGETS[only_launches and GRAPHS]
 
     def run(self, arrays: Sequence[Any]) -> Any:
@@ -232,8 +234,9 @@ def _lower(context: Any, *operands: Any, text: str) -> Any:
 
 
 def _lower_on_cpu(context: Any, *operands: Any, text: str) -> Any:
-    for backend in _described(text).backends:
-        raise not_on_cpu(backend)
+    for name, values in _described(text).asked.items():
+        for value in values:
+            raise not_on_cpu(name, value)
     return _lower(context, *operands, text=text)
 
 

@@ -20,7 +20,7 @@ from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters import jax_ops
 from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.plan import static_bound
 from fp8moe.records import QuantTensor
 
@@ -45,6 +45,7 @@ def moe_ffn(
     activation: Activation = SWIGLU,
     transposed: bool = False,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> Any:
     """The experts of a layer, spread over the devices along an axis of a mesh: `jax_ops.moe_ffn`.
 
@@ -79,6 +80,8 @@ def moe_ffn(
     transposed : bool
         As for `jax_ops.moe_ffn`.
     backend : "wgmma", "mma", "cublas", "plain" or None
+        As for `jax_ops.moe_ffn`.
+    num_sms : int or None
         As for `jax_ops.moe_ffn`.
 
     Returns
@@ -116,7 +119,8 @@ def moe_ffn(
     capacity = rows.shape[0] if capacity is None else capacity
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
     transposed = transposed and recipe != "bf16"  # which has them as the library's already
-    layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, activation, transposed, backend)
+    of_products = activation, transposed, backend, check_limit(num_sms)
+    layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, *of_products)
     return _moe(rows, w13, w2, probs, ids, layer).astype(x.dtype).reshape(x.shape)
 
 
@@ -131,6 +135,7 @@ class _Layer(NamedTuple):
     activation: Activation
     transposed: bool
     backend: str | None
+    num_sms: int | None
 
 
 def dispatch(parts: Sequence[Any], blocks: Blocks, axis_name: str) -> list[Any]:
@@ -201,6 +206,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
         activation=layer.activation,
         gradients=jax_ops.wanted_gradients(w13, w2) if gradients is None else gradients,
         backend=layer.backend,
+        num_sms=layer.num_sms,
     )
     return combine(y, blocks, layer.axis), (saved, blocks, jax_ops.like_weights(w13, w2), probs[:0])
 

@@ -37,7 +37,7 @@ from fp8moe.adapters import jax_calls
 from fp8moe.dispatch import Function
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.formats import BFLOAT16
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import RECIPES, Saved
 from fp8moe.record_trees import arrays_in, field_names, is_metadata
 from fp8moe.records import (
@@ -443,6 +443,7 @@ def moe_ffn(
     transposed: bool = False,
     token_sharding: jax.sharding.NamedSharding | None = None,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> Any:
     """The experts of a layer in any floats and layouts, with gradients: `fp8moe.moe_forward`.
 
@@ -475,6 +476,8 @@ def moe_ffn(
     backend : "wgmma", "mma", "cublas", "plain" or None
         By which kernels all products are made on CUDA, the backward's too, as `fp8moe.grouped_gemm` takes it;
         None: the fastest. "cublas" synchronises, and is slow inside ``jax.jit``.
+    num_sms : int or None
+        How many of the GPU's multiprocessors all products may use at most, as of `fp8moe.moe_forward`.
 
     Returns
     -------
@@ -485,8 +488,8 @@ def moe_ffn(
     ------
     TypeError, ValueError
         For arguments that do not fit each other; for a program that XLA partitions, without token_sharding;
-        for a backend on the CPU. What a device's products cannot be made by is known where they are launched:
-        inside ``jax.jit`` that is an error of XLA, with the ValueError's text.
+        for a backend or num_sms on the CPU. What a device's products cannot be made by is known where they
+        are launched: inside ``jax.jit`` that is an error of XLA, with the ValueError's text.
 
     Notes
     -----
@@ -507,7 +510,7 @@ def moe_ffn(
     """
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
-    layer = _Layer(recipe, recompute, activation, transposed, backend)
+    layer = _Layer(recipe, recompute, activation, transposed, backend, check_limit(num_sms))
     if token_sharding is None:
         return _any_floats(x, w13, w2, topk_ids, topk_probs, layer)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
@@ -536,6 +539,7 @@ class _Layer(NamedTuple):
     activation: Activation
     transposed: bool
     backend: str | None
+    num_sms: int | None
 
 
 def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
@@ -612,6 +616,7 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
         activation=layer.activation,
         gradients=wanted_gradients(w13, w2) if gradients is None else gradients,
         backend=layer.backend,
+        num_sms=layer.num_sms,
     )
     return y, (saved, like_weights(w13, w2), probs[:0])
 

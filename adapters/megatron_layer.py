@@ -21,7 +21,7 @@ from fp8moe import checks
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_distributed import ProcessGroup
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import RECIPES
 
 with warnings.catch_warnings():
@@ -136,6 +136,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         As of `fp8moe.moe_forward`.
     backend : "wgmma", "mma", "cublas", "plain" or None
         As of `fp8moe.adapters.torch_functional.moe_experts`.
+    num_sms : int or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
 
     Notes
     -----
@@ -167,10 +169,11 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         *,
         recipe: str = "fp8_flow",
         backend: str | None = None,
+        num_sms: int | None = None,
     ):
         super().__init__(config=config)
         checks.choice("recipe", recipe, RECIPES)
-        self.backend = checks.choice("backend", backend, BACKENDS)
+        self.backend, self.num_sms = checks.choice("backend", backend, BACKENDS), check_limit(num_sms)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, REFUSED)
         self.recipe, self.activation = recipe, activation_of(config)
@@ -279,7 +282,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
 
     def _options(self) -> dict[str, Any]:
         options = {"recipe": self.recipe, "recompute": self.recompute, "activation": self.activation}
-        return {**options, "backend": self.backend}
+        return {**options, "backend": self.backend, "num_sms": self.num_sms}
 
     def backward_dw(self) -> None:
         """Do nothing: delay_wgrad_compute is refused."""
@@ -455,6 +458,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         As of `fp8moe.moe_forward`.
     backend : "wgmma", "mma", "cublas", "plain" or None
         As of `fp8moe.adapters.torch_functional.moe_experts`.
+    num_sms : int or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
     **options : Any
         Of `MoELayer`.
 
@@ -487,12 +492,14 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         *,
         recipe: str = "fp8_flow",
         backend: str | None = None,
+        num_sms: int | None = None,
         **options: Any,
     ):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         check_config(config, groups, REFUSED | REFUSED_BY_LAYER)
         checks.choice("recipe", recipe, RECIPES)
         checks.choice("backend", backend, BACKENDS)
+        num_sms = check_limit(num_sms)
         activation_of(config)
         if submodules is None:
             submodules = MoESubmodules(experts=FP8FlowExperts)
@@ -503,7 +510,7 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
             config.moe_token_dispatcher_type = before
-        self.experts.recipe, self.experts.backend = recipe, backend
+        self.experts.recipe, self.experts.backend, self.experts.num_sms = recipe, backend, num_sms
         self.token_dispatcher = _Dispatcher(config, groups)
         self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None
         if self._comm is not None:
@@ -550,6 +557,7 @@ def use_fp8_flow(
     *,
     recipe: str = "fp8_flow",
     backend: str | None = None,
+    num_sms: int | None = None,
     dispatcher: str = "fp8moe",
     pg_collection: Any = None,
 ) -> Any:
@@ -563,6 +571,8 @@ def use_fp8_flow(
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         As of `fp8moe.moe_forward`.
     backend : "wgmma", "mma", "cublas", "plain" or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
+    num_sms : int or None
         As of `fp8moe.adapters.torch_functional.moe_experts`.
     dispatcher : "fp8moe" or "megatron"
         "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and dispatcher
@@ -579,7 +589,7 @@ def use_fp8_flow(
     Raises
     ------
     ValueError
-        For a spec without a `MoELayer`, and for a recipe, backend or dispatcher that there is not.
+        For a spec without a `MoELayer`, and for a recipe, backend, num_sms or dispatcher that there is not.
 
     Examples
     --------
@@ -594,7 +604,7 @@ def use_fp8_flow(
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("backend", backend, BACKENDS)
     checks.choice("dispatcher", dispatcher, ("fp8moe", "megatron"))
-    options = {"recipe": recipe, "backend": backend}
+    options = {"recipe": recipe, "backend": backend, "num_sms": check_limit(num_sms)}
     replaced = []
 
     def layer(submodules: Any, build: Callable[[Any, dict[str, Any]], Any]) -> Any:

@@ -56,6 +56,7 @@ class Options(NamedTuple):
     align_size: int
     activation: Activation
     backend: str | None
+    num_sms: int | None
     ffn: int | None
     apart: bool
     wanted: str
@@ -90,6 +91,7 @@ def experts(
     recompute: str | None,
     activation: Activation,
     backend: str | None = None,
+    num_sms: int | None = None,
     comm: Any = None,
     ffn: int | None = None,
     parameters: Sequence[Tensor | None] | None = None,
@@ -104,8 +106,8 @@ def experts(
         probs of `fp8moe.moe_forward_permuted`.
     w13, w2: for their gradients alone; None where they have none. w13 may be w1 and w3 apart, for "fp8_flow".
     multiplied: what stands for them in the products, `Quantized` or arrays.
-    backend: of `fp8moe.moe_forward`. Compiled code looks whether it makes these products when it is traced,
-        eager callers by `check_backend` before they quantise.
+    backend, num_sms: of `fp8moe.moe_forward`. Compiled code looks whether these products can be made so when
+        it is traced, eager callers by `check_backend` before they quantise.
     ffn: F, where ``multiplied`` is filled up with zeros, as of `fp8moe.moe_backward`; for "fp8_flow".
     parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
     handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
@@ -126,7 +128,8 @@ def experts(
     wanted = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
     apart = w3 is not None
-    options = Options(recipe, recompute, align_size, activation, backend, ffn, apart, ",".join(wanted))
+    products = align_size, activation, backend, num_sms
+    options = Options(recipe, recompute, *products, ffn, apart, ",".join(wanted))
     weights = w1, w3, w2
     if not torch.compiler.is_compiling():
         rest = parameters, comm, collector, options
@@ -142,20 +145,22 @@ def experts(
     return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
 
 
-def check_backend(x: Tensor, backend: str | None, **layer: Any) -> None:
+def check_backend(x: Tensor, backend: str | None, num_sms: int | None, **layer: Any) -> None:
     """`fp8moe.moe.check_backend` of x's device."""
-    if backend is not None:
-        moe.check_backend(backend, "cpu" if x.device.type == "cpu" else x.device.index, **layer)
+    if backend is not None or num_sms is not None:
+        device = "cpu" if x.device.type == "cpu" else x.device.index
+        moe.check_backend(backend, device, num_sms=num_sms, **layer)
 
 
 def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
     """The same of fake tensors, whose sizes then are compiled for."""
-    if options.backend is None:
+    if options.backend is None and options.num_sms is None:
         return
     w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
     check_backend(
         x,
         options.backend,
+        options.num_sms,
         recipe=options.recipe,
         activation=options.activation,
         dtype=str(x.dtype).removeprefix("torch."),
@@ -196,7 +201,7 @@ def _call_forward(
     given = x, *weights, ids, probs
     names: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
     names |= {"activation": options.activation, "gradients": _names(options.wanted)}
-    names["backend"] = options.backend
+    names |= {"backend": options.backend, "num_sms": options.num_sms}
     if options.align_size:
         return fp8moe.moe_forward_permuted(*given, align_size=options.align_size, **names)
     return fp8moe.moe_forward(*given, comm=comm, **names)
@@ -218,7 +223,9 @@ _HERE = _Here()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
-        y, saved = _call_forward(x, ids, probs, multiplied, options, comm)
+        # statistics are of what a backward would be given
+        keeping = options if collector is None or options.wanted else options._replace(wanted="dx,dprobs")
+        y, saved = _call_forward(x, ids, probs, multiplied, keeping, comm)
         if collector is not None:
             collector.forward(x, saved)
         if options.wanted:

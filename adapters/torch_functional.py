@@ -22,7 +22,7 @@ from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
 from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.expert_parallel.protocols import chunks_of
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
 
 __all__ = ["moe_experts", "moe_experts_permuted", "quantize_fp8_weights"]
@@ -43,6 +43,7 @@ def moe_experts(
     comm: Any = None,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> Tensor:
     """The experts of a layer, with gradients for all but the ids, eagerly and compiled.
 
@@ -90,6 +91,9 @@ def moe_experts(
         By which kernels all products are made, of the backward, too, as `fp8moe.grouped_gemm` describes them
         ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
         that is faster, and a name means this library's kernels.
+    num_sms : int or None
+        How many of the GPU's multiprocessors all products may use at most, as of `fp8moe.moe_forward`, for
+        what another stream does meanwhile. For "bf16" a number means this library's kernels.
 
     Returns
     -------
@@ -100,7 +104,7 @@ def moe_experts(
     ------
     TypeError, ValueError
         For a wrong dtype, shape or range, by the argument's name, and for a backend that does not make these
-        products on x's device, before any work.
+        products on x's device, or a num_sms that they cannot keep to, before any work.
     NotImplementedError
         Inside transforms of torch.func, and for a ``comm`` without what compiled code or bias2 wants of it.
 
@@ -119,7 +123,7 @@ def moe_experts(
     >>> y.item(), probs.grad.item()
     (100.0, 200.0)
     """
-    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend)
+    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms)
     return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options, comm=comm)
 
 
@@ -138,6 +142,7 @@ def moe_experts_permuted(
     align_size: int = 1,
     fp8_weights: tuple[Quantized, Quantized] | None = None,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> Tensor:
     """`moe_experts` of rows that a dispatcher has permuted, and may have padded.
 
@@ -175,6 +180,8 @@ def moe_experts_permuted(
         As for `moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
         As for `moe_experts`.
+    num_sms : int or None
+        As for `moe_experts`.
 
     Returns
     -------
@@ -203,7 +210,7 @@ def moe_experts_permuted(
             "fp8moe.moe_forward_permuted"
         )
     checks.integer("align_size", align_size, 1)
-    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend)
+    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms)
     given = x, w13, w2, tokens_per_expert, probs
     return _moe_experts("moe_experts_permuted", *given, options, align_size=align_size)
 
@@ -218,6 +225,7 @@ class _Options(NamedTuple):
     bias2: Tensor | None
     fp8_weights: tuple[Quantized, Quantized] | None
     backend: str | None
+    num_sms: int | None
 
 
 def _moe_experts(
@@ -237,6 +245,7 @@ def _moe_experts(
     refuse_transforms(name)
     checks.choice("recipe", options.recipe, RECIPES)
     checks.choice("backend", options.backend, BACKENDS)
+    check_limit(options.num_sms)
     check_float("x", x)
     check_float("probs" if align_size else "topk_probs", topk_probs)
     place, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
@@ -261,12 +270,12 @@ def _multiplied_in(
     comm: Any,
     align_size: int,
 ) -> Tensor:
-    recipe, recompute, activation, bias13, bias2, fp8_weights, backend = options
-    ffn = None
+    recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms = options
+    by_name, ffn = backend is not None or num_sms is not None, None
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
     given: list[Any] = _checked(w13, w2, bias13, recipe, halves)
-    if backend is not None and not torch.compiler.is_compiling():
+    if by_name and not torch.compiler.is_compiling():
         _check_backend(x, given, options, dtype)
     as_given = recipe == "fp8_flow" and bias13 is None
     if not as_given:
@@ -297,11 +306,11 @@ def _multiplied_in(
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
     layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
     layer |= {"align_size": align_size} if align_size else {"comm": comm}
-    if recipe == "bf16" and backend is None and _grouped_mm_takes(rows, given[0], given[1], comm):
+    if recipe == "bf16" and not by_name and _grouped_mm_takes(rows, given[0], given[1], comm):
         product = rows_by_grouped_mm if align_size else by_grouped_mm
         y = product(rows, given[0], given[1], ids, probs, **layer)
     else:
-        layer |= {"recipe": recipe, "backend": backend, "ffn": ffn}
+        layer |= {"recipe": recipe, "backend": backend, "num_sms": num_sms, "ffn": ffn}
         y = experts(rows, weights[0], weights[1], ids, probs, multiplied, **layer)
     if bias13 is not None:
         y = y[:, :hidden]
@@ -326,6 +335,7 @@ def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torc
     check_backend(
         x,
         options.backend,
+        options.num_sms,
         recipe=options.recipe,
         activation=activation,
         dtype=str(dtype).removeprefix("torch."),

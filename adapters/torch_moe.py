@@ -23,7 +23,7 @@ from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe
 from fp8moe.record_trees import arrays_in
 
@@ -60,6 +60,10 @@ class FP8FlowMoE(nn.Module):
         ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
         that is faster, and a name means this library's kernels. One that does not make these products on x's
         device is refused by the forward before any work.
+    num_sms : int or None
+        How many of the GPU's multiprocessors the products may use at most, of the backward, too, as
+        `fp8moe.moe_forward` takes it: for what runs beside the layer on another stream. Refused by the
+        forward where a product cannot keep to it; for "bf16" a number means this library's kernels.
     process_group : ProcessGroup, DeviceMesh, Transport or None
         The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what moves rows
         between them, a `fp8moe.expert_parallel.Transport`, as `fp8moe.adapters.torch_symmetric_memory` has
@@ -141,6 +145,7 @@ class FP8FlowMoE(nn.Module):
         normalize_probs: bool = True,
         activation: Activation = SWIGLU,
         backend: str | None = None,
+        num_sms: int | None = None,
         process_group: Any = None,
         overlap_chunks: int = 1,
         router: bool | RouterConfig = True,
@@ -161,6 +166,7 @@ class FP8FlowMoE(nn.Module):
         self.hidden, self.ffn, self.num_experts, self.topk = hidden, ffn, num_experts, topk
         self.recipe, self.recompute = recipe, recompute
         self.backend = checks.choice("backend", backend, BACKENDS)
+        self.num_sms = check_limit(num_sms)
         checks.options("activation", activation, Activation)
         self.activation = activation
         place = {"device": device, "dtype": dtype}
@@ -247,7 +253,8 @@ class FP8FlowMoE(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            For a wrong dtype or shape, and for a backend that does not make these products on x's device.
+            For a wrong dtype or shape, and for a backend that does not make these products on x's device, or
+            a num_sms that they cannot keep to.
         RuntimeError
             For False where there are no copies, or weights that have visibly changed.
         NotImplementedError
@@ -261,7 +268,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
             )
-        if self.backend is not None and not torch.compiler.is_compiling():
+        if self._by_name() and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
@@ -385,10 +392,15 @@ class FP8FlowMoE(nn.Module):
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
+    def _by_name(self) -> bool:
+        """Whether the products are told how they are made."""
+        return self.backend is not None or self.num_sms is not None
+
     def _check_backend(self, x: Tensor) -> None:
         check_backend(
             x,
             self.backend,
+            self.num_sms,
             recipe=self.recipe,
             activation=self.activation,
             dtype="bfloat16",
@@ -419,6 +431,7 @@ class FP8FlowMoE(nn.Module):
             recompute=self.recompute,
             activation=self.activation,
             backend=self.backend,
+            num_sms=self.num_sms,
             comm=self._ranks.comm,
             ffn=self.ffn if self.ffn % FP8_BLOCK[1] else None,
             parameters=(self.w13, self.w2),
@@ -499,10 +512,10 @@ class FP8FlowMoE(nn.Module):
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
         added = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
-        if self.backend is None and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or added):
+        if not self._by_name() and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or added):
             return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
-        options |= {"recipe": "bf16", "backend": self.backend, "handle": self._handle}
-        options["parameters"] = self.w13, self.w2
+        options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
+        options |= {"handle": self._handle, "parameters": (self.w13, self.w2)}
         x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
 

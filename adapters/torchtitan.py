@@ -25,13 +25,13 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from fp8moe import checks
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import RECIPES, Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
 #: of `FP8RoutedExperts.Config` and of the converter's, what `moe_experts` takes
-OPTIONS = ("recipe", "recompute", "backend")
+OPTIONS = ("recipe", "recompute", "backend", "num_sms")
 
 
 class FP8RoutedExperts(RoutedExperts):
@@ -43,7 +43,7 @@ class FP8RoutedExperts(RoutedExperts):
     Parameters
     ----------
     config : FP8RoutedExperts.Config
-        `RoutedExperts.Config`'s fields, and ``recipe``, ``recompute`` and ``backend``, as of
+        `RoutedExperts.Config`'s fields, and ``recipe``, ``recompute``, ``backend`` and ``num_sms``, as of
         `fp8moe.adapters.torch_functional.moe_experts`.
 
     Examples
@@ -65,6 +65,7 @@ class FP8RoutedExperts(RoutedExperts):
         recipe: Recipe = "fp8_flow"
         recompute: str | None = None
         backend: str | None = None
+        num_sms: int | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -129,7 +130,8 @@ class FP8MoEConverter(QuantizationConverter):
     Parameters
     ----------
     config : FP8MoEConverter.Config
-        ``recipe``, ``recompute`` and ``backend``, as of `fp8moe.adapters.torch_functional.moe_experts`.
+        ``recipe``, ``recompute``, ``backend`` and ``num_sms``, as of
+        `fp8moe.adapters.torch_functional.moe_experts`.
 
     Examples
     --------
@@ -148,11 +150,14 @@ class FP8MoEConverter(QuantizationConverter):
         """None, or "moe_expert": the backward computes the first product and the activation again."""
         backend: str | None = None
         """By which kernels the products are made, as `fp8moe.grouped_gemm` names them; None: the fastest."""
+        num_sms: int | None = None
+        """How many multiprocessors the products may use at most; None: all."""
 
     def __init__(self, config: Config):
         checks.choice("recipe", config.recipe, RECIPES)
         checks.choice("recompute", config.recompute, (None, "moe_expert"))
         checks.choice("backend", config.backend, BACKENDS)
+        check_limit(config.num_sms)
         self.config = config
 
     def convert(self, model_config: Any) -> Any:

@@ -33,7 +33,7 @@ from fp8moe import Activation, checks
 from fp8moe.activation import Kind
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.adapters.torch_functional import moe_experts
-from fp8moe.grouped_gemm import BACKENDS
+from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import RECIPES, Recipe
 
 __all__ = ["activation_of", "enable"]
@@ -44,6 +44,7 @@ def enable(
     *,
     recompute: str | None = None,
     backend: str | None = None,
+    num_sms: int | None = None,
     name: str = "fp8moe",
 ) -> None:
     """Register the experts, and their expert parallelism, with transformers.
@@ -56,6 +57,8 @@ def enable(
         As of `fp8moe.adapters.torch_functional.moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
         As of `fp8moe.adapters.torch_functional.moe_experts`.
+    num_sms : int or None
+        As of `fp8moe.adapters.torch_functional.moe_experts`.
     name : str
         What ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their
         expert parallelism, whose rows then travel between ranks in FP8. Another name for each recipe that is
@@ -64,7 +67,7 @@ def enable(
     Raises
     ------
     ValueError
-        For a recipe, recompute or backend that there is not.
+        For a recipe, recompute, backend or num_sms that there is not.
 
     Examples
     --------
@@ -83,6 +86,7 @@ def enable(
         "recipe": checks.choice("recipe", recipe, RECIPES),
         "recompute": checks.choice("recompute", recompute, (None, "moe_expert")),
         "backend": checks.choice("backend", backend, BACKENDS),
+        "num_sms": check_limit(num_sms),
     }
 
     def experts_forward(

@@ -21,43 +21,51 @@ SYNCHRONISING_BACKENDS = frozenset({"cublas"})
 
 class _Scope(threading.local):
     backend: str | None = None
+    num_sms: int | None = None
 
 
 _scope = _Scope()
 
 
 @contextmanager
-def products_by(backend: str | None) -> Iterator[None]:
-    """Inside this context None means this backend: what an operation that consists of several products is
-    given (`moe_forward`), so that it has one name for all of them."""
-    before, _scope.backend = _scope.backend, backend
+def products_by(backend: str | None, num_sms: int | None = None) -> Iterator[None]:
+    """Inside this context None means this backend, and this limit: what an operation that consists of several
+    products is given (`moe_forward`), so that it has one name for all of them."""
+    before = _scope.backend, _scope.num_sms
+    _scope.backend, _scope.num_sms = backend, num_sms
     try:
         yield
     finally:
-        _scope.backend = before
+        _scope.backend, _scope.num_sms = before
 
 
 def _backend_of(call: Call, backend: str | None) -> str | None:
     backend = _scope.backend if backend is None else backend
     checks.choice("backend", backend, BACKENDS)
     if backend is not None and call.device == "cpu":
-        raise not_on_cpu(backend)
+        raise not_on_cpu("backend", backend)
     return backend
 
 
 def _limit_of(call: Call, num_sms: int | None) -> int | None:
+    limit = check_limit(_scope.num_sms if num_sms is None else num_sms)
+    if limit is not None and call.device == "cpu":
+        raise not_on_cpu("num_sms", limit)
+    return limit
+
+
+def check_limit(num_sms: int | None) -> int | None:
+    """``num_sms``, as far as it does not depend on the device; raises as `grouped_gemm`."""
     if num_sms is None:
         return None
     limit = checks.integer("num_sms", num_sms, 2)
     if limit % 2:
         raise ValueError(f"num_sms: got {num_sms}; wanted an even number: multiprocessors work in pairs")
-    if call.device == "cpu":
-        raise ValueError(f"num_sms: got {num_sms} for arrays on the CPU; wanted None, or arrays on CUDA")
     return limit
 
 
-def not_on_cpu(backend: str) -> ValueError:
-    return ValueError(f"backend: got {backend!r} for arrays on the CPU; wanted None, or arrays on CUDA")
+def not_on_cpu(name: str, value: str | int) -> ValueError:
+    return ValueError(f"{name}: got {value!r} for arrays on the CPU; wanted None, or arrays on CUDA")
 
 
 @operation
@@ -100,9 +108,9 @@ def grouped_gemm(
         bfloat16, float16 or float32. "plain": a simple kernel that takes everything, hundreds of times
         slower.
     num_sms : int or None
-        On CUDA, of products by "wgmma": at most so many of the GPU's multiprocessors, an even number; None:
-        all. What another kernel holds needs no limit: tiles go to the multiprocessors that are free. The
-        result does not depend on it.
+        On CUDA, of products by "wgmma": at most so many of the GPU's multiprocessors, an even number from 2
+        to what it has; None: all. What another kernel holds needs no limit: tiles go to the multiprocessors
+        that are free. The result does not depend on it.
 
     Returns
     -------

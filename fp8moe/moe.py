@@ -29,7 +29,14 @@ from fp8moe.expert_parallel.exchange import prepare_dispatch
 from fp8moe.expert_parallel.overlap import overlapped_backward, overlapped_forward
 from fp8moe.expert_parallel.protocols import capacity_of, chunks_of, with_spare
 from fp8moe.formats import BFLOAT16, round_up
-from fp8moe.grouped_gemm import BACKENDS, grouped_gemm, grouped_gemm_wgrad, not_on_cpu, products_by
+from fp8moe.grouped_gemm import (
+    BACKENDS,
+    check_limit,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    not_on_cpu,
+    products_by,
+)
 from fp8moe.interop import Device
 from fp8moe.permuted_rows import (
     PlacedRows,
@@ -71,6 +78,7 @@ class Saved(Record):
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
         when the forward read them; None for weights that it quantised itself.
     backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
+    num_sms: of how many multiprocessors at most, as of the backend; None: all.
     later: of ``overlap_chunks``, what was kept of the chunks after the first, without the weights.
     """
 
@@ -87,6 +95,7 @@ class Saved(Record):
     route: Any = None  # of expert parallelism
     overwritten: tuple[int | None, int | None] = (None, None)
     backend: str | None = None
+    num_sms: int | None = None
     later: tuple[Saved, ...] = ()
 
     @property
@@ -102,9 +111,13 @@ class Saved(Record):
         return sum(chunk.route.num_tokens for chunk in (self, *self.later))
 
     def needed_for(self, gradients: Collection[str]) -> Saved:
-        """Without what only other gradients need: with frozen weights (LoRA) x and a."""
+        """Without what only other gradients need: with frozen weights (LoRA) x and a; without any, all but
+        the plan and the route, which tell what was left out."""
+        if not gradients:
+            return replace(self, recompute=None, probs=None, x=None, h=None, a=None, w13=None, w2=None)
         x = self.x if "dw13" in gradients or self.recompute else None
-        return replace(self, x=x, a=self.a if "dw2" in gradients else None)
+        h = self.h if _of_h(gradients) else None
+        return replace(self, x=x, h=h, a=self.a if "dw2" in gradients else None)
 
 
 @dataclass(frozen=True)
@@ -133,6 +146,7 @@ class SavedForWeights(Record):
     x: Any
     activation: Activation = SWIGLU
     backend: str | None = None
+    num_sms: int | None = None
     later: tuple[SavedForWeights, ...] = ()
 
     @property
@@ -214,8 +228,10 @@ def check_backend(
     hidden: int,
     ffn: int,
     gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
 ) -> None:
-    """Refuse a backend that does not make every product of a layer on a device, before anything is computed.
+    """Refuse a backend that does not make every product of a layer on a device, and a limit that these do not
+    keep to, before anything is computed.
 
     dtype: of the operands of "bf16". ffn: F without the zeros that FP8 weights are filled up with. What
     depends on the number of rows, or on where an array begins, is not known here.
@@ -223,13 +239,16 @@ def check_backend(
     Raises ValueError, and TypeError for a dtype.
     """
     checks.choice("backend", backend, BACKENDS)
-    if backend is None or device == NOWHERE:
+    num_sms = check_limit(num_sms)
+    given = {n: v for n, v in (("backend", backend), ("num_sms", num_sms)) if v is not None}
+    if not given or device == NOWHERE:
         return
     if device == "cpu":
-        raise not_on_cpu(backend)
+        raise not_on_cpu(*next(iter(given.items())))
     width = ffn if recipe == "bf16" else round_up(ffn, 128)
     load_backend(device, "grouped_gemm").check_layer(
         backend,
+        num_sms,
         device,
         operands=dtype if recipe == "bf16" else "e4m3",
         experts=experts,
@@ -254,6 +273,7 @@ def moe_forward(
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of a layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
@@ -282,9 +302,14 @@ def moe_forward(
         rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
     gradients : collection of str
         Names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What only
-        the others need is neither made nor kept; () for inference.
+        the others need is neither made nor kept; () for inference, where nothing outlives the product that
+        reads it.
     backend : str or None
         By which kernels all products are made, the backward's too: as `grouped_gemm` takes it.
+    num_sms : int or None
+        How many of the GPU's multiprocessors all products may use at most, the backward's too, unless that is
+        told otherwise: as `grouped_gemm` takes it. The kernels between them, which are short and limited by
+        memory, use what is free. No result depends on it.
 
     Returns
     -------
@@ -319,12 +344,13 @@ def moe_forward(
     _check_gradients(gradients)
     options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
     checks.choice("backend", backend, BACKENDS)
-    options.update(gradients=tuple(gradients), backend=backend)
+    options.update(gradients=tuple(gradients), backend=backend, num_sms=check_limit(num_sms))
     overwritten = _overwritten(w13, w2)
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **options)
     else:
-        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, backend, tuple(gradients))
+        of_products = backend, options["num_sms"], options["gradients"]
+        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, *of_products)
         y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, options)
     return y, _recorded(saved, overwritten)
 
@@ -393,6 +419,7 @@ def moe_forward_permuted(
     align_size: int = 1,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """The experts of rows that a dispatcher has permuted: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
 
@@ -426,6 +453,8 @@ def moe_forward_permuted(
     gradients : collection of str
         As for `moe_forward`; "dprobs" is that of ``probs``.
     backend : str or None
+        As for `moe_forward`.
+    num_sms : int or None
         As for `moe_forward`.
 
     Returns
@@ -470,6 +499,7 @@ def moe_forward_permuted(
         activation=activation,
         gradients=tuple(gradients),
         backend=backend,
+        num_sms=check_limit(num_sms),
     )
     return y, _recorded(saved, _overwritten(w13, w2))
 
@@ -488,15 +518,17 @@ def experts_forward(
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
     if not isinstance(x, QuantTensor):
         given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-        _check_layer(recipe, activation, backend, gradients, **given)
+        _check_layer(recipe, activation, backend, num_sms, gradients, **given)
         x = _cast(recipe, x)
     align = ALIGN_SIZE[recipe]
     plan = plan_topk(topk_ids, experts_of(w13), align_size=align, num_out_tokens=num_out_tokens)
-    return _by_plan(x, w13, w2, plan, topk_probs, recipe, recompute, activation, gradients, backend)
+    options = recipe, recompute, activation, gradients, backend, num_sms
+    return _by_plan(x, w13, w2, plan, topk_probs, *options)
 
 
 @operation
@@ -513,14 +545,16 @@ def permuted_experts_forward(
     activation: Activation,
     gradients: Collection[str] = GRADIENTS,
     backend: str | None = None,
+    num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
     """`moe_forward_permuted`."""
     given = {"x": x, "w13": w13, "w2": w2, "tokens_per_expert": tokens_per_expert, "probs": probs}
-    _check_permuted(recipe, activation, align_size, backend, gradients, **given)
+    _check_permuted(recipe, activation, align_size, backend, num_sms, gradients, **given)
     if not isinstance(x, QuantTensor):
         x = _cast(recipe, x)
     x, probs, rows = place_rows(x, tokens_per_expert, probs, align_size, ALIGN_SIZE[recipe])
-    y, saved = _by_plan(x, w13, w2, rows, probs, recipe, recompute, activation, gradients, backend)
+    options = recipe, recompute, activation, gradients, backend, num_sms
+    y, saved = _by_plan(x, w13, w2, rows, probs, *options)
     return unpad_rows(y, rows)[0], saved
 
 
@@ -535,17 +569,19 @@ def _by_plan(
     activation: Activation,
     gradients: Collection[str],
     backend: str | None,
+    num_sms: int | None,
 ) -> tuple[Any, Saved]:
     """The experts of rows that have their places."""
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     forward, *_ = _STEPS[recipe]
-    with products_by(backend):
-        y, kept = forward(x, w13, w2, plan, probs, activation, recompute is not None, gradients)
+    with products_by(backend, num_sms):
+        again = recompute is not None and bool(gradients)
+        y, kept = forward(x, w13, w2, plan, probs, activation, again, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    kept.update(activation=activation, backend=backend)
+    kept.update(activation=activation, backend=backend, num_sms=num_sms)
     saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **kept)
     return y, saved.needed_for(gradients)
 
@@ -592,11 +628,11 @@ def _backward_input(saved: Saved, dy: Any, gradients: Collection[str]) -> tuple[
     rows = saved.plan
     if isinstance(rows, PlacedRows):
         dy = pad_rows(dy, rows)
-    with products_by(saved.backend):
+    with products_by(saved.backend, saved.num_sms):
         dx, dprobs, operands = backward_input(saved, dy, gradients)
     if isinstance(rows, PlacedRows) and dx is not None:
         dx, dprobs = unpad_rows(dx, rows, dprobs)
-    options: dict[str, Any] = {"activation": saved.activation, "backend": saved.backend}
+    options: dict[str, Any] = {name: getattr(saved, name) for name in ("activation", "backend", "num_sms")}
     return dx, dprobs, SavedForWeights(saved.recipe, saved.recompute, rows, **operands, **options)
 
 
@@ -604,7 +640,7 @@ def _backward_weight(
     operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None
 ) -> tuple[Any, Any]:
     *_, backward_weight = _STEPS[operands.recipe]
-    with products_by(operands.backend):
+    with products_by(operands.backend, operands.num_sms):
         return backward_weight(operands, dw13, dw2, dtype, ffn)  # type: ignore[no-any-return]
 
 
@@ -618,6 +654,7 @@ def moe_backward(
     ffn: int | None = None,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
 ) -> MoEGrads:
     """Gradients of `moe_forward` and of `moe_forward_permuted`.
 
@@ -643,6 +680,8 @@ def moe_backward(
         Names of those that are wanted, of "dx", "dprobs", "dw13" and "dw2". What only the others need is not
         computed (with frozen weights two of six matrix products), and they are None; "dx" and "dprobs" come
         together.
+    num_sms : int or None
+        As for `moe_forward`, of this backward's products; None: the forward's.
 
     Returns
     -------
@@ -668,6 +707,7 @@ def moe_backward(
     (100.0, 200.0)
     """
     gradients = _check_saved(saved, comm, gradients)
+    saved = _limited(saved, num_sms)
     _check_wanted(dw13, dw2, gradients)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
     if comm is None or saved.route is None:
@@ -736,6 +776,7 @@ def moe_backward_input(
     *,
     comm: Comm | None = None,
     gradients: Collection[str] = GRADIENTS,
+    num_sms: int | None = None,
 ) -> tuple[MoEGrads, SavedForWeights]:
     """The half of `moe_backward` that the layer before waits for: gradients of x and of the probabilities.
 
@@ -750,6 +791,8 @@ def moe_backward_input(
         The forward's. The other half needs none.
     gradients : collection of str
         Names of those that are wanted of both halves together, as for `moe_backward`.
+    num_sms : int or None
+        As for `moe_backward`, of the products of both halves.
 
     Returns
     -------
@@ -780,6 +823,7 @@ def moe_backward_input(
     (200.0, 100.0)
     """
     gradients = _check_saved(saved, comm, gradients)
+    saved = _limited(saved, num_sms)
     if comm is None or saved.route is None:
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
@@ -796,6 +840,7 @@ def moe_backward_weight(
     dw2: ArrayLike | None = None,
     dtype: str = "float32",
     ffn: int | None = None,
+    num_sms: int | None = None,
 ) -> MoEGrads:
     """The half of `moe_backward` that nothing waits for: gradients of the weights.
 
@@ -811,6 +856,8 @@ def moe_backward_weight(
         Of the gradients where none are given.
     ffn : int or None
         As for `moe_backward`.
+    num_sms : int or None
+        As for `moe_backward`, of these products; None: as `moe_backward_input` had it.
 
     Returns
     -------
@@ -840,6 +887,7 @@ def moe_backward_weight(
         raise TypeError(
             f"operands: got {type(operands).__name__}; wanted the second result of moe_backward_input"
         )
+    operands = _limited(operands, num_sms)
     wanted = [name for name, x in (("dw13", operands.dh), ("dw2", operands.a)) if x is not None]
     _check_wanted(dw13, dw2, wanted)
     ffn = None if ffn is None else checks.integer("ffn", ffn, 1)
@@ -858,10 +906,17 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
     if not isinstance(saved, Saved):
         raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
     _check_gradients(gradients)
-    for name, kept, gradient in (("x", saved.x, "dw13"), ("a", saved.a, "dw2")):
-        if gradient in gradients and kept is None and not saved.recompute:
+    if gradients and saved.w13 is None:
+        raise ValueError(
+            "saved: got that of a forward with gradients=(), which keeps nothing; wanted the names of the "
+            "gradients among the forward's"
+        )
+    needs = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
+    for name, kept, of in needs:
+        missing = [gradient for gradient in gradients if gradient in of]
+        if missing and kept is None and not saved.recompute:
             raise ValueError(
-                f"gradients: got {gradient!r}, and saved.{name} is None; wanted it among the forward's"
+                f"gradients: got {missing[0]!r}, and saved.{name} is None; wanted it among the forward's"
             )
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
         if before is not None and times_overwritten(w) != before:
@@ -875,6 +930,14 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
             f"comm: got {comm}; wanted the forward's, {'none' if saved.route is None else 'which had one'}"
         )
     return tuple(gradients)
+
+
+def _limited(saved: Any, num_sms: int | None) -> Any:
+    """With another limit than the forward's, for all chunks."""
+    if num_sms is None:
+        return saved
+    later = tuple(_limited(chunk, num_sms) for chunk in saved.later)
+    return replace(saved, num_sms=check_limit(num_sms), later=later)
 
 
 def _check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
@@ -927,8 +990,9 @@ def _check_dy(saved: Saved, dy: Any) -> None:
             raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
         checks.quant_tensor("dy", a.dy, ((1, 128),))
     else:
-        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else (a.w13.dtype,))
-    checks.shape("dy", a.dy, (saved.num_tokens, _hidden(a.w13)))
+        of_weights = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
+        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else of_weights)
+    checks.shape("dy", a.dy, (saved.num_tokens, "H" if a.w13 is None else _hidden(a.w13)))
 
 
 def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
@@ -937,8 +1001,10 @@ def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn:
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     quantized = saved.recipe != "bf16"
     # the column-wise copy is always kept
-    of_w13, of_w2 = (tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2))
-    _check_outputs(saved, kept, (of_w13, of_w2), dw13, dw2, dtype, ffn)
+    of_weights = [
+        None if w is None else tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2)
+    ]
+    _check_outputs(saved, kept, of_weights, dw13, dw2, dtype, ffn)
 
 
 def _check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
@@ -1014,15 +1080,21 @@ def _check_before_sending(
     recipe: str,
     activation: Activation,
     backend: str | None,
+    num_sms: int | None,
     gradients: Collection[str],
 ) -> None:
     """`_check_layer`, once for given shapes."""
     given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
-    _check_layer(recipe, activation, backend, gradients, **given)
+    _check_layer(recipe, activation, backend, num_sms, gradients, **given)
 
 
 def _check_layer(
-    recipe: str, activation: Activation, backend: str | None, gradients: Collection[str], **arrays: Any
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
+    **arrays: Any,
 ) -> None:
     call = enter(**arrays)
     a = call.args
@@ -1031,7 +1103,7 @@ def _check_layer(
     checks.shape("topk_ids", a.topk_ids, (a.x.shape[0], "k"))
     checks.dtype("topk_probs", a.topk_probs, checks.FLOATS)
     checks.shape("topk_probs", a.topk_probs, tuple(a.topk_ids.shape))
-    _check_backend_of(call, recipe, activation, backend, gradients)
+    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
 
 
 def _check_permuted(
@@ -1039,6 +1111,7 @@ def _check_permuted(
     activation: Activation,
     align_size: int,
     backend: str | None,
+    num_sms: int | None,
     gradients: Collection[str],
     **arrays: Any,
 ) -> None:
@@ -1061,14 +1134,19 @@ def _check_permuted(
             f"align_size: got {align_size}; wanted 1, of rows without padding, or a multiple of {wanted} for "
             f"recipe {recipe!r}"
         )
-    _check_backend_of(call, recipe, activation, backend, gradients)
+    _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
 
 
 def _check_backend_of(
-    call: Call, recipe: str, activation: Activation, backend: str | None, gradients: Collection[str]
+    call: Call,
+    recipe: str,
+    activation: Activation,
+    backend: str | None,
+    num_sms: int | None,
+    gradients: Collection[str],
 ) -> None:
     """Of arrays that `_check_rows_and_weights` has seen."""
-    if backend is None:
+    if backend is None and num_sms is None:
         return
     w13, w2 = call.args.w13, call.args.w2
     check_backend(
@@ -1081,6 +1159,7 @@ def _check_backend_of(
         hidden=w13.shape[2],
         ffn=w2.shape[2],
         gradients=gradients,
+        num_sms=num_sms,
     )
 
 
@@ -1122,20 +1201,28 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     return int(experts)
 
 
-# Each recipe is read from top to bottom; what differs between them is where casts stand.
+# Each recipe is read from top to bottom; what differs between them is where casts stand. Memory is released
+# where its last name goes: rows by ``del`` as soon as they have been read, of k rows a token each.
 
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
     rows = _rows_of(plan)
     h = grouped_gemm(moved.data, w13.rowwise, *rows)
+    kept = {"probs": moved.probs, "x": moved.data if recompute else x}
+    del moved
     transposed = "dw2" in gradients and not recompute
-    a = _activate(h, moved.probs, plan, activation, transposed)
+    a = _activate(h, kept["probs"], plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    y = unpermute(grouped_gemm(rowwise, w2.rowwise, *rows), plan)
-    if recompute:
-        return y, {"probs": moved.probs, "x": moved.data, "h": None, "a": None}
-    return y, {"probs": moved.probs, "x": x, "h": h, "a": columnwise}
+    kept |= {"h": _kept_h(h, recompute, gradients), "a": columnwise}
+    del h, a
+    rows_of_y = grouped_gemm(rowwise, w2.rowwise, *rows)
+    del rowwise
+    return unpermute(rows_of_y, plan), kept
+
+
+def _kept_h(h: Any, recompute: bool, gradients: Collection[str]) -> Any:
+    return None if recompute or not _of_h(gradients) else h
 
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1147,8 +1234,8 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
-        dout = permute(dy, plan).data  # dy in FP8 already, by cast 2
-        da = grouped_gemm(dout, saved.w2.columnwise, *rows)
+        # dy in FP8 already, by cast 2
+        da = grouped_gemm(permute(dy, plan).data, saved.w2.columnwise, *rows)
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
@@ -1159,10 +1246,13 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             activation=saved.activation,
             transposed=transposed,
         )
+        of_probs = grad.dprobs
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
+        del da, grad
     if _of_inputs(gradients):
         dxe = grouped_gemm(rowwise, saved.w13.columnwise, *rows)
-        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+        del rowwise
+        dx, dprobs = permute_backward(dxe, plan, of_probs)
     # dy as it came, not its permuted rows, which are k times those to transpose: 360 us for 571 (131,072 x
     # 7168, 32 experts)
     return dx, dprobs, _operands(gradients, dy, a, dh, saved.x)
@@ -1175,6 +1265,7 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
         transposed = permute_transpose(operands.dy, plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
         dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
+        del transposed
     if dh is None:
         return None, dw2
     transposed = _transpose(x, plan) if operands.recompute else permute_transpose(x, plan, target=_TARGET)
@@ -1212,14 +1303,19 @@ def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
     return scaling_aware_transpose(q, plan.expert_offsets, target=_TARGET, align_size=plan.align_size)
 
 
-def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
+def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     q = _quantized(moved.data)  # cast 1
+    kept = {"probs": moved.probs, "x": q if gradients else None}
+    del moved
     h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
-    a = quantize(swiglu(h, moved.probs, activation=activation))  # cast 2
-    y = unpermute(grouped_gemm(a, w2.rowwise, plan.expert_offsets), plan)
-    keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
-    return y, {"probs": moved.probs, "x": q, **keep}
+    del q
+    a = quantize(swiglu(h, kept["probs"], activation=activation))  # cast 2
+    kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    del h
+    rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets)
+    del a
+    return unpermute(rows_of_y, plan), kept
 
 
 def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1232,10 +1328,12 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
     if _of_h(gradients):
         da = grouped_gemm(dout, saved.w2.columnwise, offsets)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
-        dh = quantize(grad.dh)  # cast 4
+        del da
+        dh, of_probs = quantize(grad.dh), grad.dprobs  # cast 4
+        del grad
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-        dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
+        dx, dprobs = permute_backward(dxe, plan, of_probs)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
@@ -1244,6 +1342,7 @@ def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: igno
     if operands.a is not None:
         columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
         dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
+        del columnwise
     if operands.dh is not None:
         columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
         dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
@@ -1260,13 +1359,17 @@ def _requantize(q: Any) -> QuantTensor:
     return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
-def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, _):  # type: ignore[no-untyped-def]
+def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
     h = grouped_gemm(moved.data, w13, plan.expert_offsets)
-    a = swiglu(h, moved.probs, activation=activation)
-    y = unpermute(grouped_gemm(a, w2, plan.expert_offsets), plan)
-    keep = {"h": None, "a": None} if recompute else {"h": h, "a": a}
-    return y, {"probs": moved.probs, "x": moved.data, **keep}
+    kept = {"probs": moved.probs, "x": moved.data if gradients else None}
+    del moved
+    a = swiglu(h, kept["probs"], activation=activation)
+    kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    del h
+    rows_of_y = grouped_gemm(a, w2, plan.expert_offsets)
+    del a
+    return unpermute(rows_of_y, plan), kept
 
 
 def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1279,6 +1382,7 @@ def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
     if _of_h(gradients):
         da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
+        del da
         dh = grad.dh
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
+from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, threads
 from fp8moe.kernels_cuda.product import (
     Product,
     product_of_grouped_gemm,
@@ -77,15 +77,37 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
     return Choice("plain", tuple(reasons))
 
 
-def check_layer(backend: str, device: int, **layer: Any) -> None:
-    """Raises as `choose` for a backend that does not make every one of `products_of_layer` on a device."""
-    _check_layer(backend, driver.architecture(device), **layer)
+def check_layer(backend: str | None, num_sms: int | None, device: int, **layer: Any) -> None:
+    """Raises as `choose` for a backend that does not make every one of `products_of_layer` on a device, and
+    as `check_limit` for a limit that not all of them have."""
+    most = 0 if num_sms is None else driver.multiprocessors(device)
+    _check_layer(backend, num_sms, driver.architecture(device), most, **layer)
 
 
 @cache
-def _check_layer(backend: str, architecture: str, **layer: Any) -> None:
+def _check_layer(
+    backend: str | None, num_sms: int | None, architecture: str, multiprocessors: int, **layer: Any
+) -> None:
     for product in products_of_layer(**layer):
-        choose(product, architecture, backend)
+        chosen = choose(product, architecture, backend)
+        check_limit(num_sms, chosen, multiprocessors)
+
+
+def check_limit(num_sms: int | None, chosen: Choice, multiprocessors: int) -> None:
+    """Raises ValueError for a limit to the multiprocessors that a product does not keep to."""
+    if num_sms is None:
+        return
+    if chosen.backend != "wgmma":
+        raise ValueError(
+            f"num_sms: got {num_sms} for a product by {chosen.backend!r}, which cannot limit itself"
+            f"{''.join(f'; {reason}' for reason in chosen.reasons)}; wanted None, or a product that "
+            "backend='wgmma' takes"
+        )
+    if num_sms > multiprocessors:
+        raise ValueError(
+            f"num_sms: got {num_sms}; wanted an even number from 2 to {multiprocessors}, the device's "
+            "multiprocessors, or None for all"
+        )
 
 
 def describe(architecture: str) -> list[str]:
@@ -112,11 +134,8 @@ def _chosen(product: Product, backend: str | None, num_sms: int | None) -> str:
             RuntimeWarning,
             stacklevel=2,
         )
-    if num_sms is not None and chosen.backend != "wgmma":
-        raise ValueError(
-            f"num_sms: got {num_sms} for a product by {chosen.backend!r}, which cannot limit itself; wanted "
-            "None, or a product that backend='wgmma' takes"
-        )
+    if num_sms is not None and product.flops:  # a rank without rows multiplies nothing
+        check_limit(num_sms, chosen, multiprocessors())
     return chosen.backend
 
 

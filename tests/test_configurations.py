@@ -179,10 +179,31 @@ def test_a_backend_that_does_not_make_a_layer_is_refused(monkeypatch, architectu
     has = {"wgmma": architecture == "sm_90a", "mma": architecture != "sm_75", "plain": True, "cublas": True}
     for backend, known in has.items():
         if known:
-            grouped_gemm.check_layer(backend, 0, **layer)
+            grouped_gemm.check_layer(backend, None, 0, **layer)
         else:
             with pytest.raises(ValueError, match=f"backend: got '{backend}'.*the device is {architecture}"):
-                grouped_gemm.check_layer(backend, 0, **layer)
+                grouped_gemm.check_layer(backend, None, 0, **layer)
+
+
+@pytest.mark.parametrize("operands", ["e4m3", "bfloat16", "float32"])
+@pytest.mark.parametrize("architecture", FASTEST)
+def test_a_limit_that_a_layer_does_not_keep_to_is_refused(monkeypatch, architecture, operands):
+    monkeypatch.setattr(driver, "architecture", lambda device: architecture)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
+    layer = {"operands": operands, "gradients": GRADIENTS, **LAYER}
+    for backend in (None, "wgmma") if architecture == "sm_90a" and operands != "float32" else ():
+        for num_sms in (2, 132):
+            grouped_gemm.check_layer(backend, num_sms, 0, **layer)
+        with pytest.raises(ValueError, match="num_sms: got 134; wanted an even number from 2 to 132"):
+            grouped_gemm.check_layer(backend, 134, 0, **layer)
+        odd = {**layer, "hidden": 500}
+        with pytest.raises(ValueError, match=r"num_sms: got 2|backend: got 'wgmma'.*K is 500"):
+            grouped_gemm.check_layer(backend, 2, 0, **odd)
+    others = {"mma": architecture != "sm_75" and operands != "float32", "plain": True, "cublas": True}
+    others[None] = architecture != "sm_90a" or operands == "float32"
+    for backend in (name for name, there in others.items() if there):
+        with pytest.raises(ValueError, match="num_sms: got 2 for a product by"):
+            grouped_gemm.check_layer(backend, 2, 0, **layer)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +227,9 @@ def test_each_product_of_a_layer_is_looked_at(monkeypatch, operands, backend, ch
     monkeypatch.setattr(driver, "architecture", lambda device: "sm_90a")
     layer = {"operands": operands, **LAYER, **change}
     with pytest.raises(ValueError, match=f"backend: got '{backend}'.*{reason}"):
-        grouped_gemm.check_layer(backend, 0, **layer, gradients=gradients)
+        grouped_gemm.check_layer(backend, None, 0, **layer, gradients=gradients)
     if gradients:
-        grouped_gemm.check_layer(backend, 0, **layer, gradients=("dx", "dprobs"))
+        grouped_gemm.check_layer(backend, None, 0, **layer, gradients=("dx", "dprobs"))
 
 
 def test_cublas_has_no_float64():

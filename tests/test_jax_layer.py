@@ -220,23 +220,26 @@ def test_misfits_are_refused(name):
 # ---------------------------------------------------------------- backends
 
 
-def gradient_by(backend, axis_name=None):
+def gradient_by(backend, axis_name=None, num_sms=None):
     """A program of the layer's gradient, and its arguments."""
     _, w1, w3, w2, *_ = problem()
     w13, ids = jnp.asarray(np.concatenate([w1, w3], 1)), jnp.zeros((T, 1), jnp.int32)
     arrays = jnp.ones((T, H)), w13, jnp.asarray(w2), ids, jnp.ones((T, 1))
-    layer, options = jax_ops.moe_ffn, {"recipe": "fp8_flow", "backend": backend}
+    layer, options = jax_ops.moe_ffn, {"recipe": "fp8_flow", "backend": backend, "num_sms": num_sms}
     if axis_name is not None:
         layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
     return jax.grad(lambda *a: layer(*a, **options).sum()), arrays
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])
-@pytest.mark.parametrize("backend", [None, "wgmma", "mma", "cublas", "plain"])
-def test_backend_of_both_directions(backend, axis_name):
+@pytest.mark.parametrize(
+    ("backend", "num_sms"),
+    [(None, None), ("wgmma", None), ("mma", None), ("cublas", None), ("plain", None), (None, 8)],
+)
+def test_backend_and_limit_of_both_directions(backend, num_sms, axis_name):
     """What a program for CUDA is made of: every product by the backend, and in no graph where that reads the
-    offsets back."""
-    gradient, arrays = gradient_by(backend, axis_name)
+    offsets back; of so many multiprocessors at most."""
+    gradient, arrays = gradient_by(backend, axis_name, num_sms)
     if axis_name is not None:
         mesh = jax.make_mesh((1,), (axis_name,), devices=jax.devices("cpu")[:1])
         spec = jax.sharding.PartitionSpec()
@@ -247,6 +250,7 @@ def test_backend_of_both_directions(backend, axis_name):
     assert len(products) == 2  # forward and backward
     for target, text in products:
         assert set(re.findall(r"backend\\22:(?:\\22)?(\w+)", text)) == {backend or "null"}
+        assert set(re.findall(r"num_sms\\22:(\w+)", text)) == {str(num_sms or "null")}
         assert target == ("fp8moe_call" if backend == "cublas" else "fp8moe_call_in_graph")
 
 
@@ -257,6 +261,16 @@ def test_backend_on_the_cpu_is_refused(backend, jit):
     run = jax.jit(gradient) if jit else gradient
     with pytest.raises(ValueError, match=f"backend: got '{backend}' for arrays on the CPU; wanted None"):
         run(*arrays)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_limit_on_the_cpu_is_refused(jit):
+    gradient, arrays = gradient_by(None, num_sms=4)
+    run = jax.jit(gradient) if jit else gradient
+    with pytest.raises(ValueError, match="num_sms: got 4 for arrays on the CPU; wanted None"):
+        run(*arrays)
+    with pytest.raises(ValueError, match="num_sms: got 3; wanted an even number"):
+        gradient_by(None, num_sms=3)[0](*arrays)
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])

@@ -1,5 +1,6 @@
 """The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
 
+import collections
 import contextlib
 import ctypes
 import threading
@@ -604,11 +605,81 @@ def test_products_on_a_few_multiprocessors(monkeypatch):
     x, w, _, offsets = random_operands([5, 130, 1], 520, 144, ("e4m3", "e4m3"))
     arrays = [cuda_on_cpu.upload(a) for a in (x, w, offsets)]
     wanted = cuda_on_cpu.download(fp8moe.grouped_gemm(*arrays))
-    for num_sms in (2, 4, 100):
+    for num_sms in (2, 4, 6):
         assert_same(cuda_on_cpu.download(fp8moe.grouped_gemm(*arrays, num_sms=num_sms)), wanted)
+    with pytest.raises(ValueError, match="num_sms: got 8; wanted an even number from 2 to 6"):
+        fp8moe.grouped_gemm(*arrays, num_sms=8)
     for backend in ("mma", "plain", "cublas"):
         with pytest.raises(ValueError, match=f"num_sms: got 4 for a product by '{backend}'"):
             fp8moe.grouped_gemm(*arrays, backend=backend, num_sms=4)
+
+
+def of_grouped_products(monkeypatch):
+    """Blocks of every launch of a grouped product from now on."""
+    from fp8moe.kernels_cuda import launch
+
+    run, blocks = launch.launch_with_tensor_maps, []
+
+    def launched(function, tiled, x, *rest):
+        if function.function.__name__.startswith("run_grouped_gemm"):
+            blocks.append(x)
+        run(function, tiled, x, *rest)
+
+    monkeypatch.setattr(launch, "launch_with_tensor_maps", launched)
+    return blocks
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_a_layer_on_a_few_multiprocessors(monkeypatch, recipe):
+    """Every product of both passes keeps to the limit, calls with launch plans, too, and bits stay."""
+    from fp8moe.kernels_cuda import driver
+
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 6)
+    blocks = of_grouped_products(monkeypatch)
+    x, w13, w2, dy = (values(RNG, s, BF16) for s in ((5, 128), (2, 256, 128), (2, 128, 128), (5, 128)))
+    rows = np.array([3, 2], np.int32), RNG.random(5, np.float32)
+    *layer, dy = map(cuda_on_cpu.upload, (x, w13, w2, *rows, dy))
+
+    def step(forward=None, backward=None):
+        blocks.clear()
+        y, saved = fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=forward)
+        split, blocks[:] = [*blocks], []
+        grads = fp8moe.moe_backward(saved, dy, num_sms=backward)
+        return cuda_on_cpu.download((y, grads)), (split, [*blocks])
+
+    wanted, grids = step()
+    assert grids == ([6] * 2, [6] * 4)
+    for limits, grids in (((2,), (2, 2)), ((None, 4), (6, 4))):
+        results, launched = step(*limits)
+        assert launched == ([grids[0]] * 2, [grids[1]] * 4)
+        assert_same(results, wanted)
+    _, saved = fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=4)
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+    fp8moe.moe_backward_weight(operands)
+    fp8moe.moe_backward_weight(operands, num_sms=2)
+    assert blocks[-8:] == [4] * 6 + [2] * 2
+    plans = collections.Counter(name for name, plan in dispatch.cached_plans() if plan is not None)
+    assert plans["permuted_experts_forward"] == len({None, 2, 4})
+    assert plans["experts_backward"] == len({None, 2, 4})
+    assert plans["experts_backward_weight"] == len({4, 2})
+    with pytest.raises(ValueError, match="num_sms: got 8; wanted an even number from 2 to 6"):
+        fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=8)
+    with pytest.raises(ValueError, match="num_sms: got 2 for a product by 'mma'"):
+        fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=2, backend="mma")
+
+
+def test_a_limit_of_a_rank_without_rows():
+    """Nothing is multiplied, and the weights' gradients are zeros."""
+    x, w = values(RNG, (0, 128), BF16), values(RNG, (2, 128, 128), BF16)
+    offsets = np.zeros(3, np.int32)
+    for options in ({}, {"num_sms": 2}):
+        with pytest.MonkeyPatch.context() as patch:
+            cuda_on_cpu.install(patch)
+            arrays = [cuda_on_cpu.upload(a) for a in (x, w, offsets)]
+            fp8moe.grouped_gemm(*arrays, **options)
+            dw = fp8moe.grouped_gemm_wgrad(arrays[0], arrays[0], arrays[2], **options)
+            assert not cuda_on_cpu.download(dw).any()
 
 
 def test_what_wgmma_does_not_take_is_multiplied_by_mma():

@@ -468,6 +468,7 @@ def test_activations(options, activation):
         ("moe_router_padding_for", {"then": {"moe_router_padding_for_quantization": True}}, {}),
         ("recipe", {"own": {"recipe": "fp8"}}, {}),
         ("backend", {"own": {"backend": "cutlass"}}, {}),
+        ("num_sms", {"own": {"num_sms": 3}}, {}),
     ],
 )
 def test_what_is_not_done_is_refused_when_the_layer_is_made(name, options, sizes):
@@ -479,13 +480,15 @@ def test_what_is_not_done_is_refused_when_the_layer_is_made(name, options, sizes
         megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), **own)
 
 
+@pytest.mark.parametrize(("option", "value"), [("backend", "mma"), ("num_sms", 4)])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
-def test_backend_reaches_the_products(recipe):
-    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(), recipe=recipe, backend="mma")
+def test_backend_and_limit_reach_the_products(recipe, option, value):
+    options = {"recipe": recipe, option: value}
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(), **options)
     counts, probs = torch.tensor([5, 3]), torch.rand(8)
-    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+    with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
         experts(torch.randn(8, 64), counts, probs)
-    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+    with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
         experts.routed(torch.randn(8, 64), torch.zeros(8, 1, dtype=torch.int64), probs[:, None], None)
 
 
@@ -493,7 +496,7 @@ def test_layer_specs():
     """Every MoE layer in a spec, whatever it is made of; shared experts, router and all else stay."""
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     for dispatcher in ("fp8moe", "megatron"):
-        options = {"recipe": "fp8_blockwise", "backend": "mma"}
+        options = {"recipe": "fp8_blockwise", "backend": "wgmma", "num_sms": 8}
         new = megatron.use_fp8_flow(spec, **options, dispatcher=dispatcher)
         assert new is not spec
         before, after = spec.submodules.mlp, new.submodules.mlp

@@ -1,7 +1,9 @@
 """The layer against a dense float64 torch layer and its autograd; what each recipe casts and keeps."""
 
+import functools
 import importlib
 import itertools
+import types
 
 import numpy as np
 import pytest
@@ -12,8 +14,12 @@ from hypothesis import strategies as st
 from oracles import torch_swiglu
 
 import fp8moe
-from fp8moe import dispatch
+from fp8moe import Quantized, QuantTensor, dispatch
 from fp8moe.activation import SWIGLU
+from fp8moe.interop import NUMPY
+from fp8moe.launch_plan import DryRun
+from fp8moe.record_trees import arrays_in
+from fp8moe.records import ArraySpec
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):
@@ -397,6 +403,100 @@ def test_weights_overwritten_before_the_backward_are_refused():
             fp8moe.moe_backward(saved, dy)
 
 
+def on_descriptors(step, recipe, tokens, hidden, ffn, experts, k):
+    """What ``step`` returns of a layer's arguments, shapes alone, and the most bytes that it has allocated at
+    once."""
+    arrays = [ArraySpec((tokens, hidden), BF16), ArraySpec((tokens, k), np.dtype(np.int32))]
+    arrays.append(ArraySpec((tokens, k), np.dtype(np.float32)))
+    for shape in ((experts, 2 * ffn, hidden), (experts, hidden, ffn)):
+        if recipe == "bf16":
+            arrays.append(ArraySpec(shape, BF16))
+            continue
+        for e, n, m in (shape, (shape[0], shape[2], shape[1])):
+            codes, scales = np.dtype(np.uint8), np.dtype(np.float32)
+            arrays += [ArraySpec((e, n, m), codes), ArraySpec((e, n // 128, m // 128), scales)]
+
+    def forward(arrays):
+        x, ids, probs, *weights = arrays
+        if recipe != "bf16":
+            sides = zip(weights[::2], weights[1::2], (False, True) * 2, strict=True)
+            sides = [QuantTensor(*of, "e4m3", (128, 128), transposed=t) for *of, t in sides]
+            weights = Quantized(*sides[:2]), Quantized(*sides[2:])
+        return step(x, *weights, ids, probs)
+
+    call = DryRun([(a.shape, a.dtype, 0) for a in arrays], dispatch.NOWHERE, NUMPY)
+    result = call.perform(forward, list(call.inputs))
+    allocated = most = 0
+    for step in call.steps:
+        size = ArraySpec(*call.buffers[max(step, ~step)]).nbytes
+        allocated += size if step >= 0 else -size
+        most = max(most, allocated)
+    return result, most
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe, recompute):
+    tokens, hidden, ffn, experts, k = 16_384, 2048, 768, 128, 8
+    forward = functools.partial(fp8moe.moe_forward, recipe=recipe, recompute=recompute, gradients=())
+    (y, saved), most = on_descriptors(forward, recipe, tokens, hidden, ffn, experts, k)
+    assert arrays_in(saved) == arrays_in(saved.plan)  # which tells how full the experts are
+    rows = saved.plan.num_out_tokens
+    wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
+    first, second = 2 * narrow, wide  # results of the products
+    moved, activated = (n // 2 + n // 64 for n in (wide, narrow))  # codes, a float32 of every 128
+    after = second + y.nbytes
+    if recipe == "fp8_flow":
+        x = tokens * hidden * (1 + 1 / 32)
+        limit = x + max(moved + first, first + activated, activated + second, after)
+    elif recipe == "fp8_blockwise":
+        limit = max(wide + moved, moved + first, first + narrow + activated, activated + second, after)
+    else:
+        limit = max(wide + first, first + narrow, narrow + second, after)
+    # and a handful of numbers for each row and each entry
+    assert limit <= most <= limit + 32 * (rows + tokens * k)
+    with pytest.raises(ValueError, match=r"saved: got that of a forward with gradients=\(\), which"):
+        fp8moe.moe_backward(saved, y)
+
+
+@pytest.mark.parametrize("experts", [8, 128])
+def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
+    def step(*layer):
+        y, saved = fp8moe.moe_forward(*layer, recipe="fp8_flow")
+        return y, saved, fp8moe.moe_backward(saved, y)
+
+    tokens, hidden, ffn, k = 4096, 7168, 2048, 8
+    (y, saved, grads), most = on_descriptors(step, "fp8_flow", tokens, hidden, ffn, experts, k)
+    rows = saved.plan.num_out_tokens
+    wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
+    moved, dh = (n // 2 + n // 64 for n in (wide, 2 * narrow))  # codes, a float32 of every 128
+    columns, x_columns, a_columns = (n // 2 + n // 2**13 for n in (2 * narrow, wide, narrow))  # of (128, 128)
+    x = tokens * hidden * (1 + 1 / 32)
+    saved_and_dy = x + 2 * narrow + a_columns + y.nbytes + x
+    new = columns + grads.dx.nbytes
+    limit = saved_and_dy + max(
+        moved + narrow,
+        narrow + dh + columns,
+        dh + columns + wide,
+        new + wide,
+        new + x_columns + grads.dw2.nbytes + grads.dw13.nbytes,
+    )
+    assert limit <= most <= limit + 32 * (rows + tokens * k)
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "name"),
+    [("dw2", "dx", "h"), ("dw2", "dw13", "x"), ("dx", "dw2", "a"), ("dprobs", "dw13", "x")],
+)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_what_was_not_kept_is_refused(recipe, kept, asked, name):
+    inputs, dy = layer_inputs(3)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, gradients=[kept])
+    fp8moe.moe_backward(saved, dy, gradients=[kept])
+    with pytest.raises(ValueError, match=f"gradients: got '{asked}', and saved.{name} is None"):
+        fp8moe.moe_backward(saved, dy, gradients=[asked])
+
+
 class AsOnCuda:
     """A call on the CPU that says its arrays lie on a device."""
 
@@ -411,14 +511,14 @@ class AsOnCuda:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, recompute):
+def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recipe, recompute):
     used = []
     products = importlib.import_module("fp8moe.reference.grouped_gemm")
 
     def recorded(product):
-        def record(*arguments, backend, **options):
-            used.append(backend)
-            product(*arguments, backend=backend, **options)
+        def record(*arguments, backend, num_sms, **options):
+            used.append((backend, num_sms))
+            product(*arguments, backend=backend, num_sms=num_sms, **options)
 
         return record
 
@@ -430,11 +530,21 @@ def test_one_backend_makes_all_products_of_both_passes(monkeypatch, recipe, reco
     layer = importlib.import_module("fp8moe.moe")
     monkeypatch.setattr(layer, "check_backend", lambda *arguments, **layer: None)
     inputs, dy = layer_inputs(3)
-    for backend in ("mma", None):
+    options = {"recipe": recipe, "recompute": recompute}
+    for backend, num_sms in (("mma", None), ("wgmma", 8), (None, 2), (None, None)):
         used.clear()
-        _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute, backend=backend)
+        _, saved = fp8moe.moe_forward(**inputs, **options, backend=backend, num_sms=num_sms)
         fp8moe.moe_backward(saved, dy)
-        assert used == [backend] * (7 if recompute else 6)
+        assert used == [(backend, num_sms)] * (7 if recompute else 6)
+    # another of the backward's, and of its halves
+    _, saved = fp8moe.moe_forward(**inputs, **options, num_sms=8)
+    used.clear()
+    fp8moe.moe_backward(saved, dy, num_sms=4)
+    _, operands = fp8moe.moe_backward_input(saved, dy, num_sms=6)
+    fp8moe.moe_backward_weight(operands)
+    fp8moe.moe_backward_weight(operands, num_sms=2)
+    whole = 5 if recompute else 4
+    assert [limit for _, limit in used] == [4] * whole + [6] * whole + [2] * 2
 
 
 def test_a_backend_is_refused_by_name_on_the_cpu():
@@ -444,3 +554,30 @@ def test_a_backend_is_refused_by_name_on_the_cpu():
     fp8moe.moe_forward(**inputs, recipe="bf16")
     with pytest.raises(ValueError, match=r"backend: got 'tensor'; wanted one of None, 'wgmma', 'mma'"):
         fp8moe.moe_forward(**inputs, recipe="bf16", backend="tensor")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_a_limit_is_refused_by_name(recipe):
+    """Before anything is computed or added."""
+    inputs, dy = layer_inputs(3)
+    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)
+    _, operands = fp8moe.moe_backward_input(saved, dy)
+    dw2 = np.full(inputs["w2"].shape, 3, np.float32)
+    nobody = types.SimpleNamespace(world_size=2)  # to whom nothing can be sent
+    calls = (
+        lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit),
+        lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit, comm=nobody),
+        lambda limit: fp8moe.moe_backward(saved, dy, dw2=dw2, num_sms=limit),
+        lambda limit: fp8moe.moe_backward_input(saved, dy, num_sms=limit),
+        lambda limit: fp8moe.moe_backward_weight(operands, dw2=dw2, num_sms=limit),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="num_sms: got 4 for arrays on the CPU; wanted None"):
+            call(4)
+        with pytest.raises(ValueError, match="num_sms: got 3; wanted an even number"):
+            call(3)
+        with pytest.raises(ValueError, match="num_sms: got 0; wanted an integer from 2"):
+            call(0)
+        with pytest.raises(TypeError, match="num_sms: got float"):
+            call(4.0)
+    assert (dw2 == 3).all()

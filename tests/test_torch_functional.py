@@ -346,13 +346,13 @@ def test_what_is_refused(changed, error, words):
 # ---------------------------------------------------------------- backend=
 
 
-def layers(recipe, backend, device="cpu"):
+def layers(recipe, backend, device="cpu", num_sms=None):
     """Name -> (a call of all that take ``backend``, its arguments that get a gradient); bfloat16 weights."""
     x, w1, w3, w2, ids, probs, _ = (t.to(device) for t in problem(width=128))
     weights = [w.bfloat16() for w in (torch.cat((w1, w3), dim=1), w2)]
     counts = torch.tensor([5, 0, 20, T - 25], device=device)
-    layer = FP8FlowMoE(H, 128, E, K, recipe=recipe, backend=backend, router=False, device=device)
-    options = {"recipe": recipe, "backend": backend}
+    options = {"recipe": recipe, "backend": backend, "num_sms": num_sms}
+    layer = FP8FlowMoE(H, 128, E, K, **options, router=False, device=device)
 
     def tokens(x, w13, w2):
         return moe_experts(x, w13, w2, ids, probs, **options)
@@ -367,8 +367,9 @@ def layers(recipe, backend, device="cpu"):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("asked", [{"backend": "mma"}, {"backend": None, "num_sms": 4}])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_backend_that_the_device_does_not_have_is_refused_before_any_work(monkeypatch, recipe, mode):
+def test_what_the_device_does_not_have_is_refused_before_any_work(monkeypatch, recipe, asked, mode):
     multiply = []
     for name in ("quantize_weights", "moe_forward", "moe_forward_permuted"):
         function = getattr(fp8moe, name)
@@ -379,12 +380,11 @@ def test_a_backend_that_the_device_does_not_have_is_refused_before_any_work(monk
             return function(*arguments, **options)
 
         monkeypatch.setattr(fp8moe, name, spied)
-    for call, leaves in layers(recipe, "mma").values():
+    words = "(backend: got 'mma'|num_sms: got 4) for arrays on the CPU; wanted None"
+    for call, leaves in layers(recipe, **asked).values():
         torch.compiler.reset()
         run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
-        with pytest.raises(
-            Exception, match="backend: got 'mma' for arrays on the CPU; wanted None"
-        ) as raised:
+        with pytest.raises(Exception, match=words) as raised:
             run(*leaves)
         assert mode == "compiled" or raised.type is ValueError
     assert not multiply
@@ -392,9 +392,9 @@ def test_a_backend_that_the_device_does_not_have_is_refused_before_any_work(monk
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_backend_reaches_the_products_of_both_directions(monkeypatch, recipe, mode):
-    """As if the CPU had one, of which the library is not told."""
-    for call, leaves in layers(recipe, "mma").values():
+def test_backend_and_limit_reach_the_products_of_both_directions(monkeypatch, recipe, mode):
+    """As if the CPU had them, of which the library is not told."""
+    for call, leaves in layers(recipe, "wgmma", num_sms=6).values():
         backends = []
         with monkeypatch.context() as patch:
             patch.setattr(moe, "check_backend", lambda *arguments, **layer: None)
@@ -405,7 +405,7 @@ def test_backend_reaches_the_products_of_both_directions(monkeypatch, recipe, mo
             leaves = [t.clone().requires_grad_() for t in leaves]
             y = run(*leaves)
             torch.autograd.grad(y, leaves, torch.ones_like(y))
-        assert set(backends) == {("forward", "mma"), ("backward", "mma")}
+        assert set(backends) == {("forward", "wgmma", 6), ("backward", "wgmma", 6)}
 
 
 @pytest.mark.gpu
@@ -444,16 +444,55 @@ def test_backend_on_cuda(monkeypatch, recipe, backend):
             assert (ours - plain).double().norm() <= bound * plain.double().norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_limit_on_cuda(monkeypatch, recipe):
+    """The same bits, eager and compiled, by products of which none uses more multiprocessors."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
+    check, limits = grouped_gemm.check_limit, []
+
+    def checked(num_sms, *rest):
+        limits.append(num_sms)
+        check(num_sms, *rest)
+
+    monkeypatch.setattr(grouped_gemm, "check_limit", checked)
+    results = {}
+    for num_sms in (None, 8):
+        torch.manual_seed(1)
+        options = {"backend": "wgmma", "num_sms": num_sms}
+        for kind, (call, leaves) in layers(recipe, device="cuda", **options).items():
+            dispatch.clear_cached_plans()
+            limits.clear()
+            torch.compiler.reset()
+            leaves = [t.requires_grad_() for t in leaves]
+            for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+                y = run(*leaves)
+                results.setdefault(kind, []).append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+            assert {limit for limit in limits if limit is not None} <= {num_sms}
+            assert num_sms is None or len(limits) >= 4
+    for first, *others in results.values():
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                assert torch.equal(a, b)
+    most = torch.cuda.get_device_properties().multi_processor_count
+    call, leaves = layers(recipe, "wgmma", "cuda", num_sms=most + 2 - most % 2)["tokens"]
+    with pytest.raises(ValueError, match=f"num_sms: got .* wanted an even number from 2 to {most}"):
+        call(*leaves)
+
+
 def without_backend(function, backends):
     """The library's function as where there is none, with a note of which it was told."""
 
     def call(first, *arguments, **options):
         if isinstance(first, moe.Saved):
-            backends.append(("backward", first.backend))
-            return function(replace(first, backend=None), *arguments, **options)
-        backends.append(("forward", options["backend"]))
-        y, saved = function(first, *arguments, **{**options, "backend": None})
-        return y, replace(saved, backend=options["backend"])
+            backends.append(("backward", first.backend, first.num_sms))
+            return function(replace(first, backend=None, num_sms=None), *arguments, **options)
+        asked = {name: options[name] for name in ("backend", "num_sms")}
+        backends.append(("forward", *asked.values()))
+        y, saved = function(first, *arguments, **{**options, "backend": None, "num_sms": None})
+        return y, replace(saved, **asked)
 
     return call
 

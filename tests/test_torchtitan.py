@@ -91,6 +91,15 @@ def test_routed_experts(recipe, recompute):
     assert (y - wanted[0]).norm() <= 6 * 2.0**-9 * wanted[0].norm()
 
 
+@pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])
+def test_backend_and_limit_reach_the_products(option, value, wrong):
+    experts = converted(config(), **{option: value}).build()
+    with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
+        experts(*routed())
+    with pytest.raises(ValueError, match=f"{option}: got {wrong!r}; wanted"):
+        converted(config(), **{option: wrong})
+
+
 def test_inside_a_compiled_block():
     """As one graph, for other numbers of tokens too."""
     torch.compiler.reset()

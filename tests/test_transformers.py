@@ -162,13 +162,14 @@ def test_an_activation_that_changes_is_looked_at_again():
     assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
 
-def test_backend_reaches_the_products():
-    adapter.enable("fp8_flow", backend="mma", name="fp8moe_mma")
-    experts = experts_of(*QWEN, _experts_implementation="fp8moe_mma")
-    with pytest.raises(ValueError, match="backend: got 'mma' for arrays on the CPU"):
+@pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])
+def test_backend_and_limit_reach_the_products(option, value, wrong):
+    adapter.enable("fp8_flow", **{option: value}, name=f"fp8moe_{value}")
+    experts = experts_of(*QWEN, _experts_implementation=f"fp8moe_{value}")
+    with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
         experts(*routed()[:3])
-    with pytest.raises(ValueError, match="backend: got 'cutlass'"):
-        adapter.enable(backend="cutlass")
+    with pytest.raises(ValueError, match=f"{option}: got {wrong!r}; wanted"):
+        adapter.enable(**{option: wrong})
 
 
 def test_dropped_experts():
