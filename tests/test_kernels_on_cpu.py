@@ -13,6 +13,7 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
+    products_of_padded_rows,
     rest_stays,
     rows_without_room_are_left_out,
     tiles_are_taken_when_free,
@@ -571,6 +572,24 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
         monkeypatch.setattr(grouped_gemm_wgmma16, "stages", lambda verb, experts: stages)
     upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
+
+
+@pytest.mark.parametrize(
+    ("counts", "align_size", "width", "depth"),
+    [
+        ([0, 1, 33, 129, 64, 65], 128, 48, 80),
+        ([31, 65, 0, 47], 16, 272, 32),
+        ([33, 17, 130], 1, 48, 32),
+        ([20, 0, 140], 256, 32, 48),  # steps of padding alone
+    ],
+)
+def test_products_of_padded_rows(monkeypatch, counts, align_size, width, depth):
+    from fp8moe.kernels_cuda import driver
+
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
+    upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
+    products_of_padded_rows(upload, download, RNG, counts, align_size, width, depth, by_two_blocks=True)
 
 
 def test_products_on_a_few_multiprocessors(monkeypatch):
