@@ -22,6 +22,7 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
+    products_of_padded_rows,
     rest_stays,
     rows_without_room_are_left_out,
     scales_in_both_layouts,
@@ -836,6 +837,16 @@ def test_products_of_padded_rows(align_size, width, depth):
     assert relative(got[0], wanted.astype(np.float64)) < 2.0**-7
     assert not got[0][len(real) :].any()
     assert not got[0][: len(real)][~real].any()
+
+
+@pytest.mark.parametrize("align_size", [1, 16, 128, 256])
+@pytest.mark.parametrize(("width", "depth"), [(48, 80), (528, 512), (2064, 144)])
+def test_products_that_know_their_padding(align_size, width, depth):
+    """Forward, dgrad and wgrad, FP8 and 16 bits: the bits of those that do not."""
+    skip_where_not("wgmma")
+    rng = generator()
+    counts = [0, 1, 31, 32, 33, 64, 65, 128, 129, 0, *rng.integers(0, 500, 1 if width < 100 else 30)]
+    products_of_padded_rows(upload, download, rng, counts, align_size, width, depth)
 
 
 def products_of_wgmma(rng, counts, width, depth):
