@@ -159,7 +159,9 @@ def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, back
         assert relative(download(added), wanted_dw + into.astype(np.float64)) <= bound + rounding[out] / 2
 
 
-def products_of_padded_rows(upload, download, rng, counts, align_size, width, depth, by_two_blocks=False):
+def products_of_padded_rows(
+    upload, download, rng, counts, align_size, width, depth, dtypes, by_two_blocks=False
+):
     """By "wgmma", products that are told how many of each expert's rows are not padding, against the same
     without: the same bits. What is not multiplied may be NaN: rows behind the last instruction that has real
     ones (wgrad), and the lower half of an expert's last tile of at most 64 real rows (forward, dgrad; where
@@ -207,7 +209,7 @@ def products_of_padded_rows(upload, download, rng, counts, align_size, width, de
     for rows_of, codes in ((q, weights.rowwise), (dq, weights.columnwise)):
         given = replace(rows_of, data=poisoned(rows_of.data, lower_halves(codes.data.shape[1]), 0x7F))
         results.append(agree(forward, (rows_of, codes), (given, codes)))
-    for dtype in (BF16, np.float16):
+    for dtype in dtypes:
         for rows_of, transpose_w in ((x, False), (dy, True)):
             pair = rows_of.astype(dtype), w.astype(dtype)
             given = poisoned(pair[0], lower_halves(depth if transpose_w else width), np.nan), pair[1]
@@ -231,7 +233,7 @@ def products_of_padded_rows(upload, download, rng, counts, align_size, width, de
         skipped = place >= -(-counts[of_expert] // 32) * 32
         pairs.append((pair, [replace(a, data=poisoned(a.data, skipped, 0x7F, axis=1)) for a in pair]))
     skipped = place >= -(-counts[of_expert] // 16) * 16
-    for dtype in (BF16, np.float16):
+    for dtype in dtypes:
         pair = [a.astype(dtype) for a in (dy, x)]
         pairs.append((pair, [poisoned(a, skipped, np.nan) for a in pair]))
     for pair, given in pairs:

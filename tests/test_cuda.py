@@ -846,7 +846,7 @@ def test_products_that_know_their_padding(align_size, width, depth):
     skip_where_not("wgmma")
     rng = generator()
     counts = [0, 1, 31, 32, 33, 64, 65, 128, 129, 0, *rng.integers(0, 500, 1 if width < 100 else 30)]
-    products_of_padded_rows(upload, download, rng, counts, align_size, width, depth)
+    products_of_padded_rows(upload, download, rng, counts, align_size, width, depth, (BF16, np.float16))
 
 
 def products_of_wgmma(rng, counts, width, depth):

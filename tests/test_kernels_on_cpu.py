@@ -575,21 +575,22 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
 
 
 @pytest.mark.parametrize(
-    ("counts", "align_size", "width", "depth"),
+    ("counts", "align_size", "width", "depth", "dtype"),
     [
-        ([0, 1, 33, 129, 64, 65], 128, 48, 80),
-        ([31, 65, 0, 47], 16, 272, 32),
-        ([33, 17, 130], 1, 48, 32),
-        ([20, 0, 140], 256, 32, 48),  # steps of padding alone
+        ([0, 1, 33, 129], 128, 48, 80, BF16),
+        ([31, 65, 0, 47], 16, 272, 32, BF16),
+        ([33, 17, 130], 1, 48, 32, np.float16),
+        ([20, 0, 140], 256, 32, 48, BF16),  # steps of padding alone
     ],
 )
-def test_products_of_padded_rows(monkeypatch, counts, align_size, width, depth):
+def test_products_of_padded_rows(monkeypatch, counts, align_size, width, depth, dtype):
     from fp8moe.kernels_cuda import driver
 
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
     upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
-    products_of_padded_rows(upload, download, RNG, counts, align_size, width, depth, by_two_blocks=True)
+    sizes = counts, align_size, width, depth
+    products_of_padded_rows(upload, download, RNG, *sizes, (dtype,), by_two_blocks=True)
 
 
 def test_products_on_a_few_multiprocessors(monkeypatch):
