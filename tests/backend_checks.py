@@ -210,6 +210,91 @@ def products_of_scales_far_apart(upload, download, rng, backend):
         check(got, [(a[:, lo:hi], b[:, lo:hi]) for lo, hi in spans], 384, 0.0)
 
 
+def products_of_padded_rows(
+    upload, download, rng, counts, align_size, width, depth, dtypes, by_two_blocks=False
+):
+    """By "wgmma", products that are told how many of each expert's rows are not padding, against the same
+    without: the same bits. What is not multiplied may be NaN: rows behind the last instruction that has real
+    ones (wgrad), and the lower half of an expert's last tile of at most 64 real rows (forward, dgrad; where
+    tiles are made one by one by two blocks, and their number is even: else the last of all are halved in
+    another way)."""
+    counts = np.asarray(counts)
+    padded = -(-counts // align_size) * align_size
+    offsets = np.concatenate(([0], np.cumsum(padded))).astype(np.int32)
+    place = np.concatenate([np.arange(p) for p in padded])  # of each row among its expert's
+    of_expert = np.repeat(np.arange(len(counts)), padded)
+    real = place < counts[of_expert]
+    rows = (len(real) // 16 + 2) * 16
+    behind = place >= (padded[of_expert] - 1) // 128 * 128 + 64
+    halves = counts[of_expert] <= (padded[of_expert] - 1) // 128 * 128 + 64
+    shapes = (rows, depth), (rows, width), (len(counts), width, depth)
+    x, dy, w = (rng.standard_normal(shape).astype(BF16) for shape in shapes)
+    for a in (x, dy):
+        a[: len(real)][~real] = 0
+    into = [upload(rng.standard_normal(w.shape).astype(d)) for d in (np.float32, BF16)]
+    offsets, tokens = upload(offsets), upload(counts.astype(np.int32))
+
+    def poisoned(a, where, nan, axis=0):
+        a = a.copy()
+        lines = a if axis == 0 else a.T
+        lines[: len(real)][where] = nan
+        lines[len(real) :] = nan
+        return a
+
+    def agree(product, clean, poisoned):
+        wanted = download(product(*map(upload, clean), None))
+        for operands in (clean, poisoned):
+            assert_same(download(product(*map(upload, operands), tokens)), wanted)
+        return wanted
+
+    def forward(x, w, tokens, **options):
+        return fp8moe.grouped_gemm(x, w, offsets, tokens, backend="wgmma", **options)
+
+    def lower_halves(columns):
+        even = int((-(-padded // 128)).sum()) * -(-columns // 256) % 2 == 0
+        return halves & behind & (by_two_blocks and even)
+
+    q, weights = fp8moe.quantize(x), fp8moe.quantize(w, block=(128, 128), columnwise=True)
+    dq = fp8moe.quantize(dy, fmt="e5m2")
+    results = []
+    for rows_of, codes in ((q, weights.rowwise), (dq, weights.columnwise)):
+        given = replace(rows_of, data=poisoned(rows_of.data, lower_halves(codes.data.shape[1]), 0x7F))
+        results.append(agree(forward, (rows_of, codes), (given, codes)))
+    for dtype in dtypes:
+        for rows_of, transpose_w in ((x, False), (dy, True)):
+            pair = rows_of.astype(dtype), w.astype(dtype)
+            given = poisoned(pair[0], lower_halves(depth if transpose_w else width), np.nan), pair[1]
+            results.append(agree(partial(forward, transpose_w=transpose_w), pair, given))
+    for result in results:
+        assert not result[len(real) :].any()
+        assert not result[: len(real)][~real].any()
+        assert result[: len(real)][real].any() == real.any()
+
+    def wgrad(dy, x, tokens, add=None, **options):
+        out = None if add is None else type(add)(add.host.copy()) if hasattr(add, "host") else add.copy()
+        return fp8moe.grouped_gemm_wgrad(dy, x, offsets, out, tokens, backend="wgmma", **options)
+
+    pairs = []
+    host_offsets = download(offsets)
+    for target in ("column", "block") if align_size % 128 == 0 else ("column",):
+        pair = [
+            fp8moe.scaling_aware_transpose(a, host_offsets, target=target, align_size=align_size)
+            for a in (dq, q)
+        ]
+        skipped = place >= -(-counts[of_expert] // 32) * 32
+        pairs.append((pair, [replace(a, data=poisoned(a.data, skipped, 0x7F, axis=1)) for a in pair]))
+    skipped = place >= -(-counts[of_expert] // 16) * 16
+    for dtype in dtypes:
+        pair = [a.astype(dtype) for a in (dy, x)]
+        pairs.append((pair, [poisoned(a, skipped, np.nan) for a in pair]))
+    for pair, given in pairs:
+        for out, add in zip(("float32", "bfloat16"), into, strict=True):
+            new = agree(partial(wgrad, dtype=out), pair, given)
+            assert [e.any() for e in new] == [n > 0 for n in counts]
+            added = agree(partial(wgrad, add=add), pair, given)
+            assert_same(added[counts == 0], download(add)[counts == 0])
+
+
 def rows_without_room_are_left_out(upload, download, x, sizes, order):
     """On CUDA, where nobody looks at the sizes: what has room is as it is with room enough."""
     full = fp8moe.sort_chunks(x, sizes, order)
