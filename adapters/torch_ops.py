@@ -361,7 +361,7 @@ def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
         # there is no sum in float16
         dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
         pair = (x, dy) if values["transpose_w"] else (dy, x)
-        dw = _grouped_gemm_wgrad.run(*pair, offsets, None, dtype, backend, num_sms).to(w.dtype)
+        dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms).to(w.dtype)
     return [dx, dw]
 
 

@@ -1259,18 +1259,18 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
 
 
 def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[no-untyped-def]
-    plan, (offsets, counts) = operands.plan, _rows_of(operands.plan)
+    plan, offsets = operands.plan, operands.plan.expert_offsets
     a, dh, x = operands.a, operands.dh, operands.x
     if a is not None:
         transposed = permute_transpose(operands.dy, plan, target=_TARGET)
         a = columns_of(a, 0, ffn or a.shape[1])
-        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, counts, dtype=dtype)
+        dw2 = grouped_gemm_wgrad(transposed, a, offsets, dw2, dtype=dtype)
         del transposed
     if dh is None:
         return None, dw2
     transposed = _transpose(x, plan) if operands.recompute else permute_transpose(x, plan, target=_TARGET)
     parts = _parts_of_dh(dh, dw13, ffn)
-    sums = [grouped_gemm_wgrad(half, transposed, offsets, out, counts, dtype=dtype) for half, out in parts]
+    sums = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
     return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
 
 
@@ -1308,44 +1308,44 @@ def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, gradi
     q = _quantized(moved.data)  # cast 1
     kept = {"probs": moved.probs, "x": q if gradients else None}
     del moved
-    h = grouped_gemm(q, w13.rowwise, *_rows_of(plan))
+    h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
     del q
     a = quantize(swiglu(h, kept["probs"], activation=activation))  # cast 2
     kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
     del h
-    rows_of_y = grouped_gemm(a, w2.rowwise, *_rows_of(plan))
+    rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets)
     del a
     return unpermute(rows_of_y, plan), kept
 
 
 def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
-    plan, rows = saved.plan, _rows_of(saved.plan)
+    plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13.rowwise, *rows)
+        h = grouped_gemm(saved.x, saved.w13.rowwise, offsets)
         a = quantize(swiglu(h, saved.probs, activation=saved.activation)) if "dw2" in gradients else None
     dout = _quantized(permute(dy, plan).data)  # cast 3
     if _of_h(gradients):
-        da = grouped_gemm(dout, saved.w2.columnwise, *rows)
+        da = grouped_gemm(dout, saved.w2.columnwise, offsets)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
         del da
         dh, of_probs = quantize(grad.dh), grad.dprobs  # cast 4
         del grad
     if _of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13.columnwise, *rows)
+        dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
         dx, dprobs = permute_backward(dxe, plan, of_probs)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
 def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
-    offsets, counts = _rows_of(operands.plan)
+    offsets = operands.plan.expert_offsets
     if operands.a is not None:
         columnwise = _requantize(operands.dy), _requantize(operands.a)  # casts 5 to 8
-        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, counts, dtype=dtype)
+        dw2 = grouped_gemm_wgrad(*columnwise, offsets, dw2, dtype=dtype)
         del columnwise
     if operands.dh is not None:
         columnwise = _requantize(operands.dh), _requantize(operands.x)  # casts 9 to 12
-        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, counts, dtype=dtype)
+        dw13 = grouped_gemm_wgrad(*columnwise, offsets, dw13, dtype=dtype)
     return dw13, dw2
 
 
@@ -1361,43 +1361,41 @@ def _requantize(q: Any) -> QuantTensor:
 
 def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
     moved = permute(x, plan, probs)
-    h = grouped_gemm(moved.data, w13, *_rows_of(plan))
+    h = grouped_gemm(moved.data, w13, plan.expert_offsets)
     kept = {"probs": moved.probs, "x": moved.data if gradients else None}
     del moved
     a = swiglu(h, kept["probs"], activation=activation)
     kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
     del h
-    rows_of_y = grouped_gemm(a, w2, *_rows_of(plan))
+    rows_of_y = grouped_gemm(a, w2, plan.expert_offsets)
     del a
     return unpermute(rows_of_y, plan), kept
 
 
 def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
-    plan, rows = saved.plan, _rows_of(saved.plan)
+    plan, offsets = saved.plan, saved.plan.expert_offsets
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13, *rows)
+        h = grouped_gemm(saved.x, saved.w13, offsets)
         a = swiglu(h, saved.probs, activation=saved.activation) if "dw2" in gradients else None
     dout, _ = unpermute_backward(dy, plan)
     if _of_h(gradients):
-        da = grouped_gemm(dout, saved.w2, *rows, transpose_w=True)
+        da = grouped_gemm(dout, saved.w2, offsets, transpose_w=True)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
         del da
         dh = grad.dh
     if _of_inputs(gradients):
-        dxe = grouped_gemm(dh, saved.w13, *rows, transpose_w=True)
+        dxe = grouped_gemm(dh, saved.w13, offsets, transpose_w=True)
         dx, dprobs = permute_backward(dxe, plan, grad.dprobs)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
 def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-untyped-def]
-    offsets, counts = _rows_of(operands.plan)
+    offsets = operands.plan.expert_offsets
     if operands.a is not None:
-        pair = operands.dy, operands.a
-        dw2 = grouped_gemm_wgrad(*pair, offsets, dw2, counts, dtype=_at_least(dtype, operands.dy))
+        dw2 = grouped_gemm_wgrad(operands.dy, operands.a, offsets, dw2, dtype=_at_least(dtype, operands.dy))
     if operands.dh is not None:
-        pair = operands.dh, operands.x
-        dw13 = grouped_gemm_wgrad(*pair, offsets, dw13, counts, dtype=_at_least(dtype, operands.dh))
+        dw13 = grouped_gemm_wgrad(operands.dh, operands.x, offsets, dw13, dtype=_at_least(dtype, operands.dh))
     return dw13, dw2
 
 

@@ -156,7 +156,9 @@ def grouped_gemm(
         _plain(x, w, expert_offsets, transpose_w=transpose_w, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        options = _wgmma_options(chosen, tokens_per_expert, num_sms)
+        options: dict[str, Any] = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        if chosen == "wgmma" and product.quantized:
+            options["tokens_per_expert"] = tokens_per_expert
         module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **options)
 
 
@@ -164,7 +166,6 @@ def grouped_gemm_wgrad(
     dy: Any,
     x: Any,
     expert_offsets: Any,
-    tokens_per_expert: Any,
     *,
     accumulate: bool,
     backend: str | None,
@@ -177,13 +178,8 @@ def grouped_gemm_wgrad(
         _plain_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out)
     else:
         module = _cublas() if chosen == "cublas" else launchers(product)[chosen]
-        options = _wgmma_options(chosen, tokens_per_expert, num_sms)
-        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **options)
-
-
-def _wgmma_options(backend: str, tokens_per_expert: Any, num_sms: int | None) -> dict[str, Any]:
-    """What these launchers alone take. To the others padding is rows as any: it is zeros in the operands."""
-    return {"tokens_per_expert": tokens_per_expert, "num_sms": num_sms} if backend == "wgmma" else {}
+        limit = {"num_sms": num_sms} if chosen == "wgmma" else {}
+        module.grouped_gemm_wgrad(dy, x, expert_offsets, accumulate=accumulate, out=out, **limit)
 
 
 def _cublas() -> ModuleType:

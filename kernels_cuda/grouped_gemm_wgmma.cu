@@ -29,8 +29,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
-  const Shared s = begin(memory, offsets, (int)experts, rows,
-                         [&](int count) { return units_of(blocks_of_128(count), wide); });
+  const Shared s = begin(
+      memory, offsets, (int)experts, rows, [&](int count) { return units_of(blocks_of_128(count), wide); },
+      real);
   const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
   Work work(s.first[experts]);
   Order order;
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   auto tile_of = [&](u32 block) {  // of a block of the cluster, as `work` takes it
     if (taken >= work.whole) return taken;
     find(taken, block);
-    return last_of_expert && last_is_half(s, real, e) ? ~taken : taken;
+    return last_of_expert && s.half[e] ? ~taken : taken;
   };
   if (group == 2) {
     fewer_registers<56>();
@@ -113,7 +114,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         u16* to = out + first_row * width + first_column;
         const int count = min(last_row - first_row, ROWS), left = min((int)width - first_column, COLUMNS);
         write_rows(s, 0, min(count, (int)work.halves * 64), 2 * left, 2 * COLUMNS, (u8*)to, 2 * width, phase);
-        if (tile < 0 && left > 0) write_zeros(to, width, 64, count, left);  // padding
+        if (tile < 0 && left > 0)  // padding
+          for (int i = (int)t % WRITERS; i < (count - 64) * (left / 8); i += WRITERS)
+            *(uint4*)(to + (64 + i / (left / 8)) * width + i % (left / 8) * 8) = make_uint4(0u, 0u, 0u, 0u);
       }
     }
   } else {

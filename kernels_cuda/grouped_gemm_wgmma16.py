@@ -71,14 +71,7 @@ def _rest_bytes(stages: int, experts: int) -> int:
 
 
 def grouped_gemm(
-    x: Any,
-    w: Any,
-    expert_offsets: Any,
-    *,
-    tokens_per_expert: Any,
-    transpose_w: bool,
-    num_sms: int | None,
-    out: Any,
+    x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, num_sms: int | None, out: Any
 ) -> None:
     rows, width = out.shape
     experts = expert_offsets.shape[0] - 1
@@ -97,19 +90,11 @@ def grouped_gemm(
         width,
         x.shape[1],
         out,
-        tokens_per_expert,
     )
 
 
 def grouped_gemm_wgrad(
-    dy: Any,
-    x: Any,
-    expert_offsets: Any,
-    *,
-    tokens_per_expert: Any,
-    accumulate: bool,
-    num_sms: int | None,
-    out: Any,
+    dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, num_sms: int | None, out: Any
 ) -> None:
     experts, width, depth = out.shape
     _launch(
@@ -129,7 +114,6 @@ def grouped_gemm_wgrad(
         accumulate,
         KINDS[out.dtype],
         out,
-        tokens_per_expert,
     )
 
 

@@ -26,12 +26,12 @@ TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' 
 
 def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
     """Of both kernels: a persistent block on each of so many multiprocessors, whole clusters. The experts'
-    table has two words for each, and for the end."""
+    table has two words and a byte for each, and for the end."""
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
 
 
 def _table_bytes(experts: int) -> int:
-    return 8 * (experts + 1)
+    return 9 * (experts + 1)
 
 
 def takes(product: Product, architecture: str) -> list[str]:
@@ -96,14 +96,7 @@ def grouped_gemm(
 
 
 def grouped_gemm_wgrad(
-    dy: QuantTensor,
-    x: QuantTensor,
-    expert_offsets: Any,
-    *,
-    tokens_per_expert: Any,
-    accumulate: bool,
-    num_sms: int | None,
-    out: Any,
+    dy: QuantTensor, x: QuantTensor, expert_offsets: Any, *, accumulate: bool, num_sms: int | None, out: Any
 ) -> None:
     experts, width, depth = out.shape
     _launch_tiles(
@@ -127,7 +120,6 @@ def grouped_gemm_wgrad(
         accumulate,
         KINDS[out.dtype],
         out,
-        tokens_per_expert,
     )
 
 

@@ -35,7 +35,6 @@ __device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7
 //   [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise,
 //   and experts that begin at no multiple of 128 rows get NaN. Those of columns take two instructions a sum,
 //   and loads beside the products; these one, and made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
-//   real [experts], or null for all: how many rows of an expert are no padding. Padding is zeros in dy and x.
 // Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
 //   rows are slow, and multiples of 128 rows fastest.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
@@ -44,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
                              const float* dy_scales, const float* x_scales, i64 known, const int* offsets,
                              i64 experts, i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind,
-                             void* out, const int* real, int* counter) {
+                             void* out, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -68,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
     first_row = first_row * ROWS + (int)work.first;
     first_column *= COLUMNS;
-    steps = blocks_of_128(real_rows(s, real, e));
+    steps = s.first[e + 1] - s.first[e];
   };
   if (group == 2) {
     fewer_registers<BLOCKS ? 56 : 24>();
@@ -182,9 +181,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       find(tile);
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      // of the last step: its rows up to the next expert's, and up to the last instruction that has real ones
-      const int here = s.offsets[e + 1] - s.offsets[e], multiplied = (real_rows(s, real, e) + 31) / 32 * 32;
-      const int count = uniform(steps), last = uniform(min(here, multiplied) - (steps - 1) * STEP);
+      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
       if (BLOCKS)
         multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
       else

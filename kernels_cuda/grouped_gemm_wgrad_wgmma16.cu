@@ -84,15 +84,14 @@ __device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* fr
 }
 
 // What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
-//   dy [rows, width], x [rows, depth]; out float32 or bfloat16 [experts, width, depth]; real [experts], or
-//   null for all: how many rows of an expert are no padding. Padding is zeros in dy and x.
+//   dy [rows, width], x [rows, depth]; out float32 or bfloat16 [experts, width, depth].
 // Shapes: width and depth multiples of 8; any offsets.
 // Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles_16(const __grid_constant__ TensorMap dy_map,
                                 const __grid_constant__ TensorMap x_map, const int* offsets, i64 experts,
                                 i64 rows, i64 width, i64 depth, i64 accumulate, i64 out_kind, void* out,
-                                const int* real, int* counter) {
+                                int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -116,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
     first_row *= ROWS;
     first_column = first_column * COLUMNS + 2 * (int)work.first;
-    steps = (real_rows(s, real, e) + STEP - 1) / STEP;
+    steps = (max(s.offsets[e + 1] - s.offsets[e], 0) + STEP - 1) / STEP;
   };
   if (group == 2) {
     fewer_registers<56>();
@@ -135,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
           const int along = s.offsets[e] + k * STEP;
-          fetch_step<true, true>(s, turn, &dy_map, &x_map, leads, rank, below, 2, work.halves, along, along,
+          fetch_step<true, true>(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, along, along,
                                  first_row, first_column < depth ? first_column : -1);
         }
         if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
@@ -168,13 +167,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       find(tile);
       if (accumulate && steps == 0) continue;
       float d[128];
-      // of the last step: its rows up to the next expert's, and up to the last instruction that has real ones
-      const int here = s.offsets[e + 1] - s.offsets[e], multiplied = (real_rows(s, real, e) + 15) / 16 * 16;
-      const int count = uniform(steps), last = uniform(min(here, multiplied) - (steps - 1) * STEP);
+      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
       if (work.halves == 2)
-        multiply<COLUMNS, true, true>(s, turn, group, 0, count, last, d);
+        multiply<COLUMNS, true, true>(s, turn, group, count, last, d);
       else
-        multiply<COLUMNS / 2, true, true>(s, turn, group, 0, count, last, d);
+        multiply<COLUMNS / 2, true, true>(s, turn, group, count, last, d);
       find(order.again(s));  // again, so that nothing of it takes registers meanwhile
       // value i is in row `row`, 8 below it with i & 2, and column `column` + i / 4 * 8
       const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);

@@ -5,7 +5,7 @@
 // a tile by all of its columns, in float32 sums that stay in its registers: while it waits for a step's
 // products, or hands its finished rows over, those of the other one are made. (Not to wait until the next
 // step's are issued was no faster, and with three stages 2 % slower.) The last tiles are made as two of 128
-// columns. Of a half tile of 64 rows, which an expert may end with, each makes 128 columns.
+// columns.
 //
 // A stage holds a step of 64 of the contraction in pieces of 8192 bytes: 64 rows of 128 bytes, swizzled as
 // TMA and the tensor cores do it; two pieces of the first operand, four of the second. A piece has 64 rows of
@@ -17,6 +17,7 @@
 #define STAGE_SCALES 0
 #define FETCHING 1
 #define SERVING 3
+#define HALF_TILES 0
 #define PARTS 2
 // Where finished rows wait: one buffer for both warpgroups, in turn, or (STAGES 3) one each
 #define BUFFERS (STAGES == 3 ? 2 : 1)
@@ -37,21 +38,21 @@ __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int li
     tile_load(to, map, 2 * along, line, barrier, blocks);
 }
 
-// One warp: a step of both operands, from `a_along` and `b_along` of the contraction on; of a's tile so many
-// pieces, of b's columns so many `halves`, or none (b_line < 0).
+// One warp: a step of both operands, from `a_along` and `b_along` of the contraction on; of b's columns
+// only so many `halves`, or none (b_line < 0).
 template <bool A_MN, bool B_MN>
 __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, const TensorMap* a,
-                                           const TensorMap* b, bool leads, u32 rank, bool below, u32 a_pieces,
-                                           u32 halves, int a_along, int b_along, int a_line, int b_line) {
+                                           const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
+                                           int a_along, int b_along, int a_line, int b_line) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   if (!leads) return;
-  barrier_expect(barrier, a_pieces * PIECE_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
+  barrier_expect(barrier, A_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll
   for (u32 piece = 0; piece < A_BYTES / PIECE_BYTES; ++piece)
-    if (piece < a_pieces && (!a_shared || piece == rank))
+    if (!a_shared || piece == rank)
       fetch_piece<A_MN>(to + piece * PIECE_BYTES, a, a_line + (int)piece * 64, a_along, barrier,
                         a_shared ? 3 : 1);
 #pragma unroll
@@ -71,13 +72,11 @@ __device__ __forceinline__ void clear_rows(u8* operands, int left, u32 first) {
   named_wait(1, MULTIPLIERS);
 }
 
-// WIDTH columns of 64 rows of a tile, from pieces `a_piece` and `b_piece` of the operands: a warpgroup's
-// products of so many steps. Of the last only the `last` first values of the contraction count, and what
-// MN-major operands have beyond is cleared; where both are, only the instructions of 16 values that have some
-// of these are issued.
+// A warpgroup's 64 rows of a tile of WIDTH columns: the products of so many steps; of the last
+// only the `last` first values of the contraction count, and what MN-major operands have beyond is cleared.
 template <int WIDTH, bool A_MN, bool B_MN>
-__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 a_piece, u32 b_piece, int steps,
-                                         int last, float (&d)[128]) {
+__device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, int steps, int last,
+                                         float (&d)[128]) {
   const At operands = uniform(at_of(s.operands));
   const At full = operands + STAGES * STAGE_BYTES + TILE_BYTES;
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
@@ -89,28 +88,17 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 a_piec
     const At here = operands + turn.stage * STAGE_BYTES;
     const u32 stage = turn.stage;
     if (!ready) barrier_wait_at(full + stage * 8, turn.phase);
-    const bool whole = !A_MN || last > STEP - 16 || k + 1 < steps;
-    if (B_MN && last % (A_MN ? 16 : STEP) && k + 1 == steps)
+    if (B_MN && last < STEP && k + 1 == steps)
       clear_rows(s.operands + stage * STAGE_BYTES, last, A_MN ? 0 : A_BYTES / PIECE_BYTES);
     turn.next();
-    const At a_at = here + a_piece * PIECE_BYTES, b_at = here + A_BYTES + b_piece * PIECE_BYTES;
+    const At a_at = here + group * PIECE_BYTES, b_at = here + A_BYTES;
     const Tile a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
     const Tile b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
-    auto multiply_16 = [&](u32 i) {
-      product_16<WIDTH, KIND, A_MN, B_MN>(d, a + (A_MN ? 128 : 2) * i, b + (B_MN ? 128 : 2) * i);
-    };
-    if (whole) {
-      products_begin();
+    products_begin();
 #pragma unroll
-      for (u32 i = 0; i < STEP / 16; ++i) multiply_16(i);
-      products_commit();
-    } else {  // apart, so that nothing is between the usual step's instructions
-      products_begin();
-      multiply_16(0);
-      if (last > 16) multiply_16(1);
-      if (last > 32) multiply_16(2);
-      products_commit();
-    }
+    for (u32 i = 0; i < STEP / 16; ++i)
+      product_16<WIDTH, KIND, A_MN, B_MN>(d, a + (A_MN ? 128 : 2) * i, b + (B_MN ? 128 : 2) * i);
+    products_commit();
     ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
     products_wait<0>();
     // all blocks of the cluster may have this stage's memory again

@@ -9,6 +9,7 @@
 #define STAGE_SCALES (ROWS + COLUMNS)
 #define FETCHING (1 + 32)  // who announces the codes; the warp that fetches scales
 #define SERVING 4
+#define HALF_TILES 1
 #define PARTS 1
 #define BUFFERS 1
 #define TILE_BYTES 67584  // 128 rows PITCH apart, or 64 WIDE_PITCH apart
@@ -49,24 +50,23 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, c
   }
 }
 
-// Zeros past the `left` first of the codes of every row of a step that are multiplied: they belong to the
-// next expert.
+// Zeros past the `left` first codes of every row of a step: they belong to the next expert.
 __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 #pragma unroll 1
   for (u32 row = threadIdx.x; row < ROWS + COLUMNS; row += MULTIPLIERS)
 #pragma unroll 1
-    for (u32 c = (u32)left; c % 32; ++c) codes[row * STEP + ((c / 16 ^ row % 8) * 16) + c % 16] = 0;
+    for (u32 c = (u32)left; c < STEP; ++c) codes[row * STEP + ((c / 16 ^ row % 8) * 16) + c % 16] = 0;
   fence_async();
   named_wait(1, MULTIPLIERS);
 }
 
 // A multiplying warpgroup's products of a tile, or of its upper half alone, `steps` of them, the last with
-// only the `last` first codes of every row, by as many instructions of 32 codes as have some of these.
-// scales_of(half, at) are those that a thread needs, promote(half, d, scales) adds d, 64 rows of the tile, to
-// its sums; `at` is where the step's scales lie: FOUR steps' of a row side by side, or each step's with its
-// codes. LATE: promote reads some of them, with the upper half. (That the warpgroups take turns, one scaling
-// while the other's products run, is 5 % slower than as it comes.)
+// only the `last` first codes of every row. scales_of(half, at) are those that a thread needs, promote(half,
+// d, scales) adds d, 64 rows of the tile, to its sums; `at` is where the step's scales lie: FOUR steps' of a
+// row side by side, or each step's with its codes. LATE: promote reads some of them, with the upper half.
+// (That the warpgroups take turns, one scaling while the other's products run, is 5 % slower than as it
+// comes.)
 template <bool FOUR, bool LATE, class ScalesOf, class Promote>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
                                          int last, const ScalesOf& scales_of, const Promote& promote) {
@@ -80,8 +80,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
     const At scales_here = scales + 4 * (FOUR ? scales_of_four(turn) : turn.stage * STAGE_SCALES);
     const At used = empty + turn.stage * 8;
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
-    const bool whole = last > STEP - 32 || k + 1 < steps;
-    if (last % 32 && k + 1 == steps) clear_behind(s.operands + turn.stage * STAGE_BYTES, last);
+    if (last < STEP && k + 1 == steps) clear_behind(s.operands + turn.stage * STAGE_BYTES, last);
     turn.next();
     const Tile a = tile_at(here), b = tile_at(here + A_BYTES + group * (128 * STEP));
 #pragma unroll
@@ -89,19 +88,11 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       if (half >= halves) continue;
       const bool end = half + 1 == halves;
       float d[64];
-      const Tile a_half = a + half * (A_BYTES / 32);
-      if (whole) {
-        products_begin();
+      products_begin();
 #pragma unroll
-        for (u32 i = 0; i < STEP / 32; ++i) product<A_FMT, B_FMT>(d, a_half + 2 * i, b + 2 * i, i > 0);
-        products_commit();
-      } else {  // apart, so that nothing is between the usual step's instructions
-        products_begin();
-        product<A_FMT, B_FMT>(d, a_half, b, false);
-        if (last > 32) product<A_FMT, B_FMT>(d, a_half + 2, b + 2, true);
-        if (last > 64) product<A_FMT, B_FMT>(d, a_half + 4, b + 4, true);
-        products_commit();
-      }
+      for (u32 i = 0; i < STEP / 32; ++i)
+        product<A_FMT, B_FMT>(d, a + half * (A_BYTES / 32) + 2 * i, b + 2 * i, i > 0);
+      products_commit();
       // meanwhile
       auto by = scales_of(half, scales_here);
       if (end) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);

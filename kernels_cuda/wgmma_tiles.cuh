@@ -17,8 +17,8 @@
 //
 // The pipelines of FP8 and of 16 bits define before they include it: STAGES, steps that are fetched or used
 // at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; SERVING warps beside
-// those that multiply; PARTS of a tile that are handed over by themselves; TILE_BYTES, where they wait to be
-// written, in so many BUFFERS.
+// those that multiply; HALF_TILES, whether the experts' last tiles may be; PARTS of a tile that are handed
+// over by themselves; TILE_BYTES, where they wait to be written, in so many BUFFERS.
 #pragma once
 #include "wgmma.cuh"
 
@@ -64,6 +64,7 @@ struct Shared {
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
   int* first;                          // [experts + 1]: how many `units` all experts before have
+  u8* half;                            // [experts], of HALF_TILES: whether the last tile has 64 rows at most
   u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [PARTS] of the tile
   u64 *known, *seen;                   // barriers: [TURNS]
   int* turns;                          // [TURNS]: the tile that is made then
@@ -78,10 +79,10 @@ struct Turn {  // of the stages
 };
 
 // The whole block: where things are in shared memory, the experts' table, the barriers. units(rows) of an
-// expert with so many rows.
+// expert with so many rows; real: how many of them are no padding, or null for all.
 template <class Units>
 __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
-                                        const Units& units) {
+                                        const Units& units, const int* real = nullptr) {
   const u32 t = threadIdx.x, lane = t % 32;
   Shared s;
   s.operands = memory;
@@ -93,6 +94,7 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.turns = (int*)(s.seen + TURNS);
   s.offsets = (int*)(s.turns + TURNS);
   s.first = s.offsets + experts + 1;
+  s.half = (u8*)(s.first + experts + 1);
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
       barrier_init(&s.full[i], FETCHING);
@@ -109,6 +111,10 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   }
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
+  for (int e = (int)t; HALF_TILES && e < experts; e += (int)blockDim.x) {
+    const int count = s.offsets[e + 1] - s.offsets[e], some = real ? min(real[e], count) : count;
+    s.half[e] = some <= count - (count - 1) % ROWS - 1 + ROWS / 2;
+  }
   if (t < 32) {
     int before = 0;
     for (int e0 = 0; e0 <= experts; e0 += 32) {
@@ -132,19 +138,6 @@ __device__ __forceinline__ void end() {
 }
 
 __device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
-
-// How many of an expert's rows are no padding: the first real[e], or all where `real` is null. Read where it
-// is wanted, once a tile, and not kept in shared memory: it is in L1 then.
-__device__ __forceinline__ int real_rows(const Shared& s, const int* real, int e) {
-  const int count = max(s.offsets[e + 1] - s.offsets[e], 0);
-  return real ? min(max(real[e], 0), count) : count;
-}
-
-// Whether no more than half of an expert's last tile of rows is real.
-__device__ __forceinline__ bool last_is_half(const Shared& s, const int* real, int e) {
-  const int count = s.offsets[e + 1] - s.offsets[e];
-  return real_rows(s, real, e) <= (blocks_of_128(count) - 1) * ROWS + ROWS / 2;
-}
 
 // A cluster's tiles, turn by turn: all warps of its blocks read which it is at this turn, and then are done
 // with it. The warp of the first block that fetches takes the numbers, and passes them on to both blocks
@@ -222,12 +215,6 @@ __device__ __forceinline__ bool find_tile(int rest, int high, int wide, int heig
   *row = (first + rest % height) * CLUSTER + (int)rank;
   *column = rest / height;
   return true;
-}
-
-// Two warps: zeros in 16-bit values, `columns` of them, a multiple of 8, in rows [from, to).
-__device__ __forceinline__ void write_zeros(u16* out, i64 pitch, int from, int to, int columns) {
-  for (int i = (int)threadIdx.x % WRITERS, vectors = columns / 8; i < (to - from) * vectors; i += WRITERS)
-    *(uint4*)(out + (from + i / vectors) * pitch + i % vectors * 8) = make_uint4(0u, 0u, 0u, 0u);
 }
 
 // Two warps: a part of a finished tile of 16-bit values, up to `count` rows of `bytes` bytes, at most `most`,

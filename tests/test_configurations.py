@@ -56,7 +56,7 @@ def test_launchers_have_the_numbers_of_their_kernels():
     assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
 
 
-@pytest.mark.parametrize("experts", [1, 32, 256, 1400])
+@pytest.mark.parametrize("experts", [1, 32, 256, 1250])
 @pytest.mark.parametrize("multiprocessors", [2, 113, 132])
 def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multiprocessors):
     wgmma = constants("wgmma_tiles.cuh") | constants("wgmma_pipeline.cuh")
@@ -67,12 +67,12 @@ def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multipr
     sides = wgmma["ROWS"] + wgmma["COLUMNS"]
     stage = sides * wgmma["STEP"] + 4 * sides + 2 * 8  # codes, a scale of each row, two barriers
     turns = wgmma["TURNS"] * (2 * 8 + 4)  # two barriers and a tile's number each
-    needed = wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + turns + 2 * 4 * (experts + 1)
+    needed = wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + turns + (2 * 4 + 1) * (experts + 1)
     assert needed <= configuration.shared <= H200["block"]
 
 
 def test_grouped_gemm_asks_for_no_more_experts_than_fit():
-    most = grouped_gemm_wgmma_fp8.TABLE_BYTES // 8 - 1
+    most = grouped_gemm_wgmma_fp8.TABLE_BYTES // 9 - 1
     assert grouped_gemm_wgmma_fp8.tiles_configuration(most, 132).shared <= H200["block"]
 
 

@@ -22,7 +22,6 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
-    products_of_padded_rows,
     products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
@@ -864,16 +863,6 @@ def fewer(divisor):
     import cupy
 
     return cupy.cuda.Device().attributes["MultiProcessorCount"] // divisor // 2 * 2
-
-
-@pytest.mark.parametrize("align_size", [1, 16, 128, 256])
-@pytest.mark.parametrize(("width", "depth"), [(48, 80), (528, 512), (2064, 144)])
-def test_products_that_know_their_padding(align_size, width, depth):
-    """Forward, dgrad and wgrad, FP8 and 16 bits: the bits of those that do not."""
-    skip_where_not("wgmma")
-    rng = generator()
-    counts = [0, 1, 31, 32, 33, 64, 65, 128, 129, 0, *rng.integers(0, 500, 1 if width < 100 else 30)]
-    products_of_padded_rows(upload, download, rng, counts, align_size, width, depth, (BF16, np.float16))
 
 
 def products_of_wgmma(rng, counts, width, depth):

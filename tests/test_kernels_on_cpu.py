@@ -14,7 +14,6 @@ from backend_checks import (
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
     products_of_16_bits,
-    products_of_padded_rows,
     products_of_scales_far_apart,
     rest_stays,
     rows_without_room_are_left_out,
@@ -595,25 +594,6 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
         monkeypatch.setattr(grouped_gemm_wgmma16, "stages", lambda verb, experts: stages)
     upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
-
-
-@pytest.mark.parametrize(
-    ("counts", "align_size", "width", "depth", "dtype"),
-    [
-        ([0, 1, 33, 129], 128, 48, 80, BF16),
-        ([31, 65, 0, 47], 16, 272, 32, BF16),
-        ([33, 17, 130], 1, 48, 32, np.float16),
-        ([20, 0, 140], 256, 32, 48, BF16),  # steps of padding alone
-    ],
-)
-def test_products_of_padded_rows(monkeypatch, counts, align_size, width, depth, dtype):
-    from fp8moe.kernels_cuda import driver
-
-    cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(driver, "multiprocessors", lambda device: 2)
-    upload, download = cuda_on_cpu.upload, cuda_on_cpu.download
-    sizes = counts, align_size, width, depth
-    products_of_padded_rows(upload, download, RNG, *sizes, (dtype,), by_two_blocks=True)
 
 
 def test_products_on_a_few_multiprocessors(monkeypatch):

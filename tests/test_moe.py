@@ -547,29 +547,6 @@ def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recip
     assert [limit for _, limit in used] == [4] * whole + [6] * whole + [2] * 2
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-@pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_every_product_knows_which_rows_are_padding(monkeypatch, recipe, recompute):
-    counts = []
-    products = importlib.import_module("fp8moe.reference.grouped_gemm")
-
-    def recorded(product):
-        def record(a, b, offsets, tokens_per_expert, **options):
-            counts.append(tokens_per_expert)
-            product(a, b, offsets, tokens_per_expert, **options)
-
-        return record
-
-    for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
-        monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
-    inputs, dy = layer_inputs(3)
-    _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute)
-    fp8moe.moe_backward(saved, dy)
-    experts = len(inputs["w13"])
-    wanted = np.bincount(inputs["topk_ids"].ravel(), minlength=experts)
-    assert [c.tolist() for c in counts] == [wanted.tolist()] * (7 if recompute else 6)
-
-
 def test_a_backend_is_refused_by_name_on_the_cpu():
     inputs, _ = layer_inputs(3)
     with pytest.raises(ValueError, match=r"backend: got 'mma' for arrays on the CPU; wanted None"):

@@ -2,9 +2,8 @@
 
 FP8: the operands are decoded exactly (code * scale; a power of two rounds nothing), the products of 128
 values of the contraction are summed in float32, and those sums are added up in float32: the two-level
-accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``tokens_per_expert``: how many of an expert's
-rows are not padding; the rest counts as zeros, whatever it holds. ``backend`` chooses among CUDA's kernels,
-``num_sms`` how much of the GPU they may use.
+accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` chooses among CUDA's
+kernels, ``num_sms`` how much of the GPU they may use.
 """
 
 from __future__ import annotations
@@ -41,12 +40,8 @@ def grouped_gemm(
         else:
             weight = _wide(w[e]) if transpose_w else _wide(w[e]).T
             out[lo:hi] = (_wide(x[lo:hi]) @ weight).astype(out.dtype)
-        out[lo + _real_rows(tokens_per_expert, e, lo, hi) : hi] = np.zeros((), out.dtype)
-
-
-def _real_rows(tokens_per_expert: np.ndarray | None, e: int, lo: int, hi: int) -> int:
-    count = max(hi - lo, 0)
-    return count if tokens_per_expert is None else min(max(int(tokens_per_expert[e]), 0), count)
+        if tokens_per_expert is not None:
+            out[min(lo + max(int(tokens_per_expert[e]), 0), hi) : hi] = np.zeros((), out.dtype)
 
 
 def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) -> np.ndarray:
@@ -70,7 +65,6 @@ def grouped_gemm_wgrad(
     dy: Any,
     x: Any,
     expert_offsets: np.ndarray,
-    tokens_per_expert: np.ndarray | None,
     *,
     accumulate: bool,
     backend: str | None,
@@ -80,34 +74,28 @@ def grouped_gemm_wgrad(
     rows, transposed = dy.shape[0], isinstance(dy, QuantTensor) and dy.transposed
     first_block = 0
     for e, (lo, hi) in enumerate(expert_ranges(expert_offsets, rows)):
-        real = _real_rows(tokens_per_expert, e, lo, hi)
         if transposed:
             if lo < hi and lo % _BLOCK:
                 raise ValueError(f"expert_offsets: got {lo}; wanted multiples of 128 for (128, 128) blocks")
             blocks = slice(lo // _BLOCK, -(-hi // _BLOCK))
-            pair = [
-                decode_blocks(q.data[:, lo:hi], q.scales[:, blocks], (_BLOCK, _BLOCK), q.fmt) for q in (dy, x)
-            ]
-            total = _promoted(*(_without_padding(a.T, real).T for a in pair))
+            total = _promoted(
+                *(
+                    decode_blocks(q.data[:, lo:hi], q.scales[:, blocks], (_BLOCK, _BLOCK), q.fmt)
+                    for q in (dy, x)
+                )
+            )
         elif isinstance(dy, QuantTensor):
             blocks = slice(first_block, first_block + -(-(hi - lo) // _BLOCK))
-            pair = [decode_blocks(q.data[:, lo:hi], q.scales[blocks].T, (1, _BLOCK), q.fmt) for q in (dy, x)]
-            total = _promoted(*(_without_padding(a.T, real).T for a in pair))
+            total = _promoted(
+                decode_blocks(dy.data[:, lo:hi], dy.scales[blocks].T, (1, _BLOCK), dy.fmt),
+                decode_blocks(x.data[:, lo:hi], x.scales[blocks].T, (1, _BLOCK), x.fmt),
+            )
             first_block = blocks.stop
         else:
-            wide_dy, wide_x = (_without_padding(_wide(a[lo:hi]), real) for a in (dy, x))
-            total = wide_dy.T @ wide_x
+            total = _wide(dy[lo:hi]).T @ _wide(x[lo:hi])
         if accumulate:
             total = total + _wide(out[e])
         out[e] = total.astype(out.dtype)
-
-
-def _without_padding(rows: np.ndarray, real: int) -> np.ndarray:
-    """Zeros from row `real` on, in memory as before: the same sums as without the argument, bit for bit."""
-    if real < len(rows):
-        rows = rows.copy(order="K")
-        rows[real:] = 0
-    return rows
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
