@@ -33,9 +33,6 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* en
   }
 }
 
-// Blocks a multiprocessor that registers must leave room for. Without a number here the compiler takes 72
-// registers of sm_90a's, room for seven; with nine it spills from sm_100a on.
-#define UNPERMUTE_BLOCKS (__CUDA_ARCH__ < 1000 ? 9 : 8)
 #define UNPERMUTE_PLACES 64  // destinations a token kept in shared memory at a time
 
 // What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32;
@@ -117,7 +114,7 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
     store_bits(out_probs, token * columns + c, grad_size, c < blockDim.x ? grad_bits : grad_of(c));
 }
 
-extern "C" __global__ void __launch_bounds__(128, UNPERMUTE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, 9)
     unpermute_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                    const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                    i64 vectors, i64 share, uint4* out) {
