@@ -90,13 +90,22 @@ extern "C" __global__ void __launch_bounds__(32, 16)
       for (i64 at = lane * 16; scales && at < scale_bytes; at += 512)
         __stcs((uint4*)(out_scales + row * scale_bytes + at), zero);
 #endif
-      if (probs && lane == 0) store_bits(out_probs, row, prob_size, 0);
+      for (i64 b = lane; probs && b < prob_size; b += 32) out_probs[row * prob_size + b] = 0;
     }
   }
   __syncwarp();
   for (i64 j0 = 0; j0 < count; j0 += 32) {
     const i64 j = j0 + lane;
-    const i64 row = j < count ? row_of(entries_of_token, pad_offsets, width, j, experts, rows) : rows;
+    i64 row = rows;
+    if (j < count) {
+      row = row_of(entries_of_token, pad_offsets, width, j, experts, rows);
+      if (leads && probs && row >= 0) {
+        const int column = column_of(entries_of_token, slots, token, width, j, prob_columns);
+        const i64 from = token * prob_columns + column;
+        for (i64 b = 0; b < prob_size; ++b)
+          out_probs[row * prob_size + b] = column < 0 ? 0 : probs[from * prob_size + b];
+      }
+    }
 #if BLOCKED
     for (i64 k = 0; leads && k < 32 && j0 + k < count; ++k) {
       const i64 to = __shfl_sync(0xffffffffu, row, (int)k);
@@ -123,12 +132,6 @@ extern "C" __global__ void __launch_bounds__(32, 16)
         *(uint4*)(out_scales + to * scale_bytes + at) = *(const uint4*)(scales + token * scale_bytes + at);
     }
 #endif
-    // Behind the rows' stores, which do not wait for these loads.
-    if (leads && probs && row >= 0 && row < rows) {
-      const int column = column_of(entries_of_token, slots, token, width, j, prob_columns);
-      store_bits(out_probs, row, prob_size,
-                 column < 0 ? 0 : bits_at(probs, token * prob_columns + column, prob_size));
-    }
   }
 #if __CUDA_ARCH__ >= 900
   bulk_finish();
@@ -211,5 +214,6 @@ extern "C" __global__ void gather_probs(const u8* probs, const int* source, cons
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows || (source[row] < 0 && !fill)) return;
   const bool has = source[row] >= 0 && column[row] >= 0;
-  store_bits(out, row, size, has ? bits_at(probs, source[row] * columns + column[row], size) : 0);
+  for (i64 b = 0; b < size; ++b)
+    out[row * size + b] = has ? probs[(source[row] * columns + column[row]) * size + b] : 0;
 }

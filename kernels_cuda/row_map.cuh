@@ -41,17 +41,3 @@ __device__ __forceinline__ i64 unmapped_row(i64 i, i64 padding, const int* token
   const i64 lo = last_at_most(pad_offsets, experts, i);
   return (i64)expert_offsets[lo] + tokens_per_expert[lo] + i - pad_offsets[lo];
 }
-
-// An element of 1, 2, 4 or 8 bytes, whatever it means.
-__device__ __forceinline__ u64 bits_at(const u8* p, i64 i, i64 size) {
-  if (size == 8) return ((const u64*)p)[i];
-  if (size == 4) return ((const u32*)p)[i];
-  if (size == 2) return ((const u16*)p)[i];
-  return p[i];
-}
-__device__ __forceinline__ void store_bits(u8* p, i64 i, i64 size, u64 bits) {
-  if (size == 8) ((u64*)p)[i] = bits;
-  if (size == 4) ((u32*)p)[i] = (u32)bits;
-  if (size == 2) ((u16*)p)[i] = (u16)bits;
-  if (size == 1) p[i] = (u8)bits;
-}

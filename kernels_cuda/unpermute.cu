@@ -29,7 +29,7 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* en
       if (column_of(entries_of_token, slots, token, places, j, columns) == c)
         row = row_of(entries_of_token, pad_offsets, places, j, experts, rows);
     if (row >= 0 && !grad) continue;
-    store_bits(out, token * columns + c, size, row < 0 ? 0 : bits_at(grad, row, size));
+    for (i64 b = 0; b < size; ++b) out[(token * columns + c) * size + b] = row < 0 ? 0 : grad[row * size + b];
   }
 }
 
@@ -56,36 +56,21 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
   const int* entries_of_token = row_id_map + token * (2 * places + 1);
   const int count = count_of(entries_of_token, places);
   const i64 begin = blockIdx.y * share, end = begin + share < vectors ? begin + share : vectors;
-  const auto look_up = [&](int first_place, int most) {
-    for (int j = threadIdx.x; j < most; j += blockDim.x) {
-      from[j] = row_of(entries_of_token, pad_offsets, places, first_place + j, experts, rows);
-      if (!PROBS && !probs) continue;
-      const int c = column_of(entries_of_token, slots, token, places, first_place + j, columns);
-      if (PROBS) column[j] = c;
-      if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
-    }
-    __syncthreads();
-  };
-  // All places that the map has room for: the loads are under way beside the count's, not behind it.
-  look_up(0, (int)(places < UNPERMUTE_PLACES ? places : UNPERMUTE_PLACES));
-  // A column's gradient, of the rows just looked up: its load is under way beside those of the rows.
-  const auto grad_of = [&](i64 c) {
-    i64 row = -1;
-    for (int j = 0; j < count; ++j)
-      if (column[j] == c) row = from[j];
-    return row < 0 ? 0 : bits_at(grad_probs, row, grad_size);
-  };
-  const bool brings_probs = PROBS && blockIdx.y == 0, at_once = count <= UNPERMUTE_PLACES;
-  u64 grad_bits = 0;
-  if (brings_probs && at_once && threadIdx.x < columns) grad_bits = grad_of(threadIdx.x);
   for (i64 first = begin; first < end; first += blockDim.x) {
     const i64 at = first + threadIdx.x;
     float total[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
     for (int j0 = 0; j0 < count; j0 += UNPERMUTE_PLACES) {
       const int here = count - j0 < UNPERMUTE_PLACES ? count - j0 : UNPERMUTE_PLACES;
-      if (count > UNPERMUTE_PLACES && (j0 > 0 || first > begin)) {
+      if (first == begin || count > UNPERMUTE_PLACES) {
         __syncthreads();
-        look_up(j0, here);
+        for (int j = threadIdx.x; j < here; j += blockDim.x) {
+          from[j] = row_of(entries_of_token, pad_offsets, places, j0 + j, experts, rows);
+          if (!PROBS && !probs) continue;
+          const int c = column_of(entries_of_token, slots, token, places, j0 + j, columns);
+          if (PROBS) column[j] = c;
+          if (probs) weight[j] = c < 0 ? 0.f : load(probs, token * columns + c, (int)probs_kind);
+        }
+        __syncthreads();
       }
       if (at >= end) continue;
       for (int j = 0; j < here; j += 8) {
@@ -104,17 +89,22 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
              make_uint4(to_bf16x2(total[0], total[1]), to_bf16x2(total[2], total[3]),
                         to_bf16x2(total[4], total[5]), to_bf16x2(total[6], total[7])));
   }
-  if (!brings_probs) return;
-  if (!at_once) {
+  if (!PROBS || blockIdx.y > 0) return;
+  if (count > UNPERMUTE_PLACES) {
     token_probs(grad_probs, grad_size, entries_of_token, slots, pad_offsets, token, places, columns, experts,
                 rows, out_probs);
     return;
   }
-  for (i64 c = threadIdx.x; c < columns; c += blockDim.x)
-    store_bits(out_probs, token * columns + c, grad_size, c < blockDim.x ? grad_bits : grad_of(c));
+  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // the rows are known by now
+    i64 row = -1;
+    for (int j = 0; j < count; ++j)
+      if (column[j] == c) row = from[j];
+    for (i64 b = 0; b < grad_size; ++b)
+      out_probs[(token * columns + c) * grad_size + b] = row < 0 ? 0 : grad_probs[row * grad_size + b];
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(128, 9)
+extern "C" __global__ void __launch_bounds__(128)
     unpermute_bf16(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                    const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts, i64 rows,
                    i64 vectors, i64 share, uint4* out) {
@@ -123,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(128, 9)
                    vectors, share, out, 0, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(128, 8)
+extern "C" __global__ void __launch_bounds__(128)
     unpermute_bf16_and_probs(const uint4* x, const int* row_id_map, const int* slots, const int* pad_offsets,
                              const void* probs, i64 probs_kind, i64 columns, i64 places, i64 experts,
                              i64 rows, i64 vectors, i64 share, uint4* out, const u8* grad_probs,
