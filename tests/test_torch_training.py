@@ -204,7 +204,8 @@ def test_a_forward_without_gradients_leaves_its_result_alone(recipe, recompute, 
         nbytes = y.nbytes
         del y
     training, *inference = held
-    assert max(inference) <= 1.01 * nbytes
+    # Python's own objects were 6 kB; of what a layer could hold the FP8 rows of x are the least, 256 KiB
+    assert max(inference) <= nbytes + 2**16
     if recipe != "bf16" or device == "cuda":  # torch's own memory is not seen on the CPU
         assert training > 3 * nbytes
 
