@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -489,7 +490,8 @@ class FP8FlowMoE(nn.Module):
         if into is not None:  # so that autograd refuses a backward that saved what was here
             torch.autograd.graph.increment_version(new.tensors)
         self._copies = new
-        _keeping.add(self)
+        with _keeping_lock:
+            _keeping.add(self)
         return new
 
     def _make(self, into: list[Quantized] | None = None) -> list[Quantized]:
@@ -580,17 +582,20 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
 
 #: layers that have kept copies, as long as they live
 _keeping: weakref.WeakSet[FP8FlowMoE] = weakref.WeakSet()
+_keeping_lock = threading.Lock()  # a set must not grow while another thread goes through it
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A fused step counts no version."""
-    layers = [layer for layer in _keeping if layer._copies is not None]
-    if not layers:
+    with _keeping_lock:
+        layers = list(_keeping)
+    kept = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
+    if not kept:
         return
     written = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for layer in layers:
-        if layer._copies is not None and not written.isdisjoint((id(layer.w13), id(layer.w2))):
-            layer._copies.stepped = True
+    for layer, copies in kept:
+        if not written.isdisjoint((id(layer.w13), id(layer.w2))):
+            copies.stepped = True
 
 
 register_optimizer_step_post_hook(_stepped)

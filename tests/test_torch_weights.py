@@ -2,6 +2,7 @@
 layer with the same weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -357,6 +358,27 @@ def test_a_step_after_is_first_microbatch_is_refused(device):
     optimizer.step()
     with pytest.raises(RuntimeError, match="w13: changed while"):
         layer(tokens(device), is_first_microbatch=False)
+
+
+def test_a_step_while_another_thread_makes_copies(monkeypatch):
+    """Its layer comes to those that the step looks at, while it looks."""
+    layers = [module() for _ in range(3)]
+    for layer in layers[:2]:
+        layer.quantize_weights()
+    optimizer = torch.optim.SGD(layers[0].parameters(), lr=0.1)
+    read = FP8FlowMoE.__getattribute__
+    threads = []
+
+    def interrupted(layer, name):
+        if name == "_copies" and not threads and threading.current_thread() is threading.main_thread():
+            threads.append(threading.Thread(target=layers[2].quantize_weights))
+            threads[0].start()
+            threads[0].join()
+        return read(layer, name)
+
+    monkeypatch.setattr(FP8FlowMoE, "__getattribute__", interrupted)
+    optimizer.step()
+    assert threads
 
 
 def test_two_sets_of_weights_in_one_buffer(device):
