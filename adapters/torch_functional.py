@@ -123,8 +123,9 @@ def moe_experts(
     >>> y.item(), probs.grad.item()
     (100.0, 200.0)
     """
-    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms)
-    return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options, comm=comm)
+    of_products = bias13, bias2, fp8_weights, backend, num_sms
+    options = _Options(recipe, recompute, activation, *of_products, comm=comm)
+    return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options)
 
 
 def moe_experts_permuted(
@@ -210,13 +211,13 @@ def moe_experts_permuted(
             "fp8moe.moe_forward_permuted"
         )
     checks.integer("align_size", align_size, 1)
-    options = _Options(recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms)
-    given = x, w13, w2, tokens_per_expert, probs
-    return _moe_experts("moe_experts_permuted", *given, options, align_size=align_size)
+    of_products = bias13, bias2, fp8_weights, backend, num_sms
+    options = _Options(recipe, recompute, activation, *of_products, align_size=align_size)
+    return _moe_experts("moe_experts_permuted", x, w13, w2, tokens_per_expert, probs, options)
 
 
 class _Options(NamedTuple):
-    """Options of `moe_experts` and `moe_experts_permuted`."""
+    """Options of `moe_experts`, and with an align_size other than 0 of `moe_experts_permuted`."""
 
     recipe: Recipe
     recompute: str | None
@@ -226,51 +227,34 @@ class _Options(NamedTuple):
     fp8_weights: tuple[Quantized, Quantized] | None
     backend: str | None
     num_sms: int | None
+    comm: Any = None
+    align_size: int = 0
 
 
 def _moe_experts(
-    name: str,
-    x: Tensor,
-    w13: Any,
-    w2: Any,
-    topk_ids: Tensor,
-    topk_probs: Tensor,
-    options: _Options,
-    *,
-    comm: Any = None,
-    align_size: int = 0,
+    name: str, x: Tensor, w13: Any, w2: Any, ids: Tensor, probs: Tensor, options: _Options
 ) -> Tensor:
-    """`moe_experts`, and with an align_size other than 0 `moe_experts_permuted`, whose counts and probs are
-    passed as ids and probs."""
+    """`moe_experts`, and `moe_experts_permuted`, whose counts are passed as ids."""
     refuse_transforms(name)
     checks.choice("recipe", options.recipe, RECIPES)
     checks.choice("backend", options.backend, BACKENDS)
     check_limit(options.num_sms)
     check_float("x", x)
-    check_float("probs" if align_size else "topk_probs", topk_probs)
+    check_float("probs" if options.align_size else "topk_probs", probs)
     place, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
-    given = x, w13, w2, topk_ids, topk_probs, options, comm, align_size
     if not torch.is_autocast_enabled(place):
-        return _multiplied_in(dtype, *given)
+        return _multiplied_in(dtype, x, w13, w2, ids, probs, options)
     if options.recipe == "bf16":
         dtype = torch.get_autocast_dtype(place)
     # under float16 torch would refuse to join bfloat16 weights with their biases, and add those in float16
     with torch.autocast(place, enabled=False):
-        return _multiplied_in(dtype, *given)
+        return _multiplied_in(dtype, x, w13, w2, ids, probs, options)
 
 
 def _multiplied_in(
-    dtype: torch.dtype,
-    x: Tensor,
-    w13: Any,
-    w2: Any,
-    topk_ids: Tensor,
-    topk_probs: Tensor,
-    options: _Options,
-    comm: Any,
-    align_size: int,
+    dtype: torch.dtype, x: Tensor, w13: Any, w2: Any, ids: Tensor, probs: Tensor, options: _Options
 ) -> Tensor:
-    recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms = options
+    recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms, comm, align_size = options
     by_name, ffn = backend is not None or num_sms is not None, None
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
@@ -296,10 +280,9 @@ def _multiplied_in(
     weights = [None if isinstance(w, Quantized) else w for w in given]
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
-    if align_size:
-        ids, probs = topk_ids.contiguous(), topk_probs.contiguous()
-    else:
-        ids, probs = (t.reshape(-1, t.shape[-1]).contiguous() for t in (topk_ids, topk_probs))
+    if not align_size:
+        ids, probs = (t.reshape(-1, t.shape[-1]) for t in (ids, probs))
+    ids, probs = ids.contiguous(), probs.contiguous()
     if bias13 is not None:
         before, ones, after = _columns(hidden, recipe)
         added = rows.new_ones(rows.shape[0], ones)
