@@ -88,8 +88,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           if (s.offsets[e] % 16 == 0)
             fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
                         first_row, first_column < depth ? first_column : -1);
-          else  // two phases ahead a barrier looks as it does now, and the next expert's codes came too early
+          else {  // the other warp copies them, and must not get a round of stages ahead of this one
             barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
+            if (leads) barrier_arrive_here(&s.full[turn.stage]);
+          }
         }
         if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
       }
@@ -110,11 +112,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         for (int k = 0; k < steps; ++k, turn.next(), from += further, x_from += depth) {
           float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-          if (s.offsets[e] % 16) {
-            copy_codes(s.operands + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
-                       s.offsets[e] + k * STEP, rows);
-            if (lane == 0) barrier_arrive_here(&s.full[turn.stage]);
-          }
           if (BLOCKS) {
             if (lane < 3) copy_async4(to, from, true);
           } else {
@@ -125,7 +122,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
               copy_async16(to + ROWS + 128 * i, some ? (const void*)(x_from + 128 * i) : NO_SCALES,
                            column + 128 * i < depth);
           }
-          barrier_arrive_copied(&s.full[turn.stage]);
+          if (s.offsets[e] % 16) {
+            copy_codes(s.operands + turn.stage * STAGE_BYTES, dy, first_row, width, x, first_column, depth,
+                       s.offsets[e] + k * STEP, rows);
+            copy_async_commit();
+            copy_async_wait<0>();
+            barrier_arrive_here(&s.full[turn.stage]);
+          } else {
+            barrier_arrive_copied(&s.full[turn.stage]);
+          }
         }
       }
     } else {

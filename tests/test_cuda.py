@@ -773,12 +773,14 @@ def test_grouped_gemm_wgrad_takes_any_scales():
     wgrad_takes_any_scales(both, rng, offsets, *(fp8moe.scaling_aware_transpose(a, offsets) for a in q))
 
 
+@pytest.mark.parametrize("counts", [[8, 888] * 40, [9, 29, 92, 21, 46, 2, 89] * 40])
 @pytest.mark.parametrize("num_sms", [2, None])
-def test_grouped_gemm_wgrad_where_some_experts_begin_at_no_multiple_of_16(num_sms):
-    """Tiles by TMA after tiles without: what fetches must not run ahead of those."""
+def test_grouped_gemm_wgrad_where_some_experts_begin_at_no_multiple_of_16(num_sms, counts):
+    """Tiles by TMA after tiles without: what fetches must neither run ahead of those nor fall behind."""
     rng = np.random.default_rng(7)
-    offsets = np.concatenate(([0], np.cumsum([8, 888] * 40))).astype(np.int32)
-    q = [fp8moe.quantize(rng.standard_normal((int(offsets[-1]), n)).astype(np.float32)) for n in (264, 520)]
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    rows = (int(offsets[-1]) + 15) // 16 * 16
+    q = [fp8moe.quantize(rng.standard_normal((rows, n)).astype(np.float32)) for n in (264, 520)]
     transposed = [fp8moe.scaling_aware_transpose(a, offsets) for a in q]
     wanted = fp8moe.grouped_gemm_wgrad(*transposed, offsets)
     arrays = [upload(a) for a in (*transposed, offsets)]

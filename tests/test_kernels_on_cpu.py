@@ -458,6 +458,19 @@ def test_wgrad_where_some_experts_begin_at_no_multiple_of_16(monkeypatch):
     assert relative(new, wanted) <= 1e-5
 
 
+@pytest.mark.parametrize("offsets", [(9, 38, 130, 151, 197, 199), (51, 102, 193, 210, 262, 2**31 - 1)])
+def test_wgrad_where_no_expert_begins_at_a_multiple_of_16(offsets):
+    """Nothing goes by TMA then; the warp that would issue it must not fall a round of stages behind, which
+    ended in a deadlock."""
+    offsets = np.array(offsets, np.int32)
+    dy, x = (
+        fp8moe.scaling_aware_transpose(fp8moe.quantize(values(RNG, (272, 128))), offsets) for _ in range(2)
+    )
+    for _ in range(10):  # the threads' order is another each time
+        ours, theirs = both(fp8moe.grouped_gemm_wgrad, dy, x, offsets, backend="wgmma")
+        assert relative(theirs, ours) <= 1e-5
+
+
 def random_operands(counts, width, depth, fmts):
     offsets = offsets_of(counts)
     rows = (int(offsets[-1]) // 16 + 1) * 16
