@@ -17,11 +17,15 @@ import numpy as np
 
 import fp8moe
 from fp8moe import expert_parallel
+from fp8moe.call import load_backend
 from fp8moe.expert_parallel import Counts, Pending
 from fp8moe.formats import FLOAT8_DTYPES
+from fp8moe.interop import BackendUnavailable, load_module, require_cupy
 from fp8moe.record_trees import map_arrays
+from fp8moe.records import QuantTensor
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 300, 256, 128, 5, 3
+PRODUCT_ROWS = 1008  # of the grouped products on CUDA
 
 
 class Inputs:
@@ -131,6 +135,11 @@ def check_grouped_gemm(i: Inputs) -> None:
     for e in range(EXPERTS):
         rows = slice(offsets[e], offsets[e + 1])
         _near(got[rows], wide_x[rows] @ wide_w[e].T, 2.0**-8, f"expert {e}")
+    dy = i.dy.astype(np.float32)
+    got = fp8moe.grouped_gemm_wgrad(dy, i.x.astype(np.float32), offsets)
+    for e in range(EXPERTS):
+        rows = slice(offsets[e], offsets[e + 1])
+        _near(got[e], dy[rows].T.astype(np.float64) @ i.x[rows].astype(np.float64), 1e-5, f"gradient {e}")
 
 
 class Alone:
@@ -216,8 +225,8 @@ def main(device: str, seed: int | None) -> int:
             failures += _report("cpu", name, partial(check, Inputs(seed)))
     if device in ("all", "cuda"):
         try:
-            cuda = CudaCheck(seed)
-        except fp8moe.BackendUnavailable as error:
+            cuda = cuda_check(seed)
+        except BackendUnavailable as error:
             print(f"cuda  not checked: {error}")
             if device == "cuda":
                 return 2
@@ -228,21 +237,24 @@ def main(device: str, seed: int | None) -> int:
     return 1 if failures else 0
 
 
+def cuda_check(seed: int) -> CudaCheck:
+    """Raises BackendUnavailable where there is no CuPy or no device."""
+    cupy = require_cupy("the CUDA selftest")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        raise BackendUnavailable(f"no CUDA device: {error}") from error
+    if count == 0:
+        raise BackendUnavailable("no CUDA device")
+    return CudaCheck(cupy, [Inputs(seed + n) for n in range(3)])
+
+
 class CudaCheck:
     """The same public calls on CuPy arrays and on NumPy arrays, compared; three times with other numbers:
     the first finds the launch plan of its shapes (`fp8moe.launch_plan`), the others are done by it."""
 
-    def __init__(self, seed: int):
-        from fp8moe.interop import BackendUnavailable, require_cupy
-
-        self.cupy = require_cupy("the CUDA selftest")
-        try:
-            count = self.cupy.cuda.runtime.getDeviceCount()
-        except Exception as error:
-            raise BackendUnavailable(f"no CUDA device: {error}") from error
-        if count == 0:
-            raise BackendUnavailable("no CUDA device")
-        self.inputs = [Inputs(seed + n) for n in range(3)]
+    def __init__(self, cupy: Any, inputs: list[Inputs]):
+        self.cupy, self.inputs = cupy, inputs
 
     def checks(self) -> dict[str, Callable[[], None]]:
         def layer(recipe: str) -> Callable[[], None]:
@@ -285,6 +297,7 @@ class CudaCheck:
             return routed.topk_ids, routed.topk_probs, routed.aux_loss, routed.z_loss, grad
 
         return {
+            "grouped products": self._check_products,
             # float32's roundings; the ids, by logits, are equal
             "router": lambda: self._compare(route, 1e-5, "x"),
             "plan, permute": lambda: self._compare(permute, 0.0, "x", "ids", "probs"),
@@ -292,6 +305,48 @@ class CudaCheck:
             "messages of ranks": lambda: self._compare(messages, 0.0, "wide", "ids", "probs"),
             **{f"layer {r}": layer(r) for r in ("bf16", "fp8_blockwise", "fp8_flow")},
         }
+
+    def _check_products(self) -> None:
+        """Every backend of this device against float64, FP8 and bfloat16: experts that begin anywhere, and
+        many tiles for each multiprocessor, as a training step has them and the layer's check has not."""
+        driver = load_module("fp8moe.kernels_cuda.driver")
+        for inputs in self.inputs:
+            rng, bf16 = inputs.rng, ml_dtypes.bfloat16
+            inside = np.sort(rng.integers(1, PRODUCT_ROWS, EXPERTS - 1))
+            offsets = np.array([0, *inside, PRODUCT_ROWS], np.int32)
+            x, dy = (rng.standard_normal((PRODUCT_ROWS, n)).astype(bf16) for n in (HIDDEN, 2 * FFN))
+            codes = fp8moe.quantize(x)
+            columns = [fp8moe.scaling_aware_transpose(fp8moe.quantize(a), offsets) for a in (dy, x)]
+            multiples = (offsets // 128 * 128).astype(np.int32)
+            blocks = [fp8moe.scaling_aware_transpose(fp8moe.quantize(a), target="block") for a in (dy, x)]
+            weights = fp8moe.quantize_weights(inputs.w13).rowwise
+            architecture = driver.architecture(0)
+            for w, a in ((weights, codes), (inputs.w13, x)):
+                wide_a, wide_w = _wide(a), _wide(w)
+                wanted = np.zeros((PRODUCT_ROWS, 2 * FFN))
+                for e in range(EXPERTS):
+                    rows = slice(offsets[e], offsets[e + 1])
+                    wanted[rows] = wide_a[rows] @ wide_w[e].T
+                self._multiply(fp8moe.grouped_gemm, (a, w, offsets), wanted, architecture)
+            for (d, a), begin in ((columns, offsets), (blocks, multiples), ((dy, x), offsets)):
+                wide_d, wide_a = _wide(d, begin), _wide(a, begin)
+                parts = [slice(begin[e], begin[e + 1]) for e in range(EXPERTS)]
+                wanted = np.stack([wide_d[rows].T @ wide_a[rows] for rows in parts])
+                self._multiply(fp8moe.grouped_gemm_wgrad, (d, a, begin), wanted, architecture)
+
+    def _multiply(self, function: Any, operands: tuple[Any, ...], wanted: Any, architecture: str) -> None:
+        """By each backend, and by the fastest once more on two multiprocessors, which make all tiles."""
+        kernels = load_backend(0, "grouped_gemm")
+        arrays = [map_arrays(lambda _, a: self.cupy.asarray(a), operand) for operand in operands]
+        kind = operands[0].fmt if isinstance(operands[0], QuantTensor) else operands[0].dtype.name
+        shape = EXPERTS, PRODUCT_ROWS, 2 * FFN, HIDDEN
+        product = kernels.Product(function.__name__, (kind, kind), "bfloat16", *shape)
+        for backend in kernels.backends(product, architecture):
+            for num_sms in (None, 2) if backend == "wgmma" else (None,):
+                got = function(*arrays, backend=backend, num_sms=num_sms)
+                label = f"{function.__name__} of {kind} by {backend!r}, num_sms={num_sms}"
+                # bfloat16's roundings of the result, or 14 bits of the tensor cores' FP8 sums, are less
+                _near(self.cupy.asnumpy(got).astype(np.float64), wanted, 2.0**-8, label)
 
     def _compare(self, function: Callable[..., Any], bound: float, *names: str) -> None:
         """``names``: of the inputs that the function takes."""
@@ -311,6 +366,13 @@ class CudaCheck:
                 _equal(a, b, f"array {n}")
             else:
                 _near(a.astype(np.float64), b.astype(np.float64), bound, f"array {n}")
+
+
+def _wide(x: Any, offsets: Any = None) -> Any:
+    """An operand's values in float64, as [rows, columns]."""
+    if not isinstance(x, QuantTensor):
+        return x.astype(np.float64)
+    return fp8moe.dequantize(x, expert_offsets=None if x.transposed else offsets).astype(np.float64)
 
 
 def _report(device: str, name: str, check: Callable[[], None]) -> int:

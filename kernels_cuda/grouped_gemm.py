@@ -38,6 +38,13 @@ def launchers(product: Product) -> dict[str, ModuleType]:
     return {"wgmma": grouped_gemm_wgmma16, "mma": grouped_gemm_mma}
 
 
+def backends(product: Product, architecture: str) -> list[str]:
+    """Those that multiply a product of float32, bfloat16, float16 or FP8 on such a device, the fastest
+    first; without "cublas", which synchronises."""
+    tensor_cores = launchers(product).items()
+    return [*(name for name, module in tensor_cores if not module.takes(product, architecture)), "plain"]
+
+
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
     """The backend that makes a product: the one that is asked for, or the fastest that takes it.
 

@@ -39,7 +39,7 @@ from cases import (
 )
 
 import fp8moe
-from fp8moe import Activation, dispatch, expert_parallel, row_maps
+from fp8moe import Activation, dispatch, expert_parallel, row_maps, selftest
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import arrays_in
 
@@ -442,6 +442,31 @@ def wgrad_agrees(transposed, offsets, backend):
             arguments = [cuda_on_cpu.upload(a) for a in (*transposed, offsets, into)]
             theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
         assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+
+
+class OnHarness:
+    """What `selftest.CudaCheck` takes from CuPy, for kernels that run on the CPU."""
+
+    asarray, asnumpy = staticmethod(cuda_on_cpu.upload), staticmethod(cuda_on_cpu.download)
+
+
+@pytest.mark.parametrize("wrong", [None, "wgmma", "mma", "plain"])
+def test_cuda_selftest_of_products_finds_a_wrong_backend(monkeypatch, wrong):
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(selftest, "PRODUCT_ROWS", 144)
+    make = grouped_gemm.grouped_gemm_wgrad
+
+    def broken(dy, x, *arguments, backend, **options):
+        operands = (x, dy) if backend == wrong else (dy, x)  # the gradient's transpose
+        make(*operands, *arguments, backend=backend, **options)
+
+    monkeypatch.setattr(grouped_gemm, "grouped_gemm_wgrad", broken)
+    check = selftest.CudaCheck(OnHarness, [selftest.Inputs(int(RNG.integers(2**32)))])
+    if wrong is None:
+        check.checks()["grouped products"]()
+    else:
+        with pytest.raises(ValueError, match=f"wgrad of .* by '{wrong}'.*relative error"):
+            check.checks()["grouped products"]()
 
 
 def test_wgrad_where_some_experts_begin_at_no_multiple_of_16(monkeypatch):
