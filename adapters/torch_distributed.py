@@ -6,11 +6,7 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 
 from __future__ import annotations
 
-import math
-import os
-import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,32 +16,13 @@ from torch import Tensor
 
 from fp8moe import checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
+from fp8moe.adapters.torch_lost_ranks import LostRankWatch, RankLost
 from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
 
 __all__ = ["ProcessGroup", "RankLost"]
 
 # torch 2.13 has another name for it, and warns of the old one
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-GRACE = 5.0  # seconds that the others are given to say that they are there
-# of the group's timeout, after which NCCL's watchdog ends the process: a rank that waits for the others says
-# that it is there, and, having given them the time between to say so too, gives up
-SAY_SO, GIVE_UP = 0.5, 0.9
-# threads that want Python's lock, or this processor. time.sleep(0) took 55 us on the machine with the H200
-_let_others_run: Any = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
-
-
-class RankLost(RuntimeError):
-    """A rank left while the others waited for it.
-
-    Attributes
-    ----------
-    ranks : list of int
-        Ranks of the group that left, as far as they could be told.
-    """
-
-    def __init__(self, ranks: list[int], message: str):
-        super().__init__(message)
-        self.ranks = ranks
 
 
 class ProcessGroup:
@@ -99,10 +76,9 @@ class ProcessGroup:
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.handle = handle_of(self)  # by which compiled code finds it
-        self._calls = 0
+        self._watch = LostRankWatch(self.group)
         self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
         self._gathered: dict[Any, tuple[Tensor, Tensor]] = {}  # counts of all ranks: `_buffers`
-        self._here = ""  # the call for which this rank said that it is there
         self._agreed: set[Any] = set()  # headers that are the same on all ranks
         self._overflow: Tensor | None = None  # rows and entries, of all forwards
 
@@ -135,10 +111,10 @@ class ProcessGroup:
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
         message = torch.cat([*known, self._headers[values, device]])
         messages, on_host = self._buffers(world * len(message), device)
-        self._call(lambda: _all_gather(messages, message, self.group))
+        self._watch.start(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
             on_host.copy_(messages, non_blocking=True)
-            self._wait_for(device)  # the one synchronisation
+            self._watch.wait_for(device)  # the one synchronisation
         return expert_parallel.counts_of(on_host.view(world, -1).tolist(), header, self.rank)
 
     def _buffers(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -261,67 +237,15 @@ class ProcessGroup:
         width = given.stride(0) * given.itemsize if given.numel() else arriving.stride(0) * arriving.itemsize
         splits = ([width * n for n in received], [width * n for n in sent])
         outgoing, into = _as_bytes(given)[: sum(splits[1])], _as_bytes(arriving)[: sum(splits[0])]
-        work = self._call(lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True))
+        work = self._watch.start(
+            lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True)
+        )
 
         def finish(kept: Tensor = outgoing) -> Any:  # its memory is read until then
-            self._watched(work.wait)
+            self._watch.guard(work.wait)
             return arriving.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else arriving
 
         return Pending(finish)
-
-    def _call(self, action):  # type: ignore[no-untyped-def]
-        self._calls += 1
-        return self._watched(action)
-
-    def _watched(self, action):  # type: ignore[no-untyped-def]
-        try:
-            return action()
-        except RuntimeError as error:
-            if dist.get_backend(self.group) != "gloo" and not isinstance(error, dist.DistError):
-                raise
-            raise self._lost(str(error), GRACE) from error
-
-    def _wait_for(self, device: torch.device) -> None:
-        """Until the device has done what it was given; it never will where a rank is gone."""
-        arrived = torch.cuda.current_stream(device).record_event()
-        start, timeout = time.monotonic(), _timeout(self.group, device)
-        while not arrived.query():
-            waited = (time.monotonic() - start) / timeout
-            if waited > GIVE_UP:
-                raise self._lost(f"{waited * timeout:.0f} s without it", 0.0)
-            if waited > SAY_SO:
-                self._say_so()
-            _let_others_run()
-
-    def _say_so(self) -> str:
-        """Tell the group's store that this rank is there; returns where in it."""
-        name = f"fp8moe/{dist.get_process_group_ranks(self.group)}/{self._calls}"
-        if name != self._here:
-            dist.distributed_c10d._get_default_store().set(f"{name}/{self.rank}", "here")
-            self._here = name
-        return name
-
-    def _lost(self, why: str, grace: float) -> RankLost:
-        """Who does not say that it is there is lost; they have ``grace`` seconds to."""
-        missing = [r for r in range(self.world_size) if r != self.rank]
-        try:
-            name, end = self._say_so(), time.monotonic() + grace
-            store = dist.distributed_c10d._get_default_store()
-            while True:
-                missing = [r for r in missing if not store.check([f"{name}/{r}"])]
-                if not missing or time.monotonic() >= end:
-                    break
-                time.sleep(0.05)
-        except RuntimeError:
-            missing = [0]  # whose process keeps the store, as torchrun's and init_method's do
-        lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
-        return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({why})")
-
-
-def _timeout(group: Any, device: torch.device) -> float:
-    """Seconds; not every backend has one."""
-    options = getattr(group._get_backend(device), "options", None)
-    return math.inf if options is None else options._timeout.total_seconds()
 
 
 def dispatch(

@@ -33,6 +33,7 @@ ADAPTERS = {
     "torch_functional": _TORCH,
     "torch_grouped": _TORCH,
     "torch_halves": _TORCH,
+    "torch_lost_ranks": _TORCH,
     "torch_router": _TORCH,
     "torch_scaled_mm": _TORCH,
     "torch_sharding": _TORCH,

@@ -102,7 +102,7 @@ class Board(dict):
 
 def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
     """As NCCL's ranks see it: rank 0 waits for 1, which is there, and for 2, which is not."""
-    module = pytest.importorskip("fp8moe.adapters.torch_distributed")
+    module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
     board, asked = Board(), []
 
     class Never:
@@ -112,7 +112,7 @@ def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
         def query(self):
             asked.append(1)
             if len(asked) == 2:
-                board["fp8moe/[0, 1, 2]/4/1"] = "here"
+                board["fp8moe/[0, 1, 2]/4/1"] = "alive"
             return False
 
     class Group:
@@ -122,15 +122,18 @@ def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
         def _get_backend(self, device):
             return self
 
-    comm = object.__new__(module.ProcessGroup)
-    comm.group, comm.rank, comm.world_size, comm._calls, comm._here = Group(), 0, 3, 4, ""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Never())
     monkeypatch.setattr(module.dist, "get_process_group_ranks", lambda group: [0, 1, 2])
     monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", lambda: board)
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(module.dist, "get_world_size", lambda group: 3)
+    watch = module.LostRankWatch(Group())
+    for _ in range(4):
+        assert watch.start(lambda: "started") == "started"
     with pytest.raises(module.RankLost, match="lost rank 2, seen by rank 0") as error:
-        comm._wait_for(torch.device("cuda"))
+        watch.wait_for(torch.device("cuda"))
     assert error.value.ranks == [2]
-    assert board["fp8moe/[0, 1, 2]/4/0"] == "here"
+    assert board["fp8moe/[0, 1, 2]/4/0"] == "alive"
     assert len(asked) > 2
 
 
