@@ -34,6 +34,8 @@ def seeded(request):
 
     if "RNG" in vars(request.module):
         request.module.RNG.bit_generator.state = cases.generator().bit_generator.state
+    if cuda_on_cpu := sys.modules.get("cuda_on_cpu"):
+        cuda_on_cpu.seeds.seed(cases.SEED)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(cases.SEED)
 
