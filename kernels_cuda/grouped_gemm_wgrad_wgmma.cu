@@ -88,9 +88,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           if (s.offsets[e] % 16 == 0)
             fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
                         first_row, first_column < depth ? first_column : -1);
-          else {  // the other warp copies them, and must not get a round of stages ahead of this one
+          else if (leads) {  // the other warp copies them, and must not get a round of stages ahead of this
+                             // one
             barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-            if (leads) barrier_arrive_here(&s.full[turn.stage]);
+            barrier_arrive_here(&s.full[turn.stage]);
           }
         }
         if (takes) order.pass_on(s, 1, [&](u32) { return taken; });

@@ -46,8 +46,8 @@ __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, co
                                            int a_along, int b_along, int a_line, int b_line) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
+  if (!leads) return;  // a lane that waited and did not arrive could fall a round of stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-  if (!leads) return;
   barrier_expect(barrier, A_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll

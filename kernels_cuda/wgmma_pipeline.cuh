@@ -35,8 +35,8 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, c
                                             int along, int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
+  if (!leads) return;  // a lane that waited and did not arrive could fall a round of stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-  if (!leads) return;
   barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll

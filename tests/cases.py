@@ -48,9 +48,9 @@ def routings(draw, sizes=SIZES, experts=EXPERTS):
     return ids.astype(draw(st.sampled_from((np.int32, np.int64)))), num_experts, align
 
 
-def generator():
-    """Random numbers that are others in every run."""
-    return np.random.default_rng(SEED)
+def generator(repetition=0):
+    """Random numbers that are others in every run, and in every repetition of a test."""
+    return np.random.default_rng((SEED, repetition) if repetition else SEED)
 
 
 def rows_by_expert(ids, num_experts):

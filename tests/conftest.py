@@ -27,13 +27,32 @@ def pytest_report_header():
     return f"FP8MOE_TEST_SEED={os.environ['FP8MOE_TEST_SEED']}"
 
 
+SCHEDULES = int(os.environ.get("FP8MOE_SCHEDULES", 1))
+
+
+@pytest.fixture
+def schedule(request):
+    """Of a test of the kernels on a CPU: its number, of FP8MOE_SCHEDULES with other inputs and schedules."""
+    return request.param
+
+
+def pytest_generate_tests(metafunc):
+    if SCHEDULES > 1 and "cuda_on_cpu" in vars(metafunc.module):
+        metafunc.fixturenames.append("schedule")
+        metafunc.parametrize("schedule", range(SCHEDULES), indirect=True)
+
+
 @pytest.fixture(autouse=True)
 def seeded(request):
     """Every test begins with the run's seed, whichever ran before it."""
     import cases
 
+    callspec = getattr(request.node, "callspec", None)
+    number = callspec.params.get("schedule", 0) if callspec else 0
     if "RNG" in vars(request.module):
-        request.module.RNG.bit_generator.state = cases.generator().bit_generator.state
+        request.module.RNG.bit_generator.state = cases.generator(number).bit_generator.state
+    if cuda_on_cpu := sys.modules.get("cuda_on_cpu"):
+        cuda_on_cpu.seeds.seed(f"{cases.SEED} {number}")
     if torch := sys.modules.get("torch"):
         torch.manual_seed(cases.SEED)
 

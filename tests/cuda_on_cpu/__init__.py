@@ -1,13 +1,17 @@
 """The CUDA backend on a CPU: launchers and kernels as they are, compiled by g++ against `cuda.h`.
 
-The threads of a block take turns, so cases must be small. What it cannot show: the hardware's own roundings,
-what a race does between two barriers, and speed.
+The threads of a block, or of a cluster of blocks, take turns, so cases must be small. Whose turn it is and
+when copies happen follows from a seed (`schedule.h`); a launch that cannot go on, or breaks the rules of a
+barrier, raises `LaunchFailure`, which names the seed. What it cannot show: the hardware's own roundings, and
+speed.
 """
 
 import atexit
 import contextlib
 import ctypes
 import functools
+import os
+import random
 import re
 import shutil
 import subprocess
@@ -17,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import SEED
 
 from fp8moe import dispatch, interop
 from fp8moe.kernels_cuda import compiler
@@ -24,36 +29,80 @@ from fp8moe.record_trees import map_arrays
 from fp8moe.records import DeviceArray
 
 HERE = Path(__file__).parent
-SIGNATURE = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\([^{]*?\))*\s+(\w+)\(([^{]*?)\) \{')
+SIGNATURE = re.compile(r'extern "C" __global__ void((?:\s+__\w+__\([^{]*?\))*)\s+(\w+)\(([^{]*?)\) \{')
 available = shutil.which("g++") is not None
+
+
+OPTIONS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-fPIC", "-pthread"]
+OPTIONS.append("-fno-gnu-unique")  # or variants' shared memory, in templates, would be one and the same
+
+
+def folder_until_exit():
+    folder = Path(tempfile.mkdtemp(prefix="fp8moe-cuda-on-cpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def precompiled():
+    """A folder with `schedule.h`, half of what a source takes to compile, once for all of them."""
+    folder = folder_until_exit()
+    shutil.copy(HERE / "schedule.h", folder)
+    subprocess.run(["g++", *OPTIONS, "-x", "c++-header", "schedule.h"], cwd=folder, check=True)
+    return folder
 
 
 @functools.cache
 def library(source, defines):
     """One source, with a C function ``run_NAME`` for every kernel of it."""
-    folder = Path(tempfile.mkdtemp(prefix="fp8moe-cuda-on-cpu-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = folder_until_exit()
     for path in [*compiler.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "cuda.h"]:
         (folder / path.name).write_text(path.read_text())
     text = (folder / f"{source}.cu").read_text()
     macros = [f"-D{d}" for d in defines]
     compiled = subprocess.run(
-        ["g++", "-std=c++20", "-E", "-P", *macros, "-include", "cuda.h", "-x", "c++", f"{source}.cu"],
+        [
+            "g++",
+            "-std=c++20",
+            "-E",
+            "-P",
+            "-DONLY_NAMES",
+            *macros,
+            "-include",
+            "cuda.h",
+            "-x",
+            "c++",
+            f"{source}.cu",
+        ],
         cwd=folder,
         capture_output=True,
         text=True,
     ).stdout
     runs = [
-        f'extern "C" void run_{name}(unsigned gx, unsigned gy, unsigned threads, {parameters}) {{\n'
-        f"  run_grid(gx, gy, threads, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
-        for name, parameters in SIGNATURE.findall(text)
+        f'extern "C" const char* run_{name}(unsigned seed, unsigned gx, unsigned gy, unsigned threads,'
+        f" unsigned shared, {parameters}) {{\n"
+        f"  return run_grid(seed, {'CLUSTER' if 'cluster_dims' in attributes else 1}, gx, gy, threads,"
+        f" shared, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
+        for attributes, name, parameters in SIGNATURE.findall(text)
         if f" {name}(" in compiled  # some are left out by the definitions
     ]
     (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
-    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-shared", "-fPIC", "-pthread"]
-    options.append("-fno-gnu-unique")  # or variants' shared memory, in templates, would be one and the same
-    subprocess.run(["g++", *options, *macros, "all.cpp", "-o", "all.so"], cwd=folder, check=True)
+    command = ["g++", *OPTIONS, *macros, "-I", precompiled(), "-include", "schedule.h"]
+    subprocess.run([*command, "-shared", "all.cpp", "-o", "all.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "all.so"))
+
+
+class LaunchFailure(AssertionError):
+    """A launch that cannot go on, or breaks the rules of a barrier; the text says which thread where."""
+
+
+seeds = random.Random(SEED)  # of the launches' schedules; conftest.py begins anew with every test
+
+
+def next_seed():
+    """FP8MOE_SCHEDULE where it is set: that of a failure, beside the FP8MOE_TEST_SEED of its inputs."""
+    drawn = seeds.getrandbits(32)
+    return int(os.environ.get("FP8MOE_SCHEDULE", drawn))
 
 
 def names(parameters):
@@ -154,14 +203,13 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
 
     def load_kernel(source, name, defines, device):
         defines = defines or compiler.variants(compiler.SOURCES / f"{source}.cu")[0]
-        # blocks run one after the other: no clusters
         number = "".join(filter(str.isdigit, architecture))
         chip = () if architecture == "sm_90a" else (f"__CUDA_ARCH__={number}0",)
-        compiled = library(source, (*defines, "CLUSTER=1", *chip))
-        return Kernel(getattr(compiled, f"run_{name}"))
+        compiled = library(source, (*defines, *chip))
+        return Kernel(name, getattr(compiled, f"run_{name}"))
 
     def launch_packed(function, x, y, block, shared, values):
-        function(x, y, block, *map(argument, values))
+        function(x, y, block, shared, *map(argument, values))
 
     def launch_with_tensor_maps(function, tiled, x, y, block, shared, values):
         maps = [TensorMap(a, *of) for a, of in zip(values, tiled, strict=False)]
@@ -198,11 +246,14 @@ class Kernel:
 
     parameters, shared = (), 1 << 30
 
-    def __init__(self, function):
-        self.function = function
+    def __init__(self, name, function):
+        self.name, self.function = name, function
+        function.restype = ctypes.c_char_p
 
     def __call__(self, *arguments):
-        self.function(*arguments)
+        seed = next_seed()
+        if reason := self.function(seed, *arguments):
+            raise LaunchFailure(f"{self.name}: {reason.decode()}. FP8MOE_SCHEDULE={seed} repeats it.")
 
 
 class TensorMap(ctypes.Structure):

@@ -1,60 +1,45 @@
-// What kernels_cuda/bulk.cuh does, in C++: what comes in arrives at once or when somebody waits for its
-// barrier, which counts its bytes, and what goes out is read at once or when its thread waits for that.
+// What kernels_cuda/bulk.cuh does, in C++: schedule.h says when a copy happens.
 #pragma once
 #include "common.cuh"
 
-struct Barrier {  // in the eight bytes of an mbarrier
-  int pending;    // bytes announced that have not come
-  u8 arrivals, left, phase, unused;
-};
-
-inline void settle(Barrier* b) {
-  if (b->left == 0 && b->pending == 0) b->left = b->arrivals, b->phase ^= 1, looked_in_vain = 0;
+inline void barrier_init(u64* barrier, u32 arrivals = 1, CALLER) { init_barrier(barrier, arrivals, line); }
+inline void barrier_expect(u64* barrier, u32 bytes, CALLER) {
+  arrive(barrier, (int)bytes, line);
+  end_turn_perhaps();
 }
-inline void barrier_init(u64* barrier, u32 arrivals = 1) {
-  *(Barrier*)barrier = {0, (u8)arrivals, (u8)arrivals, 0, 0};
-}
-inline void barrier_expect(u64* barrier, u32 bytes) {
-  Barrier* b = (Barrier*)barrier;
-  b->pending += (int)bytes;
-  b->left--;
-  settle(b);
-}
-inline void bytes_came(u64* barrier, u32 bytes) {
-  ((Barrier*)barrier)->pending -= (int)bytes;
-  settle((Barrier*)barrier);
-}
-inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier) {
-  if (((size_t)to | (size_t)from | bytes) & 15) abort();  // TMA would
-  sooner_or_later(awaited[barrier], [=] {
-    memcpy(to, from, bytes);
-    bytes_came(barrier, bytes);
+// A copy of `bytes` bytes to `to`, which `work` makes, counted by a barrier.
+template <class Work>
+void counted_copy(void* to, u32 bytes, u64* barrier, const Line& line, const Work& work) {
+  check_there(barrier_at(barrier, line), line);
+  const int phase = barrier_at(barrier, line).completed;
+  poison_destination(to, bytes);
+  begin_operation([=] {
+    work();
+    bytes_came(barrier, (int)bytes, phase, line);
   });
 }
-inline void barrier_wait(u64* barrier, u32 parity = 0) {
-  while ((u32)((Barrier*)barrier)->phase == parity) {
-    auto& coming = awaited[barrier];
-    if (coming.empty()) {
-      let_others();
-      continue;
-    }
-    const auto arrive = coming.front();
-    coming.erase(coming.begin());
-    arrive();
-  }
+inline void check_multiples_of_16(const void* to, const void* from, u32 bytes, const Line& line) {
+  if (((size_t)to | (size_t)from | bytes) & 15) give_up_at("copies what is no multiple of 16 bytes", line);
 }
-inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0) {
-  if (((size_t)to | (size_t)from | bytes) & 15) abort();
+inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, CALLER) {
+  check_multiples_of_16(to, from, bytes, line);
+  counted_copy(to, bytes, barrier, line, [=] { memcpy(to, from, bytes); });
+  end_turn_perhaps();
+}
+inline void barrier_wait(u64* barrier, u32 parity = 0, CALLER) { wait_for_phase(barrier, parity, line); }
+inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0, CALLER) {
+  check_multiples_of_16(to, from, bytes, line);
   sooner_or_later(this_thread().writes, [=] { memcpy(to, from, bytes); });
 }
-inline void bulk_add_floats(void* to, const void* from, u32 bytes) {
-  if (((size_t)to | (size_t)from | bytes) & 15) abort();
+inline void bulk_add_floats(void* to, const void* from, u32 bytes, CALLER) {
+  check_multiples_of_16(to, from, bytes, line);
   sooner_or_later(this_thread().writes, [=] {
     for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += ((const float*)from)[i];
   });
 }
 inline u64 evict_first() { return 0; }
 inline void bulk_finish() {
+  end_turn_perhaps();
   for (const auto& write : this_thread().writes) write();
   this_thread().writes.clear();
 }

@@ -3,31 +3,21 @@
 #pragma once
 #include "fp8.cuh"
 
-inline void copy_async_part(At to, const void* from, u32 bytes) {
-  if ((to | (u64)from) & 15 || bytes > 16) give_up("copies what does not begin at a multiple of 16 bytes");
+inline void copy_async_part(At to, const void* from, u32 bytes, CALLER) {
+  if ((to | (u64)from) & 15 || bytes > 16)
+    give_up_at("copies what does not begin at a multiple of 16 bytes", line);
   if (bytes < 16) copy_async({(u8*)to + bytes, nullptr, 16 - bytes, false});
   if (bytes) copy_async({(void*)to, from, bytes, true});
 }
 inline void store_words_at(At at, uint4 v) { *(uint4*)at = v; }
 
-// What all lanes of this warp give; `T` as it is at the call before next stays readable for who is late.
-template <class T>
-const T* shown(const T& value) {
-  static T all[2][32][32];
-  static unsigned calls[32][32];
-  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, turn = calls[warp][lane]++ % 2;
-  all[turn][warp][lane] = value;
-  __syncwarp();
-  return all[turn][warp];
-}
-
-inline void load_matrices_at(At at, u32 (&v)[4]) {
-  const At* rows = shown(at);
+inline void load_matrices_at(At at, u32 (&v)[4], CALLER) {
+  const At* rows = shown(at, line);
   const u32 lane = threadIdx.x % 32;
   for (u32 m = 0; m < 4; ++m) v[m] = ((const u32*)rows[8 * m + lane / 4])[lane % 4];
 }
-inline void load_transposed_at(At at, u32 (&v)[4]) {
-  const At* rows = shown(at);
+inline void load_transposed_at(At at, u32 (&v)[4], CALLER) {
+  const At* rows = shown(at, line);
   const u32 lane = threadIdx.x % 32;
   for (u32 m = 0; m < 4; ++m) {
     const u16 first = ((const u16*)rows[8 * m + lane % 4 * 2])[lane / 4];
@@ -41,8 +31,8 @@ struct Operands {
 
 // `count` values a 32-bit word, value(word, i, whether of b) of them.
 template <class Value>
-void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 count, const Value& value) {
-  const Operands* all = shown(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
+void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 count, const Value& value, CALLER) {
+  const Operands* all = shown(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}}, line);
   const u32 lane = threadIdx.x % 32;
   for (u32 v = 0; v < 4; ++v)
     for (u32 q = 0; q < 4; ++q)

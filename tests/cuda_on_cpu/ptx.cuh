@@ -1,11 +1,14 @@
 // What kernels_cuda/ptx.cuh does, in C++.
 #pragma once
 
-#define DYNAMIC_SHARED(name) alignas(128) static u8 name[1 << 18]
-#define DYNAMIC_SHARED_TILES(name) alignas(1024) static u8 name[1 << 18]
+#define DYNAMIC_SHARED(name) u8* const name = dynamic_shared[rank_of_block()]
+#define DYNAMIC_SHARED_TILES(name) DYNAMIC_SHARED(name)
 
-inline void pdl_wait() {}
-inline void pdl_launch_dependents() {}
+inline void pdl_wait() { this_thread().after_pdl_wait = true; }
+inline void pdl_launch_dependents(CALLER) {
+  if (!this_thread().after_pdl_wait)
+    give_up_at("the next launch may start before the one in front is done", line);
+}
 inline float f16_to_float(u16 bits) {
   _Float16 h;
   memcpy(&h, &bits, 2);
@@ -43,8 +46,8 @@ inline float2 load2_at(At at) { return *(const float2*)at; }
 inline uint2 load_words_at(At at) { return *(const uint2*)at; }
 inline int4 load_ints_at(At at) { return *(const int4*)at; }
 template <int PLACE, int KEPT>
-u32 of_lane_near(u32 v) {
-  return of_lane(v, (threadIdx.x & KEPT) | (PLACE & ~KEPT));
+u32 of_lane_near(u32 v, CALLER) {
+  return of_lane(v, (threadIdx.x & KEPT) | (PLACE & ~KEPT), line);
 }
 template <class F>
 u32 each_half(u32 a, u32 b, F f) {
@@ -67,12 +70,16 @@ inline u32 larger_u16s(u32 a, u32 b) {
 }
 inline u32 to_bf16x2(float a, float b) { return float_to_bf16(a) | (u32)float_to_bf16(b) << 16; }
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
-inline void copy_async(const Copy& copy) { sooner_or_later(this_thread().copies.back(), copy); }
+inline void copy_async(const Copy& copy) {
+  poison_destination(copy.to, copy.bytes);
+  sooner_or_later(this_thread().copies.back(), copy);
+}
 inline void copy_async16(void* to, const void* from, bool there) { copy_async({to, from, 16, there}); }
 inline void copy_async4(void* to, const void* from, bool there) { copy_async({to, from, 4, there}); }
 inline void copy_async_commit() { this_thread().copies.push_back({}); }
 template <int LEFT>
 void copy_async_wait() {
+  end_turn_perhaps();
   auto& groups = this_thread().copies;
   while (groups.size() > LEFT + 1) {
     for (const Copy& copy : groups.front()) copy();

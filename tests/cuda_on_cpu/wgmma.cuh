@@ -1,5 +1,5 @@
-// What kernels_cuda/wgmma.cuh does, in C++, for clusters of one block. Products are made at once, each thread
-// its own, from where the swizzle says the codes lie.
+// What kernels_cuda/wgmma.cuh does, in C++. Each thread makes its own products, from where the swizzle says
+// the codes lie, at once or when it waits for them.
 #pragma once
 #include "bulk.cuh"
 
@@ -9,43 +9,51 @@ struct TensorMap {  // what cuda_on_cpu passes in its place
   i64 unused[12];
 };
 
-inline void cluster_wait() { __syncthreads(); }
-inline u32 cluster_rank() { return 0; }
-inline At at_of_block(const void* p, u32) { return (At)p; }
-inline bool barrier_ready_at(At barrier, u32 parity) { return (u32)((Barrier*)barrier)->phase != parity; }
-inline void barrier_wait_at(At barrier, u32 parity) { barrier_wait((u64*)barrier, parity); }
-inline void barrier_arrive_at(At barrier) { barrier_expect((u64*)barrier, 0); }
-inline void barrier_arrive_here(u64* barrier) { barrier_expect(barrier, 0); }
-inline void barrier_arrive_copied(u64* barrier) {
-  auto& mine = this_thread().copies;
-  sooner_or_later(awaited[barrier], [=, groups = std::move(mine)] {
+inline void cluster_wait(CALLER) { of_cluster.wait("the other blocks of the cluster", line); }
+inline u32 cluster_rank() { return rank_of_block(); }
+inline At at_of_block(const void* p, u32 block) {
+  return (At)((u8*)p - dynamic_shared[rank_of_block()] + dynamic_shared[block]);
+}
+inline bool barrier_ready_at(At barrier, u32 parity, CALLER) {
+  return phase_is_complete((void*)barrier, parity, line);
+}
+inline void barrier_wait_at(At barrier, u32 parity, CALLER) { wait_for_phase((void*)barrier, parity, line); }
+inline void barrier_arrive_at(At barrier, CALLER) { barrier_expect((u64*)barrier, 0, line); }
+inline void barrier_arrive_here(u64* barrier, CALLER) { barrier_expect(barrier, 0, line); }
+inline void barrier_arrive_copied(u64* barrier, CALLER) {
+  auto& copies = this_thread().copies;
+  begin_operation([=, groups = std::move(copies)] {
     for (const auto& group : groups)
       for (const Copy& copy : group) copy();
-    barrier_expect(barrier, 0);
+    arrive(barrier, 0, line);
   });
-  mine.assign(1, {});
+  copies.assign(1, {});
+  end_turn_perhaps();
 }
 
 inline u64 swizzled(u64 address) { return address ^ (address >> 3 & 0x70); }
 
-inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier, u16 blocks) {
-  if ((u64)to & 1023 || blocks != 1) abort();
-  sooner_or_later(awaited[barrier], [=, map = *map] {
-    for (i64 r = 0; r < map.box; ++r)
-      for (i64 c = 0; c < 128; ++c) {
-        const bool inside = y + r >= 0 && y + r < map.rows && x + c >= 0 && x + c < map.columns;
-        *(u8*)swizzled((u64)to + r * 128 + c) = inside ? map.codes[(y + r) * map.columns + x + c] : 0;
-      }
-    bytes_came(barrier, (u32)map.box * 128);
-  });
+inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier, u16 blocks, CALLER) {
+  if ((u64)to & 1023 || blocks == 0 || blocks >> blocks_of_cluster)
+    give_up_at("TMA takes no such tile", line);
+  for (u32 block = 0; block < blocks_of_cluster; ++block) {
+    if (!(blocks == 1 ? block == rank_of_block() : blocks >> block & 1)) continue;
+    u8* there = (u8*)at_of_block(to, block);
+    counted_copy(there, (u32)map->box * 128, (u64*)at_of_block(barrier, block), line, [=, map = *map] {
+      for (i64 r = 0; r < map.box; ++r)
+        for (i64 c = 0; c < 128; ++c) {
+          const bool inside = y + r >= 0 && y + r < map.rows && x + c >= 0 && x + c < map.columns;
+          *(u8*)swizzled((u64)there + r * 128 + c) = inside ? map.codes[(y + r) * map.columns + x + c] : 0;
+        }
+    });
+  }
+  end_turn_perhaps();
 }
 inline void prefetch_map(const TensorMap*) {}
-inline bool elected() { return threadIdx.x % 32 == 0; }
-inline void store_counted_at(At to, u32 value, At barrier) {
-  sooner_or_later(awaited[(u64*)barrier], [=] {
-    *(u32*)to = value;
-    bytes_came((u64*)barrier, 4);
-  });
+inline bool elected() { return threadIdx.x % 32 == elected_lane; }
+inline void store_counted_at(At to, u32 value, At barrier, CALLER) {
+  counted_copy((void*)to, 4, (u64*)barrier, line, [=] { *(u32*)to = value; });
+  end_turn_perhaps();
 }
 
 typedef u64 Tile;
@@ -55,21 +63,38 @@ void more_registers() {}
 template <int COUNT>
 void fewer_registers() {}
 inline void products_begin() {}
-inline void products_commit() {}
+// In order, since they add to the same sums.
+template <class Work>
+void make_product(const Work& work) {
+  auto& groups = this_thread().products;
+  if (groups.size() == 1 && groups[0].empty())
+    sooner_or_later(groups[0], work);
+  else
+    groups.back().push_back(work);
+}
+inline void products_commit() { this_thread().products.push_back({}); }
 template <int LEFT>
-void products_wait() {}
+void products_wait() {
+  end_turn_perhaps();
+  auto& groups = this_thread().products;
+  while (groups.size() > LEFT + 1) {
+    for (const auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
+}
 template <int COUNT>
 void products_seen(float (&)[COUNT]) {}
 
-inline void named_wait(u32 name, u32 count) {
-  Meeting& mine = named[name << 16 | count];
-  mine.members = count;
-  mine.wait();
+inline void named_wait(u32 name, u32 count, CALLER) {
+  Meeting& meeting = named[rank_of_block() << 24 | name << 16 | count];
+  meeting.members = count;
+  meeting.wait("a named barrier", line);
 }
 
-inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
+inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d, CALLER) {
+  const At* rows = shown(at, line);
   const u32 lane = threadIdx.x % 32, words[4] = {a, b, c, d};
-  for (u32 m = 0; m < 4; ++m) ((u32*)__shfl_sync(0xffffffffu, at, 8 * m + lane / 4))[lane % 4] = words[m];
+  for (u32 m = 0; m < 4; ++m) ((u32*)rows[8 * m + lane / 4])[lane % 4] = words[m];
 }
 inline void store2_at(At at, float2 v) { *(float2*)at = v; }
 inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
@@ -83,7 +108,7 @@ inline const float* decoded(int fmt) {  // every code's value
 }
 
 template <int A, int B>
-void product(float (&d)[64], Tile a, Tile b, bool add) {
+void product_now(float (&d)[64], Tile a, Tile b, bool add) {
   auto row_of = [](Tile tile, u32 row, int fmt, float* values) {
     const float* of_code = decoded(fmt);
     for (u32 k = 0; k < 32; ++k)
@@ -103,6 +128,11 @@ void product(float (&d)[64], Tile a, Tile b, bool add) {
   }
 }
 
+template <int A, int B>
+void product(float (&d)[64], Tile a, Tile b, bool add) {
+  make_product([=, &d] { product_now<A, B>(d, a, b, add); });
+}
+
 #define PIECE_BYTES 8192
 inline Tile tile_mn_major_at(At at) { return at >> 4; }
 
@@ -115,7 +145,7 @@ float value_16(Tile tile, u32 i, u32 k) {
 }
 
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
-void product_16(float (&d)[128], Tile a, Tile b) {
+void product_16_now(float (&d)[128], Tile a, Tile b) {
   const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
   float rows[2][16];
   for (u32 k = 0; k < 16; ++k)
@@ -126,4 +156,8 @@ void product_16(float (&d)[128], Tile a, Tile b) {
     for (u32 low = 0; low < 2; ++low)
       for (u32 k = 0; k < 16; ++k) d[i / 2 * 4 + low * 2 + i % 2] += rows[low][k] * column[k];
   }
+}
+template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
+void product_16(float (&d)[128], Tile a, Tile b) {
+  make_product([=, &d] { product_16_now<WIDTH, TYPE, A_MN, B_MN>(d, a, b); });
 }

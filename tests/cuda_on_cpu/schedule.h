@@ -1,0 +1,436 @@
+// Whose turn it is, and what stops a kernel: the threads of a cluster of blocks run by turns, one until it
+// waits for others, or until another one is preferred where it signals something. All choices come from one
+// seed, so that a failure can be repeated. Copies by TMA, cp.async and products by wgmma happen at once, at
+// any time, or as late as they may.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <queue>
+#include <random>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#define STACK (128 << 10)            // bytes
+#define SHARED_MEMORY (256 << 10)    // bytes of dynamic shared memory, as much as any GPU has
+#define SHARED_MEMORY_END (4 << 10)  // bytes behind it, in which nobody may write
+#define LARGEST_CLUSTER 2
+
+typedef std::source_location Line;
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+struct Copy {  // of bytes, or zeros, on its way
+  void* to;
+  const void* from;
+  unsigned bytes;
+  bool there;
+  void operator()() const { there ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
+};
+struct Thread {
+  ucontext_t start;
+  jmp_buf next;  // where it goes on
+  std::unique_ptr<char[]> stack{new char[STACK]};
+  bool started, done, after_pdl_wait;
+  const char* awaited;  // what it waits for, where, and which mbarrier and phase if it is one
+  Line line;
+  int barrier, phase;
+  // What is yet to be done for it: copies and products by the group (the last group is not yet complete),
+  // and what TMA reads to write it to memory.
+  std::vector<std::vector<Copy>> copies;
+  std::vector<std::vector<std::function<void()>>> products;
+  std::vector<std::function<void()>> writes;
+};
+static std::deque<Thread> all_threads;  // of the largest cluster so far
+static jmp_buf scheduler;
+static std::function<void()> kernel_of_all;
+static std::mt19937 lot;
+static unsigned current, thread_count, threads_of_block, blocks_of_cluster, blocks_done[LARGEST_CLUSTER];
+static unsigned first_block, block_row;  // of the cluster
+static bool in_a_thread;
+static std::string failure;  // why the launch was given up
+static unsigned poison;      // the byte that shared memory begins with, and that copies on their way leave
+static unsigned elected_lane;
+alignas(1024) static unsigned char dynamic_shared[LARGEST_CLUSTER][SHARED_MEMORY + SHARED_MEMORY_END];
+
+inline Thread& this_thread() { return all_threads[current]; }
+inline unsigned rank_of_block() { return current / threads_of_block; }
+inline unsigned warp_of_cluster() {
+  return rank_of_block() * ((threads_of_block + 31) / 32) + threadIdx.x / 32;
+}
+
+inline std::string text_of(const char* format, ...) {
+  char text[1000];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof(text), format, values);
+  va_end(values);
+  return text;
+}
+inline std::string text_of(const Line& line) {
+  const std::string function = line.function_name();  // with its type and parameters
+  const std::string before = function.substr(0, function.find('('));
+  return text_of("%s:%u in %s", line.file_name(), (unsigned)line.line(),
+                 before.substr(before.rfind(' ') + 1).c_str());
+}
+
+// The launch ends here; a thread that calls this does not go on.
+inline void give_up(const std::string& why) {
+  if (failure.empty()) failure = why;
+  if (in_a_thread) _longjmp(scheduler, 1);
+}
+inline void give_up_at(const std::string& why, const Line& line) {
+  const std::string who = in_a_thread
+                              ? text_of("block (%u, %u), thread %u at ", blockIdx.x, blockIdx.y, threadIdx.x)
+                              : std::string("a copy that was begun at ");
+  give_up(who + text_of(line) + ": " + why);
+}
+
+// Who can go on, and in which order: of every other cluster of blocks chosen at random each time, of the
+// others by ranks, those of a warp together, so that some warps are as far behind as barriers let them. The
+// warp whose turn it is loses its rank now and then (S. Burckhardt et al.: A randomized scheduler with
+// probabilistic guarantees of finding bugs, 2010). Copies have a rank, too, or none: then they come when no
+// thread can go on.
+enum { AT_ONCE_DONE, LATE, MIXED };
+struct Schedule {
+  bool by_rank;
+  int copies;          // when they happen
+  unsigned preempted;  // one of so many signals ends a turn, if not by ranks; 0: none
+  unsigned long long lowest;
+  std::vector<unsigned long long> ranks;
+  long until_change;
+  std::priority_queue<std::pair<unsigned long long, unsigned>> who;
+  static constexpr unsigned long long THREADS = 1ull << 32;  // below are copies that come last
+
+  void begin(unsigned threads) {
+    by_rank = lot() % 2, copies = (int)(lot() % 3), preempted = lot() % 2 ? 16 : 0;
+    lowest = THREADS + (1ull << 31), who = {};
+    until_change = 1l << lot() % 16;
+    ranks.resize(threads);
+    unsigned long long of_warp = 0;
+    const bool lanes_apart = lot() % 2;
+    for (unsigned t = 0; t < threads; ++t) {
+      if (t % 32 == 0) of_warp = lot();
+      ranks[t] = lowest + (lanes_apart ? of_warp >> 8 << 8 | lot() % 256 : of_warp);
+    }
+  }
+  unsigned long long rank(unsigned t) { return by_rank ? ranks[t] : THREADS + lot(); }
+  void add(unsigned t) { who.push({rank(t), t}); }
+  void add_copy(unsigned number) {
+    const bool last = copies == LATE || lot() % 2;
+    who.push({last ? lot() : THREADS + ((unsigned long long)lot() << 1), number});
+  }
+  bool at_once() { return copies == AT_ONCE_DONE || (copies == MIXED && lot() % 2); }
+  unsigned next() {
+    const unsigned t = who.top().second;
+    who.pop();
+    return t;
+  }
+  // Whether the thread whose turn it is goes on behind others, now that it has signalled something.
+  bool ends_turn(unsigned t) {
+    if (!by_rank) return preempted && lot() % preempted == 0;
+    if (--until_change == 0) {
+      until_change = 1l << lot() % 16;
+      const unsigned first = t / 32 * 32;
+      for (unsigned of_warp = first; of_warp < first + 32 && of_warp < ranks.size(); ++of_warp)
+        ranks[of_warp] = lowest - 1 - of_warp % 32;
+      lowest -= 32;
+    }
+    return !who.empty() && who.top().first > ranks[t];
+  }
+};
+static Schedule schedule;
+
+// Let others go on; `schedule` says whether and when this one may.
+__attribute__((noinline)) inline void end_turn() {
+  if (!_setjmp(this_thread().next)) _longjmp(scheduler, 1);
+}
+inline void end_turn_perhaps() {
+  if (!schedule.ends_turn(current)) return;
+  schedule.add(current);
+  end_turn();
+}
+inline void wait_for(const char* awaited, const Line& line, int barrier = -1, int phase = 0) {
+  Thread& thread = this_thread();
+  thread.awaited = awaited, thread.line = line, thread.barrier = barrier, thread.phase = phase;
+  end_turn();
+}
+
+// ---- what TMA and cp.async do for mbarriers
+static std::deque<std::function<void()>> operations;  // those that have begun
+inline void begin_operation(const std::function<void()>& work) {
+  if (schedule.at_once()) return work();
+  schedule.add_copy(thread_count + (unsigned)operations.size());
+  operations.push_back(work);
+}
+// Until it is there nobody may read what a copy brings.
+inline void poison_destination(void* to, size_t bytes) { memset(to, (int)poison, bytes); }
+
+// What has to be done when its thread waits for it, at the latest.
+template <class All, class Work>
+void sooner_or_later(All& later, const Work& work) {
+  if (schedule.at_once())
+    work();
+  else
+    later.push_back(work);
+}
+
+// ---- mbarriers
+struct Barrier {
+  const void* at;
+  unsigned number, block, count, left;
+  int bytes;      // announced that have not come
+  int completed;  // phases
+  Line line;      // where it was initialised
+  std::vector<unsigned> waiting;
+  std::vector<int> observed;  // by each thread: the last phase that it has waited for
+};
+static std::deque<Barrier> barriers;
+struct BarrierWord {  // in the eight bytes of an mbarrier
+  unsigned number, mark;
+};
+#define BARRIER_MARK 0xb0771e5u
+inline std::string text_of(const Barrier& b) {
+  return text_of("mbarrier %d of block (%u, %u), initialised at ", (int)b.number, first_block + b.block,
+                 block_row) +
+         text_of(b.line) +
+         text_of(" (%u phases complete, %u of %u arrivals and %d bytes missing)", (unsigned)b.completed,
+                 b.left, b.count, b.bytes);
+}
+inline Barrier& barrier_at(const void* at, const Line& line) {
+  const BarrierWord word = *(const BarrierWord*)at;
+  static Barrier none;
+  if (word.mark == BARRIER_MARK && word.number < barriers.size() && barriers[word.number].at == at)
+    return barriers[word.number];
+  give_up_at("no mbarrier was initialised here, or it has been overwritten", line);
+  return none;
+}
+inline void init_barrier(void* at, unsigned count, const Line& line) {
+  barriers.push_back({at, (unsigned)barriers.size(), rank_of_block(), count, count, 0, 0, line, {}, {}});
+  barriers.back().observed.assign(thread_count, -2);
+  *(BarrierWord*)at = {(unsigned)barriers.size() - 1, BARRIER_MARK};
+}
+inline void settle(Barrier& b) {
+  if (b.left || b.bytes) return;
+  b.left = b.count, b.completed++;
+  for (unsigned t : b.waiting) schedule.add(t);
+  b.waiting.clear();
+}
+inline void check_there(const Barrier& b, const Line& line) {
+  if (blocks_done[b.block] == threads_of_block)
+    give_up_at("signals a block that has ended: " + text_of(b), line);
+}
+inline void arrive(void* at, int bytes, const Line& line) {
+  Barrier& b = barrier_at(at, line);
+  check_there(b, line);
+  if (b.left == 0) give_up_at("more arrivals than the count of " + text_of(b), line);
+  b.bytes += bytes, b.left--;
+  settle(b);
+}
+// `phase`: that in which the copy was begun.
+inline void bytes_came(void* at, int bytes, int phase, const Line& line) {
+  Barrier& b = barrier_at(at, line);
+  check_there(b, line);
+  if (!failure.empty()) return;
+  if (b.completed != phase)
+    give_up("bytes came after their phase of " + text_of(b) + ", by " + text_of(line));
+  b.bytes -= bytes;
+  settle(b);
+}
+
+// The phase of a parity that this thread waits for: the one that it waited for last, or the next. Who comes
+// when two are complete would wait for a third, which may never come.
+inline int phase_of_parity(Barrier& b, unsigned parity, const Line& line) {
+  const int last = b.observed[current];
+  const int phase = last == -2 ? (parity ? -1 : 0) : ((unsigned)last & 1) == parity ? last : last + 1;
+  if (b.completed > phase + 1)
+    give_up_at(text_of("lapped: waits for phase %d, of parity %u, of ", phase, parity) + text_of(b), line);
+  return phase;
+}
+inline void wait_for_phase(void* at, unsigned parity, const Line& line) {
+  end_turn_perhaps();
+  Barrier& b = barrier_at(at, line);
+  for (;;) {
+    const int phase = phase_of_parity(b, parity, line);
+    if (b.completed == phase + 1) {
+      b.observed[current] = phase;
+      return;
+    }
+    b.waiting.push_back(current);
+    wait_for("mbarrier", line, (int)b.number, phase);
+  }
+}
+inline bool phase_is_complete(void* at, unsigned parity, const Line& line) {
+  end_turn_perhaps();
+  Barrier& b = barrier_at(at, line);
+  const int phase = phase_of_parity(b, parity, line);
+  if (b.completed != phase + 1) return false;
+  b.observed[current] = phase;
+  return true;
+}
+
+// ---- barriers of so many threads, again and again
+struct Meeting {
+  unsigned members;
+  std::vector<unsigned> there;
+  void leave_if_all() {
+    if (there.size() < members) return;
+    for (unsigned t : there) schedule.add(t);
+    there.clear();
+  }
+  void wait(const char* name, const Line& line) {
+    there.push_back(current);
+    leave_if_all();
+    wait_for(name, line);
+  }
+  void quit() {
+    --members;
+    leave_if_all();
+  }
+};
+static Meeting of_block[LARGEST_CLUSTER], of_cluster;
+static std::vector<Meeting> of_warp;
+static std::map<unsigned, Meeting> named;  // by block, name and count
+
+// ---- launches
+inline void run_thread() {
+  kernel_of_all();
+  Thread& thread = this_thread();
+  if (!thread.writes.empty()) give_up("a thread ends before what it writes has been read");
+  for (const auto& group : thread.copies)
+    if (!group.empty()) give_up("a thread ends before its copies to shared memory have been waited for");
+  for (const auto& group : thread.products)
+    if (!group.empty()) give_up("a thread ends before its products have been waited for");
+  thread.done = true;
+  ++blocks_done[rank_of_block()];
+  of_warp[warp_of_cluster()].quit();
+  of_block[rank_of_block()].quit();
+  of_cluster.quit();
+  _longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) inline void give_turn() {
+  Thread& thread = this_thread();
+  in_a_thread = true;
+  if (!_setjmp(scheduler)) {
+    if (thread.started) _longjmp(thread.next, 1);
+    thread.started = true;
+    setcontext(&thread.start);
+  }
+  in_a_thread = false;
+}
+
+inline void choose(unsigned t) {
+  current = t;
+  threadIdx = {t % threads_of_block, 0, 0};
+  blockIdx = {first_block + t / threads_of_block, block_row, 0};
+}
+
+// What threads that cannot go on wait for, those that wait for the same together.
+inline std::string text_of_waiting() {
+  std::map<std::string, std::vector<unsigned>> by_reason;
+  for (unsigned t = 0; t < thread_count; ++t) {
+    const Thread& thread = all_threads[t];
+    if (thread.done) continue;
+    std::string reason = text_of("block (%u, %u), at ", first_block + t / threads_of_block, block_row) +
+                         text_of(thread.line) + ", wait for ";
+    reason += thread.barrier < 0 ? thread.awaited
+                                 : text_of("phase %d of ", thread.phase) + text_of(barriers[thread.barrier]);
+    by_reason[reason].push_back(t % threads_of_block);
+  }
+  std::string all = "nobody can go on";
+  for (const auto& [reason, threads] : by_reason) {
+    all += "; threads";
+    for (size_t i = 0, end; i < threads.size(); i = end) {
+      for (end = i + 1; end < threads.size() && threads[end] == threads[end - 1] + 1; ++end);
+      all += text_of(end > i + 1 ? " %u-%u" : " %u", threads[i], threads[end - 1]);
+    }
+    all += " of " + reason;
+  }
+  return all;
+}
+
+inline void run_cluster(unsigned shared) {
+  const unsigned threads = thread_count;
+  of_cluster = {threads, {}};
+  of_warp.clear(), named.clear(), operations.clear(), barriers.clear();
+  poison = lot() % 2 ? 0xff : 0x7f;  // NaN in every format, or NaN and large numbers
+  elected_lane = lot() % 32;
+  schedule.begin(threads);
+  for (unsigned b = 0; b < blocks_of_cluster; ++b) {
+    memset(dynamic_shared[b], (int)poison, std::min(shared, (unsigned)SHARED_MEMORY) + SHARED_MEMORY_END);
+    of_block[b] = {threads_of_block, {}}, blocks_done[b] = 0;
+    for (unsigned first = 0; first < threads_of_block; first += 32)
+      of_warp.push_back({std::min(32u, threads_of_block - first), {}});
+  }
+  for (unsigned t = 0; t < threads; ++t) {
+    Thread& thread = all_threads[t];
+    getcontext(&thread.start);
+    thread.start.uc_stack.ss_sp = thread.stack.get();
+    thread.start.uc_stack.ss_size = STACK;
+    makecontext(&thread.start, run_thread, 0);
+    thread.started = thread.done = thread.after_pdl_wait = false;
+    thread.copies.assign(1, {}), thread.products.assign(1, {}), thread.writes.clear();
+    schedule.add(t);
+  }
+  while (failure.empty() && !schedule.who.empty()) {
+    const unsigned next = schedule.next();
+    if (next < threads) {
+      choose(next);
+      give_turn();
+    } else
+      operations[next - threads]();
+  }
+  if (!failure.empty()) return;
+  for (unsigned t = 0; t < threads; ++t)
+    if (!all_threads[t].done) return give_up(text_of_waiting());
+  for (unsigned b = 0; b < blocks_of_cluster; ++b)
+    if (std::none_of(all_threads.begin() + b * threads_of_block,
+                     all_threads.begin() + (b + 1) * threads_of_block,
+                     [](const Thread& thread) { return thread.after_pdl_wait; }))
+      return give_up("the block ends, and no thread of it has called pdl_wait");
+  for (const Barrier& b : barriers)
+    if (b.left != b.count || b.bytes) return give_up("the block ends within a phase of " + text_of(b));
+  for (unsigned b = 0; b < blocks_of_cluster; ++b)
+    for (unsigned i = shared; i < shared + SHARED_MEMORY_END; ++i)
+      if (dynamic_shared[b][i] != poison)
+        return give_up(text_of("something was written %u bytes behind dynamic shared memory", i - shared));
+}
+
+// Null, or why the launch was given up.
+template <class Kernel>
+const char* run_grid(unsigned seed, unsigned cluster, unsigned blocks, unsigned blocks_y, unsigned threads,
+                     unsigned shared, Kernel kernel) {
+  lot.seed(seed);
+  failure.clear();
+  gridDim = {blocks, blocks_y, 1};
+  blockDim = {threads, 1, 1};
+  threads_of_block = threads, blocks_of_cluster = cluster;
+  thread_count = threads * cluster;
+  if (all_threads.size() < thread_count) all_threads.resize(thread_count);
+  kernel_of_all = kernel;
+  for (block_row = 0; block_row < blocks_y; ++block_row)
+    for (first_block = 0; first_block < blocks; first_block += cluster) {
+      run_cluster(shared);
+      if (!failure.empty()) {
+        failure = text_of("blocks from (%u, %u) on: ", first_block, block_row) + failure;
+        return failure.c_str();
+      }
+    }
+  return nullptr;
+}
