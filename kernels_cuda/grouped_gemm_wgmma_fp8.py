@@ -24,14 +24,16 @@ SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 16
 TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
 
 
-def tiles_configuration(experts: int, multiprocessors: int) -> Configuration:
-    """Of both kernels: a persistent block on each of so many multiprocessors, whole clusters. The experts'
-    table has two words and a byte for each, and for the end."""
-    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, SHARED_BYTES + _table_bytes(experts))
+def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
+    """A persistent block on each of so many multiprocessors, whole clusters."""
+    shared = SHARED_BYTES + _table_bytes(verb, experts)
+    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, shared)
 
 
-def _table_bytes(experts: int) -> int:
-    return 9 * (experts + 1)
+def _table_bytes(verb: str, experts: int) -> int:
+    """Of the experts' table: two words for each expert and for the end; forward, a byte more, whether the
+    expert's last tile is a half."""
+    return (9 if verb == "grouped_gemm" else 8) * (experts + 1)
 
 
 def takes(product: Product, architecture: str) -> list[str]:
@@ -51,7 +53,7 @@ def takes(product: Product, architecture: str) -> list[str]:
         why.append(f"out is {product.out}, not float32 or bfloat16")
     if product.alignment < 16:
         why.append("codes, scales or out do not begin at a multiple of 16 bytes")
-    if _table_bytes(product.experts) > TABLE_BYTES:
+    if _table_bytes(product.verb, product.experts) > TABLE_BYTES:
         why.append(f"{product.experts} experts are too many")
     columns = width if product.verb == "grouped_gemm" else depth
     if (product.experts + 1) * threads(rows, 128) * threads(columns, TILE_COLUMNS) >= 2**30:
@@ -75,6 +77,7 @@ def grouped_gemm(
     ready = x.layout == "gemm_ready"
     strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
     _launch_tiles(
+        "grouped_gemm",
         "grouped_gemm_wgmma",
         "grouped_gemm_tiles",
         (),
@@ -100,6 +103,7 @@ def grouped_gemm_wgrad(
 ) -> None:
     experts, width, depth = out.shape
     _launch_tiles(
+        "grouped_gemm_wgrad",
         "grouped_gemm_wgrad_wgmma",
         "grouped_gemm_wgrad_tiles",
         (f"BLOCKS={int(dy.transposed)}",),
@@ -124,6 +128,7 @@ def grouped_gemm_wgrad(
 
 
 def _launch_tiles(
+    verb: str,
     source: str,
     kernel: str,
     variant: tuple[str, ...],
@@ -133,7 +138,7 @@ def _launch_tiles(
     expert_offsets: Any,
     *arguments: Any,
 ) -> None:
-    configuration = tiles_configuration(expert_offsets.size - 1, multiprocessors(num_sms))
+    configuration = tiles_configuration(verb, expert_offsets.size - 1, multiprocessors(num_sms))
     fill_bytes(tiles_taken := scratch((1,), np.int32), 0)
     launch(
         source,

@@ -5,6 +5,7 @@
 #define B_FMT 0   // of x
 #define BLOCKS 0  // 1: operands with one scale for 128 x 128 codes
 #endif
+#define HALF_TILES 0  // tiles of an expert are whole: its rows are the contraction
 #include "wgmma_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -9,7 +9,9 @@
 #define STAGE_SCALES (ROWS + COLUMNS)
 #define FETCHING (1 + 32)  // who announces the codes; the warp that fetches scales
 #define SERVING 4
+#ifndef HALF_TILES
 #define HALF_TILES 1
+#endif
 #define PARTS 1
 #define BUFFERS 1
 #define TILE_BYTES 67584  // 128 rows PITCH apart, or 64 WIDE_PITCH apart

@@ -56,24 +56,38 @@ def test_launchers_have_the_numbers_of_their_kernels():
     assert constants("sort_chunks.cu")["CHUNK_THREADS"] == permute.CHUNK_THREADS
 
 
+FP8_KERNELS = [
+    ("grouped_gemm", "grouped_gemm_wgmma.cu"),
+    ("grouped_gemm_wgrad", "grouped_gemm_wgrad_wgmma.cu"),
+]
+
+
+@pytest.mark.parametrize(("verb", "kernel"), FP8_KERNELS)
 @pytest.mark.parametrize("experts", [1, 32, 256, 1250])
 @pytest.mark.parametrize("multiprocessors", [2, 113, 132])
-def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(experts, multiprocessors):
-    wgmma = constants("wgmma_tiles.cuh") | constants("wgmma_pipeline.cuh")
-    configuration = grouped_gemm_wgmma_fp8.tiles_configuration(experts, multiprocessors)
+def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(verb, kernel, experts, multiprocessors):
+    wgmma = constants("wgmma_tiles.cuh") | constants("wgmma_pipeline.cuh") | constants(kernel)
+    configuration = grouped_gemm_wgmma_fp8.tiles_configuration(verb, experts, multiprocessors)
     print(configuration)
     assert configuration.blocks % wgmma["CLUSTER"] == 0
     assert multiprocessors - wgmma["CLUSTER"] < configuration.blocks <= multiprocessors
     sides = wgmma["ROWS"] + wgmma["COLUMNS"]
     stage = sides * wgmma["STEP"] + 4 * sides + 2 * 8  # codes, a scale of each row, two barriers
     turns = wgmma["TURNS"] * (2 * 8 + 4)  # two barriers and a tile's number each
-    needed = wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + turns + (2 * 4 + 1) * (experts + 1)
-    assert needed <= configuration.shared <= H200["block"]
+    table = (2 * 4 + wgmma["HALF_TILES"]) * (experts + 1)  # a byte more where last tiles may be halves
+    assert configuration.shared == wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + turns + table
+    assert configuration.shared <= H200["block"]
 
 
-def test_grouped_gemm_asks_for_no_more_experts_than_fit():
-    most = grouped_gemm_wgmma_fp8.TABLE_BYTES // 9 - 1
-    assert grouped_gemm_wgmma_fp8.tiles_configuration(most, 132).shared <= H200["block"]
+@pytest.mark.parametrize(("verb", "kernel"), FP8_KERNELS)
+def test_grouped_gemm_asks_for_no_more_experts_than_fit(verb, kernel):
+    wgmma = constants("wgmma_pipeline.cuh") | constants(kernel)
+    most = grouped_gemm_wgmma_fp8.TABLE_BYTES // (8 + wgmma["HALF_TILES"]) - 1
+    product = Product(verb, ("e4m3", "e4m3"), "bfloat16", most, 4096, 512, 256)
+    assert grouped_gemm_wgmma_fp8.takes(product, "sm_90a") == []
+    assert grouped_gemm_wgmma_fp8.tiles_configuration(verb, most, 132).shared <= H200["block"]
+    reasons = grouped_gemm_wgmma_fp8.takes(product._replace(experts=most + 1), "sm_90a")
+    assert reasons == [f"{most + 1} experts are too many"]
 
 
 # bytes of shared memory a block may have, of CUDA's table of compute capabilities
