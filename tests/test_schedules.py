@@ -88,6 +88,10 @@ READ_TOO_EARLY = {
   __syncthreads();
   out[t] = memory[t];
   copy_async_wait<0>();""",
+    "no_fence": """
+  if (t < 16) ((u32*)memory)[t] = 0x01010101u;
+  __syncthreads();
+  if (t == 0) bulk_store(out, memory, 64), bulk_finish();""",
     "uninitialised": "\n  out[t] = memory[t];",
 }
 KERNEL = """

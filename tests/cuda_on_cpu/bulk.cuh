@@ -5,6 +5,7 @@
 inline void barrier_init(u64* barrier, u32 arrivals = 1, CALLER) { init_barrier(barrier, arrivals, line); }
 inline void barrier_expect(u64* barrier, u32 bytes, CALLER) {
   arrive(barrier, (int)bytes, line);
+  schedule.comes_to(line.line(), current);
   end_turn_perhaps();
 }
 // A copy of `bytes` bytes to `to`, which `work` makes, counted by a barrier.
@@ -13,8 +14,10 @@ void counted_copy(void* to, u32 bytes, u64* barrier, const Line& line, const Wor
   check_there(barrier_at(barrier, line), line);
   const int phase = barrier_at(barrier, line).completed;
   poison_destination(to, bytes);
+  written_by_async(to, bytes);
   begin_operation([=] {
     work();
+    written_by_async(to, bytes);
     bytes_came(barrier, (int)bytes, phase, line);
   });
 }
@@ -29,12 +32,13 @@ inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, CALLE
 inline void barrier_wait(u64* barrier, u32 parity = 0, CALLER) { wait_for_phase(barrier, parity, line); }
 inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0, CALLER) {
   check_multiples_of_16(to, from, bytes, line);
-  sooner_or_later(this_thread().writes, [=] { memcpy(to, from, bytes); });
+  sooner_or_later(this_thread().writes, [=] { memcpy(to, as_async_sees(from), bytes); });
 }
 inline void bulk_add_floats(void* to, const void* from, u32 bytes, CALLER) {
   check_multiples_of_16(to, from, bytes, line);
   sooner_or_later(this_thread().writes, [=] {
-    for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += ((const float*)from)[i];
+    const float* values = (const float*)as_async_sees(from);
+    for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += values[i];
   });
 }
 inline u64 evict_first() { return 0; }
@@ -43,4 +47,4 @@ inline void bulk_finish() {
   for (const auto& write : this_thread().writes) write();
   this_thread().writes.clear();
 }
-inline void fence_async() {}
+inline void fence_async() { show_stores_to_async(); }

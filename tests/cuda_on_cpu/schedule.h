@@ -67,6 +67,11 @@ static std::string failure;  // why the launch was given up
 static unsigned poison;      // the byte that shared memory begins with, and that copies on their way leave
 static unsigned elected_lane;
 alignas(1024) static unsigned char dynamic_shared[LARGEST_CLUSTER][SHARED_MEMORY + SHARED_MEMORY_END];
+// What TMA and the tensor cores see of it: ordinary stores only after a fence (of any thread of the block).
+alignas(1024) static unsigned char seen_by_async[LARGEST_CLUSTER][SHARED_MEMORY + SHARED_MEMORY_END];
+static bool
+    stores_need_fences;  // else TMA and the tensor cores see ordinary stores at once, as they may, too
+static unsigned shared_bytes;
 
 inline Thread& this_thread() { return all_threads[current]; }
 inline unsigned rank_of_block() { return current / threads_of_block; }
@@ -114,22 +119,49 @@ struct Schedule {
   unsigned long long lowest;
   std::vector<unsigned long long> ranks;
   long until_change;
+  bool holds;  // in half of the cases: a warp or a lane that waits or arrives is held back for some time
+  unsigned held_first, held_end, held_line;
+  long until_held;
+  std::vector<unsigned>
+      lines;  // of the source, where somebody has waited or arrived: all are held at as often
   std::priority_queue<std::pair<unsigned long long, unsigned>> who;
   static constexpr unsigned long long THREADS = 1ull << 32;  // below are copies that come last
 
   void begin(unsigned threads) {
     by_rank = lot() % 2, copies = (int)(lot() % 3), preempted = lot() % 2 ? 16 : 0;
     lowest = THREADS + (1ull << 31), who = {};
-    until_change = 1l << lot() % 16;
+    holds = lot() % 2, held_first = held_end = held_line = 0, until_held = 16l << lot() % 9, lines.clear();
+    until_change = 256l << lot() % 10;
     ranks.resize(threads);
+    unsigned of_group = 0;  // four warps, which come together in half of the cases
     unsigned long long of_warp = 0;
-    const bool lanes_apart = lot() % 2;
+    unsigned behind = 32;  // a lane that comes after all warps, of some of the warps; 32: none
+    const bool lanes_apart = lot() % 2, groups_together = lot() % 2;
     for (unsigned t = 0; t < threads; ++t) {
-      if (t % 32 == 0) of_warp = lot();
+      if (t % 128 == 0) of_group = lot();
+      if (t % 32 == 0) {
+        of_warp = groups_together ? of_group >> 16 << 16 | lot() >> 16 : lot();
+        behind = lanes_apart && lot() % 2 ? lot() % 32 : 32;
+      }
       ranks[t] = lowest + (lanes_apart ? of_warp >> 8 << 8 | lot() % 256 : of_warp);
+      if (t % 32 == behind) ranks[t] = lowest - 1 - lot() % 256;
     }
+    lowest -= 256;
   }
-  unsigned long long rank(unsigned t) { return by_rank ? ranks[t] : THREADS + lot(); }
+  bool held(unsigned t) const { return t >= held_first && t < held_end; }
+  unsigned long long rank(unsigned t) {
+    return held(t) ? THREADS + lot() % 256 : by_rank ? ranks[t] : THREADS + 256 + lot();
+  }
+  void comes_to(unsigned line, unsigned t) {
+    if (!holds) return;
+    if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
+    if (--until_held > 0) return;
+    if (!held_line) held_line = lines[lot() % lines.size()];
+    if (line != held_line) return;
+    const bool alone = lot() % 2;
+    held_first = alone ? t : t / 32 * 32, held_end = held_first + (alone ? 1 : 32);
+    until_held = 16l << lot() % 9, held_line = 0;
+  }
   void add(unsigned t) { who.push({rank(t), t}); }
   void add_copy(unsigned number) {
     const bool last = copies == LATE || lot() % 2;
@@ -143,9 +175,10 @@ struct Schedule {
   }
   // Whether the thread whose turn it is goes on behind others, now that it has signalled something.
   bool ends_turn(unsigned t) {
+    if (held(t)) return true;
     if (!by_rank) return preempted && lot() % preempted == 0;
     if (--until_change == 0) {
-      until_change = 1l << lot() % 16;
+      until_change = 256l << lot() % 10;
       const unsigned first = t / 32 * 32;
       for (unsigned of_warp = first; of_warp < first + 32 && of_warp < ranks.size(); ++of_warp)
         ranks[of_warp] = lowest - 1 - of_warp % 32;
@@ -180,6 +213,20 @@ inline void begin_operation(const std::function<void()>& work) {
 }
 // Until it is there nobody may read what a copy brings.
 inline void poison_destination(void* to, size_t bytes) { memset(to, (int)poison, bytes); }
+
+template <class T>
+T* as_async_sees(T* p) {
+  const size_t at = (const unsigned char*)p - dynamic_shared[0];
+  return stores_need_fences && at < sizeof(dynamic_shared) ? (T*)(seen_by_async[0] + at) : p;
+}
+// Bytes that TMA has written are seen by all.
+inline void written_by_async(const void* p, size_t bytes) {
+  if (as_async_sees(p) != p) memcpy((void*)as_async_sees(p), p, bytes);
+}
+inline void show_stores_to_async() {
+  if (stores_need_fences)
+    memcpy(seen_by_async[rank_of_block()], dynamic_shared[rank_of_block()], shared_bytes);
+}
 
 // What has to be done when its thread waits for it, at the latest.
 template <class All, class Work>
@@ -263,6 +310,7 @@ inline int phase_of_parity(Barrier& b, unsigned parity, const Line& line) {
   return phase;
 }
 inline void wait_for_phase(void* at, unsigned parity, const Line& line) {
+  schedule.comes_to(line.line(), current);
   end_turn_perhaps();
   Barrier& b = barrier_at(at, line);
   for (;;) {
@@ -365,15 +413,17 @@ inline std::string text_of_waiting() {
   return all;
 }
 
-inline void run_cluster(unsigned shared) {
+inline void run_cluster() {
   const unsigned threads = thread_count;
   of_cluster = {threads, {}};
   of_warp.clear(), named.clear(), operations.clear(), barriers.clear();
   poison = lot() % 2 ? 0xff : 0x7f;  // NaN in every format, or NaN and large numbers
   elected_lane = lot() % 32;
+  stores_need_fences = lot() % 2;
   schedule.begin(threads);
   for (unsigned b = 0; b < blocks_of_cluster; ++b) {
-    memset(dynamic_shared[b], (int)poison, std::min(shared, (unsigned)SHARED_MEMORY) + SHARED_MEMORY_END);
+    memset(dynamic_shared[b], (int)poison, shared_bytes + SHARED_MEMORY_END);
+    memset(seen_by_async[b], (int)poison, shared_bytes);
     of_block[b] = {threads_of_block, {}}, blocks_done[b] = 0;
     for (unsigned first = 0; first < threads_of_block; first += 32)
       of_warp.push_back({std::min(32u, threads_of_block - first), {}});
@@ -407,9 +457,10 @@ inline void run_cluster(unsigned shared) {
   for (const Barrier& b : barriers)
     if (b.left != b.count || b.bytes) return give_up("the block ends within a phase of " + text_of(b));
   for (unsigned b = 0; b < blocks_of_cluster; ++b)
-    for (unsigned i = shared; i < shared + SHARED_MEMORY_END; ++i)
+    for (unsigned i = shared_bytes; i < shared_bytes + SHARED_MEMORY_END; ++i)
       if (dynamic_shared[b][i] != poison)
-        return give_up(text_of("something was written %u bytes behind dynamic shared memory", i - shared));
+        return give_up(
+            text_of("something was written %u bytes behind dynamic shared memory", i - shared_bytes));
 }
 
 // Null, or why the launch was given up.
@@ -421,12 +472,12 @@ const char* run_grid(unsigned seed, unsigned cluster, unsigned blocks, unsigned 
   gridDim = {blocks, blocks_y, 1};
   blockDim = {threads, 1, 1};
   threads_of_block = threads, blocks_of_cluster = cluster;
-  thread_count = threads * cluster;
+  thread_count = threads * cluster, shared_bytes = std::min(shared, (unsigned)SHARED_MEMORY);
   if (all_threads.size() < thread_count) all_threads.resize(thread_count);
   kernel_of_all = kernel;
   for (block_row = 0; block_row < blocks_y; ++block_row)
     for (first_block = 0; first_block < blocks; first_block += cluster) {
-      run_cluster(shared);
+      run_cluster();
       if (!failure.empty()) {
         failure = text_of("blocks from (%u, %u) on: ", first_block, block_row) + failure;
         return failure.c_str();

@@ -111,8 +111,8 @@ template <int A, int B>
 void product_now(float (&d)[64], Tile a, Tile b, bool add) {
   auto row_of = [](Tile tile, u32 row, int fmt, float* values) {
     const float* of_code = decoded(fmt);
-    for (u32 k = 0; k < 32; ++k)
-      values[k] = of_code[*(const u8*)swizzled((tile << 4) + row / 8 * 1024 + row % 8 * 128 + k)];
+    const u64 at = (u64)as_async_sees((const u8*)(tile << 4)) + row / 8 * 1024 + row % 8 * 128;
+    for (u32 k = 0; k < 32; ++k) values[k] = of_code[*(const u8*)swizzled(at + k)];
   };
   const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
   float rows[2][32], column[32];
@@ -141,7 +141,8 @@ template <int TYPE, bool MN>
 float value_16(Tile tile, u32 i, u32 k) {
   const u64 in_rows = i / 8 * 1024 + i % 8 * 128 + 2 * k;
   const u64 in_pieces = i / 64 * PIECE_BYTES + k / 8 * 1024 + k % 8 * 128 + 2 * (i % 64);
-  return load((const void*)swizzled((tile << 4) + (MN ? in_pieces : in_rows)), 0, TYPE);
+  const u64 at = (u64)as_async_sees((const u8*)(tile << 4));
+  return load((const void*)swizzled(at + (MN ? in_pieces : in_rows)), 0, TYPE);
 }
 
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
