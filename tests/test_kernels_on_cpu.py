@@ -221,6 +221,12 @@ def test_quantize(fmt, rows, columns):
             np.testing.assert_array_equal(theirs.astype(np.float64), ours.astype(np.float64))
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
+def test_one_scale_of_no_values(shape):
+    for eps in (0.0, 2.0):
+        assert_same(*both(fp8moe.quantize, np.empty(shape, BF16), block=None, eps=eps))
+
+
 @pytest.mark.parametrize("rounding", ["up", "floor"])
 @pytest.mark.parametrize(
     ("dtype", "fmt"), [(BF16, "e4m3"), (np.dtype(np.float16), "e5m2"), (np.dtype(np.float32), "e4m3")]
