@@ -168,7 +168,9 @@ def plan_index_map(row_id_map: ArrayLike, topk: int, *, num_out_tokens: int) -> 
     Parameters
     ----------
     row_id_map : ArrayLike, int32, [k * T]
-        The row of a token's entry j at j * T + t, below 0 where it has none (`fp8moe.row_maps`).
+        The row of a token's entry j at j * T + t, below 0 where it has none (`fp8moe.row_maps`). The n
+        entries that have one name the rows 0 to n - 1, each once: on CUDA, where looking would synchronise,
+        `permute` writes zeros from row n on and to no row before it.
     topk : int
         k.
     num_out_tokens : int

@@ -153,7 +153,7 @@ def permute(
             rows, size = plan.num_out_tokens, probs.dtype.itemsize
             arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
             launch("permute", "gather_probs", threads(rows), 256, *arguments)
-    if zero_unweighted and data.size:
+    if zero_unweighted and moved.size:
         _zero_unweighted(plan, probs, moved)
 
 

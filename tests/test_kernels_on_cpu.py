@@ -122,6 +122,14 @@ def test_rows_of_probabilities_of_zero(by_mask, columns):
     assert_same(*both(moved, q, plan, probs))
 
 
+def test_rows_of_probabilities_of_zero_without_room_for_a_row():
+    """One scale a tensor, which is copied also where no row is."""
+    plan = fp8moe.plan_topk(np.zeros((3, 1), np.int32), 1, num_out_tokens=0)
+    q = fp8moe.quantize(values(RNG, (3, 128), BF16), block=None)
+    probs = np.zeros((3, 1), np.float32)
+    assert_same(*both(lambda q, p, w: cut(fp8moe.permute(q, p, w, zero_unweighted=True)), q, plan, probs))
+
+
 def test_row_maps_of_no_plan():
     """What names no expert, and a count beyond the map's width, are read nowhere else."""
     row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
@@ -211,6 +219,12 @@ def test_quantize(fmt, rows, columns):
         for dtype in ("float32", "bfloat16"):
             ours, theirs = both(fp8moe.dequantize, q, dtype=dtype)
             np.testing.assert_array_equal(theirs.astype(np.float64), ours.astype(np.float64))
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
+def test_one_scale_of_no_values(shape):
+    for eps in (0.0, 2.0):
+        assert_same(*both(fp8moe.quantize, np.empty(shape, BF16), block=None, eps=eps))
 
 
 @pytest.mark.parametrize("rounding", ["up", "floor"])
