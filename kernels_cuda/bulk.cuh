@@ -1,17 +1,18 @@
-// Bulk copies between global and shared memory (sm_90 and later): one instruction moves a whole row, and
-// TMA, not the threads, waits for memory. Sizes and addresses are multiples of 16 bytes.
+// mbarriers and TMA bulk copies between global and shared memory (sm_90 and later). One instruction copies a
+// whole row asynchronously. Sizes and addresses must be multiples of 16 bytes.
 #pragma once
 #include "common.cuh"
 
 #if __CUDA_ARCH__ >= 900
-// A phase ends with `arrivals` arrivals and all bytes that were announced.
+// A phase completes after `arrivals` arrivals and once all expected transaction bytes have arrived.
 __device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival, and `bytes` announced that are to come by loads in any number of pieces.
+// Arrives once and adds `bytes` to the expected transaction count of the current phase; any number of loads
+// may deliver them.
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
@@ -35,11 +36,11 @@ __device__ __forceinline__ void barrier_wait_at(At barrier, u32 parity) {
         : "r"(barrier), "r"(parity)
         : "memory");
 }
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity = 0) {  // 0: the first phase
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity = 0) {  // parity 0: the first phase
   barrier_wait_at(shared_address(barrier), parity);
 }
 
-// What is stored is read by nobody soon: it leaves L2 first.
+// L2 cache policy for stores whose data is not read again soon.
 __device__ __forceinline__ u64 evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -58,19 +59,19 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes
                : "memory");
 }
 
-// float32 from shared memory added to what is there: a rounding each.
+// Adds float32 values from shared memory to global memory; each addition rounds once.
 __device__ __forceinline__ void bulk_add_floats(void* to, const void* from, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
 }
 
-// Before the block ends its shared memory must have been read.
+// Waits until the bulk stores have read shared memory, which must happen before the thread block exits.
 __device__ __forceinline__ void bulk_finish() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Ordinary stores to shared memory become visible to TMA.
+// Makes generic-proxy stores to shared memory visible to TMA (the async proxy).
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif

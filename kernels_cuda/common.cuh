@@ -1,4 +1,5 @@
-// Types, number formats and reductions that every kernel shares. Integers are 64-bit at the border.
+// Types, number formats and reductions shared by all kernels. Kernel arguments pass integers as 64-bit
+// values.
 #pragma once
 
 typedef unsigned char u8;
@@ -9,12 +10,12 @@ typedef unsigned long long u64;
 
 #include "ptx.cuh"
 
-// ---- plain number formats, named by `kind`; the launchers hold the same table
+// ---- number formats selected by `kind`; the launchers hold the same table
 enum Kind { BF16 = 0, F16 = 1, F32 = 2, F64 = 3 };
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
-__device__ __forceinline__ u16 float_to_bf16(float x) {  // nearest even; NaN keeps a bit that survives
+__device__ __forceinline__ u16 float_to_bf16(float x) {  // round to nearest even; a NaN stays a NaN
   u32 u = __float_as_uint(x);
   if ((u & 0x7fffffffu) > 0x7f800000u) return (u16)((u >> 16) | 0x40u);
   return (u16)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
@@ -38,7 +39,7 @@ __device__ __forceinline__ void store(void* p, i64 i, int kind, double x) {
   if (kind == F64) ((double*)p)[i] = x;
 }
 
-// ---- FP8, by its bit fields; fmt 0 is e4m3 (fn), 1 is e5m2, 2 is e2m1 (decoded only)
+// ---- FP8 decoded from its bit fields; fmt 0 is e4m3 (fn), 1 is e5m2, 2 is e2m1 (decode only)
 __device__ __forceinline__ float decode(u32 code, int fmt) {
   if (fmt == 2) {
     const float magnitude[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
@@ -54,14 +55,16 @@ __device__ __forceinline__ float decode(u32 code, int fmt) {
   return __uint_as_float(sign | ((exponent + 127 - bias) << 23) | (mantissa << (23 - mantissa_bits)));
 }
 
-// Saturating, nearest even, every NaN 0x7f: the same integer steps as fp8moe/reference/quantize.py.
+// Saturates, rounds to nearest even, encodes every NaN as 0x7f: the same integer steps as
+// fp8moe/reference/quantize.py.
 __device__ __forceinline__ u8 encode(float x, int fmt) {
   const u32 mantissa_bits = fmt == 0 ? 3u : 2u, bias = fmt == 0 ? 7u : 15u, drop = 23u - mantissa_bits;
   const u32 limit = fmt == 0 ? 0x43e00000u : 0x47600000u;  // 448, 57344
   const u32 u = __float_as_uint(x), a = min(u & 0x7fffffffu, limit);
   if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7f;
   u32 code;
-  if (a < ((128u - bias) << 23)) {  // subnormal: the adder rounds to a multiple of the smallest one
+  // subnormal: the float addition rounds to a multiple of the smallest subnormal
+  if (a < ((128u - bias) << 23)) {
     const float magic = __uint_as_float((127u + 23u - (bias - 1u + mantissa_bits)) << 23);
     code = __float_as_uint(__uint_as_float(a) + magic) - __float_as_uint(magic);
   } else {
@@ -75,10 +78,10 @@ __device__ __forceinline__ float e8m0_to_float(u32 code) {
   return code == 0u ? __uint_as_float(0x00400000u) : __uint_as_float(code << 23);
 }
 
-// ---- how a QuantTensor's scales are laid out; the launchers hold the same table
+// ---- scale layouts of a QuantTensor; the launchers hold the same table
 enum Scales { PLAIN = 0, ROW128 = 1, ROW32 = 2, ROW16 = 3, TENSOR = 4 };
 
-// Value of element i of a row of a row-wise tensor (compact scales), or of a plain array.
+// Element i of a row, dequantised from a row-wise tensor with compact scales or read from a plain array.
 __device__ __forceinline__ double row_value(const void* data, const void* scales, i64 row, i64 i, i64 width,
                                             int kind, int fmt, int layout) {
   if (layout == PLAIN) return load_wide(data, row * width + i, kind);
@@ -94,12 +97,12 @@ __device__ __forceinline__ double row_value(const void* data, const void* scales
   return value * e8m0_to_float(((const u8*)scales)[row * ((width + 31) / 32) + i / 32]);
 }
 
-// ---- integers of the caller's, int64 where they are wide
+// ---- integer arrays of the caller: int64 if `wide`, else int32
 __device__ __forceinline__ i64 int_at(const void* p, i64 i, i64 wide) {
   return wide ? ((const i64*)p)[i] : (i64)((const int*)p)[i];
 }
 
-// ---- reductions over a block whose size is a power of two, in a fixed order
+// ---- reductions over a thread block whose size is a power of two, in a fixed order
 template <typename T, typename Op>
 __device__ __forceinline__ T block_reduce(T value, T* shared, Op op) {
   shared[threadIdx.x] = value;
@@ -113,7 +116,7 @@ __device__ __forceinline__ T block_reduce(T value, T* shared, Op op) {
   return result;
 }
 
-// The sum of this lane's value and those of all lanes before it.
+// Inclusive prefix sum over the lanes of a warp.
 template <class T>
 __device__ __forceinline__ T sum_up_to_here(T value) {
   for (int step = 1; step < 32; step *= 2) {
@@ -123,7 +126,7 @@ __device__ __forceinline__ T sum_up_to_here(T value) {
   return value;
 }
 
-// Sum over the threads of the block before this one. sums: of each warp.
+// Exclusive prefix sum over the threads of a thread block. sums: shared memory, one entry per warp.
 __device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   i64 total = sum_up_to_here(value);
@@ -134,7 +137,7 @@ __device__ __forceinline__ i64 sum_before(i64 value, i64* sums) {
   return total - value;
 }
 
-// The last of `count` ascending keys that is at most `value`; 0 when none is.
+// Index of the last of `count` ascending keys that is <= value, or 0 if there is none.
 template <class Index, class Value>
 __device__ __forceinline__ Index last_at_most(const int* keys, Index count, Value value) {
   Index lo = 0, hi = count;
@@ -148,7 +151,7 @@ __device__ __forceinline__ Index last_at_most(const int* keys, Index count, Valu
   return lo;
 }
 
-// ---- the rows of an expert
+// ---- expert offsets, clamped to the rows of the tensor
 __device__ __forceinline__ i64 clamped(i64 offset, i64 rows) {
   return offset < 0 ? 0 : (offset > rows ? rows : offset);
 }

@@ -1,5 +1,5 @@
-// FP8 conversions by hardware where there are such (sm_89 and later), by common.cuh's integer steps
-// elsewhere; both saturate, round to nearest even and write every NaN as 0x7f.
+// FP8 conversions: hardware instructions on sm_89 and later, the integer steps of common.cuh elsewhere. Both
+// saturate, round to nearest even and encode every NaN as 0x7f.
 #pragma once
 #include "common.cuh"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 encode4(float a, float b, float c, float d, int f
   return encode2(a, b, fmt) | encode2(c, d, fmt) << 16;
 }
 
-// The values of four codes, as halves, which every FP8 value is, and back.
+// Decodes four codes to four f16 values, which is exact for every FP8 value.
 __device__ __forceinline__ void decode4(u32 codes, int fmt, u32* low, u32* high) {
 #if __CUDA_ARCH__ >= 890
   if (fmt == 0)
@@ -25,10 +25,10 @@ __device__ __forceinline__ void decode4(u32 codes, int fmt, u32* low, u32* high)
     halves_of_e5m2x4(codes, low, high);
 #else
   *low = __byte_perm(codes, 0u, 0x1404), *high = __byte_perm(codes, 0u, 0x3424);
-  if (fmt == 1) return;  // an e5m2 code is the upper byte of its half
-  // an e4m3 code is so, too, one place lower, but for the exponents' biases, 7 and 15
+  if (fmt == 1) return;  // an e5m2 code is the upper byte of its f16 value
+  // e4m3: shift right by one bit, then correct the exponent bias (7 against 15) by a factor of 256
   auto half = [](u32 upper) {
-    return halves_times((upper & 0x80008000u) | (upper >> 1 & 0x3f803f80u), 0x5c005c00u);  // times 256
+    return halves_times((upper & 0x80008000u) | (upper >> 1 & 0x3f803f80u), 0x5c005c00u);  // * 256
   };
   *low = half(*low), *high = half(*high);
   const u32 nan = ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
@@ -46,39 +46,40 @@ __device__ __forceinline__ u32 encode2_halves(u32 halves, int fmt) {
 #endif
 }
 
-__device__ __forceinline__ float power_of_two(int exponent) {  // of a normal float
+__device__ __forceinline__ float power_of_two(int exponent) {  // exponent of a normal float
   return __uint_as_float((u32)(exponent + 127) << 23);
 }
 
-// ---- the scale of a block
+// ---- block scales
 
 struct Rule {
-  int fmt, up, mx;  // up: scales are rounded up to powers of two; else down to them (mx), or not
+  // up: round scales up to powers of two; otherwise mx rounds them down, FP32 scales are not rounded
+  int fmt, up, mx;
   float eps;
 };
 
-// Added to the bits of a float this carries into the exponent where it is above 1.75 times a power of two, as
-// 448 and 57344 are.
+// Added to the bits of a float, this carries into the exponent if the significand exceeds 1.75, that of the
+// format maxima 448 and 57344.
 #define ABOVE_LIMIT 0x1fffffu
 
-// Factor to multiply by; *scale is the float32 scale, *exponent_code the E8M0 one. `amax` as its bits. The
-// rule is in fp8moe/reference/quantize.py, step for step.
+// Returns the factor that values are multiplied by; sets *scale (float32) or *exponent_code (E8M0). amax:
+// bits of the block's largest magnitude. Follows fp8moe/reference/quantize.py step by step.
 __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, u8* exponent_code) {
   if (amax <= 0x7f800000u) amax = max(amax, __float_as_uint(rule.eps));
   const bool degenerate = amax == 0u || amax >= 0x7f800000u;
   const int emax = rule.fmt == 0 ? 8 : 15, exponent = (int)(amax >> 23) - 127;
   if (rule.mx) {
-    // the quotient amax / max is a subnormal float there: one bit of amax above 2^-127 is rounded away
+    // amax / max is a subnormal float here: one bit of amax above 2^-127 is rounded away
     const u32 above = rule.up ? ABOVE_LIMIT - (amax < (u32)(emax + 1) << 23) : 0u;
     int code = max((int)((amax + above) >> 23) - emax, 0);
     if (amax >= 0x7f800000u) code = amax == 0x7f800000u ? 254 : 127;
     *exponent_code = (u8)code;
-    return __uint_as_float(max((u32)(254 - code) << 23, 1u << 22));  // 2^-127 for infinity
+    return __uint_as_float(max((u32)(254 - code) << 23, 1u << 22));  // 2^-127 for an infinite amax
   }
   if (rule.up) {
-    // the exponent of 448 / amax (57344 / amax), rounded down
+    // floor of log2(448 / amax) or log2(57344 / amax)
     int up = emax + 127 - (int)((amax + ABOVE_LIMIT) >> 23);
-    up = degenerate ? 0 : min(up, 126);  // scales stay normal: 2^-126
+    up = degenerate ? 0 : min(up, 126);  // keeps scales normal: >= 2^-126
     *scale = power_of_two(-up);
     return power_of_two(up);
   }
@@ -91,10 +92,10 @@ __device__ __forceinline__ float block_scale(u32 amax, Rule rule, float* scale, 
   return factor;
 }
 
-// ---- eight numbers at a time
+// ---- vectors of eight values
 
 template <int FROM>
-struct Eight {  // as they lie in memory
+struct Eight {  // raw bits, as in memory
   uint4 words[FROM == F32 ? 2 : 1];
 };
 
@@ -141,7 +142,7 @@ __device__ __forceinline__ u32 largest_of(const float* x) {
   float top = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) top = larger_or_nan(top, fabsf(x[i]));
-  return __float_as_uint(top);  // a NaN is above infinity, as bits
+  return __float_as_uint(top);  // as bits, a NaN compares greater than infinity
 }
 
 __device__ __forceinline__ uint2 encode_eight(const float* x, float factor, int fmt) {
@@ -149,19 +150,19 @@ __device__ __forceinline__ uint2 encode_eight(const float* x, float factor, int 
                     encode4(x[4] * factor, x[5] * factor, x[6] * factor, x[7] * factor, fmt));
 }
 
-// ---- row-wise blocks by warps
+// ---- row-wise quantisation, one warp per group of blocks
 //
-// Sixteen values a lane: vectors `at` and `at + lanes` of eight each, so that the lanes of a block (8 of 128
-// values, 2 of 32) read and write whole lines, and its largest is three (one) shuffles away.
+// Each lane holds sixteen values: vectors `at` and `at + lanes` of eight each. The lanes of a scale block (8
+// for 128 values, 2 for 32) then access whole cache lines, and its amax takes three (one) shuffles.
 
 __device__ __forceinline__ int lanes_of(int mx) { return mx ? 2 : 8; }
 
-// The lane's first vector, when the warp's first is `first`; the second is lanes_of(mx) further on.
+// The lane's first vector, given the warp's first; its second one is lanes_of(mx) vectors later.
 __device__ __forceinline__ i64 vector_of(i64 first, int lane, int mx) {
   return mx ? first + lane / 2 * 4 + lane % 2 : first + lane / 8 * 16 + lane % 8;
 }
 
-// The largest magnitude of a block, for all of its lanes.
+// The block's largest magnitude, returned to all of its lanes.
 __device__ __forceinline__ u32 largest_of_block(const float* x, const float* y, Rule rule) {
   u32 top = max(largest_of(x), largest_of(y));
   if (!rule.mx) {
@@ -171,8 +172,8 @@ __device__ __forceinline__ u32 largest_of_block(const float* x, const float* y, 
   return max(top, __shfl_xor_sync(0xffffffffu, top, 1));
 }
 
-// Quantise them, all lanes of a block together; put(a, b) gets the codes of the lane's two vectors. Returns
-// the block's scale, as bits (mx: its E8M0 code).
+// Quantises one scale block, called by all of its lanes; put(a, b) receives the codes of the lane's two
+// vectors. Returns the scale's float32 bits (mx: the E8M0 code).
 template <class Put>
 __device__ __forceinline__ u32 encode_block(const float* x, const float* y, Rule rule, const Put& put) {
   float scale;
@@ -182,17 +183,17 @@ __device__ __forceinline__ u32 encode_block(const float* x, const float* y, Rule
   return rule.mx ? exponent : __float_as_uint(scale);
 }
 
-// The same, of their products with `by`, which is the block's, and whose scale is a power of two: so a
-// product times the factor is a value times both, unless those together are no normal float.
+// encode_block for the values multiplied by `by`, one factor for the whole block. Scales are powers of two,
+// so (x * by) * factor equals x * (by * factor) unless by * factor is not a normal float.
 template <class Put>
 __device__ __forceinline__ u32 encode_products(float* x, float* y, float by, Rule rule, const Put& put) {
   float scale;
   u8 exponent;
-  // the largest product is that of the largest value: rounding keeps order
+  // amax of the products is the product of amax: rounding is monotonic
   const float top = __uint_as_float(largest_of_block(x, y, rule)) * fabsf(by);
   const float factor = block_scale(__float_as_uint(top), rule, &scale, &exponent);
   float both = factor * by;
-  const bool overflows = rule.mx && top == __uint_as_float(0x7f800000u);  // `both` may be normal then, too
+  const bool overflows = rule.mx && top == __uint_as_float(0x7f800000u);  // `both` may still be normal
   if (overflows || !(fabsf(both) >= 0x1p-126f && fabsf(both) <= 0x1p127f)) {
     both = factor;
 #pragma unroll
@@ -209,14 +210,14 @@ __device__ __forceinline__ void store_scale(void* scales, i64 at, u32 scale, int
     ((u32*)scales)[at] = scale;
 }
 
-// By all lanes of a block that holds `vector`, where blocks lie one after the other: one writes.
+// Called by all lanes of the scale block that holds `vector`, for contiguous blocks; one lane writes.
 __device__ __forceinline__ void store_block_scale(void* scales, i64 vector, u32 scale, int mx) {
   if (threadIdx.x % lanes_of(mx) == 0) store_scale(scales, vector / (mx ? 4 : 16), scale, mx);
 }
 
-// encode_products where blocks lie one after the other: a lane's codes are vectors `vector` and lanes_of(mx)
-// further on, if `whole`. They leave L2 first (SwiGLU 94.1 against 92.7 % of the limit; quantise by
-// itself 94.4 against 95.4).
+// encode_products for contiguous blocks: writes the lane's codes to vectors `vector` and `vector` +
+// lanes_of(mx), predicated on `whole`. Streaming stores (evict first in L2): SwiGLU reaches 94.1 against 92.7
+// % of the bandwidth limit; quantise alone 94.4 against 95.4 %.
 __device__ __forceinline__ u32 write_products(float* x, float* y, float by, Rule rule, i64 vector, bool whole,
                                               u8* codes) {
   uint2* to = (uint2*)codes + vector;
@@ -227,16 +228,17 @@ __device__ __forceinline__ u32 write_products(float* x, float* y, float by, Rule
   });
 }
 
-#define PAIRS 2  // of vectors (16 bytes; float32: 32) that a thread of quantize_warp has in flight
+#define PAIRS 2  // vector pairs of vectors (16 bytes each; float32: 32) in flight per thread of quantize_warp
 
-// A warp's blocks: 4 * PAIRS, or 16 * PAIRS (mx). put(at, a, b) gets each lane's codes, of
-// vectors `at` and lanes_of(mx) further on, put_scale(block, scale) of each block its scale: lanes pass
-// scales on, so that a warp writes them at once, a sector of 32 bytes (256.9 to 252.8 us for quantize_rows).
+// Quantises 4 * PAIRS scale blocks per warp (mx: 16 * PAIRS). put(at, a, b) receives each lane's codes of
+// vectors `at` and `at` + lanes_of(mx); put_scale(block, scale) receives each scale once. Lanes exchange
+// scales by shuffles so that a warp stores them as one 32-byte sector (quantize_rows: 256.9 to 252.8 us).
 template <int FROM, class Put, class PutScale>
 __device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule rule, const Put& put,
                                               const PutScale& put_scale) {
   const int lane = threadIdx.x % 32, lanes = lanes_of(rule.mx);
-  const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);  // the warp's
+  // first vector of the warp
+  const i64 first = ((i64)blockIdx.x * blockDim.x + threadIdx.x - lane) * (2 * PAIRS);
   Eight<FROM> a[PAIRS], b[PAIRS];
 #pragma unroll
   for (int u = 0; u < PAIRS; ++u) {
@@ -247,8 +249,9 @@ __device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule r
     }
   }
   pdl_launch_dependents();
-  const int apart = 32 / lanes;                                           // blocks of a warp at a time
-  const i64 block = first / (rule.mx ? 4 : 16) + lane % (PAIRS * apart);  // whose scale the lane puts
+  const int apart = 32 / lanes;  // scale blocks per warp and pair
+  // the block whose scale this lane stores
+  const i64 block = first / (rule.mx ? 4 : 16) + lane % (PAIRS * apart);
   u32 scale = 0;
 #pragma unroll
   for (int u = 0; u < PAIRS; ++u) {

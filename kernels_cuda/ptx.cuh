@@ -1,17 +1,18 @@
-// Instructions that C++ has no name for, those of bulk.cuh and wgmma.cuh apart. All inline PTX is in these
-// files; the tests have their own of each, to run the kernels on a CPU.
+// Wrappers of PTX instructions without a C++ intrinsic. All inline PTX is in this file, bulk.cuh, mma.cuh and
+// wgmma.cuh; the tests replace these headers to run the kernels on a CPU.
 #pragma once
 
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #define DYNAMIC_SHARED_TILES(name) \
-  extern __shared__ __align__(1024) u8 name[]  // where the swizzle begins anew
+  extern __shared__ __align__(1024) u8 name[]  // the 128-byte swizzle repeats every 1024 bytes
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Addresses in shared memory: the compiler makes those of ordinary pointers anew, four instructions each.
+// 32-bit addresses in shared memory. From generic pointers the compiler recomputes them, four instructions
+// per access.
 typedef u32 At;
 __device__ __forceinline__ At at_of(const void* p) { return shared_address(p); }
-// The same, and the compiler does not know how to make it anew.
+// An opaque copy, so that the compiler keeps the address in a register instead of recomputing it.
 __device__ __forceinline__ At kept(At at) {
   At same;
   asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(at));
@@ -42,7 +43,7 @@ __device__ __forceinline__ int4 load_ints_at(At at) {
   return v;
 }
 
-// What lane PLACE has, but in the bits of KEPT the lane's own number.
+// Shuffle: reads from lane PLACE, except that the lane-number bits set in KEPT stay this lane's own.
 template <int PLACE, int KEPT>
 __device__ __forceinline__ u32 of_lane_near(u32 v) {
   u32 theirs;
@@ -52,17 +53,18 @@ __device__ __forceinline__ u32 of_lane_near(u32 v) {
   return theirs;
 }
 
-// What every kernel begins with: its blocks may start when those of the launch in front of it end (launch.py:
-// launch_loaded), and wait here until all launches before it are done, and what they wrote can be read.
+// First statement of every kernel. With programmatic dependent launch (launch.py: launch_loaded) thread
+// blocks may start while the previous launch's last blocks still run; this waits until all previous launches
+// have completed and their writes are visible.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next launch may start when all blocks have come here or ended: at the beginning of short
-// kernels, and where the last loads of long ones are done. (At the beginning of long ones its blocks are in
-// the way: three transposes took 2 to 9 % longer.) It may read before it waits what this one could: so this
-// comes after pdl_wait.
+// Allows the next launch to start once all thread blocks have called this or exited. Short kernels call it at
+// the beginning, long ones after their last loads: at the beginning of long kernels the next launch's blocks
+// take their resources (three transposes took 2 to 9 % longer). Before its own pdl_wait the next kernel may
+// only read what this kernel could read, so this call follows pdl_wait.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -87,8 +89,8 @@ __device__ __forceinline__ u32 to_f16x2(float a, float b) {  // `a` in the low h
   return pair;
 }
 
-// Two as bfloat16, `a` in the low half: to nearest even, every NaN 0x7fff, which is what float_to_bf16 makes
-// of arithmetic's, too, in six instructions each.
+// Two values as bfloat16, `a` in the low half: round to nearest even, NaN becomes 0x7fff. float_to_bf16 gives
+// the same for the NaN of arithmetic, in six instructions per value.
 __device__ __forceinline__ u32 to_bf16x2(float a, float b) {
   u32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
@@ -96,7 +98,7 @@ __device__ __forceinline__ u32 to_bf16x2(float a, float b) {
 }
 
 #if __CUDA_ARCH__ >= 890
-// FP8: saturating, to nearest even, every NaN 0x7f; `a` in the low byte.
+// FP8: saturating, round to nearest even, NaN becomes 0x7f; `a` in the low byte.
 __device__ __forceinline__ u32 to_e4m3x2(float a, float b) {
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
@@ -134,21 +136,21 @@ __device__ __forceinline__ u32 halves_to_e5m2x2(u32 halves) {
 }
 #endif
 
-// Two halves a word.
+// Product of two f16 pairs, each packed in a 32-bit word.
 __device__ __forceinline__ u32 halves_times(u32 a, u32 b) {
   u32 c;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 
-// The larger of `a` and the magnitude of `b`, or NaN.
+// max(a, |b|) of f16 pairs; NaN propagates.
 __device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
   u32 c;
   asm("{ .reg .b32 m; abs.f16x2 m, %2; max.NaN.f16x2 %0, %1, m; }" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 
-// The larger of both magnitudes, or NaN.
+// max(|a|, |b|) of f16 pairs; NaN propagates.
 __device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
   u32 c;
   asm("{ .reg .b32 m, n; abs.f16x2 m, %1; abs.f16x2 n, %2; max.NaN.f16x2 %0, m, n; }"
@@ -157,7 +159,7 @@ __device__ __forceinline__ u32 larger_magnitudes(u32 a, u32 b) {
   return c;
 }
 
-// Two integers of 16 bits a word.
+// max(a, b) of pairs of 16-bit unsigned integers.
 __device__ __forceinline__ u32 larger_u16s(u32 a, u32 b) {
 #if __CUDA_ARCH__ >= 900
   u32 c;
@@ -175,14 +177,14 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return c;
 }
 
-// 16 bytes to shared memory without passing through registers; zeros when `there` is false.
+// Asynchronous copy of 16 bytes from global to shared memory; writes zeros if `there` is false.
 __device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
                "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
 
-// 4 bytes, in the same way.
+// The same for 4 bytes.
 __device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
                "l"(from), "r"(there ? 4 : 0)
@@ -196,22 +198,23 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// Within 2 ulp; subnormals are zeros.
+// Error at most 2 ulp; subnormals are flushed to zero.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Within 1 ulp; subnormals are zeros.
+// Error at most 1 ulp; subnormals are flushed to zero.
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Parts of lines that others read, or fill, soon: the line stays in L2 while what streams through it goes; at
-// `last` it may go, too. (A policy is a whole warp's: hence two instructions.)
+// Access to part of a cache line whose other parts are accessed soon: evict_last keeps the line in L2 while
+// streamed data is evicted; with `last` it is evict_first. (The policy applies to a whole warp, hence two
+// instructions.)
 #define POLICY(kind) "{ .reg .b64 p; createpolicy.fractional.L2::" kind ".b64 p, 1.0; "
 #define KEPT(last, access, ...)                                      \
   if (last)                                                          \
@@ -227,7 +230,7 @@ __device__ __forceinline__ void store_kept(float* p, float v, bool last) {
   KEPT(last, "st.global.L2::cache_hint.f32 [%0], %1", ::"l"(p), "f"(v) : "memory");
 }
 
-// 16 bytes that nobody reads again.
+// Load of 16 bytes that are not read again.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,35 +1,35 @@
-// The 128x4 blocked layout of MXFP8 scales, which tcgen05, cuBLAS and CUTLASS read: tiles of 128 rows of an
-// operand by 4 blocks of its contraction, 512 bytes each, in rows of tiles. fp8moe/reference/layout.py has
-// the same in NumPy.
+// The 128x4 blocked layout of MXFP8 scales that tcgen05, cuBLAS and CUTLASS read: tiles of 128 rows of an
+// operand by 4 scale blocks along K, 512 bytes each, in row-major order of tiles. NumPy version:
+// fp8moe/reference/layout.py.
 #pragma once
 #include "common.cuh"
 
 #ifndef BLOCKED
-#define BLOCKED 0  // what a kernel of MXFP8 writes: compact scales
+#define BLOCKED 0  // 0: MXFP8 kernels write compact scales
 #endif
 
-// Of scale (outer, inner) in its tile.
+// Offset of scale (outer, inner) within its tile.
 __device__ __forceinline__ u32 place_in_tile(u32 outer, u32 inner) {
   return outer % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
 }
 
-// Of scale (outer, inner) where a row of tiles has `across` of them.
+// Offset of scale (outer, inner) with `across` tiles per row of tiles.
 __device__ __forceinline__ i64 place_in_blocked(i64 outer, i64 inner, i64 across) {
   return (outer / 128 * across + inner / 4) * 512 + place_in_tile((u32)(outer % 128), (u32)(inner % 4));
 }
 
-// Up to 128 rows of the logical matrix that have tiles of scales for themselves, of all experts the
-// `index`-th.
+// Up to 128 rows of the logical matrix whose scales form one row of tiles. index: its number across all
+// experts.
 struct ScaleTile {
-  int index, start, across;  // start: index of its expert's first one; across: how many its expert has
-  int first_row, first_strip, count;  // of rows; strips of 32 are numbered through all experts. count 0: none
-  // Where rows are the contraction: of the tile of 128 columns `column`, of which there are `columns`.
+  int index, start, across;           // start: index of the expert's first one; across: the expert's count
+  int first_row, first_strip, count;  // count: rows, 0 if none; strips of 32 rows are numbered across experts
+  // Number of the scale tile (this, column) if rows are K and there are `columns` tiles of 128 columns.
   __device__ __forceinline__ i64 number(i64 columns, i64 column) const {
     return start * columns + column * across + (index - start);
   }
 };
 
-// By a whole warp. An expert's tiles end where `capacity`, all that there is room for, does.
+// Called by a whole warp. capacity: number of scale tiles allocated; later ones are cut off.
 __device__ __forceinline__ ScaleTile find_scale_tile(const int* offsets, int experts, int rows, int index,
                                                      int capacity) {
   auto parts = [](int count, int height) { return (count + height - 1) / height; };
