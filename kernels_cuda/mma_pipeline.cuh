@@ -1,20 +1,21 @@
 // The pipeline of the grouped GEMMs by mma.sync, for every tensor core from sm_80 on.
 //
-// A block makes one tile of ROWS x COLUMNS of the result. Its threads copy both operands to shared memory by
-// cp.async, STAGES - 1 steps ahead; a step is 128 bytes of the contraction: 64 values of 16 bits, or 128 FP8
-// codes, one block of scales. Each warp multiplies WARP_ROWS x WARP_COLUMNS of the tile from there.
+// A thread block computes one tile of ROWS x COLUMNS. Its threads copy both operands to shared memory by
+// cp.async, STAGES - 1 K-steps ahead. A K-step is 128 bytes: 64 values of 16 bits, or 128 FP8 codes, which is
+// one scale block. Each warp computes WARP_ROWS x WARP_COLUMNS of the tile.
 //
-// An operand lies in memory with the contraction along its rows (codes, always), or across them: the other
-// orientation of 16-bit weights, and both operands of their gradient. Shared memory has it as it lies in
-// memory, in lines of 128 bytes whose 16-byte pieces are swizzled, so that neither copies nor ldmatrix have
-// bank conflicts: 128 bytes along the contraction of each row; or of 64 rows, 64 values each, panel by panel.
+// An operand is K-major (FP8 codes always are) or MN-major (ACROSS: the other orientation of 16-bit weights,
+// and both operands of their gradient). Shared memory keeps the layout of global memory, in lines of 128
+// bytes whose 16-byte chunks are swizzled, so that neither copies nor ldmatrix have bank conflicts. A line
+// holds 128 bytes along K of one row, or (ACROSS) 64 values of one of the 64 K indices, panel by panel.
 //
-// FP8 is multiplied as it is where tensor cores can, and else as halves, which every code is exactly; either
-// way a step's sum is multiplied by its scales and added to float32 sums.
+// FP8 is multiplied natively where tensor cores support it and otherwise as f16, which represents every code
+// exactly. Either way, the products of each K-step are multiplied by their scales and promoted to float32
+// accumulators.
 #pragma once
 #include "mma.cuh"
 
-// 99 KB of shared memory a block, instead of 163 and more
+// 99 KB of shared memory per thread block instead of 163 KB or more
 #define LITTLE_SHARED (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 
 #define ROWS 128
@@ -27,7 +28,7 @@
 #elif !defined COLUMNS
 #define COLUMNS 256
 #endif
-#else  // A_FMT and B_FMT; a step's sums and all sums are 128 registers together
+#else  // A_FMT and B_FMT; a K-step's products and the accumulators take 128 registers together
 #define OPERAND_BYTES 1
 #define WARP_COLUMNS 32
 #ifndef COLUMNS
@@ -37,8 +38,8 @@
 #ifndef STAGES
 #define STAGES 3
 #endif
-// Fragments that a warp holds: with two the next ones come while products are made. Sums of codes with a
-// scale a column leave no registers for that.
+// Register fragments per warp: with two, the next fragments load during the products. FP8 accumulators with
+// one scale per column leave no registers for the second.
 #if !defined KIND && defined BLOCKS && !BLOCKS
 #define BUFFERS 1
 #else
@@ -49,26 +50,25 @@
 #define STEP (LINE / OPERAND_BYTES)
 #define A_BYTES (ROWS * LINE)
 #define STAGE_BYTES ((ROWS + COLUMNS) * LINE)
-#define PARTS (LINE / 32)  // of a step, as long as one product's contraction is
+#define PARTS (LINE / 32)  // of a K-step, each as long as K of one instruction
 #define ROW_TILES (WARP_ROWS / 16)
 #define COLUMN_TILES (WARP_COLUMNS / 8)
-#define AT_ONCE (THREADS / 8)  // lines that the block copies with one piece a thread
+#define AT_ONCE (THREADS / 8)  // lines copied by the thread block with one chunk per thread
 #ifndef HEIGHT
-#define HEIGHT 8  // rows of tiles that are worked on at a time, so that operands stay in L2
+#define HEIGHT 8  // rows of tiles processed together so that their operands stay in L2
 #endif
 
-// One operand's copies to shared memory, by the whole block: a thread's pieces are of 16 bytes, AT_ONCE lines
-// apart. LINES: rows of the tile, or columns.
+// Copies of one operand to shared memory by the whole thread block. A thread's chunks are 16 bytes, AT_ONCE
+// lines apart. LINES: rows or columns of the tile.
 template <bool ACROSS, int LINES>
 struct Operand {
-  const u8* from;  // the thread's first piece of the next step
-  i64 pitch;       // bytes from row to row
-  int lines;       // along: how many lines there are from the thread's own on; across: bytes of its row
-  int left;        // along: bytes of the contraction from the thread's own on; across: rows
-  bool whole;      // all pieces begin at multiples of 16 bytes
+  const u8* from;  // the thread's first chunk of the next K-step
+  i64 pitch;       // bytes between rows
+  int lines;       // K-major: lines remaining from the thread's own; ACROSS: bytes remaining of its row
+  int left;        // K-major: bytes of K remaining from the thread's own; ACROSS: rows remaining
+  bool whole;      // all chunks are 16-byte aligned
 
-  // Lines `first` to `end` of the tile, of which the last ones may be missing, and k0 to k1 of the
-  // contraction, of rows of `length` values.
+  // Lines `first` to `end` of the tile (`end` may cut it short), k0 to k1 of K; rows have `length` values.
   __device__ __forceinline__ Operand(const void* data, i64 length, i64 first, i64 end, i64 k0, i64 k1) {
     const int line = (int)threadIdx.x / 8, piece = (int)threadIdx.x % 8 * 16;
     pitch = length * OPERAND_BYTES;
@@ -82,20 +82,20 @@ struct Operand {
     left = (int)(ACROSS ? rows : bytes);
   }
 
-  // Where piece i of the thread's LINES / AT_ONCE of the next step is in memory, and how many bytes of it
-  // there are: none past the last step.
+  // Global address of the thread's chunk i (of LINES / AT_ONCE) of the next K-step; *bytes: its valid bytes,
+  // 0 past the last K-step.
   __device__ __forceinline__ const u8* piece(int i, u32* bytes) const {
-    constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // pieces until the next panel
+    constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // chunks per panel
     const int down = i % DOWN, panel = i / DOWN;
     const int there = ACROSS ? lines - panel * LINE : left;
     *bytes = down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(there, 16), 0) : 0u;
     return from + down * (AT_ONCE * pitch) + panel * LINE;
   }
-  __device__ __forceinline__ At place(At stage) const {  // of piece 0; the others are AT_ONCE lines apart
+  __device__ __forceinline__ At place(At stage) const {  // of chunk 0; the others are AT_ONCE lines apart
     return stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
   }
 
-  // Pieces FIRST to END of the next step, which begin at multiples of 16 bytes.
+  // Copies chunks FIRST to END of the next K-step, which must be 16-byte aligned.
   template <int FIRST, int END>
   __device__ __forceinline__ void fetch(At stage) const {
     const At to = place(stage);
@@ -106,7 +106,7 @@ struct Operand {
       copy_async_part(to + i * (AT_ONCE * LINE), source, bytes);
     }
   }
-  // All pieces, wherever they begin.
+  // Copies all chunks value by value, for any alignment.
   __device__ __forceinline__ void fetch_by_values(At stage) const {
     const At to = place(stage);
 #pragma unroll 1
@@ -126,8 +126,8 @@ struct Operand {
   }
 };
 
-// Where a warp's part of the tile begins, and what a lane has of it: rows `row` + 16 i and those 8 below,
-// columns `column` + 8 j and the next.
+// A warp's part of the tile, and a lane's share of it: rows `row` + 16 i and `row` + 16 i + 8, columns
+// `column` + 8 j and `column` + 8 j + 1.
 struct Part {
   int first_row, first_column, row, column;
   __device__ __forceinline__ Part() {
@@ -139,12 +139,12 @@ struct Part {
   }
 };
 
-struct Fragments {  // of one part of a step
+struct Fragments {  // of one part of a K-step
   u32 a[ROW_TILES][4], b[COLUMN_TILES / 2][4];
 };
 
-// A warp's part of a step. a_at, b_at: where the lane's address in both operands' first matrices is, of part
-// 0. (Pieces are swizzled by three bits of the address that only the piece's own number changes.)
+// Loads a warp's fragments of one part of a K-step. a_at, b_at: the lane's addresses in both operands' first
+// matrices, for part 0. (The swizzle changes three bits of the address that depend on the chunk number only.)
 template <bool A_ACROSS, bool B_ACROSS>
 __device__ __forceinline__ void load_fragments(Fragments& f, At a_at, At b_at, u32 part) {
 #pragma unroll
@@ -182,8 +182,8 @@ __device__ __forceinline__ void add_products(Sums& d, const Fragments& f) {
     for (u32 j = 0; j < COLUMN_TILES; ++j)
       mma_codes<A_FMT, B_FMT>(d[i][j], f.a[i], f.b[j / 2][j % 2 * 2], f.b[j / 2][j % 2 * 2 + 1]);
 #else
-  // 16 codes at a time. A lane has four that lie side by side, and takes the first two for the values 2 q of
-  // the contraction, the others for 2 q + 8: the same of both operands, whose sum has no order.
+  // 16 codes at a time. A lane holds four adjacent codes and uses the first two as k = 2 q and the others as
+  // k = 2 q + 8: the same permutation of K for both operands, which leaves the set of products unchanged.
 #pragma unroll
   for (u32 half = 0; half < 2; ++half) {
     u32 b[COLUMN_TILES][2];
@@ -208,12 +208,12 @@ __device__ __forceinline__ void clear(Sums& d) {
     for (u32 j = 0; j < COLUMN_TILES; ++j) d[i][j][0] = d[i][j][1] = d[i][j][2] = d[i][j][3] = 0.f;
 }
 
-// Where the lane's addresses in both operands' first matrices are, of a step's first part.
+// The lane's addresses in both operands' first matrices, for part 0 of a K-step.
 template <bool A_ACROSS, bool B_ACROSS>
 __device__ __forceinline__ void find_fragments(At stages, At* a_at, At* b_at) {
   const u32 lane = threadIdx.x % 32;
   const Part part;
-  // of four matrices of 8 x 8: a: two below each other, two further along the contraction; b: the other way
+  // four 8 x 8 matrices: for a two along M, then two along K; for b two along K, then two along N
   const u32 low = lane / 8 % 2, high = lane / 16, line = lane % 8;
   const u32 a_line = A_ACROSS ? high * 8 + line : part.first_row + low * 8 + line;
   const u32 b_line = B_ACROSS ? low * 8 + line : part.first_column + high * 8 + line;
@@ -224,8 +224,9 @@ __device__ __forceinline__ void find_fragments(At stages, At* a_at, At* b_at) {
   *b_at = stages + A_BYTES + b_panel + b_line * LINE + (b_piece ^ line) * 16;
 }
 
-// The whole block: d, the sums of a tile's products over `steps` steps; of codes, of each step by itself:
-// begin(step) is called before the step's products are made, and end(step, d) when d is its sum.
+// Main loop, called by the whole thread block: d accumulates a tile's products over `steps` K-steps; for FP8,
+// of each K-step by itself. begin(step) is called before the step's products, end(step, d) once d holds their
+// sum.
 template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
 __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
                                          Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
@@ -235,7 +236,8 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
   At a_at, b_at;
   find_fragments<A_ACROSS, B_ACROSS>(stages, &a_at, &b_at);
   Fragments f[BUFFERS];
-  if (!a.whole || !b.whole) {  // one step at a time: the loop below has no branches, and is a tenth faster so
+  // unaligned: one K-step at a time; without branches the loop below is a tenth faster
+  if (!a.whole || !b.whole) {
 #pragma unroll 1
     for (int k = 0; k < steps; ++k) {
       a.fetch_by_values(stages);
@@ -254,7 +256,7 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
     }
     return;
   }
-  u32 to = 0, stage = 0;  // offsets of the stage that is fetched next, and of that in use
+  u32 to = 0, stage = 0;  // offsets of the stage to fill next, and of the stage in use
   auto turned = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
 #pragma unroll 1
   for (int k = 0; k < STAGES - 1; ++k) {
@@ -265,7 +267,7 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
     copy_async_commit();
     to = turned(to);
   }
-  auto turn = [&] {  // all have read the last step's fragments, and the next step is there
+  auto turn = [&] {  // all warps have read the last K-step's fragments, and the next K-step has arrived
     copy_async_wait<STAGES - 2>();
     __syncthreads();
   };
@@ -307,8 +309,8 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
 
 __device__ __forceinline__ i64 blocks_of(i64 rows, i64 height) { return (rows + height - 1) / height; }
 
-// By a whole warp: the expert to which unit `unit` belongs, units(rows) of an expert with so many rows; the
-// units of all experts before it are in *before. `experts` where there is none.
+// The expert that contains unit `unit`, where units(rows) is an expert's number of units; called by a whole
+// warp. *before: units of all earlier experts. Returns `experts` if there is none.
 template <class Units>
 __device__ __forceinline__ i64 find_expert(const int* offsets, i64 experts, i64 rows, i64 unit, i64* before,
                                            const Units& units) {
@@ -330,7 +332,7 @@ __device__ __forceinline__ i64 find_expert(const int* offsets, i64 experts, i64 
   return experts;
 }
 
-// Row and column of tile `tile` of `high` x `wide`: HEIGHT rows at a time, column by column.
+// Row and column of tile `tile` in a grid of `high` x `wide`: HEIGHT rows at a time, column by column.
 __device__ __forceinline__ void find_tile(i64 tile, i64 high, i64 wide, i64* row, i64* column) {
   const i64 strip = tile / (HEIGHT * wide), first = strip * HEIGHT, count = min(high - first, (i64)HEIGHT);
   const i64 inside = tile - first * wide;
@@ -338,8 +340,8 @@ __device__ __forceinline__ void find_tile(i64 tile, i64 high, i64 wide, i64* row
   *column = inside / count;
 }
 
-// Sums to rows of `pitch` values, beginning with the tile's first at `at`; `rows` and `columns` of them, or
-// (add) added to what is there, in the dtype of `out`.
+// Epilogue: stores (add: accumulates) the tile to rows of `pitch` values starting at element `at`, predicated
+// on `rows` and `columns`, in the dtype of `out`.
 __device__ __forceinline__ void store_tile(const Sums& sums, void* out, int kind, i64 at, i64 pitch, i64 rows,
                                            i64 columns, bool add) {
   const Part part;

@@ -1,21 +1,21 @@
-// SwiGLU's formula, for one element as the reference computes it and, quicker, for eight.
+// The gated activations: one element in float64 as in the reference, and a fast version for eight elements.
 #pragma once
 #include "fp8.cuh"
 
 #define SWIGLU 0
 #define GEGLU 1
 #define GEGLU_TANH 2
-#define RELU2 3  // max(a, 0)^2, without a gate: h is a, and b is 1
+#define RELU2 3  // max(a, 0)^2, no gate: h is a, b is 1
 #ifndef ACT
 #define ACT SWIGLU
 #endif
-#define HALVES (ACT == RELU2 ? 1 : 2)  // of h and dh
+#define HALVES (ACT == RELU2 ? 1 : 2)  // halves of each row of h and dh
 
 #ifndef KIND
-#define KIND BF16  // what the fast path reads
-#define FMT 0      // what it writes: e4m3
-#define MX 0       // blocks of 128
-#define BARE 1     // alpha 1, nothing clamped or added
+#define KIND BF16  // input of the fast path
+#define FMT 0      // output of the fast path: e4m3
+#define MX 0       // scale blocks of 128
+#define BARE 1     // alpha 1, no clamp, no offset
 #endif
 
 #define LINE 1.5957691216057308   // 2 sqrt(2 / pi)
@@ -23,13 +23,13 @@
 #define HALF_ROOT 0.7071067811865476
 #define ROOT_PI 2.5066282746310002  // sqrt(2 pi)
 
-// z: a gate's weight s is the sigmoid of it.
+// z, where the gate's weight is s = sigmoid(z).
 __device__ __forceinline__ float exponent(float a, float alpha) {
   if (ACT != GEGLU_TANH) return alpha * a;
   return a * ((float)LINE + (float)CUBE * (a * a));
 }
 
-// a * ds/da of a gate = a * s.
+// a * ds/da, where gate = a * s.
 __device__ __forceinline__ float slope(float a, float gate, float s, float alpha) {
   if (ACT == RELU2) return s;
   if (ACT == GEGLU) return (float)((double)a * exp(-0.5 * (double)a * (double)a) / ROOT_PI);
@@ -75,26 +75,26 @@ __device__ __forceinline__ Element element(float a, float b, float clamp, float 
   return e;
 }
 
-#define LOG2E 1.44269502f  // log2(e) is the sum of this and
+#define LOG2E 1.44269502f  // log2(e) = LOG2E + LOG2E_REST
 #define LOG2E_REST 1.92596299e-8f
 #define LN2 0.693147182f
 
-// 1 / (1 + exp(-x)) for |x| < FAR, within 2^-21 + |x| 2^-28.4 of itself, 2^-20.4 at most: exp(-x) = 2^w (1 +
-// r), w = -x log2(e) as it is rounded, r = -x - w ln 2 in one step, with an ln 2 that errs by 2^-28.4 of
-// itself; ex2.approx errs by 2 ulp = 2^-22, 1 + r and the sum by 2^-24 each, rcp.approx by an ulp.
+// 1 / (1 + exp(-x)) for |x| < FAR, relative error 2^-21 + |x| 2^-28.4, at most 2^-20.4. exp(-x) = 2^w (1 + r)
+// with w = -x log2(e) rounded and r = -x - w ln 2 in one FMA, where ln 2 has relative error 2^-28.4.
+// ex2.approx contributes 2 ulp = 2^-22, 1 + r and the sum 2^-24 each, rcp.approx 1 ulp.
 __device__ __forceinline__ float quick_sigmoid(float x) {
   const float whole = x * -LOG2E, left = __fmaf_rn(whole, -LN2, -x);
   const float power = exp2_approx(whole);
   return reciprocal_approx(1.f + __fmaf_rn(power, left, power));
 }
 
-#define FAR 80.f  // from here on the sum is 1, or the exponential's floats run out; NaN as well
+#define FAR 80.f  // from here on the sum rounds to 1 or exp leaves float's range; also NaN
 
-// The same from FAR on: 1, or e^x, within 2^-21 of itself or 2^-150. The power of two is taken apart, so that
-// the last product rounds to a subnormal.
+// The sigmoid for |x| >= FAR: 1, or e^x within relative 2^-21 or absolute 2^-150. The power of two is split
+// into two factors so that the last product rounds to a subnormal.
 __device__ __forceinline__ float far_sigmoid(float x) {
   if (!(x < 0.f)) return x > 0.f ? 1.f : x;
-  x = fmaxf(x, -120.f);  // 0 from -104 on
+  x = fmaxf(x, -120.f);  // the result is 0 from -104 on
   const float whole = x * LOG2E, left = __fmaf_rn(x, LOG2E_REST, __fmaf_rn(x, LOG2E, -whole)),
               n = rintf(whole);
   const float power = exp2_approx(whole - n);
@@ -102,8 +102,9 @@ __device__ __forceinline__ float far_sigmoid(float x) {
   return __fmaf_rn(power, left * LN2, power) * power_of_two(half) * power_of_two((int)n - half);
 }
 
-// Phi(x), the normal distribution's: erfcf errs by 4 ulp at most (CUDA's math API, single precision), the
-// rounding of its argument by |x|^2 2^-24 of the result, 2^-20 where that is not yet lost beside 448's step.
+// The normal distribution function Phi(x). erfcf has at most 4 ulp error (CUDA math API, single precision);
+// rounding its argument contributes a relative |x|^2 2^-24, which is 2^-20 where the result still matters
+// beside a rounding step at 448.
 __device__ __forceinline__ float quick_normal(float x) { return 0.5f * erfcf(-(float)HALF_ROOT * x); }
 
 __device__ __forceinline__ float quick_slope(float a, float gate, float s) {
@@ -116,14 +117,13 @@ struct Activation {
   float clamp, alpha, offset;
 };
 
-// Eight elements: a and b as the formula takes them, s = sigmoid(alpha a), and which of them the clamp let
-// be.
+// Eight elements: a and b after clamp and offset, s = sigmoid(alpha a), and which of them were not clamped.
 struct Gates {
   float a[8], b[8], s[8];
-  u32 free;  // bit i for a, 8 + i for b
+  u32 free;  // bit i: a[i] not clamped; bit 8 + i: b[i]
 };
 
-// Whether all are near enough for the quick sigmoid.
+// Returns whether quick_sigmoid covers all eight.
 __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
   g.free = 0xffffu;
   if (ACT == RELU2) {
@@ -158,14 +158,14 @@ __device__ __forceinline__ bool quick_gates(Gates& g, Activation act) {
 __device__ __forceinline__ void gates(Gates& g, Activation act) {
   if (quick_gates(g, act)) return;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {  // once in a blue moon
+  for (int i = 0; i < 8; ++i) {  // very rare
     const float x = exponent(g.a[i], act.alpha);
     if (!(fabsf(x) < FAR)) g.s[i] = far_sigmoid(x);
   }
 }
 
-// Gradients of eight elements, yet to be multiplied by the row's probability, and what they add to that of
-// the probability: of the elements a and b of h and the gradients `up` of y.
+// Gradients of eight elements with respect to a and b of h, before the multiplication by the row's
+// probability. Returns their contribution to the probability's gradient. up: gradients of y.
 template <int FROM>
 __device__ __forceinline__ float eight_gradients(const Eight<FROM>& a, const Eight<FROM>& b,
                                                  const Eight<FROM>& up, Activation act, float* da,

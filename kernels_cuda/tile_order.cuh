@@ -1,5 +1,5 @@
-// The order in which blocks make tiles of 128 rows by 128 columns, and where a tile's rows lie: strips of
-// experts' rows, their table in shared memory, and whose turn it is.
+// Tile scheduling for kernels that process tiles of 128 rows by 128 columns: the order of the tiles, the
+// mapping of tile rows to strips of an expert's rows, and each thread block's sequence of tiles.
 #pragma once
 #include "fp8.cuh"
 
@@ -7,51 +7,52 @@
 #define CHUNK_ROWS 8
 #define CHUNKS 16
 #define TILE_THREADS (32 * CHUNKS)
-// Blocks on a multiprocessor, whose shared memory holds no second one on sm_89 and sm_120.
+// Resident thread blocks per SM; shared memory of sm_89 and sm_120 holds only one.
 #define TILE_BLOCKS (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200 ? 2 : 1)
 
-// As many blocks as fit at once make tiles in turn, one column of tiles after the other, from above to below:
-// what is written at a time lies together, and lines that two tiles share are whole before they leave L2. If
-// they have many, a block takes its next one when it is free, so that none falls behind. A row of tiles is a
-// strip of 128 rows, or four of 32, and no strip crosses an expert: strips are numbered through all experts.
+// Persistent thread blocks process the tiles column of tiles by column of tiles, top to bottom. Concurrent
+// writes are then close to each other, and cache lines shared by two tiles are complete before L2 evicts
+// them. With many tiles per block, a block claims its next tile dynamically, so that none falls behind. A row
+// of tiles is one strip of 128 rows or four strips of 32. Strips never cross an expert boundary and are
+// numbered across experts.
 
-struct __align__(16) Place {  // of a tile
-  int base[4], count[4];      // of its strips: the first row, and how many
-  int row, column;            // in tiles; row -1: there is none
+struct __align__(16) Place {  // location of a tile
+  int base[4], count[4];      // per strip: first row, number of rows
+  int row, column;            // in units of tiles; row -1: no tile
 };
 
-// What a block knows of all strips. The table, in shared memory, has for each expert its first strip, its
-// first row, and the row past its last.
+// Strip numbering. The table in shared memory holds for each expert: its first strip, its first row, its last
+// row + 1.
 struct Strips {
   const int* offsets;
   const int* table;
-  int ranges, height, total;  // how many strips there are
+  int ranges, height, total;  // height: rows of a strip; total: number of strips
   i64 rows;
 };
 
-#define PLACES 4  // that a block keeps
+#define PLACES 4  // ring of tile locations per thread block
 
-// Whether it is the last of a line: in the order of the tiles the line is done with, then.
+// Whether *p is the last element of its cache line; in tile order, the line is then complete.
 template <class T>
 __device__ __forceinline__ bool ends_line(const T* p) {
   return (size_t)p % 128 == 128 - sizeof(T);
 }
 
-// How many strips, of so many rows each, the rows from `lo` to `hi` make.
+// Number of strips of `height` rows that cover rows lo to hi.
 __device__ __forceinline__ int strips_between(int lo, int hi, int height) {
   return hi > lo ? (hi - lo + height - 1) / height : 0;
 }
 
-// Fill the table; the whole block takes part, E offsets are read at once (a table made beforehand would be a
-// launch of 3 us), by 256 threads of it. The rows past the last expert, and before the first, come after
-// all others, as if they were two more; *used, in shared memory, is where their strips begin.
+// Fills the table; called by the whole thread block, of which 256 threads read the offsets in parallel. (A
+// separate kernel for the table would cost a launch of 3 us.) The rows behind the last expert and before the
+// first count as two more experts at the end; *used, in shared memory, is their first strip.
 __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i64 rows, int height,
                                               int* table, int* used) {
   __shared__ int sums[8];
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
   const int ranges = offsets ? (int)experts + 2 : 0;
   if (t == 0) *used = 0x7fffffff;
-  int before = 0;  // strips of the experts of earlier rounds
+  int before = 0;  // strips of the experts of earlier iterations
   for (int e0 = 0; e0 < ranges; e0 += 256) {
     const int e = t < 256 ? e0 + t : ranges;
     int lo = 0, hi = 0;
@@ -82,12 +83,12 @@ __device__ __forceinline__ Strips find_strips(const int* offsets, i64 experts, i
   return {offsets, table, ranges, height, before, rows};
 }
 
-// By a whole warp: how many of the strips' experts begin at or before this one is counted, not searched for;
-// that is a chain of one load, not of one for every halving.
+// Rows of a strip; called by a whole warp. Its expert is found by counting the experts that start at or
+// before it: one dependent load instead of one per step of a binary search.
 __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base, int* count) {
   int first = strip * s.height, end = (int)s.rows;
   if (s.offsets) {
-    int e = -1;  // its expert
+    int e = -1;  // expert of the strip
     for (int e0 = 0; e0 < s.ranges; e0 += 32) {
       const int range = e0 + threadIdx.x % 32;
       e += __popc(__ballot_sync(0xffffffffu, range < s.ranges && s.table[range] <= strip));
@@ -99,17 +100,17 @@ __device__ __forceinline__ void find_strip(const Strips& s, int strip, int* base
   *count = (int)clamped((i64)end - first, s.height);
 }
 
-// A block's tiles, by turn: which it makes, and where they lie. `taken`: how many have been taken beyond the
-// first two of each block, 0 from the launch before this one; null: the turns are fixed. `by_rows`: one row
-// of tiles after another, where rows of codes and their scales are written as well, so that neighbours in
-// them are written at about the same time (48,128 x 7168 both ways: 384 to 371 us); else one column after
-// another (16,384 x 7168 column-wise: 88 us for 91).
+// A thread block's sequence of tiles. `taken`: global counter of the tiles claimed beyond each block's first
+// two, zeroed by the previous launch; null: static schedule. `by_rows`: row-major tile order, for kernels
+// that also write row-wise codes and scales, so that adjacent ones are written at about the same time (48,128
+// x 7168 in both directions: 384 to 371 us); otherwise column-major (16,384 x 7168 column-wise: 88 instead of
+// 91 us).
 struct Turns {
   Strips strips;
   Place* places;  // [PLACES] in shared memory
   int* taken;
   bool by_rows;
-  u32 down, across, claim;  // in tiles; warp 7, lane 0: the next tile that was taken
+  u32 down, across, claim;  // in tiles; claim: the next claimed tile, in lane 0 of warp 7
 
   __device__ __forceinline__ Turns(const Strips& s, i64 columns, Place* p, int* t, bool rows_first)
       : strips(s),
@@ -121,7 +122,7 @@ struct Turns {
   __device__ __forceinline__ Place& place(u32 turn) const { return places[turn % PLACES]; }
   __device__ __forceinline__ bool has(u32 turn) const { return place(turn).row >= 0; }
 
-  // Warp 7 looks up where the tile of a turn lies, turn by turn.
+  // Warp 7 locates the tile of a turn; called once per turn, in order.
   __device__ __forceinline__ void find(u32 turn) {
     u32 tile = blockIdx.x + turn * gridDim.x;
     if (taken && turn > 1) {
@@ -148,7 +149,7 @@ struct Turns {
     if (taken && threadIdx.x % 32 == 0) claim = 2 * gridDim.x + atomicAdd(taken, 1);
   }
 
-  // Before the first turn, by the whole block: its rows are looked up, and its tile is fetched.
+  // Before turn 0, called by the whole thread block: locates its rows and fetches its tile.
   template <class Look, class Fetch>
   __device__ __forceinline__ void start(Look& look, Fetch& fetch) {
     if (threadIdx.x / 32 == 7) {
@@ -165,13 +166,13 @@ struct Turns {
     }
   }
 
-  // At the top of every turn, by the whole block: after the next barrier it is known what comes next but
-  // one.
+  // At the start of each turn, called by the whole thread block: locates the tile of turn + 2, which the next
+  // barrier publishes.
   __device__ __forceinline__ void begin(u32 turn) {
     if (threadIdx.x / 32 == 7) find(turn + 2);
   }
 
-  // Row `t` of a tile, or -1.
+  // Row `t` of the tile, or -1.
   __device__ __forceinline__ int row(u32 turn, u32 t) const {
     const Place& p = place(turn);
     const u32 q = t / strips.height, inside = t % strips.height;
@@ -179,7 +180,7 @@ struct Turns {
   }
 };
 
-// The scales of strips that there is room for, and no tile.
+// Zeroes the scales of allocated strips that have no tile.
 __device__ __forceinline__ void clear_scales(const Turns& turns, i64 strips, i64 columns, int size,
                                              void* scales) {
   const i64 first = (i64)turns.down * (TILE / turns.strips.height) * columns * size / 4;

@@ -1,21 +1,21 @@
-// Tiles of 128 rows by 128 columns that are quantised and written transposed, through shared memory, which
-// makes whole lines of the result. (What transpose.cu moves has ways of its own, which with these, whose
-// tiles hold more and take longer, are slower: docs/experiments/.)
+// Tiles of 128 rows by 128 columns that are quantised and written transposed, staged through shared memory so
+// that the result is written in whole cache lines. (transpose.cu has its own version: these tiles hold more
+// and take longer, and would slow it down, see docs/experiments/.)
 //
-// A block is 16 warps; warp w has chunk w, 8 successive rows; lane l has columns 4 l to 4 l + 3.
+// A thread block is 16 warps; warp w owns chunk w, 8 consecutive rows; lane l owns columns 4 l to 4 l + 3.
 #pragma once
 #include "scale_layout.cuh"
 #include "tile_order.cuh"
 
-// Where a column's 8 rows of a chunk lie in shared memory [TILE columns][TILE rows]: swizzled by 8 bytes, so
-// that lanes with four columns each, which lie TILE apart, meet no bank twice.
+// Address of a column's 8 rows of a chunk in shared memory [TILE columns][TILE rows]. An 8-byte swizzle
+// avoids bank conflicts between lanes, whose columns lie 4 * TILE bytes apart.
 __device__ __forceinline__ u8* staged(u8* stage, int column, int chunk) {
   return stage + column * TILE + ((chunk ^ (column / 4 & 15)) * CHUNK_ROWS);
 }
 
-// out [columns, rows]: each column's segment of the tile, eight lanes a segment, so that whole lines go out.
-// A lane has chunks 2 (lane % 8) and the next of each: `count` rows from `base` on. columns is a multiple of
-// 16.
+// Writes a tile's columns to out [columns, rows], eight lanes per column segment, so that whole cache lines
+// are written. A lane stores chunks 2 (lane % 8) and 2 (lane % 8) + 1: `count` rows starting at `base`.
+// columns must be a multiple of 16.
 __device__ __forceinline__ void write_columns(u8* stage, int base, int count, i64 first_column, i64 columns,
                                               i64 rows, u8* out) {
   const u32 lane = threadIdx.x % 32, first = threadIdx.x / 32 * 8 + lane / 8;
@@ -39,13 +39,13 @@ __device__ __forceinline__ void write_columns(u8* stage, int base, int count, i6
   }
 }
 
-// A tile on its way to shared memory, [TILE rows][TILE * SIZE bytes]; zeros where it has no row, or one from
-// `last` on. x: the tile's first column.
+// Asynchronous copy of a tile to shared memory [TILE rows][TILE * SIZE bytes]; zeros for missing rows and
+// rows >= `last`. x: the tile's first column.
 template <int SIZE, bool MXFP8>
 __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last, const u8* x, u32 row_bytes) {
-  const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // a thread has one column of vectors
+  const u32 vectors = TILE * SIZE / 16, t = threadIdx.x;  // each thread copies one column of 16-byte vectors
   const u32 step = TILE_THREADS / vectors, first = t / vectors;
-  // once: after every copy they would be read again
+  // loaded once: the compiler would reload them after each copy
   const int4 bases = *(const int4*)place.base, counts = *(const int4*)place.count;
   const int base[4] = {bases.x, bases.y, bases.z, bases.w}, end = (int)last;
   const int count[4] = {counts.x, counts.y, counts.z, counts.w};
@@ -59,15 +59,15 @@ __device__ __forceinline__ void fetch_tile(u8* in, const Place& place, i64 last,
   }
 }
 
-// Strip of its tile that a chunk is in, 32 * this after the tile's first row.
+// Strip of the tile that contains a chunk; it starts 32 * this after the tile's first row.
 __device__ __forceinline__ int strip_of_chunk(int chunk, int mx) { return mx ? chunk * CHUNK_ROWS / 32 : 0; }
 
 struct __align__(16) TileShared {
-  u32 largest[CHUNKS][TILE];  // of a chunk's columns, as the bits of floats
+  u32 largest[CHUNKS][TILE];  // amax of each column of a chunk, as float bits
   float row_factors[TILE], factors[4][TILE];
 };
 
-// Four numbers as they lie in shared memory.
+// Converts four values from shared memory to float.
 template <int FROM>
 __device__ __forceinline__ void four_of(const u8* p, float* v) {
   if (FROM == F32) {
@@ -82,8 +82,8 @@ __device__ __forceinline__ void four_of(const u8* p, float* v) {
   }
 }
 
-// A warp's chunk of a tile, four columns a lane, zeros where there is no row: its rows, and the largest of a
-// lane's part of a row, as an integer with the same order, of which float_bits makes the bits of a float.
+// A warp's chunk of a tile, four columns per lane, zeros for missing rows. top_of_row: amax of the lane's
+// part of a row as an order-preserving integer, which float_bits converts to float bits.
 struct FloatChunk {
   float v[CHUNK_ROWS][4];
   __device__ __forceinline__ void load(int i, const u8* p) { four_of<F32>(p, v[i]); }
@@ -106,7 +106,7 @@ struct FloatChunk {
   }
 };
 
-// The same of 16 bits, whose magnitudes are compared as integers, two at a time.
+// The same for 16-bit formats; magnitudes are compared as integers, two per instruction.
 template <int FROM>
 struct PairChunk {
   uint2 v[CHUNK_ROWS];
@@ -135,7 +135,7 @@ struct PairChunk {
   }
 };
 
-// What a tile of FROM is quantised from.
+// Chunk type for input format FROM.
 template <int FROM>
 struct ChunkOf {
   typedef PairChunk<FROM> Type;
@@ -145,10 +145,9 @@ struct ChunkOf<F32> {
   typedef FloatChunk Type;
 };
 
-// A tile that is quantised row-wise and column-wise from one read. v: this warp's chunk. Row-wise blocks go
-// to row_codes [rows, columns] and row_scales (null: not wanted), column-wise ones, of the strips before
-// `used`, to codes [columns, rows] and scales [strips, columns]. BLOCKED: both scales by 128x4 tiles, without
-// experts.
+// Quantises a tile row-wise and column-wise from one read. v: this warp's chunk. Row-wise: row_codes [rows,
+// columns] and row_scales, skipped if null. Column-wise: codes [columns, rows] and scales [strips, columns],
+// for the strips before `used`. BLOCKED: both scales in 128x4 tiles, without experts.
 template <class Chunk>
 __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const Place& place, i64 used,
                                               i64 strips, i64 columns, i64 rows, u8* row_codes,
@@ -183,14 +182,15 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
         if (i < count && lane % 8 == 0) ((u8*)row_scales)[at] = exponent;
 #else
         u8* at = (u8*)row_scales + (base + i) * blocks + (first_column + 4 * lane) / 32;
-        if (i < count && lane % 8 == 0) *at = exponent;  // kept in L2 95 us for 92 (12,496 x 5120)
+        // keeping it in L2: 95 instead of 92 us (12,496 x 5120)
+        if (i < count && lane % 8 == 0) *at = exponent;
 #endif
       } else {
         top = __reduce_max_sync(0xffffffffu, top);
         if (lane == i) own_top = top;
       }
     }
-    if (!mx) {  // a lane makes the scale of a row
+    if (!mx) {  // one lane computes the scale of one row
       float* factors = s.row_factors + warp * CHUNK_ROWS;
       const float factor = block_scale(v.float_bits(own_top), rule, &scale, &exponent);
       if (lane < CHUNK_ROWS) factors[lane] = factor;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
       const float by[CHUNK_ROWS] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};
 #pragma unroll
       for (int i = 0; i < CHUNK_ROWS; ++i) {
-        // made of every row: with the products, too, under `count` the addresses were made anew for each
+        // not predicated on `count`: if it were, addresses would be recomputed for each row
         float x[4];
         v.row(i, x);
         const u32 four = encode4(x[0] * by[i], x[1] * by[i], x[2] * by[i], x[3] * by[i], rule.fmt);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
   *(float4*)&s.largest[warp][4 * lane] = v.tops_of_columns();
   __syncthreads();
   const u32 parts = mx ? 4 : 1, chunks = CHUNKS / parts;
-  for (u32 k = t; k < parts * TILE; k += TILE_THREADS) {  // a thread makes the scale of a column
+  for (u32 k = t; k < parts * TILE; k += TILE_THREADS) {  // one thread computes the scale of one column
     const u32 part = k / TILE, c = k % TILE;
     const i64 strip = first_strip + part;
     u32 largest = 0;

@@ -1,35 +1,36 @@
-// A tile of row-wise FP8 codes in shared memory, written transposed: what transpose.cu does with tiles that
-// it reads, and swiglu_transpose.cu with those that it has just made.
+// Transposes a tile of row-wise FP8 codes in shared memory: used by transpose.cu for tiles read from memory
+// and by swiglu_transpose.cu for tiles it has just computed.
 #pragma once
 #include "scale_layout.cuh"
 #include "tile_order.cuh"
 
 #ifndef FMT
-#define FMT 0          // what scaling_aware_transpose is compiled for: e4m3
-#define MX 0           // blocks of 128
-#define TILE_TARGET 0  // a column has its own target
+#define FMT 0          // default of scaling_aware_transpose: e4m3
+#define MX 0           // scale blocks of 128
+#define TILE_TARGET 0  // each column has its own target scale
 #endif
 
 #define ZERO_SCALE -10000
 #define NAN_SCALE 10000
 #define NO_TARGET -20000
 #define NAN_TARGET 20000
-#define INFINITY_TARGET 1000  // and any scale's exponent beside it: beyond all others
+#define INFINITY_TARGET 1000  // exceeds every finite exponent, also after adding a scale's
 
-// Halves hold every multiple of 2^-24 of up to 11 bits below 2^16. The values of e4m3 codes are multiples of
-// 2^-9 up to 448 and may be raised by 2^7; those of e5m2 are multiples of 2^-16 up to 57344. So a tile's
-// values, each at the scale of its row relative to the largest, are exact as halves as long as the scales lie
-// within SPREAD powers of two, and so are the rows' factors, normal halves.
+// f16 represents every multiple of 2^-24 below 2^16 with up to 11 significant bits. Values of e4m3 codes are
+// multiples of 2^-9 up to 448 and may be scaled by up to 2^7; those of e5m2 are multiples of 2^-16 up to
+// 57344. So a tile's values, each scaled by its row's scale relative to the largest, are exact in f16 if the
+// scales lie within SPREAD powers of two; the rows' factors are then normal f16 numbers.
 #define EMAX (FMT == 0 ? 8 : 15)
-#define PARTS (MX ? 4 : 1)  // blocks of rows in a tile, and of columns in a row of it
-// Blocks on a multiprocessor that there are registers for: as many as need no more than that. One pass and
-// rows from L2 want many (permute_transpose to blocks 143 us with ten, 146 with eight, 156 with six).
+#define PARTS (MX ? 4 : 1)  // scale blocks of rows in a tile, and of columns in a row of it
+// Minimum resident thread blocks per SM: the largest number that needs no additional register limit.
+// Single-pass kernels and rows in L2 need many (permute_transpose to 128x128 blocks: 143 us with ten, 146
+// with eight, 156 with six).
 #define RESIDENT (TILE_TARGET && !MX ? FMT == 1 ? 4 : __CUDA_ARCH__ == 900 ? 9 : 8 : 5)
 #define RAISED (FMT == 0 ? 7 : 0)
 #define SPREAD (FMT == 0 ? 21 : 8)
 
-// The smallest power of two that a block holding this value (at scale 1) would be given: ceil(log2(v / max)),
-// max = 1.75 * 2^emax. No half is a subnormal float.
+// Smallest power-of-two scale exponent for a block that holds this value (given scale 1): ceil(log2(v /
+// max)), max = 1.75 * 2^emax. The value is an f16 number, hence not a subnormal float.
 __device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
   const u32 a = __float_as_uint(value) & 0x7fffffffu;
   const int exponent = (int)((a + ABOVE_LIMIT) >> 23) - 127 - (fmt == 0 ? 8 : 15);
@@ -39,20 +40,20 @@ __device__ __forceinline__ int needed_exponent(float value, int fmt, int mx) {
 
 __device__ __forceinline__ int final_target(int target, int mx) {
   if (target >= NAN_SCALE) return 0;
-  if (mx) return min(max(target, -127), 127);  // nothing but zeros: -127
+  if (mx) return min(max(target, -127), 127);  // all zeros: -127
   return target <= ZERO_SCALE ? 0 : max(target, -126);
 }
 
-// Value of a code of exponent e, as seen from a block of exponent `target`. Past 40 powers of two nothing is
-// left, or everything saturates.
+// Value of a code with scale exponent e, relative to a block of scale exponent `target`. Beyond 40 powers of
+// two the result is zero or saturates.
 __device__ __forceinline__ float moved_value(float value, int e, int target) {
   if (e == NAN_SCALE) return __uint_as_float(0x7fc00000u);
   if (e == ZERO_SCALE) return value * 0.f;
   return value * power_of_two(min(max(e - target, -40), 40));
 }
 
-// Exponent of a row's scale; `word` is a float32, or (mx) four E8M0 codes of which `part` is meant. A row
-// that is not there has the word 0: scale 0 (mx: 2^-127, and codes of zero).
+// Exponent of a row's scale. `word`: a float32, or (mx) four E8M0 codes of which `part` is selected. For a
+// missing row the word is 0: scale 0 (mx: 2^-127, with zero codes).
 __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
   if (mx) {
     const int code = word >> (8 * part) & 0xffu;
@@ -62,35 +63,35 @@ __device__ __forceinline__ int exponent_of(u32 word, int part, int mx) {
   return word == 0u ? ZERO_SCALE : word < 0x800000u ? subnormal : normal;
 }
 
-// The word of one scale: a float32, or (mx) an E8M0 code.
+// Bits of one scale: a float32, or (mx) an E8M0 code.
 __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
   return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
 }
 
-// A lane's part of a piece of a tile, 128 rows by 16 columns, that a warp makes: eight successive rows of 8
-// columns, so that 16 lanes have all rows of a column.
+// A lane's share of a piece (128 rows by 16 columns of a tile, processed by one warp): eight consecutive rows
+// of 8 columns; 16 lanes together hold all rows of a column.
 //
-// A tile lies as rows of 128 bytes, piece c of 16 bytes of row r at c ^ r % 8. In step k a lane reads row
-// k ^ twist of its rows: half a warp meets no bank more than twice.
+// A tile is stored as rows of 128 bytes; 16-byte chunk c of row r is at position c ^ r % 8. In step k a lane
+// reads row k ^ twist of its eight, which limits bank conflicts within a half-warp to two-way.
 struct Lane {
-  u32 column, first_row;  // of the tile
+  u32 column, first_row;  // within the tile
   u32 twist;
   __device__ __forceinline__ Lane(u32 piece)
       : column(piece * 16 + threadIdx.x % 2 * 8),
         first_row(threadIdx.x % 32 / 2 * 8),
         twist(threadIdx.x / 2 % 4) {}
-  __device__ __forceinline__ u32 row(u32 step) const { return step ^ twist; }  // of its eight
-  __device__ __forceinline__ u32 at(u32 row) const {                           // of its codes of that row
+  __device__ __forceinline__ u32 row(u32 step) const { return step ^ twist; }  // 0 to 7
+  __device__ __forceinline__ u32 at(u32 row) const {  // byte offset of its codes of that row
     return (first_row * TILE + column) ^ row * (TILE + 16);
   }
 };
 
-struct Tile {                     // where it lies; tile_order.cuh's Place, in registers
-  int base[PARTS], count[PARTS];  // of its strips: the first row, and how many
-  int row, column;                // in tiles
+struct Tile {                     // its location; like tile_order.cuh's Place, in registers
+  int base[PARTS], count[PARTS];  // per strip: first row, number of rows
+  int row, column;                // in units of tiles
 };
 
-// One of a tile's, by its strip.
+// all[q], without dynamic indexing.
 __device__ __forceinline__ int of_strip(const int (&all)[PARTS], u32 q) {
   int it = all[0];
 #pragma unroll
@@ -103,16 +104,16 @@ struct Results {
   i64 rows, columns, strips;
   u8* codes;     // [columns, rows]
   void* scales;  // [strips, columns], or (blocks) [columns / 128, strips]; BLOCKED: this tile's 512 bytes
-  bool blocks;   // one scale a tile, of rows that begin at multiples of 128
+  bool blocks;   // one scale per tile; the rows of each tile begin at a multiple of 128
 };
 
-// Rows of a tile: bit r % 32 of word r / 32.
+// Bit mask of a tile's rows: row r is bit r % 32 of word r / 32.
 struct Rows {
   u32 words[4];
   __device__ __forceinline__ bool has(u32 row) const { return words[row / 32] >> row % 32 & 1u; }
 };
 
-// By a whole warp: the rows with a code that is not zero, in any of a block's columns.
+// Rows with a non-zero code in the columns of scale block `part`; called by a whole warp.
 __device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
   const u32 lane = threadIdx.x % 32;
   Rows filled;
@@ -130,14 +131,14 @@ __device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
   return filled;
 }
 
-// A lane's columns (of its rows, those that are `left`), one by one and value by value: for scales far apart,
-// NaN among them, and for MXFP8's target "tile", of the rows that are `filled`. at: of its first scale
-// (BLOCKED: its strip in the tile); -1: not kept.
+// Slow path, column by column and value by value, over the lane's `left` rows: for scales too far apart, for
+// NaN, and for MXFP8's target "tile" with the rows `filled`. at: index of the first scale (BLOCKED: strip
+// within the tile); -1: scales are not stored.
 __device__ __noinline__ void by_columns(const Lane& rows_of_lane, const u8* in, const int* exponents,
                                         const Rows& filled, int left, u8* to, i64 rows, i64 at,
                                         bool some_rows, void* out_scales) {
   const int fmt = FMT, mx = MX;
-  const u32 behind = mx ? 8 : 32;  // lanes that share a block
+  const u32 behind = mx ? 8 : 32;  // stride of lanes in different scale blocks
 #pragma unroll 1
   for (u32 c = 0; c < 8; ++c, to += rows) {
     int target = NO_TARGET;
@@ -175,8 +176,7 @@ __device__ __noinline__ void write_bytes(uint2 eight, int left, u8* to) {
   for (int r = 0; r < 8 && r < left; ++r) to[r] = (u8)((r < 4 ? eight.x : eight.y) >> (r % 4 * 8));
 }
 
-// Exponents of a row's scales: what a tile remembers of them, and the least and the largest of those that
-// count. A NaN is as far from everything as can be.
+// Smallest and largest scale exponent of the rows that count. A NaN scale makes the spread maximal.
 struct Spread {
   int low, high;
   __device__ __forceinline__ void add(int e) {
@@ -191,10 +191,10 @@ struct Spread {
 
 #define NO_SPREAD {NAN_SCALE, ZERO_SCALE}
 
-// Where a tile keeps the exponent of row r: a lane finds its eight in the order of its steps.
+// Position of row r's exponent in shared memory: a lane reads its eight in the order of its steps.
 __device__ __forceinline__ u32 exponent_at(u32 row) { return row ^ row / 8 % 4; }
 
-// The scales' exponents (those of a warp's block of columns) of rows that count, by a whole warp.
+// Spread of the scale exponents, in one block of columns, of the rows `filled`; called by a whole warp.
 __device__ __forceinline__ Spread spread_of(const Rows& filled, const int* exponents) {
   const u32 lane = threadIdx.x % 32;
   Spread spread = NO_SPREAD;
@@ -206,9 +206,9 @@ __device__ __forceinline__ Spread spread_of(const Rows& filled, const int* expon
   return spread;
 }
 
-// 2^(e - target), e no larger than target (or of a row of zeros), in two halves a word: what is lost where it
-// is no half, below 2^-24, or makes a product of less, is far less than half of a code. A product of e5m2
-// codes, which reach from 2^15 to 2^-16, takes two: [0] and [1], down to 2^-40.
+// 2^(e - target) as an f16 pair; e <= target unless the row is zero. What underflows f16 (below 2^-24, or in
+// the product) is far less than half a unit of the code. e5m2 values reach from 2^15 to 2^-16 and need two
+// factors, [0] and [1], down to 2^-40.
 __device__ __forceinline__ void tile_factors(int e, int target, u32 (&factors)[2]) {
   auto power = [](int exponent) {  // 0 from -127 on
     const float f = __uint_as_float((u32)max(min(exponent + 127, 127), 0) << 23);
@@ -223,10 +223,10 @@ __device__ __forceinline__ void tile_factors(int e, int target, u32 (&factors)[2
   factors[1] = power(d - max(d, -16));
 }
 
-// A lane's codes of its rows (of those that are `left`) and 8 columns: values by steps, in pairs of columns.
+// Writes a lane's codes: its `left` rows of 8 columns. values: by steps, f16 pairs of adjacent columns.
 __device__ __forceinline__ void write_lane(const Lane& rows_of_lane, const u32 (&values)[8][4], int left,
                                            bool whole, u8* out, i64 rows) {
-  // bytes 0, 2, 4, 6 of two words, by rows
+  // byte selectors 0, 2, 4, 6 of two words, permuted from steps to rows
   const u32 order = 0x6420u ^ 0x2222u * (rows_of_lane.twist & 1) ^ 0x4444u * (rows_of_lane.twist >> 1);
   uint2 of_column[8];
 #pragma unroll
@@ -249,17 +249,17 @@ __device__ __forceinline__ void write_lane(const Lane& rows_of_lane, const u32 (
   }
 }
 
-// A piece of a tile, by a warp. exponents: [PARTS][TILE].
+// Transposes one piece of a tile, called by one warp. exponents: [PARTS][TILE].
 __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, const u8* codes,
                                                 const int* exponents, Spread spread, const Results& to) {
   const int fmt = FMT, mx = MX;
   const u32 lane = threadIdx.x % 32;
   const Lane rows_of_lane(piece);
-  const u32 part = mx ? piece / 2 : 0;  // block of a row that these columns belong to
+  const u32 part = mx ? piece / 2 : 0;  // scale block of these columns
   const u32 q = mx ? lane / 8 : 0;      // strip of this lane's rows
   const int* row_exponents = exponents + part * TILE + rows_of_lane.first_row;
-  // rows from the lane's first on. (NVRTC 13.0 takes "clamped to 8, is it 8?" for one instruction, VIMNMX
-  // with a predicate, and that says no: all codes went byte by byte.)
+  // number of rows from the lane's first on. Not clamped to 8: NVRTC 13.0 fuses "clamped to 8, equals 8?"
+  // into one VIMNMX with a predicate that is false, and all codes were written byte by byte.
   const int left = of_strip(tile.count, q) - (int)(rows_of_lane.first_row - q * 32);
   const i64 first_column = (i64)tile.column * TILE + rows_of_lane.column;
   if (first_column >= to.columns) return;
@@ -283,9 +283,9 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
     const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
     const int of_row[8] = {near_rows.x, near_rows.y, near_rows.z, near_rows.w,
                            far_rows.x,  far_rows.y,  far_rows.z,  far_rows.w};
-    u32 seen[8][4];  // the values by steps, in pairs of columns
+    u32 seen[8][4];  // values by steps, f16 pairs of adjacent columns
     if (TILE_TARGET) {
-      // The largest scale of a row that counts: mostly the largest of all, as this warp's columns show.
+      // The largest scale of a non-zero row: usually the largest of all, which this warp's columns can prove.
       u32 shown = 0;
 #pragma unroll
       for (u32 k = 0; k < 8; ++k)
@@ -312,11 +312,11 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
         ((float*)to.scales)[tile.column * to.strips + tile.base[0] / TILE] = scale;
       return;
     }
-    const int unit = spread.high - RAISED;  // 1 as a half stands for 2^unit
-    u32 tops[4];                            // the largest of each pair
+    const int unit = spread.high - RAISED;  // f16 1.0 represents 2^unit
+    u32 tops[4];                            // amax of each column pair
 #pragma unroll
     for (u32 k = 0; k < 8; ++k) {
-      // 2^(of_row - unit) as two halves; 0 for a scale of 0; for a row of zeros anything that is positive
+      // 2^(of_row - unit) as an f16 pair; 0 for scale 0; any positive number for a row of zeros
       const u32 factor = (u32)max(min(of_row[k] + (15 - unit), 30), 0) * 0x04000400u;
       decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
       decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
@@ -327,7 +327,7 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
         if (k > 1) tops[p] = larger_halves(tops[p], seen[k][p]);
       }
     }
-    // a lane ends with the largest of one pair, which two bits of its number say
+    // reduction after which each lane holds the amax of one column pair, selected by lane bits 1 and 2
 #pragma unroll
     for (int half = 2; half > 0; half /= 2)
 #pragma unroll
@@ -341,9 +341,9 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
       top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 8));
       top = larger_halves(top, __shfl_xor_sync(0xffffffffu, top, 16));
     }
-    // needed_exponent and final_target, with what a half has for an exponent, as long as it is normal and so
-    // is the half that is left to multiply with
-    u32 target[2], lift = 0;  // target: exponents of floats
+    // needed_exponent and final_target from f16 exponents; valid if the amax and the remaining factor are
+    // normal f16 numbers
+    u32 target[2], lift = 0;  // target: float exponents
     bool near = true;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
