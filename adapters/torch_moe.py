@@ -314,10 +314,10 @@ class FP8FlowMoE(nn.Module):
         """Make FP8 copies of the weights now and keep them.
 
         Forwards without gradients use them until one with gradients comes or the weights have visibly
-        changed, by an optimizer's step, too; weights written through other memory since then need another
-        call. Inside `weights_unchanged` they replace its copies. A CUDA graph that was captured with kept
-        copies reads these: they are written where it finds them, and a backward that still needs the old ones
-        refuses.
+        changed, by an optimizer's step, too; weights written through other memory since then, or by the
+        replay of a CUDA graph that holds an optimizer's step, need another call. Inside `weights_unchanged`
+        they replace its copies. A CUDA graph that was captured with kept copies reads these: they are written
+        where it finds them, and a backward that still needs the old ones refuses.
 
         Raises
         ------

@@ -274,6 +274,20 @@ def test_experts_without_a_gate():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_no_tokens(recipe, recompute, compiled):
+    torch.compiler.reset()
+    layer = module(recipe, recompute=recompute)
+    x = torch.empty(0, HIDDEN, requires_grad=True)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    y = call(x)
+    y.sum().backward()  # of which the incoming gradient has strides of zero
+    assert y.shape == x.grad.shape == (0, HIDDEN)
+    assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in layer.parameters())
+
+
 def test_layers_share_compiled_code():
     torch.compiler.reset()
     layers = [module(), copy.deepcopy(module())]

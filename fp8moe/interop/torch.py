@@ -92,6 +92,8 @@ class Torch(Framework):
         torch = sys.modules["torch"]
         if isinstance(raw, DeviceArray):
             return _whole_or_part(torch, raw)
+        if not raw.size:  # NumPy gives it strides of zero, which torch's grouped product refuses
+            return torch.empty(*raw.shape, dtype=_torch_dtype(raw.dtype), device="cpu")
         tensor = torch.from_numpy(raw.view(plain_dtype(raw.dtype)))
         return tensor.view(getattr(torch, raw.dtype.name))
 
