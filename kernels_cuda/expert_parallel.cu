@@ -1,26 +1,26 @@
-// Messages between ranks: rows of several arrays side by side, quantised on the way, and apart again; expert
-// ids by rank.
+// Messages between ranks: packs rows of several arrays side by side (quantising them on the way), unpacks
+// them, and sorts expert ids by rank.
 #include "fp8.cuh"
 #include "row_map.cuh"
 
 #ifndef KIND
-#define KIND BF16  // what quantize_messages reads
-#define FMT 0      // what it sends: e4m3
+#define KIND BF16  // input of quantize_messages
+#define FMT 0      // output of quantize_messages: e4m3
 #endif
 
-// ---- where messages are written: each rank's into its window, which may be another GPU's memory
+// ---- destinations of messages: each rank's window, which may be memory of another GPU
 
 #define MOST_PEERS 8
 #ifndef PEERS
-#define PEERS MOST_PEERS  // windows that there may be
+#define PEERS MOST_PEERS  // maximum number of windows
 #endif
 
-struct Windows {   // of the ranks one after the other; those that are not there begin past all rows
-  i64 stride;      // bytes of a message
-  const int* map;  // a plan's row_id_map, its experts being the ranks; none: row r goes to place r
-  i64 most;        // columns of places that it has
+struct Windows {   // windows in rank order; unused ones start past all rows
+  i64 stride;      // bytes per message
+  const int* map;  // a plan's row_id_map whose experts are ranks; null: row r goes to slot r
+  i64 most;        // slots per token in the map
   u8* to[MOST_PEERS];
-  i64 first[MOST_PEERS];  // the place of a window's first row
+  i64 first[MOST_PEERS];  // first slot of each window
 
   __device__ __forceinline__ u8* at(i64 place) const {
     int rank = 0;
@@ -28,7 +28,7 @@ struct Windows {   // of the ranks one after the other; those that are not there
     while (rank + 1 < PEERS && place >= first[rank + 1]) ++rank;
     return to[rank] + (place - first[rank]) * stride;
   }
-  // visit(address) for each of the row's places.
+  // Calls visit(address) for each of the row's destinations.
   template <class What>
   __device__ __forceinline__ void each(i64 row, const What& visit) const {
     const int* places = map + row * (2 * most + 1);
@@ -38,7 +38,7 @@ struct Windows {   // of the ranks one after the other; those that are not there
   }
 };
 
-// A kernel's, in shared memory: sixteen addresses and places are too many for registers beside the rest.
+// The windows in shared memory: sixteen addresses and offsets exceed the register budget.
 #define SHARED_WINDOWS(windows)                                                   \
   __shared__ Windows windows;                                                     \
   if (threadIdx.x == 0)                                                           \
@@ -51,7 +51,7 @@ struct Windows {   // of the ranks one after the other; those that are not there
 
 // ---- messages
 
-// `bytes` of one row, by a warp.
+// Copies `bytes` of one row; called by a warp.
 __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
   const u32 lane = threadIdx.x % 32;
   if ((((size_t)from | (size_t)to | bytes) & 15) == 0) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_row(const u8* from, u8* to, u32 bytes) {
   }
 }
 
-// Zeros, of one row, by a warp.
+// Zeroes one row; called by a warp.
 __device__ __forceinline__ void zero_row(u8* to, u32 bytes) {
   const u32 lane = threadIdx.x % 32;
   if ((((size_t)to | bytes) & 15) == 0) {
@@ -81,12 +81,12 @@ __device__ __forceinline__ void zero_row(u8* to, u32 bytes) {
   }
 }
 
-// Up to four arrays, and the bytes of them that each row has. In shared memory, as the windows.
+// Up to four arrays with their bytes per row. In shared memory, like the windows.
 struct Parts {
   u8* at[4];
   i64 bytes[4];
 
-  // visit(part of the row, its bytes, those before it in a message).
+  // Calls visit(part of the row, its bytes, its offset in the message).
   template <class What>
   __device__ __forceinline__ void each(i64 row, const What& visit) const {
     u32 before = 0;
@@ -98,10 +98,10 @@ struct Parts {
   }
 };
 
-// What: messages, of each row the parts side by side, from up to four arrays [rows, bytes each], each part
-//   from a multiple of 16 on and zeros after it, to where its Windows say.
-// Bytes: everything read once and written once for each of the row's places.
-// Launch: a warp a row, eight rows a block.
+// Packs each row of up to four arrays [rows, bytes each] into a message: the parts side by side, each at a
+// multiple of 16 bytes and zero-padded, written to every destination of its Windows.
+// Traffic: every part is read and written once per destination of its row.
+// Launch: one warp per row, eight rows per thread block.
 extern "C" __global__ void __launch_bounds__(256, 4)
     pack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
               i64 stride, const int* map, i64 most, u8* to0, i64 first0, u8* to1, i64 first1, u8* to2,
@@ -122,13 +122,13 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   });
 }
 
-struct Blocks {  // of the rows' codes
+struct Blocks {  // scale blocks of the rows
   const Windows& windows;
-  u32 across;      // of a row
-  u32 first;       // the warp's; the one division is its
-  u32 row, place;  // the first's
+  u32 across;      // scale blocks per row
+  u32 first;       // the warp's first block; one division per warp
+  u32 row, place;  // row of `first`, and its position in that row
 
-  // visit(address, place) for each message of a block's row, and its place there.
+  // Calls visit(address, position in the row) for each message of a block's row.
   template <class What>
   __device__ __forceinline__ void each(u32 block, const What& visit) const {
     u32 its_row = row, its_place = place + (block - first);
@@ -137,11 +137,11 @@ struct Blocks {  // of the rows' codes
   }
 };
 
-// What: quantize_rows of blocks of 128, and its scales a power of two, with a row's codes, and its scales
-//   after them, to where its Windows say.
-// Shapes: x [rows, columns], columns a multiple of 128; fewer than 2^32 blocks.
-// Bytes: every value read once, every code and scale written once for each of the row's places.
-// Launch: as quantize_rows.
+// quantize_rows with blocks of 128 and power-of-two scales, written to messages: a row's codes, then its
+// scales, to every destination of its Windows.
+// Requires: x [rows, columns], columns a multiple of 128; fewer than 2^32 blocks.
+// Traffic: every value is read once; every code and scale is written once per destination of its row.
+// Launch: like quantize_rows.
 extern "C" __global__ void __launch_bounds__(64)
     quantize_messages(const void* x, i64 vectors, i64 blocks, i64 stride, const int* map, i64 most, u8* to0,
                       i64 first0, u8* to1, i64 first1, u8* to2, i64 first2, u8* to3, i64 first3, u8* to4,
@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(64)
       });
 }
 
-// What: the arrays again, from messages [rows, stride], and zeros in their rows from there on to `size`.
-// Launch: a warp a row, eight rows a block.
+// Unpacks messages [rows, stride] into the arrays, and zeroes their rows from `rows` to `size`.
+// Launch: one warp per row, eight rows per thread block.
 extern "C" __global__ void __launch_bounds__(256)
     unpack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
                 i64 stride, const u8* messages, i64 size) {
@@ -187,8 +187,8 @@ __device__ __forceinline__ i64 load_id(const void* ids, i64 at, i64 size) {
   return size == 8 ? ((const i64*)ids)[at] : ((const int*)ids)[at];
 }
 
-// mask [tokens, ranks]: whether a token has an expert on a rank; entries [ranks], zeros before: how many
-// there are. One thread a token, whole warps.
+// mask [tokens, ranks]: whether a token has an expert on a rank. entries [ranks], zeroed beforehand: number
+// of expert choices per rank. One thread per token, whole warps.
 extern "C" __global__ void rank_mask(const void* ids, i64 id_size, i64 tokens, i64 k, i64 experts, i64 ranks,
                                      u8* mask, int* entries) {
   pdl_wait();
@@ -201,11 +201,12 @@ extern "C" __global__ void rank_mask(const void* ids, i64 id_size, i64 tokens, i
     }
     if (token < tokens) mask[token * ranks + r] = count > 0;
     for (int step = 16; step > 0; step /= 2) count += __shfl_xor_sync(0xffffffffu, count, step);
-    if (threadIdx.x % 32 == 0 && count) atomicAdd(entries + r, count);  // integers: in any order the same
+    // integer sum: the order does not matter
+    if (threadIdx.x % 32 == 0 && count) atomicAdd(entries + r, count);
   }
 }
 
-// out = ids - first where that is one of `experts`, else -1. One thread an id.
+// out = ids - first if in [0, experts), else -1. One thread per id.
 extern "C" __global__ void local_ids(const void* ids, i64 id_size, i64 count, i64 first, i64 experts,
                                      int* out) {
   pdl_wait();
@@ -215,11 +216,11 @@ extern "C" __global__ void local_ids(const void* ids, i64 id_size, i64 count, i6
   out[i] = id >= 0 && id < experts ? (int)id : -1;
 }
 
-// What: a plan without padding, its experts being ranks, with `capacity` rows for each of them, however many
-//   it has. Rows of a rank past these leave the map, and are added to the overflow.
-// Shapes: maps [tokens, 2 width + 1], the others as of a plan of `ranks` experts.
-// Launch: a thread a token, at least one block; 4 bytes of shared memory a rank, of its first row without
-//   padding. Every block finds them for itself, by its first warp: one launch in place of two.
+// Rewrites a plan whose experts are ranks so that every rank has exactly `capacity` rows and no padding.
+// Entries beyond the capacity leave the map and are added to the overflow.
+// Arguments: maps [tokens, 2 width + 1]; the others as in a plan of `ranks` experts.
+// Launch: one thread per token, at least one thread block; 4 bytes of shared memory per rank. The first warp
+//   of every thread block computes each rank's first compact row, which saves a second launch.
 extern "C" __global__ void __launch_bounds__(256)
     limit_rows(const int* row_id_map, const int* counts, const int* offsets, const int* overflow, i64 tokens,
                i64 width, i64 ranks, i64 capacity, int* out_map, int* out_counts, int* out_padded,
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (i64 base = 0; base < ranks; base += 32) {
       const i64 rank = base + lane;
       const int count = rank < ranks ? counts[rank] : 0, kept = (int)min((i64)count, capacity);
-      int sum = kept;  // with the ranks before it
+      int sum = kept;  // inclusive prefix sum over ranks
       for (int step = 1; step < 32; step *= 2) {
         const int lower = __shfl_up_sync(0xffffffffu, sum, step);
         if (lane >= step) sum += lower;

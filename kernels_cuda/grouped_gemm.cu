@@ -1,5 +1,6 @@
-// Grouped GEMM, the plainest form: one thread an output value, float32 sums promoted every 128. For float32
-// and float64, which no kernel for tensor cores takes, and the tests' measure of those that there are.
+// Grouped GEMM without tensor cores: one thread per output value, float32 partial sums of 128 values promoted
+// to the accumulator. Used for float32 and float64, and by the tests as the baseline of the tensor core
+// kernels.
 #include "common.cuh"
 
 __device__ __forceinline__ i64 expert_of(i64 row, const int* offsets, i64 experts, i64 rows) {
@@ -8,8 +9,8 @@ __device__ __forceinline__ i64 expert_of(i64 row, const int* offsets, i64 expert
   return -1;
 }
 
-// out[row, n] = sum over k of x[row, k] * w[e, n, k] (or w[e, k, n]); zeros for rows of no expert.
-// x: row-wise codes with scales[row * row_stride + block * column_stride], or a plain array; the same of w.
+// out[row, n] = sum over k of x[row, k] * w[e, n, k] (or w[e, k, n]); zeros for rows of no expert. x:
+// row-wise codes with scales[row * row_stride + block * column_stride], or a plain array; w likewise.
 extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i64 row_stride,
                                         i64 column_stride, i64 x_fmt, const void* w, const float* w_scales,
                                         i64 w_fmt, const int* offsets, i64 experts, i64 rows, i64 width,
@@ -42,10 +43,10 @@ extern "C" __global__ void grouped_gemm(const void* x, const float* x_scales, i6
   store(out, row * width + n, (int)out_kind, kind == F64 && !quantized ? wide : (double)total);
 }
 
-// out[e, n, k] (+)= sum over e's rows m of dy[m, n] * x[m, k]. Column-wise codes [N, rows] and [K, rows] with
-// scales [block, N] and [block, K], or (by_blocks) [N / 128, blocks] and [K / 128, blocks]; or plain arrays.
-// `known`: blocks that have scales; those of others are NaN, and of experts that begin inside a 128 x 128
-// block. Grid (E * N, K / 128).
+// out[e, n, k] = sum over expert e's rows m of dy[m, n] * x[m, k], or += if accumulating. Column-wise codes
+// [N, rows] and [K, rows] with scales [block, N] and [block, K] or (by_blocks) [N / 128, blocks] and [K /
+// 128, blocks]; or plain arrays. `known`: number of blocks with scales; blocks beyond it give NaN, as do
+// experts that begin inside a 128 x 128 block. Grid (E * N, K / 128).
 extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_scales, i64 dy_fmt,
                                               const void* x, const float* x_scales, i64 x_fmt, i64 known,
                                               const int* offsets, i64 rows, i64 width, i64 depth,
@@ -55,7 +56,7 @@ extern "C" __global__ void grouped_gemm_wgrad(const void* dy, const float* dy_sc
   const i64 e = blockIdx.x / width, n = blockIdx.x % width;
   const i64 k = (i64)blockIdx.y * blockDim.x + threadIdx.x;
   if (k >= depth) return;
-  i64 block = 0;  // rows of scales of all earlier experts
+  i64 block = 0;  // scale blocks of all earlier experts
   for (i64 i = 0; i < e; ++i)
     block += (clamped(offsets[i + 1], rows) - clamped(offsets[i], rows) + 127) / 128;
   const i64 lo = clamped(offsets[e], rows), hi = clamped(offsets[e + 1], rows);

@@ -5,19 +5,17 @@
 #define B_FMT 0  // of w
 #endif
 #ifndef TRANSPOSED
-#define TRANSPOSED 0  // 1: w is [experts, depth, width]; of 16-bit values only
+#define TRANSPOSED 0  // 1: w is [experts, depth, width]; 16-bit formats only
 #endif
 #include "mma_pipeline.cuh"
 
-// What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
-//   x [rows, depth] and w [experts, width, depth] of KIND, out [rows, width] of KIND; or x codes and
-//   x_scales[r * row_stride + block * column_stride], w codes and w_scales [experts, ceil(width / 128),
+// out[r, n] = sum over k of x[r, k] w[e, n, k], where e is the expert of row r; zeros for rows of no expert.
+// Arguments: x [rows, depth], w [experts, width, depth] and out [rows, width] of KIND; or FP8: x codes with
+//   x_scales[r * row_stride + block * column_stride], w codes with w_scales [experts, ceil(width / 128),
 //   ceil(depth / 128)], out bfloat16.
-// Shapes: any, and any offsets. Where rows of an operand do not begin at multiples of 16 bytes its values are
-//   read one by one.
-// Launch: a block of THREADS a tile, for as many tiles as there can be: ceil(rows / ROWS) + experts of them
-// down,
-//   ceil(width / COLUMNS) across.
+// Requires: nothing of shapes and offsets. Operand rows that are not 16-byte aligned are read value by value.
+// Launch: one thread block of THREADS per tile, for the largest possible number of tiles: ceil(rows / ROWS) +
+//   experts rows of tiles by ceil(width / COLUMNS).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_mma(const void* x, const float* x_scales, i64 row_stride, i64 column_stride, const void* w,
                      const float* w_scales, const int* offsets, i64 experts, i64 rows, i64 width, i64 depth,
@@ -64,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Part part;
   const float* of_columns = w_scales + (e * blocks_of(width, 128) + column / 128) * steps;
   const float* of_rows = x_scales + row * row_stride;
-  const int last = (int)min(hi - row, (i64)ROWS) - 1, stride = (int)row_stride;  // past the last row: its own
+  // rows past the end read the last row's scale
+  const int last = (int)min(hi - row, (i64)ROWS) - 1, stride = (int)row_stride;
   Sums d;
   clear(d);
   float scales[ROW_TILES][2], of_all;

@@ -1,5 +1,5 @@
-// Grouped GEMM of FP8 operands on Hopper's tensor cores (sm_90a), forward and data gradient; elsewhere this
-// file is empty.
+// Grouped GEMM of FP8 operands on Hopper's tensor cores (sm_90a), forward and data gradient. Empty for other
+// architectures.
 #ifndef A_FMT
 #define A_FMT 0  // of x
 #define B_FMT 0  // of w
@@ -7,13 +7,13 @@
 #include "wgmma_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// What: out[r, n] = sum over k of x[r, k] w[e, n, k], e the expert of row r; zeros where r has none.
-//   x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes [experts *
-//   width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows, width];
-//   real [experts], or null for all: how many rows of an expert are no padding. Padding is zeros in x, and so
-//   it is in out.
-// Shapes: width a multiple of 8, depth of 16; any offsets.
-// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+// out[r, n] = sum over k of x[r, k] w[e, n, k], where e is the expert of row r; zeros for rows of no expert.
+// Arguments: x row-wise codes [rows, depth], x_scales[r * row_stride + block * column_stride]; w codes
+//   [experts * width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows,
+//   width]; real [experts]: rows of an expert without padding, or null for all. Padding rows of x must be
+//   zeros; those of out become zeros.
+// Requires: width a multiple of 8, depth of 16; any offsets.
+// Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
@@ -22,10 +22,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
-  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // makes it warp-uniform for the compiler
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // of its warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  const bool leads = elected();                                         // elected lane of the warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Work work(s.first[experts]);
   Order order;
   Turn turn;
-  u32 phase = 0;  // of the tile in shared memory
+  u32 phase = 0;  // parity of the staged tile
   int e, first_row, last_row, first_column;
   bool below, last_of_expert;
   auto find = [&](int tile, u32 rank) {
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     last_row = s.offsets[e + 1];
     first_column *= COLUMNS;
   };
-  auto tile_of = [&](u32 block) {  // of a block of the cluster, as `work` takes it
+  auto tile_of = [&](u32 block) {  // tile number for a block of the cluster, as Work::take expects it
     if (taken >= work.whole) return taken;
     find(taken, block);
     return last_of_expert && s.half[e] ? ~taken : taken;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   if (group == 2) {
     fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
-    // 4 bytes of a row at a time cost 2 to 5 % of the products
+    // 4-byte copies cost 2 to 5 % of the throughput
     const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
                          (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
     if (warp == 0) {
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       if (takes) order.pass_on(s, 0, tile_of);
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
         find(tile, rank);
         e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         u16* to = out + first_row * width + first_column;
         const int count = min(last_row - first_row, ROWS), left = min((int)width - first_column, COLUMNS);
         write_rows(s, 0, min(count, (int)work.halves * 64), 2 * left, 2 * COLUMNS, (u8*)to, 2 * width, phase);
-        if (tile < 0 && left > 0)  // padding
+        if (tile < 0 && left > 0)  // padding rows
           for (int i = (int)t % WRITERS; i < (count - 64) * (left / 8); i += WRITERS)
             *(uint4*)(to + (64 + i / (left / 8)) * width + i % (left / 8) * 8) = make_uint4(0u, 0u, 0u, 0u);
       }
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     more_registers<224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
     float sums[2][64];
-    auto scales_of = [&](u32 half, At scales) {  // of the row and of that 8 below it
+    auto scales_of = [&](u32 half, At scales) {  // scales of rows my_row and my_row + 8
       const float of_columns = load_at(scales + 16 * (ROWS + group));
       const At of_rows = scales + 16 * (64 * half + my_row);
       return make_float2(load_at(of_rows) * of_columns, load_at(of_rows + 128) * of_columns);

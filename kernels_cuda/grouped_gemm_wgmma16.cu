@@ -1,5 +1,5 @@
-// Grouped GEMM of 16-bit operands on Hopper's tensor cores (sm_90a), forward and data gradient; elsewhere
-// this file is empty.
+// Grouped GEMM of 16-bit operands on Hopper's tensor cores (sm_90a), forward and data gradient. Empty for
+// other architectures.
 #ifndef KIND
 #define KIND BF16     // of operands and result, or F16
 #define TRANSPOSED 0  // 1: w is [experts, depth, width]
@@ -7,11 +7,12 @@
 #include "wgmma16_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// What: out[r, n] = sum over k of x[r, k] w[e, n, k] (or w[e, k, n]), e the expert of row r; zeros where r
-//   has none.
-//   x [rows, depth]; w [experts * width, depth] or [experts * depth, width]; out [rows, width], of x's dtype.
-// Shapes: width and depth multiples of 8; any offsets.
-// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+// out[r, n] = sum over k of x[r, k] w[e, n, k] (or w[e, k, n]), where e is the expert of row r; zeros for
+// rows of no expert.
+// Arguments: x [rows, depth]; w [experts * width, depth] or (TRANSPOSED) [experts * depth, width]; out [rows,
+//   width] of x's dtype.
+// Requires: width and depth multiples of 8; any offsets.
+// Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles_16(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                           const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
@@ -19,10 +20,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x;
-  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // so that the compiler knows it is a warp's
+  const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // makes it warp-uniform for the compiler
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // of its warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  const bool leads = elected();                                         // elected lane of the warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
@@ -31,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Work work(s.first[experts]);
   Order order;
   Turn turn;
-  u32 phase = 0;  // of the tile in shared memory
+  u32 phase = 0;  // parity of the staged tile
   if (group == 2) {
     fewer_registers<56>();
     const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
         find(tile);
         e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         const int w_line = first_column >= width ? -1

@@ -2,25 +2,23 @@
 #if !defined KIND && !defined A_FMT
 #define A_FMT 0   // of dy
 #define B_FMT 0   // of x
-#define BLOCKS 0  // 1: operands with one scale for 128 x 128 codes
+#define BLOCKS 0  // 1: operands have one scale per 128 x 128 codes
 #endif
-// On sm_90 tiles of 16-bit operands are 128 x 128, of which a multiprocessor makes two at a time: one is
-// multiplied while the other begins or is stored, and NVRTC 13.0 has registers for all of it. (32,768 x 4096
-// x 7168 with 8 experts on an H200: 389 TFLOP/s, where tiles of 128 x 256, with 68 bytes spilled, took 338
-// without any store.)
+// On sm_90, tiles of 16-bit operands are 128 x 128 with two thread blocks per SM: one multiplies while the
+// other is in its prologue or epilogue, and NVRTC 13.0 does not spill. (32,768 x 4096 x 7168 with 8 experts
+// on an H200: 389 TFLOP/s; tiles of 128 x 256 spilled 68 bytes and reached 338 even without their epilogue.)
 #define TWO_BLOCKS
 #include "mma_pipeline.cuh"
 
-// What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
-//   dy [rows, width] and x [rows, depth] of KIND; or column-wise codes [width, rows] and [depth, rows], with
-//   scales [blocks, width] and [blocks, depth] of blocks of 128 rows, anew with every expert, of which
-//   `known` have scales (the others are NaN), or (BLOCKS) [ceil(width / 128), ceil(rows / 128)] and
-//   [ceil(depth / 128), ...], where experts that begin at no multiple of 128 rows get NaN; out [experts,
-//   width, depth] of any dtype.
-// Shapes: any, and any offsets. Where rows of an operand, or an expert's codes, do not begin at multiples of
-// 16
-//   bytes, values are read one by one.
-// Launch: a block of THREADS a tile: experts * ceil(width / ROWS) * ceil(depth / COLUMNS).
+// out[e, n, k] = sum over the rows r of expert e of dy[r, n] x[r, k], or += if accumulating.
+// Arguments: dy [rows, width] and x [rows, depth] of KIND; or column-wise codes [width, rows] and [depth,
+//   rows] with scales [blocks, width] and [blocks, depth], where blocks of 128 rows restart at each expert
+//   and `known` of them have scales (the others give NaN); or (BLOCKS) scales [ceil(width / 128), ceil(rows /
+//   128)] and [ceil(depth / 128), ...], where experts whose first row is not a multiple of 128 give NaN. out
+//   [experts, width, depth] of any dtype.
+// Requires: nothing of shapes and offsets. Operand rows or experts that are not 16-byte aligned are read
+//   value by value.
+// Launch: one thread block of THREADS per tile: experts * ceil(width / ROWS) * ceil(depth / COLUMNS).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grouped_gemm_wgrad_mma(const void* dy, const float* dy_scales, const void* x, const float* x_scales,
                            i64 known, const int* offsets, i64 experts, i64 rows, i64 width, i64 depth,
@@ -74,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const i64 first = blocks_before;
-  const int last_row = (int)min(width - row, (i64)ROWS) - 1;  // past the last one: its own scale
+  // columns past the end read the last column's scale
+  const int last_row = (int)min(width - row, (i64)ROWS) - 1;
   const int last_column = (int)min(depth - column, (i64)COLUMNS) - 1;
   float of_rows[ROW_TILES][2], of_columns[COLUMN_TILES][2];
   multiply<false, false>(

@@ -1,16 +1,16 @@
-// Grouped GEMM of FP8 operands on Hopper's tensor cores (sm_90a), weight gradient; elsewhere this file is
-// empty.
+// Grouped GEMM of FP8 operands on Hopper's tensor cores (sm_90a), weight gradient. Empty for other
+// architectures.
 #ifndef A_FMT
 #define A_FMT 0   // of dy
 #define B_FMT 0   // of x
-#define BLOCKS 0  // 1: operands with one scale for 128 x 128 codes
+#define BLOCKS 0  // 1: operands have one scale per 128 x 128 codes
 #endif
-#define HALF_TILES 0  // tiles of an expert are whole: its rows are the contraction
+#define HALF_TILES 0  // K is an expert's rows, and tiles of out are never short
 #include "wgmma_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// One warp: a step's codes of both operands where the experts' rows begin at no multiple of 16, which TMA
-// does not take. `along` of `rows` codes, row by row, to where TMA would have put them.
+// Producer warp: copies a K-step of both operands without TMA, for experts whose first row is not a multiple
+// of 16. Codes from `along` on, of rows of `rows` codes, in the layout that TMA would write.
 __device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a_rows, const u8* b, int b_row,
                                            i64 b_rows, int along, i64 rows) {
 #pragma unroll 1
@@ -27,18 +27,19 @@ __device__ __forceinline__ void copy_codes(u8* to, const u8* a, int a_row, i64 a
   __syncwarp();
 }
 
-// In place of scales that are not there: NaN.
+// NaN, loaded in place of missing scales.
 __device__ __align__(16) const u32 NO_SCALES[4] = {0x7fc00000u, 0x7fc00000u, 0x7fc00000u, 0x7fc00000u};
 
-// What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
-//   dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales [blocks, depth];
-//   blocks of 128 rows, anew with every expert, of which `known` have scales; out float32 or bfloat16
-//   [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)] and x_scales likewise,
-//   and experts that begin at no multiple of 128 rows get NaN. Those of columns take two instructions a sum,
-//   and loads beside the products; these one, and made 1316 and 1291 TFLOP/s where those made 1081 and 1050.
-// Shapes: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts that begin at no multiple of 16
-//   rows are slow, and multiples of 128 rows fastest.
-// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+// out[e, n, k] = sum over the rows r of expert e of dy[r, n] x[r, k], or += if accumulating.
+// Arguments: dy column-wise codes [width, rows], dy_scales [blocks, width]; x [depth, rows], x_scales
+//   [blocks, depth], where blocks of 128 rows restart at each expert and `known` of them have scales; out
+//   float32 or bfloat16 [experts, width, depth]. BLOCKS: dy_scales [ceil(width / 128), ceil(rows / 128)],
+//   x_scales likewise; experts whose first row is not a multiple of 128 give NaN.
+// Requires: rows a multiple of 16, width of 4, depth of 8; any offsets. Experts whose first row is not a
+//   multiple of 16 are slow; multiples of 128 are fastest.
+// Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
+// Design: with scales per column, promotion takes two instructions per accumulator and loads from shared
+//   memory; with block scales it takes one: 1316 and 1291 TFLOP/s instead of 1081 and 1050.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles(const __grid_constant__ TensorMap dy_map,
                              const __grid_constant__ TensorMap x_map, const u8* dy, const u8* x,
@@ -50,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // of its warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  const bool leads = elected();                                         // elected lane of the warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Work work((int)experts * units);
   Order order;
   Turn turn;
-  u32 phase = 0;  // of the tile in shared memory
+  u32 phase = 0;  // parity of the staged tile
   int e, first_row, first_column, steps;
   bool below;
   auto find = [&](int tile) {
@@ -82,15 +83,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
         find(tile);
         e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
           if (s.offsets[e] % 16 == 0)
             fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
                         first_row, first_column < depth ? first_column : -1);
-          else if (leads) {  // the other warp copies them, and must not get a round of stages ahead of this
-                             // one
+          else if (leads) {  // warp 1 copies the codes, and must not run a full pass of the stages ahead of
+                             // this one
             barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
             barrier_arrive_here(&s.full[turn.stage]);
           }
@@ -103,14 +104,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
         const float* x_from = x_scales + s.first[e] * depth + column;
-        if (BLOCKS) {  // lane 0: of dy; 1 and 2: of x
+        if (BLOCKS) {  // lane 0: dy's scale; lanes 1 and 2: x's
           const int block = min(first_column / 128 + (int)lane, blocks_of_128((int)depth)) - 1;
           from = lane == 0 ? dy_scales + first_row / 128 * (i64)blocks_of_128((int)rows)
                            : x_scales + block * (i64)blocks_of_128((int)rows);
           from += s.offsets[e] / 128;
           if (s.offsets[e] % 128) from = (const float*)NO_SCALES;
         }
-        const i64 further = !BLOCKS ? width : s.offsets[e] % 128 ? 0 : 1;  // to a block's next scales
+        // distance to the next block's scales
+        const i64 further = !BLOCKS ? width : s.offsets[e] % 128 ? 0 : 1;
         for (int k = 0; k < steps; ++k, turn.next(), from += further, x_from += depth) {
           float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
@@ -142,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         const i64 at = (e * width + first_row) * depth + first_column;
         const int count = min((int)width - first_row, (int)work.halves * 64);
         const int columns = (int)depth - first_column;
-        if (out_kind == F32)  // the upper half; the other goes by itself
+        if (out_kind == F32)  // the upper half; the consumers store the lower half themselves
           write_wide_rows(
               s, 0, count, 4 * columns, 4 * COLUMNS,
               [&](int row) { return (u8*)((float*)out + at) + row * (4 * depth); }, accumulate, phase);
@@ -154,10 +156,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     more_registers<BLOCKS ? 224 : 240>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4, my_column = group * 128 + lane % 4 * 2;
     float sums[2][64];
-    float2 columns[16];  // their scales, read with the upper half and kept for the lower
+    float2 columns[16];  // column scales, loaded with the upper half and reused for the lower
     struct Scales {
-      float upper, lower;  // of the row and of that 8 below it
-      At of_columns;       // of two columns each, 32 bytes apart
+      float upper, lower;  // scales of rows my_row and my_row + 8
+      At of_columns;       // scales of column pairs, 32 bytes apart
     };
     auto scales_of = [&](u32 half, At scales) {
       const At of_rows = scales + 4 * (64 * half + my_row);
@@ -193,15 +195,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
       else
         multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);
-      find(order.again(s));  // again, so that nothing of it takes registers meanwhile
+      find(order.again(s));  // recomputed, to keep registers free during the main loop
       if (accumulate && steps == 0) continue;
-      // value i of a half is in row `row` + 64 half, 8 below it with i & 2, and column `column` + i / 4 * 8
+      // accumulator i of a half is in row `row` + 64 half (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = first_row + (int)my_row, column = first_column + (int)my_column;
       const int high_left = (int)width - row, wide_left = (int)depth - column;
       const i64 at = (e * width + row) * depth + column;
       if (out_kind == F32) {
-        // The lower half first: its stores are on their way while the upper half is put into shared memory.
-        // The other way round took 3 % longer, both halves this way 2 %.
+        // The lower half first: its stores are in flight while the upper half is written to shared memory.
+        // The opposite order took 3 % longer, both halves by direct stores 2 %.
         if (work.halves == 2) {
           float* lower = (float*)out + at + 64 * depth;
           if (accumulate)
@@ -224,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         if (accumulate)
 #pragma unroll
           for (u32 half = 0; half < 2; ++half) {
-            u32 two[32];  // all are asked for before one is used: 960 TFLOP/s, else 720
+            u32 two[32];  // all loads are issued before the first use: 960 instead of 720 TFLOP/s
 #pragma unroll
             for (u32 i = 0; i < 32; ++i) {
               const int further = (int)(64 * half + i % 2 * 8), beside = (int)(i / 2 * 8);

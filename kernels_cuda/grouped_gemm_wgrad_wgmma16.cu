@@ -1,20 +1,20 @@
-// Grouped GEMM of 16-bit operands on Hopper's tensor cores (sm_90a), weight gradient; elsewhere this file is
-// empty.
+// Grouped GEMM of 16-bit operands on Hopper's tensor cores (sm_90a), weight gradient. Empty for other
+// architectures.
 #ifndef KIND
 #define KIND BF16  // of operands, or F16
 #endif
 #include "wgmma16_pipeline.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Of each two rows that a thread has, 8 apart, the upper one: two lanes side by side exchange halves of two
-// blocks of eight columns, so that each has four values in a row. (Stored two by two wgrad was 0.6 to 1.7 %
-// slower.)
+// Of the two rows that a thread holds, 8 apart, the upper one: adjacent lanes exchange halves of two blocks
+// of eight columns, so that each holds four consecutive values. (With stores of two values wgrad was 0.6 to
+// 1.7 % slower.)
 template <int WIDTH>
 __device__ __forceinline__ void join_columns(float (&d)[128]) {
   const bool odd = threadIdx.x % 2;
 #pragma unroll
   for (u32 j = 0; j < WIDTH / 8; j += 2) {
-    float* two = d + 4 * j;  // of block j, and with 4 and 5 of the next
+    float* two = d + 4 * j;  // of block j; elements 4 and 5 are of block j + 1
     const float x = __shfl_xor_sync(0xffffffffu, odd ? two[0] : two[4], 1);
     const float y = __shfl_xor_sync(0xffffffffu, odd ? two[1] : two[5], 1);
     if (odd) two[0] = two[4], two[1] = two[5];
@@ -22,7 +22,7 @@ __device__ __forceinline__ void join_columns(float (&d)[128]) {
   }
 }
 
-// Such a row straight to memory, or (ADD) added to what is there; ALL, or as far as there are columns.
+// Stores (ADD: accumulates) such a row directly to memory; predicated on `columns` unless ALL.
 template <int WIDTH, bool ADD, bool ALL>
 __device__ __forceinline__ void store_row(float* to, int columns, const float (&d)[128]) {
   const bool odd = threadIdx.x % 2;
@@ -38,20 +38,20 @@ __device__ __forceinline__ void store_row(float* to, int columns, const float (&
       *(float4*)(to + 8 * j) = four;
   }
 }
-// `to` and `columns`: of this thread's first value of the row.
+// `to` and `columns` refer to this thread's first value of the row.
 template <int WIDTH, bool ADD>
 __device__ __forceinline__ void store_row(float* to, int columns, float (&d)[128], bool there) {
   join_columns<WIDTH>(d);
   const int further = threadIdx.x % 2 ? 8 - 2 : 0;
   to += further, columns -= further;
   if (!there) return;
-  if (columns > WIDTH - 16)  // the compiler makes a branch of each condition
+  if (columns > WIDTH - 16)  // the compiler turns each predicate into a branch
     store_row<WIDTH, ADD, true>(to, columns, d);
   else
     store_row<WIDTH, ADD, false>(to, columns, d);
 }
-// A warpgroup's sums, float32: the upper rows by its threads, and while these stores are on their way the
-// lower ones to where the writers find them.
+// Epilogue of a warpgroup's float32 accumulators: its threads store the upper rows directly, and while these
+// stores are in flight, the lower rows go to shared memory for the store warps.
 template <int WIDTH, bool ADD>
 __device__ __forceinline__ void hand_over_wide(const Shared& s, float (&d)[128], u32 group, float* upper,
                                                bool there, int columns, u32& phase) {
@@ -64,13 +64,12 @@ __device__ __forceinline__ void hand_over_wide(const Shared& s, float (&d)[128],
   hand_over(s, group);
 }
 
-// What is there, as bfloat16, added to a warpgroup's sums: of this thread's rows those that are within
-// `rows`.
+// Adds the bfloat16 values in memory to a warpgroup's accumulators, predicated on `rows` and `columns`.
 __device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* from, i64 pitch, int rows,
                                                   int columns) {
 #pragma unroll
   for (u32 low = 0; low < 2; ++low, from += 8 * pitch) {
-    u32 two[COLUMNS / 8];  // all are asked for before one is used
+    u32 two[COLUMNS / 8];  // all loads are issued before the first use
 #pragma unroll
     for (u32 j = 0; j < COLUMNS / 8; ++j)
       two[j] = 8 * (int)low < rows && 8 * (int)j < columns ? *(const u32*)(from + 8 * j) : 0u;
@@ -79,14 +78,14 @@ __device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* fr
       d[4 * j + 2 * low] += bf16_to_float((u16)two[j]);
       d[4 * j + 2 * low + 1] += bf16_to_float((u16)(two[j] >> 16));
     }
-    products_seen(d);  // or the compiler asks for both rows at once, and has no registers for them
+    products_seen(d);  // otherwise the compiler issues both rows' loads together, and spills
   }
 }
 
-// What: out[e, n, k] (+)= sum over the rows r of expert e of dy[r, n] x[r, k].
-//   dy [rows, width], x [rows, depth]; out float32 or bfloat16 [experts, width, depth].
-// Shapes: width and depth multiples of 8; any offsets.
-// Launch: a block of 384 threads a multiprocessor, a multiple of CLUSTER.
+// out[e, n, k] = sum over the rows r of expert e of dy[r, n] x[r, k], or += if accumulating.
+// Arguments: dy [rows, width], x [rows, depth]; out float32 or bfloat16 [experts, width, depth].
+// Requires: width and depth multiples of 8; any offsets.
+// Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_wgrad_tiles_16(const __grid_constant__ TensorMap dy_map,
                                 const __grid_constant__ TensorMap x_map, const int* offsets, i64 experts,
@@ -97,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
   const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // of its warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // the cluster's tiles
+  const bool leads = elected();                                         // elected lane of the warp
+  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
   int taken = takes ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int) { return 0; });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
@@ -106,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Work work((int)experts * units);
   Order order;
   Turn turn;
-  u32 phase = 0;  // of the tile in shared memory
+  u32 phase = 0;  // parity of the staged tile
   int e, first_row, first_column, steps;
   bool below;
   auto find = [&](int tile) {
@@ -129,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
       for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
         if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // it is there long before the end of the tile
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
         find(tile);
         e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
         for (int k = 0; k < steps; ++k, turn.next()) {
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll 1
         for (u32 part = 0; part < PARTS; ++part) {
           const int left = (int)width - first_row - 64 * (int)part;
-          if (out_kind == F32) {  // of each 16 rows the 8 lower ones
+          if (out_kind == F32) {  // of each 16 rows the lower 8
             const int row = (int)t % WRITERS / 8 * 16 + 8 + (int)t % 8;
             float* to = (float*)out + at + (64 * part + row) * depth;
             write_wide_rows(
@@ -172,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         multiply<COLUMNS, true, true>(s, turn, group, count, last, d);
       else
         multiply<COLUMNS / 2, true, true>(s, turn, group, count, last, d);
-      find(order.again(s));  // again, so that nothing of it takes registers meanwhile
-      // value i is in row `row`, 8 below it with i & 2, and column `column` + i / 4 * 8
+      find(order.again(s));  // recomputed, to keep registers free during the main loop
+      // accumulator i is in row `row` (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);
       const int high_left = (int)width - row, wide_left = (int)depth - column;
       const i64 at = (e * width + row) * depth + column;

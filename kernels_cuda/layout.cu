@@ -1,7 +1,7 @@
-// Scales from one layout to another; fp8moe/reference/layout.py says where they lie.
+// Conversions between scale layouts, which fp8moe/reference/layout.py defines.
 #include "scale_layout.cuh"
 
-// Scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
+// Float32 scales between compact [rows, blocks] and gemm_ready [blocks, padded]; zeros past `rows`.
 extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks, i64 padded, i64 to_ready,
                                           float* out) {
   pdl_wait();
@@ -15,10 +15,10 @@ extern "C" __global__ void convert_scales(const float* in, i64 rows, i64 blocks,
   }
 }
 
-// What: MXFP8 scales between compact ([rows, width], or by_columns [known, width]) and the 128x4 blocked
-//   layout, of all experts.
-// Bytes: every scale read once and written once; zeros where there is none, past all experts too.
-// Launch: grid (tiles of rows, tiles of the operand's other side), 128 threads: four bytes of a tile each.
+// MXFP8 scales between compact ([rows, width], or by_columns [known, width]) and the 128x4 blocked layout,
+// for all experts.
+// Traffic: every scale is read once and written once; unused positions, also past all experts, are zeroed.
+// Launch: grid (tiles of rows, tiles along the other dimension), 128 threads: four bytes of a tile each.
 extern "C" __global__ void __launch_bounds__(128)
     convert_blocked_scales(u8* compact, const int* offsets, i64 experts, i64 rows, i64 width, i64 known,
                            i64 by_columns, i64 to_blocked, u8* blocked) {
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const i64 at = by_columns ? strip * width + column : (tile.first_row + outer) * width + block;
     const bool has_scale = there && (!by_columns || strip < known);
     if (to_blocked)
-      four[i] = has_scale ? compact[at] : there ? 255 : 0;  // NaN where a scale is missing
+      four[i] = has_scale ? compact[at] : there ? 255 : 0;  // NaN for a missing scale
     else if (has_scale)
       compact[at] = four[i];
   }

@@ -1,16 +1,16 @@
-// Moving each token's row to where its experts read it.
+// Permutes each token's row to the rows of its experts.
 //
-// permute_rows is the fast path: one launch for rows, scales, probabilities and padding. The kernels after it
-// serve every other dtype, width and map, by way of an int32 source index for every output row.
+// permute_rows is the fast path: one launch for rows, scales, probabilities and padding. The other kernels
+// serve every other dtype, width and map with an int32 source index per output row.
 #include "bulk.cuh"
 #include "row_map.cuh"
 #include "scale_layout.cuh"
 
-#define LONG_PIECE 12000  // bytes; as in permute.py
+#define LONG_PIECE 12000  // bytes; must match permute.py
 
 #if BLOCKED
-// Lane by lane, words of four of a row's scales to where the row's tiles have them; null: zeros. (4096 x 7168
-// to 8 experts each: 101 us in place of 71 with compact scales, whose conversion takes 64 more.)
+// Writes words of four of a row's scales to the row's 128x4 tiles, one word per lane; null: zeros. (4096 x
+// 7168, 8 experts per token: 101 us; with compact scales 71 us, plus 64 us for their conversion.)
 __device__ __forceinline__ void write_blocked_scales(const u8* scales, i64 row, i64 scale_bytes,
                                                      u8* out_scales) {
   for (i64 w = threadIdx.x; w < scale_bytes / 4; w += 32)
@@ -19,19 +19,17 @@ __device__ __forceinline__ void write_blocked_scales(const u8* scales, i64 row, 
 }
 #endif
 
-// What: out[destination] = x[token] for each of a token's destinations, its scale row and probability with
-// it;
-//   zeros in every row no token goes to, if `fill`.
-// Shapes: x [tokens, row_bytes], scales [tokens, scale_bytes], probs [tokens, prob_columns]; rows are
-// multiples of
-//   16 bytes (probs apart). A row travels in `pieces` of `piece_bytes`.
-// Bytes: every token read once, every output row written once.
-// Launch: one warp a piece of a token; zeros + piece_bytes + scale_bytes + 16 bytes of shared memory. Each
-// warp
-//   also writes its share of the rows of zeros, while its load is under way, so that these writes are spread
-//   evenly over the run; from `zeros` bytes of shared memory, or with ordinary stores where there are none.
-// Why: one bulk load and one bulk store a destination keep the most bytes in flight for the fewest
-//   instructions. What is written leaves L2 first: 135.3 us against 136.7 (68.8 and 70.4 for FP8).
+// out[destination] = x[token] for each of a token's destinations, likewise its scales and probability; with
+// `fill`, zeros in every row without a token.
+// Arguments: x [tokens, row_bytes], scales [tokens, scale_bytes], probs [tokens, prob_columns]. A row is
+//   moved in `pieces` of `piece_bytes`.
+// Requires: rows and scale rows are multiples of 16 bytes.
+// Traffic: every token is read once, every output row is written once.
+// Launch: one warp per piece of a token; zeros + piece_bytes + scale_bytes + 16 bytes of shared memory. Each
+//   warp also writes its share of the zero rows while its load is in flight, which spreads these writes over
+//   the run; they come from `zeros` bytes of shared memory, or are ordinary stores if that is 0.
+// Design: one bulk load, and one bulk store per destination, keep the most bytes in flight with the fewest
+//   instructions. An evict-first policy on the stores: 135.3 instead of 136.7 us (FP8: 68.8 instead of 70.4).
 extern "C" __global__ void __launch_bounds__(32, 16)
     permute_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, const u8* scales, i64 scale_bytes,
                  const u8* probs, i64 prob_size, i64 prob_columns, const int* row_id_map, const int* slots,
@@ -48,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(32, 16)
   const int count = count_of(entries_of_token, width);
 #if __CUDA_ARCH__ >= 900
   const u64 policy = evict_first();
-  // A long piece goes out in four parts: 192.9 to 191.3 us for bfloat16, A=128 (in two 191.9, in seven
-  // 191.5), and 145.0 to 144.2, A=16. FP8's, half as long, would be slower by one to two per cent.
+  // A long piece is stored in four parts: 192.9 to 191.3 us for bfloat16, A=128 (two parts 191.9, seven
+  // 191.5), and 145.0 to 144.2, A=16. FP8 rows are half as long and would be 1 to 2 % slower.
   const u32 at_once = bytes >= LONG_PIECE ? (bytes / 4 + 15u) & ~15u : bytes;
   u64* barrier = (u64*)(data + piece_bytes + scale_bytes);
   if (lane == 0 && count > 0) {
@@ -138,11 +136,10 @@ extern "C" __global__ void __launch_bounds__(32, 16)
 #endif
 }
 
-// What: zeros in the rows of `out` that belong to probabilities of 0.
-// Bytes: the map's entries and their probabilities; of `out` those rows alone.
-// Launch: one warp a token, eight a block, after what moved the rows: none of its own in the kernel that
-// moves
-//   them, where few ask for it.
+// Zeroes the rows of `out` whose probability is 0.
+// Traffic: the map's entries and their probabilities; of `out` those rows only.
+// Launch: one warp per token, eight per thread block, after the kernel that moved the rows. It is a separate
+//   kernel because few callers need it.
 extern "C" __global__ void zero_unweighted_rows(const int* row_id_map, const int* slots,
                                                 const int* pad_offsets, const void* probs, i64 probs_kind,
                                                 i64 columns, i64 tokens, i64 places, i64 experts, i64 rows,
@@ -173,8 +170,8 @@ extern "C" __global__ void zero_unweighted_rows(const int* row_id_map, const int
   }
 }
 
-// Row map to sources: for every destination row its token and the column of its probability.
-// One thread an entry. `source` and `column` are -1 where no token goes.
+// Converts a row map to sources: for every destination row its token and the column of its probability, -1 if
+// there is none. One thread per entry.
 extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, const int* pad_offsets,
                                        i64 tokens, i64 width, i64 columns, i64 experts, i64 rows, int* source,
                                        int* column) {
@@ -190,7 +187,8 @@ extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, 
   column[row] = column_of(entries_of_token, slots, token, width, place, columns);
 }
 
-// out[row] = x[source[row]], `width` bytes each; zeros where source is -1, if `fill`. One block a row.
+// out[row] = x[source[row]], `width` bytes each; with `fill`, zeros where source is -1. One thread block per
+// row.
 extern "C" __global__ void gather_rows(const u8* x, const int* source, i64 width, i64 fill, u8* out) {
   pdl_wait();
   const i64 row = blockIdx.x;
@@ -207,7 +205,7 @@ extern "C" __global__ void gather_rows(const u8* x, const int* source, i64 width
   }
 }
 
-// out[row] = probs[source[row], column[row]], `size` bytes each. One thread a row.
+// out[row] = probs[source[row], column[row]], `size` bytes each. One thread per row.
 extern "C" __global__ void gather_probs(const u8* probs, const int* source, const int* column, i64 columns,
                                         i64 rows, i64 size, i64 fill, u8* out) {
   pdl_wait();

@@ -1,24 +1,25 @@
-// Quantise and dequantise by blocks; the rule is in fp8moe/reference/quantize.py, step for step.
+// Quantisation and dequantisation by blocks, step by step as in fp8moe/reference/quantize.py.
 //
-// quantize_rows is the fast path of row-wise blocks of 128 or 32, quantize_tiles of column-wise ones and of
-// both, quantize_weights of (128, 128) blocks: one read. The kernels after it serve every other block and
-// width: two reads of the input (one for amax, one to encode), one write.
+// Fast paths with one read of the input: quantize_rows for row-wise blocks of 128 or 32, quantize_tiles for
+// column-wise blocks or both, quantize_weights for (128, 128) blocks. The other kernels serve every other
+// block and width with two reads (one for amax, one to encode) and one write.
 #include "tile_quantize.cuh"
 
 #ifndef KIND
-#define KIND BF16  // what quantize_rows and quantize_tiles read
-#define FMT 0      // what they write: e4m3
-#define MX 0       // blocks of 128
+#define KIND BF16  // input of quantize_rows and quantize_tiles
+#define FMT 0      // output: e4m3
+#define MX 0       // scale blocks of 128
 #endif
 
-// What: codes and scales of row-wise blocks, 128 values wide, or 32 (mx).
-// Shapes: x [rows, columns], columns a multiple of 32 (mx) or 128; scales [rows, columns / width], or
-//   gemm_ready: block b of row r at b * ready + r; or BLOCKED: rows of `ready` 128x4 tiles,
-//   byte by byte (48,128 x 7168 float16: 288 us in place of 256).
-// Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 64 threads (94 % of the limit, and 91 with 256: less waits at a block's end); a
-//   thread has PAIRS times sixteen values.
-// Why: every load and store is whole lines, no shared memory, no barrier.
+// Row-wise blocks of 128 values, or 32 (mx): codes and scales.
+// Arguments: x [rows, columns]; scales [rows, columns / block], or gemm_ready: block b of row r at b * ready
+//   + r; or BLOCKED: rows of `ready` 128x4 tiles, stored byte by byte (48,128 x 7168 float16: 288 instead of
+//   256 us).
+// Requires: columns a multiple of 128, or 32 (mx).
+// Traffic: every value is read once, every code and scale is written once.
+// Launch: thread blocks of 64, PAIRS times sixteen values per thread. (94 % of the bandwidth limit; 256
+//   threads: 91 %, because more warps wait at the end of a thread block.)
+// Design: all accesses cover whole cache lines; no shared memory and no barrier.
 extern "C" __global__ void __launch_bounds__(64)
     quantize_rows(const void* x, i64 vectors, i64 blocks, i64 up, float eps, i64 ready, u8* codes,
                   void* scales) {
@@ -35,17 +36,18 @@ extern "C" __global__ void __launch_bounds__(64)
       });
 }
 
-// What: column-wise blocks, 128 rows high, or 32 (mx), with the row-wise ones from the same read if wanted.
-// Shapes: x [rows, columns], columns a multiple of 128; tile_quantize.cuh's quantize_tile has the results'.
-// Bytes: every value read once, every code and scale written once.
-// Launch: blocks of 512 threads, as many as fit at once; shared memory for two tiles, as codes and as values,
-//   and the table of strips. The next tile travels while this one, in registers, is quantised.
+// Column-wise blocks of 128 rows, or 32 (mx), and optionally the row-wise blocks from the same read.
+// Arguments: x [rows, columns]; outputs as in tile_quantize.cuh: quantize_tile.
+// Requires: columns a multiple of 128.
+// Traffic: every value is read once, every code and scale is written once.
+// Launch: persistent thread blocks of 512; shared memory for one tile of codes, one of values, and the table
+//   of strips. The next tile's load is in flight while the current one, in registers, is quantised.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
     quantize_tiles(const void* x, i64 rows, i64 columns, const int* offsets, i64 experts, i64 strips, i64 up,
                    float eps, int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
   if (!taken) pdl_wait();
   const int size = KIND == F32 ? 4 : 2;
-  DYNAMIC_SHARED(shared);  // the tile that goes out | the one that comes | the table of strips
+  DYNAMIC_SHARED(shared);  // output tile | input tile | table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
   __shared__ Place places[PLACES];
@@ -69,11 +71,11 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   for (u32 turn = 0; turns.has(turn); ++turn) {
     turns.begin(turn);
     copy_async_wait<0>();
-    __syncthreads();  // this tile is here
+    __syncthreads();  // the tile has arrived
     typename ChunkOf<KIND>::Type v;
 #pragma unroll
     for (int r = 0; r < CHUNK_ROWS; ++r) v.load(r, own_values + r * (TILE * size));
-    __syncthreads();  // it is in registers; the one before it has been written
+    __syncthreads();  // the tile is in registers, and the previous output tile has been written
     fetch(turn + 1);
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,
                   scales, stage, beside);
@@ -82,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 
 // ---- (128, 128) blocks of weights, and their transpose, from one read
 
-// The largest magnitude of eight numbers, in an order that is that of their magnitudes, NaN last;
-// magnitude_bits makes the bits of a float of the largest of many.
+// The largest magnitude of eight values as an order-preserving integer, NaN largest; magnitude_bits converts
+// it to float bits.
 template <int FROM>
 __device__ __forceinline__ u32 largest_magnitude(const Eight<FROM>& v) {
   const u32* w = (const u32*)&v;
@@ -98,7 +100,7 @@ __device__ __forceinline__ u32 magnitude_bits(u32 top) {
   return FROM == F16 ? __float_as_uint(f16_to_float((u16)(top >> 16))) : top;
 }
 
-// Columns of a 4 x 4 matrix of bytes, given its rows.
+// Transposes a 4 x 4 matrix of bytes.
 __device__ __forceinline__ void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 (&columns)[4]) {
   const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
   const u32 ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
@@ -108,8 +110,7 @@ __device__ __forceinline__ void transpose_bytes(u32 a, u32 b, u32 c, u32 d, u32 
 
 #define WEIGHT_THREADS 256
 
-// What the block's values, of which each thread has 8 x 8, are multiplied by, and their scale. By all
-// threads.
+// Factor and scale of a block of which each thread holds 8 x 8 values; called by all threads.
 template <int FROM>
 __device__ __forceinline__ float factor_of_block(const Eight<FROM> (&v)[8], const Rule& rule, float* scale) {
   __shared__ u32 largest[WEIGHT_THREADS / 32];
@@ -125,8 +126,8 @@ __device__ __forceinline__ float factor_of_block(const Eight<FROM> (&v)[8], cons
   return block_scale(magnitude_bits<FROM>(top), rule, scale, &unused);
 }
 
-// A block's codes, of which each thread has eight rows of eight, to shared memory [columns][rows]: 8 x 8
-// bytes transposed in registers; the rows of chunk t / 16 of column c lie at chunk ^ c / 8 % 16. By all
+// Stores a block's codes, eight rows of eight per thread, to shared memory [columns][rows]: 8 x 8 bytes are
+// transposed in registers; row chunk t / 16 of column c is stored at chunk ^ c / 8 % 16. Called by all
 // threads.
 __device__ __forceinline__ void stage_columns(u8* stage, const uint2 (&code)[8]) {
   const u32 chunk = threadIdx.x / 16, eighth = threadIdx.x % 16;
@@ -144,8 +145,8 @@ __device__ __forceinline__ void stage_columns(u8* stage, const uint2 (&code)[8])
   __syncthreads();
 }
 
-// The column that a thread reads from there in each of four steps, and its sixteen rows from
-// 16 * (threadIdx.x % 8) on.
+// The column that a thread reads back in each of four steps; its sixteen rows start at 16 * (threadIdx.x %
+// 8).
 __device__ __forceinline__ u32 column_of_step(u32 step) {
   return 16 * (threadIdx.x / 32) + 4 * step + threadIdx.x % 32 / 8;
 }
@@ -153,19 +154,20 @@ __device__ __forceinline__ uint4 staged_rows(const u8* stage, u32 step) {
   const u32 swizzle = 2 * (threadIdx.x / 32) + step / 2;
   const uint4 v =
       *(const uint4*)(stage + column_of_step(step) * TILE + ((2 * (threadIdx.x % 8) ^ swizzle) & 14u) * 8);
-  // an odd swizzle has two chunks the other way round
+  // an odd swizzle index swaps the two chunks
   return step / 2 ? make_uint4(v.z, v.w, v.x, v.y) : v;
 }
 
-// What: codes and scales of (128, 128) blocks and, unless `transposed` is null, of the transposed matrices.
-// Shapes: x and codes [matrices, rows, columns], both multiples of 128; transposed [matrices, columns, rows];
-//   scales [matrices, rows / 128, columns / 128], transposed_scales [matrices, columns / 128, rows / 128].
-// Bytes: every value read once, every code written once in each orientation.
-// Launch: a block of 256 threads for each (128, 128) block, grid (blocks of a matrix, matrices).
-// Why: the values stay in registers between the maximum and the codes, so there is one read and one kernel.
-//   Each thread has 8 x 8 values: rows go out from registers in whole lines of 128 bytes, columns through
-//   16 KB of shared memory, swizzled so that no bank is met twice, in lines of 128 bytes too. Streaming
-//   stores: 32 x 4096 x 7168 bfloat16 969 us, with ordinary ones 1005. Order of blocks: no difference.
+// (128, 128) blocks: codes and scales, and unless `transposed` is null those of the transposed matrices.
+// Arguments: x and codes [matrices, rows, columns]; transposed [matrices, columns, rows]; scales [matrices,
+//   rows / 128, columns / 128], transposed_scales [matrices, columns / 128, rows / 128].
+// Requires: rows and columns are multiples of 128.
+// Traffic: every value is read once, every code is written once per orientation.
+// Launch: one thread block of 256 per (128, 128) block, grid (blocks of a matrix, matrices).
+// Design: values stay in registers between amax and encoding, hence one read and one kernel. Each thread
+//   holds 8 x 8 values: rows are stored from registers in whole lines of 128 bytes, columns through 16 KB of
+//   swizzled shared memory without bank conflicts, also in lines of 128 bytes. Streaming stores: 32 x 4096 x
+//   7168 bfloat16 969 us, ordinary ones 1005. The order of the blocks makes no difference.
 extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5)
     quantize_weights(const void* x, i64 rows, i64 columns, i64 up, float eps, u8* codes, float* scales,
                      u8* transposed, float* transposed_scales) {
@@ -174,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
   const u32 t = threadIdx.x;
   const u32 across = (u32)(columns / TILE), down = (u32)(rows / TILE);
   const u32 block_row = blockIdx.x / across, block_column = blockIdx.x - block_row * across;
-  const u32 chunk = t / 16, eighth = t % 16;  // this thread's rows and columns, in eights
+  const u32 chunk = t / 16, eighth = t % 16;  // this thread's rows and columns, in units of eight
   const i64 matrix = blockIdx.y, first_row = (i64)block_row * TILE, first_column = (i64)block_column * TILE;
   const i64 from = (matrix * rows + first_row + 8 * chunk) * columns + first_column + 8 * eighth;
   Eight<KIND> v[8];
@@ -205,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, KIND == F32 ? 3 : 5
            staged_rows(stage, step));
 }
 
-// Eight values from element `at` of x on, of which the first `count` are there: zeros for the others.
+// Loads eight values from element `at` of x on, predicated on `count`; zeros for the others.
 template <int FROM>
 __device__ __forceinline__ Eight<FROM> load_some(const void* x, i64 at, i64 count, bool aligned) {
   if (aligned && count >= 8) return load_eight<FROM>(x, at / 8);
@@ -223,7 +225,7 @@ __device__ __forceinline__ Eight<FROM> load_some(const void* x, i64 at, i64 coun
   return v;
 }
 
-// N bytes of words to an address of any alignment, the first `count` of them.
+// Stores the first `count` of N bytes to an address of any alignment.
 template <int N, class Words>
 __device__ __forceinline__ void store_some(u8* to, const Words& words, i64 count) {
   if (count >= N && (size_t)to % N == 0) {
@@ -235,21 +237,20 @@ __device__ __forceinline__ void store_some(u8* to, const Words& words, i64 count
     if (i < count) to[i] = (u8)(((const u32*)&words)[i / 4] >> (8 * (i % 4)));
 }
 
-// Three blocks of float32 spill 36 bytes on sm_80.
+// float32 with three thread blocks per SM spills 36 bytes on sm_80
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define PART_BLOCKS (KIND == F32 ? 2 : 3)
 #else
 #define PART_BLOCKS 3
 #endif
 
-// What: the same of a part of the result, of any size, whose values lie anywhere and may be fewer: the rest
-// of
-//   the part are codes of zero.
-// Shapes: x [matrices, real_rows, real_columns], matrices x_matrix and rows x_row elements apart, `aligned`
-//   where rows and their eights are at multiples of 16 bytes; the part [matrices, part_rows, part_columns]
-//   from (first_row, first_column) on, multiples of 128, of codes [matrices, rows, columns]. Results as
-//   above.
-// Launch: a block of 256 threads for each (128, 128) block, grid (blocks of a part, matrices).
+// quantize_weights for a part of the result of any size, with strided input that may be smaller than the
+// part: the rest of the part gets codes of zero.
+// Arguments: x [matrices, real_rows, real_columns] with strides x_matrix and x_row in elements, `aligned` if
+//   rows and groups of eight are 16-byte aligned; the part [matrices, part_rows, part_columns] starts at
+//   (first_row, first_column) of codes [matrices, rows, columns]. Outputs as above.
+// Requires: the part's start and size are multiples of 128.
+// Launch: one thread block of 256 per (128, 128) block, grid (blocks of a part, matrices).
 extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, PART_BLOCKS)
     quantize_weights_part(const void* x, i64 aligned, i64 x_matrix, i64 x_row, i64 real_rows,
                           i64 real_columns, i64 first_row, i64 first_column, i64 part_rows, i64 part_columns,
@@ -260,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, PART_BLOCKS)
   const u32 t = threadIdx.x, part_across = (u32)((part_columns + TILE - 1) / TILE);
   const u32 block_row = blockIdx.x / part_across, block_column = blockIdx.x - block_row * part_across;
   const i64 matrix = blockIdx.y, row = (i64)block_row * TILE + t / 16 * 8,
-            column = (i64)block_column * TILE + t % 16 * 8;  // of the part, this thread's first
+            column = (i64)block_column * TILE + t % 16 * 8;  // the thread's first column within the part
   Eight<KIND> v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i)
@@ -295,15 +296,15 @@ extern "C" __global__ void __launch_bounds__(WEIGHT_THREADS, PART_BLOCKS)
   }
 }
 
-// Before a launch that takes tiles when blocks are free (tile_order.cuh: Turns).
+// Zeroes the tile counter of a following dynamic schedule (tile_order.cuh: Turns).
 extern "C" __global__ void no_tiles_taken(int* taken) {
   pdl_wait();
   pdl_launch_dependents();
   *taken = 0;
 }
 
-// First and last row of every row of blocks, int32 [S, 2]; (0, 0) past the last one. A strip never crosses
-// a matrix (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
+// First and last + 1 row of every strip, int32 [S, 2]; (0, 0) past the last one. Strips never cross a matrix
+// (`lead` of them, `rows` each) or, with offsets, an expert. One thread.
 extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead, i64 rows, i64 height,
                                        i64 capacity, int* strips) {
   pdl_wait();
@@ -320,8 +321,8 @@ extern "C" __global__ void make_strips(const int* offsets, i64 experts, i64 lead
   for (; s < capacity; ++s) strips[2 * s] = strips[2 * s + 1] = 0;
 }
 
-// Blocks of `width` columns, 32 or more: one thread block (128 threads) each, grid (strips, column blocks).
-// scales[strip * row_stride + block * column_stride].
+// Blocks of `width` >= 32 columns: one thread block (128 threads) per block, grid (strips, column blocks).
+// Scales at strip * row_stride + block * column_stride.
 extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* strips, i64 columns, i64 width,
                                            i64 fmt, i64 up, i64 mx, float eps, i64 row_stride,
                                            i64 column_stride, u8* codes, void* scales) {
@@ -351,8 +352,8 @@ extern "C" __global__ void quantize_blocks(const void* x, i64 kind, const int* s
   }
 }
 
-// Blocks one column wide, stored transposed: one thread a column, grid (strips, columns / 128).
-// codes [columns, rows], scales [strip, columns]; scales of empty strips are zeros.
+// Blocks one column wide, stored transposed: one thread per column, grid (strips, columns / 128). codes
+// [columns, rows], scales [strip, columns]; scales of empty strips are zeros.
 extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* strips, i64 rows, i64 columns,
                                             i64 fmt, i64 up, i64 mx, float eps, u8* codes, void* scales) {
   pdl_wait();
@@ -376,7 +377,7 @@ extern "C" __global__ void quantize_columns(const void* x, i64 kind, const int* 
     ((float*)scales)[strip * columns + c] = scale;
 }
 
-// out[c, r] = in[r, c] for each of gridDim.y matrices, elements of `size` bytes. One thread an element.
+// out[c, r] = in[r, c] for each of gridDim.y matrices, elements of `size` bytes. One thread per element.
 extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 columns, i64 size, u8* out) {
   pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -385,9 +386,11 @@ extern "C" __global__ void transpose_matrices(const u8* in, i64 rows, i64 column
   for (i64 b = 0; b < size; ++b) out[(base + c * rows + r) * size + b] = in[(base + i) * size + b];
 }
 
-// What: values of row-wise blocks, code * scale, as KIND: BF16 or F32.
-// Shapes: codes [rows, columns], columns a multiple of 16; scale b of row r at r * row_stride + b *
-// column_stride. Bytes: every code read once, every value written once. Launch: a thread has sixteen codes.
+// Dequantises row-wise blocks: code * scale, as KIND: BF16 or F32.
+// Arguments: codes [rows, columns], columns a multiple of 16; scale b of row r at r * row_stride + b *
+//   column_stride.
+// Traffic: every code is read once, every value is written once.
+// Launch: sixteen codes per thread.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* codes, const void* scales, i64 vectors, i64 of_row, i64 row_stride,
                     i64 column_stride, void* out) {
@@ -413,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(256)
       ((float4*)out)[4 * (i64)i + k / 4] = make_float4(x[k], x[k + 1], x[k + 2], x[k + 3]);
     return;
   }
-  u32 words[8];  // with the hardware's conversion 281.8 us in place of 273.4
+  u32 words[8];  // the hardware conversion takes 281.8 instead of 273.4 us
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     words[k] = float_to_bf16(x[2 * k]) | (u32)float_to_bf16(x[2 * k + 1]) << 16;
@@ -422,8 +425,8 @@ extern "C" __global__ void __launch_bounds__(256)
   ((uint4*)out)[2 * (i64)i + 1] = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// Row-wise (compact or gemm_ready) tensors and (128, 128) blocks, either orientation: of matrix m, the code
-// of (r, c) lies at m * rows * columns + r * code_rows + c * code_columns. One thread a value.
+// Dequantises row-wise (compact or gemm_ready) tensors and (128, 128) blocks in either orientation: the code
+// of (r, c) of matrix m is at m * rows * columns + r * code_rows + c * code_columns. One thread per value.
 extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales, i64 count, i64 rows,
                                              i64 columns, i64 block_rows, i64 block_columns, i64 code_rows,
                                              i64 code_columns, i64 row_stride, i64 column_stride,
@@ -445,8 +448,8 @@ extern "C" __global__ void dequantize_blocks(const u8* codes, const void* scales
   store(out, i, (int)out_kind, value * scale);
 }
 
-// Column-wise tensors, back to [rows, columns]; out starts as zeros. `known`: strips that have scales, the
-// values of others are NaN. Grid (strips, columns / 128).
+// Dequantises column-wise tensors to [rows, columns]; out must be zeroed beforehand. `known`: number of
+// strips with scales; the others give NaN. Grid (strips, columns / 128).
 extern "C" __global__ void dequantize_columns(const u8* codes, const void* scales, i64 known,
                                               const int* strips, i64 rows, i64 columns, i64 fmt, i64 mx,
                                               i64 out_kind, void* out) {

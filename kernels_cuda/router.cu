@@ -1,17 +1,17 @@
-// The router's choice: scores, top-k with and without groups, weights, losses, and the backward of all of it.
+// The router: scores, top-k with and without groups, weights, auxiliary losses, and the backward pass.
 //
-// A warp has a token, PER_LANE experts a lane (expert i is lane i % 32's), all in registers: one read of the
-// logits. The k largest are found by k maxima over the warp of keys that sort as the numbers do. Exponentials
-// are expf, at most 2 units in the last place off; the reference's are float64 rounded once.
+// One warp per token, PER_LANE experts per lane (expert i belongs to lane i % 32), all in registers: the
+// logits are read once. Top-k is k warp-wide maxima of order-preserving integer keys. Exponentials are expf
+// (at most 2 ulp); the reference rounds float64 once.
 #ifndef PER_LANE
 #define PER_LANE 4  // E <= 32 * PER_LANE
-#define LOSSES 0    // whether route_tokens makes partial sums for the losses
+#define LOSSES 0    // whether route_tokens writes partial sums for the losses
 #endif
 #include "common.cuh"
 
 #define ALL 0xffffffffu
-#define EPSILON 1e-20f  // DeepSeek-V3's, beside the sum of a token's weights
-#define WARPS 8         // of a block, where there are losses
+#define EPSILON 1e-20f  // as in DeepSeek-V3, added to the sum of a token's weights
+#define WARPS 8         // warps per thread block with LOSSES
 
 template <class T>
 __device__ __forceinline__ T warp_sum(T v) {
@@ -20,10 +20,10 @@ __device__ __forceinline__ T warp_sum(T v) {
   return v;
 }
 
-// Keys sort as the numbers do: 0 is no number, 1 NaN.
+// Order-preserving integer keys of floats: 0 is below all numbers, 1 is NaN.
 __device__ __forceinline__ u32 key_of(float x) {
   if (x != x) return 1u;
-  const u32 u = __float_as_uint(x + 0.f);  // -0 as 0
+  const u32 u = __float_as_uint(x + 0.f);  // -0 becomes 0
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
 __device__ __forceinline__ float number_of(u32 key) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ float number_of(u32 key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// The expert of the largest key of a warp, of equals the first, and its key; its key is 0 from then on.
-// RANGE: of experts first to end - 1 only.
+// Removes the largest key of a warp, the lowest expert among equals, and returns its expert and key. RANGE:
+// restricted to experts first to end - 1.
 struct Largest {
   u32 key, expert;
 };
@@ -53,15 +53,14 @@ __device__ __forceinline__ Largest take_largest(u32 (&keys)[PER_LANE], u32 first
   return {top, expert};
 }
 
-// The same by the largest of each lane, which few experts are sorted for: half the instructions of a look at
-// all of them for each choice.
+// The same with each lane's few keys sorted once: half the instructions of scanning all keys per choice.
 #define SORTED (PER_LANE <= 4)
 __device__ __forceinline__ void sort_lane(u32 (&keys)[PER_LANE], u32 (&experts)[PER_LANE]) {
 #pragma unroll
   for (int end = PER_LANE - 1; end > 0; --end)
 #pragma unroll
     for (int i = 0; i < end; ++i) {
-      const bool swap = keys[i] < keys[i + 1];  // of equals the lower expert stays in front
+      const bool swap = keys[i] < keys[i + 1];  // stable: the lower expert first among equals
       const u32 key = keys[i], expert = experts[i];
       keys[i] = swap ? keys[i + 1] : key, experts[i] = swap ? experts[i + 1] : expert;
       keys[i + 1] = swap ? key : keys[i + 1], experts[i + 1] = swap ? expert : experts[i + 1];
@@ -78,10 +77,10 @@ __device__ __forceinline__ u32 take_sorted(u32 (&keys)[PER_LANE], u32 (&experts)
   return expert;
 }
 
-// The sum of the two best of each group: lane g gets group g's key.
+// Sum of the two best scores of each group: lane g receives group g's key.
 __device__ __forceinline__ u32 key_of_groups(const u32 (&keys)[PER_LANE], int groups, int group_size) {
   u32 key_of_lane = 0;
-  if (group_size == 32) {  // a group is what the lanes have in one place (DeepSeek-V3's)
+  if (group_size == 32) {  // a group occupies one key index of all lanes (DeepSeek-V3)
     const u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (int g = 0; g < PER_LANE; ++g) {
@@ -110,7 +109,7 @@ __device__ __forceinline__ float sigmoid(float x) {
   return (x < 0.f ? e : 1.f) * reciprocal_approx(1.f + e);
 }
 
-// A token's logits and the softmax of them.
+// A token's logits and their softmax.
 struct Token {
   float logits[PER_LANE], top, sum, inverse;
   __device__ __forceinline__ void read(const float* row, int experts) {
@@ -136,10 +135,11 @@ struct Token {
   __device__ __forceinline__ float log_sum_exp() const { return top + logf(sum); }
 };
 
-// ids, probs [tokens, topk] of logits [tokens, experts]; of each block of `length` tokens, a sequence (y),
-// and where `partial_scores` is given, its blocks' (x) sums [experts] of scores that sum to 1, counts
-// [experts] of choices, and sum of squared log-sum-exps. Bytes: the logits once, ids and probs. Launch: a
-// warp a token, or WARPS warps a block in turns.
+// ids, probs [tokens, topk] from logits [tokens, experts]. Grid y: sequences of `length` tokens. With
+// partial_scores, each thread block (x) of a sequence also writes sums [experts] of normalised scores, counts
+// [experts] of choices, and the sum of squared log-sum-exps.
+// Traffic: the logits are read once, ids and probs are written once.
+// Launch: one warp per token, or persistent thread blocks of WARPS warps.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     route_tokens(const float* logits, const float* bias, i64 length, i64 experts, i64 topk, i64 by_sigmoid,
                  i64 groups, i64 topk_groups, i64 renormalize, float factor, int* ids, float* probs,
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   float shares[PER_LANE], squares = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) shares[i] = 0.f;
-  // every warp's shares | how often the block's tokens chose each expert | every warp's squares
+  // scores per warp | choices per expert of the thread block | squares per warp
   float* shared_shares = (float*)memory;
   int* shared_counts = (int*)memory + warps * (int)experts;
   float* shared_squares = (float*)memory + (warps + 1) * (int)experts;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       for (int i = 0; i < PER_LANE; ++i)
         if (32 * i + lane < experts && !(allowed >> (32 * i + lane) / group_size & 1u)) keys[i] = 0;
     }
-    u32 own_expert = 0;  // lane r has choice r
+    u32 own_expert = 0;  // lane r holds choice r
 #if SORTED
     u32 experts_of[PER_LANE];
 #pragma unroll
@@ -214,9 +214,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
       probs[token * topk + lane] = prob * factor;
     }
     if (LOSSES) {
-      if (lane < topk) atomicAdd(shared_counts + own_expert, 1);  // integers: in any order the same
+      if (lane < topk) atomicAdd(shared_counts + own_expert, 1);  // integer sum: the order does not matter
       float total = 1.f;
-      if (by_sigmoid) {  // made twice: 32 experts' scores are more registers than there are
+      if (by_sigmoid) {  // computed twice: the scores of 32 experts per lane exceed the registers
         total = 0.f;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) total += 32 * i + lane < experts ? sigmoid(x.logits[i]) : 0.f;
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   __syncthreads();
   const i64 block = (i64)blockIdx.y * gridDim.x + blockIdx.x;
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-    float share = 0.f;  // of the warps in their order
+    float share = 0.f;  // summed in warp order
     for (int w = 0; w < warps; ++w) share += shared_shares[w * (int)experts + e];
     partial_scores[block * experts + e] = share;
     partial_counts[block * experts + e] = shared_counts[e];
@@ -249,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   }
 }
 
-// Of each sequence (y) and 32 experts (x): how many tokens chose them, tokens_per_expert [sequences,
-// experts], and the sum over the experts of that times their scores' sums, partial_losses [sequences,
-// gridDim.x]. Launch: 8 warps a block, each with every eighth of the sequence's blocks of route_tokens.
+// For each sequence (y) and 32 experts (x): tokens_per_expert [sequences, experts], and partial_losses
+// [sequences, gridDim.x], the sum over these experts of count times score sum.
+// Launch: 8 warps per thread block, each reduces every eighth of the sequence's route_tokens blocks.
 extern "C" __global__ void route_losses(const float* partial_scores, const int* partial_counts, i64 blocks,
                                         i64 experts, int* tokens_per_expert, double* partial_losses) {
   pdl_wait();
@@ -277,7 +277,7 @@ extern "C" __global__ void route_losses(const float* partial_scores, const int* 
   if (lane == 0) partial_losses[sequence * gridDim.x + blockIdx.x] = loss;
 }
 
-// The losses: sums in a fixed order, by one block of 256 threads.
+// Total losses, summed in a fixed order by one thread block of 256.
 extern "C" __global__ void route_total(const double* partial_losses, i64 losses, const float* partial_z,
                                        i64 blocks, float aux_coefficient, float z_coefficient,
                                        float* aux_loss, float* z_loss) {
@@ -291,10 +291,11 @@ extern "C" __global__ void route_total(const double* partial_losses, i64 losses,
   if (threadIdx.x == 0) *aux_loss = (float)(aux * aux_coefficient), *z_loss = (float)(z * z_coefficient);
 }
 
-// grad_logits [tokens, experts] float32 or, `split`, [tokens, 3 * experts] bfloat16: the rounding of each, of
-// what that leaves and of what is left then. aux_coefficient, z_coefficient: what the losses' gradients are
-// multiplied by for each token and choice.
-// Bytes: the logits once, the gradient once. Launch: a warp a token.
+// grad_logits [tokens, experts] float32 or, with `split`, [tokens, 3 * experts] bfloat16: each gradient as
+// three bfloat16 terms, each the rounded remainder of the previous ones. aux_coefficient, z_coefficient:
+// factors of the losses' gradients per token and choice.
+// Traffic: the logits are read once, the gradient is written once.
+// Launch: one warp per token.
 extern "C" __global__ void __launch_bounds__(128)
     route_backward_tokens(const float* grad_probs, const float* logits, const int* ids, i64 tokens,
                           i64 length, i64 experts, i64 topk, i64 by_sigmoid, i64 renormalize, float factor,
@@ -308,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const float* row = logits + token * experts;
   Token x;
   x.read(row, (int)experts);
-  // of the chosen scores; lane r has choice r
+  // gradients of the chosen scores; lane r holds choice r
   const int expert = lane < topk ? ids[token * topk + lane] : -1;
   const bool there = expert >= 0 && expert < experts;
   const float chosen = there ? x.score(row[expert], by_sigmoid) : 0.f;
@@ -334,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(128)
       if (32 * i + lane < experts) of_scores[i] = by * (float)counts[32 * i + lane];
       mean += of_scores[i] * scores[i];
     }
-    if (by_sigmoid) {  // the loss is of scores divided by their sum
+    if (by_sigmoid) {  // the auxiliary loss uses scores divided by their sum
       total = warp_sum(total);
       mean = warp_sum(mean) / total;
 #pragma unroll

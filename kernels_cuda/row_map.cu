@@ -1,11 +1,11 @@
-// A plan from its row map: what a caller has who was handed the map alone.
+// Builds a plan from a row map, for callers that have the map only.
 #include "row_map.cuh"
 
-// What: out[token] = row_id_map[token], and counts[expert] += 1 for each of the token's entries.
-// Shapes: row_id_map and out [tokens, 2 * experts + 1]; counts [experts], zeros before.
-// Bytes: the map read and written once, nearly all of it blanks.
-// Launch: one warp a token, eight a block. Only entries are counted: adding the blanks of 4096 tokens with 8
-//   of 256 experts up in one place of their own took a millisecond, 31 of 32 entries.
+// out[token] = row_id_map[token], and counts[expert] += 1 for each of the token's entries.
+// Arguments: row_id_map and out [tokens, 2 * experts + 1]; counts [experts], zeroed beforehand.
+// Traffic: the map is read and written once; most of it is empty entries.
+// Launch: one warp per token, eight per thread block. Empty entries are not counted: with 4096 tokens and 8
+//   of 256 experts, 31 of 32 entries are empty, and adding them to one counter took a millisecond.
 extern "C" __global__ void copy_row_map(const int* row_id_map, i64 tokens, i64 experts, int* counts,
                                         int* out) {
   pdl_wait();
@@ -17,7 +17,7 @@ extern "C" __global__ void copy_row_map(const int* row_id_map, i64 tokens, i64 e
   const int count = count_of(entries_of_token, experts);
   for (i64 j = lane; j < count; j += 32) {
     const int expert = entries_of_token[experts + j];
-    if ((u32)expert < (u32)experts) atomicAdd(counts + expert, 1);  // integers: in any order the same
+    if ((u32)expert < (u32)experts) atomicAdd(counts + expert, 1);  // integer sum: the order does not matter
   }
   for (i64 first = lane; first < width; first += 8 * 32) {
     int v[8];
@@ -30,10 +30,10 @@ extern "C" __global__ void copy_row_map(const int* row_id_map, i64 tokens, i64 e
   }
 }
 
-// What: out[j * tokens + token] = row, for each row the entry token * places + j that `order` has there; -1
-//   where its id is below 0, or the row is one of `rows` and more.
-// Shapes: order [tokens * places], each entry once; ids [tokens, places]; int64 where they are wide.
-// Launch: a thread a row.
+// out[j * tokens + token] = row, where `order` lists entry token * places + j at `row`; -1 if the entry's id
+// is negative or row >= rows.
+// Arguments: order [tokens * places], a permutation of the entries; ids [tokens, places]; int64 if wide.
+// Launch: one thread per row.
 extern "C" __global__ void index_map_of_order(const void* order, const void* ids, i64 wide_order,
                                               i64 wide_ids, i64 tokens, i64 places, i64 rows, int* out) {
   pdl_wait();
@@ -45,12 +45,12 @@ extern "C" __global__ void index_map_of_order(const void* order, const void* ids
   out[entry % places * tokens + entry / places] = takes ? (int)row : -1;
 }
 
-// What: of a map by index each token's rows in descending order, as entries of expert 0, and which of its
-//   entries each was; counts[0] += all of them.
-// Shapes: index_map [places * tokens], the row of a token's entry j at j * tokens + token; row_id_map
-//   [tokens, 2 * places + 1]; slots [tokens, places]; counts [1], zero before.
-// Launch: a thread an entry, neighbours of neighbouring tokens; each looks at the others of its token, which
-//   are in L1, to find its place.
+// From an index map: each token's rows in descending order as entries of expert 0, and the original entry of
+// each; counts[0] += number of entries.
+// Arguments: index_map [places * tokens], entry j of a token at j * tokens + token; row_id_map [tokens, 2 *
+//   places + 1]; slots [tokens, places]; counts [1], zeroed beforehand.
+// Launch: one thread per entry, adjacent threads on adjacent tokens; each ranks its entry among those of its
+//   token, which are in L1.
 extern "C" __global__ void sort_index_map(const int* index_map, i64 tokens, i64 places, int* counts,
                                           int* row_id_map, int* slots) {
   pdl_wait();
@@ -72,13 +72,13 @@ extern "C" __global__ void sort_index_map(const int* index_map, i64 tokens, i64 
     slots[token * places + place] = row < 0 ? -1 : (int)slot;
   }
   const int entries = __popc(__ballot_sync(0xffffffffu, row >= 0));
-  if (threadIdx.x % 32 == 0 && entries) atomicAdd(counts, entries);  // integers: in any order the same
+  if (threadIdx.x % 32 == 0 && entries) atomicAdd(counts, entries);  // integer sum: the order does not matter
 }
 
-// What: of each expert's count where its rows start, its padding included, and after the last where they end.
-// Shapes: counts, pad_offsets (null: zeros), padded_counts and out_pad_offsets [experts]; expert_offsets
-//   [experts + 1]; overflow [1], zero.
-// Launch: one block, a thread a run of experts.
+// Exclusive prefix sums of the padded expert counts: each expert's first row, then the end of the last.
+// Arguments: counts, pad_offsets (null: zeros), padded_counts and out_pad_offsets [experts]; expert_offsets
+//   [experts + 1]; overflow [1], set to zero.
+// Launch: one thread block, a contiguous range of experts per thread.
 extern "C" __global__ void offsets_of_counts(const int* counts, const int* pad_offsets, i64 experts,
                                              int* padded_counts, int* out_pad_offsets, int* expert_offsets,
                                              int* overflow) {

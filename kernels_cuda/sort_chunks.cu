@@ -1,23 +1,23 @@
-// Chunks of rows in another order, with padding taken out or put in: sort_chunks, pad and unpad.
+// Reorders chunks of rows and adds or removes padding: sort_chunks, pad and unpad.
 #include "bulk.cuh"
 
 #define CHUNK_THREADS 256
 
-// Where the rows of the result come from: chunk i of it (ascending `key`) is rows [from, from + rows) of the
-// input, or zeros where from is -1. All in shared memory, [chunks].
+// Source of the result's rows: chunk i of the result (ascending `key`) is rows [from, from + rows) of the
+// input, or zeros if from is -1. All [chunks], in shared memory.
 struct Chunks {
   int *key, *rows, *from;
 };
 
-// A count of rows, up to the next multiple.
+// A row count rounded up to a multiple of `align`.
 __device__ __forceinline__ i64 padded(i64 rows, i64 align) {
   return align == 1 ? rows : (i64)((u32)(rows + align - 1) / (u32)align) * align;
 }
 
-// Fill `c`, a thread a run of chunks. The forward's result has its chunks in `order`, each group of them
-// padded; the backward's has them as `sizes` names them, `rows_before` rows in all, and nothing starts past
-// those. Every block does this for itself.
-// Scratch: start [chunks + 1], which [chunks], sums [warps].
+// Fills `c`, a contiguous range of chunks per thread; every thread block computes it. Forward: the result has
+// its chunks in `order`, and every group of them is padded. Backward: the result has them as in `sizes`,
+// `rows_before` rows in total, and no chunk starts past those. Scratch: start [chunks + 1], which [chunks],
+// sums [warps].
 __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i64 wide_sizes, i64 wide_order,
                                          int chunks, i64 align, int per_group, i64 rows_before, bool backward,
                                          Chunks c, int* start, int* which, i64* sums, int* group_offsets) {
@@ -59,7 +59,7 @@ __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i
         c.rows[j] = rows;
         c.from[j] = i >= 0 ? start[i] : 0;
       } else if (i >= 0) {
-        atomicMax(c.from + i, (int)at);  // an order that names a chunk twice: its last place
+        atomicMax(c.from + i, (int)at);  // a chunk repeated in `order` uses its last position
       }
       at += rows;
     }
@@ -73,8 +73,8 @@ __device__ __noinline__ void find_chunks(const void* sizes, const void* order, i
   __syncthreads();
 }
 
-// Row of the input that becomes `row`, or -1. Only the last chunk that starts at or before it can hold it:
-// empty ones hold nothing, and end where they start.
+// Input row of output row `row`, or -1. Only the last chunk that starts at or before it can contain it: empty
+// chunks end where they start.
 __device__ __forceinline__ i64 source_of(i64 row, Chunks c, int chunks, i64 rows_in) {
   const int lo = last_at_most(c.key, chunks, row);
   if (!chunks || c.from[lo] < 0) return -1;
@@ -82,7 +82,8 @@ __device__ __forceinline__ i64 source_of(i64 row, Chunks c, int chunks, i64 rows
   return inside >= 0 && inside < c.rows[lo] && from < rows_in ? from : -1;
 }
 
-// Shared memory: sums i64 [CHUNK_THREADS / 32] | start [chunks + 1], then key, rows, from, which [chunks].
+// Layout of shared memory: sums i64 [CHUNK_THREADS / 32] | start [chunks + 1], then key, rows, from, which
+// [chunks].
 __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, int** start) {
   *sums = (i64*)shared;
   *start = (int*)(shared + CHUNK_THREADS / 4);
@@ -93,8 +94,8 @@ __device__ __forceinline__ Chunks chunks_in(u8* shared, i64 chunks, i64** sums, 
   return c;
 }
 
-// Source of every output row, -1 where there is none, and its probability. One thread a row. Rows past the
-// chunks are their own source, if `keep_rest`; they are the same on both sides then.
+// Source row of every output row (-1: none) and its probability. One thread per row. With `keep_rest`, rows
+// past the chunks map to themselves; input and output then have equally many.
 extern "C" __global__ void sort_chunks_sources(const void* sizes, const void* order, i64 wide_sizes,
                                                i64 wide_order, i64 chunks, i64 align, i64 per_group,
                                                i64 keep_rest, i64 backward, i64 rows_in, i64 rows,
@@ -117,14 +118,15 @@ extern "C" __global__ void sort_chunks_sources(const void* sizes, const void* or
     out_probs[row * prob_size + b] = from < 0 ? 0 : probs[from * prob_size + b];
 }
 
-// What: out[row] = x[source[row]], scales with it, zeros where source is -1.
-// Shapes: x [., row_bytes], scales [., scale_bytes], all multiples of 16; out [rows, row_bytes].
-// Bytes: every row read once and written once.
-// Launch: one warp a unit, `together` rows (up to 32) or one of the `pieces` of a long row; a unit and 16
-//   bytes of shared memory. Behind the launch that writes `source`.
-// Why: blocks that end, and not as many as fit at once with several buffers each: the hardware starts blocks
-//   in order, so that what is read and written at a time lies together, where persistent blocks drift apart.
-//   A plain copy by persistent blocks takes 187 us, by blocks that end 171 (345 MiB).
+// out[row] = x[source[row]], likewise scales; zeros where source is -1.
+// Arguments: x [., row_bytes], scales [., scale_bytes], out [rows, row_bytes].
+// Requires: row_bytes and scale_bytes are multiples of 16.
+// Traffic: every row is read once and written once.
+// Launch: one warp per unit: `together` rows (up to 32) or one of the `pieces` of a long row; shared memory
+//   for a unit and 16 bytes. Runs after the launch that writes `source`.
+// Design: short-lived thread blocks instead of persistent ones with several buffers. The hardware starts
+//   blocks in order, so concurrent accesses stay close together, while persistent blocks drift apart. A plain
+//   copy of 345 MiB takes 171 us, with persistent blocks 187 us.
 extern "C" __global__ void __launch_bounds__(32)
     sort_chunks_rows(const u8* x, i64 row_bytes, i64 piece_bytes, i64 pieces, i64 together, const u8* scales,
                      i64 scale_bytes, const int* source, i64 rows, u8* out, u8* out_scales) {
@@ -132,14 +134,14 @@ extern "C" __global__ void __launch_bounds__(32)
   const int lane = threadIdx.x;
   const u32 unit = blockIdx.x;
   const i64 begin = pieces > 1 ? unit % (u32)pieces * piece_bytes : 0;
-  const i64 row = pieces > 1 ? unit / (u32)pieces : unit * together + lane;  // a lane's
+  const i64 row = pieces > 1 ? unit / (u32)pieces : unit * together + lane;  // the row of this lane
   const bool takes_part = lane < together && row < rows;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
   const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
   pdl_wait();
   const int from = takes_part ? source[row] : -1;
 #if __CUDA_ARCH__ >= 900
-  // rows that follow each other here and there are copied at once, by the lane of the first
+  // consecutive rows with consecutive sources are copied together, by the lane of the first
   const int before = __shfl_up_sync(0xffffffffu, from, 1);
   const bool starts = from >= 0 && (lane == 0 || before < 0 || from != before + 1);
   const u32 ends = __ballot_sync(0xffffffffu, starts || from < 0);
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(32)
 #else
   u32 left = __ballot_sync(0xffffffffu, takes_part);
 #endif
-  for (; left; left &= left - 1) {  // rows of zeros; before sm_90 all rows
+  for (; left; left &= left - 1) {  // zero rows; before sm_90 all rows
     const int which = __ffs(left) - 1;
     const i64 to = __shfl_sync(0xffffffffu, row, which), in = __shfl_sync(0xffffffffu, from, which);
     const uint4 zero = make_uint4(0, 0, 0, 0);

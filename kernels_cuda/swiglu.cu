@@ -1,14 +1,15 @@
-// SwiGLU and its backward in float32 (float64 for float64), step for step as fp8moe/reference/swiglu.py.
+// SwiGLU and its backward in float32 (float64 for float64), step by step as in fp8moe/reference/swiglu.py.
 //
-// swiglu_quantize_rows and swiglu_quantize_backward_rows are the fast path: activation and row-wise
-// quantise in one read and one write; swiglu_rows and swiglu_backward_rows without quantise. Their sigmoid is
-// float32, by the hardware's exponential; the reference's is float64 rounded once. quick_sigmoid says how far
-// apart they can be. The kernels after them take float64's way and, for quantised results, go through a
-// float32 buffer and quantize.cu.
+// Fast paths: swiglu_quantize_rows and swiglu_quantize_backward_rows fuse the activation with row-wise
+// quantisation in one read and one write; swiglu_rows and swiglu_backward_rows do not quantise. Their sigmoid
+// is float32 with the hardware exponential, the reference's is float64 rounded once; quick_sigmoid states the
+// error. The other kernels compute in float64 and, for quantised results, use a float32 buffer and
+// quantize.cu.
 #include "swiglu.cuh"
 #include "tile_quantize.cuh"
 
-// y [rows, width] of h [rows, HALVES * width]; rows past *last (when given) are zeros. One block a row.
+// y [rows, width] from h [rows, HALVES * width]; rows past *last (if given) are zeros. One thread block per
+// row.
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
                                           const int* last, float clamp, float alpha, float offset, i64 width,
                                           i64 out_kind, void* y) {
@@ -40,8 +41,8 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
   }
 }
 
-// dh [rows, HALVES * width] and dprobs [rows], the sum in float64 in a fixed order. One block (256 threads) a
-// row.
+// dh [rows, HALVES * width] and dprobs [rows], summed in float64 in a fixed order. One thread block of 256
+// per row.
 extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 kind, const void* probs,
                                            i64 probs_kind, const int* last, float clamp, float alpha,
                                            float offset, i64 width, i64 out_kind, void* dh, i64 dprobs_kind,
@@ -93,8 +94,8 @@ __device__ __forceinline__ void store_products(void* to, i64 vector, const float
   store_eight<TO>(to, vector, products);
 }
 
-// y = a * sigmoid(alpha a) * b, zeros past *last: put(y, z, prob, at, whole) gets sixteen values of a lane,
-// of the result's vectors `at` and lanes_of(MX) further on, if `whole`, and the row's probability.
+// y = a * sigmoid(alpha a) * b, zeros past *last. put(y, z, prob, at, whole) receives a lane's sixteen
+// values, vectors `at` and `at` + lanes_of(MX) of the result (valid if `whole`), and the row's probability.
 template <class Put>
 __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i64 probs_kind,
                                              const int* last, Activation act, i64 rows, u32 vectors,
@@ -129,13 +130,13 @@ __device__ __forceinline__ void forward_rows(const void* h, const void* probs, i
   put(y[0], y[1], prob, at, whole);
 }
 
-// What: y, quantised by blocks of 128 (mx: 32) of a row; zeros past *last.
-// Shapes: h [rows, 2 width] = (a | b), or [rows, width], width a multiple of the block; codes [rows, width],
-// scales [rows,
-//   width / block]. `vectors`: width / 8.
-// Bytes: h read once, codes and scales written once.
-// Launch: blocks of 64 threads, a thread sixteen values of a and of b. (With 256 threads 24,576 x 1408
-//   take 43.6 us and not 42.6; 32,768 x 2048 the same.)
+// y, quantised row-wise by blocks of 128 (mx: 32); zeros past *last.
+// Arguments: h [rows, 2 width] = (a | b), or [rows, width] without a gate; codes [rows, width], scales [rows,
+//   width / block]; `vectors`: width / 8.
+// Requires: width a multiple of the block.
+// Traffic: h is read once, codes and scales are written once.
+// Launch: thread blocks of 64, sixteen values of a and b per thread. (256 threads: 24,576 x 1408 take 43.6
+//   instead of 42.6 us; 32,768 x 2048 the same.)
 extern "C" __global__ void __launch_bounds__(64)
     swiglu_quantize_rows(const void* h, const void* probs, i64 probs_kind, const int* last, float clamp,
                          float alpha, float offset, i64 rows, i64 vectors, u8* codes, void* scales) {
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(64)
                });
 }
 
-// The same, y [rows, width] as h is, not quantised; width a multiple of 128.
+// The same without quantisation: y [rows, width] of the dtype of h; width a multiple of 128.
 extern "C" __global__ void __launch_bounds__(64)
     swiglu_rows(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha, float offset,
                 i64 rows, i64 vectors, void* y) {
@@ -161,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(64)
                });
 }
 
-// A warp's row of dh = (da | db) and dprobs, zeros past *last: put(x, y, prob, at, whole, row, half, first)
-// gets sixteen values of a lane that are yet to be multiplied by the row's probability, of dh's vectors `at`
-// and lanes_of(MX) further on, if `whole`; the warp's 64 begin at `first` of the half (0: da, 1: db). The sum
-// for dprobs is float64 over groups of eight products, in a fixed order.
+// One warp per row of dh = (da | db) and dprobs, zeros past *last. put(x, y, prob, at, whole, row, half,
+// first) receives a lane's sixteen values before the multiplication by the row's probability: vectors `at`
+// and `at` + lanes_of(MX) of dh (valid if `whole`). The warp's 64 vectors begin at `first` of the half (0:
+// da, 1: db). The sum for dprobs is float64 over groups of eight products, in a fixed order.
 template <class Put>
 __device__ __forceinline__ void backward_rows(const void* grad, const void* h, const void* probs,
                                               i64 probs_kind, const int* last, Activation act, i64 rows,
@@ -202,8 +203,8 @@ __device__ __forceinline__ void backward_rows(const void* grad, const void* h, c
   if (lane == 0) dprobs[row] = (float)sum;
 }
 
-// The scales of a row's blocks of 128, of which a warp makes four of each half of dh at a time: lanes 0 to 15
-// keep da's, the others db's, until those of 256 vectors are written at once (142.9 to 141.9 us).
+// Scales of a row's blocks of 128. A warp computes four of each half of dh at a time; lanes 0 to 15 keep
+// da's, the others db's, until those of 256 vectors are stored together (142.9 to 141.9 us).
 struct RowScales {
   u32 kept = 0;
   __device__ __forceinline__ void add(u32 scale, i64 row, int half, i64 first, i64 vectors, u32* scales) {
@@ -216,9 +217,11 @@ struct RowScales {
   }
 };
 
-// What: dh, each half quantised by its own blocks, and dprobs; zeros past *last.
-// Shapes: grad [rows, width], h and dh [rows, HALVES width], dprobs [rows] float32 or null. `vectors`: width
-// / 8. Bytes: grad and h read once, codes and scales written once. Launch: a warp a row.
+// dh with each half quantised in blocks of its own, and dprobs; zeros past *last.
+// Arguments: grad [rows, width], h and dh [rows, HALVES width], dprobs [rows] float32 or null; `vectors`:
+//   width / 8.
+// Traffic: grad and h are read once, codes and scales are written once.
+// Launch: one warp per row.
 extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
                                                   : ACT == SWIGLU ? 6
                                                                   : 5)
@@ -238,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
                 });
 }
 
-// The same, dh as h is, not quantised; width a multiple of 128.
+// The same without quantisation: dh of the dtype of h; width a multiple of 128.
 extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
                                                   : ACT == SWIGLU ? 6
                                                                   : 5)
@@ -253,16 +256,17 @@ extern "C" __global__ void __launch_bounds__(128, KIND == F32     ? 4
                 });
 }
 
-// The forward with column-wise blocks beside the row-wise ones, from one read.
-// Shapes: width a multiple of 128; tile_quantize.cuh's quantize_tile has the results'.
-// Launch: as quantize_tiles, with a and b in shared memory.
+// The forward with column-wise blocks in addition to the row-wise ones, from one read.
+// Arguments: outputs as in tile_quantize.cuh: quantize_tile.
+// Requires: width a multiple of 128.
+// Launch: like quantize_tiles, with a and b in shared memory.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TILE_BLOCKS)
     swiglu_quantize_tiles(const void* h, const void* probs, i64 probs_kind, float clamp, float alpha,
                           float offset, i64 rows, i64 width, const int* offsets, i64 experts, i64 strips,
                           int* taken, u8* row_codes, void* row_scales, u8* codes, void* scales) {
   if (!taken) pdl_wait();
   const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
-  DYNAMIC_SHARED(shared);  // the tile that goes out | a and b of the one that comes | the table of strips
+  DYNAMIC_SHARED(shared);  // output tile | a and b of the input tile | table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
   __shared__ TileShared beside;
   __shared__ Place places[PLACES];
@@ -296,11 +300,11 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     turns.begin(turn);
     look(turn + 1);
     copy_async_wait<0>();
-    __syncthreads();  // this tile is here
+    __syncthreads();  // the tile has arrived
     const Place& place = turns.place(turn);
     const int q = strip_of_chunk(warp, MX), inside = warp * CHUNK_ROWS - 32 * q;
     const i64 left = last - place.base[q];
-    const int there = min(place.count[q], (int)clamped(left, TILE)) - inside;  // of the chunk's rows
+    const int there = min(place.count[q], (int)clamped(left, TILE)) - inside;  // valid rows of the chunk
     const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;
     FloatChunk made;
     float (&v)[CHUNK_ROWS][4] = made.v;
@@ -319,11 +323,11 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[i + k];
-          v[i + k][c] = BARE || i + k < there ? y : 0.f;  // of a row of zeros it is 0 by itself
+          v[i + k][c] = BARE || i + k < there ? y : 0.f;  // for a row of zeros y is 0 already
         }
     }
     if (!near) {
-      // once in a blue moon: the results by way of this thread's places in shared memory
+      // very rare: stages the results in this thread's slots of shared memory
 #pragma unroll 1
       for (int i = 0; i < CHUNK_ROWS; ++i) {
         float a[4], b[4], y[4];
@@ -347,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
         v[i][2] = __uint_as_float(right.x), v[i][3] = __uint_as_float(right.y);
       }
     }
-    __syncthreads();  // it is in registers; the one before it has been written
+    __syncthreads();  // the tile is in registers, and the previous output tile has been written
     fetch(turn + 1);
     quantize_tile(made, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
                   beside);

@@ -1,33 +1,33 @@
-// SwiGLU or its backward, quantised row-wise, and the scaling-aware transpose of these codes beside them, by
-// tiles of 128 x 128: the codes that transpose.cu would make of the row-wise ones, without reading those.
-// For 16 bits and float32, blocks of 128, rows and width in multiples of 128.
+// SwiGLU or its backward, quantised row-wise, together with the scaling-aware transpose of these codes, by
+// tiles of 128 x 128. The transposed codes equal what transpose.cu computes from the row-wise ones, without
+// reading them. For 16-bit and float32 input, blocks of 128, rows and width multiples of 128.
 #ifndef KIND
-#define KIND BF16  // what is read
-#define FMT 0      // what is written: e4m3
+#define KIND BF16  // input
+#define FMT 0      // output: e4m3
 #define MX 0
-#define BARE 1  // alpha 1, nothing clamped or added
+#define BARE 1  // alpha 1, no clamp, no offset
 #endif
-#define TILE_TARGET 1  // one scale a tile
+#define TILE_TARGET 1  // one scale per tile
 #include "swiglu.cuh"
 #include "transpose_tile.cuh"
 
 #define BLOCK_THREADS 256
 
-// A tile of row-wise codes as transpose_piece reads it, which finds its rows by exclusive or.
+// A tile of row-wise codes in the layout of transpose_piece, which addresses rows by exclusive or.
 struct __align__(1024) Made {
   u8 codes[TILE * TILE];
   int exponents[TILE];
 };
 
-// Row of the tile that a lane makes in one of four steps: a warp has sixteen. Half a warp has rows that are
-// four apart, so that its codes meet no bank of shared memory twice.
+// Row of the tile that a lane computes in each of four steps; a warp computes sixteen rows. The rows of a
+// half-warp are four apart, which limits bank conflicts of the codes to two-way.
 __device__ __forceinline__ u32 row_of_step(u32 step) {
   const u32 lane = threadIdx.x % 32, quarter = lane / 8;
   return threadIdx.x / 32 * 16 + step / 2 * 8 + step % 2 * 2 + quarter / 2 + quarter % 2 * 4;
 }
 
-// Sixteen values of a lane, vectors lane % 8 and 8 further on of a row's block of 128, times `by`: quantised,
-// to the tile. By all lanes of the block; the first writes the scale.
+// Quantises a lane's sixteen values times `by` (vectors lane % 8 and lane % 8 + 8 of a block of 128) into the
+// tile. Called by all lanes of the block; the first one stores the scale.
 __device__ __forceinline__ void make_block(float* x, float* y, float by, u32 row, u32* scale_to, Made& made) {
   const Rule rule = {FMT, 1, 0, 0.f};
   const u32 j = threadIdx.x % 8;
@@ -41,9 +41,9 @@ __device__ __forceinline__ void make_block(float* x, float* y, float by, u32 row
   made.exponents[exponent_at(row)] = exponent_of(scale, 0, 0);
 }
 
-// The codes of `halves` tiles, in rows `row` and columns `column` and `across` further on, by the whole
-// block: as they are, in whole lines (halves of lines, by the lanes that made them, take 1 % longer), and
-// transposed, by one warp a piece of 16 columns.
+// Writes the codes of `halves` tiles at rows `row`, columns `column` and `column` + `across`; called by the
+// whole thread block. Row-wise in whole cache lines (half lines, stored by the lanes that computed them, take
+// 1 % longer), and transposed, one warp per piece of 16 columns.
 __device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 row, u32 column, u32 across,
                                             const int* offsets, i64 experts, u8* row_codes,
                                             const Results& to) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 ro
       __stcs((uint4*)(out + r * to.columns),
              *(const uint4*)(made[half].codes + r * TILE + ((piece ^ r % 8) * 16)));
   }
-  if (offsets && (first < offsets[0] || first >= offsets[experts])) {  // of no expert
+  if (offsets && (first < offsets[0] || first >= offsets[experts])) {  // row of no expert
     if (threadIdx.x < halves) ((float*)to.scales)[(column + threadIdx.x * across) * to.strips + row] = 0.f;
     return;
   }
@@ -74,12 +74,12 @@ __device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 ro
   }
 }
 
-// What: y [rows, width] of h [rows, HALVES width], quantised by (1, 128): row_codes [rows, width], row_scales
-// [rows,
-//   width / 128]; and transposed: codes [width, rows], scales [width / 128, rows / 128]. Zeros from the last
-//   of `offsets` on, where the transposed codes are not written; offsets are multiples of 128.
-// Bytes: h read once, both codes written once.
-// Launch: a block of 256 threads a tile, neighbours of a row one after the other.
+// y [rows, width] of h [rows, HALVES width], quantised by (1, 128): row_codes [rows, width], row_scales
+// [rows, width / 128]; and transposed: codes [width, rows], scales [width / 128, rows / 128]. From the last
+// of `offsets` on, row-wise results are zeros and the transposed codes are not written.
+// Requires: offsets are multiples of 128.
+// Traffic: h is read once, both codes are written once.
+// Launch: one thread block of 256 per tile, in row-major order of tiles.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32             ? 3
                                                             : BARE && ACT == SWIGLU ? 5
                                                                                     : 4)
@@ -126,14 +126,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
               {rows, width, rows / TILE, codes, scales, true});
 }
 
-// What: the same of dh [rows, HALVES width], a tile of each half by a block; partial [width / 128, rows]
-// float64,
-//   what each tile adds to dprobs, or null.
-// Bytes: grad and h read once, both codes written once, and 8 bytes a row and tile.
-// Why: 139,264 x 768 takes 314 us, the row-wise kernel and the transpose one after the other 358; 67,584 x
-//   1536 306 and 318 (forward: 178 and 190, 175 and 184). Loads of the next step in flight, with fewer
-//   blocks for it: 348 and 342 us. With a block more, 4, the backward takes 303, and others spill.
-// How: as backward_rows in swiglu.cu, the same float32 steps; only the sum for dprobs has another order.
+// The same for dh [rows, HALVES width], one tile of each half per thread block; partial [width / 128, rows]
+// float64: each tile's contribution to dprobs, or null.
+// Traffic: grad and h are read once, both codes are written once, plus 8 bytes per row and tile.
+// Design: 139,264 x 768 takes 314 us; the row-wise kernel followed by the transpose takes 358. 67,584 x 1536:
+//   306 and 318 (forward: 178 and 190, 175 and 184). Prefetching the next step, with fewer resident thread
+//   blocks: 348 and 342 us. With four resident thread blocks the backward takes 303 us, and other variants
+//   spill.
+// Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                        const int* offsets, i64 experts, float clamp, float alpha,
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
               {rows, HALVES * width, rows / TILE, codes, scales, true});
 }
 
-// dprobs [rows]: sums of the tiles' parts, in their order.
+// dprobs [rows]: sums of the tiles' contributions, in tile order.
 extern "C" __global__ void sum_tiles(const double* partial, i64 tiles, i64 rows, float* dprobs) {
   pdl_wait();
   const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;

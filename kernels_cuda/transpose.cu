@@ -1,10 +1,11 @@
-// Scaling-aware transpose: codes move by whole powers of two; the rule is in fp8moe/reference/transpose.py.
+// Scaling-aware transpose: codes change by whole powers of two; fp8moe/reference/transpose.py defines the
+// rule.
 //
-// scaling_aware_transpose is the fast path, for columns in multiples of 16; scaling_aware_transpose_plain
-// serves the rest, one thread a column.
+// scaling_aware_transpose is the fast path for columns in multiples of 16; scaling_aware_transpose_plain
+// serves the rest, one thread per column.
 #include "transpose_tile.cuh"
 
-// The scales of a column of blocks that no expert has, by the whole block.
+// Zeroes one row of 128x128 block scales where no expert has rows; called by the whole thread block.
 __device__ __forceinline__ void clear_blocks(const int* offsets, i64 experts, i64 rows, i64 strips,
                                              float* scales) {
   if (!offsets) return;
@@ -13,15 +14,15 @@ __device__ __forceinline__ void clear_blocks(const int* offsets, i64 experts, i6
     if (b * TILE < first || b * TILE >= end) scales[b] = 0.f;
 }
 
-// By a whole warp: where a tile's strips lie, from `strip` on; strips are numbered through all experts, and
-// none crosses one. The count of one that is not there is 0. A lane looks at EACH experts at a time: with 256
-// of them four in place of one make permute_transpose 157 to 146 us.
+// Locates a tile's strips from `strip` on; called by a whole warp. Strips are numbered across experts and
+// never cross one; missing strips have count 0. Each lane examines EACH experts per iteration: four instead
+// of one take permute_transpose with 256 experts from 157 to 146 us.
 template <int EACH>
 __device__ __forceinline__ void find_tile(const int* offsets, int experts, int rows, int strip, Tile* tile) {
   const int height = TILE / PARTS, lane = threadIdx.x % 32;
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) tile->base[p] = tile->count[p] = 0;
-  int before = 0;  // strips of the experts before these
+  int before = 0;  // strips of the experts of earlier iterations
 #pragma unroll 1
   for (int e0 = 0; e0 < experts && tile->count[PARTS - 1] == 0; e0 += 32 * EACH) {
     int at[EACH + 1], strips[EACH], own = 0;
@@ -50,7 +51,7 @@ __device__ __forceinline__ void find_tile(const int* offsets, int experts, int r
   }
 }
 
-// The same of a tile of the 128x4 blocked layout, whose rows are of one expert.
+// The same for a tile of the 128x4 blocked layout, whose rows belong to one expert.
 __device__ __forceinline__ void find_tile(const ScaleTile& of, Tile* tile) {
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) {
@@ -69,24 +70,24 @@ __device__ __forceinline__ void find_tile(int rows, int strip, Tile* tile) {
   }
 }
 
-// What: the codes of q [rows, columns] with the powers of two of `scales`, as column-wise blocks: out
-//   [columns, rows], out_scales [strips, columns], or (blocks) [columns / 128, strips], one a tile, where all
-//   experts begin at multiples of 128. With `source` [rows] row r is row source[r] of q, or zeros (-1).
-//   BLOCKED: scales by 128x4 tiles; `strips` counts four of each.
-// Shapes: columns a multiple of 16, of 128 for mx; blocks of 128, or 32 (mx).
-// Bytes: every code read once and written once.
-// Launch: grid (strips / PARTS, columns / 128): blocks start in this order, so that what is read and written
-//   at a time lies together. A block makes one tile, with few threads and little to do before it reads: many
-//   are at work on a multiprocessor, each at another point. (6,528 x 7168 and 12,544 x 5120: 28.3 and 37.0
-//   us; with twice the threads and half the blocks 28.8 and 38.7; by persistent blocks, the next tile on its
-//   way, 29.6 and 38.7.) A warp has whole columns of a tile, two pieces of 16: so a column's largest is found
-//   by shuffles, a warp writes whole lines, and the only barrier is the one after which the tile has
-//   arrived.
-// How: two codes at a time, as halves. First pass, each value times 2^(e - E), e the exponent of its row's
-//   scale and E the largest of the tile, exact within SPREAD; the largest of a column gives its target.
-//   Second pass, the same times 2^(E - target), rounded once: where halves lose bits, below 2^-14, e4m3 has
-//   zeros only, and e5m2 is exact. Rows of zeros have no say in E. What lies further apart goes column by
-//   column, value by value. TILE_TARGET: E is every column's target, and one pass all there is.
+// Requantises the codes of q [rows, columns] with power-of-two `scales` to column-wise blocks: out [columns,
+// rows], out_scales [strips, columns], or (blocks) [columns / 128, strips], one per tile, if all experts
+// begin at multiples of 128. With `source` [rows], row r is row source[r] of q, or zeros (-1). BLOCKED:
+// scales in 128x4 tiles; `strips` counts four per tile.
+// Requires: columns a multiple of 16, for mx of 128; blocks of 128, or 32 (mx).
+// Traffic: every code is read once and written once.
+// Launch: grid (strips / PARTS, columns / 128); blocks start in this order, so that concurrent accesses are
+//   close together.
+// Design: one tile per small thread block, with little work before its loads: many blocks are resident per
+//   SM, in different phases. (6,528 x 7168 and 12,544 x 5120: 28.3 and 37.0 us; twice the threads and half
+//   the blocks: 28.8 and 38.7; persistent blocks with a prefetched tile: 29.6 and 38.7.) A warp processes
+//   whole columns, two pieces of 16: amax takes shuffles only, stores cover whole lines, and the only barrier
+//   is the one after the tile's arrival.
+// Method: f16 pairs. First pass: each value times 2^(e - E), where e is its row's scale exponent and E the
+//   tile's largest, exact within SPREAD; a column's amax determines its target. Second pass: the result times
+//   2^(E - target), rounded once; where f16 loses bits, below 2^-14, e4m3 is zero, and e5m2 is exact. Rows of
+//   zeros do not affect E. Larger spreads take the slow path by columns. TILE_TARGET: E is the target of
+//   every column, and the first pass suffices.
 extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
     scaling_aware_transpose(const u8* codes, const void* scales, const int* source, const int* offsets,
                             i64 experts, i64 rows, i64 columns, i64 strips, i64 blocks, u8* out,
@@ -95,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
   __shared__ __align__(1024) u8 in[TILE * TILE];
   __shared__ __align__(16) int exponents[PARTS][TILE];
   __shared__ Spread spreads[4];
-  __shared__ int row_of[TILE];  // of the codes, by `source`; -1: no such row
+  __shared__ int row_of[TILE];  // row of the codes, by `source`; -1: none
   const u32 t = threadIdx.x, lane = t % 32, warp = t / 32;
   Tile tile;
   tile.row = (int)blockIdx.x, tile.column = (int)blockIdx.y;
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
 #endif
   if (TILE_TARGET && !MX && blocks && tile.row == 0)
     clear_blocks(offsets, experts, rows, strips, (float*)out_scales + blockIdx.y * strips);
-  if (tile.count[0] <= 0) {  // there is room for more strips than there are
+  if (tile.count[0] <= 0) {  // a strip that is allocated but not used
 #if BLOCKED
     ((u32*)out_scales)[t] = 0u;
 #else
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
         const int theirs = row_of[t / 8 + 16 * k];
         copy_async16(into + k * (16 * TILE), from + (u64)(u32)theirs * wide, theirs >= 0 && column < wide);
       }
-    } else {  // no barrier, and no address that depends on a load
+    } else {  // no barrier, and no address depends on a load
 #pragma unroll
       for (u32 k = 0; k < 8; ++k) {
         const u32 q = 16 * k / height, r = t / 8 + 16 * k - q * height;
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
     }
     copy_async_commit();
   }
-  u32 word = 0u;  // this thread's row's scales
+  u32 word = 0u;  // scales of this thread's row
   if (row >= 0) {
     const u32* at = (const u32*)scales + (u64)(u32)row * row_words + blockIdx.y;
     word = load_kept(at, blockIdx.y + 1 == row_words || ends_line(at));
@@ -179,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
 }
 
 // codes [rows, columns], scales [rows, ceil(columns / width)] -> out [columns, rows], out_scales [strips,
-// columns], or (blocks; width is 128) [columns / 128, strips], where no strip of another leaves zeros. Grid
-// (strips, columns / 128). `source`: token of each row (-1: zeros), or null for the row itself.
+// columns], or (blocks; width is 128) [columns / 128, strips], of which blocks without rows are not written.
+// Grid (strips, columns / 128). `source`: token of each row (-1: zeros), or null for the row itself.
 extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const void* scales,
                                                          const int* source, const int* strips, i64 rows,
                                                          i64 columns, i64 width, i64 fmt, i64 mx, i64 tile,
@@ -200,7 +201,7 @@ extern "C" __global__ void scaling_aware_transpose_plain(const u8* codes, const 
       e = exponent_of(scale_word(scales, from * across + c / width, (int)mx), 0, (int)mx);
     }
     if (tile) {
-      // a row counts when any of its codes in this tile is not zero
+      // a row counts if it has a non-zero code in this tile
       const u32 lanes = width == 32 ? 32 : blockDim.x;
       bool occupied = (code & 0x7f) != 0;
       if (lanes == 32)

@@ -1,6 +1,6 @@
-// Summing each token's rows, and the gradient of that sum.
+// Sums each token's expert rows, and the gradient of that sum.
 //
-// unpermute_bf16 and unpermute_bf16_backward are the fast sums; unpermute_rows and unpermute_rows_backward
+// unpermute_bf16 and unpermute_bf16_backward are the fast paths; unpermute_rows and unpermute_rows_backward
 // serve every other dtype, width and map.
 #include "bulk.cuh"
 #include "row_map.cuh"
@@ -17,8 +17,8 @@ __device__ __forceinline__ void add(float* total, uint4 v, float w, bool weighte
   }
 }
 
-// out[token, column] = grad[row] for each of a token's rows, zero in its other columns: a token's share of
-// the gradient of probabilities that travelled with the rows. `grad` null: only the zeros.
+// out[token, column] = grad[row] for each of a token's rows, zero in its other columns: a token's gradient of
+// the probabilities that were permuted with the rows. `grad` null: zeros only.
 __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* entries_of_token,
                                          const int* slots, const int* pad_offsets, i64 token, i64 places,
                                          i64 columns, i64 experts, i64 rows, u8* out) {
@@ -33,16 +33,17 @@ __device__ __noinline__ void token_probs(const u8* grad, i64 size, const int* en
   }
 }
 
-#define UNPERMUTE_PLACES 64  // destinations a token kept in shared memory at a time
+#define UNPERMUTE_PLACES 64  // destinations of a token held in shared memory at a time
 
-// What: out[t] = sum over t's rows, each times its probability if given, in the map's order, in float32;
-//   with grad_probs (permute's backward) also each row's to its token's column of out_probs.
-// Shapes: x [rows, width] bfloat16, width a multiple of 8; out [tokens, width].
-// Bytes: every mapped row read once, every token written once.
-// Launch: blocks of 128 threads, one a token and `share` of its vectors; a thread has eight 16-byte loads in
-// flight.
-// unpermute_bf16_and_probs is the one with grad_probs, apart so that unpermute keeps the registers of its own
-// loop.
+// out[t] = sum over t's rows, each times its probability if given, in map order, in float32; with grad_probs
+// (permute's backward) also out_probs[t, column] = grad_probs[row].
+// Arguments: x [rows, width] bfloat16; out [tokens, width].
+// Requires: width a multiple of 8.
+// Traffic: every mapped row is read once, every token is written once.
+// Launch: thread blocks of 128, one per token and `share` of its vectors; eight 16-byte loads in flight per
+//   thread.
+// Design: unpermute_bf16_and_probs is a separate kernel with grad_probs, so that unpermute's loop keeps its
+//   register count.
 template <bool PROBS>
 __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map, const int* slots,
                                           const int* pad_offsets, const void* probs, i64 probs_kind,
@@ -95,7 +96,7 @@ __device__ __forceinline__ void unpermute(const uint4* x, const int* row_id_map,
                 rows, out_probs);
     return;
   }
-  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // the rows are known by now
+  for (i64 c = threadIdx.x; c < columns; c += blockDim.x) {  // all rows are known here
     i64 row = -1;
     for (int j = 0; j < count; ++j)
       if (column[j] == c) row = from[j];
@@ -123,16 +124,14 @@ extern "C" __global__ void __launch_bounds__(128)
                   vectors, share, out, grad_probs, grad_size, out_probs);
 }
 
-#define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, that a lane has in flight
+#define BACKWARD_VECTORS 4  // 16-byte vectors of x, and of grad, in flight per lane
 
-// What: grad_x[row] = grad[t] * prob and grad_probs[t, column] = grad[t] . x[row], for each of t's rows;
-// zeros in the
-//   rows no token goes to. The dot product: float32 over 32 values, float64 beyond, in a fixed order.
-// Bytes: grad read once (and again from L1), x read once, grad_x written once.
-// Launch: `fillers` blocks for the rows of zeros, then one block (128 threads) a token, one warp a row of it,
-// so that
-//   no row waits for another's sum. A warp looks up all its rows before it reads the first: three dependent
-//   loads once, not once a row.
+// grad_x[row] = grad[t] * prob and grad_probs[t, column] = grad[t] . x[row], for each of t's rows; zeros in
+// rows without a token. The dot product: float32 over 32 values, float64 beyond, in a fixed order.
+// Traffic: grad is read once (repeated reads hit L1), x is read once, grad_x is written once.
+// Launch: `fillers` thread blocks for the zero rows, then one thread block (128 threads) per token, one warp
+//   per row of it, so that no row waits for another row's reduction. A warp looks up all its rows before it
+//   reads the first: three dependent loads per token instead of per row.
 extern "C" __global__ void __launch_bounds__(256, 4)
     unpermute_bf16_backward(const uint4* grad, const uint4* x, const int* row_id_map, const int* slots,
                             const int* pad_offsets, const int* tokens_per_expert, const int* expert_offsets,
@@ -154,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   const int* entries_of_token = row_id_map + token * (2 * places + 1);
   const int count = count_of(entries_of_token, places);
   const uint4* g = grad + token * vectors;
-  if (count < columns)  // zeros in the columns that are not this token's
+  if (count < columns)  // zeros in the token's other columns
     token_probs(0,
                 probs_kind == F64   ? 8
                 : probs_kind == F32 ? 4
@@ -212,8 +211,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   }
 }
 
-// out[t] = sum over t's rows of row * prob, in the map's order, in float32 (float64 for float64).
-// One block a token.
+// out[t] = sum over t's rows of row * prob, in map order, in float32 (float64 for float64). One thread block
+// per token.
 extern "C" __global__ void unpermute_rows(const void* x, const void* scales, i64 kind, i64 fmt, i64 layout,
                                           const int* row_id_map, const int* slots, const int* pad_offsets,
                                           const void* probs, i64 probs_kind, i64 columns, i64 places,
@@ -248,7 +247,7 @@ extern "C" __global__ void unpermute_rows(const void* x, const void* scales, i64
 }
 
 // grad_x[row] = grad[token] * prob; grad_probs[token, column] = grad[token] . x[row], summed in float64 in a
-// fixed order. Both start as zeros. One block a destination row, 256 threads.
+// fixed order. Both must be zeroed beforehand. One thread block of 256 per destination row.
 extern "C" __global__ void unpermute_rows_backward(const void* grad, const void* x, i64 kind,
                                                    const int* source, const int* column, const void* probs,
                                                    i64 probs_kind, i64 columns, i64 width, void* grad_x,

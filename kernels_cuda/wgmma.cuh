@@ -1,16 +1,16 @@
-// Tensor cores and tiled copies of Hopper (sm_90a): tensor maps, barriers between blocks of a cluster, and
-// matrix products of 64 rows by 128 columns that a warpgroup, four warps, makes together.
+// Hopper (sm_90a): tensor maps, TMA tile loads, mbarriers across a thread block cluster, and wgmma products
+// of 64 rows by 128 or 256 columns per warpgroup.
 #pragma once
 #include "bulk.cuh"
 
-// cuTensorMapEncodeTiled's, of a matrix of codes [rows, bytes a row]; a box of it comes with its rows 128
-// bytes apart and their 16-byte pieces swizzled, as `product` wants them.
+// A CUtensorMap of a matrix [rows, bytes per row]. A box arrives with its rows 128 bytes apart and the
+// 128-byte swizzle, the layout that `product` requires.
 struct __align__(64) TensorMap {
   u64 words[16];
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-__device__ __forceinline__ void cluster_wait() {  // for all threads of all blocks of the cluster
+__device__ __forceinline__ void cluster_wait() {  // all threads of the cluster
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
@@ -20,13 +20,13 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
-// An address in shared memory of another block of the cluster, where the same things lie.
+// The same shared memory address in another thread block of the cluster.
 __device__ __forceinline__ At at_of_block(const void* p, u32 block) {
   At there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-// A look that never waits, as try_wait may.
+// Non-blocking test of a phase (try_wait may suspend the thread).
 __device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -37,8 +37,9 @@ __device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
   return done;
 }
 
-// One arrival, here or at a barrier of another block. (With the scope of a cluster it would wait for all this
-// thread's memory accesses; what it lets the other block overwrite has been read.)
+// Arrives once on a barrier of this or another thread block of the cluster. (Not .release.cluster, which
+// would wait for all memory accesses of this thread: the other thread block may overwrite only data that has
+// already been read.)
 __device__ __forceinline__ void barrier_arrive_at(At barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -47,14 +48,14 @@ __device__ __forceinline__ void barrier_arrive_here(u64* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival, when this thread's copy_async so far are done.
+// Arrives once after all earlier copy_async of this thread have completed.
 __device__ __forceinline__ void barrier_arrive_copied(u64* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// The box at byte x of row y; what lies outside of the matrix is zeros. `blocks`: a bit for each block of the
-// cluster that gets it, at the same address, and whose barrier counts its bytes.
+// TMA load of the box at byte x of row y, zero-filled outside the matrix. `blocks`: multicast mask; each
+// selected thread block receives the box at the same address and its barrier counts the transaction bytes.
 __device__ __forceinline__ void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier,
                                           u16 blocks) {
   if (blocks == 1)
@@ -72,14 +73,15 @@ __device__ __forceinline__ void tile_load(void* to, const TensorMap* map, int x,
         : "memory");
 }
 
-// Of a warp one thread: the compiler knows, and makes no loop over threads of what only one may do.
+// Elects one lane of the warp; the compiler then emits no loop over lanes for single-lane instructions.
 __device__ __forceinline__ bool elected() {
   u32 this_one;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(this_one));
   return this_one;
 }
 
-// A word to shared memory of a block of the cluster, and four bytes that a barrier of that block counts.
+// Stores a word to shared memory of a thread block of the cluster and counts four transaction bytes on that
+// block's barrier.
 __device__ __forceinline__ void store_counted_at(At to, u32 value, At barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
                "r"(value), "r"(barrier)
@@ -90,16 +92,16 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A tile of rows of 128 bytes, at a multiple of 1024 bytes, as `product` takes it; 32 bytes further along the
-// rows: + 2. (The lower half of PTX's matrix descriptor: address / 16, and 1 for the leading dimension, which
-// the swizzle makes no use of. The upper half says that groups of eight rows lie 1024 bytes apart, and the
-// swizzle of 128 bytes.)
+// Matrix descriptor of a tile of rows of 128 bytes, 1024-byte aligned, for `product`; + 2 advances 32 bytes
+// along K. (Low word: address / 16, and a leading dimension offset of 1, which swizzled K-major layouts
+// ignore. High word, TILE_LAYOUT: groups of eight rows 1024 bytes apart, 128-byte swizzle.)
 typedef u32 Tile;
 #define TILE_LAYOUT "0x40000040"
 
 __device__ __forceinline__ Tile tile_at(At at) { return at >> 4 | 1u << 16; }
 
-// Registers of a thread of this warpgroup from here on; those that others give away are there to be had.
+// Sets the register count per thread of this warpgroup; an increase waits until other warpgroups have
+// released enough.
 template <int COUNT>
 __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -113,26 +115,26 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until all but the last LEFT groups are done.
+// Waits until at most the last LEFT wgmma groups are in flight.
 template <int LEFT>
 __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Behind products_wait: until here the compiler may not touch these.
+// Follows products_wait: keeps the compiler from moving accesses to the accumulators above it.
 template <int COUNT>
 __device__ __forceinline__ void products_seen(float (&d)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Barrier `name` of the block, for `count` threads.
+// Named barrier `name` of the thread block, for `count` threads.
 __device__ __forceinline__ void named_wait(u32 name, u32 count) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory");
 }
 
-// Four matrices of 8 x 8 halves to shared memory: lane 8 m + r has the address of row r of matrix m, and each
-// lane the halves 2 (lane % 4) and the next of row lane / 4 of all four.
+// Stores four 8 x 8 matrices of 16-bit values to shared memory: lane 8 m + r passes the address of row r of
+// matrix m; each lane provides values 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of all four.
 __device__ __forceinline__ void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b),
                "r"(c), "r"(d)
@@ -148,12 +150,12 @@ __device__ __forceinline__ void add_floats(float* to, float4 v) {
                "f"(v.w)
                : "memory");
 }
-// Added to what is there: a rounding each.
+// Atomic addition to global memory; each addition rounds once.
 __device__ __forceinline__ void add_floats(float* to, float2 v) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v.x), "f"(v.y) : "memory");
 }
 
-// Registers of sums, in the text of an instruction and as its operands.
+// Accumulator registers, in the instruction text and as operands.
 #define TEXT_64                                                                      \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -172,7 +174,7 @@ __device__ __forceinline__ void add_floats(float* to, float2 v) {
 #define SUMS_32(i) SUMS_8(i), SUMS_8(i + 8), SUMS_8(i + 16), SUMS_8(i + 24)
 #define SUMS_64 SUMS_32(0), SUMS_32(32)
 #define SUMS_128 SUMS_64, SUMS_32(64), SUMS_32(96)
-// The operands behind the sums: a, b, and whether to add, as the first of them is numbered.
+// Operands after the accumulators: descriptors a and b, and the scale-d predicate `add`, by operand number.
 #define PRODUCT_TEXT(shape, a_type, b_type, sums, a, b, add, transposed)                                  \
   "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, " add                                                   \
   ", 0;\n"                                                                                                \
@@ -186,9 +188,9 @@ __device__ __forceinline__ void add_floats(float* to, float2 v) {
                : SUMS_64                                                                    \
                : "r"(a), "r"(b), "r"((int)add))
 
-// d (+)= a b^T over 32 codes of each row: 64 rows of a, 128 of b. Thread t of the warpgroup has, of row
-// t / 32 * 16 + t % 32 / 4 and of the row 8 below it, columns 8 j + 2 (t % 4) and the next:
-// d[4 j], d[4 j + 1] and d[4 j + 2], d[4 j + 3]. The products are there after products_wait.
+// d = a b^T, or d += a b^T (add), over 32 FP8 codes of K: 64 rows of a, 128 rows of b. Thread t of the
+// warpgroup holds, of rows t / 32 * 16 + t % 32 / 4 and that + 8, columns 8 j + 2 (t % 4) and the next: d[4
+// j], d[4 j + 1] and d[4 j + 2], d[4 j + 3]. Asynchronous: valid after products_wait.
 template <int A, int B>
 __device__ __forceinline__ void product(float (&d)[64], Tile a, Tile b, bool add) {
   if (A == 0 && B == 0) PRODUCT("e4m3", "e4m3");
@@ -197,11 +199,11 @@ __device__ __forceinline__ void product(float (&d)[64], Tile a, Tile b, bool add
   if (A == 1 && B == 1) PRODUCT("e5m2", "e5m2");
 }
 
-// A step of 16-bit operands whose rows are contracted over (MN-major): pieces of 64 rows of 64 values, 128
-// bytes, each at a multiple of 1024 bytes; the next 64 columns are in the next piece, 8192 bytes further on
-// (the leading dimension of PTX's descriptor: from one atom of the swizzle to that beside it; its stride goes
-// to the atom of the next eight rows, 1024 bytes). 16 rows further on: + 128. An address has the number of
-// its block of the cluster above its 24 lowest bits, which would change the leading dimension: it is cut off.
+// Matrix descriptor of an MN-major 16-bit operand: pieces of 64 K-rows of 64 values, 128 bytes, 1024-byte
+// aligned. The next 64 columns are in the next piece, 8192 bytes later (the descriptor's leading dimension
+// offset, between adjacent swizzle atoms; its stride is 1024 bytes, to the next eight K-rows). + 128 advances
+// 16 K-rows. In a cluster, address bits above the low 24 hold the block's rank and would corrupt the leading
+// dimension: they are masked.
 #define PIECE_BYTES 8192
 __device__ __forceinline__ Tile tile_mn_major_at(At at) {
   return (at >> 4 & 0x3fffu) | PIECE_BYTES / 16 << 16;
@@ -218,9 +220,8 @@ __device__ __forceinline__ Tile tile_mn_major_at(At at) {
                  : SUMS_64                                                                                 \
                  : "r"(a), "r"(b), "r"(1))
 
-// d += a b^T over 16 values, of TYPE BF16 or F16: 64 rows of a by WIDTH of b, 128 or 256. The sums
-// lie as above, of 128 columns in the first 64 registers. A_MN, B_MN: the operand is
-// MN-major.
+// d += a b^T over 16 values of K, of TYPE BF16 or F16: 64 rows of a by WIDTH rows of b, 128 or 256.
+// Accumulators as above; with 128 columns the first 64 registers. A_MN, B_MN: the operand is MN-major.
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
 __device__ __forceinline__ void product_16(float (&d)[128], Tile a, Tile b) {
   static_assert(B_MN || !A_MN, "no kernel has the first operand alone MN-major");

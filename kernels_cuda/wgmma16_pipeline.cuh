@@ -1,15 +1,14 @@
-// The pipeline of the grouped GEMMs of bfloat16 or float16 operands (KIND) on Hopper's tensor cores (sm_90a);
-// elsewhere it is empty.
+// The pipeline of the grouped GEMMs of bfloat16 or float16 operands (KIND) on Hopper's tensor cores (sm_90a),
+// on top of wgmma_tiles.cuh. Empty for other architectures.
 //
-// Both kernels are the same machine, the one of wgmma_tiles.cuh. Each of the two warpgroups makes 64 rows of
-// a tile by all of its columns, in float32 sums that stay in its registers: while it waits for a step's
-// products, or hands its finished rows over, those of the other one are made. (Not to wait until the next
-// step's are issued was no faster, and with three stages 2 % slower.) The last tiles are made as two of 128
-// columns.
+// Each of the two consumer warpgroups computes 64 rows of a tile by all of its columns, accumulating in
+// registers: while one waits for its wgmma or runs its epilogue, the other's wgmma run. (Keeping one K-step's
+// wgmma in flight across the issue of the next was no faster, and with three stages 2 % slower.) The last
+// tiles are split into two of 128 columns.
 //
-// A stage holds a step of 64 of the contraction in pieces of 8192 bytes: 64 rows of 128 bytes, swizzled as
-// TMA and the tensor cores do it; two pieces of the first operand, four of the second. A piece has 64 rows of
-// the operand by the step (K-major), or the step's 64 rows by 64 columns of the operand (MN-major).
+// A stage holds a K-step of 64 in pieces of 8192 bytes: 64 rows of 128 bytes with the 128-byte swizzle; two
+// pieces of the first operand, four of the second. A piece is 64 operand rows by the K-step (K-major), or 64
+// K-rows by 64 columns of the operand (MN-major).
 #pragma once
 #ifndef STAGES
 #define STAGES 4
@@ -19,16 +18,16 @@
 #define SERVING 3
 #define HALF_TILES 0
 #define PARTS 2
-// Where finished rows wait: one buffer for both warpgroups, in turn, or (STAGES 3) one each
+// Staging buffers of finished rows: one for both warpgroups, used in turn, or (STAGES 3) one each
 #define BUFFERS (STAGES == 3 ? 2 : 1)
-#define PART_BYTES 33792  // 64 rows PITCH apart, or 32 WIDE_PITCH apart
+#define PART_BYTES 33792  // 64 rows at PITCH, or 32 at WIDE_PITCH
 #define TILE_BYTES (BUFFERS * PART_BYTES)
 #include "wgmma_tiles.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define STEP 64  // of the contraction
+#define STEP 64  // of K
 
-// An operand as TMA fetches it: `line` is the row of its first value, or (MN) the column.
+// TMA load of one piece; `line`: its first operand row, or (MN) column.
 template <bool MN>
 __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int line, int along, u64* barrier,
                                             u16 blocks) {
@@ -38,15 +37,15 @@ __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int li
     tile_load(to, map, 2 * along, line, barrier, blocks);
 }
 
-// One warp: a step of both operands, from `a_along` and `b_along` of the contraction on; of b's columns
-// only so many `halves`, or none (b_line < 0).
+// Producer warp: loads a K-step of both operands from `a_along` and `b_along` of K on; of b's columns
+// `halves` halves, or none (b_line < 0).
 template <bool A_MN, bool B_MN>
 __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, const TensorMap* a,
                                            const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
                                            int a_along, int b_along, int a_line, int b_line) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
-  if (!leads) return;  // a lane that waited and did not arrive could fall a round of stages behind
+  if (!leads) return;  // a lane that waits without arriving could fall a full pass of the stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, A_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
@@ -62,8 +61,8 @@ __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, co
                         b_shared ? 3 : 1);
 }
 
-// Zeros in the rows of a step from `left` on, of pieces `first` and up: they belong to the next expert, and
-// might be NaN.
+// Zeroes the K-rows of a step from `left` on, in pieces `first` and up: they belong to the next expert and
+// may be NaN.
 __device__ __forceinline__ void clear_rows(u8* operands, int left, u32 first) {
 #pragma unroll 1
   for (u32 i = first * 512 + threadIdx.x; i < STAGE_BYTES / 16; i += MULTIPLIERS)
@@ -72,8 +71,8 @@ __device__ __forceinline__ void clear_rows(u8* operands, int left, u32 first) {
   named_wait(1, MULTIPLIERS);
 }
 
-// A warpgroup's 64 rows of a tile of WIDTH columns: the products of so many steps; of the last
-// only the `last` first values of the contraction count, and what MN-major operands have beyond is cleared.
+// Main loop of a consumer warpgroup: 64 rows of a tile of WIDTH columns over `steps` K-steps. Of the last one
+// only the first `last` values count; MN-major operands are zeroed beyond.
 template <int WIDTH, bool A_MN, bool B_MN>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, int steps, int last,
                                          float (&d)[128]) {
@@ -101,7 +100,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
     products_commit();
     ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
     products_wait<0>();
-    // all blocks of the cluster may have this stage's memory again
+    // releases the stage to all thread blocks of the cluster
     __syncwarp();
     if (ARRIVING == 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(empty + stage * 8);
     for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
@@ -110,7 +109,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   products_seen(d);
 }
 
-// Waits until this warpgroup may put its rows into shared memory; `to` is where.
+// Waits until this warpgroup may write its rows to the staging buffer, and returns its address.
 __device__ __forceinline__ At wait_for_buffer(const Shared& s, u32 group, u32 phase) {
   const bool own = BUFFERS == 2;
   barrier_wait(&s.written[own ? group : group ^ 1u], own || group == 0 ? phase ^ 1u : phase);
@@ -123,13 +122,13 @@ __device__ __forceinline__ void hand_over(const Shared& s, u32 group) {
   if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.made[group]);
 }
 
-// A warpgroup's sums as 16-bit values, of TYPE BF16 or F16, to where the writers find them.
+// Hands a warpgroup's accumulators, as 16-bit values of TYPE BF16 or F16, to the store warps.
 template <int WIDTH, int TYPE>
 __device__ __forceinline__ void hand_over_16(const Shared& s, const float (&d)[128], u32 group, u32& phase) {
-  // made here, and not kept in a register while the products are made
+  // recomputed here instead of occupying a register during the main loop
   const u32 t = kept(threadIdx.x), lane = t % 32;
   auto two = [&](u32 i) { return TYPE == F16 ? to_f16x2(d[i], d[i + 1]) : to_bf16x2(d[i], d[i + 1]); };
-  // of 16 rows and 16 columns; this lane's row of them, and half of the columns
+  // this lane's address in a block of 16 rows and 16 columns: its row, and one half of the columns
   const At to = wait_for_buffer(s, group, phase) + (t % 128 / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
   phase ^= 1u;
 #pragma unroll

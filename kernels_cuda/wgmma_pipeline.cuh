@@ -1,43 +1,44 @@
-// The pipeline of the grouped GEMMs of FP8 operands on Hopper's tensor cores (sm_90a); elsewhere it is empty.
+// The pipeline of the FP8 grouped GEMMs on Hopper's tensor cores (sm_90a), on top of wgmma_tiles.cuh. Empty
+// for other architectures.
 //
-// Both kernels are the same machine, the one of wgmma_tiles.cuh. Of a tile each of the two warpgroups
-// multiplies all 128 rows by its own 128 columns, 64 rows at a time: the tensor cores sum the products of one
-// step of 128 along the contraction, then the warpgroup scales them and adds them to float32 sums in
-// registers. One more warp fetches the scales. The last tiles are made as two of 64 rows.
+// Each of the two consumer warpgroups computes all 128 rows of a tile by its own 128 columns, 64 rows at a
+// time: wgmma accumulates one K-step of 128, then the warpgroup multiplies the result by the scales and
+// promotes it to float32 accumulators in registers. A second producer warp loads the scales. The last tiles
+// are split into two of 64 rows.
 #pragma once
 #define STAGES 3
 #define STAGE_SCALES (ROWS + COLUMNS)
-#define FETCHING (1 + 32)  // who announces the codes; the warp that fetches scales
+#define FETCHING (1 + 32)  // arrivals: the TMA thread's expect_tx, and the 32 lanes of the scale warp
 #define SERVING 4
 #ifndef HALF_TILES
 #define HALF_TILES 1
 #endif
 #define PARTS 1
 #define BUFFERS 1
-#define TILE_BYTES 67584  // 128 rows PITCH apart, or 64 WIDE_PITCH apart
+#define TILE_BYTES 67584  // 128 rows at PITCH, or 64 at WIDE_PITCH
 #include "wgmma_tiles.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define STEP 128
-#define FOUR_SCALES (4 * (ROWS + COLUMNS / 128))  // forward: of four steps, four of a row side by side
-#define AHEAD 3                                   // pairs of columns whose scales wgrad has fetched ahead
+#define FOUR_SCALES (4 * (ROWS + COLUMNS / 128))  // forward: scales of four K-steps, a row's four adjacent
+#define AHEAD 3                                   // column pairs whose scales wgrad prefetches
 
 static_assert(2 * FOUR_SCALES <= STAGES * STAGE_SCALES && STAGES <= 5, "four steps' scales, twice");
 
-// Forward: where a step's scales are, the first of a row's four being at 0. Four steps' are fetched when the
-// step STAGES before the first is done with, over those of eight to five steps before it.
+// Forward: offset of a K-step's scales. The scales of four K-steps are loaded together, once the K-step
+// STAGES before the first has been released, and replace those of the eighth to fifth K-step before it.
 __device__ __forceinline__ u32 scales_of_four(const Turn& turn) {
   return turn.step / 4 % 2 * FOUR_SCALES + turn.step % 4;
 }
 
-// One warp: a step's codes of both operands, at byte `along` of rows `a_row` and `b_row`; of a's tile, so
-// many `halves`; of b's nothing, when there are no columns (b_row < 0).
+// Producer warp: loads a K-step of both operands, at byte `along` of rows `a_row` and `b_row`: `halves`
+// halves of a's tile; of b nothing if the tile has no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
                                             const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
                                             int along, int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
-  if (!leads) return;  // a lane that waited and did not arrive could fall a round of stages behind
+  if (!leads) return;  // a lane that waits without arriving could fall a full pass of the stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
@@ -52,7 +53,7 @@ __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, c
   }
 }
 
-// Zeros past the `left` first codes of every row of a step: they belong to the next expert.
+// Zeroes each row's codes from `left` on in a K-step: they belong to the next expert.
 __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 #pragma unroll 1
@@ -63,12 +64,11 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 }
 
-// A multiplying warpgroup's products of a tile, or of its upper half alone, `steps` of them, the last with
-// only the `last` first codes of every row. scales_of(half, at) are those that a thread needs, promote(half,
-// d, scales) adds d, 64 rows of the tile, to its sums; `at` is where the step's scales lie: FOUR steps' of a
-// row side by side, or each step's with its codes. LATE: promote reads some of them, with the upper half.
-// (That the warpgroups take turns, one scaling while the other's products run, is 5 % slower than as it
-// comes.)
+// Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only; of the last K-step
+// the first `last` codes of every row count. scales_of(half, at) returns a thread's scales, promote(half, d,
+// scales) adds d, 64 rows of the tile, to its accumulators; `at`: the K-step's scales, FOUR K-steps'
+// interleaved or each K-step's own. LATE: promote reads some scales itself, with the upper half. (Alternating
+// the warpgroups, one promoting during the other's wgmma, is 5 % slower than leaving them unsynchronised.)
 template <bool FOUR, bool LATE, class ScalesOf, class Promote>
 __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group, u32 halves, int steps,
                                          int last, const ScalesOf& scales_of, const Promote& promote) {
@@ -95,12 +95,12 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       for (u32 i = 0; i < STEP / 32; ++i)
         product<A_FMT, B_FMT>(d, a + half * (A_BYTES / 32) + 2 * i, b + 2 * i, i > 0);
       products_commit();
-      // meanwhile
+      // overlaps with the wgmma in flight
       auto by = scales_of(half, scales_here);
       if (end) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
       products_wait<0>();
       products_seen(d);
-      auto give_back = [&] {  // all blocks of the cluster may have this stage's memory again
+      auto give_back = [&] {  // releases the stage to all thread blocks of the cluster
         __syncwarp();
         if (ARRIVING == 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(used);
         for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
@@ -114,8 +114,8 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   }
 }
 
-// 64 rows of a multiplying warpgroup's sums straight to memory, or (ADD) added to what is there; ALL, or as
-// far as there are rows and columns.
+// Stores (ADD: accumulates) 64 rows of a consumer warpgroup's accumulators directly to memory; predicated on
+// rows and columns unless ALL.
 template <bool ADD, bool ALL>
 __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int columns,
                                            const float (&sums)[64]) {
@@ -135,18 +135,18 @@ __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int c
 template <bool ADD>
 __device__ __forceinline__ void store_sums(float* to, i64 pitch, int rows, int columns,
                                            const float (&sums)[64]) {
-  if (rows > 8 && columns > 120)  // the compiler makes a branch of each condition
+  if (rows > 8 && columns > 120)  // the compiler turns each predicate into a branch
     store_sums<ADD, true>(to, pitch, rows, columns, sums);
   else
     store_sums<ADD, false>(to, pitch, rows, columns, sums);
 }
 
-// A multiplying warpgroup's sums, as bfloat16, to where the writers find them.
+// Hands a consumer warpgroup's accumulators, as bfloat16, to the store warps.
 __device__ __forceinline__ void hand_over(const Shared& s, const float (&sums)[2][64], u32 group,
                                           u32& phase) {
-  // made here, and not kept in a register while the products are made
+  // recomputed here instead of occupying a register during the main loop
   const u32 t = kept(threadIdx.x), lane = t % 32;
-  // of 16 rows and 16 columns; this lane's row of them, and half of the columns
+  // this lane's address in a block of 16 rows and 16 columns: its row, and one half of the columns
   const At to = at_of(s.tile) + (t % 128 / 32 * 16 + lane % 16) * PITCH + group * 256 + lane / 16 * 16;
   barrier_wait(s.written, phase ^ 1u);
   phase ^= 1u;

@@ -1,24 +1,24 @@
-// What the grouped GEMMs on Hopper's tensor cores (sm_90a) share, whatever their operands: the order of the
-// tiles, the stages of shared memory and the writing of finished tiles. Elsewhere it is empty.
+// Shared by the grouped GEMMs on Hopper's tensor cores (sm_90a) for all operand types: tile scheduler,
+// pipeline stages and epilogue stores. Empty for other architectures.
 //
-// A block makes tiles of 128 x 256 of the result, one after the other. Two warpgroups multiply. The third
-// warpgroup serves them: one thread fetches steps of both operands by TMA, some steps ahead, and two warps
-// write finished tiles, from shared memory, while the next ones are made.
+// Persistent thread blocks process output tiles of 128 x 256. Two consumer warpgroups compute. The third
+// warpgroup holds the producer warps: one thread loads K-steps of both operands by TMA, up to STAGES ahead,
+// and two warps store finished tiles from shared memory while the next tile is computed.
 //
-// Which tiles a cluster makes is not known beforehand: a tile ahead it takes the next one, from a counter in
-// memory that is zero when the kernel starts. So a kernel on another stream that holds some multiprocessors
-// costs their share of the time: with a fixed share of the tiles for each cluster the shares of those that
-// cannot start came after all others, at 1.7 times the time.
+// Dynamic schedule: each cluster claims its next tile one tile ahead, from a counter in global memory that is
+// zero at launch. A concurrent kernel that occupies some SMs then costs only their share of the time; with a
+// static schedule, the tiles of clusters that could not start ran after all others, at 1.7 times the time.
 //
-// CLUSTER blocks work on tiles below each other and share the columns' operand: each fetches its part for
-// all, a fifth less from L2 than side by side; what is short is power, and 2 % of the time went with it. In
-// an expert's last row of tiles, if it has no pair, they work side by side and share the rows' operand. The
-// last tiles, if they are for no more than half of the clusters, are made as two halves.
+// The CLUSTER thread blocks of a cluster process vertically adjacent tiles and share the column operand: each
+// loads its part and multicasts it. This reads a fifth less from L2 than horizontally adjacent tiles; the
+// kernel is power-limited, and time fell by 2 %. In an expert's last row of tiles, if it has no partner, they
+// process horizontally adjacent tiles and share the row operand. The last tiles, if they occupy at most half
+// of the clusters, are split into two halves.
 //
-// The pipelines of FP8 and of 16 bits define before they include it: STAGES, steps that are fetched or used
-// at a time; STAGE_SCALES, floats beside each; FETCHING, arrivals that fill a stage; SERVING warps beside
-// those that multiply; HALF_TILES, whether the experts' last tiles may be; PARTS of a tile that are handed
-// over by themselves; TILE_BYTES, where they wait to be written, in so many BUFFERS.
+// The FP8 and the 16-bit pipeline define before including this file: STAGES, pipeline depth; STAGE_SCALES,
+// floats per stage; FETCHING, arrival count of a full stage; SERVING, producer and store warps; HALF_TILES,
+// whether an expert's last tile may have 64 rows; PARTS of a tile that are handed over separately; TILE_BYTES
+// of shared memory for finished tiles, in BUFFERS buffers.
 #pragma once
 #include "wgmma.cuh"
 
@@ -33,44 +33,45 @@
 #define A_BYTES (ROWS * STEP_BYTES)
 #define B_BYTES (COLUMNS * STEP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-#define PITCH 528        // bytes from row to row of 256 values of 16 bits that wait to be written, and of
-#define WIDE_PITCH 1056  // 32 bits: neither side has bank conflicts
-// Rows of tiles that are worked on at a time, so that their operands stay in L2: wgrad; the forward, in
-// bytes. With 16 everywhere 7168 x 2048 and x 3072 took 1.4 and 0.8 % longer.
+#define PITCH 528        // row pitch in bytes of a staged output row, 256 16-bit values
+#define WIDE_PITCH 1056  // the same for 32-bit values; both avoid bank conflicts
+// Rows of tiles processed together so that their operands stay in L2: HEIGHT for wgrad, IN_L2 bytes for the
+// forward. With 16 for both, 7168 x 2048 and x 3072 took 1.4 and 0.8 % longer.
 #ifndef HEIGHT
 #define HEIGHT 16
 #endif
 #ifndef IN_L2
 #define IN_L2 (15 << 20)
 #endif
-#define TURNS 4  // of a cluster, that may be known at a time
+#define TURNS 4  // ring of scheduled tiles per cluster
 #define MULTIPLIERS 256
 #define WRITERS 64
 #ifndef ARRIVING
-#define ARRIVING 1  // lanes that arrive at a barrier for a warp; racecheck knows of no warp behind a lane: 32
+// arriving lanes per warp; racecheck needs all 32, as it does not track arrivals on behalf of a warp
+#define ARRIVING 1
 #endif
 
-// A value that all lanes have, so that the compiler knows it and computes with it in uniform registers, where
-// the products have their operands' addresses from: else it moves them there in front of each one. The bounds
-// of loops around it have to be known so as well.
+// Declares a value warp-uniform, so that the compiler keeps it in uniform registers, from which wgmma reads
+// its descriptors; otherwise it inserts a move before each wgmma. Bounds of enclosing loops must be uniform
+// as well.
 template <class T>
 __device__ __forceinline__ T uniform(T value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
 struct Shared {
-  u8* operands;                        // [STAGES][STAGE_BYTES]: rows of the first, then of the second
+  u8* operands;                        // [STAGES][STAGE_BYTES]: rows of a, then of b
   float* scales;                       // [STAGES][STAGE_SCALES]
   u8* tile;                            // [TILE_BYTES]
   int* offsets;                        // [experts + 1]
-  int* first;                          // [experts + 1]: how many `units` all experts before have
-  u8* half;                            // [experts], of HALF_TILES: whether the last tile has 64 rows at most
-  u64 *full, *empty, *made, *written;  // barriers: [STAGES] of the stages, [PARTS] of the tile
-  u64 *known, *seen;                   // barriers: [TURNS]
-  int* turns;                          // [TURNS]: the tile that is made then
+  int* first;                          // [experts + 1]: prefix sum of the experts' `units`
+  u8* half;                            // [experts], for HALF_TILES: whether the last tile has at most 64 rows
+  u64 *full, *empty, *made, *written;  // mbarriers: [STAGES] of the stages, [PARTS] of the tile
+  u64 *known, *seen;                   // mbarriers: [TURNS]
+  int* turns;                          // [TURNS]: the tile of that turn
 };
 
-struct Turn {  // of the stages
+struct Turn {  // pipeline state: stage, parity, K-steps so far
   u32 stage = 0, phase = 0, step = 0;
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, phase ^= 1u;
@@ -78,8 +79,8 @@ struct Turn {  // of the stages
   }
 };
 
-// The whole block: where things are in shared memory, the experts' table, the barriers. units(rows) of an
-// expert with so many rows; real: how many of them are no padding, or null for all.
+// Prologue, called by the whole thread block: lays out shared memory, fills the experts' table, initialises
+// the barriers. units(rows): an expert's number of units; real: its rows without padding, or null for all.
 template <class Units>
 __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int experts, i64 rows,
                                         const Units& units, const int* real = nullptr) {
@@ -132,20 +133,20 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   return s;
 }
 
-// Nobody leaves while another block may still write to its memory.
+// No thread block exits while another may still write to its shared memory.
 __device__ __forceinline__ void end() {
   if (CLUSTER > 1) cluster_wait();
 }
 
 __device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
 
-// A cluster's tiles, turn by turn: all warps of its blocks read which it is at this turn, and then are done
-// with it. The warp of the first block that fetches takes the numbers, and passes them on to both blocks
-// ahead.
+// A cluster's sequence of tiles. At each turn every warp of the cluster reads the tile and then releases the
+// slot. The producer warp of the first thread block claims tiles and publishes them to all blocks ahead of
+// time.
 struct Order {
   u32 turn = 0;
 
-  // By a warp: the tile of this turn, as soon as it is known; again, until done.
+  // Called by a warp: waits for this turn's tile; again() reads it again before done().
   __device__ __forceinline__ int tile(const Shared& s) const {
     barrier_wait(&s.known[turn % TURNS], turn / TURNS % 2);
     return again(s);
@@ -157,11 +158,11 @@ struct Order {
     ++turn;
   }
 
-  // One thread of each block: the turn `ahead` turns further on will be passed on.
+  // Called by one thread of each thread block: expects the transaction bytes of the turn `ahead` turns later.
   __device__ __forceinline__ void expect(const Shared& s, u32 ahead) const {
     barrier_expect(&s.known[(turn + ahead) % TURNS], 4);
   }
-  // One thread of the first block: what tile(s) returns to a block at that turn.
+  // Called by one thread of the first thread block: publishes tile_of(block) to each block for that turn.
   template <class TileOf>
   __device__ __forceinline__ void pass_on(const Shared& s, u32 ahead, const TileOf& tile_of) const {
     const u32 then = turn + ahead, slot = then % TURNS;
@@ -172,12 +173,12 @@ struct Order {
   }
 };
 
-// What the clusters make, one after the other: CLUSTER tiles at a time, of all of them. The last are made by
-// halves, if so each cluster has one at most. A tile of which only the upper half is to be made has its
-// number inverted: it is negative.
+// The clusters' work items: units of CLUSTER tiles, numbered across all experts. The last units are split in
+// halves if every cluster then gets at most one. A tile of which only the upper half is computed has its
+// number bitwise inverted, hence negative.
 struct Work {
   int whole, all, unit = 0;
-  u32 first = 0, halves = 2;  // of the unit at hand: which row of its tiles is its first, how often 64 it has
+  u32 first = 0, halves = 2;  // of the current unit: first row of its tiles, number of 64-row halves
   __device__ __forceinline__ Work(int units) {
     const int stride = (int)gridDim.x / CLUSTER, rest = units % stride;
     whole = uniform(units - (2 * rest <= stride ? rest : 0));
@@ -191,15 +192,15 @@ struct Work {
   }
 };
 
-// The units of a matrix of tiles `high` x `wide`: below each other, and side by side in the rows that are
-// left.
+// Number of units of a grid of `high` x `wide` tiles: vertical pairs, and horizontal ones in the remaining
+// row.
 __device__ __forceinline__ int across(int wide) { return (wide + CLUSTER - 1) / CLUSTER; }
 __device__ __forceinline__ int units_of(int high, int wide) {
   return high / CLUSTER * wide + high % CLUSTER * across(wide);
 }
 
-// Where tile `rank` of unit `rest` of such a matrix is: `height` rows of units at a time, column by column.
-// Returns whether the unit's tiles are below each other.
+// Row and column of tile `rank` of unit `rest` in such a grid: `height` rows of units at a time, column by
+// column. Returns whether the unit's tiles are vertically adjacent.
 __device__ __forceinline__ bool find_tile(int rest, int high, int wide, int height, u32 rank, int* row,
                                           int* column) {
   const int below = high / CLUSTER, group = rest / (height * wide);
@@ -217,8 +218,8 @@ __device__ __forceinline__ bool find_tile(int rest, int high, int wide, int heig
   return true;
 }
 
-// Two warps: a part of a finished tile of 16-bit values, up to `count` rows of `bytes` bytes, at most `most`,
-// from shared memory to rows `pitch` bytes apart, by TMA.
+// Called by the two store warps: TMA stores of one part of a finished tile of 16-bit values, up to `count`
+// rows of min(bytes, most) bytes, to rows `pitch` bytes apart.
 __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count, int bytes, int most, u8* to,
                                            i64 pitch, u32& phase) {
   const u8* from = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS);
@@ -232,8 +233,8 @@ __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count,
   if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.written[part]);
 }
 
-// The same of half as many rows of float32, or (add) added to what is there; `to_row(row)` is where a row
-// goes.
+// The same for half as many rows of float32, stored or (add) accumulated; `to_row(row)` is a row's
+// destination.
 template <class ToRow>
 __device__ __forceinline__ void write_wide_rows(const Shared& s, u32 part, int count, int bytes, int most,
                                                 const ToRow& to_row, bool add, u32& phase) {
