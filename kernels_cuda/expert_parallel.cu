@@ -15,10 +15,10 @@
 #define PEERS MOST_PEERS  // maximum number of windows
 #endif
 
-struct Windows {   // windows in rank order; unused ones start past all rows
-  i64 stride;      // bytes per message
-  const int* map;  // a plan's row_id_map whose experts are ranks; null: row r goes to slot r
-  i64 most;        // slots per token in the map
+struct Windows {        // windows in rank order; unused ones start past all rows
+  i64 stride;           // bytes per message
+  const int* map;       // a plan's row_id_map whose experts are ranks; null: row r goes to slot r
+  i64 slots_per_token;  // slots per token in the map
   u8* to[MOST_PEERS];
   i64 first[MOST_PEERS];  // first slot of each window
 
@@ -29,10 +29,10 @@ struct Windows {   // windows in rank order; unused ones start past all rows
     return to[rank] + (place - first[rank]) * stride;
   }
   // Calls visit(address) for each of the row's destinations.
-  template <class What>
-  __device__ __forceinline__ void each(i64 row, const What& visit) const {
-    const int* places = map + row * (2 * most + 1);
-    const int count = map ? places[2 * most] : 1;
+  template <class Visit>
+  __device__ __forceinline__ void each(i64 row, const Visit& visit) const {
+    const int* places = map + row * (2 * slots_per_token + 1);
+    const int count = map ? places[2 * slots_per_token] : 1;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) visit(at(map ? places[i] : row));
   }
@@ -44,7 +44,7 @@ struct Windows {   // windows in rank order; unused ones start past all rows
   if (threadIdx.x == 0)                                                           \
     windows = {stride,                                                            \
                map,                                                               \
-               most,                                                              \
+               slots_per_token,                                                   \
                {to0, to1, to2, to3, to4, to5, to6, to7},                          \
                {first0, first1, first2, first3, first4, first5, first6, first7}}; \
   __syncthreads()
@@ -87,8 +87,8 @@ struct Parts {
   i64 bytes[4];
 
   // Calls visit(part of the row, its bytes, its offset in the message).
-  template <class What>
-  __device__ __forceinline__ void each(i64 row, const What& visit) const {
+  template <class Visit>
+  __device__ __forceinline__ void each(i64 row, const Visit& visit) const {
     u32 before = 0;
 #pragma unroll 1
     for (int i = 0; i < 4 && at[i]; ++i) {
@@ -104,9 +104,9 @@ struct Parts {
 // Launch: one warp per row, eight rows per thread block.
 extern "C" __global__ void __launch_bounds__(256, 4)
     pack_rows(u8* a, i64 a_bytes, u8* b, i64 b_bytes, u8* c, i64 c_bytes, u8* d, i64 d_bytes, i64 rows,
-              i64 stride, const int* map, i64 most, u8* to0, i64 first0, u8* to1, i64 first1, u8* to2,
-              i64 first2, u8* to3, i64 first3, u8* to4, i64 first4, u8* to5, i64 first5, u8* to6, i64 first6,
-              u8* to7, i64 first7) {
+              i64 stride, const int* map, i64 slots_per_token, u8* to0, i64 first0, u8* to1, i64 first1,
+              u8* to2, i64 first2, u8* to3, i64 first3, u8* to4, i64 first4, u8* to5, i64 first5, u8* to6,
+              i64 first6, u8* to7, i64 first7) {
   pdl_wait();
   __shared__ Parts parts;
   if (threadIdx.x == 0) parts = {{a, b, c, d}, {a_bytes, b_bytes, c_bytes, d_bytes}};
@@ -129,11 +129,11 @@ struct Blocks {  // scale blocks of the rows
   u32 row, place;  // row of `first`, and its position in that row
 
   // Calls visit(address, position in the row) for each message of a block's row.
-  template <class What>
-  __device__ __forceinline__ void each(u32 block, const What& visit) const {
-    u32 its_row = row, its_place = place + (block - first);
-    while (its_place >= across) its_place -= across, ++its_row;
-    windows.each(its_row, [&](u8* message) { visit(message, its_place); });
+  template <class Visit>
+  __device__ __forceinline__ void each(u32 block, const Visit& visit) const {
+    u32 block_row = row, position = place + (block - first);
+    while (position >= across) position -= across, ++block_row;
+    windows.each(block_row, [&](u8* message) { visit(message, position); });
   }
 };
 
@@ -143,9 +143,9 @@ struct Blocks {  // scale blocks of the rows
 // Traffic: every value is read once; every code and scale is written once per destination of its row.
 // Launch: like quantize_rows.
 extern "C" __global__ void __launch_bounds__(64)
-    quantize_messages(const void* x, i64 vectors, i64 blocks, i64 stride, const int* map, i64 most, u8* to0,
-                      i64 first0, u8* to1, i64 first1, u8* to2, i64 first2, u8* to3, i64 first3, u8* to4,
-                      i64 first4, u8* to5, i64 first5, u8* to6, i64 first6, u8* to7, i64 first7) {
+    quantize_messages(const void* x, i64 vectors, i64 blocks, i64 stride, const int* map, i64 slots_per_token,
+                      u8* to0, i64 first0, u8* to1, i64 first1, u8* to2, i64 first2, u8* to3, i64 first3,
+                      u8* to4, i64 first4, u8* to5, i64 first5, u8* to6, i64 first6, u8* to7, i64 first7) {
   pdl_wait();
   SHARED_WINDOWS(windows);
   const u32 across = (u32)blocks, first = blockIdx.x * 16 + threadIdx.x / 32 * 8;

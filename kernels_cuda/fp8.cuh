@@ -262,8 +262,8 @@ __device__ __forceinline__ void quantize_warp(const void* x, i64 vectors, Rule r
     const u32 own_scale = encode_block(v, w, rule, [&](uint2 a, uint2 b) {
       if (at + lanes < vectors) put(at, a, b);
     });
-    const u32 theirs = __shfl_sync(0xffffffffu, own_scale, lane % apart * lanes);
-    if (lane / apart == u) scale = theirs;
+    const u32 scale_of_block = __shfl_sync(0xffffffffu, own_scale, lane % apart * lanes);
+    if (lane / apart == u) scale = scale_of_block;
   }
   if (lane < PAIRS * apart && block < vectors / (rule.mx ? 4 : 16)) put_scale(block, scale);
 }

@@ -79,14 +79,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   multiply<false, false>(
       memory, a, b, steps, d,
       [&](int k) {
-        const bool there = first + k < known;
-        const i64 block = there ? first + k : 0;
+        const bool has_scales = first + k < known;
+        const i64 block = has_scales ? first + k : 0;
         const float* rows_from = dy_scales + block * width + row;
         const float* columns_from = x_scales + block * depth + column;
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; ++i) {
           const float scale = rows_from[min(part.row + 8 * i, last_row)];
-          of_rows[i / 2][i % 2] = there ? scale : __uint_as_float(0x7fc00000u);
+          of_rows[i / 2][i % 2] = has_scales ? scale : __uint_as_float(0x7fc00000u);
         }
 #pragma unroll
         for (int j = 0; j < 2 * COLUMN_TILES; ++j)

@@ -112,18 +112,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           if (s.offsets[e] % 128) from = (const float*)NO_SCALES;
         }
         // distance to the next block's scales
-        const i64 further = !BLOCKS ? width : s.offsets[e] % 128 ? 0 : 1;
-        for (int k = 0; k < steps; ++k, turn.next(), from += further, x_from += depth) {
+        const i64 scale_stride = !BLOCKS ? width : s.offsets[e] % 128 ? 0 : 1;
+        for (int k = 0; k < steps; ++k, turn.next(), from += scale_stride, x_from += depth) {
           float* to = s.scales + turn.stage * STAGE_SCALES + (BLOCKS ? 1 : 4) * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
           if (BLOCKS) {
             if (lane < 3) copy_async4(to, from, true);
           } else {
-            const bool some = s.first[e] + k < known;
-            copy_async16(to, some ? (const void*)from : NO_SCALES, row < width);
+            const bool has_scales = s.first[e] + k < known;
+            copy_async16(to, has_scales ? (const void*)from : NO_SCALES, row < width);
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              copy_async16(to + ROWS + 128 * i, some ? (const void*)(x_from + 128 * i) : NO_SCALES,
+              copy_async16(to + ROWS + 128 * i, has_scales ? (const void*)(x_from + 128 * i) : NO_SCALES,
                            column + 128 * i < depth);
           }
           if (s.offsets[e] % 16) {
@@ -229,9 +229,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
             u32 two[32];  // all loads are issued before the first use: 960 instead of 720 TFLOP/s
 #pragma unroll
             for (u32 i = 0; i < 32; ++i) {
-              const int further = (int)(64 * half + i % 2 * 8), beside = (int)(i / 2 * 8);
-              const bool there = further < high_left && beside < wide_left;
-              two[i] = there ? *(const u32*)((const u16*)out + at + further * depth + beside) : 0u;
+              const int row_offset = (int)(64 * half + i % 2 * 8), column_offset = (int)(i / 2 * 8);
+              const bool in_range = row_offset < high_left && column_offset < wide_left;
+              two[i] =
+                  in_range ? *(const u32*)((const u16*)out + at + row_offset * depth + column_offset) : 0u;
             }
 #pragma unroll
             for (u32 i = 0; i < 32; ++i) {

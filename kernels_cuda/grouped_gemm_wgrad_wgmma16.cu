@@ -40,11 +40,11 @@ __device__ __forceinline__ void store_row(float* to, int columns, const float (&
 }
 // `to` and `columns` refer to this thread's first value of the row.
 template <int WIDTH, bool ADD>
-__device__ __forceinline__ void store_row(float* to, int columns, float (&d)[128], bool there) {
+__device__ __forceinline__ void store_row(float* to, int columns, float (&d)[128], bool in_range) {
   join_columns<WIDTH>(d);
-  const int further = threadIdx.x % 2 ? 8 - 2 : 0;
-  to += further, columns -= further;
-  if (!there) return;
+  const int shift = threadIdx.x % 2 ? 8 - 2 : 0;
+  to += shift, columns -= shift;
+  if (!in_range) return;
   if (columns > WIDTH - 16)  // the compiler turns each predicate into a branch
     store_row<WIDTH, ADD, true>(to, columns, d);
   else
@@ -54,8 +54,8 @@ __device__ __forceinline__ void store_row(float* to, int columns, float (&d)[128
 // stores are in flight, the lower rows go to shared memory for the store warps.
 template <int WIDTH, bool ADD>
 __device__ __forceinline__ void hand_over_wide(const Shared& s, float (&d)[128], u32 group, float* upper,
-                                               bool there, int columns, u32& phase) {
-  store_row<WIDTH, ADD>(upper, columns, d, there);
+                                               bool in_range, int columns, u32& phase) {
+  store_row<WIDTH, ADD>(upper, columns, d, in_range);
   const u32 t = kept(threadIdx.x), lane = t % 32;
   const At to = wait_for_buffer(s, group, phase) + (t % 128 / 32 * 8 + lane / 4) * WIDE_PITCH + lane % 4 * 8;
   phase ^= 1u;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void hand_over_wide(const Shared& s, float (&d)[128],
 }
 
 // Adds the bfloat16 values in memory to a warpgroup's accumulators, predicated on `rows` and `columns`.
-__device__ __forceinline__ void add_what_is_there(float (&d)[128], const u16* from, i64 pitch, int rows,
+__device__ __forceinline__ void add_stored_values(float (&d)[128], const u16* from, i64 pitch, int rows,
                                                   int columns) {
 #pragma unroll
   for (u32 low = 0; low < 2; ++low, from += 8 * pitch) {
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           hand_over_wide<COLUMNS / 2, false>(s, d, group, to, high_left > 0, wide_left, phase);
       } else {
         if (accumulate)
-          add_what_is_there(d, (const u16*)out + at, depth, high_left,
+          add_stored_values(d, (const u16*)out + at, depth, high_left,
                             min(wide_left, 128 * (int)work.halves));
         if (work.halves == 2)
           hand_over_16<COLUMNS, BF16>(s, d, group, phase);

@@ -29,12 +29,12 @@ extern "C" __global__ void __launch_bounds__(128)
   u8* const four = blocked + (number * 128 + threadIdx.x) * 4;
   for (int i = 0; i < 4; ++i) {
     const i64 strip = tile.first_strip + i, column = other * 128 + outer, block = other * 4 + i;
-    const bool there =
+    const bool in_range =
         by_columns ? i * 32 < tile.count && column < width : outer < tile.count && block < width;
     const i64 at = by_columns ? strip * width + column : (tile.first_row + outer) * width + block;
-    const bool has_scale = there && (!by_columns || strip < known);
+    const bool has_scale = in_range && (!by_columns || strip < known);
     if (to_blocked)
-      four[i] = has_scale ? compact[at] : there ? 255 : 0;  // NaN for a missing scale
+      four[i] = has_scale ? compact[at] : in_range ? 255 : 0;  // NaN for a missing scale
     else if (has_scale)
       compact[at] = four[i];
   }

@@ -87,8 +87,8 @@ struct Operand {
   __device__ __forceinline__ const u8* piece(int i, u32* bytes) const {
     constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // chunks per panel
     const int down = i % DOWN, panel = i / DOWN;
-    const int there = ACROSS ? lines - panel * LINE : left;
-    *bytes = down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(there, 16), 0) : 0u;
+    const int available = ACROSS ? lines - panel * LINE : left;
+    *bytes = down * AT_ONCE < (ACROSS ? left : lines) ? (u32)max(min(available, 16), 0) : 0u;
     return from + down * (AT_ONCE * pitch) + panel * LINE;
   }
   __device__ __forceinline__ At place(At stage) const {  // of chunk 0; the others are AT_ONCE lines apart

@@ -46,11 +46,11 @@ __device__ __forceinline__ int4 load_ints_at(At at) {
 // Shuffle: reads from lane PLACE, except that the lane-number bits set in KEPT stay this lane's own.
 template <int PLACE, int KEPT>
 __device__ __forceinline__ u32 of_lane_near(u32 v) {
-  u32 theirs;
+  u32 received;
   asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
-               : "=r"(theirs)
+               : "=r"(received)
                : "r"(v), "n"(PLACE), "n"(KEPT << 8 | 31));
-  return theirs;
+  return received;
 }
 
 // First statement of every kernel. With programmatic dependent launch (launch.py: launch_loaded) thread
@@ -177,17 +177,17 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
   return c;
 }
 
-// Asynchronous copy of 16 bytes from global to shared memory; writes zeros if `there` is false.
-__device__ __forceinline__ void copy_async16(void* to, const void* from, bool there) {
+// Asynchronous copy of 16 bytes from global to shared memory; writes zeros if `valid` is false.
+__device__ __forceinline__ void copy_async16(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-               "l"(from), "r"(there ? 16 : 0)
+               "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
 
 // The same for 4 bytes.
-__device__ __forceinline__ void copy_async4(void* to, const void* from, bool there) {
+__device__ __forceinline__ void copy_async4(void* to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-               "l"(from), "r"(there ? 4 : 0)
+               "l"(from), "r"(valid ? 4 : 0)
                : "memory");
 }
 

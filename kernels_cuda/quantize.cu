@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   const int size = KIND == F32 ? 4 : 2;
   DYNAMIC_SHARED(shared);  // output tile | input tile | table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
-  __shared__ TileShared beside;
+  __shared__ TileShared tile_shared;
   __shared__ Place places[PLACES];
   __shared__ int used;
   const u32 t = threadIdx.x;
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     __syncthreads();  // the tile is in registers, and the previous output tile has been written
     fetch(turn + 1);
     quantize_tile(v, rule, turns.place(turn), used, strips, columns, rows, row_codes, row_scales, codes,
-                  scales, stage, beside);
+                  scales, stage, tile_shared);
   }
 }
 

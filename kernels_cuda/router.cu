@@ -311,13 +311,13 @@ extern "C" __global__ void __launch_bounds__(128)
   x.read(row, (int)experts);
   // gradients of the chosen scores; lane r holds choice r
   const int expert = lane < topk ? ids[token * topk + lane] : -1;
-  const bool there = expert >= 0 && expert < experts;
-  const float chosen = there ? x.score(row[expert], by_sigmoid) : 0.f;
-  float of_chosen = there ? grad_probs[token * topk + lane] * factor : 0.f;
+  const bool valid = expert >= 0 && expert < experts;
+  const float chosen = valid ? x.score(row[expert], by_sigmoid) : 0.f;
+  float of_chosen = valid ? grad_probs[token * topk + lane] * factor : 0.f;
   if (renormalize) {
     const float total = warp_sum(chosen) + EPSILON;
     of_chosen = (of_chosen - warp_sum(of_chosen * (chosen / total))) / total;
-    if (!there) of_chosen = 0.f;
+    if (!valid) of_chosen = 0.f;
   }
   float scores[PER_LANE], of_scores[PER_LANE], total = 0.f;
 #pragma unroll

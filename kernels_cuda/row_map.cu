@@ -55,10 +55,10 @@ extern "C" __global__ void sort_index_map(const int* index_map, i64 tokens, i64 
                                           int* row_id_map, int* slots) {
   pdl_wait();
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  const bool there = i < tokens * places;
-  const i64 token = there ? i % tokens : 0, slot = there ? i / tokens : 0;
-  const int row = there ? index_map[i] : -1;
-  if (there) {
+  const bool valid = i < tokens * places;
+  const i64 token = valid ? i % tokens : 0, slot = valid ? i / tokens : 0;
+  const int row = valid ? index_map[i] : -1;
+  if (valid) {
     i64 place = 0, count = 0;
     for (i64 j = 0; j < places; ++j) {
       const int other = index_map[j * tokens + token];

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(32)
   const i64 row = pieces > 1 ? unit / (u32)pieces : unit * together + lane;  // the row of this lane
   const bool takes_part = lane < together && row < rows;
   const u32 bytes = (u32)(row_bytes - begin < piece_bytes ? row_bytes - begin : piece_bytes);
-  const u32 beside = begin == 0 && scales ? (u32)scale_bytes : 0u;
+  const u32 scale_row_bytes = begin == 0 && scales ? (u32)scale_bytes : 0u;
   pdl_wait();
   const int from = takes_part ? source[row] : -1;
 #if __CUDA_ARCH__ >= 900
@@ -152,12 +152,12 @@ extern "C" __global__ void __launch_bounds__(32)
   u64* barrier = (u64*)(shared + together * (piece_bytes + scale_bytes));
   if (lane == 0) {
     barrier_init(barrier);
-    barrier_expect(barrier, arriving * (bytes + beside));
+    barrier_expect(barrier, arriving * (bytes + scale_row_bytes));
   }
   __syncwarp();
   if (run) {
     bulk_load(data, x + from * row_bytes + begin, run * bytes, barrier);
-    if (beside) bulk_load(scale, scales + from * scale_bytes, run * beside, barrier);
+    if (scale_row_bytes) bulk_load(scale, scales + from * scale_bytes, run * scale_row_bytes, barrier);
   }
   u32 left = __ballot_sync(0xffffffffu, takes_part && from < 0);
 #else
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(32)
     for (i64 at = lane * 16; at < bytes; at += 512)
       *(uint4*)(out + to * row_bytes + begin + at) =
           in < 0 ? zero : *(const uint4*)(x + in * row_bytes + begin + at);
-    for (i64 at = lane * 16; at < beside; at += 512)
+    for (i64 at = lane * 16; at < scale_row_bytes; at += 512)
       *(uint4*)(out_scales + to * scale_bytes + at) =
           in < 0 ? zero : *(const uint4*)(scales + in * scale_bytes + at);
   }
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(32)
   if (run) {
     const u64 policy = evict_first();
     bulk_store(out + row * row_bytes + begin, data, run * bytes, policy);
-    if (beside) bulk_store(out_scales + row * scale_bytes, scale, run * beside, policy);
+    if (scale_row_bytes) bulk_store(out_scales + row * scale_bytes, scale, run * scale_row_bytes, policy);
   }
   bulk_finish();
 #endif

@@ -209,8 +209,8 @@ struct RowScales {
   u32 kept = 0;
   __device__ __forceinline__ void add(u32 scale, i64 row, int half, i64 first, i64 vectors, u32* scales) {
     const u32 lane = threadIdx.x % 32, turn = (u32)first / 64 % 4;
-    const u32 theirs = __shfl_sync(0xffffffffu, scale, lane % 4 * 8);
-    if (lane / 4 == 4 * half + turn) kept = theirs;
+    const u32 scale_of_block = __shfl_sync(0xffffffffu, scale, lane % 4 * 8);
+    if (lane / 4 == 4 * half + turn) kept = scale_of_block;
     if (half < HALVES - 1 || (turn < 3 && first + 64 < vectors)) return;
     const i64 blocks = vectors / 16, block = first / 256 * 16 + lane % 16;
     if (block < blocks && lane / 16 < HALVES) scales[(HALVES * row + lane / 16) * blocks + block] = kept;
@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
   const int size = KIND == F32 ? 4 : 2, table = TILE * TILE * size;
   DYNAMIC_SHARED(shared);  // output tile | a and b of the input tile | table of strips
   u8 *stage = shared, *in = shared + TILE * TILE;
-  __shared__ TileShared beside;
+  __shared__ TileShared tile_shared;
   __shared__ Place places[PLACES];
   __shared__ int used;
   __shared__ float row_probs[2][TILE];
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     const Place& place = turns.place(turn);
     const int q = strip_of_chunk(warp, MX), inside = warp * CHUNK_ROWS - 32 * q;
     const i64 left = last - place.base[q];
-    const int there = min(place.count[q], (int)clamped(left, TILE)) - inside;  // valid rows of the chunk
+    const int valid_rows = min(place.count[q], (int)clamped(left, TILE)) - inside;  // valid rows of the chunk
     const float* prob = row_probs[turn % 2] + warp * CHUNK_ROWS;
     FloatChunk made;
     float (&v)[CHUNK_ROWS][4] = made.v;
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float y = g.a[4 * k + c] * g.s[4 * k + c] * g.b[4 * k + c] * prob[i + k];
-          v[i + k][c] = BARE || i + k < there ? y : 0.f;  // for a row of zeros y is 0 already
+          v[i + k][c] = BARE || i + k < valid_rows ? y : 0.f;  // for a row of zeros y is 0 already
         }
     }
     if (!near) {
@@ -338,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
         for (int c = 0; c < 4; ++c) {
           const Element e = element(a[c], b[c], act.clamp, act.alpha, act.offset);
           const float x = exponent(e.a, act.alpha), s = fabsf(x) < FAR ? quick_sigmoid(x) : far_sigmoid(x);
-          y[c] = i < there ? e.a * s * e.b * prob[i] : 0.f;
+          y[c] = i < valid_rows ? e.a * s * e.b * prob[i] : 0.f;
         }
         *(uint2*)row = make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1]));
         *(uint2*)(row + table) = make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3]));
@@ -354,6 +354,6 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, KIND == F32 ? 1 : TIL
     __syncthreads();  // the tile is in registers, and the previous output tile has been written
     fetch(turn + 1);
     quantize_tile(made, rule, place, used, strips, width, rows, row_codes, row_scales, codes, scales, stage,
-                  beside);
+                  tile_shared);
   }
 }

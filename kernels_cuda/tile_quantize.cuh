@@ -221,14 +221,14 @@ __device__ __forceinline__ void quantize_tile(const Chunk& v, Rule rule, const P
     for (u32 j = 0; j < chunks; ++j) largest = max(largest, s.largest[part * chunks + j][c]);
     s.factors[part][c] = block_scale(largest, rule, &scale, &exponent);
     if (strip >= strips) continue;
-    const bool there = place.count[part] > 0 && strip < used;
+    const bool has_rows = place.count[part] > 0 && strip < used;
     if (BLOCKED)
       ((u8*)scales)[(place.column * (strips / 4) + place.row) * 512 + place_in_tile(c, part)] =
-          there ? exponent : 0;
+          has_rows ? exponent : 0;
     else if (mx)
-      ((u8*)scales)[strip * columns + first_column + c] = there ? exponent : 0;
+      ((u8*)scales)[strip * columns + first_column + c] = has_rows ? exponent : 0;
     else
-      ((float*)scales)[strip * columns + first_column + c] = there ? scale : 0.f;
+      ((float*)scales)[strip * columns + first_column + c] = has_rows ? scale : 0.f;
   }
   __syncthreads();
   const float4 factor = *(const float4*)&s.factors[q][4 * lane];

@@ -139,8 +139,9 @@ extern "C" __global__ void __launch_bounds__(TILE, RESIDENT)
       __syncthreads();
 #pragma unroll
       for (u32 k = 0; k < 8; ++k) {
-        const int theirs = row_of[t / 8 + 16 * k];
-        copy_async16(into + k * (16 * TILE), from + (u64)(u32)theirs * wide, theirs >= 0 && column < wide);
+        const int source_row = row_of[t / 8 + 16 * k];
+        copy_async16(into + k * (16 * TILE), from + (u64)(u32)source_row * wide,
+                     source_row >= 0 && column < wide);
       }
     } else {  // no barrier, and no address depends on a load
 #pragma unroll

@@ -275,29 +275,30 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
   }
   if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
   if ((TILE_TARGET && !mx) || (!TILE_TARGET && spread.high - spread.low <= SPREAD)) {
-    uint2 mine_of[8];
+    uint2 codes_of_step[8];
     const At codes_at = at_of(codes) + rows_of_lane.at(rows_of_lane.twist),
              exponents_at = at_of(row_exponents);
 #pragma unroll
-    for (u32 k = 0; k < 8; ++k) mine_of[k] = load_words_at(codes_at ^ k * (TILE + 16));
+    for (u32 k = 0; k < 8; ++k) codes_of_step[k] = load_words_at(codes_at ^ k * (TILE + 16));
     const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
     const int of_row[8] = {near_rows.x, near_rows.y, near_rows.z, near_rows.w,
                            far_rows.x,  far_rows.y,  far_rows.z,  far_rows.w};
     u32 seen[8][4];  // values by steps, f16 pairs of adjacent columns
     if (TILE_TARGET) {
       // The largest scale of a non-zero row: usually the largest of all, which this warp's columns can prove.
-      u32 shown = 0;
+      u32 nonzero = 0;
 #pragma unroll
       for (u32 k = 0; k < 8; ++k)
-        if (of_row[k] == spread.high) shown |= mine_of[k].x | mine_of[k].y;
-      if (!__any_sync(0xffffffffu, shown & 0x7f7f7f7fu)) spread = spread_of(filled_rows(codes, 0), exponents);
+        if (of_row[k] == spread.high) nonzero |= codes_of_step[k].x | codes_of_step[k].y;
+      if (!__any_sync(0xffffffffu, nonzero & 0x7f7f7f7fu))
+        spread = spread_of(filled_rows(codes, 0), exponents);
       const int target = final_target(spread.high, mx);
 #pragma unroll
       for (u32 k = 0; k < 8; ++k) {
         u32 factors[2];
         tile_factors(of_row[k], target, factors);
-        decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
-        decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
+        decode4(codes_of_step[k].x, fmt, &seen[k][0], &seen[k][1]);
+        decode4(codes_of_step[k].y, fmt, &seen[k][2], &seen[k][3]);
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
           seen[k][p] = halves_times(seen[k][p], factors[0]);
@@ -318,8 +319,8 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
     for (u32 k = 0; k < 8; ++k) {
       // 2^(of_row - unit) as an f16 pair; 0 for scale 0; any positive number for a row of zeros
       const u32 factor = (u32)max(min(of_row[k] + (15 - unit), 30), 0) * 0x04000400u;
-      decode4(mine_of[k].x, fmt, &seen[k][0], &seen[k][1]);
-      decode4(mine_of[k].y, fmt, &seen[k][2], &seen[k][3]);
+      decode4(codes_of_step[k].x, fmt, &seen[k][0], &seen[k][1]);
+      decode4(codes_of_step[k].y, fmt, &seen[k][2], &seen[k][3]);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         seen[k][p] = halves_times(seen[k][p], factor);
@@ -347,13 +348,13 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
     bool near = true;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const u32 most = top >> (16 * c) & 0xffffu;
-      const int exponent = (int)(most + (ABOVE_LIMIT >> 13)) >> 10;
-      const bool some = most != 0;
-      const int power = some ? exponent - (15 + EMAX) + unit : mx ? -127 : 0;
-      near = near && (!some || (exponent >= EMAX && exponent < 31)) && power >= (mx ? -127 : -126);
+      const u32 amax = top >> (16 * c) & 0xffffu;
+      const int exponent = (int)(amax + (ABOVE_LIMIT >> 13)) >> 10;
+      const bool has_values = amax != 0;
+      const int power = has_values ? exponent - (15 + EMAX) + unit : mx ? -127 : 0;
+      near = near && (!has_values || (exponent >= EMAX && exponent < 31)) && power >= (mx ? -127 : -126);
       target[c] = (u32)(power + 127);
-      lift |= (u32)(some ? 30 + EMAX - exponent : 15) << (10 + 16 * c);
+      lift |= (u32)(has_values ? 30 + EMAX - exponent : 15) << (10 + 16 * c);
     }
     if (!__any_sync(0xffffffffu, !near)) {
 #if BLOCKED

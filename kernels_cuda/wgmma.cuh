@@ -22,9 +22,9 @@ __device__ __forceinline__ u32 cluster_rank() {
 
 // The same shared memory address in another thread block of the cluster.
 __device__ __forceinline__ At at_of_block(const void* p, u32 block) {
-  At there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
-  return there;
+  At remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(block));
+  return remote;
 }
 // Non-blocking test of a phase (try_wait may suspend the thread).
 __device__ __forceinline__ bool barrier_ready_at(At barrier, u32 parity) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ Tile tile_mn_major_at(At at) {
 // Accumulators as above; with 128 columns the first 64 registers. A_MN, B_MN: the operand is MN-major.
 template <int WIDTH, int TYPE, bool A_MN, bool B_MN>
 __device__ __forceinline__ void product_16(float (&d)[128], Tile a, Tile b) {
-  static_assert(B_MN || !A_MN, "no kernel has the first operand alone MN-major");
+  static_assert(B_MN || !A_MN, "no kernel needs an MN-major first operand alone");
   if constexpr (TYPE == F16) {
     if constexpr (A_MN)
       PRODUCT_16("f16", "1", "1");

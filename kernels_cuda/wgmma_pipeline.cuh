@@ -23,7 +23,8 @@
 #define FOUR_SCALES (4 * (ROWS + COLUMNS / 128))  // forward: scales of four K-steps, a row's four adjacent
 #define AHEAD 3                                   // column pairs whose scales wgrad prefetches
 
-static_assert(2 * FOUR_SCALES <= STAGES * STAGE_SCALES && STAGES <= 5, "four steps' scales, twice");
+static_assert(2 * FOUR_SCALES <= STAGES * STAGE_SCALES && STAGES <= 5,
+              "two groups of four K-steps' scales must fit");
 
 // Forward: offset of a K-step's scales. The scales of four K-steps are loaded together, once the K-step
 // STAGES before the first has been released, and replace those of the eighth to fifth K-step before it.
@@ -100,16 +101,16 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       if (end) ready = barrier_ready_at(full + turn.stage * 8, turn.phase);
       products_wait<0>();
       products_seen(d);
-      auto give_back = [&] {  // releases the stage to all thread blocks of the cluster
+      auto release_stage = [&] {  // releases the stage to all thread blocks of the cluster
         __syncwarp();
         if (ARRIVING == 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(used);
         for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
           barrier_arrive_at(at_of_block(s.empty, block) + (used - empty));
       };
       const bool all_read = !LATE || half == 1;
-      if (end && all_read) give_back();
+      if (end && all_read) release_stage();
       promote(half, d, by);
-      if (end && !all_read) give_back();
+      if (end && !all_read) release_stage();
     }
   }
 }

@@ -113,8 +113,8 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   for (int e = (int)t; e <= experts; e += (int)blockDim.x) s.offsets[e] = (int)clamped(offsets[e], rows);
   __syncthreads();
   for (int e = (int)t; HALF_TILES && e < experts; e += (int)blockDim.x) {
-    const int count = s.offsets[e + 1] - s.offsets[e], some = real ? min(real[e], count) : count;
-    s.half[e] = some <= count - (count - 1) % ROWS - 1 + ROWS / 2;
+    const int count = s.offsets[e + 1] - s.offsets[e], real_rows = real ? min(real[e], count) : count;
+    s.half[e] = real_rows <= count - (count - 1) % ROWS - 1 + ROWS / 2;
   }
   if (t < 32) {
     int before = 0;
@@ -219,15 +219,15 @@ __device__ __forceinline__ bool find_tile(int rest, int high, int wide, int heig
 }
 
 // Called by the two store warps: TMA stores of one part of a finished tile of 16-bit values, up to `count`
-// rows of min(bytes, most) bytes, to rows `pitch` bytes apart.
-__device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count, int bytes, int most, u8* to,
-                                           i64 pitch, u32& phase) {
+// rows of min(bytes, max_bytes) bytes, to rows `pitch` bytes apart.
+__device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count, int bytes, int max_bytes,
+                                           u8* to, i64 pitch, u32& phase) {
   const u8* from = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS);
   barrier_wait(&s.made[part], phase);
   if (part + 1 == PARTS) phase ^= 1u;
   if (bytes > 0)
     for (int row = (int)threadIdx.x % WRITERS; row < min(count, ROWS / PARTS); row += WRITERS)
-      bulk_store(to + row * pitch, from + row * PITCH, (u32)min(bytes, most));
+      bulk_store(to + row * pitch, from + row * PITCH, (u32)min(bytes, max_bytes));
   bulk_finish();
   __syncwarp();
   if (threadIdx.x % 32 < ARRIVING) barrier_arrive_here(&s.written[part]);
@@ -236,17 +236,17 @@ __device__ __forceinline__ void write_rows(const Shared& s, u32 part, int count,
 // The same for half as many rows of float32, stored or (add) accumulated; `to_row(row)` is a row's
 // destination.
 template <class ToRow>
-__device__ __forceinline__ void write_wide_rows(const Shared& s, u32 part, int count, int bytes, int most,
-                                                const ToRow& to_row, bool add, u32& phase) {
+__device__ __forceinline__ void write_wide_rows(const Shared& s, u32 part, int count, int bytes,
+                                                int max_bytes, const ToRow& to_row, bool add, u32& phase) {
   const int row = (int)threadIdx.x % WRITERS;
   const u8* from = s.tile + part % BUFFERS * (TILE_BYTES / BUFFERS) + row * WIDE_PITCH;
   barrier_wait(&s.made[part], phase);
   if (part + 1 == PARTS) phase ^= 1u;
   if (row < count && bytes > 0) {
     if (add)
-      bulk_add_floats(to_row(row), from, (u32)min(bytes, most));
+      bulk_add_floats(to_row(row), from, (u32)min(bytes, max_bytes));
     else
-      bulk_store(to_row(row), from, (u32)min(bytes, most));
+      bulk_store(to_row(row), from, (u32)min(bytes, max_bytes));
   }
   bulk_finish();
   __syncwarp();
