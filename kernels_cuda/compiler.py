@@ -1,7 +1,7 @@
-"""From a `.cu` file to machine code, with NVRTC: no nvcc, no build, and for `compile` no GPU either.
+"""Compiles `.cu` files to machine code with NVRTC: no nvcc, no build step, and for `compile` no GPU.
 
-`cubin` compiles one source for one architecture and keeps the result on disk; `main` is
-``python -m fp8moe compile``: every source for several architectures, with registers and spills.
+`cubin` compiles one source for one architecture and caches the result on disk. `main` is ``python -m fp8moe
+compile``: every source for several architectures, with registers and spills.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from types import ModuleType
 
 SOURCES = Path(__file__).resolve().parent
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
-# -fmad=false: a * b + c must round twice, as the reference does; CuPy would add -ftz=true by itself.
-# FP8MOE_NVRTC_OPTIONS adds some, for debugging.
+# -fmad=false: a * b + c must round twice, as the reference does; CuPy would add -ftz=true by default.
+# FP8MOE_NVRTC_OPTIONS adds options for debugging.
 OPTIONS: tuple[str, ...] = (
     *("--std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "--ptxas-options=-v"),
     *os.environ.get("FP8MOE_NVRTC_OPTIONS", "").split(),
 )
 
 
-# Sources that are compiled once for each of these sets of definitions, as they are asked for.
+# Sets of definitions that a source is compiled with, each when first requested.
 _FORMATS: list[tuple[str, ...]] = [(f"FMT={fmt}", f"MX={mx}") for fmt in (0, 1) for mx in (0, 1)]
 _KINDS = ("BF16", "F16", "F32")
 _CONVERSIONS: list[tuple[str, ...]] = [(f"KIND={kind}", *formats) for kind in _KINDS for formats in _FORMATS]
@@ -85,7 +85,7 @@ class CompileError(RuntimeError):
     """A kernel does not compile; the message is the compiler's, with file and line."""
 
 
-# Sources that are empty for every architecture but one.
+# Sources that are empty for every other architecture.
 ONLY = {
     "grouped_gemm_wgmma": "sm_90a",
     "grouped_gemm_wgmma16": "sm_90a",
@@ -99,15 +99,15 @@ def sources(architecture: str) -> list[Path]:
 
 
 def variants(path: Path) -> list[tuple[str, ...]]:
-    """The sets of definitions that a source is compiled with, the most usual first."""
+    """The sets of definitions that a source is compiled with, the most common first."""
     return VARIANTS.get(path.stem, [()])
 
 
 def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
-    """Machine code of one source, from the cache on disk when it is there.
+    """Machine code of one source, from the disk cache if present.
 
-    The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. An entry carries a digest of itself:
-    one that is cut short or damaged is compiled again.
+    The cache is ``FP8MOE_CACHE_DIR``, by default ``~/.cache/fp8moe``. Each entry has a checksum: a truncated
+    or damaged entry is compiled again.
     """
     entry = _entry(path.stem, architecture, _key(path, architecture, defines))
     if (code := _read(entry)) is not None:
@@ -118,14 +118,14 @@ def cubin(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> bytes
 
 
 def prefetch(architecture: str) -> None:
-    """Have what most programs come to use compiled in other threads: every source in its first variant, the
-    matrix products last, which take longest and are not wanted first."""
+    """Compiles every source in its first variant in background threads; the matrix products last, which take
+    longest and are not needed first."""
     for path in sorted(sources(architecture), key=lambda p: "mma" in p.stem):
         _submit(path, architecture, variants(path)[0])
 
 
 def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes]) -> bytes:
-    """What ``compile`` returns, kept on disk under everything that decides it (``key``)."""
+    """The result of ``compile``, cached on disk by ``key``, which must determine it."""
     entry = _entry(name, architecture, key)
     if (code := _read(entry)) is not None:
         return code
@@ -135,7 +135,7 @@ def cached(name: str, architecture: str, key: str, compile: Callable[[], bytes])
 
 
 def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Future[bytes]:
-    """Compile in another thread, once (NVRTC lets go of Python meanwhile)."""
+    """Compiles in a background thread, once per key (NVRTC releases the GIL)."""
     key = _key(path, architecture, defines)
     with _lock:
         if key not in _jobs:
@@ -147,7 +147,8 @@ def _submit(path: Path, architecture: str, defines: tuple[str, ...]) -> Future[b
 
 _jobs: dict[str, Future[bytes]] = {}
 _lock = threading.Lock()
-_threads = ThreadPoolExecutor(2, "fp8moe-compile")  # more slow Numba down, which compiles beside them
+# more threads slow down Numba, which compiles concurrently
+_threads = ThreadPoolExecutor(2, "fp8moe-compile")
 
 
 def _key(path: Path, architecture: str, defines: tuple[str, ...]) -> str:
@@ -160,7 +161,7 @@ def _entry(name: str, architecture: str, key: str) -> Path:
 
 
 def main(architectures: list[str] | None) -> int:
-    """Compile everything, print registers and spills; 1 if something failed, or spills."""
+    """Compiles everything and prints registers and spills; returns 1 if anything fails or spills."""
     nvrtc = _nvrtc()
     version = ".".join(map(str, nvrtc.getVersion()))
     print(f"NVRTC {version}")
@@ -202,9 +203,9 @@ def _number(pattern: str, text: str) -> str:
 
 
 def compile_source(path: Path, architecture: str, defines: tuple[str, ...] = ()) -> tuple[bytes, str]:
-    """(machine code, compiler's log) of one source; needs no GPU."""
+    """(machine code, compiler log) of one source; needs no GPU."""
     nvrtc = _nvrtc()
-    # #line keeps the file's own name and numbers in messages and in profilers
+    # #line keeps the file's name and line numbers in messages and profilers
     text = f'#line 1 "kernels_cuda/{path.name}"\n{path.read_text()}'
     headers = sorted(SOURCES.glob("*.cuh"))
     names = [h.name.encode() for h in headers]
@@ -221,7 +222,7 @@ def compile_source(path: Path, architecture: str, defines: tuple[str, ...] = ())
 
 @cache
 def _digest() -> str:
-    """Of every source and header: a changed header must not find an old cubin."""
+    """Digest of every source and header, so that a changed header invalidates old cubins."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -242,8 +243,8 @@ def _read(entry: Path) -> bytes | None:
 
 
 def _write(entry: Path, code: bytes) -> None:
-    """Atomically: processes that compile at once never see half a file. A cache that cannot be written
-    costs time only."""
+    """Atomic write: concurrent processes never see a partial file. If the cache is not writable, only time is
+    lost."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=entry.parent)

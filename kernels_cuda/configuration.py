@@ -1,6 +1,5 @@
-"""A launch configuration: what a launcher decides before it launches, as a value that can be printed and
-tested without a GPU. Each launcher's file has the pure functions that make its kernels' configurations, from
-shapes and from the device's multiprocessors and shared memory."""
+"""Launch configurations as values that can be printed and tested without a GPU. Each launcher's module
+computes its kernels' configurations by pure functions of shapes and of the device's SMs and shared memory."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import NamedTuple
 
 class Configuration(NamedTuple):
     blocks: int | tuple[int, int]
-    threads: int  # of a block
-    shared: int = 0  # bytes of dynamic shared memory of a block
+    threads: int  # per block
+    shared: int = 0  # bytes of dynamic shared memory per block
 
     @property
     def grid(self) -> tuple[int | tuple[int, int], int]:

@@ -1,5 +1,5 @@
-"""Each expert's product by cuBLAS, FP8 operands decoded to bfloat16 before: for devices that the kernel for
-tensor cores does not know, and for plain arrays. Offsets are looked at, which synchronises once a call."""
+"""One cuBLAS product per expert, with FP8 operands decoded to bfloat16 first: for devices without a tensor
+core kernel, and for plain arrays. Reads the offsets on the host, which synchronises once per call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Any, *, transpose_w: bool, out:
     operation, stride = (NONE, width) if transpose_w else (TRANSPOSED, depth)
     multiply = _multiplier(w, x, out)
     for e, first, rows in _experts(expert_offsets, out.shape[0]):
-        # cuBLAS counts by columns: of the transposes, out.T = w[e] @ x.T
+        # cuBLAS is column-major: it computes the transpose, out.T = w[e] @ x.T
         multiply(
             *(operation, NONE, width, rows, depth, 0.0),
             *(e * width * depth, stride),
@@ -65,7 +65,7 @@ def grouped_gemm_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool
 
 
 def _plain(x: Any, expert_offsets: Any) -> Any:
-    """What a tensor's codes stand for, in bfloat16: exact where scales are powers of two."""
+    """A tensor dequantised to bfloat16, which is exact if scales are powers of two."""
     if not isinstance(x, QuantTensor):
         if x.dtype not in TYPES:
             raise TypeError(f"backend: got 'cublas' with {x.dtype.name}; wanted bfloat16, float16 or float32")
@@ -76,7 +76,7 @@ def _plain(x: Any, expert_offsets: Any) -> Any:
 
 
 def _experts(offsets: Any, rows: int) -> list[tuple[int, int, int]]:
-    """(expert, its first row, how many), of those that have some."""
+    """(expert, first row, number of rows) of the experts that have rows."""
     ends = np.clip(copy_to_host(offsets), 0, rows)
     sizes = np.diff(ends)
     return [(int(e), int(ends[e]), int(sizes[e])) for e in np.flatnonzero(sizes > 0)]

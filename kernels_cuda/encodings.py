@@ -1,4 +1,4 @@
-"""How dtypes, formats of codes and blocks of scales are named to the kernels: the tables of common.cuh."""
+"""Codes of dtypes, FP8 formats and scale layouts in kernel arguments: the tables of common.cuh."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ PLAIN = 0  # the layout of an array without scales
 
 
 def conversion(x: Any, q: QuantTensor) -> tuple[str, ...]:
-    """Definitions of a kernel that quantises x."""
+    """Preprocessor definitions of a kernel that quantises x."""
     return f"KIND={KIND_NAMES[x.dtype]}", *formats(q)
 
 
 def formats(q: QuantTensor) -> tuple[str, ...]:
-    """Definitions of a kernel that reads or writes these codes."""
+    """Preprocessor definitions of a kernel that reads or writes these codes."""
     blocked = ("BLOCKED=1",) if q.layout == BLOCKED_128X4 else ()
     return f"FMT={FORMATS[q.fmt]}", f"MX={int(is_mx(q.block))}", *blocked
 
 
 def rows_of(x: Any) -> tuple[Any, ...]:
-    """(data, scales, kind, fmt, layout) of an array or a row-wise QuantTensor, as `row_value` takes them."""
+    """(data, scales, kind, fmt, layout) of an array or a row-wise QuantTensor: the arguments of
+    `row_value`."""
     if isinstance(x, QuantTensor):
         return x.data, x.scales, 0, FORMATS[x.fmt], LAYOUTS[x.block]
     return x, None, KINDS[x.dtype], 0, PLAIN
 
 
 def with_experts(offsets: Any) -> tuple[Any, int]:
-    """Offsets as kernels take them: null and 0 where there are none."""
+    """Expert offsets and their number as kernel arguments; null and 0 if there are none."""
     return offsets, experts_of(offsets) or 0
 
 

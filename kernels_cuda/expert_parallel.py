@@ -1,4 +1,4 @@
-"""Launchers of expert_parallel.cu: the same names and signatures as `fp8moe.reference.expert_parallel`."""
+"""Launchers of expert_parallel.cu, with the names and signatures of `fp8moe.reference.expert_parallel`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, threads
 from fp8moe.kernels_cuda.quantize import by_warps, quantize, rows_are_whole
 from fp8moe.records import PermutationPlan, QuantTensor
 
-PARTS = 4  # that pack_rows takes
-PEERS = 8  # as expert_parallel.cu's MOST_PEERS
-NEVER = 2**62  # a row that there is not
+PARTS = 4  # maximum arrays of pack_rows
+PEERS = 8  # must match MOST_PEERS in expert_parallel.cu
+NEVER = 2**62  # first slot of an unused window, past all rows
 
 
 def quantize_and_pack(
     x: Any, parts: tuple[Any, ...], row_id_map: Any, *, like: QuantTensor, out: tuple[Any, ...]
 ) -> None:
-    """like: what quantize would make of x, as shapes. In one pass where whole rows fit."""
+    """Packs codes, scales and parts; in one pass if rows are whole vectors. like: shapes of x's codes and
+    scales."""
     row_bytes = like.data.shape[1], like.scales.nbytes // x.shape[0]
     if (
         rows_are_whole(x, x.shape[1], replace(like, data=out[0]))
@@ -57,7 +58,7 @@ def _pack(parts: tuple[Any, ...], row_id_map: Any, out: tuple[Any, ...]) -> None
 
 
 def _each(parts: tuple[Any, ...], rows: int) -> list[Any]:
-    """The parts that are not empty, and how many bytes of them a row has."""
+    """The non-empty parts, each with its bytes per row, padded to PARTS."""
     arguments: list[Any] = []
     for part in parts:
         if part.nbytes:
@@ -66,7 +67,7 @@ def _each(parts: tuple[Any, ...], rows: int) -> list[Any]:
 
 
 def _where(row_id_map: Any, windows: tuple[Any, ...]) -> list[Any]:
-    """What the kernels' Windows are made of."""
+    """Arguments of the kernels' Windows."""
     if len(windows) > PEERS:
         raise ValueError(f"windows: got {len(windows)}; wanted at most {PEERS}; use a Transport by messages")
     arguments = [windows[0].shape[1], row_id_map, 0 if row_id_map is None else row_id_map.shape[1] // 2]
@@ -89,7 +90,7 @@ def local_ids(ids: Any, *, first: int, experts: int, rows: int, out: Any) -> Non
     count = rows * ids.shape[1]
     arguments = (ids, ids.dtype.itemsize, count, first, experts, out)
     launch("expert_parallel", "local_ids", threads(count), 256, *arguments)
-    fill_bytes(out.part(count, (ids.size - count,)), 0xFF)  # -1 in rows that nobody sent
+    fill_bytes(out.part(count, (ids.size - count,)), 0xFF)  # -1 in rows not received
 
 
 def limit_rows(plan: PermutationPlan, *, capacity: int, out: PermutationPlan) -> None:

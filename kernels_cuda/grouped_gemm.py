@@ -1,5 +1,5 @@
-"""Which kernel makes a grouped product, and the launcher of the plain one (grouped_gemm.cu): the names and
-signatures of `fp8moe.reference.grouped_gemm`."""
+"""Backend selection of grouped products, and the launcher of the plain kernel (grouped_gemm.cu), with the
+names and signatures of `fp8moe.reference.grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from fp8moe.kernels_cuda.product import (
 )
 from fp8moe.records import QuantTensor
 
-#: floating-point operations from which on a kernel that is not the fastest is not taken without a word
+#: floating-point operations above which a slower backend is not chosen silently
 MANY = 10**9
-#: (operation, operands) of what `python -m fp8moe info` lists: the dtypes' usual pairs
+#: (operation, operands) pairs that `python -m fp8moe info` lists
 USUAL_OPERANDS = (("e4m3", "e4m3"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"))
 
 
 class Choice(NamedTuple):
     backend: str
-    reasons: tuple[str, ...] = ()  # why none of those that are faster
+    reasons: tuple[str, ...] = ()  # why each faster backend was not chosen
 
 
 def launchers(product: Product) -> dict[str, ModuleType]:
-    """Of the tensor cores' kernels for such operands, the fastest first."""
+    """Tensor core backends for these operands, fastest first."""
     if product.quantized:
         return {"wgmma": grouped_gemm_wgmma_fp8, "mma": grouped_gemm_mma}
     return {"wgmma": grouped_gemm_wgmma16, "mma": grouped_gemm_mma}
 
 
 def backends(product: Product, architecture: str) -> list[str]:
-    """Those that multiply a product of float32, bfloat16, float16 or FP8 on such a device, the fastest
+    """Backends that support a product of float32, bfloat16, float16 or FP8 on this architecture, fastest
     first; without "cublas", which synchronises."""
     tensor_cores = launchers(product).items()
     return [*(name for name, module in tensor_cores if not module.takes(product, architecture)), "plain"]
 
 
 def choose(product: Product, architecture: str, backend: str | None) -> Choice:
-    """The backend that makes a product: the one that is asked for, or the fastest that takes it.
+    """The backend of a product: the requested one, or the fastest that supports it.
 
-    Raises TypeError for "cublas" of float64, ValueError where the one that is asked for does not take the
-    product, and where the plain kernel, hundreds of times slower, would make a large one unasked.
+    Raises TypeError for "cublas" with float64, ValueError if the requested backend does not support the
+    product, or if only the plain kernel, hundreds of times slower, supports a large product and it was not
+    requested.
     """
     if backend == "cublas" and "float64" in (*product.operands, product.out):
         raise TypeError("backend: got 'cublas' with float64; wanted bfloat16, float16 or float32, or 'plain'")
@@ -57,7 +58,7 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
         return Choice(backend)
     known = launchers(product)
     if backend is not None:
-        if not product.flops:  # a rank without rows: nothing is multiplied, gradients of weights are zeros
+        if not product.flops:  # a rank without rows: no multiplication; weight gradients are zeros
             return Choice("plain")
         if backend in known:
             why = known[backend].takes(product, architecture)
@@ -85,8 +86,8 @@ def choose(product: Product, architecture: str, backend: str | None) -> Choice:
 
 
 def check_layer(backend: str | None, num_sms: int | None, device: int, **layer: Any) -> None:
-    """Raises as `choose` for a backend that does not make every one of `products_of_layer` on a device, and
-    as `check_limit` for a limit that not all of them have."""
+    """Raises like `choose` if a backend does not support every one of `products_of_layer` on a device, and
+    like `check_limit` if one of them does not support the SM limit."""
     most = 0 if num_sms is None else driver.multiprocessors(device)
     _check_layer(backend, num_sms, driver.architecture(device), most, **layer)
 
@@ -101,7 +102,7 @@ def _check_layer(
 
 
 def check_limit(num_sms: int | None, chosen: Choice, multiprocessors: int) -> None:
-    """Raises ValueError for a limit to the multiprocessors that a product does not keep to."""
+    """Raises ValueError if a product's backend cannot limit its SMs to ``num_sms``."""
     if num_sms is None:
         return
     if chosen.backend != "wgmma":
@@ -118,7 +119,7 @@ def check_limit(num_sms: int | None, chosen: Choice, multiprocessors: int) -> No
 
 
 def describe(architecture: str) -> list[str]:
-    """A line for each usual product: by what it is made on such a device, and why by nothing faster."""
+    """One line per usual product: its backend on this architecture, and why no faster one is used."""
     lines = []
     for operands in USUAL_OPERANDS:
         for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
@@ -224,7 +225,8 @@ def _plain_wgrad(dy: Any, x: Any, expert_offsets: Any, *, accumulate: bool, out:
     experts, width, depth = out.shape
     quantized = isinstance(dy, QuantTensor)
     rows, blocks = dy.shape[0], quantized and dy.transposed
-    known = min(dy.scales.shape[0], x.scales.shape[0]) if quantized else 0  # scales of columns
+    # number of column-wise scale blocks
+    known = min(dy.scales.shape[0], x.scales.shape[0]) if quantized else 0
     launch(
         "grouped_gemm",
         "grouped_gemm_wgrad",

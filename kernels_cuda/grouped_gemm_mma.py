@@ -11,7 +11,7 @@ from fp8moe.kernels_cuda.launch import current_architecture, launch, threads
 from fp8moe.kernels_cuda.product import Product, product_of_grouped_gemm, product_of_wgrad
 from fp8moe.records import QuantTensor
 
-# As in mma_pipeline.cuh.
+# Must match mma_pipeline.cuh.
 ROWS = 128
 LINE = 128  # bytes
 STAGES = 3
@@ -20,7 +20,7 @@ MOST_BLOCKS = 2**31 - 1
 
 
 def takes(product: Product, architecture: str) -> list[str]:
-    """Why these kernels do not make a product; nothing where they do."""
+    """Reasons why these kernels do not support a product; empty if they do."""
     why = []
     if not product.quantized and product.operands[0] not in ("bfloat16", "float16"):
         why.append(f"the operands are {product.operands[0]}, not bfloat16, float16 or FP8")
@@ -35,14 +35,14 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 
 def tile_columns(product: Product, architecture: str) -> int:
-    """Of the result, that a block makes."""
+    """Columns of an output tile."""
     two_blocks = product.verb == "grouped_gemm_wgrad" and architecture == "sm_90a"
     return 128 if product.quantized or two_blocks or _has_little_shared_memory(architecture) else 256
 
 
 def configuration(product: Product, architecture: str) -> Configuration:
-    """A block a tile. How many rows each expert has is known on the device only: forward, as many blocks as
-    there can be tiles."""
+    """One thread block per tile. Rows per expert are known on the device only: the forward launches as many
+    blocks as there can be tiles."""
     columns = tile_columns(product, architecture)
     warps = ROWS // WARP_ROWS * (columns // (32 if product.quantized else 64))
     if product.verb == "grouped_gemm":
@@ -57,7 +57,7 @@ def _number(architecture: str) -> int:
 
 
 def _has_little_shared_memory(architecture: str) -> bool:
-    """99 KB a block, instead of 163 or 227."""
+    """99 KB per thread block instead of 163 or 227."""
     return (number := _number(architecture)) in (86, 89) or number >= 120
 
 

@@ -1,5 +1,5 @@
 """Launchers of grouped_gemm_wgmma16.cu and grouped_gemm_wgrad_wgmma16.cu, for bfloat16 and float16 on
-Hopper's tensor cores: the names and signatures of `fp8moe.reference.grouped_gemm`, and what they take."""
+Hopper's tensor cores, with the names and signatures of `fp8moe.reference.grouped_gemm`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS
 from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, threads
 from fp8moe.kernels_cuda.product import Product
 
-# As in wgmma_tiles.cuh and wgmma16_pipeline.cuh.
+# Must match wgmma_tiles.cuh and wgmma16_pipeline.cuh.
 TILE_ROWS, TILE_COLUMNS = 128, 256
 THREADS = 384
-CLUSTER = 2  # blocks that share what they read
-BOXES = (64, 64)  # rows of one copy, of each operand
+CLUSTER = 2  # thread blocks that share operands by multicast
+BOXES = (64, 64)  # rows of one TMA box, per operand
 STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * 128
-PART_BYTES = 64 * 528  # of a tile that waits to be written
-TURNS = 4  # tiles that are known at a time
+PART_BYTES = 64 * 528  # of a staged output tile
+TURNS = 4  # ring of scheduled tiles
 BLOCK_BYTES = 227 << 10
 
 
 def takes(product: Product, architecture: str) -> list[str]:
-    """Why these kernels do not take a product, each reason a clause; nothing: they take it."""
+    """Reasons why these kernels do not support a product; empty if they do."""
     why = []
     if architecture != "sm_90a":
         why.append(f"the device is {architecture}, not sm_90a")
@@ -41,7 +41,7 @@ def takes(product: Product, architecture: str) -> list[str]:
         why.append("arrays do not begin at a multiple of 16 bytes")
     if tiles_configuration(product.verb, product.experts, 2).shared > BLOCK_BYTES:
         why.append(f"{product.experts} experts are too many")
-    # the kernels count tiles of every expert, and rows of weights, in 32 bits
+    # the kernels count the tiles of all experts, and rows of weights, in 32 bits
     tiles = (product.experts + 1) * threads(product.rows, TILE_ROWS) * threads(product.width, TILE_COLUMNS)
     if max(tiles, product.experts * max(product.width, product.depth)) >= 2**30:
         why.append(f"{product.rows} rows of {product.experts} experts are too many")
@@ -49,15 +49,15 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 
 def stages(verb: str, experts: int) -> int:
-    """Steps of the contraction in shared memory: four and one buffer of a tile's finished rows for both
-    warpgroups, or three and two buffers: for wgrad, whose contraction may be short (1.02 to 1.03 times as
-    fast with 1024 rows an expert), and where the experts' table leaves no room for four."""
+    """Pipeline stages: four with one staging buffer for both warpgroups, or three with two buffers: for
+    wgrad, whose K may be short (1.02 to 1.03 times as fast with 1024 rows per expert), and if the experts'
+    table leaves no room for four."""
     fit = 4 * STAGE_BYTES + PART_BYTES + _rest_bytes(4, experts) <= BLOCK_BYTES
     return 4 if fit and verb == "grouped_gemm" else 3
 
 
 def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
-    """A persistent block on each of so many multiprocessors, whole clusters."""
+    """One persistent thread block per SM, rounded down to whole clusters."""
     count = stages(verb, experts)
     buffers = 2 if count == 3 else 1
     shared = count * STAGE_BYTES + buffers * PART_BYTES + _rest_bytes(count, experts)
@@ -65,8 +65,8 @@ def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Config
 
 
 def _rest_bytes(stages: int, experts: int) -> int:
-    """Of barriers, two a stage, a part of a tile and a turn, of the turns' tiles, and of the experts' table:
-    two words for each, and for the end."""
+    """Barriers (two per stage, part of a tile, and turn), the turns' tiles, and the experts' table: two words
+    per expert and for the end."""
     return 8 * (2 * stages + 4 + 2 * TURNS) + 4 * TURNS + 8 * (experts + 1)
 
 

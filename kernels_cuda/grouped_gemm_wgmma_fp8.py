@@ -12,32 +12,32 @@ from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scra
 from fp8moe.kernels_cuda.product import Product
 from fp8moe.records import QuantTensor
 
-# As in wgmma_pipeline.cuh.
+# Must match wgmma_pipeline.cuh.
 TILE_COLUMNS = 256
 THREADS = 384
-CLUSTER = 2  # blocks that share what they read
-BOXES = (64, TILE_COLUMNS // 2)  # rows of one copy, of each operand
+CLUSTER = 2  # thread blocks that share operands by multicast
+BOXES = (64, TILE_COLUMNS // 2)  # rows of one TMA box, per operand
 STAGES = 3
-TURN_BYTES = 4 * (2 * 8 + 4)  # of four tiles that are known: two barriers and a number each
+TURN_BYTES = 4 * (2 * 8 + 4)  # of four scheduled tiles: two barriers and a number each
 #: codes, scales; a tile
 SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 16 + TURN_BYTES
-TABLE_BYTES = 11 << 10  # what this leaves of a block's 227 KB for the experts' table
+TABLE_BYTES = 11 << 10  # of a block's 227 KB, what remains for the experts' table
 
 
 def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
-    """A persistent block on each of so many multiprocessors, whole clusters."""
+    """One persistent thread block per SM, rounded down to whole clusters."""
     shared = SHARED_BYTES + _table_bytes(verb, experts)
     return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, shared)
 
 
 def _table_bytes(verb: str, experts: int) -> int:
-    """Of the experts' table: two words for each expert and for the end; forward, a byte more, whether the
-    expert's last tile is a half."""
+    """Bytes of the experts' table: two words per expert and for the end; the forward has one more byte per
+    expert, whether its last tile is a half."""
     return (9 if verb == "grouped_gemm" else 8) * (experts + 1)
 
 
 def takes(product: Product, architecture: str) -> list[str]:
-    """Why these kernels do not make a product; nothing where they do."""
+    """Reasons why these kernels do not support a product; empty if they do."""
     why = []
     if not product.quantized:
         why.append(f"the operands are {product.operands[0]}, not FP8")

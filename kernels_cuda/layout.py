@@ -1,4 +1,4 @@
-"""Launchers of layout.cu: the same names and signatures as `fp8moe.reference.layout`."""
+"""Launchers of layout.cu, with the names and signatures of `fp8moe.reference.layout`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def to_layout(q: QuantTensor, expert_offsets: Any, *, out: QuantTensor) -> None:
 
 
 def compact_scratch(q: QuantTensor) -> QuantTensor:
-    """The tensor with compact scales of its own, for what writes them to be converted."""
+    """A tensor with scratch compact scales, to be converted to the layout of ``q``."""
     rows, columns = q.shape
     tiles = blocked_tiles(q.scales.shape, q.block)
     shape = (4 * tiles, columns) if is_columnwise(q.block) else (rows, ceil_div(columns, 32))
@@ -49,7 +49,7 @@ def compact_scratch(q: QuantTensor) -> QuantTensor:
 
 
 def blocked_configuration(tiles: int, across: int) -> Configuration:
-    """Of convert_blocked_scales: a block of threads for each tile, four bytes a thread."""
+    """Configuration of convert_blocked_scales: one thread block per tile, four bytes per thread."""
     return Configuration((tiles, across), 128)
 
 

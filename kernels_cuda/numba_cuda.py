@@ -1,11 +1,12 @@
-"""The one place that imports Numba's CUDA target (numba-cuda is in maintenance; it may have to be replaced).
+"""The only module that imports Numba's CUDA target (numba-cuda is in maintenance and may have to be
+replaced).
 
-Numba compiles a kernel to PTX, once for each architecture and set of types; it is launched as the kernels of
-the `.cu` files are, since Numba's own launcher costs the host 15 to 20 us a launch (1340 us for a plan, with
-its views of arrays). With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays,
+Numba compiles a kernel to PTX, once per architecture and set of types. It is launched like the kernels of the
+`.cu` files, since Numba's own launcher costs 15 to 20 us of host time per launch (1340 us for a plan, with
+its array views). With NUMBA_ENABLE_CUDASIM=1 the same kernels run in Numba's simulator on NumPy arrays,
 without a GPU.
 
-Kernels take flat pointers, integers, and named tuples of those, whose fields become parameters one by one.
+Kernels take flat pointers, integers, and named tuples of those, whose fields become separate parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fp8moe.records import DeviceArray
 
 try:
     cuda: Any = importlib.import_module("numba.cuda")
-except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep inside
+except Exception as error:  # NumPy 2.5 causes an AttributeError deep inside
     raise ImportError(
         f"Numba's CUDA target cannot be imported ({type(error).__name__}: {error}); "
         "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"
@@ -35,17 +36,17 @@ except Exception as error:  # with NumPy 2.5 it is an AttributeError from deep i
 SIMULATED = bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
 driver: Any = None if SIMULATED else importlib.import_module("fp8moe.kernels_cuda.driver")
 launch: Any = None if SIMULATED else importlib.import_module("fp8moe.kernels_cuda.launch")
-BLOCK = 4 if SIMULATED else 512  # threads; the simulator makes a Python thread of each
+BLOCK = 4 if SIMULATED else 512  # threads per block; the simulator starts a Python thread for each
 types: Any = importlib.import_module("numba.core.types")
 uint32, uint64, int32 = types.uint32, types.uint64, types.int32
 
 Kernel = Callable[..., None]
 Kind = str | tuple[type, tuple[Any, ...]]
-_compiling = threading.local()  # .capability: of the device that this thread compiles for
+_compiling = threading.local()  # .capability: of the device this thread compiles for
 
 
 def _instruction(ptx: str) -> Any:
-    """A function for kernels: one PTX instruction from sm_90 on, nothing before and in the simulator."""
+    """A device function of one PTX instruction from sm_90 on; a no-op before and in the simulator."""
     if SIMULATED:
         return lambda: None
     ir = importlib.import_module("llvmlite.ir")
@@ -63,25 +64,26 @@ def _instruction(ptx: str) -> Any:
     return importlib.import_module("numba.cuda.extending").intrinsic(instruction)
 
 
-# As in ptx.cuh.
+# The same as in ptx.cuh.
 pdl_wait = _instruction("griddepcontrol.wait;")
 pdl_launch_dependents = _instruction("griddepcontrol.launch_dependents;")
 
 
 def inlined(function: Kernel) -> Any:
-    """A function that kernels call. Inlined by Numba before it knows types, it is compiled with them, for any
-    architecture; by itself it would be for the device at hand. The simulator calls it as it is: its device
-    functions take the simulated ``cuda`` from their module when the first thread leaves."""
+    """A device function. Numba inlines it before type inference, so that it is compiled for the kernel's
+    architecture; a separate device function would be compiled for the current device. The simulator calls
+    it directly: its device functions take the simulated ``cuda`` from their module when the first thread
+    exits."""
     return function if SIMULATED else cuda.jit(function, device=True, inline="always")
 
 
 def shared_limit() -> int:
-    """Bytes of shared memory that a block can have."""
+    """Maximum bytes of shared memory per thread block."""
     return 1 << 30 if SIMULATED else launch.shared_limit()
 
 
 def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None:
-    """Launch blocks of BLOCK threads on the current stream. None is a null pointer."""
+    """Launches thread blocks of BLOCK threads on the current stream. None is a null pointer."""
     if blocks == 0:
         return
     if SIMULATED:
@@ -95,18 +97,18 @@ def run(kernel: Kernel, blocks: int, shared_bytes: int, *arguments: Any) -> None
     launch.launch_loaded(loaded, blocks, BLOCK, shared_bytes, parameters)
 
 
-_loaded: dict[Any, Any] = {}  # by kernel, device, and dtypes: a kernel's named tuples are always the same
+_loaded: dict[Any, Any] = {}  # by kernel, device and dtypes; a kernel always gets the same named tuples
 
 
 def load_numba_kernel(kernel: Kernel, arguments: tuple[Any, ...], device: int) -> Any:
-    """A kernel for arguments like these."""
-    with driver.while_capturing():  # assembling PTX may ask the driver
+    """The kernel loaded for these argument types."""
+    with driver.while_capturing():  # assembling PTX may call the driver
         code = cubin(kernel, tuple(map(kind_of, arguments)), driver.architecture(device))
     return launch.Kernel(code, kernel.__name__)
 
 
 def kind_of(argument: Any) -> Kind:
-    """A pointer by its dtype's name (None is one to int32), "i" for an integer, a named tuple by its class
+    """Type of an argument: a pointer's dtype name (None: int32), "i" for an integer, or a named tuple's class
     and the kinds of its fields."""
     if isinstance(argument, tuple):
         return type(argument), tuple(map(kind_of, argument))
@@ -125,15 +127,15 @@ def scratch(*sizes: int) -> list[Any]:
 
 
 def as_words(x: Any) -> Any:
-    """An array of bytes as words of eight."""
+    """Views an array of bytes as 8-byte words."""
     if SIMULATED:
         return x.reshape(-1).view(np.uint64)
     return x.part(0, (x.size // 8,), np.dtype(np.uint64))
 
 
 def cubin(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
-    """Machine code of a kernel under its own name. kinds: of its arguments, as `kind_of` says. Needs no
-    GPU."""
+    """Machine code of a kernel, whose entry point has the kernel's own name. kinds: its arguments' types by
+    `kind_of`. Needs no GPU."""
     from fp8moe.kernels_cuda import compiler
 
     version = importlib.import_module("numba_cuda").__version__
@@ -141,7 +143,7 @@ def cubin(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
     key = repr((source, BLOCK, kernel.__name__, kinds, architecture, version))
 
     def compile() -> bytes:
-        compiler.prefetch(architecture)  # Numba takes longer than all the others
+        compiler.prefetch(architecture)  # compiled concurrently, as Numba takes longer than all of them
         with _without_collecting():
             return _compile(kernel, kinds, architecture)
 
@@ -150,7 +152,7 @@ def cubin(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> bytes:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Numba makes a million objects and keeps most: Python's collector looks through them in vain, for a
+    """Disables garbage collection: Numba creates a million objects and keeps most, and scanning them takes a
     twelfth of the time (3.22 to 2.97 s for the kernels of `plan_topk`)."""
     collects = gc.isenabled()
     gc.disable()
@@ -167,7 +169,7 @@ def _compile(kernel: Kernel, kinds: tuple[Kind, ...], architecture: str) -> byte
     options = {"device": False, "abi": "numba", "launch_bounds": BLOCK, "output": "ptx"}
     try:
         ptx, _ = cuda.compile(kernel, signature, cc=capability, **options)
-    except AttributeError as error:  # NumPy 2.5 has no row_stack, which numba-cuda 0.30 looks for
+    except AttributeError as error:  # numba-cuda 0.30 needs row_stack, removed in NumPy 2.5
         raise ImportError(
             f"Numba's CUDA target does not work with NumPy {np.__version__} ({error}); "
             "pip install 'fp8moe[cuda13]', which asks for numpy<2.5"

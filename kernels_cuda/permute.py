@@ -1,4 +1,4 @@
-"""Launchers of permute.cu, unpermute.cu and sort_chunks.cu: the names and signatures of
+"""Launchers of permute.cu, unpermute.cu and sort_chunks.cu, with the names and signatures of
 `fp8moe.reference.permute`."""
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from fp8moe.records import (
 )
 
 # Tuned on an H200; docs/experiments/permute.md has the figures.
-PIECE = 16_384  # bytes of a row that one warp moves at a time
-LONG_ROW = 7168  # from here on 16 warps a multiprocessor are enough, and 24 make a bad second wave
+PIECE = 16_384  # bytes of a row per warp and iteration
+LONG_ROW = 7168  # from here on 16 warps per SM suffice; 24 leave a bad tail wave
 LONG_ROW_SHARED = 14_000
-# Rows of zeros are copied from so many bytes of shared memory; beside a long piece they would cost a block's
-# place on the multiprocessor (152.3 us against 146.3), and ordinary stores are better.
+# Zero rows are copied from this many bytes of shared memory. With long pieces that would reduce occupancy
+# (152.3 instead of 146.3 us), and ordinary stores are used.
 ZEROS, LONG_PIECE = 2048, 12_000
-SHARE = 256  # vectors of a row that a block of unpermute_bf16 sums
-FILLERS = 132  # blocks of unpermute_bf16_backward that write rows of zeros
-CHUNK_THREADS = 256  # as in sort_chunks.cu
-UNIT = 4096  # bytes of rows that a warp of sort_chunks_rows moves
+SHARE = 256  # vectors of a row per thread block of unpermute_bf16
+FILLERS = 132  # thread blocks of unpermute_bf16_backward that write zero rows
+CHUNK_THREADS = 256  # must match sort_chunks.cu
+UNIT = 4096  # bytes of rows per warp of sort_chunks_rows
 
 
 class Pieces(NamedTuple):
-    """How rows are moved, each piece by a warp, which is a block of its own. The pieces of a row are as equal
-    as multiples of 16 bytes can be."""
+    """Partition of rows into pieces, one warp (and thread block) per piece. Pieces of a row have equal sizes,
+    rounded up to 16 bytes."""
 
     blocks: int
-    shared: int  # bytes of shared memory of a block
+    shared: int  # bytes of shared memory per thread block
     per_row: int
-    nbytes: int  # of a piece; the last may be shorter
-    zeros: int = 0  # bytes of shared memory that rows of zeros are copied from
-    together: int = 1  # rows whose pieces a warp moves
+    nbytes: int  # of a piece; the last one may be shorter
+    zeros: int = 0  # bytes of shared memory as the source of zero rows
+    together: int = 1  # rows whose pieces one warp moves
 
 
 def permute_pieces(tokens: int, row_bytes: int, scale_bytes: int, *, fill: bool) -> Pieces:
-    """Of permute_rows."""
+    """Pieces of permute_rows."""
     count = -(-row_bytes // PIECE)
     piece = -(-row_bytes // count // 16) * 16
     zeros = ZEROS if fill and piece < LONG_PIECE else 0
-    least = LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0  # so that fewer warps fit
+    least = LONG_ROW_SHARED if row_bytes >= LONG_ROW else 0  # limits the number of resident warps
     shared = max(zeros + piece + scale_bytes + 16, least)
     return Pieces(tokens * count, shared, count, piece, zeros)
 
 
 def sort_chunks_pieces(rows: int, row_bytes: int, scale_bytes: int) -> Pieces:
-    """Of sort_chunks_rows."""
+    """Pieces of sort_chunks_rows."""
     count = -(-row_bytes // UNIT)
     piece = -(-row_bytes // count // 16) * 16
     together = max(1, min(32, UNIT // (row_bytes + scale_bytes)))
@@ -67,25 +67,25 @@ def sort_chunks_pieces(rows: int, row_bytes: int, scale_bytes: int) -> Pieces:
 
 
 def unpermute_configuration(tokens: int, vectors: int) -> Configuration:
-    """Of unpermute_bf16: ``vectors`` of eight values a row, two of its SHARE a thread."""
+    """Configuration of unpermute_bf16: ``vectors`` of eight values per row, two of SHARE per thread."""
     return Configuration((tokens, -(-vectors // SHARE)), SHARE // 2)
 
 
 def unpermute_backward_configuration(tokens: int, columns: int) -> Configuration:
-    """Of unpermute_bf16_backward: blocks that write rows of zeros, and one a token."""
+    """Configuration of unpermute_bf16_backward: blocks that write zero rows, then one per token."""
     return Configuration(FILLERS + tokens, 256 if columns > 2048 else 192)
 
 
 def sort_chunks_configuration(rows: int, chunks: int) -> Configuration:
-    """Of sort_chunks_sources: a thread a row; a block at least, since the offsets are wanted of no rows,
-    too. Shared memory: eight bytes a warp, and five words a chunk and one more."""
+    """Configuration of sort_chunks_sources: one thread per row, and at least one block, which writes the
+    offsets even without rows. Shared memory: eight bytes per warp, five words per chunk and one more."""
     return Configuration(
         max(1, threads(rows, CHUNK_THREADS)), CHUNK_THREADS, CHUNK_THREADS // 4 + 4 * (5 * chunks + 1)
     )
 
 
 def plan_parts(plan: PermutationPlan) -> dict[str, Any]:
-    """A plan's arrays by name, as `launch` takes parts of an array."""
+    """A plan's arrays by name, as parts of its buffer for `launch`."""
     sizes = plan.num_tokens, plan.num_experts, plan.max_experts_per_token, plan.has_slots
     parts: dict[str, Any] = {"slots": None}
     for name, (start, _) in cached_plan_layout(*sizes)[1].items():
@@ -108,7 +108,7 @@ def permute(
         defines: tuple[str, ...] = ()
         if scales is not None and out.data.layout == BLOCKED_128X4:
             defines = ("BLOCKED=1",)
-            if moved_scales is not None and plan.num_out_tokens % 128:  # rows of a tile that are not there
+            if moved_scales is not None and plan.num_out_tokens % 128:  # missing rows of the last tile
                 fill_bytes(moved_scales, 0)
         launch(
             "permute",
@@ -179,7 +179,7 @@ def _zero_unweighted(plan: PermutationPlan, probs: Any, out: Any) -> None:
 
 
 def _whole_vectors(*arrays: Any) -> bool:
-    """Whether every row of every array is a multiple of 16 bytes, and starts at one."""
+    """Whether every row of every array is 16-byte aligned and a multiple of 16 bytes."""
     for a in arrays:
         if a is not None:
             row_bytes = math.prod(a.shape[1:]) * a.dtype.itemsize
@@ -199,7 +199,7 @@ def permute_backward(grad: Any, plan: PermutationPlan, grad_probs: Any, *, out: 
 def _merge(
     x: Any, plan: PermutationPlan, merging_probs: Any, out: Any, grad_probs: Any, out_probs: Any
 ) -> None:
-    """Sum rows into ``out``, and bring grad_probs [rows] back to out_probs [T, columns]."""
+    """Sums rows into ``out``; gathers grad_probs [rows] into out_probs [T, columns]."""
     tokens, width = out.shape
     parts = plan_parts(plan)
     maps = parts["row_id_map"], parts["slots"], parts["pad_offsets"]
@@ -330,8 +330,8 @@ def unpad(x: Any, tokens_per_expert: DeviceArray, *, align_size: int, out: Any) 
 def _move(
     x: Any, probs: Any, chunks: tuple[Any, ...], backward: bool, out: Any, out_probs: Any, offsets: Any
 ) -> None:
-    """Rows of chunks, (sizes, order, align, chunks per group, whether the rest stays), to their places, or
-    back."""
+    """Moves rows of chunks to their destinations or back. chunks: (sizes, order, align, chunks per group,
+    keep_rest)."""
     sizes, order, align, per_group, keep_rest = chunks
     data, scales = (x.data, x.scales) if isinstance(x, QuantTensor) else (x, None)
     moved, moved_scales = (out.data, out.scales) if isinstance(x, QuantTensor) else (out, None)
@@ -394,7 +394,7 @@ def _move(
 
 
 def sources(plan: PermutationPlan) -> tuple[Any, Any]:
-    """int32 [num_out_tokens] each: the token of every row, and its probability's column; -1 for none."""
+    """int32 [num_out_tokens] each: every row's token and the column of its probability; -1 for none."""
     source = scratch((plan.num_out_tokens,), np.int32)
     column = scratch((plan.num_out_tokens,), np.int32)
     fill_bytes(source, 0xFF)
@@ -419,7 +419,7 @@ def sources(plan: PermutationPlan) -> tuple[Any, Any]:
 
 
 def gather(x: Any, source: Any, fill: bool, out: Any) -> None:
-    """out[i] = x[source[i]], codes and scales alike."""
+    """out[i] = x[source[i]], for codes and scales."""
     if isinstance(x, QuantTensor):
         gather(x.data, source, fill, out.data)
         if x.block is not None:

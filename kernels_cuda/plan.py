@@ -1,16 +1,16 @@
-"""Planning as Numba kernels, in two launches; a worked example is in `fp8moe.reference.plan`.
+"""Planning as Numba kernels, in two launches; `fp8moe.reference.plan` has a worked example.
 
-What: a stable counting sort of the T * k entries by expert, in chunks of tokens, without atomic claims.
-`_count_entries`, or `_count_mask`, counts each expert's entries in a chunk; `_place_entries` adds what
-earlier chunks and experts hold, ranks each entry among those of its expert in its chunk, and writes the map.
-Of a mask `_place_mask` first writes down the tokens' experts, while the other launch counts them.
-How a rank is found: each entry sets its bit in its expert's row of bits in shared memory; its rank is the
-number of set bits before it. So no thread waits for another, and the order is that of the entries. Of a mask,
-where a token has an expert once, the bits are the tokens': of all 256 experts a token, most of them blanks,
-16 tokens are placed at a time and not 2.
-Bytes: the ids or the mask twice, a count a chunk and expert in between, the map once; so little that
-latency is all: hence 32-bit arithmetic throughout, which Numba must be asked for at every step, and a second
-launch that begins while the first is under way (programmatic dependent launch).
+The plan is a stable counting sort of the T * k entries by expert, in chunks of tokens, without atomic claims.
+`_count_entries` or `_count_mask` counts each chunk's entries per expert. `_place_entries` adds the counts of
+earlier chunks and experts, ranks each entry among those of its expert in its chunk, and writes the map. For a
+mask, `_place_mask` first lists the tokens' experts, concurrently with the counting launch.
+Ranks: each entry sets its bit in its expert's bit row in shared memory; its rank is the number of set bits
+before it. No thread waits for another, and the order of the entries is kept. In a mask a token has an expert
+at most once, so bits stand for tokens: with 256 experts, most of them unset, 16 tokens are placed at a time
+instead of 2.
+Traffic: the ids or the mask twice, one count per chunk and expert in between, the map once. This is so little
+that latency dominates: hence 32-bit arithmetic throughout, which Numba needs to be told at every step, and
+programmatic dependent launch of the second kernel.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from fp8moe.kernels_cuda.numba_cuda import (
 )
 from fp8moe.records import PermutationPlan
 
-MASK_PIECE = 4096  # entries of a mask, blanks among them, that a block places at a time
-CHUNK = 512  # entries a block counts and places at least: 64 blocks at 4096 tokens, top-8
+MASK_PIECE = 4096  # entries of a mask, set or not, that a thread block places at a time
+CHUNK = 512  # minimum entries per thread block: 64 blocks at 4096 tokens, top-8
 MAX_CHUNKS = 128  # every block of the second launch reads the counts of all chunks
-BITS = 8192  # words of bits in shared memory, at most
-GROUP = 16  # experts whose sums a thread adds one by one
-IN_FLIGHT = 16  # loads of a thread
+BITS = 8192  # maximum words of bits in shared memory
+GROUP = 16  # experts whose counts one thread sums
+IN_FLIGHT = 16  # loads in flight per thread
 NONE = uint32(0xFFFFFFFF)  # no expert, no row
-LOW_BITS, TOP_BITS = uint32(0x7F7F7F7F), uint32(0x80808080)  # of every byte
-SIDE_BY_SIDE = uint32(0x00204081)  # times TOP_BITS: the four as a word's four highest
+LOW_BITS, TOP_BITS = uint32(0x7F7F7F7F), uint32(0x80808080)  # in every byte
+SIDE_BY_SIDE = uint32(0x00204081)  # times TOP_BITS: moves the four top bits next to each other
 
 
 class Sizes(NamedTuple):
-    """A routing, and how it is cut up: the same for both launches."""
+    """A routing and its partition, common to both launches."""
 
     tokens: int
-    width: int  # experts of a token, at most
+    width: int  # maximum experts per token
     experts: int
     align: int
     num_out_tokens: int
     chunks: int
     per_chunk: int  # tokens
-    piece: int  # tokens of a chunk that are placed at a time
-    bit_words: int  # of an expert: bits of so many times 32 entries, or of a mask's tokens
-    mask_words: int  # of a token in a mask, of 32 experts each
-    shift: int  # 1 << shift threads, as many as mask_words or more, have a token of a mask
-    step: int  # tokens of a mask at a time
+    piece: int  # tokens of a chunk placed at a time
+    bit_words: int  # words of 32 bits per expert; a bit is an entry, or a token of a mask
+    mask_words: int  # words of 32 experts per token of a mask
+    shift: int  # 1 << shift >= mask_words threads process a token of a mask
+    step: int  # tokens of a mask processed at a time
 
 
 class Arrays(NamedTuple):
-    """A plan's, as the second launch writes them."""
+    """The plan's arrays that the second launch writes."""
 
     row_id_map: Any
     slots: Any  # None for a mask
@@ -94,7 +94,8 @@ def plan_routing_map(routing_map: Any, *, out: PermutationPlan) -> None:
 
 
 def plan_row_map(row_id_map: Any, pad_offsets: Any, *, out: PermutationPlan) -> None:
-    """By row_map.cu: a copy of the map, which is nearly all of the bytes, and the counts on the way."""
+    """Launches row_map.cu: copies the map, which is nearly all of the traffic, and counts entries on the
+    way."""
     counts, experts = out.tokens_per_expert, out.num_experts
     launch.fill_bytes(counts, 0)
     copies = row_id_map, out.num_tokens, experts, counts, out.row_id_map
@@ -103,7 +104,7 @@ def plan_row_map(row_id_map: Any, pad_offsets: Any, *, out: PermutationPlan) -> 
 
 
 def plan_index_map(row_id_map: Any, *, out: PermutationPlan) -> None:
-    """By row_map.cu."""
+    """Launches row_map.cu."""
     counts, topk = out.tokens_per_expert, out.max_experts_per_token
     launch.fill_bytes(counts, 0)
     results = counts, out.row_id_map, out.slots
@@ -113,21 +114,21 @@ def plan_index_map(row_id_map: Any, *, out: PermutationPlan) -> None:
 
 
 def index_map(order: Any, topk_ids: Any, num_out_tokens: int, *, out: Any) -> None:
-    """By row_map.cu."""
+    """Launches row_map.cu."""
     widths = order.dtype.itemsize == 8, topk_ids.dtype.itemsize == 8
     arguments = order, topk_ids, *widths, *topk_ids.shape, num_out_tokens, out
     launch.launch("row_map", "index_map_of_order", launch.threads(out.size), 256, *arguments)
 
 
 def _find_offsets(pad_offsets: Any, out: PermutationPlan) -> None:
-    """What follows from the counts."""
+    """Computes the arrays that follow from the counts."""
     results = out.padded_tokens_per_expert, out.pad_offsets, out.expert_offsets, out.overflow
     arguments = out.tokens_per_expert, pad_offsets, out.num_experts
     launch.launch("row_map", "offsets_of_counts", 1, 1024, *arguments, *results)
 
 
 def plan_sizes(plan: PermutationPlan) -> Sizes:
-    """At most MAX_CHUNKS chunks, of whole pieces, and no more bits than BITS words hold."""
+    """At most MAX_CHUNKS chunks, in whole pieces, with at most BITS words of bits."""
     tokens, width, experts = plan.num_tokens, plan.max_experts_per_token, plan.num_experts
     least = max(1, CHUNK // max(width, 1))
     per_chunk = least * max(1, -(-tokens // (least * MAX_CHUNKS)))
@@ -155,12 +156,13 @@ def plan_sizes(plan: PermutationPlan) -> Sizes:
 
 
 def _counted(chunks: int) -> int:
-    """Rows of the counts: the chunks, and none in those after them, so that no load asks."""
+    """Rows of the counts array: the chunks, and zero rows up to a multiple of IN_FLIGHT, so that loads need
+    no predicate."""
     return -(-chunks // IN_FLIGHT) * IN_FLIGHT
 
 
 def _placing_bytes(sizes: Sizes) -> int:
-    """Of shared memory that `_placing`'s kernels have: see `_areas`."""
+    """Shared memory of `_placing`'s kernels, see `_areas`."""
     groups = -(-sizes.experts // GROUP)
     of_experts = (4 + sizes.bit_words) * sizes.experts + 2 * groups
     return 4 * (of_experts + sizes.piece * (2 * sizes.width + 1) + 2)
@@ -183,8 +185,8 @@ def _arrays(plan: PermutationPlan) -> Arrays:
 
 
 def _count_entries(ids, sizes, counts):  # type: ignore[no-untyped-def]
-    """One block a chunk of entries. counts [chunk, experts + 1]: entries of each expert, and 0, where
-    `_count_mask` has those that a mask's token has too many."""
+    """One thread block per chunk of entries. counts [chunk, experts + 1]: entries of each expert, then 0
+    (where `_count_mask` writes the entries beyond a token's ``width``)."""
     shared = cuda.shared.array(0, uint32)  # the counts
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins, k = uint32(sizes.experts + 1), uint32(sizes.width)
@@ -215,7 +217,7 @@ def _clear(shared, size):  # type: ignore[no-untyped-def]
 
 @inlined
 def _write_counts(shared, counts, bins):  # type: ignore[no-untyped-def]
-    """A chunk's row of the counts."""
+    """Writes a chunk's row of the counts."""
     i, start = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) * bins)
     while i < bins:
         counts[uint32(start + i)] = shared[i]
@@ -224,17 +226,18 @@ def _write_counts(shared, counts, bins):  # type: ignore[no-untyped-def]
 
 @inlined
 def _routed(mask, by_words, experts, token, word):  # type: ignore[no-untyped-def]
-    """A token's experts 32 * word and on, as 32 bits. by_words: the mask's bytes come eight to a word."""
+    """Bit mask of a token's experts 32 * word to 32 * word + 31. by_words: the mask is read eight bytes at a
+    time."""
     bits = uint32(0)
     if by_words:
         words = uint32(uint32(experts) >> uint32(3))
         at = uint64(uint64(token) * uint64(words))
-        for j in range(4):  # loads that do not wait for each other
+        for j in range(4):  # independent loads
             of_eight = uint32(4 * word + j)
             v = uint64(mask[at + uint64(min(of_eight, uint32(words - uint32(1))))])
             for half in range(2):
                 part = uint32(v >> uint64(32 * half))
-                # the four bytes' "not zero" as their top bits, then side by side
+                # each non-zero byte sets its top bit; the four top bits then move next to each other
                 part = uint32(uint32(uint32(uint32(part & LOW_BITS) + LOW_BITS) | part) & TOP_BITS)
                 part = uint32(uint32(part * SIDE_BY_SIDE) >> uint32(28))
                 if of_eight < words:
@@ -250,8 +253,8 @@ def _routed(mask, by_words, experts, token, word):  # type: ignore[no-untyped-de
 
 @inlined
 def _take_back_excess(mask, by_words, sizes, shared, start, here):  # type: ignore[no-untyped-def]
-    """Of a token that has more than ``width`` experts the last are not counted, but their number is; its
-    own count is 0 again."""
+    """For tokens with more than ``width`` experts: removes the last ones from the counts and adds their
+    number to the excess. Resets the tokens' own counts."""
     thread, threads = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     bins, width = uint32(sizes.experts + 1), uint32(sizes.width)
     i = thread
@@ -273,11 +276,11 @@ def _take_back_excess(mask, by_words, sizes, shared, start, here):  # type: igno
 
 
 def _counting(name: str, by_words: bool) -> Any:
-    """A kernel that counts a mask's entries. by_words: the mask's bytes come eight to a word."""
+    """A kernel that counts a mask's entries. by_words: the mask is read eight bytes at a time."""
 
     def kernel(mask, sizes, counts):  # type: ignore[no-untyped-def]
-        """One block a chunk of tokens, ``step`` at a time; a thread has 32 experts of a token. counts
-        [chunk, experts + 1]: entries of each expert, and those past a token's first ``width``."""
+        """One thread block per chunk of tokens, ``step`` at a time, 32 experts of a token per thread. counts
+        [chunk, experts + 1]: entries of each expert, then those beyond a token's first ``width``."""
         shared = cuda.shared.array(0, uint32)  # the counts | entries of each token
         chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
         bins, shift = uint32(sizes.experts + 1), uint32(sizes.shift)
@@ -290,7 +293,7 @@ def _counting(name: str, by_words: bool) -> Any:
         while start < end:
             here = uint32(min(end - start, uint32(sizes.step)))
             i = thread
-            while i < uint32(here << shift):  # once, but for more than 32 * threads experts
+            while i < uint32(here << shift):  # one iteration, unless there are more than 32 * threads experts
                 token = uint32(i >> shift)
                 word = uint32(i - uint32(token << shift))
                 if word < uint32(sizes.mask_words):
@@ -324,8 +327,8 @@ _count_mask_words = _counting("_count_mask_words", by_words=True)
 
 @inlined
 def _list_experts(mask, by_words, ids, sizes):  # type: ignore[no-untyped-def]
-    """Of the tokens of the block's chunk. ids: the experts of each in ascending order, at most ``width``,
-    then -1."""
+    """For the tokens of the thread block's chunk. ids: each token's experts in ascending order, at most
+    ``width``, then -1."""
     shared = cuda.shared.array(0, uint32)  # experts in each word of 32
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     shift = uint32(sizes.shift)
@@ -353,11 +356,11 @@ def _list_experts(mask, by_words, ids, sizes):  # type: ignore[no-untyped-def]
 
 @inlined
 def _list_word(left, word, token, i, shared, ids, sizes):  # type: ignore[no-untyped-def]
-    """The experts of one word of a token's, after those of its earlier words; after the last word, -1.
-    i: where the word's count is, after those of the earlier ones."""
+    """Lists the experts of one word of a token after those of its earlier words; after the last word, -1. i:
+    index of the word's count, which includes the earlier words."""
     width, place, w = uint32(sizes.width), uint32(0), uint32(0)
     while w < word:
-        for u in range(8):  # loads that do not wait for each other
+        for u in range(8):  # independent loads
             is_earlier = uint32(w + uint32(u)) < word
             count = shared[uint32(i - (uint32(word - w - uint32(u)) if is_earlier else uint32(0)))]
             place = uint32(place + (count if is_earlier else uint32(0)))
@@ -377,18 +380,18 @@ def _list_word(left, word, token, i, shared, ids, sizes):  # type: ignore[no-unt
 
 
 class Areas(NamedTuple):
-    """Of shared memory, each by its first word. Before them are, of each expert, its rows and its padded
-    rows, and of each GROUP of experts as well: pairs of 32 bits, which are summed as 64."""
+    """Offsets of arrays in shared memory, in words. Before them are pairs of 32 bits, summed as 64: rows and
+    padded rows of each expert, and of each GROUP of experts."""
 
-    groups: Any  # how many groups
-    starts: Any  # of each expert: where this chunk's rows start
-    pads: Any  # of each expert: rows of earlier chunks, later the padding before
+    groups: Any  # number of groups
+    starts: Any  # per expert: first row of this chunk
+    pads: Any  # per expert: rows of earlier chunks, later the preceding padding
     bits: Any  # [bit_words, experts]
-    pairs: Any  # how many 64 bits they are
-    rows: Any  # of each entry of a piece
-    named: Any  # of each entry of a piece: its expert
-    kept: Any  # of each token of a piece: its entries
-    lost: Any  # one word: entries that find no room
+    pairs: Any  # number of 64-bit pairs
+    rows: Any  # row of each entry of a piece
+    named: Any  # expert of each entry of a piece
+    kept: Any  # entries of each token of a piece
+    lost: Any  # one word: entries that exceed the row capacity
 
 
 @inlined
@@ -418,11 +421,12 @@ def _clear_sums(sizes, areas, wide, memory):  # type: ignore[no-untyped-def]
 
 @inlined
 def _add_counts(sizes, counts, areas, memory):  # type: ignore[no-untyped-def]
-    """Each expert's rows, and those of earlier chunks, by several threads an expert where there are."""
+    """Sums each expert's rows over all chunks and over the earlier chunks, by several threads per expert if
+    available."""
     chunk, thread, threads = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x)
     n, bins = uint32(sizes.experts), uint32(sizes.experts + 1)
     lanes = uint32(max(min(n, threads), uint32(1)))
-    stride = uint32(threads // lanes)  # threads that share an expert
+    stride = uint32(threads // lanes)  # threads per expert
     part = uint32(thread // lanes)
     if part < stride:
         expert = uint32(thread - part * lanes)
@@ -437,7 +441,7 @@ def _add_counts(sizes, counts, areas, memory):  # type: ignore[no-untyped-def]
                     total = uint32(total + count)
                     before = uint32(before + (count if uint32(c + uint32(u)) < chunk else uint32(0)))
                 c = uint32(c + stride * uint32(IN_FLIGHT))
-            cuda.atomic.add(memory, uint32(2 * expert), total)  # integers: the order does not matter
+            cuda.atomic.add(memory, uint32(2 * expert), total)  # integer sum: the order does not matter
             cuda.atomic.add(memory, uint32(areas.pads + expert), before)
             expert = uint32(expert + lanes)
 
@@ -450,7 +454,7 @@ def _padded(rows, sizes):  # type: ignore[no-untyped-def]
 
 @inlined
 def _pad_sums(sizes, areas, memory):  # type: ignore[no-untyped-def]
-    """Beside each expert's rows its padded ones; the rows again where its starts will be."""
+    """Stores each expert's padded rows next to its rows, and copies the rows to where its starts will be."""
     i = uint32(cuda.threadIdx.x)
     while i < uint32(sizes.experts):
         real = uint32(memory[uint32(2 * i)])
@@ -461,11 +465,11 @@ def _pad_sums(sizes, areas, memory):  # type: ignore[no-untyped-def]
 
 @inlined
 def _sum_groups(sizes, areas, wide):  # type: ignore[no-untyped-def]
-    """Each expert's rows become what its group holds before it; after them, what each group holds."""
+    """Replaces each expert's rows by the exclusive prefix sum within its group; appends each group's sum."""
     i, n = uint32(cuda.threadIdx.x), uint32(sizes.experts)
     while i < areas.groups:
         both, e, own = uint64(0), uint32(i * uint32(GROUP)), cuda.local.array(GROUP, uint64)
-        for u in range(GROUP):  # loads that do not wait for each other
+        for u in range(GROUP):  # independent loads
             own[u] = wide[uint32(min(uint32(e + uint32(u)), uint32(n - uint32(1))))]
         for u in range(GROUP):
             if uint32(e + uint32(u)) < n:
@@ -477,7 +481,7 @@ def _sum_groups(sizes, areas, wide):  # type: ignore[no-untyped-def]
 
 @inlined
 def _add_groups(sizes, out, areas, wide, memory):  # type: ignore[no-untyped-def]
-    """What earlier groups hold, and with it where each expert starts."""
+    """Adds the sums of earlier groups, and computes each expert's start."""
     chunk, n, end = uint32(cuda.blockIdx.x), uint32(sizes.experts), sizes.num_out_tokens
     expert = uint32(cuda.threadIdx.x)
     while expert < n:
@@ -506,7 +510,7 @@ def _add_groups(sizes, out, areas, wide, memory):  # type: ignore[no-untyped-def
 
 @inlined
 def _write_overflow(sizes, counts, out, areas, memory):  # type: ignore[no-untyped-def]
-    """Entries that find no room, and those that a mask's tokens have too many."""
+    """Counts entries that exceed the row capacity, and those beyond ``width`` of a mask's tokens."""
     thread, n, bins = uint32(cuda.threadIdx.x), uint32(sizes.experts), uint32(sizes.experts + 1)
     i = thread
     while i < uint32(sizes.chunks):
@@ -536,13 +540,13 @@ def _clear_bits(areas, wide):  # type: ignore[no-untyped-def]
 
 @inlined
 def _bit_of(by_token, i, begin, k):  # type: ignore[no-untyped-def]
-    """The number of entry i's bit: its own among those from ``begin`` on, or its token's."""
+    """Bit number of entry i: its index from ``begin`` on, or its token's."""
     return uint32(i // k) if by_token else uint32(i - begin)
 
 
 @inlined
 def _set_bits(by_token, ids, early_id, is_first, sizes, first, begin, end, areas, memory):  # type: ignore[no-untyped-def]
-    """Each entry's expert, and its bit in that expert's."""
+    """Records each entry's expert and sets its bit in that expert's row."""
     thread, n, k = uint32(cuda.threadIdx.x), uint32(sizes.experts), uint32(sizes.width)
     i = uint32(begin + thread)
     while i < end:
@@ -561,7 +565,7 @@ def _set_bits(by_token, ids, early_id, is_first, sizes, first, begin, end, areas
 
 @inlined
 def _find_rows(by_token, sizes, begin, end, areas, memory):  # type: ignore[no-untyped-def]
-    """Each entry's row: where its expert's start, and as many on as there are bits before its own."""
+    """Each entry's row: its expert's start plus the number of set bits before its own."""
     n, k = uint32(sizes.experts), uint32(sizes.width)
     i = uint32(begin + uint32(cuda.threadIdx.x))
     while i < end:
@@ -585,7 +589,7 @@ def _find_rows(by_token, sizes, begin, end, areas, memory):  # type: ignore[no-u
 
 @inlined
 def _take_rows(sizes, areas, memory):  # type: ignore[no-untyped-def]
-    """Each expert's next rows start after those that have a bit."""
+    """Advances each expert's start by its number of set bits."""
     expert, n = uint32(cuda.threadIdx.x), uint32(sizes.experts)
     while expert < n:
         place = uint32(memory[uint32(areas.starts + expert)])
@@ -598,7 +602,7 @@ def _take_rows(sizes, areas, memory):  # type: ignore[no-untyped-def]
 
 @inlined
 def _write_map(ascending, sizes, first, here, out, areas, memory):  # type: ignore[no-untyped-def]
-    """Of ``here`` tokens from ``first`` on: descending rows, then the blanks."""
+    """Writes the map of ``here`` tokens from ``first`` on: rows in descending order, then blanks."""
     thread, threads, k = uint32(cuda.threadIdx.x), uint32(cuda.blockDim.x), uint32(sizes.width)
     i = thread
     while i < uint32(here * k):
@@ -610,7 +614,7 @@ def _write_map(ascending, sizes, first, here, out, areas, memory):  # type: igno
             place = _place_in_token(row, slot, k, uint32(areas.rows + i - slot), memory)
             to = uint64(uint64(first + token) * uint64(k) + uint64(place))
             out.slots[to] = -1 if row == NONE else slot
-        elif row != NONE:  # with the experts the rows ascend
+        elif row != NONE:  # rows ascend with the experts
             place = uint32(memory[uint32(areas.kept + token)] - uint32(1) - slot)
         to = uint64(uint64(first + token) * uint64(2 * sizes.width + 1) + uint64(place))
         out.row_id_map[to] = -1 if row == NONE else row
@@ -625,7 +629,8 @@ def _write_map(ascending, sizes, first, here, out, areas, memory):  # type: igno
 
 @inlined
 def _place_in_token(row, slot, k, at, memory):  # type: ignore[no-untyped-def]
-    """How many of a token's k rows, the first at ``at``, are larger; of a blank, rows and earlier blanks."""
+    """Position of a row in its token's descending list of k rows, the first at ``at``; blanks follow in their
+    order."""
     place = uint32(0)
     for i in range(k):
         other = uint32(memory[at])
@@ -638,21 +643,21 @@ def _place_in_token(row, slot, k, at, memory):  # type: ignore[no-untyped-def]
 
 
 def _placing(name: str, from_mask: bool, by_words: bool = False) -> Any:
-    """A kernel that writes a plan. from_mask: it first writes the ids, whose tokens' experts then ascend.
-    by_words: the mask's bytes come eight to a word."""
+    """A kernel that writes a plan. from_mask: it first writes the ids, so that a token's experts ascend.
+    by_words: the mask is read eight bytes at a time."""
 
     def kernel(ids, mask, sizes, counts, out):  # type: ignore[no-untyped-def]
-        """One block a chunk: where each expert's rows of this chunk start, then one thread an entry. Chunk 0
-        writes the plan's arrays of experts."""
-        wide = cuda.shared.array(0, uint64)  # the rows in the low half
+        """One thread block per chunk: computes where each expert's rows of this chunk start, then places one
+        entry per thread. Chunk 0 writes the plan's per-expert arrays."""
+        wide = cuda.shared.array(0, uint64)  # 64-bit pairs: rows in the low half
         memory = cuda.shared.array(0, uint32)  # the same memory
-        if from_mask:  # so far, and until `pdl_wait`, it runs beside the launch that counts
+        if from_mask:  # up to `pdl_wait` this runs concurrently with the counting launch
             _list_experts(mask, by_words, ids, sizes)
         areas = _areas(sizes)
         chunk, thread, k = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), uint32(sizes.width)
         first = uint32(chunk * uint32(sizes.per_chunk))
         last = uint32(min(first + sizes.per_chunk, sizes.tokens))
-        early_id = -1  # the thread's first entry travels while the counts are added up
+        early_id = -1  # the thread's first entry is loaded while the counts are summed
         if thread < uint32(uint32(last - first) * k):
             early_id = ids[uint64(first) * uint64(k) + uint64(thread)]
 
@@ -676,9 +681,9 @@ def _placing(name: str, from_mask: bool, by_words: bool = False) -> Any:
             is_first = first == uint32(chunk * uint32(sizes.per_chunk))
             _clear_kept(here, areas, memory)
             begin = uint32(0)
-            while begin < entries:  # once, but for very many experts
+            while begin < entries:  # one iteration, unless there are very many experts
                 end = entries
-                if not from_mask:  # whose bits are enough for all of a piece's tokens
+                if not from_mask:  # with a mask, the bits cover all tokens of the piece
                     end = uint32(min(uint32(begin + uint32(32 * sizes.bit_words)), entries))
                 _clear_bits(areas, wide)
                 cuda.syncthreads()
@@ -687,7 +692,8 @@ def _placing(name: str, from_mask: bool, by_words: bool = False) -> Any:
                 _find_rows(from_mask, sizes, begin, end, areas, memory)
                 cuda.syncthreads()
                 begin = end
-                if begin < entries or uint32(first + here) < last:  # more to come: these rows are taken
+                # more entries follow: advance past these rows
+                if begin < entries or uint32(first + here) < last:
                     _take_rows(sizes, areas, memory)
                     cuda.syncthreads()
             _write_map(from_mask, sizes, first, here, out, areas, memory)

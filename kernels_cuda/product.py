@@ -1,4 +1,4 @@
-"""A grouped product as far as the choice of its kernel depends on it: what `grouped_gemm.choose` goes by."""
+"""Description of a grouped product: all that `grouped_gemm.choose` depends on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fp8moe.records import QuantTensor
 
 class Product(NamedTuple):
     verb: str  # "grouped_gemm" or "grouped_gemm_wgrad"
-    operands: tuple[str, str]  # formats of codes, or dtypes
-    out: str  # its dtype
+    operands: tuple[str, str]  # FP8 formats, or dtypes
+    out: str  # dtype
     experts: int
     rows: int  # P
     width: int  # N
     depth: int  # K
-    alignment: int = 16  # bytes, at most 16: codes, scales and out begin at multiples of it
-    transpose_w: bool = False  # grouped_gemm of arrays: w is [E, K, N]
-    blocks: bool = False  # grouped_gemm_wgrad of codes: one scale for (128, 128)
+    alignment: int = 16  # bytes, at most 16, to which codes, scales and out are aligned
+    transpose_w: bool = False  # plain arrays: w is [E, K, N]
+    blocks: bool = False  # FP8 wgrad: one scale per (128, 128) block
 
     @property
     def quantized(self) -> bool:
@@ -27,7 +27,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of all rows that the operands have, whether or not an expert has them."""
+        """Counts all rows of the operands, whether or not an expert has them."""
         return 2 * self.rows * self.width * self.depth
 
 
@@ -49,7 +49,7 @@ def product_of_grouped_gemm(x: Any, w: Any, expert_offsets: Any, transpose_w: bo
 def product_of_wgrad(dy: Any, x: Any, expert_offsets: Any, out: Any) -> Product:
     experts, width, depth = out.shape
     blocks = isinstance(dy, QuantTensor) and dy.transposed
-    read = (dy.data, x.data) if blocks else (dy, x)  # a block's scale is read by itself, wherever it lies
+    read = (dy.data, x.data) if blocks else (dy, x)  # scalar loads of block scales need no alignment
     return Product(
         "grouped_gemm_wgrad",
         (_format(dy), _format(x)),
@@ -73,10 +73,11 @@ def products_of_layer(
     ffn: int,
     gradients: tuple[str, ...],
 ) -> list[Product]:
-    """What `fp8moe.moe` multiplies in a forward and the backward of these gradients, of any number of rows.
+    """Grouped products of a forward of `fp8moe.moe` and of the backward for these gradients, for any number
+    of rows.
 
-    columns, width: of the first product's results and of the activation, with the zeros that they are filled
-    up with; ffn: of the activation without.
+    columns, width: zero-padded widths of the first product's result and of the activation; ffn: width of the
+    activation without padding.
     """
     quantized = operands in ("e4m3", "e5m2")
     out, pair, rows = "bfloat16" if quantized else operands, (operands, operands), 128
@@ -98,7 +99,7 @@ def products_of_layer(
     )
     if "dw2" in gradients:
         products.append(of_weights._replace(width=hidden, depth=ffn))
-    if "dw13" in gradients:  # of one half, where zeros were filled up
+    if "dw13" in gradients:  # for one half, if padded with zeros
         products.append(of_weights._replace(width=columns if ffn == width else ffn))
     return products
 

@@ -1,4 +1,4 @@
-"""Launchers of quantize.cu: the same names and signatures as `fp8moe.reference.quantize`."""
+"""Launchers of quantize.cu, with the names and signatures of `fp8moe.reference.quantize`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scra
 from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.records import Quantized, QuantTensor
 
-ROW_BLOCKS = ((1, 128), (1, 32))  # of the fast paths
-TILE, TILE_THREADS = 128, 512  # as in tile_order.cuh
-WEIGHT_THREADS = 256  # as in quantize.cu
-RESIDENT = 2  # blocks of the tile kernels on a multiprocessor
-# Tiles of a block beyond which taking them when it is free pays for a launch more: 79.8 us in place of 83.2
-# for 32,768 x 2048 row-wise and column-wise (15.5 tiles a block), but where the transpose was made like this
-# 40.7 in place of 39.9 for 12,544 x 5120 (10)
+ROW_BLOCKS = ((1, 128), (1, 32))  # blocks with fast paths
+TILE, TILE_THREADS = 128, 512  # must match tile_order.cuh
+WEIGHT_THREADS = 256  # must match quantize.cu
+RESIDENT = 2  # resident thread blocks of the tile kernels per SM
+# Tiles per thread block above which dynamic scheduling is worth one more launch: 79.8 instead of 83.2 us for
+# 32,768 x 2048 row-wise and column-wise (15.5 tiles per block). For the transpose of 12,544 x 5120 (10 per
+# block) it cost time: 40.7 instead of 39.9 us.
 MANY_TURNS = 12
-DECLARED = 12 * 1024  # bytes of shared memory that the tile kernels declare, at most
+DECLARED = 12 * 1024  # upper bound of the tile kernels' static shared memory in bytes
 
 
 def quantize(
@@ -94,7 +94,7 @@ def quantize(
     matrices = int(np.prod(lead, dtype=np.int64))
     count = matrices * ceil_div(rows, height)
     blocks = ceil_div(columns, width)
-    if out.block is None and not x.size:  # a row of no columns, whose one scale is written all the same
+    if out.block is None and not x.size:  # no elements: the single scale is written nevertheless
         rows, columns, height, count, blocks = 1, 0, 1, 1, 1
     row_stride, column_stride = blocks, 1
     if out.layout == "gemm_ready" and height == 1:
@@ -120,14 +120,14 @@ def quantize(
 
 
 def _quantize_then_convert(x: Any, round_up: bool, eps: float, out: QuantTensor, expert_offsets: Any) -> None:
-    """Of sizes and addresses that no fast path has."""
+    """For shapes and addresses without a fast path."""
     compact = compact_scratch(out)
     quantize(x, round_up=round_up, eps=eps, out=compact, expert_offsets=expert_offsets)
     to_layout(compact, expert_offsets, out=out)
 
 
 def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
-    """Whether these are (128, 128) blocks without a remainder, at addresses for 16-byte accesses."""
+    """Whether all blocks are complete (128, 128) blocks at 16-byte aligned addresses."""
     sides = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out,)
     return (
         sides[0].block == (128, 128)
@@ -162,10 +162,10 @@ def quantize_parts(
 ) -> None:
     rowwise, columnwise = (out.columnwise, out.rowwise) if transposed else (out.rowwise, out.columnwise)
     matrices, rows, columns = rowwise.data.shape
-    along = 2 if transposed else 1  # the dimension that falls into parts
+    along = 2 if transposed else 1  # the dimension divided into parts
     part = [rows, columns]
     part[along - 1] //= count
-    apart = count // len(parts)  # parts of one array
+    apart = count // len(parts)  # parts per array
     for i in range(count):
         x = parts[i // apart]
         real = list(x.shape[1:])
@@ -201,18 +201,19 @@ def quantize_parts(
 
 
 def part_configuration(matrices: int, rows: int, columns: int) -> Configuration:
-    """Of quantize_weights_part: a block of threads for each (128, 128) block, the incomplete ones too."""
+    """Configuration of quantize_weights_part: one thread block per (128, 128) block, including incomplete
+    ones."""
     return Configuration((threads(rows, TILE) * threads(columns, TILE), matrices), WEIGHT_THREADS)
 
 
 def weights_configuration(matrices: int, rows: int, columns: int) -> Configuration:
-    """Of quantize_weights: a block of threads for each (128, 128) block."""
+    """Configuration of quantize_weights: one thread block per (128, 128) block."""
     return Configuration((rows // TILE * (columns // TILE), matrices), WEIGHT_THREADS)
 
 
 def by_warps(size: int) -> Configuration:
-    """Of a kernel that is made of fp8.cuh's quantize_warp, for so many values: four vectors of eight a
-    thread."""
+    """Configuration of kernels built on fp8.cuh's quantize_warp for ``size`` values: four vectors of eight
+    per thread."""
     return Configuration(threads(size // 8, 4 * 64), 64)
 
 
@@ -243,8 +244,8 @@ def _quantize_tiles(
 
 
 def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: int, offsets: Any) -> bool:
-    """Whether columns come in tiles of 128, at addresses for 16-byte loads, a block can hold them, and 32
-    bits count their strips, though each expert had all rows."""
+    """Whether the tile kernels support this: columns a multiple of 128, 16-byte aligned, enough shared
+    memory, and strip numbers that fit 32 bits even if every expert had all rows."""
     blocks = rowwise is None or (rowwise.block in ROW_BLOCKS and rowwise.layout != "gemm_ready")
     whole = x.ndim == 2 and columns % 128 == 0 and x.ptr % 16 == 0
     ranges = 1 if offsets is None else offsets.shape[0] + 1
@@ -252,22 +253,22 @@ def tiles_are_whole(x: Any, columns: int, rowwise: QuantTensor | None, shared: i
 
 
 def strips_with_scales(columnwise: QuantTensor) -> int:
-    """Strips that there are scales for."""
+    """Number of strips with allocated scales."""
     return columnwise.scales.shape[1 if columnwise.layout == BLOCKED_128X4 else 0]
 
 
 def tiles_down(strips: int, *, mx: bool) -> int:
-    """Rows of tiles."""
+    """Number of rows of tiles."""
     return threads(strips, 4) if mx else strips
 
 
 def tiles_configuration(
     strips: int, columns: int, value_bytes: int, experts: int | None, *, mx: bool, multiprocessors: int
 ) -> tuple[Configuration, bool]:
-    """Of the tile kernels: as many persistent blocks as fit at once, and whether each takes its next tile
-    when it is free, for which there must be many; else their turns are fixed (tile_order.cuh: Turns).
-    value_bytes: of what is read for one result."""
-    rest = 0 if experts is None else 2  # strips more than are kept, for rows that no expert has
+    """Configuration of the tile kernels: one wave of persistent thread blocks, and whether they claim tiles
+    dynamically, which pays off for many tiles only (tile_order.cuh: Turns). value_bytes: bytes read per
+    result."""
+    rest = 0 if experts is None else 2  # additional strips for rows of no expert
     tiles = tiles_down(strips + rest, mx=mx) * threads(columns, TILE)
     blocks = min(tiles, multiprocessors * RESIDENT)
     shared = tile_bytes(value_bytes, experts)
@@ -277,7 +278,7 @@ def tiles_configuration(
 def tile_launch(
     columnwise: QuantTensor, columns: int, value_bytes: int, offsets: Any
 ) -> tuple[Configuration, Any]:
-    """The configuration, and the count of tiles taken, 0 before the launch; None: turns are fixed."""
+    """The configuration, and the zeroed tile counter of a dynamic schedule, or None for a static one."""
     configuration, when_free = tiles_configuration(
         strips_with_scales(columnwise),
         columns,
@@ -294,14 +295,14 @@ def tile_launch(
 
 
 def tile_bytes(value_bytes: int, experts: int | None) -> int:
-    """Shared memory: the tile that goes out, as codes, the one that comes, and the table of strips, three
-    words of each expert and of the rows before and after them."""
+    """Shared memory: the output tile as codes, the input tile, and the table of strips, three words for each
+    expert and for the rows before and after all of them."""
     ranges = 0 if experts is None else experts + 2
     return TILE * TILE * (1 + value_bytes) + 3 * 4 * ranges
 
 
 def fits_in_shared(dynamic: int) -> bool:
-    """Whether a block can have so much beside what the tile kernels declare."""
+    """Whether this dynamic shared memory fits next to the static one of the tile kernels."""
     return dynamic + DECLARED <= shared_limit()
 
 
@@ -311,7 +312,7 @@ def tile_results(rowwise: QuantTensor | None, columnwise: QuantTensor) -> tuple[
 
 
 def rows_are_whole(x: Any, columns: int, out: QuantTensor) -> bool:
-    """Whether rows (or halves) of so many columns are whole blocks, at addresses for 16-byte loads."""
+    """Whether rows (or halves of rows) of ``columns`` are whole blocks at addresses for 16-byte loads."""
     return (
         out.block in ROW_BLOCKS and columns % out.block[1] == 0 and x.ptr % 16 == 0 and out.data.ptr % 8 == 0
     )
@@ -323,7 +324,7 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
     if is_columnwise(q.block):
         assert q.block is not None
         known = count = q.scales.shape[0]
-        if expert_offsets is not None:  # the most strips that they can make
+        if expert_offsets is not None:  # an upper bound of the number of strips
             count = max(known, threads(rows, q.block[0]) + expert_offsets.shape[0] - 1)
         strips = make_strips(expert_offsets, 1, rows, q.block[0], count)
         fill_bytes(out, 0)
@@ -367,7 +368,7 @@ def dequantize(q: QuantTensor, *, out: Any, expert_offsets: Any = None) -> None:
 
 
 def make_strips(offsets: Any, matrices: int, rows: int, height: int, capacity: int) -> Any:
-    """int32 [capacity, 2] first and last row of every row of blocks, on the device."""
+    """int32 [capacity, 2] on the device: first and last + 1 row of every strip."""
     strips = scratch((capacity, 2), np.int32)
     experts = with_experts(offsets)
     launch("quantize", "make_strips", 1, 1, *experts, matrices, rows, height, capacity, strips)

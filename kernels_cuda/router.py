@@ -1,4 +1,4 @@
-"""Launchers of router.cu: the same names and signatures as `fp8moe.reference.router`."""
+"""Launchers of router.cu, with the names and signatures of `fp8moe.reference.router`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.launch import launch, multiprocessors, scratch, threads
 
-PER_LANE = (1, 4, 8, 32)  # experts of a lane that there are variants for
-WARPS = 8  # as in router.cu
+PER_LANE = (1, 4, 8, 32)  # compiled variants: experts per lane
+WARPS = 8  # must match router.cu
 
 
 def tokens_configuration(tokens: int) -> Configuration:
-    """Of route_tokens without losses and of route_backward_tokens: a warp a token."""
+    """Configuration of route_tokens without losses and of route_backward_tokens: one warp per token."""
     return Configuration(threads(tokens, 4), 4 * 32)
 
 
 def losses_configuration(length: int, sequences: int, experts: int, multiprocessors: int) -> Configuration:
-    """Of route_tokens with losses: of each sequence's blocks every warp has several tokens, so that there are
-    fewer partial sums; about three blocks a multiprocessor, and no more than there are tokens for."""
+    """Configuration of route_tokens with losses: several tokens per warp, so that there are fewer partial
+    sums; about three thread blocks per SM, but no more than there are tokens for."""
     blocks = max(1, min(threads(length, WARPS), 3 * multiprocessors // sequences))
     return Configuration((blocks, sequences), 32 * WARPS, 4 * (WARPS + 1) * experts + 4 * WARPS)
 
@@ -130,7 +130,7 @@ def route_backward(
 
 
 def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:
-    """What the sum over sequences and experts of count * share is multiplied by."""
+    """Factor of the sum over sequences and experts of count * share."""
     length = max(tokens // sequences, 1)
     return experts / (topk * length * length * sequences)
 

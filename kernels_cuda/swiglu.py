@@ -1,4 +1,5 @@
-"""Launchers of swiglu.cu: the same names and signatures as `fp8moe.reference.swiglu`."""
+"""Launchers of swiglu.cu and swiglu_transpose.cu, with the names and signatures of
+`fp8moe.reference.swiglu`."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ from fp8moe.records import DeviceArray, Quantized, QuantTensor, SwigluGrad
 
 
 def rows_configuration(rows: int, vectors: int) -> Configuration:
-    """Of swiglu_rows and swiglu_quantize_rows: two of a row's vectors of eight values a thread."""
+    """Configuration of swiglu_rows and swiglu_quantize_rows: two vectors of eight values per thread."""
     return Configuration(threads(rows * vectors, 2 * 64), 64)
 
 
 def backward_configuration(rows: int) -> Configuration:
-    """Of swiglu_backward_rows and swiglu_quantize_backward_rows: a warp a row."""
+    """Configuration of swiglu_backward_rows and swiglu_quantize_backward_rows: one warp per row."""
     return Configuration(threads(rows, 4), 4 * 32)
 
 
 def transposed_configuration(rows: int, width: int) -> Configuration:
-    """Of the kernels that write their codes transposed, too: a block a tile of the result (of the backward:
-    of each half)."""
+    """Configuration of the kernels that also write transposed codes: one thread block per tile of the result
+    (backward: per tile of each half)."""
     return Configuration(rows // TILE * (width // TILE), 256)
 
 
@@ -214,12 +215,12 @@ def _quantize_backward_transpose(
 
 
 def _is_transposed(out: Any) -> bool:
-    """Whether the column-wise codes are to be the row-wise ones, transposed."""
+    """Whether the column-wise codes are the transposed row-wise codes."""
     return isinstance(out, Quantized) and out.columnwise.block == (128, 128)
 
 
 def _by_blocks(h: Any, width: int, grad: Any, out: Quantized) -> bool:
-    """Whether the kernels of 128 x 128 tiles take these."""
+    """Whether the kernels of 128 x 128 tiles support these arrays."""
     whole = h.shape[0] % TILE == 0 and width % TILE == 0
     return whole and all(a.ptr % 16 == 0 for a in (h, grad, out.rowwise.data, out.columnwise.data))
 
@@ -270,7 +271,8 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
 
 
 def _by_vectors(h: Any, activation: Activation, *others: Any) -> bool:
-    """Whether the fast path takes these. In float32 its sigmoid's 2^-20 would show, in 16 bits not."""
+    """Whether the fast path supports these arrays. Its sigmoid error of 2^-20 is visible in float32 but not
+    in 16-bit results."""
     sixteen = h.dtype.itemsize == 2
     return sixteen and activation.width(h.shape[1]) % TILE == 0 and all(a.ptr % 16 == 0 for a in (h, *others))
 
@@ -302,7 +304,7 @@ def _constants(activation: Activation) -> tuple[float, float, float]:
 
 
 def _last(offsets: Any) -> DeviceArray | None:
-    """The last offset: rows past it are nobody's."""
+    """The last offset; rows past it belong to no expert."""
     if offsets is None:
         return None
     return offsets.part(offsets.shape[0] - 1, (1,))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Launchers of transpose.cu: the same names and signatures as `fp8moe.reference.transpose`."""
+"""Launchers of transpose.cu, with the names and signatures of `fp8moe.reference.transpose`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fp8moe.records import PermutationPlan, QuantTensor
 
 
 def transpose_configuration(strips: int, columns: int, *, mx: bool) -> Configuration:
-    """Of scaling_aware_transpose: a block a tile, rows of tiles first."""
+    """Configuration of scaling_aware_transpose: one thread block per tile, consecutive blocks in a column of
+    tiles."""
     return Configuration((tiles_down(strips, mx=mx), threads(columns, TILE)), TILE)
 
 

@@ -1,5 +1,4 @@
-"""Dispatch, combine and their gradients: which rows go to which ranks, and what is made of those that
-arrive."""
+"""Dispatch, combine and their gradients: routing of rows to ranks, and assembly of the received rows."""
 
 from __future__ import annotations
 
@@ -48,14 +47,14 @@ def dispatch(
 ) -> Any:
     """Send every token to the ranks of its experts.
 
-    x: row-wise compact `QuantTensor` or array [T, H]. topk_ids: int32 or int64 [T, k], of all ranks' experts,
-    below 0 or E and more for none. topk_probs: float [T, k]. num_experts: E of all ranks together. fmt:
-    "e4m3" or "e5m2": x is quantised by 1x128 blocks with power-of-two scales on its way into the message, in
-    the same pass, and arrives as a `QuantTensor`.
+    x: row-wise compact `QuantTensor` or array [T, H]. topk_ids: int32 or int64 [T, k], global expert ids; ids
+    below 0 or from E on mean no expert. topk_probs: float [T, k]. num_experts: E, of all ranks together. fmt:
+    "e4m3" or "e5m2": x is quantised by 1x128 blocks with power-of-two scales while it is packed, in the same
+    pass, and is received as a `QuantTensor`.
 
-    Returns `Dispatched`, or with ``async_op`` a `Pending` of it: what is launched before its ``wait()`` runs
-    beside the exchange. The counts are known to the host before, which **synchronises once** on CUDA; with a
-    `Capacity` of the comm's, nothing is known and nothing synchronises, but for the first dispatch of a kind.
+    Returns `Dispatched`, or with ``async_op`` a `Pending` of it: work launched before its ``wait()`` overlaps
+    the exchange. The host reads the counts first, which **synchronises once** on CUDA; with the comm's
+    `Capacity` nothing is read and nothing synchronises, except in the first dispatch of a kind.
     """
     return _finished(prepare_dispatch(x, topk_ids, topk_probs, num_experts, comm, fmt)(async_op), async_op)
 
@@ -70,12 +69,12 @@ def prepare_dispatch(
     *,
     spare: bool = False,
 ) -> Callable[[bool], Pending]:
-    """All of `dispatch` but for the sending of rows, which the result does: after this every rank has told
-    its counts. It takes ``async_op``.
+    """`dispatch` up to the sending of rows, which the returned function performs: every rank has announced
+    its counts by then. The function takes ``async_op``.
 
-    spare: the arrays of what arrives have a few more rows than that (`with_spare`), zeros whose ids are -1. A
-    step after another has the same shapes then, most of the time, for which launches are planned once:
-    planned anew, a layer's forward and backward take the host 1 ms more.
+    spare: the received arrays get a few additional rows (`with_spare`), zeros with ids -1. Successive steps
+    then mostly have equal shapes, for which launches are planned once: replanning a layer's forward and
+    backward costs the host 1 ms.
     """
     world = comm.world_size
     num_experts = checks.integer("num_experts", num_experts, 0)
@@ -88,7 +87,7 @@ def prepare_dispatch(
         return lambda async_op: _pending(lambda: engine.dispatch(*given), async_op)
     capacity = capacity_of(comm)
     limit = None if capacity is None else capacity.rows
-    # rows are packed before the counts are known: something to do for the device until they are here
+    # rows are packed before the counts are known, which keeps the device busy until they arrive
     packed = limit is not None or not implements(comm, PeerMemory)
     plan, entries, ids, rows = outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, limit, packed)
     message = Message(x, fmt, (ids, topk_probs))
@@ -127,11 +126,11 @@ def prepare_dispatch(
 def combine(
     y: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False, out: Any = None
 ) -> Any:
-    """Send each row back and sum every token's: y [R, H] -> [T, H], in float32, rounded to y's dtype.
+    """Send each row back and sum every token's rows: y [R, H] -> [T, H], in float32, rounded to y's dtype.
 
-    out: what to write the sums to; of an `Engine` None.
-    fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and a rounding more
-    for each rank; the result is bfloat16 then.
+    out: destination of the sums; None with an `Engine`.
+    fmt: "e4m3" or "e5m2" sends y in FP8, by 1x128 blocks, at half the bytes of bfloat16 and one more rounding
+    per rank; the result is then bfloat16.
     """
     if engine := _engine(comm):
         _no_out(out)
@@ -142,7 +141,7 @@ def combine(
     def arrived(rows: Any) -> Any:
         y = rows_of(message.like, message.unpack(rows))
         if fmt is not None:
-            # exact; summed from FP8 rows 32,768 tokens take 3.8 ms, so 2.3 (h200-tuning.jsonl)
+            # exact; with summation from FP8 rows 32,768 tokens take 3.8 ms, this way 2.3 (h200-tuning.jsonl)
             y = dequantize(y, dtype="bfloat16")
         return _sums(y, route, out)
 
@@ -152,8 +151,8 @@ def combine(
 def combine_backward(
     dy: Any, route: Any, comm: Comm, *, fmt: str | None = None, async_op: bool = False
 ) -> Any:
-    """The backward of `combine`: dy [T, H] -> [R, H], by the same route, and nothing synchronises. dy and fmt
-    are as `dispatch` has x and fmt."""
+    """The backward of `combine`: dy [T, H] -> [R, H], along the same route, without synchronisation. dy and
+    fmt are like x and fmt of `dispatch`."""
     if engine := _engine(comm):
         return _finished(_pending(lambda: engine.combine_backward(dy, route, fmt), async_op), async_op)
     message = Message(dy, fmt)
@@ -168,8 +167,8 @@ def combine_backward(
 def dispatch_backward(
     dx: Any, dprobs: Any, route: Any, comm: Comm, *, async_op: bool = False, out: Any = (None, None)
 ) -> Any:
-    """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). An expert's
-    probability has its gradient from its own rank, zeros from the others. out: as of `combine`, of both."""
+    """The backward of `dispatch`: (dx [R, H], dprobs [R, k]) -> (dx [T, H], dprobs [T, k]). A probability's
+    gradient comes from its expert's rank; the other ranks send zeros. out: as in `combine`, a pair."""
     if engine := _engine(comm):
         _no_out(*out)
         return _finished(_pending(lambda: engine.dispatch_backward(dx, dprobs, route), async_op), async_op)
@@ -184,16 +183,16 @@ def dispatch_backward(
 
 
 def _send(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
-    """The tokens' rows to their ranks."""
+    """Sends the tokens' rows to their ranks."""
     if (pending := deliver(message, route.plan.row_id_map, route.counts, comm, async_op)) is not None:
         return pending.then(lambda rows: message.kept(rows, route.rows))
-    # a plan without a capacity has no rows that are nobody's among those that are sent
+    # without a capacity, every row of the plan belongs to a token
     rows = message.pack_by_rank(route.plan, capacity_of(comm) is not None)
     return exchange_rows(rows, message.row_bytes, route.counts, comm, route.rows if message.plain else None)
 
 
 def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pending:
-    """Rows to where they came from."""
+    """Sends rows back to their ranks."""
     counts = tuple(zip(*route.counts, strict=True))
     if (pending := deliver(message, None, counts, comm, async_op)) is not None:
         return pending
@@ -201,8 +200,8 @@ def _send_back(message: Message, route: Route, comm: Any, async_op: bool) -> Pen
 
 
 def _without_spare(route: Route, comm: Any, *arrays: Any) -> tuple[Any, ...]:
-    """The rows that came, for a transport that is told to write each of them to its place; one that sends
-    the first of them takes them all, whose shape lasts."""
+    """The received rows without spare ones, for a `PeerMemory`, which writes every row it is given. Other
+    transports take the full array, whose shape is constant, and send its first rows."""
     if route.rows is None or not implements(comm, PeerMemory):
         return arrays
     rows = sum(row[comm.rank] for row in route.counts)
@@ -210,7 +209,7 @@ def _without_spare(route: Route, comm: Any, *arrays: Any) -> tuple[Any, ...]:
 
 
 def _sums(rows: Any, route: Route, out: Any = None) -> Any:
-    """Each token's, of rows that came back: as many as the plan has room for, or just those."""
+    """Sums each token's returned rows: as many as the plan's buffer has, or exactly those received."""
     plan = route.plan
     if rows.shape[0] != plan.num_out_tokens:
         plan = replace(plan, num_out_tokens=rows.shape[0])
@@ -220,9 +219,9 @@ def _sums(rows: Any, route: Route, out: Any = None) -> Any:
 def deliver(
     message: Message, row_id_map: Any, counts: Counts, comm: Any, async_op: bool = False
 ) -> Pending | None:
-    """The messages written into the ranks' memory; None where the transport cannot or has no room."""
+    """Writes the messages into the ranks' memory; None if the transport cannot or has no room."""
     row_bytes = message.row_bytes
-    # windows keep what was written before: with a capacity, rows that nobody writes would be taken for new
+    # windows keep earlier contents: with a capacity, unwritten rows would be taken for new ones
     if not implements(comm, PeerMemory) or capacity_of(comm) or not comm.fits(counts, row_bytes):
         return None
     _record_sent(counts, row_bytes, comm)
@@ -235,7 +234,7 @@ def deliver(
 def exchange_rows(
     rows: Any, row_bytes: int, counts: Counts, comm: Transport, size: int | None = None
 ) -> Pending:
-    """Rows in rank order, to their ranks by `Transport.exchange`."""
+    """Sends rows, in rank order, to their ranks by `Transport.exchange`."""
     _record_sent(counts, row_bytes, comm)
     return comm.exchange(rows, counts, size)
 
@@ -255,7 +254,7 @@ def _no_out(*outs: Any) -> None:
 
 
 def _pending(action: Callable[[], Any], async_op: bool) -> Pending:
-    """An engine's step: done at once where the caller does something beside it."""
+    """Runs an engine's step: immediately, if the caller overlaps it with other work."""
     if not async_op:
         return Pending(action)
     result = action()

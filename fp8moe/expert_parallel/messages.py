@@ -1,5 +1,5 @@
-"""Messages between ranks: a row of each array side by side in one row of bytes, and what a device does for
-them: pack, quantise and pack, unpack, and which ids belong to which rank."""
+"""Messages between ranks: one row of bytes with a row of each array side by side, and the device operations
+on them: pack, quantise and pack, unpack, and expert ids by rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fp8moe.record_trees import map_arrays
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor
 
 UINT8 = np.dtype(np.uint8)
-MOST_PLACES = 3  # of a row that `pack_by_rank` packs in one pass without quantising it
-FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # what rows are sent as
+MOST_PLACES = 3  # slots per row up to which `pack_by_rank` packs unquantised rows in one pass
+FORMS = ("bfloat16", "float16", "float32", "float64", "e4m3", "e5m2", "e2m1")  # row formats of messages
 
 
 class Message:
-    """A row of x, quantised on its way if ``fmt`` says so, and of the parts behind it, side by side."""
+    """A row of x, quantised while packed if ``fmt`` is set, followed by a row of each part."""
 
     def __init__(self, x: Any, fmt: str | None, parts: tuple[Any, ...] = ()):
         self.x, self.fmt, self.parts = x, fmt, parts
@@ -35,47 +35,46 @@ class Message:
         self._packed: Any = None
 
     def pack(self) -> Any:
-        """The messages in memory of their own, made once."""
+        """The messages in a buffer of their own, packed once."""
         if self._packed is None:
             self._packed = self.x if self.plain else _packed(self.x, self.fmt, self.parts)
         return self._packed
 
     def pack_by_rank(self, plan: PermutationPlan, zeros: bool) -> Any:
-        """The messages in the order of a plan of ranks: `pack_by_rank`."""
+        """The messages in the order of a plan whose experts are ranks: `pack_by_rank`."""
         return pack_by_rank(self.x, self.fmt, plan, zeros, *self.parts)
 
     def write(self, row_id_map: Any, windows: tuple[Any, ...]) -> None:
-        """The messages into the ranks' windows."""
+        """Writes the messages into the ranks' windows."""
         if self.fmt is None:
             pack_into(windows, row_id_map, *_parts(self.x), *self.parts)
         else:
             quantize_and_pack_into(windows, row_id_map, self.x, self.like, *self.parts)
 
     def unpack(self, rows: Any, size: int | None = None) -> tuple[Any, ...]:
-        """x's parts, and the others, of messages. size: as of `unpack_first`."""
-        if self.plain:  # and there are so many
+        """x's arrays and the parts, unpacked from messages. size: as in `unpack_first`."""
+        if self.plain:  # and rows has that many rows
             return (rows.view(self.x.dtype),)
         return unpack(rows, self._shapes) if size is None else unpack_first(rows, self._shapes, size)
 
     def unpack_with_ids(
         self, rows: Any, first: int, experts: int, size: int | None = None
     ) -> tuple[Any, ...]:
-        """The same of messages whose parts are expert ids and probabilities, the ids as of `local_ids`."""
+        """The same for messages whose parts are expert ids and probabilities; ids as from `local_ids`."""
         if size is None:
             return unpack_with_ids(rows, self._shapes, first, experts)
         return unpack_first(rows, self._shapes, size, (first, experts))
 
     def kept(self, rows: Any, size: int | None = None) -> Any:
-        """The messages where the caller may keep what `unpack` makes of them: a peer's window is written
-        again."""
+        """A copy of the messages if the caller may keep what `unpack` returns: a peer's window is reused."""
         if not self.plain:
             return rows
         return (unpack(rows, self._shapes) if size is None else unpack_first(rows, self._shapes, size))[0]
 
 
 class _MessageLayout(NamedTuple):
-    """like: what x's rows will be. shapes: of a row, and dtype, of each array. plain: one array whose rows
-    are messages as they are."""
+    """like: shapes and dtypes of x's rows as sent. shapes: per array, a row's shape and its dtype. plain: a
+    single array whose rows are the messages themselves."""
 
     like: Any
     shapes: tuple[tuple[tuple[int, ...], str], ...]
@@ -88,7 +87,7 @@ LAYOUTS_KEPT = 256
 
 
 def _message_layout(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> _MessageLayout:
-    """Found once for given shapes and dtypes: 20 us, five times a step."""
+    """Cached by shapes and dtypes: computing it takes 20 us, five times per step."""
     key = _layout_key(x, fmt, parts)
     if key is not None and (known := _layouts.get(key)) is not None:
         return known
@@ -97,7 +96,7 @@ def _message_layout(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> _Message
     if fmt is not None:
         checks.dtype("x", raw.x, checks.QUANTIZABLE)
         like = quantize_spec(raw.x, fmt, (1, 128), "compact", False)
-    like = map_arrays(lambda _, a: ArraySpec(tuple(a.shape), a.dtype), like)  # no memory is held
+    like = map_arrays(lambda _, a: ArraySpec(tuple(a.shape), a.dtype), like)  # holds no memory
     each = (*_parts(like), *raw.parts)
     shapes = tuple((tuple(p.shape[1:]), p.dtype.name) for p in each)
     size = message_spec(each).shape[1]
@@ -110,7 +109,7 @@ def _message_layout(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> _Message
 
 
 def _layout_key(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> Any:
-    """What a message's layout depends on; None of arrays that do not say it, but to `enter`."""
+    """Cache key of a message's layout; None for arrays whose shapes and dtypes only `enter` can determine."""
     try:
         key: list[Any] = [fmt]
         if isinstance(x, QuantTensor):
@@ -124,7 +123,7 @@ def _layout_key(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> Any:
 
 
 def _parts(x: Any) -> tuple[Any, ...]:
-    """The arrays that rows of x consist of."""
+    """The arrays that x's rows consist of."""
     if not isinstance(x, QuantTensor):
         return (x,)
     if x.columnwise or x.layout != "compact" or x.block in (None, (128, 128)):
@@ -135,12 +134,12 @@ def _parts(x: Any) -> tuple[Any, ...]:
 
 
 def form(like: Any) -> str:
-    """What rows are sent as, one of `FORMS`."""
+    """The row format, one of `FORMS`."""
     return like.fmt if isinstance(like, QuantTensor) else like.dtype.name
 
 
 def rows_of(like: Any, parts: Sequence[Any]) -> Any:
-    """Rows of the kind of ``like``, of the arrays that they consist of."""
+    """Rows of the same kind as ``like``, assembled from their arrays."""
     if not isinstance(like, QuantTensor):
         return parts[0]
     return QuantTensor(parts[0], parts[1], like.fmt, like.block)
@@ -150,13 +149,13 @@ def rows_of(like: Any, parts: Sequence[Any]) -> Any:
 
 
 def row_bytes(part: Any) -> int:
-    """Bytes of a row of an array."""
+    """Bytes per row of an array."""
     return math.prod(part.shape[1:]) * part.dtype.itemsize
 
 
 @operation
 def pack(*parts: Any) -> Any:
-    """Up to four arrays' rows side by side, uint8 [N, bytes], each part at a multiple of 16."""
+    """Up to four arrays' rows side by side, uint8 [N, bytes], each part at a multiple of 16 bytes."""
     call = enter(parts=parts)
     out = call.empty(message_spec(call.args.parts))
     call.run("expert_parallel", "pack_rows", call.args.parts, None, out=(out,))
@@ -165,7 +164,7 @@ def pack(*parts: Any) -> Any:
 
 @operation
 def quantize_and_pack(x: Any, fmt: str, *parts: Any) -> Any:
-    """The same of x, quantised, and the parts."""
+    """The same for quantised x and the parts."""
     call = enter(x=x, parts=parts)
     like, out = _quantized_spec(call, call.args.x.shape[0], fmt)
     counters.record_cast(weight=False)
@@ -175,7 +174,7 @@ def quantize_and_pack(x: Any, fmt: str, *parts: Any) -> Any:
 
 
 def _quantized_spec(call: Call, rows: int, fmt: str) -> tuple[QuantTensor, Any]:
-    """What x is quantised to, as shapes, and memory for ``rows`` messages of it."""
+    """Shapes and dtypes of quantised x, and a buffer for ``rows`` messages of it."""
     like = quantize_spec(call.args.x, fmt, (1, 128), "compact", False)
     size = message_spec((like.data, like.scales, *call.args.parts)).shape[1]
     return like, call.empty(ArraySpec((rows, size), UINT8))
@@ -183,13 +182,13 @@ def _quantized_spec(call: Call, rows: int, fmt: str) -> tuple[QuantTensor, Any]:
 
 @operation
 def pack_by_rank(x: Any, fmt: str | None, plan: PermutationPlan, zeros: bool, *parts: Any) -> Any:
-    """Messages in the order of a plan of ranks, [num_out_tokens, bytes], or x's rows where these are messages
-    as they are. zeros: rows that no token goes to are zeros, else whatever the memory held."""
+    """Messages in the order of a plan of ranks, [num_out_tokens, bytes], or x's rows if they are the messages
+    themselves. zeros: rows without a token are zeroed, otherwise uninitialised."""
     call = enter(x=x, plan=plan, parts=parts)
     a = call.args
     layout = _message_layout(a.x, fmt, a.parts)
-    # In one pass; by two, a pass more over the messages. Rows that are not quantised are read once for each
-    # of their places: with n of them 2 n rows in all for 3 + n
+    # One pass; two passes would read and write the messages once more. Unquantised rows are read once per
+    # slot: with n slots 2 n rows of traffic instead of 3 + n
     if zeros or layout.plain or (fmt is None and a.plan.max_experts_per_token > MOST_PLACES):
         rows = a.x if layout.plain else _packed(a.x, fmt, a.parts)
         return call.leave(permute(rows, a.plan, fill_padding=zeros).data)
@@ -210,8 +209,8 @@ def _packed(x: Any, fmt: str | None, parts: tuple[Any, ...]) -> Any:
 
 
 def pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
-    """The same into windows [n, bytes] that follow each other: each row to all its places of row_id_map, or
-    row r to place r."""
+    """Packs into the concatenated windows [n, bytes]: each row to all its slots in row_id_map, or row r to
+    slot r."""
     call = enter(parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
     _check_room(a.parts[0].shape[0], a)
@@ -221,7 +220,7 @@ def pack_into(windows: tuple[Any, ...], row_id_map: Any, *parts: Any) -> None:
 def quantize_and_pack_into(
     windows: tuple[Any, ...], row_id_map: Any, x: Any, like: QuantTensor, *parts: Any
 ) -> None:
-    """`pack_into` of x, quantised, and the parts."""
+    """`pack_into` for quantised x and the parts."""
     call = enter(x=x, parts=parts, row_id_map=row_id_map, windows=windows)
     a = call.args
     _check_room(a.x.shape[0], a)
@@ -230,21 +229,21 @@ def quantize_and_pack_into(
 
 
 def _check_room(rows: int, a: Any) -> None:
-    """That windows without a map have as many rows as there are: what is past the last window's is another
-    rank's memory."""
+    """Checks that windows without a map have room for all rows: memory past the last window belongs to
+    another rank."""
     room = sum(window.shape[0] for window in a.windows)
     if a.row_id_map is None and room != rows:
         raise ValueError(f"windows: got {room} rows in all; wanted {rows}, the messages'")
 
 
 def message_spec(parts: Sequence[Any]) -> ArraySpec:
-    """Messages of these arrays' rows."""
+    """Shape of messages of these arrays' rows."""
     return ArraySpec((parts[0].shape[0], sum(round_up(row_bytes(p), 16) for p in parts)), UINT8)
 
 
 @operation
 def unpack(packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...]) -> tuple[Any, ...]:
-    """The arrays again; parts: shape of a row, and dtype, of each."""
+    """Unpacks the arrays; parts: a row's shape and the dtype of each."""
     call = enter(packed=packed)
     rows = call.args.packed.shape[0]
     specs = (ArraySpec((rows, *shape), dtype_named(dtype, "parts")) for shape, dtype in parts)
@@ -259,11 +258,11 @@ def unpack_first(
     size: int,
     own: tuple[int, int] | None = None,
 ) -> tuple[Any, ...]:
-    """`unpack` to arrays of ``size`` rows, of which these are the first; the others are zeros. Of other
-    numbers of messages every time: no operation, whose launches would be planned for each.
+    """`unpack` into the first rows of arrays with ``size`` rows; the others are zeros. Not a cached
+    operation: the number of messages differs at every call, and a launch plan would be made for each.
 
-    own: (first, experts), where the last two arrays are expert ids and probabilities: the ids are as of
-    `local_ids` then, and -1 in rows after the first.
+    own: (first, experts), if the last two arrays are expert ids and probabilities: ids are then as from
+    `local_ids`, and -1 in the other rows.
     """
     call = enter(packed=packed)
     out = call.empty(tuple(ArraySpec((size, *shape), dtype_named(dtype, "parts")) for shape, dtype in parts))
@@ -281,14 +280,14 @@ def unpack_first(
 def unpack_with_ids(
     packed: Any, parts: tuple[tuple[tuple[int, ...], str], ...], first: int, experts: int
 ) -> tuple[Any, ...]:
-    """The arrays again, of which the last two are expert ids and probabilities; the ids as of `local_ids`."""
+    """Unpacks arrays of which the last two are expert ids and probabilities; ids as from `local_ids`."""
     *rows, ids, probs = unpack(packed, parts)
     return (*rows, local_ids(ids, first, experts), probs)
 
 
 @operation
 def rank_mask(topk_ids: Any, experts: int, world: int) -> tuple[Any, Any]:
-    """(mask [T, W], ids of each rank's experts [W])."""
+    """(mask [T, W], number of ids of each rank's experts [W])."""
     call = enter(topk_ids=topk_ids)
     tokens = call.args.topk_ids.shape[0]
     out = call.empty((ArraySpec((tokens, world), UINT8), ArraySpec((world,), checks.INT32)))
@@ -298,7 +297,7 @@ def rank_mask(topk_ids: Any, experts: int, world: int) -> tuple[Any, Any]:
 
 @operation
 def local_ids(ids: Any, first: int, experts: int) -> Any:
-    """Expert ids less ``first``, int32, -1 outside of 0 to ``experts``."""
+    """Expert ids minus ``first``, int32, -1 outside of [0, ``experts``)."""
     call = enter(ids=ids)
     out = call.empty(ArraySpec(tuple(call.args.ids.shape), checks.INT32))
     rows = call.args.ids.shape[0]
@@ -308,8 +307,8 @@ def local_ids(ids: Any, first: int, experts: int) -> Any:
 
 @operation
 def limit_rows(plan: PermutationPlan, capacity: int) -> PermutationPlan:
-    """A plan of ranks without padding, with ``capacity`` rows for each, however many it has: of more, those
-    of the later tokens are dropped and counted in ``overflow``. Nothing synchronises."""
+    """A plan of ranks with exactly ``capacity`` rows per rank and no padding: rows of later tokens beyond it
+    are dropped and counted in ``overflow``. Does not synchronise."""
     call = enter(plan=plan)
     a = call.args.plan
     rows = a.num_experts * capacity
@@ -325,10 +324,10 @@ def limit_rows(plan: PermutationPlan, capacity: int) -> PermutationPlan:
 
 
 class Outgoing(NamedTuple):
-    """What a rank sends, before it knows how much the others do.
+    """What a rank sends, prepared before the other ranks' counts are known.
 
-    plan: the tokens in the order of the ranks. entries: int32 [W], ids of each rank's experts. ids: int32
-    [T, k], as they travel. rows: the messages in the plan's order, or None where they are written later.
+    plan: the tokens in rank order. entries: int32 [W], number of ids of each rank's experts. ids: int32 [T,
+    k], as sent. rows: the messages in the plan's order, or None if they are written later.
     """
 
     plan: PermutationPlan
@@ -347,8 +346,8 @@ def outgoing(
     capacity: int | None,
     packed: bool,
 ) -> Outgoing:
-    """One call for all that is launched. capacity: rows for each rank, by a plan of `limit_rows`. packed:
-    whether to make the messages."""
+    """Prepares a dispatch in one call. capacity: rows per rank, by a plan of `limit_rows`. packed: whether to
+    pack the messages."""
     return Outgoing(*_outgoing(x, topk_ids, topk_probs, num_experts, world, fmt, capacity, packed))
 
 
@@ -370,18 +369,18 @@ def _outgoing(
     plan = plan_routing_map(mask, topk=min(topk_ids.shape[1], world))
     ids = topk_ids
     if capacity is not None:
-        # rows of zeros fill each rank's share up: their ids must be none, so that of expert e is e + 1 on its
-        # way. What is no expert before, 2^31 - 1 too, is none then
+        # Padding rows are zeros and must mean no expert, so expert e is sent as e + 1. Invalid ids, also 2^31
+        # - 1, become 0
         ids, plan = local_ids(ids, -1, num_experts + 1), limit_rows(plan, capacity)
     elif a.topk_ids.dtype != checks.INT32:
-        # each rank looks for its own: what is no expert may travel as it is
+        # the receiving rank ignores ids of other ranks, so invalid ids are sent unchanged
         ids = local_ids(ids, 0, num_experts)
     rows = pack_by_rank(x, fmt, plan, capacity is not None, ids, topk_probs) if packed else None
     return plan, entries, ids, rows
 
 
 def check_rows(x: Any, topk_ids: Any, topk_probs: Any) -> None:
-    """That raw arrays are what `dispatch` takes."""
+    """Validates the raw arrays of `dispatch`."""
     checks.shape("x", x, ("T", "H"))
     if not isinstance(x, QuantTensor):
         checks.dtype("x", x, checks.FLOATS)
@@ -395,7 +394,7 @@ def check_rows(x: Any, topk_ids: Any, topk_probs: Any) -> None:
 
 
 def part_of(x: Any, first: int, end: int) -> Any:
-    """Rows first to end of an array or of a row-wise `QuantTensor`, in its own memory."""
+    """A view of rows first to end of an array or of a row-wise `QuantTensor`."""
     if isinstance(x, QuantTensor):
         return replace(x, data=x.data[first:end], scales=x.scales[first:end])
     return x[first:end]
@@ -403,7 +402,7 @@ def part_of(x: Any, first: int, end: int) -> Any:
 
 @operation
 def new_rows(like: Any, rows: int) -> Any:
-    """Memory for ``rows`` rows like those of an array."""
+    """A buffer for ``rows`` rows like those of an array."""
     call = enter(like=like)
     return call.leave(call.empty(ArraySpec((rows, *call.args.like.shape[1:]), call.args.like.dtype)))
 

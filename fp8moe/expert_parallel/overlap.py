@@ -1,14 +1,14 @@
-"""Chunks of tokens one after another, so that the rows of one travel beside the products of another.
+"""Chunked execution that overlaps one chunk's exchange with another chunk's grouped products.
 
-Rows are sent ahead by one chunk, and what goes back is waited for after the next chunk's products:
+Dispatch runs one chunk ahead, and a combine is waited for after the next chunk's products:
 
     forward    rows   dispatch 0 | dispatch 1 | combine 0, dispatch 2 | combine 1 ...
                host              | products 0 | products 1            | products 2 ...
     backward   rows   dy 0       | dy 1                       | dx 0, dy 2                 | dx 1 ...
                host              | dx products 0, dw products 0 | dx products 1, dw products 1 ...
 
-At most two exchanges are on their way, and each is waited for before the second one after it is begun, which
-is all that `PeerMemory` has windows for.
+At most two exchanges are in flight, and each is waited for before the second one after it starts:
+`PeerMemory` has windows for two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8moe.expert_parallel.protocols import Comm, Dispatched, Pending, Route
 
 
 def chunk_bounds(tokens: int, chunks: int) -> list[tuple[int, int]]:
-    """(first, end) of each chunk: as equal as they can be, the same number on every rank."""
+    """(first, end) of each chunk, sizes as equal as possible, the same number on every rank."""
     return list(itertools.pairwise(tokens * i // chunks for i in range(chunks + 1)))
 
 
@@ -43,7 +43,7 @@ def overlapped_forward(
     chunks: int,
     experts: Callable[[Dispatched], Any],
 ) -> Any:
-    """y [T, H]; ``experts`` makes rows' results of what arrived, chunk by chunk."""
+    """y [T, H]; ``experts`` computes the results of received rows, chunk by chunk."""
     tokens = topk_ids.shape[0]
     bounds = chunk_bounds(tokens, chunks)
 
@@ -52,7 +52,7 @@ def overlapped_forward(
         return prepare_dispatch(rows, ids, probs, num_experts, comm, fmt, spare=True)
 
     pending, y, back = prepare(0)(True), None, None
-    # hosts that wait for counts wait here, where there are no products before them
+    # hosts that wait for counts wait here, before any products
     following = [prepare(chunk) for chunk in range(1, chunks)]
     for chunk, (first, end) in enumerate(bounds):
         arrived = pending.wait()
@@ -77,8 +77,8 @@ def overlapped_backward(
     inputs: Callable[[int, Any], tuple[Any, Any]],
     weights: Callable[[int], None],
 ) -> tuple[Any, Any]:
-    """(dx [T, H], dprobs [T, k]), or None for both, of one chunk or several. inputs: makes (dx, dprobs) of
-    the rows of a chunk. weights: what else there is to do for it, beside which these travel."""
+    """(dx [T, H], dprobs [T, k]), or None for both, for one chunk or several. inputs: computes (dx, dprobs)
+    of a chunk's rows. weights: the remaining work of the chunk, which overlaps their transfer."""
     ends = [0, *itertools.accumulate(route.num_tokens for route in routes)]
     bounds, alone = list(itertools.pairwise(ends)), len(routes) == 1
 

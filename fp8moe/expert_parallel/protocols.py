@@ -1,4 +1,4 @@
-"""What moves rows between ranks, and the records of an exchange: what adapters implement and return."""
+"""Interfaces of transports, which adapters implement, and the records of an exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8moe.records import Options, PermutationPlan, Record
 
 
 class Pending:
-    """Something that is on its way. `wait` returns it, on the caller's stream."""
+    """A result in flight. `wait` returns it, on the caller's stream."""
 
     def __init__(self, finish: Callable[[], Any]):
         self._finish: Callable[[], Any] | None = finish
@@ -21,7 +21,7 @@ class Pending:
 
     @property
     def waited(self) -> bool:
-        """Whether it was waited for."""
+        """Whether `wait` was called."""
         return self._finish is None
 
     def wait(self) -> Any:
@@ -33,23 +33,22 @@ class Pending:
         return Pending(lambda: function(self.wait()))
 
 
-Counts = tuple[tuple[int, ...], ...]  # [W][W]: from each rank to each
+Counts = tuple[tuple[int, ...], ...]  # [W][W]: rows from each rank to each
 
 
 @dataclass(frozen=True)
 class Capacity(Options):
-    """How many rows there may be at most, by the caller's word: shapes follow from it, and no host has to
-    know counts.
+    """An upper bound of row counts, stated by the caller: it determines shapes, and the host never reads
+    counts.
 
-    rows: that a rank sends another, of one dispatch (``overlap_chunks`` make several of a forward); as many
-        as a dispatch has tokens are never too few. A rank always sends each other this many, empty ones
-        among them, and W times as many arrive.
+    rows: that a rank sends another, per dispatch (``overlap_chunks`` make several per forward); a dispatch's
+        number of tokens always suffices. A rank always sends every rank this many rows, including empty ones,
+        and receives W times as many.
     entries: (token, expert) pairs of a rank's own experts, from all ranks; None: W * rows * min(k, E / W),
-        which are never too few. The buffers of permuted rows have this many rows, and those that align each
-        expert's.
+        which always suffices. The buffers of permuted rows have this many rows plus the experts' alignment.
 
-    Rows and entries past them are left out, as if their ids were below 0, those of later tokens first, or of
-    later experts; `overflow` counts them.
+    Rows and entries beyond the bounds are dropped, as if their ids were below 0, those of later tokens or
+    later experts first; `overflow` counts them.
     """
 
     rows: int
@@ -63,69 +62,69 @@ class Capacity(Options):
 
 @runtime_checkable
 class Transport(Protocol):
-    """What moves rows between ranks; every rank calls the same methods in the same order.
+    """Moves rows between ranks; every rank calls the same methods in the same order.
 
     It may have an attribute ``overlap_chunks``, the same on all ranks: `fp8moe.moe_forward` and its backward
-    then take the tokens in so many chunks, each a dispatch of its own, and move the rows of one beside the
-    products of another (`fp8moe.expert_parallel.overlap`).
+    then split the tokens into that many chunks, each with its own dispatch, and overlap the transfer of one
+    with the products of another (`fp8moe.expert_parallel.overlap`).
     """
 
     rank: int
     world_size: int
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
-        """Tell every rank its numbers: each of ``counts`` is int32 [W]. Returns for each, on the host, what
-        every rank told every rank, which **synchronises once** on CUDA. The header must be the same on all
-        ranks: ValueError on all of them, naming the first that differs and what differs."""
+        """All-gathers counts: each of ``counts`` is int32 [W]. Returns for each, on the host, every rank's
+        numbers for every rank, which **synchronises once** on CUDA. The header must be equal on all ranks:
+        otherwise ValueError on all of them, naming the first rank and entry that differ."""
         ...
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        """The first rows of rows [N, columns], rank by rank, to the ranks: ``counts[a][b]`` from a to b. The
-        result is of the same kind and dtype, and first in it the rows from the ranks; it has ``size`` rows,
-        by default just these."""
+        """Sends the first rows of rows [N, columns], rank by rank: ``counts[a][b]`` from rank a to rank b.
+        The result has the same kind and dtype, starts with the received rows in rank order, and has ``size``
+        rows, by default exactly the received ones."""
         ...
 
 
 @runtime_checkable
 class Bounded(Transport, Protocol):
-    """A transport whose `dispatch` moves as many rows as its ``capacity`` says, where that is not None, and
-    asks the host for nothing: it never calls ``counts``."""
+    """A transport whose `dispatch` sends as many rows as its ``capacity`` says, if that is not None, without
+    host involvement: it never calls ``counts``."""
 
     capacity: Capacity | None
 
     def agree(self, header: dict[str, int], like: Any) -> None:
-        """That the header is the same on all ranks: ValueError as of ``counts`` where it is not. It is looked
-        at once for each header, which **synchronises**, and must come before a CUDA graph is captured. like:
-        an array on the device."""
+        """Checks that the header is equal on all ranks: ValueError as in ``counts`` if not. It
+        **synchronises** once per header, and must be called before a CUDA graph is captured. like: an array
+        on the device."""
         ...
 
     def record_overflow(self, rows: Any, entries: Any) -> None:
-        """Told by every `fp8moe.moe_forward` how many rows and entries there was no room for: int32 [1]
-        each, on the device, which nothing looks at."""
+        """Receives from every `fp8moe.moe_forward` the number of dropped rows and entries: int32 [1] each, on
+        the device, without reading them."""
         ...
 
 
 @runtime_checkable
 class PeerMemory(Transport, Protocol):
-    """A transport whose ranks, eight at most, write into each other's memory: rows are gathered, and
-    quantised, on their way there."""
+    """A transport whose ranks, at most eight, write into each other's memory: rows are gathered and quantised
+    while they are written there."""
 
     def fits(self, counts: Counts, row_bytes: int) -> bool:
-        """Whether `deliver` has room for such rows; where not, `exchange` moves them."""
+        """Whether `deliver` has room for such rows; if not, `exchange` moves them."""
         ...
 
     def deliver(
         self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
     ) -> Pending:
-        """``write`` is called once, with uint8 [``counts[this rank][r]``, row_bytes] of each rank r's memory,
-        and launches what fills them. The result is uint8 [rows from the ranks, row_bytes]; it may be used
-        until two more have been asked for. Without ``async_op`` it is waited for at once."""
+        """Calls ``write`` once, with uint8 [``counts[this rank][r]``, row_bytes] of each rank r's memory, to
+        launch the kernels that fill them. The result is uint8 [received rows, row_bytes]; it stays valid
+        until two more deliveries have been requested. Without ``async_op`` it is waited for immediately."""
         ...
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What does the four steps itself: `dispatch` and the others below hand over to it."""
+    """A library that implements the four steps itself: `dispatch` and the others below delegate to it."""
 
     rank: int
     world_size: int
@@ -147,8 +146,8 @@ Comm = Transport | Engine
 @dataclass(frozen=True)
 class Route(Record):
     """Which rows went where. plan: the tokens' permutation into rank order, W "experts", in a buffer for the
-    most rows that there can be, so that its shape is the same at every step. counts: rows from each rank to
-    each. rows: of the arrays of what arrived, the first of which these are; None: just these."""
+    largest possible number of rows, so that its shape is constant. counts: rows from each rank to each. rows:
+    number of rows of the received arrays, including spare ones; None: no spare rows."""
 
     plan: PermutationPlan
     counts: Counts
@@ -161,9 +160,9 @@ class Route(Record):
 
 @dataclass(frozen=True)
 class Dispatched(Record):
-    """What arrived at this rank, R rows. x: [R, H], as sent; topk_ids: int32 [R, k], this rank's experts from
-    0 on, -1 for others; topk_probs: [R, k] in the dtype sent. num_entries: how many ids are not -1, so
-    ``plan_topk(..., num_out_tokens=static_bound(num_entries, ...))`` needs to look at nothing."""
+    """The R rows received by this rank. x: [R, H], as sent; topk_ids: int32 [R, k], local expert ids, -1 for
+    other ranks' experts; topk_probs: [R, k] in the dtype sent. num_entries: number of ids that are not -1, so
+    that ``plan_topk(..., num_out_tokens=static_bound(num_entries, ...))`` does not synchronise."""
 
     x: Any
     topk_ids: Any
@@ -174,9 +173,9 @@ class Dispatched(Record):
 
 @dataclass(frozen=True)
 class DispatchedRows(Record):
-    """What arrived by an `Engine` that permutes: the rows of `fp8moe.moe_forward_permuted`, N of them. x:
-    [N, H], as sent; tokens_per_expert: [E / W]; probs: [N]; align_size: what each expert's rows are padded to
-    a multiple of. `Engine.dispatch_backward` has dprobs [N] of them then."""
+    """The N rows received from an `Engine` that permutes: input of `fp8moe.moe_forward_permuted`. x: [N, H],
+    as sent; tokens_per_expert: [E / W]; probs: [N]; align_size: each expert's rows are padded to a multiple
+    of it. `Engine.dispatch_backward` then takes dprobs [N]."""
 
     x: Any
     tokens_per_expert: Any
@@ -186,24 +185,24 @@ class DispatchedRows(Record):
 
 
 def with_spare(rows: int) -> int:
-    """Rounded up by a thirty-second at most, and to a multiple of 16."""
+    """A row count rounded up by at most a thirty-second, to a multiple of 16."""
     return round_up(rows, max(16, 1 << rows.bit_length() >> 6))
 
 
 def capacity_of(comm: Any) -> Capacity | None:
-    """Of a `Bounded` transport; None of any other."""
+    """The capacity of a `Bounded` transport; None for any other."""
     return getattr(comm, "capacity", None)
 
 
 def chunks_of(comm: Any) -> int:
-    """The ``overlap_chunks`` of a transport; 1 of any other."""
+    """The ``overlap_chunks`` of a transport; 1 for any other."""
     return getattr(comm, "overlap_chunks", 1)
 
 
 def overflow(saved: Any) -> list[tuple[Any, Any]]:
-    """What a forward with a `Capacity` left out, for each dispatch (one, or ``overlap_chunks``): (rows that
-    this rank did not send, entries that its own experts had no room for), int32 [1] each, on the device.
-    saved: what `fp8moe.moe_forward` returned."""
+    """What a forward with a `Capacity` dropped, per dispatch (one, or ``overlap_chunks``): (rows that this
+    rank did not send, entries that exceeded its own experts' capacity), int32 [1] each, on the device. saved:
+    returned by `fp8moe.moe_forward`."""
     if not isinstance(getattr(saved, "route", None), Route):
         raise TypeError(
             f"saved: got {type(saved).__name__}; wanted what moe_forward returned, with a Transport as comm"
@@ -212,8 +211,8 @@ def overflow(saved: Any) -> list[tuple[Any, Any]]:
 
 
 def counts_of(gathered: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
-    """What `Transport.counts` returns, from each rank's numbers for the ranks, one count after the other, and
-    after them its header, which is refused where it differs from this rank's."""
+    """The result of `Transport.counts`, from each rank's numbers: one count after the other, then its header,
+    which must equal this rank's."""
     world, numbers = len(gathered), len(gathered[0]) - len(header)
     for other, values in enumerate(gathered):
         for name, value in zip(header, values[numbers:], strict=True):
@@ -232,5 +231,6 @@ def implements(comm: Any, protocol: Any) -> bool:
 
 @cache
 def _implements(kind: Any, protocol: Any) -> bool:
-    """As isinstance, which looks at every attribute of a protocol anew, several times a call."""
+    """isinstance, cached: it inspects every attribute of a protocol at each call, several times per
+    operation."""
     return all(hasattr(kind, name) for name in vars(protocol) if not name.startswith("_"))

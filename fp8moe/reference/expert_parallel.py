@@ -1,4 +1,4 @@
-"""What `fp8moe.expert_parallel` asks of a device: rows side by side, and expert ids by rank."""
+"""Device operations of `fp8moe.expert_parallel`: rows packed into messages, and expert ids by rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def quantize_and_pack(
 def pack_rows(
     parts: tuple[np.ndarray, ...], row_id_map: np.ndarray | None, *, out: tuple[np.ndarray, ...]
 ) -> None:
-    """A message of each row to its places, in windows [n, bytes] that follow each other; places: those of a
-    plan whose experts are the windows, or without a map the row's own."""
+    """Writes each row's message to its slots in the concatenated windows [n, bytes]. Slots come from a plan
+    whose experts are the windows; without a map, row r goes to slot r."""
     messages = np.zeros((len(parts[0]), out[0].shape[1]), np.uint8)
     at = 0
     for part in parts:
@@ -48,7 +48,7 @@ def pack_rows(
 
 
 def unpack_rows(packed: np.ndarray, *, out: tuple[np.ndarray, ...]) -> None:
-    """To the first rows of the arrays, and zeros to those after them."""
+    """Unpacks into the first rows of the arrays; zeroes the others."""
     at = 0
     for part in out:
         view = _as_bytes(part)
@@ -68,15 +68,15 @@ def rank_mask(topk_ids: np.ndarray, *, experts: int, out: tuple[np.ndarray, np.n
 
 
 def local_ids(ids: np.ndarray, *, first: int, experts: int, rows: int, out: np.ndarray) -> None:
-    """Of the first ``rows`` rows; -1 in the others."""
+    """Local ids of the first ``rows`` rows; -1 in the others."""
     inside = (ids >= first) & (ids < first + experts)
     inside[rows:] = False
     out[:] = np.where(inside, ids - first, -1)
 
 
 def limit_rows(plan: PermutationPlan, *, capacity: int, out: PermutationPlan) -> None:
-    """The plan with ``capacity`` rows for each expert, here a rank, however many it has; later tokens' rows
-    are dropped. capacity 2 of the plan in `fp8moe.reference.plan` without its padding:
+    """The plan with exactly ``capacity`` rows per expert (here: per rank); rows of later tokens beyond it are
+    dropped. Capacity 2 for the plan in `fp8moe.reference.plan`, without its padding:
 
         rank 0 gets tokens 0 2       rows 0 1        rows 0..1      dropped: token 3
         rank 1 gets tokens 0 1       rows 2 3        rows 2..3      dropped: tokens 3 4

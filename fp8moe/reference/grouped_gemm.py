@@ -1,9 +1,9 @@
-"""Grouped GEMM: one matrix product an expert, over the rows that ``expert_offsets`` gives it.
+"""Grouped GEMM: one matrix product per expert, over the rows in ``expert_offsets``.
 
-FP8: the operands are decoded exactly (code * scale; a power of two rounds nothing), the products of 128
-values of the contraction are summed in float32, and those sums are added up in float32: the two-level
-accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` chooses among CUDA's
-kernels, ``num_sms`` how much of the GPU they may use.
+FP8: operands are decoded exactly (code * scale; scales that are powers of two do not round), products are
+accumulated in float32 over 128 values of K, and these partial sums are promoted to a float32 accumulator: the
+two-level accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backend`` (CUDA kernel) and
+``num_sms`` (SM limit) have no effect here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) ->
 
 
 def _promoted(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a [M, K] @ b [N, K].T, one float32 sum every 128 of K."""
+    """a [M, K] @ b [N, K].T, with one float32 partial sum per 128 values of K."""
     total = np.zeros((len(a), len(b)), np.float32)
     for k in range(0, a.shape[1], _BLOCK):
         total += a[:, k : k + _BLOCK] @ b[:, k : k + _BLOCK].T

@@ -1,9 +1,9 @@
-"""Layouts of scales, as places of the same numbers.
+"""Scale layouts, as index maps.
 
-The 128x4 blocked layout has tiles of 512 bytes: 128 rows of an operand (``outer``) by 4 blocks along its
-contraction (``inner``). Row-wise tensors have rows for outer, column-wise ones, which are stored
-transposed, columns. Tiles lie in rows of tiles. Of several experts each begins a new tile of rows; where
-rows are the contraction, each expert has its tiles for itself.
+The 128x4 blocked layout has tiles of 512 bytes: 128 rows of an operand (``outer``) by 4 scale blocks along K
+(``inner``). In row-wise tensors outer are the rows; in column-wise ones, which are stored transposed, the
+columns. Tiles are in row-major order. Each expert begins a new tile row; if rows are K, each expert has
+separate tiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8moe.reference.numerics import expert_ranges
 
 
 def to_layout(q: QuantTensor, expert_offsets: np.ndarray | None, *, out: QuantTensor) -> None:
-    """Scales from one layout to another; the codes are shared."""
+    """Converts scales from one layout to another; the codes are shared."""
     rows = q.shape[0]
     if out.layout == "gemm_ready":
         out.scales[:, :rows] = q.scales.T
@@ -38,7 +38,7 @@ def to_layout(q: QuantTensor, expert_offsets: np.ndarray | None, *, out: QuantTe
 
 
 def compact_scratch(q: QuantTensor) -> QuantTensor:
-    """The tensor with compact scales of its own, for what writes them to be converted."""
+    """A tensor with scratch compact scales, to be converted to the layout of ``q``."""
     rows, columns = q.shape
     tiles = blocked_tiles(q.scales.shape, q.block)
     shape = (4 * tiles, columns) if is_columnwise(q.block) else (rows, ceil_div(columns, 32))
@@ -46,11 +46,11 @@ def compact_scratch(q: QuantTensor) -> QuantTensor:
 
 
 def blocked_places(q: QuantTensor, expert_offsets: np.ndarray | None) -> np.ndarray:
-    """Where each compact scale lies in the blocked array, int64, -1 for those of no expert."""
+    """Index of each compact scale in the blocked array, int64; -1 for rows of no expert."""
     rows, columns = q.shape
     ranges = [(0, rows)] if expert_offsets is None else expert_ranges(expert_offsets, rows)
     places = np.full(q.scales.shape, -1, np.int64)
-    tiles = strips = 0  # of the experts before
+    tiles = strips = 0  # of earlier experts
     for lo, hi in ranges:
         if is_columnwise(q.block):
             count = ceil_div(hi - lo, 32)
@@ -66,6 +66,6 @@ def blocked_places(q: QuantTensor, expert_offsets: np.ndarray | None) -> np.ndar
 
 
 def place_in_blocked(outer: np.ndarray, inner: np.ndarray, across: int) -> np.ndarray:
-    """Of scale (outer, inner) where a row of tiles has ``across`` of them."""
+    """Index of scale (outer, inner) with ``across`` tiles per tile row."""
     tile = outer // 128 * across + inner // 4
     return tile * 512 + outer % 32 * 16 + outer % 128 // 32 * 4 + inner % 4

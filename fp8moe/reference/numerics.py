@@ -1,4 +1,4 @@
-"""Decoding and encoding of FP8 codes and scales; compiled loops, their threads and their arithmetic."""
+"""FP8 decoding and encoding; compiled loops, their threads and their floating-point environment."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DECODE = {
 
 @cache
 def _environment() -> tuple[Any, Any, Any] | None:
-    """libm's fegetenv and fesetenv, and its FE_DFL_ENV; None where there is no libm of POSIX."""
+    """libm's fegetenv and fesetenv, and its FE_DFL_ENV; None without a POSIX libm."""
     if os.name != "posix":
         return None
-    libm = ctypes.PyDLL(None)  # Python itself is linked to it, as a rule
+    libm = ctypes.PyDLL(None)  # Python is normally linked to it
     if not hasattr(libm, "fesetenv"):
         libm = ctypes.PyDLL("libm.so.6")
     libm.fegetenv.argtypes = libm.fesetenv.argtypes = [ctypes.c_void_p]
@@ -45,22 +45,22 @@ def _environment() -> tuple[Any, Any, Any] | None:
 
 
 def set_default_arithmetic() -> None:
-    """From here on this thread keeps subnormals and rounds to nearest."""
+    """Makes this thread keep subnormals and round to nearest."""
     if (environment := _environment()) is not None:
         _, set_environment, default = environment
         set_environment(default)
 
 
 class DefaultArithmetic:
-    """Inside this context a thread keeps subnormals and rounds to nearest, and NumPy says nothing of what is
-    too large or too small, as on a GPU.
+    """Context in which a thread keeps subnormals and rounds to nearest, and NumPy does not warn of overflow
+    or underflow, as on a GPU.
 
-    XLA's threads flush subnormals to zero, threads begin as the one that makes them, and torch and NumPy let
-    the caller choose: results would depend on who computes, and on what ran before.
+    XLA's threads flush subnormals to zero, new threads inherit their parent's mode, and torch and NumPy let
+    the caller choose: results would depend on the calling thread and on earlier calls.
     """
 
     def __enter__(self) -> None:
-        self._before = ctypes.create_string_buffer(128)  # a fenv_t has 32 bytes at most
+        self._before = ctypes.create_string_buffer(128)  # fenv_t has at most 32 bytes
         if (environment := _environment()) is not None:
             get_environment, set_environment, default = environment
             get_environment(self._before)
@@ -74,23 +74,23 @@ class DefaultArithmetic:
             environment[1](self._before)
 
 
-#: Around what may be too large for its dtype: infinity, and no warning, as on a GPU. Rows that belong to no
-#: expert may hold whatever was in memory.
+#: For values that may overflow their dtype: infinity without a warning, as on a GPU. Rows of no expert may
+# contain uninitialised memory.
 quietly = np.errstate(over="ignore", invalid="ignore")
 
 
 def to_f32(x: np.ndarray) -> np.ndarray:
     """Any float array as float32; exact for bfloat16 and float16."""
     if x.dtype == BFLOAT16:
-        # 2.5 times the speed of ml_dtypes' own cast, which goes value by value
+        # 2.5 times as fast as ml_dtypes' own cast, which is scalar
         return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return x.astype(np.float32, copy=False)
 
 
 def encode(y: np.ndarray, fmt: str) -> np.ndarray:
-    """float values -> codes: saturating, round to nearest even, every NaN the canonical one."""
+    """float values -> codes: saturating, round to nearest even, every NaN becomes the canonical one."""
     limit = FORMATS[fmt].max
-    # Clamped before the cast: libraries disagree about what lies beyond the largest code.
+    # Clamped before the cast: libraries differ on values beyond the largest code.
     codes = np.clip(y, -limit, limit).astype(FLOAT8_DTYPES[fmt]).view(np.uint8)
     return np.where(np.isnan(y), np.uint8(FORMATS[fmt].nan), codes)
 
@@ -103,7 +103,7 @@ def decode_blocks(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int],
 
 
 class _Cache(FunctionCache):
-    """Numba's, where a missing folder, a full disk or a broken file costs a compilation, and no call."""
+    """Numba's cache, except that a missing folder, full disk or damaged file only costs a compilation."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -111,7 +111,7 @@ class _Cache(FunctionCache):
         except Exception as error:
             _warn_of_cache(error)
             try:
-                self.flush()  # what cannot be read is written anew
+                self.flush()  # unreadable entries are rewritten
             except Exception:
                 self.disable()
             return None
@@ -128,7 +128,7 @@ _warned_of_cache = False
 
 
 def _warn_of_cache(error: Exception) -> None:
-    """Once in a process: every loop has the same trouble."""
+    """Warns once per process: all loops fail for the same reason."""
     global _warned_of_cache
     if not _warned_of_cache:
         _warned_of_cache = True
@@ -141,10 +141,10 @@ def _warn_of_cache(error: Exception) -> None:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """A loop in machine code that runs without the GIL, kept in Numba's cache where that works."""
+    """Compiles a loop that releases the GIL; uses Numba's cache where possible."""
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
     try:
-        dispatcher._cache = _Cache(function)  # as cache=True does with Numba's own
+        dispatcher._cache = _Cache(function)  # as cache=True does with Numba's own cache
     except Exception as error:
         _warn_of_cache(error)
     return dispatcher
@@ -171,7 +171,7 @@ def transpose_into(rows, out):  # type: ignore[no-untyped-def]
 
 
 def decode_scales(scales: np.ndarray, block: Block) -> np.ndarray:
-    """Scales as float32 factors, whatever they are stored as."""
+    """Scales as float32 factors, for any storage dtype."""
     if scales.dtype == np.float32:
         return scales
     if block == (1, 16):
@@ -184,15 +184,15 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "fp8moe", initializer=set_default_arithmetic)
 
 
-if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+if hasattr(os, "register_at_fork"):  # a forked child does not inherit its parent's threads
     os.register_at_fork(after_in_child=thread_pool.cache_clear)
 
 
 def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> None:
     """Call ``loop(first, last, *args)`` on parts of ``range(rows)``, in threads.
 
-    ``loop`` is compiled without the GIL, and each row writes its own outputs. ``work``: elements in all;
-    under 65,536 a second thread costs more than it saves.
+    ``loop`` is compiled without the GIL, and each row writes its own outputs. ``work``: total number of
+    elements; below 65,536 a second thread costs more than it saves.
     """
     threads = min(os.cpu_count() or 1, 8, rows)
     if threads <= 1 or work < 65_536:
@@ -205,6 +205,6 @@ def split_rows(loop: Callable[..., None], rows: int, *args: Any, work: int) -> N
 
 
 def expert_ranges(expert_offsets: np.ndarray, rows: int) -> list[tuple[int, int]]:
-    """(first, last) row of each expert, cut at the rows there are."""
+    """(first, last) row of each expert, clamped to the number of rows."""
     bounds = np.clip(expert_offsets.astype(np.int64), 0, rows)
     return [(int(lo), int(hi)) for lo, hi in itertools.pairwise(bounds)]

@@ -1,7 +1,7 @@
-"""Moving rows: permute, unpermute, their backwards, chunk sort, pad and unpad.
+"""Row movement: permute, unpermute, their backwards, chunk sort, pad and unpad.
 
-All of them are one of two things. A *gather* names, for each output row, the input row it comes from or
--1 for a row of zeros. A *merge* sums the rows of each token.
+All of them are gathers or merges. A *gather* has, for each output row, the input row it copies, or -1 for a
+row of zeros. A *merge* sums the rows of each token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def unpermute_backward(
     grad_x[:] = 0
     grad_x[entries.row] = (grad_wide[entries.token] * weights[:, None]).astype(grad.dtype)
     grad_probs[:] = 0
-    # Summed in float64 and rounded once: within half an ulp of the truth, whatever the order.
+    # Summed in float64 and rounded once: within half an ulp of the exact sum, in any order.
     products = grad_wide[entries.token].astype(np.float64) * _widen(x[entries.row], wide)
     grad_probs[entries.token, entries.column] = products.sum(axis=1).astype(grad_probs.dtype)
 
@@ -119,7 +119,7 @@ def unpad(x: Any, tokens_per_expert: np.ndarray, *, align_size: int, out: Any) -
 
 
 def gather_rows(x: Any, source: np.ndarray, fill: bool, out: Any) -> None:
-    """out[i] = x[source[i]], zeros where source is -1 (or untouched, without ``fill``)."""
+    """out[i] = x[source[i]]; where source is -1, zeros (with ``fill``) or unchanged."""
     if isinstance(x, QuantTensor):
         gather_rows(x.data, source, fill, out.data)
         if x.block is not None:
@@ -142,7 +142,7 @@ def _gather_loop(first, last, x, source, fill, out):  # type: ignore[no-untyped-
 
 
 class Entries:
-    """The entries of a row map as flat arrays: token, its place in the map, padded row, prob column."""
+    """The entries of a row map as flat arrays: token, slot in the map, padded row, probability column."""
 
     def __init__(self, plan: PermutationPlan):
         width = plan.max_experts_per_token
@@ -160,7 +160,7 @@ def inverse(row: np.ndarray, value: np.ndarray, size: int) -> np.ndarray:
 
 
 def _inverse_within(row: np.ndarray, value: np.ndarray, rows: int, values: int) -> np.ndarray:
-    """`inverse` that leaves out what lies past either buffer."""
+    """`inverse` without entries that exceed either buffer."""
     inside = (row < rows) & (value < values)
     return inverse(row[inside], value[inside], rows)
 
@@ -236,13 +236,13 @@ def unpermute(x: Any, plan: PermutationPlan, merging_probs: np.ndarray | None, *
 
 @quietly
 def merge_plain(x: Any, rows: np.ndarray, weights: np.ndarray | None, out: np.ndarray) -> None:
-    """out[t] = sum over places j of x[rows[t, j]] * weights[t, j], in that order, in float32."""
+    """out[t] = sum over slots j of x[rows[t, j]] * weights[t, j], in that order, in float32."""
     wide = _wide(out.dtype)
     total = np.zeros(out.shape, wide)
     for place in range(rows.shape[1]):
         has = rows[:, place] >= 0
         if not has.any():
-            break  # places fill from the left
+            break  # slots are filled from the left
         values = _decoded_rows(x, rows[has, place], wide)
         if weights is not None:
             values = values * weights[has, place][:, None]
@@ -275,7 +275,7 @@ def _merge_loop(first, last, bits, shift, rows, weights, has_weights, out):  # t
         if shift == 0:
             for i in range(width):
                 out[t, i] = total_bits[i]
-        else:  # bfloat16, nearest even; a NaN keeps a bit that survives the cut
+        else:  # bfloat16, round to nearest even; a NaN stays a NaN
             for i in range(width):
                 u = total_bits[i]
                 odd = np.uint32(u >> np.uint32(16)) & np.uint32(1)
@@ -303,12 +303,12 @@ def _data(x: Any) -> np.ndarray:
 
 
 def _row_bytes(x: np.ndarray) -> np.ndarray:
-    """Rows as bytes: what is only moved needs no dtype."""
+    """Rows as bytes: copies do not depend on the dtype."""
     return x.reshape(len(x), -1 if x.size else 0).view(np.uint8)
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """The dtype sums are kept in: float32, or float64 for float64 rows."""
+    """Accumulator dtype: float32, or float64 for float64 rows."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 

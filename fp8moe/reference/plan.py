@@ -19,13 +19,14 @@ from fp8moe.records import PermutationPlan
 
 
 def plan_topk(topk_ids: np.ndarray, *, out: PermutationPlan) -> None:
-    """Entries are the ids of experts that there are, token by token."""
+    """Entries are the valid expert ids, token by token."""
     token, slot = np.nonzero((topk_ids >= 0) & (topk_ids < len(out.tokens_per_expert)))
     _place(token, topk_ids[token, slot], slot, dropped=0, out=out)
 
 
 def plan_routing_map(routing_map: np.ndarray, *, out: PermutationPlan) -> None:
-    """Entries are the nonzero places, token by token; those past a token's R-th have no place in the map."""
+    """Entries are the non-zero elements, token by token; those beyond a token's first R have no slot in the
+    map."""
     token, expert = np.nonzero(routing_map)
     rank = np.arange(len(token)) - np.searchsorted(token, token)
     fits = rank < out.max_experts_per_token
@@ -34,7 +35,7 @@ def plan_routing_map(routing_map: np.ndarray, *, out: PermutationPlan) -> None:
 
 
 def plan_row_map(row_id_map: np.ndarray, pad_offsets: np.ndarray | None, *, out: PermutationPlan) -> None:
-    """Counts of the map's entries, the first ones of each token; where experts start follows from them."""
+    """Counts the map's entries, the first ones of each token; expert starts follow from the counts."""
     experts = out.num_experts
     is_entry = np.arange(experts) < row_id_map[:, -1:]
     named = row_id_map[:, experts:-1][is_entry]
@@ -50,7 +51,7 @@ def plan_row_map(row_id_map: np.ndarray, pad_offsets: np.ndarray | None, *, out:
 
 
 def plan_index_map(row_id_map: np.ndarray, *, out: PermutationPlan) -> None:
-    """Each token's rows in descending order, of equal ones the first entry's first."""
+    """Each token's rows in descending order; among equal rows the earlier entry first."""
     topk = out.max_experts_per_token
     rows = np.maximum(row_id_map.reshape(topk, -1).T, -1)
     order = np.argsort(-rows.astype(np.int64), axis=1, kind="stable")
@@ -82,7 +83,7 @@ def _place(
     starts = np.concatenate(([0], np.cumsum(padded)))
     pad_offsets = starts[:-1] - (np.cumsum(counts) - counts)
 
-    # Stable, so that rows inside an expert keep the order of their tokens (and of a token's slots).
+    # Stable sort: rows within an expert keep the order of their tokens, and of a token's slots.
     row = np.empty(len(token), np.int64)
     row[np.argsort(expert, kind="stable")] = np.arange(len(token))
     fits = row + pad_offsets[expert] < out.num_out_tokens

@@ -1,12 +1,12 @@
 """Quantise and dequantise by blocks.
 
-Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax, its mantissa cleared where scales are
+Per block, in float32: amax = max(|x|, eps); inv = max_of_format / amax, its mantissa cleared if scales are
 rounded up to powers of two; scale = 1 / inv; code = x * inv, saturated, rounded to nearest even. An amax of
 0, infinity or NaN gives scale 1.
 
-MXFP8's scale is 2^e with e = ceil(log2(amax / max_of_format)), as Transformer Engine has it, or, not rounded
-up, by the OCP MX rule e = floor(log2(amax)) - emax of the format; e is at least -127, that of zeros. An
-infinite amax gives 2^127, NaN gives 1.
+MXFP8's scale is 2^e with e = ceil(log2(amax / max_of_format)), as in Transformer Engine, or, without rounding
+up, e = floor(log2(amax)) - emax of the format, the OCP MX rule; e >= -127, and zeros have -127. An infinite
+amax gives 2^127, NaN gives 1.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def quantize(
     out: QuantTensor | Quantized,
     expert_offsets: np.ndarray | None = None,
 ) -> None:
-    """Fill ``out``, whose records say format, blocks and layout. ``round_up``: scales, to powers of two; else
-    they are rounded down to them for MXFP8, or not at all. ``expert_offsets``: column-wise blocks start anew
-    with every expert; rows past the last offset are left out."""
+    """Fills ``out``, whose records specify format, blocks and layout. ``round_up``: scales are rounded up to
+    powers of two; otherwise MXFP8 scales are rounded down, others not at all. ``expert_offsets``: column-wise
+    blocks restart at each expert; rows past the last offset are not written."""
     if isinstance(out, Quantized):
         quantize(x, round_up=round_up, eps=eps, out=out.rowwise, expert_offsets=expert_offsets)
         if out.columnwise.block == (128, 128):
@@ -70,7 +70,7 @@ def quantize(
         out.data[:], out.scales[:] = codes.reshape(x.shape), scales[0]
         return
     if not x.size:
-        return  # and neither has the result an element
+        return  # the result has no elements either
     strips = strips_of(x.shape, out.block, expert_offsets)
     rows = x.reshape(-1, x.shape[-1])
     width = out.block[1]
@@ -106,8 +106,8 @@ def quantize_parts(
     eps: float,
     out: Quantized,
 ) -> None:
-    """The matrices that consist of ``count`` parts of rows, the arrays of ``parts`` one after another, with
-    zeros past the rows of each and past all columns up to ``out``'s sizes."""
+    """Quantises matrices that consist of ``count`` parts of rows, taken from the arrays of ``parts`` in
+    order. Rows past each part and all columns past the input are zero-padded to ``out``'s sizes."""
     experts, rows, columns = out.rowwise.data.shape
     whole = np.zeros((experts, count, rows // count, columns), parts[0].dtype)
     for i, x in enumerate(parts):
@@ -121,7 +121,7 @@ def quantize_parts(
 def strips_of(
     shape: tuple[int, ...], block: tuple[int, int], expert_offsets: np.ndarray | None = None
 ) -> np.ndarray:
-    """First and last row of every row of blocks, int64 [S, 2]. A strip never crosses an expert."""
+    """First and last + 1 row of every row of blocks, int64 [S, 2]. A strip never crosses an expert."""
     *lead, rows, _ = shape
     if lead:
         ranges = [(e * rows, (e + 1) * rows) for e in range(lead[0])]
@@ -147,7 +147,7 @@ def quantize_strips(
     codes: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """Quantise blocks of ``width`` columns by the rows of each strip: the compiled form."""
+    """Quantises blocks of ``width`` columns by the rows of each strip: compiled."""
     if rows.dtype == BFLOAT16:
         bits, shift = rows.view(np.uint16), 16
     else:
@@ -184,7 +184,7 @@ def quantize_strips_plain(
     codes: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    """The same, one block after the other: read this one, and hold the compiled form to it."""
+    """The same, block by block: the readable version that tests compare with the compiled one."""
     x = to_f32(rows)
     for s, (lo, hi) in enumerate(strips):
         for c in range(scales.shape[1]):
@@ -220,14 +220,14 @@ def mx_exponent(amax: np.float32, fmt: str, round_up: bool) -> int:
     if not round_up:
         exponent = int(np.frexp(amax)[1]) - 1 - FORMATS[fmt].emax
     else:
-        mantissa, above = np.frexp(amax / np.float32(FORMATS[fmt].max))  # the mantissa is in [1/2, 1)
+        mantissa, above = np.frexp(amax / np.float32(FORMATS[fmt].max))  # mantissa in [1/2, 1)
         exponent = int(above) - int(mantissa == 0.5)
     return -127 if amax == 0 else max(exponent, -127)
 
 
 @compiled
 def _largest(x):  # type: ignore[no-untyped-def]
-    # A function of its own, because inlined by hand it stays scalar: 9 ms of 19 for 4096 x 2048.
+    # Separate function, because it stays scalar if inlined by hand: 9 of 19 ms for 4096 x 2048.
     top = np.uint32(0)
     for i in range(x.size):
         top = max(top, x[i])
@@ -253,7 +253,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
     codes,
     scales,
 ):
-    # Everything on the bit patterns, in loops that LLVM turns into vector instructions.
+    # Works on bit patterns, in loops that LLVM vectorises.
     columns = bits.shape[1]
     absolute = np.uint32(0x7FFFFFFF)
     infinity = np.uint32(0x7F800000)
@@ -274,11 +274,11 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
     half = np.uint32((np.uint32(1) << (drop - np.uint32(1))) - np.uint32(1))
     rebias = np.uint32(np.uint32(127 - bias) << mantissa_bits)
     min_normal = np.uint32(np.uint32(128 - bias) << np.uint32(23))
-    # Adding 2^(23 - e), with 2^-e the smallest subnormal, makes the float adder round a subnormal code.
+    # Adding 2^(23 - e), with 2^-e the smallest subnormal, rounds a subnormal code by float addition.
     one_bits[0] = np.uint32(127 + 23 - (bias - 1 + np.int32(mantissa_bits))) << np.uint32(23)
     magic, magic_bits = one_value[0], one_bits[0]
-    # MXFP8: amax / limit is above a power of two where this, added to amax's bits, carries into the exponent.
-    # Before `normal_from` the quotient is a subnormal float32, of whose steps a bit of amax is 2/7: one bit
+    # MXFP8: amax / limit exceeds a power of two if adding this to amax's bits carries into the exponent.
+    # Below `normal_from` the quotient is a subnormal float32, of whose spacing a bit of amax is 2/7: one bit
     # above 2^-127 is rounded away.
     above_limit = np.uint32(0x7FFFFF) - (limit_bits & np.uint32(0x7FFFFF))
     normal_from = np.uint32(np.uint32(emax + 1) << np.uint32(23))
@@ -288,11 +288,11 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
         amax[:] = np.uint32(0)
         for r in range(lo, hi):
             for i in range(columns):
-                # compared as integers, so that NaN is above everything
+                # compared as integers, so that NaN is largest
                 amax[i] = max(amax[i], np.uint32(np.uint32(bits[r, i]) << shift) & absolute)
         for c in range(scales.shape[1]):
             begin, end = c * width, min((c + 1) * width, columns)
-            top = max(_largest(amax[begin:end]), eps_bits)  # a NaN's bits are above any eps
+            top = max(_largest(amax[begin:end]), eps_bits)  # a NaN's bits exceed any eps
             factor = np.float32(1)
             if mx:
                 byte = np.int32(254 if top == infinity else 127)
@@ -308,7 +308,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
                     one_value[0] = limit / one_value[0]
                     if round_up:
                         one_bits[0] &= infinity
-                    one_bits[0] = min(one_bits[0], np.uint32(253 << 23))  # scales stay normal: 2^-126
+                    one_bits[0] = min(one_bits[0], np.uint32(253 << 23))  # keeps scales normal: >= 2^-126
                     factor = one_value[0]
                 scales[s, c] = np.float32(1) / factor
             inv[begin:end] = factor
@@ -319,7 +319,7 @@ def _quantize_loop(  # type: ignore[no-untyped-def]
                 value[i] *= inv[i]
                 shifted[i] = min(abs(value[i]), limit) + magic
             for i in range(columns):
-                # Numba widens uint32 sums to 64 bits; narrowing each keeps the vectors full.
+                # Numba widens uint32 sums to 64 bits; narrowing each one keeps full vector width.
                 u = value_bits[i]
                 a = min(u & absolute, limit_bits)
                 odd = np.uint32(a >> drop) & np.uint32(1)

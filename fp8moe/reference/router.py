@@ -1,6 +1,6 @@
-"""The router's choice in NumPy: scores in float64, rounded once to float32.
+"""The router in NumPy: scores in float64, rounded once to float32.
 
-Four experts in two groups, of which a token may choose one, top-2, sigmoid scores, expert 3 with bias 0.5:
+Four experts in two groups, of which a token selects one, top-2, sigmoid scores, expert 3 with bias 0.5:
 
     scores           0.9  0.1 | 0.6  0.3
     + bias           0.9  0.1 | 0.6  0.8      two best of each group: 1.0 and 1.4, so the second
@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8moe.formats import BFLOAT16
 
-EPSILON = 1e-20  # DeepSeek-V3's, beside the sum of a token's weights
+EPSILON = 1e-20  # as in DeepSeek-V3, added to the sum of a token's weights
 
 
 def route(logits: np.ndarray, expert_bias: np.ndarray | None, *, config: Any, out: Any) -> None:
@@ -90,7 +90,7 @@ def route_backward(
 
 
 def aux_coefficient(tokens: int, sequences: int, experts: int, topk: int) -> float:
-    """What the sum over sequences and experts of count * share is multiplied by."""
+    """Factor of the sum over sequences and experts of count * share."""
     length = max(tokens // sequences, 1)
     return experts / (topk * length * length * sequences)
 
@@ -105,7 +105,7 @@ def _scores(logits: np.ndarray, function: str) -> np.ndarray:
 
 
 def _shares(scores: np.ndarray) -> np.ndarray:
-    """Scores of a token that sum to 1, as a softmax's do."""
+    """A token's scores normalised to sum to 1, as softmax scores are."""
     return scores / scores.sum(axis=1, keepdims=True)
 
 
@@ -117,7 +117,7 @@ def _log_sum_exp(logits: np.ndarray) -> np.ndarray:
 
 
 def _eligible(choice: np.ndarray, config: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(what is chosen by, whether a token may choose it)."""
+    """(selection scores, which experts a token may choose)."""
     tokens, experts = choice.shape
     groups = config.num_groups
     if groups == 1:
@@ -131,7 +131,7 @@ def _eligible(choice: np.ndarray, config: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _largest(eligible: tuple[np.ndarray, np.ndarray], count: int) -> np.ndarray:
-    """Columns of each row's largest, in descending order; of equals the first; NaN after all numbers."""
+    """Columns of each row's largest, in descending order; the first among equals; NaN after all numbers."""
     values, allowed = eligible
     nan = np.isnan(values)
     descending = -np.where(nan, 0, values)

@@ -1,14 +1,14 @@
 """SwiGLU and its backward, plain or fused with quantise.
 
-h holds (a | b) side by side. a' = min(a, clamp), b' = clip(b, -clamp, clamp) + linear_offset, and
-y = ((a' * s) * b') * prob, each step rounded to float32 in that order. s is the gate's weight: sigmoid(z)
-with z = alpha * a' for "swiglu", z = a' * (2c + 2c * 0.044715 * a'^2), c = sqrt(2 / pi), for "geglu_tanh"
-(where 1 + tanh(z / 2) = 2 sigmoid(z)), and the normal distribution's Phi(a') for "geglu". The sigmoid and Phi
-themselves are computed in float64 and rounded once, so each is the float32 nearest to the truth but for about
-one value in 10^8; an implementation with another exponential differs from it by its own error only.
+h holds (a | b) side by side. a' = min(a, clamp), b' = clip(b, -clamp, clamp) + linear_offset, and y = ((a' *
+s) * b') * prob, each step rounded to float32 in that order. s is the gate's weight: sigmoid(z) with z = alpha
+* a' for "swiglu", z = a' * (2c + 2c * 0.044715 * a'^2), c = sqrt(2 / pi), for "geglu_tanh" (where 1 + tanh(z
+/ 2) = 2 sigmoid(z)), and the normal distribution function Phi(a') for "geglu". The sigmoid and Phi are
+computed in float64 and rounded once, which is the nearest float32 except for about one value in 10^8; an
+implementation with another exponential differs only by that exponential's error.
 
 The derivative of a' * s is s + slope, slope = a' * ds/da': z' * (a' * s) * (1 - s), and a' * phi(a') for
-"geglu", with the normal distribution's density phi.
+"geglu", with the normal density phi.
 
 "relu2" has no gate: h is a, a' = s = max(a, 0), b' = 1, and slope = s.
 """
@@ -81,7 +81,8 @@ def swiglu_quantize_backward(
 
 
 def _quantize(y: np.ndarray, expert_offsets: np.ndarray | None, out: Any) -> None:
-    """With columns quantised as rows are, or, as (128, 128) blocks, the row-wise codes transposed."""
+    """Quantises row-wise, and column-wise likewise or, for (128, 128) blocks, by transposing the row-wise
+    codes."""
     transposed = isinstance(out, Quantized) and out.columnwise.block == (128, 128)
     first = out.rowwise if transposed else out
     quantize(y, round_up=True, eps=0.0, out=first, expert_offsets=expert_offsets)
@@ -90,7 +91,7 @@ def _quantize(y: np.ndarray, expert_offsets: np.ndarray | None, out: Any) -> Non
 
 
 def _rows_of(expert_offsets: np.ndarray | None, rows: int) -> int:
-    """Rows up to the last expert's end: what lies past it reaches nobody."""
+    """Number of rows up to the last expert's end; later rows are not used."""
     return rows if expert_offsets is None else min(int(expert_offsets[-1]), rows)
 
 
@@ -99,7 +100,7 @@ def _part(probs: np.ndarray | None, rows: slice) -> np.ndarray | None:
 
 
 def forward(h: np.ndarray, probs: np.ndarray | None, activation: Activation) -> np.ndarray:
-    """y in float32, or float64 for float64: compiled for float32, plain else."""
+    """y in float32, or float64 for float64: compiled for float32, otherwise plain."""
     if h.dtype == np.float64:
         return forward_plain(h, probs, activation)
     h = to_f32(h)
@@ -133,8 +134,8 @@ def forward_plain(h: np.ndarray, probs: np.ndarray | None, activation: Activatio
 def backward_plain(
     grad: np.ndarray, h: np.ndarray, probs: np.ndarray | None, activation: Activation
 ) -> tuple[np.ndarray, Any]:
-    """With g = a' * s: da = grad * prob * b' * (s + slope), db = grad * prob * g, each zero where the clamp
-    holds; dprob = sum of grad * g * b', summed in float64."""
+    """With g = a' * s: da = grad * prob * b' * (s + slope), db = grad * prob * g, each zero where clamped;
+    dprob = sum of grad * g * b', summed in float64."""
     wide = _wide(h)
     raw_a, raw_b = _halves(h, activation)
     a, b = _clamped(raw_a, raw_b, activation)
@@ -261,7 +262,7 @@ def _slope_of(a, g, s, kind, alpha):  # type: ignore[no-untyped-def]
 @compiled
 def _forward_loop(first, last, h, probs, kind, clamp, alpha, offset, y):  # type: ignore[no-untyped-def]
     width = y.shape[1]
-    up = 0 if kind == RELU2 else width  # where b is; without a gate nobody looks at it
+    up = 0 if kind == RELU2 else width  # offset of b; not read without a gate
     for r in range(first, last):
         for i in range(width):
             a, b, s = _value(h[r, i], h[r, up + i], kind, clamp, alpha, offset)

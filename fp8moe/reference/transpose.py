@@ -1,10 +1,10 @@
-"""Scaling-aware transpose: row-wise FP8 to column-wise FP8 by moving exponents, never through a wider type.
+"""Scaling-aware transpose: row-wise FP8 to column-wise FP8 by changing exponents, never through a wider type.
 
-A row's scale is 2^r, a column block's target 2^t, so a code is re-encoded as code * 2^(r - t): exact when
-representable, else nearest even. There are 256 codes and, past 40 powers of two, nothing but zeros and the
-largest code, so the whole arithmetic is one table.
+A row's scale is 2^r, a column block's target 2^t, so a code is re-encoded as code * 2^(r - t): exact if
+representable, otherwise rounded to nearest even. There are 256 codes, and beyond 40 powers of two every
+result is zero or the largest code, so the entire arithmetic is one table.
 
-The idea is the FP8-Flow-MoE paper's (arXiv 2511.02302); the rounding is not. Its kernel keeps the mantissa
+The idea is from the FP8-Flow-MoE paper (arXiv 2511.02302); the rounding is not. Its kernel keeps the mantissa
 when the exponent underflows and zeroes subnormals.
 """
 
@@ -21,9 +21,9 @@ from fp8moe.reference.numerics import DECODE, compiled, encode, split_rows, tran
 from fp8moe.reference.permute import Entries, gather_rows, inverse
 from fp8moe.reference.quantize import strips_of
 
-_REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 leaves nothing, or saturates
-_ZERO, _NAN = -10_000, 10_000  # exponents of a scale of 0 and of an E8M0 NaN
-_INFINITY = 1_000  # the exponent that an infinite code of MXFP8 asks for: the largest, whatever its scale
+_REACH = 40  # e5m2 spans 2^-16 to 2^15.8: a shift by 40 gives zero or saturates
+_ZERO, _NAN = -10_000, 10_000  # exponents of a zero scale and of an E8M0 NaN
+_INFINITY = 1_000  # exponent required by an infinite MXFP8 code: the largest, whatever its scale
 
 
 def scaling_aware_transpose(
@@ -68,7 +68,7 @@ def scaling_aware_transpose(
 
 
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: QuantTensor) -> None:
-    """Gather the rows, then transpose. Padding rows are zeros, which no target sees."""
+    """Gathers the rows, then transposes. Padding rows are zeros and do not affect targets."""
     entries = Entries(plan)
     source = inverse(entries.row, entries.token, plan.num_out_tokens)
     rows = QuantTensor(
@@ -91,10 +91,10 @@ def row_exponents(q: QuantTensor) -> np.ndarray:
 
 @cache
 def needed_exponents(fmt: str, mx: bool) -> np.ndarray:
-    """For each code, the smallest power of two that a block holding it (at scale 1) would be given.
+    """For each code, the smallest power-of-two scale exponent of a block that contains it (at scale 1).
 
-    _ZERO for zeros, which ask for nothing; _NAN for NaN, which sets the scale to 1, and for infinity, if
-    not of MXFP8.
+    _ZERO for zeros, which have no requirement; _NAN for NaN, which sets the scale to 1, and for infinity
+    except in MXFP8.
     """
     value = np.abs(DECODE[fmt].astype(np.float64))
     with np.errstate(invalid="ignore"):
