@@ -37,15 +37,14 @@ __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int li
     tile_load(to, map, 2 * along, line, barrier, blocks);
 }
 
-// Producer warp: loads a K-step of both operands from `a_along` and `b_along` of K on; of b's columns
+// One thread: loads a K-step of both operands from `a_along` and `b_along` of K on; of b's columns
 // `halves` halves, or none (b_line < 0).
 template <bool A_MN, bool B_MN>
 __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, const TensorMap* a,
-                                           const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
-                                           int a_along, int b_along, int a_line, int b_line) {
+                                           const TensorMap* b, u32 rank, bool below, u32 halves, int a_along,
+                                           int b_along, int a_line, int b_line) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
-  if (!leads) return;  // a lane that waits without arriving could fall a full pass of the stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, A_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;

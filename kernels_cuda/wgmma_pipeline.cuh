@@ -32,14 +32,13 @@ __device__ __forceinline__ u32 scales_of_four(const Turn& turn) {
   return turn.step / 4 % 2 * FOUR_SCALES + turn.step % 4;
 }
 
-// Producer warp: loads a K-step of both operands, at byte `along` of rows `a_row` and `b_row`: `halves`
-// halves of a's tile; of b nothing if the tile has no columns (b_row < 0).
+// One thread: loads a K-step of both operands, at byte `along` of rows `a_row` and `b_row`: `halves` halves
+// of a's tile; of b nothing if the tile has no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
-                                            const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
-                                            int along, int a_row, int b_row) {
+                                            const TensorMap* b, u32 rank, bool below, u32 halves, int along,
+                                            int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
-  if (!leads) return;  // a lane that waits without arriving could fall a full pass of the stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
