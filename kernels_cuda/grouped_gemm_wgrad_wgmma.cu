@@ -59,32 +59,36 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
+  // Each warp finds its tile by itself: publishing it spills registers of the producer warps, which have 24.
+  auto number_only = [&](u32) -> WorkTile { return {taken, 0, 0, 0}; };
+  auto find = [&](const WorkTile& published) -> WorkTile {
+    const int unit = work.unit(published.number), e = unit / units;
+    int row, column;
+    const bool below =
+        find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, cluster_rank(), &row, &column);
+    return {published.number, e, row * ROWS + work.half(published.number) * (ROWS / 2),
+            column * COLUMNS + below};
+  };
   auto steps_of = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
   if (group == 2) {
-    fewer_registers<BLOCKS ? 56 : 32>();
+    fewer_registers<BLOCKS ? 56 : 24>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
       const u32 rank = cluster_rank();
       const bool leads = elected(), takes = leads && rank == 0;
-      auto tile_of = [&](u32 block) -> WorkTile {
-        const int unit = work.unit(taken), e = unit / units;
-        int row, column;
-        const bool below = find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, block, &row, &column);
-        return {taken, e, row * ROWS + work.half(taken) * (ROWS / 2), column * COLUMNS + below};
-      };
       if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, tile_of);
-      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+      if (takes) order.pass_on(s, 0, number_only);
+      for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
         if (!leads) continue;
         order.expect(s, 1);
         if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
         const int steps = steps_of(tile.expert), first = s.offsets[tile.expert];
         for (int k = 0;; ++k, turn.next()) {
-          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, number_only);
           if (k == steps) break;
           if (first % 16 == 0) {
             fetch_codes(s, turn, &dy_map, &x_map, rank, tile.below(), work.halves(tile.number),
@@ -96,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         }
       }
     } else if (warp == 1) {
-      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+      for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
         const int e = tile.expert, steps = steps_of(e), first_row = tile.row, first_column = tile.column();
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
@@ -135,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         }
       }
     } else {
-      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+      for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
         if (accumulate && steps_of(tile.expert) == 0) continue;
         const i64 at = (tile.expert * width + tile.row) * depth + tile.column();
         const int count = min((int)width - tile.row, (int)work.halves(tile.number) * 64);
@@ -182,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
     };
-    for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+    for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
       const int steps = uniform(steps_of(tile.expert));
@@ -192,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         multiply<false, false>(s, turn, group, work.halves(tile.number), steps, last, scale_of, promote_all);
       else
         multiply<false, true>(s, turn, group, work.halves(tile.number), steps, last, scales_of, promote);
-      tile = order.again(s);  // read again, to keep registers free during the main loop
+      tile = find(order.again(s));  // found again, to keep registers free during the main loop
       if (accumulate && steps_of(tile.expert) == 0) continue;
       // accumulator i of a half is in row `row` + 64 half (+ 8 if i & 2) and column `column` + i / 4 * 8
       const int row = tile.row + (int)my_row, column = tile.column() + (int)my_column;
