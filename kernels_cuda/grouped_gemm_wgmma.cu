@@ -23,37 +23,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // makes it warp-uniform for the compiler
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // elected lane of the warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
-  int taken = takes ? atomicAdd(counter, 1) : 0;
+  // one thread of the cluster claims its tiles
+  int taken = t / 32 == MULTIPLIERS / 32 && elected() && cluster_rank() == 0 ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP), column_blocks = (int)((width + 127) / 128);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
   const Shared s = begin(
       memory, offsets, (int)experts, rows, [&](int count) { return units_of(blocks_of_128(count), wide); },
       real);
-  const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
   Work work(s.first[experts]);
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
-  int e, first_row, last_row, first_column;
-  bool below, last_of_expert;
-  auto find = [&](int tile, u32 rank) {
-    work.take(tile);
-    e = last_at_most(s.first, (int)experts, work.unit);
-    const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
-    below = find_tile(work.unit - s.first[e], high, wide, height, rank, &first_row, &first_column);
-    last_of_expert = first_row + 1 == high;
-    first_row = s.offsets[e] + first_row * ROWS + (int)work.first;
-    last_row = s.offsets[e + 1];
-    first_column *= COLUMNS;
-  };
-  auto tile_of = [&](u32 block) {  // tile number for a block of the cluster, as Work::take expects it
-    if (taken >= work.whole) return taken;
-    find(taken, block);
-    return last_of_expert && s.half[e] ? ~taken : taken;
-  };
   if (group == 2) {
     fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
@@ -61,29 +41,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
                          (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
     if (warp == 0) {
+      const u32 rank = cluster_rank();
+      const bool leads = elected(), takes = leads && rank == 0;
+      const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)depth, 1);
+      auto tile_of = [&](u32 block) -> WorkTile {
+        if (taken >= work.all) return {taken, 0, 0, 0};
+        const int unit = work.unit(taken), e = last_at_most(s.first, (int)experts, unit);
+        const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
+        int row, column;
+        const bool below = find_tile(unit - s.first[e], high, wide, height, block, &row, &column);
+        const bool half = taken < work.whole && row + 1 == high && s.half[e];
+        return {half ? ~taken : taken, e, s.offsets[e] + row * ROWS + work.half(taken) * (ROWS / 2),
+                column * COLUMNS + below};
+      };
       if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
         order.expect(s, 0);
       }
       if (takes) order.pass_on(s, 0, tile_of);
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
-        find(tile, rank);
-        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
-        for (int k = 0; k < steps; ++k, turn.next()) {
-          fetch_codes(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP, first_row,
-                      first_column < width ? e * (int)width + first_column : -1);
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        if (!leads) continue;
+        order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
+        const int w_row = tile.column() < width ? tile.expert * (int)width + tile.column() : -1;
+        for (int k = 0;; ++k, turn.next()) {
+          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (k == steps) break;
+          fetch_codes(s, turn, &x_map, &w_map, rank, tile.below(), work.halves(tile.number), k * STEP,
+                      tile.row, w_row);
         }
-        if (takes) order.pass_on(s, 1, tile_of);
       }
     } else if (warp == 1) {
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile, rank);
-        const float* from = x_scales + (first_row + (i64)lane) * row_stride;
-        const int block = min(first_column / 128 + (int)lane, column_blocks - 1);
-        const float* w_from = w_scales + (e * (i64)column_blocks + block) * steps;
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        const i64 first_row = tile.row + (i64)lane;
+        const float* from = x_scales + first_row * row_stride;
+        const int block = min(tile.column() / 128 + (int)lane, column_blocks - 1);
+        const float* w_from = w_scales + (tile.expert * (i64)column_blocks + block) * steps;
         for (int k = 0; k < steps; ++k, turn.next()) {
           float* to = s.scales + scales_of_four(turn) + 4 * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
@@ -91,13 +85,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
             for (int i = 0; i < 4; ++i)
               copy_async4(to + 128 * i, from + 32 * i * row_stride + k * column_stride,
-                          first_row + (int)lane + 32 * i < rows);
+                          first_row + 32 * i < rows);
             if (lane < 2) copy_async4(to + 4 * ROWS, w_from + k, true);
           } else if (k % 4 == 0) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-              copy_async16(to + 128 * i, from + 32 * i * row_stride + k,
-                           first_row + (int)lane + 32 * i < rows);
+              copy_async16(to + 128 * i, from + 32 * i * row_stride + k, first_row + 32 * i < rows);
             if (lane < 2) copy_async16(to + 4 * ROWS, w_from + k, true);
           }
           barrier_arrive_copied(&s.full[turn.stage]);
@@ -109,12 +102,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
            i += gridDim.x * WRITERS)
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile, rank);
-        u16* to = out + first_row * width + first_column;
-        const int count = min(last_row - first_row, ROWS), left = min((int)width - first_column, COLUMNS);
-        write_rows(s, 0, min(count, (int)work.halves * 64), 2 * left, 2 * COLUMNS, (u8*)to, 2 * width, phase);
-        if (tile < 0 && left > 0)  // padding rows
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        u16* to = out + tile.row * width + tile.column();
+        const int count = min(s.offsets[tile.expert + 1] - tile.row, ROWS);
+        const int left = min((int)width - tile.column(), COLUMNS), halves = (int)work.halves(tile.number);
+        write_rows(s, 0, min(count, halves * 64), 2 * left, 2 * COLUMNS, (u8*)to, 2 * width, phase);
+        if (tile.number < 0 && left > 0)  // padding rows
           for (int i = (int)t % WRITERS; i < (count - 64) * (left / 8); i += WRITERS)
             *(uint4*)(to + (64 + i / (left / 8)) * width + i % (left / 8) * 8) = make_uint4(0u, 0u, 0u, 0u);
       }
@@ -132,11 +125,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], i & 2 ? by.y : by.x, sums[half][i]);
     };
-    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+    for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      work.take(tile);
-      if (work.halves == 2)
+      if (work.halves(tile.number) == 2)
         multiply<true, false>(s, turn, group, 2, steps, STEP, scales_of, promote);
       else
         multiply<true, false>(s, turn, group, 1, steps, STEP, scales_of, promote);

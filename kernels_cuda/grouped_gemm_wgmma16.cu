@@ -21,10 +21,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);  // makes it warp-uniform for the compiler
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // elected lane of the warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
-  int taken = takes ? atomicAdd(counter, 1) : 0;
+  // one thread of the cluster claims its tiles
+  int taken = t / 32 == MULTIPLIERS / 32 && elected() && cluster_rank() == 0 ? atomicAdd(counter, 1) : 0;
   const int steps = (int)((depth + STEP - 1) / STEP);
   const int wide = (int)((width + COLUMNS - 1) / COLUMNS);
   const Shared s = begin(memory, offsets, (int)experts, rows,
@@ -35,40 +33,40 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   u32 phase = 0;  // parity of the staged tile
   if (group == 2) {
     fewer_registers<56>();
-    const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
-    int e, first_row, last_row, first_column;
-    bool below;
-    auto find = [&](int tile) {
-      work.take(tile);
-      e = last_at_most(s.first, (int)experts, work.unit);
-      const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
-      below = find_tile(work.unit - s.first[e], high, wide, height, rank, &first_row, &first_column);
-      first_row = s.offsets[e] + first_row * ROWS;
-      last_row = s.offsets[e + 1];
-      first_column = first_column * COLUMNS + 2 * (int)work.first;
-    };
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
+      const u32 rank = cluster_rank();
+      const bool leads = elected(), takes = leads && rank == 0;
+      const int height = max(IN_L2 / (CLUSTER * ROWS) / (int)(2 * depth), 1);
+      auto tile_of = [&](u32 block) -> WorkTile {
+        if (taken >= work.all) return {taken, 0, 0, 0};
+        const int unit = work.unit(taken), e = last_at_most(s.first, (int)experts, unit);
+        const int high = blocks_of_128(s.offsets[e + 1] - s.offsets[e]);
+        int row, column;
+        const bool below = find_tile(unit - s.first[e], high, wide, height, block, &row, &column);
+        return {taken, e, s.offsets[e] + row * ROWS,
+                column * COLUMNS + work.half(taken) * (COLUMNS / 2) + below};
+      };
       if (leads) {
         prefetch_map(&x_map);
         prefetch_map(&w_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
-        find(tile);
-        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
-        const int w_line = first_column >= width ? -1
-                           : TRANSPOSED          ? first_column
-                                                 : e * (int)width + first_column;
-        const int w_along = TRANSPOSED ? e * (int)depth : 0;
-        for (int k = 0; k < steps; ++k, turn.next()) {
-          fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, leads, rank, below, work.halves, k * STEP,
-                                        w_along + k * STEP, first_row, w_line);
+      if (takes) order.pass_on(s, 0, tile_of);
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        if (!leads) continue;
+        order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
+        const int w_line = tile.column() >= width ? -1
+                           : TRANSPOSED           ? tile.column()
+                                                  : tile.expert * (int)width + tile.column();
+        const int w_along = TRANSPOSED ? tile.expert * (int)depth : 0;
+        for (int k = 0;; ++k, turn.next()) {
+          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (k == steps) break;
+          fetch_step<false, TRANSPOSED>(s, turn, &x_map, &w_map, rank, tile.below(), work.halves(tile.number),
+                                        k * STEP, w_along + k * STEP, tile.row, w_line);
         }
-        if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
       }
     } else if (warp >= 2) {
       // rows of no expert
@@ -76,22 +74,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
       for (i64 i = blockIdx.x * WRITERS + t % WRITERS; i < head + rows * vectors - tail;
            i += gridDim.x * WRITERS)
         ((uint4*)out)[i < head ? i : i - head + tail] = make_uint4(0u, 0u, 0u, 0u);
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        const int last_row = s.offsets[tile.expert + 1];
 #pragma unroll 1
         for (u32 part = 0; part < PARTS; ++part)
-          write_rows(s, part, last_row - first_row - 64 * (int)part, 2 * ((int)width - first_column),
-                     (int)work.halves * COLUMNS, (u8*)(out + (first_row + 64 * part) * width + first_column),
-                     2 * width, phase);
+          write_rows(s, part, last_row - tile.row - 64 * (int)part, 2 * ((int)width - tile.column()),
+                     (int)work.halves(tile.number) * COLUMNS,
+                     (u8*)(out + (tile.row + 64 * part) * width + tile.column()), 2 * width, phase);
       }
     }
   } else {
     more_registers<224>();
     const int last = (int)depth - (steps - 1) * STEP;
-    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
+    for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
       float d[128];
-      work.take(tile);
-      if (work.halves == 2) {
+      if (work.halves(tile.number) == 2) {
         multiply<256, false, TRANSPOSED>(s, turn, group, steps, last, d);
         hand_over_16<256, KIND>(s, d, group, phase);
       } else {

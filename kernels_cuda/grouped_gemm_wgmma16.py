@@ -65,9 +65,9 @@ def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Config
 
 
 def _rest_bytes(stages: int, experts: int) -> int:
-    """Barriers (two per stage, part of a tile, and turn), the turns' tiles, and the experts' table: two words
+    """Barriers (two per stage, part of a tile, and turn), a WorkTile per turn, and the experts' table: two words
     per expert and for the end."""
-    return 8 * (2 * stages + 4 + 2 * TURNS) + 4 * TURNS + 8 * (experts + 1)
+    return 8 * (2 * stages + 4 + 2 * TURNS) + 16 * TURNS + 8 * (experts + 1)
 
 
 def grouped_gemm(

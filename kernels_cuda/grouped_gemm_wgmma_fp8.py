@@ -18,7 +18,7 @@ THREADS = 384
 CLUSTER = 2  # thread blocks that share operands by multicast
 BOXES = (64, TILE_COLUMNS // 2)  # rows of one TMA box, per operand
 STAGES = 3
-TURN_BYTES = 4 * (2 * 8 + 4)  # of four scheduled tiles: two barriers and a number each
+TURN_BYTES = 4 * (2 * 8 + 16)  # of four scheduled tiles: two barriers and a WorkTile each
 #: codes, scales; a tile
 SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 16 + TURN_BYTES
 TABLE_BYTES = 11 << 10  # of a block's 227 KB, what remains for the experts' table

@@ -50,10 +50,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // elected lane of the warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
-  int taken = takes ? atomicAdd(counter, 1) : 0;
+  // one thread of the cluster claims its tiles
+  int taken = t / 32 == MULTIPLIERS / 32 && elected() && cluster_rank() == 0 ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int count) { return blocks_of_128(count); });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
   const int units = units_of(high, wide);
@@ -61,46 +59,49 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
-  int e, first_row, first_column, steps;
-  bool below;
-  auto find = [&](int tile) {
-    work.take(tile);
-    e = work.unit / units;
-    below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
-    first_row = first_row * ROWS + (int)work.first;
-    first_column *= COLUMNS;
-    steps = s.first[e + 1] - s.first[e];
+  // Each warp finds its tile by itself: publishing it spills registers of the producer warps, which have 24.
+  auto number_only = [&](u32) -> WorkTile { return {taken, 0, 0, 0}; };
+  auto find = [&](const WorkTile& published) -> WorkTile {
+    const int unit = work.unit(published.number), e = unit / units;
+    int row, column;
+    const bool below =
+        find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, cluster_rank(), &row, &column);
+    return {published.number, e, row * ROWS + work.half(published.number) * (ROWS / 2),
+            column * COLUMNS + below};
   };
+  auto steps_of = [&](int expert) { return s.first[expert + 1] - s.first[expert]; };
   if (group == 2) {
     fewer_registers<BLOCKS ? 56 : 24>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
+      const u32 rank = cluster_rank();
+      const bool leads = elected(), takes = leads && rank == 0;
       if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
-        find(tile);
-        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
-        for (int k = 0; k < steps; ++k, turn.next()) {
-          if (s.offsets[e] % 16 == 0)
-            fetch_codes(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, s.offsets[e] + k * STEP,
-                        first_row, first_column < depth ? first_column : -1);
-          else if (leads) {  // warp 1 copies the codes, and must not run a full pass of the stages ahead of
-                             // this one
+      if (takes) order.pass_on(s, 0, number_only);
+      for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
+        if (!leads) continue;
+        order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
+        const int steps = steps_of(tile.expert), first = s.offsets[tile.expert];
+        for (int k = 0;; ++k, turn.next()) {
+          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, number_only);
+          if (k == steps) break;
+          if (first % 16 == 0) {
+            fetch_codes(s, turn, &dy_map, &x_map, rank, tile.below(), work.halves(tile.number),
+                        first + k * STEP, tile.row, tile.column() < depth ? tile.column() : -1);
+          } else {  // warp 1 copies the codes, and must not run a full pass of the stages ahead of this one
             barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
             barrier_arrive_here(&s.full[turn.stage]);
           }
         }
-        if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
       }
     } else if (warp == 1) {
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
+      for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
+        const int e = tile.expert, steps = steps_of(e), first_row = tile.row, first_column = tile.column();
         const int row = first_row + 4 * (int)lane, column = first_column + 4 * (int)lane;
         const float* from = dy_scales + s.first[e] * width + row;
         const float* x_from = x_scales + s.first[e] * depth + column;
@@ -138,12 +139,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
         }
       }
     } else {
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
-        if (accumulate && steps == 0) continue;
-        const i64 at = (e * width + first_row) * depth + first_column;
-        const int count = min((int)width - first_row, (int)work.halves * 64);
-        const int columns = (int)depth - first_column;
+      for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
+        if (accumulate && steps_of(tile.expert) == 0) continue;
+        const i64 at = (tile.expert * width + tile.row) * depth + tile.column();
+        const int count = min((int)width - tile.row, (int)work.halves(tile.number) * 64);
+        const int columns = (int)depth - tile.column();
         if (out_kind == F32)  // the upper half; the consumers store the lower half themselves
           write_wide_rows(
               s, 0, count, 4 * columns, 4 * COLUMNS,
@@ -186,25 +186,26 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
 #pragma unroll
       for (u32 i = 0; i < 64; ++i) sums[half][i] = __fmaf_rn(d[i], by, sums[half][i]);
     };
-    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-      find(tile);
+    for (WorkTile tile; (tile = find(order.tile(s))).number < work.all; order.done(s)) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.f;
-      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
+      const int steps = uniform(steps_of(tile.expert));
+      const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
+      const int last = uniform(rows_of_expert - (steps - 1) * STEP);
       if (BLOCKS)
-        multiply<false, false>(s, turn, group, work.halves, count, last, scale_of, promote_all);
+        multiply<false, false>(s, turn, group, work.halves(tile.number), steps, last, scale_of, promote_all);
       else
-        multiply<false, true>(s, turn, group, work.halves, count, last, scales_of, promote);
-      find(order.again(s));  // recomputed, to keep registers free during the main loop
-      if (accumulate && steps == 0) continue;
+        multiply<false, true>(s, turn, group, work.halves(tile.number), steps, last, scales_of, promote);
+      tile = find(order.again(s));  // found again, to keep registers free during the main loop
+      if (accumulate && steps_of(tile.expert) == 0) continue;
       // accumulator i of a half is in row `row` + 64 half (+ 8 if i & 2) and column `column` + i / 4 * 8
-      const int row = first_row + (int)my_row, column = first_column + (int)my_column;
+      const int row = tile.row + (int)my_row, column = tile.column() + (int)my_column;
       const int high_left = (int)width - row, wide_left = (int)depth - column;
-      const i64 at = (e * width + row) * depth + column;
+      const i64 at = (tile.expert * width + row) * depth + column;
       if (out_kind == F32) {
         // The lower half first: its stores are in flight while the upper half is written to shared memory.
         // The opposite order took 3 % longer, both halves by direct stores 2 %.
-        if (work.halves == 2) {
+        if (work.halves(tile.number) == 2) {
           float* lower = (float*)out + at + 64 * depth;
           if (accumulate)
             store_sums<true>(lower, depth, high_left - 64, wide_left, sums[1]);

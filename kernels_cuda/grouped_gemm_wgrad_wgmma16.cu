@@ -95,10 +95,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
   const u32 group = __shfl_sync(0xffffffffu, t / 128, 0);
-  const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-  const bool leads = elected();                                         // elected lane of the warp
-  const bool takes = leads && rank == 0 && t / 32 == MULTIPLIERS / 32;  // claims the cluster's tiles
-  int taken = takes ? atomicAdd(counter, 1) : 0;
+  // one thread of the cluster claims its tiles
+  int taken = t / 32 == MULTIPLIERS / 32 && elected() && cluster_rank() == 0 ? atomicAdd(counter, 1) : 0;
   const Shared s = begin(memory, offsets, (int)experts, rows, [](int) { return 0; });
   const int high = (int)((width + ROWS - 1) / ROWS), wide = (int)((depth + COLUMNS - 1) / COLUMNS);
   const int units = units_of(high, wide);
@@ -106,47 +104,49 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
-  int e, first_row, first_column, steps;
-  bool below;
-  auto find = [&](int tile) {
-    work.take(tile);
-    e = work.unit / units;
-    below = find_tile(work.unit - e * units, high, wide, HEIGHT / CLUSTER, rank, &first_row, &first_column);
-    first_row *= ROWS;
-    first_column = first_column * COLUMNS + 2 * (int)work.first;
-    steps = (max(s.offsets[e + 1] - s.offsets[e], 0) + STEP - 1) / STEP;
+  auto steps_of = [&](int expert) {
+    return (max(s.offsets[expert + 1] - s.offsets[expert], 0) + STEP - 1) / STEP;
   };
   if (group == 2) {
     fewer_registers<56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
     if (warp == 0) {
+      const u32 rank = cluster_rank();
+      const bool leads = elected(), takes = leads && rank == 0;
+      auto tile_of = [&](u32 block) -> WorkTile {
+        const int unit = work.unit(taken), e = unit / units;
+        int row, column;
+        const bool below = find_tile(unit - e * units, high, wide, HEIGHT / CLUSTER, block, &row, &column);
+        return {taken, e, row * ROWS, column * COLUMNS + work.half(taken) * (COLUMNS / 2) + below};
+      };
       if (leads) {
         prefetch_map(&dy_map);
         prefetch_map(&x_map);
         order.expect(s, 0);
       }
-      if (takes) order.pass_on(s, 0, [&](u32) { return taken; });
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        if (leads) order.expect(s, 1);
-        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the tile's main loop
-        find(tile);
-        e = uniform(e), first_row = uniform(first_row), first_column = uniform(first_column);
-        for (int k = 0; k < steps; ++k, turn.next()) {
-          const int along = s.offsets[e] + k * STEP;
-          fetch_step<true, true>(s, turn, &dy_map, &x_map, leads, rank, below, work.halves, along, along,
-                                 first_row, first_column < depth ? first_column : -1);
+      if (takes) order.pass_on(s, 0, tile_of);
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        if (!leads) continue;
+        order.expect(s, 1);
+        if (takes) taken = atomicAdd(counter, 1);  // its latency is hidden by the first K-steps' loads
+        const int steps = steps_of(tile.expert), column = tile.column() < depth ? tile.column() : -1;
+        for (int k = 0;; ++k, turn.next()) {
+          if (takes && k == min(steps, STAGES)) order.pass_on(s, 1, tile_of);
+          if (k == steps) break;
+          const int along = s.offsets[tile.expert] + k * STEP;
+          fetch_step<true, true>(s, turn, &dy_map, &x_map, rank, tile.below(), work.halves(tile.number),
+                                 along, along, tile.row, column);
         }
-        if (takes) order.pass_on(s, 1, [&](u32) { return taken; });
       }
     } else if (warp >= 2) {
-      for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-        find(tile);
-        if (accumulate && steps == 0) continue;
-        const i64 at = (e * width + first_row) * depth + first_column;
-        const int columns = (int)depth - first_column, most = (int)work.halves * (COLUMNS / 2);
+      for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+        if (accumulate && steps_of(tile.expert) == 0) continue;
+        const i64 at = (tile.expert * width + tile.row) * depth + tile.column();
+        const int columns = (int)depth - tile.column();
+        const int most = (int)work.halves(tile.number) * (COLUMNS / 2);
 #pragma unroll 1
         for (u32 part = 0; part < PARTS; ++part) {
-          const int left = (int)width - first_row - 64 * (int)part;
+          const int left = (int)width - tile.row - 64 * (int)part;
           if (out_kind == F32) {  // of each 16 rows the lower 8
             const int row = (int)t % WRITERS / 8 * 16 + 8 + (int)t % 8;
             float* to = (float*)out + at + (64 * part + row) * depth;
@@ -162,25 +162,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
     }
   } else {
     more_registers<224>();
-    for (int tile; (tile = order.tile(s)) < work.all; order.done(s)) {
-      find(tile);
+    for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+      const int steps = uniform(steps_of(tile.expert));
       if (accumulate && steps == 0) continue;
       float d[128];
-      const int count = uniform(steps), last = uniform(s.offsets[e + 1] - s.offsets[e] - (steps - 1) * STEP);
-      if (work.halves == 2)
-        multiply<COLUMNS, true, true>(s, turn, group, count, last, d);
+      const int rows_of_expert = s.offsets[tile.expert + 1] - s.offsets[tile.expert];
+      const int last = uniform(rows_of_expert - (steps - 1) * STEP);
+      if (work.halves(tile.number) == 2)
+        multiply<COLUMNS, true, true>(s, turn, group, steps, last, d);
       else
-        multiply<COLUMNS / 2, true, true>(s, turn, group, count, last, d);
-      find(order.again(s));  // recomputed, to keep registers free during the main loop
+        multiply<COLUMNS / 2, true, true>(s, turn, group, steps, last, d);
+      tile = order.again(s);  // read again, to keep registers free during the main loop
+      const u32 halves = work.halves(tile.number);
       // accumulator i is in row `row` (+ 8 if i & 2) and column `column` + i / 4 * 8
-      const int row = first_row + (int)(t / 32 * 16 + lane / 4), column = first_column + (int)(lane % 4 * 2);
+      const int row = tile.row + (int)(t / 32 * 16 + lane / 4), column = tile.column() + (int)(lane % 4 * 2);
       const int high_left = (int)width - row, wide_left = (int)depth - column;
-      const i64 at = (e * width + row) * depth + column;
+      const i64 at = (tile.expert * width + row) * depth + column;
       if (out_kind == F32) {
         float* to = (float*)out + at;
-        if (work.halves == 2 && accumulate)
+        if (halves == 2 && accumulate)
           hand_over_wide<COLUMNS, true>(s, d, group, to, high_left > 0, wide_left, phase);
-        else if (work.halves == 2)
+        else if (halves == 2)
           hand_over_wide<COLUMNS, false>(s, d, group, to, high_left > 0, wide_left, phase);
         else if (accumulate)
           hand_over_wide<COLUMNS / 2, true>(s, d, group, to, high_left > 0, wide_left, phase);
@@ -188,9 +190,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
           hand_over_wide<COLUMNS / 2, false>(s, d, group, to, high_left > 0, wide_left, phase);
       } else {
         if (accumulate)
-          add_stored_values(d, (const u16*)out + at, depth, high_left,
-                            min(wide_left, 128 * (int)work.halves));
-        if (work.halves == 2)
+          add_stored_values(d, (const u16*)out + at, depth, high_left, min(wide_left, 128 * (int)halves));
+        if (halves == 2)
           hand_over_16<COLUMNS, BF16>(s, d, group, phase);
         else
           hand_over_16<COLUMNS / 2, BF16>(s, d, group, phase);

@@ -80,12 +80,13 @@ __device__ __forceinline__ bool elected() {
   return this_one;
 }
 
-// Stores a word to shared memory of a thread block of the cluster and counts four transaction bytes on that
-// block's barrier.
-__device__ __forceinline__ void store_counted_at(At to, u32 value, At barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
-               "r"(value), "r"(barrier)
-               : "memory");
+// Stores 16 bytes to shared memory of a thread block of the cluster and counts them as transaction bytes on
+// that block's barrier.
+__device__ __forceinline__ void store_counted_at(At to, int4 v, At barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {

@@ -37,15 +37,14 @@ __device__ __forceinline__ void fetch_piece(u8* to, const TensorMap* map, int li
     tile_load(to, map, 2 * along, line, barrier, blocks);
 }
 
-// Producer warp: loads a K-step of both operands from `a_along` and `b_along` of K on; of b's columns
+// One thread: loads a K-step of both operands from `a_along` and `b_along` of K on; of b's columns
 // `halves` halves, or none (b_line < 0).
 template <bool A_MN, bool B_MN>
 __device__ __forceinline__ void fetch_step(const Shared& s, const Turn& turn, const TensorMap* a,
-                                           const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
-                                           int a_along, int b_along, int a_line, int b_line) {
+                                           const TensorMap* b, u32 rank, bool below, u32 halves, int a_along,
+                                           int b_along, int a_line, int b_line) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
-  if (!leads) return;  // a lane that waits without arriving could fall a full pass of the stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, A_BYTES + (b_line < 0 ? 0 : halves * (B_BYTES / 2)));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
@@ -82,17 +81,16 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   bool ready = false;
 #pragma unroll
   for (u32 i = 0; i < 128; ++i) d[i] = 0.f;
-#pragma unroll 1
-  for (int k = 0; k < steps; ++k) {
-    const At here = operands + turn.stage * STAGE_BYTES;
+  const At a_at = operands + group * PIECE_BYTES, b_at = operands + A_BYTES;
+  const Tile first_a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
+  const Tile first_b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
+  loop_over_steps<!A_MN>(turn, steps, [&](bool last_step) {
     const u32 stage = turn.stage;
     if (!ready) barrier_wait_at(full + stage * 8, turn.phase);
-    if (B_MN && last < STEP && k + 1 == steps)
+    if (B_MN && last < STEP && last_step)
       clear_rows(s.operands + stage * STAGE_BYTES, last, A_MN ? 0 : A_BYTES / PIECE_BYTES);
     turn.next();
-    const At a_at = here + group * PIECE_BYTES, b_at = here + A_BYTES;
-    const Tile a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
-    const Tile b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
+    const Tile here = stage * (STAGE_BYTES / 16), a = first_a + here, b = first_b + here;
     products_begin();
 #pragma unroll
     for (u32 i = 0; i < STEP / 16; ++i)
@@ -105,7 +103,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
     if (ARRIVING == 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(empty + stage * 8);
     for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
       barrier_arrive_at(at_of_block(s.empty, block) + stage * 8);
-  }
+  });
   products_seen(d);
 }
 

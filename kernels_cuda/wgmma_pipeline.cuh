@@ -32,14 +32,13 @@ __device__ __forceinline__ u32 scales_of_four(const Turn& turn) {
   return turn.step / 4 % 2 * FOUR_SCALES + turn.step % 4;
 }
 
-// Producer warp: loads a K-step of both operands, at byte `along` of rows `a_row` and `b_row`: `halves`
-// halves of a's tile; of b nothing if the tile has no columns (b_row < 0).
+// One thread: loads a K-step of both operands, at byte `along` of rows `a_row` and `b_row`: `halves` halves
+// of a's tile; of b nothing if the tile has no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
-                                            const TensorMap* b, bool leads, u32 rank, bool below, u32 halves,
-                                            int along, int a_row, int b_row) {
+                                            const TensorMap* b, u32 rank, bool below, u32 halves, int along,
+                                            int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
-  if (!leads) return;  // a lane that waits without arriving could fall a full pass of the stages behind
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
   barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
@@ -76,16 +75,15 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   const At codes = uniform(at_of(s.operands)), scales = codes + STAGES * STAGE_BYTES;
   const At full = scales + STAGES * STAGE_SCALES * 4 + TILE_BYTES;
   const At empty = kept(at_of_block(s.empty, threadIdx.x % 32 % CLUSTER));
+  const Tile first_a = tile_at(codes), first_b = tile_at(codes + A_BYTES + group * (128 * STEP));
   bool ready = false;
-#pragma unroll 1
-  for (int k = 0; k < steps; ++k) {
-    const At here = codes + turn.stage * STAGE_BYTES;
+  loop_over_steps<!LATE>(turn, steps, [&](bool last_step) {
     const At scales_here = scales + 4 * (FOUR ? scales_of_four(turn) : turn.stage * STAGE_SCALES);
     const At used = empty + turn.stage * 8;
     if (!ready) barrier_wait_at(full + turn.stage * 8, turn.phase);
-    if (last < STEP && k + 1 == steps) clear_behind(s.operands + turn.stage * STAGE_BYTES, last);
+    if (last < STEP && last_step) clear_behind(s.operands + turn.stage * STAGE_BYTES, last);
+    const Tile here = turn.stage * (STAGE_BYTES / 16), a = first_a + here, b = first_b + here;
     turn.next();
-    const Tile a = tile_at(here), b = tile_at(here + A_BYTES + group * (128 * STEP));
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
       if (half >= halves) continue;
@@ -112,7 +110,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
       promote(half, d, by);
       if (end && !all_read) release_stage();
     }
-  }
+  });
 }
 
 // Stores (ADD: accumulates) 64 rows of a consumer warpgroup's accumulators directly to memory; predicated on

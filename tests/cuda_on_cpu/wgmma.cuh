@@ -51,8 +51,8 @@ inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier
 }
 inline void prefetch_map(const TensorMap*) {}
 inline bool elected() { return threadIdx.x % 32 == elected_lane; }
-inline void store_counted_at(At to, u32 value, At barrier, CALLER) {
-  counted_copy((void*)to, 4, (u64*)barrier, line, [=] { *(u32*)to = value; });
+inline void store_counted_at(At to, int4 value, At barrier, CALLER) {
+  counted_copy((void*)to, 16, (u64*)barrier, line, [=] { *(int4*)to = value; });
   end_turn_perhaps();
 }
 
