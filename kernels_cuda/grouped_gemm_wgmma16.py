@@ -65,8 +65,8 @@ def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Config
 
 
 def _rest_bytes(stages: int, experts: int) -> int:
-    """Barriers (two per stage, part of a tile, and turn), a WorkTile per turn, and the experts' table: two words
-    per expert and for the end."""
+    """Barriers (two per stage, part of a tile, and turn), a WorkTile per turn, and the experts' table: two
+    words per expert and for the end."""
     return 8 * (2 * stages + 4 + 2 * TURNS) + 16 * TURNS + 8 * (experts + 1)
 
 

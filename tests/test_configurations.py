@@ -442,11 +442,13 @@ def test_a_plans_chunks_hold_all_tokens_and_its_bits_a_whole_piece(tokens, exper
     assert sizes.step == 1 or sizes.step << sizes.shift <= plan.BLOCK
 
 
-@pytest.mark.parametrize("path", sorted(compiler.SOURCES.glob("grouped_gemm*wgmma*.cu")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(compiler.SOURCES.glob("grouped_gemm*wgmma*.cu")), ids=lambda path: path.stem
+)
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_registers_of_consumers_and_producers_fit(path, blocks):
-    """setmaxnreg waits for ever if consumers ask for more registers than producers have released: a block starts
-    with as many per thread as a multiple of 8 allows, here 168 of 384 threads."""
+    """setmaxnreg waits for ever if consumers ask for more registers than producers have released: a block
+    starts with as many per thread as a multiple of 8 allows, here 168 of 384 threads."""
 
     def count(name):
         (expression,) = re.findall(name + r"_registers<(.*?)>\(\)", path.read_text())
