@@ -181,8 +181,9 @@ def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
     return checked
 
 
-def plan(call: Any, value: Any) -> PermutationPlan:
-    """A plan whose arrays fit each other, and whose entries name rows, experts and slots that there are."""
+def plan(call: Any, value: Any, *, fills: bool = False) -> PermutationPlan:
+    """A plan whose arrays fit each other, and whose entries name rows, experts and slots that there are; with
+    ``fills`` each row of an expert exactly once, as rows that are written must be."""
     if not isinstance(value, PermutationPlan):
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
@@ -203,7 +204,7 @@ def plan(call: Any, value: Any) -> PermutationPlan:
     if LOOK_AT_VALUES or isinstance(value.data, np.ndarray):
         data = call.values(value.data)
         if data is not None:
-            _entries(replace(value, data=data))
+            _entries(replace(value, data=data), fills)
     return value
 
 
@@ -216,7 +217,7 @@ _PLAN_SIZES = {
 }
 
 
-def _entries(of: PermutationPlan) -> None:
+def _entries(of: PermutationPlan, fills: bool) -> None:
     row_id_map, pads, slots = of.row_id_map, of.pad_offsets, of.slots
     width, counts = of.max_experts_per_token, row_id_map[:, -1]
     _within("plan.row_id_map", counts, width, "{} experts of a token")
@@ -231,6 +232,25 @@ def _entries(of: PermutationPlan) -> None:
     )
     if slots is not None:
         _within("plan.slots", slots[used], of.prob_columns - 1, "column {}")
+    if fills:
+        _each_row_once(of, rows + pads[experts])
+
+
+def _each_row_once(of: PermutationPlan, rows: np.ndarray) -> None:
+    """``rows``: of all entries. On CUDA zeros go only to rows past those that each expert counts."""
+    starts = of.expert_offsets[:-1].astype(np.int64)
+    bounds = np.stack([starts, starts + of.tokens_per_expert]).clip(0, of.num_out_tokens)
+    steps = np.zeros(of.num_out_tokens + 1, np.int64)
+    np.add.at(steps, bounds[0], 1)
+    np.subtract.at(steps, bounds[1], 1)
+    named = np.bincount(rows, minlength=of.num_out_tokens)
+    wrong = np.flatnonzero(named != np.cumsum(steps)[:-1])
+    if len(wrong):
+        row = wrong[0]
+        raise ValueError(
+            f"plan.row_id_map: got {named[row]} tokens for row {row}; wanted the rows that "
+            "plan.tokens_per_expert counts from each expert's first on, one token for each"
+        )
 
 
 def _within(name: str, values: np.ndarray, high: int, template: str, reason: str = "") -> None:

@@ -919,7 +919,7 @@ def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
                 f"gradients: got {missing[0]!r}, and saved.{name} is None; wanted it among the forward's"
             )
     for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
-        if before is not None and times_overwritten(w) != before:
+        if before is not None and w is not None and times_overwritten(w) != before:
             raise RuntimeError(
                 f"{name}: got FP8 codes that quantize_weights overwrote after the forward; wanted the "
                 "forward's own; run the backward first, or quantise into other memory"

@@ -58,7 +58,8 @@ def permute(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit the plan.
+        For arguments that do not fit the plan, and for plans that do not give each row of an expert to one
+        token (on CUDA with FP8MOE_CHECK=1).
 
     Notes
     -----
@@ -72,7 +73,7 @@ def permute(
     """
     call = enter(x=x, plan=plan, probs=probs)
     a = call.args
-    plan = checks.plan(call, a.plan)
+    plan = checks.plan(call, a.plan, fills=True)
     return _permute(call, a.x, plan, a.probs, fill_padding, zero_unweighted, layout)
 
 
@@ -302,7 +303,7 @@ def unpermute_backward(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit the plan.
+        For arguments that do not fit the plan, or a plan that `permute` refuses.
 
     Examples
     --------
@@ -313,7 +314,7 @@ def unpermute_backward(
     """
     call = enter(grad=grad, plan=plan, x=x, merging_probs=merging_probs)
     a = call.args
-    checks.plan(call, a.plan)
+    checks.plan(call, a.plan, fills=True)
     _check_rows("grad", a.grad, a.plan.num_tokens)
     if (a.x is None) != (a.merging_probs is None):
         given, missing = ("x", "merging_probs") if a.merging_probs is None else ("merging_probs", "x")

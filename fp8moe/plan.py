@@ -168,9 +168,11 @@ def plan_index_map(row_id_map: ArrayLike, topk: int, *, num_out_tokens: int) -> 
     Parameters
     ----------
     row_id_map : ArrayLike, int32, [k * T]
-        The row of a token's entry j at j * T + t, below 0 where it has none (`fp8moe.row_maps`). The n
-        entries that have one name the rows 0 to n - 1, each once: on CUDA, where looking would synchronise,
-        `permute` writes zeros from row n on and to no row before it.
+        The row of a token's entry j at j * T + t, below 0 where it has none (`fp8moe.row_maps`). For
+        `permute` and `unpermute_backward`, which write rows, the n entries that have one name the rows 0 to
+        n - 1, each once: another map is refused on the CPU and with FP8MOE_CHECK=1; on CUDA, where looking
+        would synchronise, they write zeros from row n on and leave rows before it that nobody names as they
+        were allocated.
     topk : int
         k.
     num_out_tokens : int

@@ -11,9 +11,10 @@
 // y [rows, width] from h [rows, HALVES * width]; rows past *last (if given) are zeros. One thread block per
 // row.
 extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* probs, i64 probs_kind,
-                                          const int* last, float clamp, float alpha, float offset, i64 width,
-                                          i64 out_kind, void* y) {
+                                          const int* last, i64 clamp_bits, i64 alpha_bits, i64 offset_bits,
+                                          i64 width, i64 out_kind, void* y) {
   pdl_wait();
+  const WideActivation act(clamp_bits, alpha_bits, offset_bits);
   const i64 row = blockIdx.x;
   const bool real = !last || row < *last;
   for (i64 i = threadIdx.x; i < width; i += blockDim.x) {
@@ -21,10 +22,10 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
       const double* in = (const double*)h + row * HALVES * width;
       double a = in[i], b = HALVES == 2 ? in[width + i] : 1.0;
       if (ACT == RELU2 && a < 0.0) a = 0.0;
-      if (a > clamp) a = clamp;
-      if (b > clamp) b = clamp;
-      if (b < -clamp) b = -clamp;
-      double value = a * wide_weight(a, alpha) * (b + offset);
+      if (a > act.clamp) a = act.clamp;
+      if (b > act.clamp) b = act.clamp;
+      if (b < -act.clamp) b = -act.clamp;
+      double value = a * wide_weight(a, act.alpha) * (b + act.offset);
       if (probs) value *= load_wide(probs, row, (int)probs_kind);
       store(y, row * width + i, (int)out_kind, value);
       continue;
@@ -33,7 +34,8 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
     if (real) {
       const i64 at = row * HALVES * width + i;
       const float b = HALVES == 2 ? load(h, at + width, (int)kind) : 1.f;
-      const Element e = element(load(h, at, (int)kind), b, clamp, alpha, offset);
+      const Element e =
+          element(load(h, at, (int)kind), b, (float)act.clamp, (float)act.alpha, (float)act.offset);
       value = e.a * e.s * e.b;
       if (probs) value *= load(probs, row, (int)probs_kind);
     }
@@ -44,10 +46,11 @@ extern "C" __global__ void swiglu_forward(const void* h, i64 kind, const void* p
 // dh [rows, HALVES * width] and dprobs [rows], summed in float64 in a fixed order. One thread block of 256
 // per row.
 extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 kind, const void* probs,
-                                           i64 probs_kind, const int* last, float clamp, float alpha,
-                                           float offset, i64 width, i64 out_kind, void* dh, i64 dprobs_kind,
-                                           void* dprobs) {
+                                           i64 probs_kind, const int* last, i64 clamp_bits, i64 alpha_bits,
+                                           i64 offset_bits, i64 width, i64 out_kind, void* dh,
+                                           i64 dprobs_kind, void* dprobs) {
   pdl_wait();
+  const WideActivation act(clamp_bits, alpha_bits, offset_bits);
   __shared__ double partial[256];
   const i64 row = blockIdx.x;
   const bool real = !last || row < *last;
@@ -59,24 +62,25 @@ extern "C" __global__ void swiglu_backward(const void* grad, const void* h, i64 
       double a = ((const double*)h)[at], b = HALVES == 2 ? ((const double*)h)[at + width] : 1.0;
       if (ACT == RELU2 && a < 0.0) a = 0.0;
       const double g = ((const double*)grad)[row * width + i];
-      const bool a_free = !(a > clamp), b_free = !(fabs(b) > clamp);
-      if (a > clamp) a = clamp;
-      if (b > clamp) b = clamp;
-      if (b < -clamp) b = -clamp;
-      b += offset;
-      const double s = wide_weight(a, alpha);
+      const bool a_free = !(a > act.clamp), b_free = !(fabs(b) > act.clamp);
+      if (a > act.clamp) a = act.clamp;
+      if (b > act.clamp) b = act.clamp;
+      if (b < -act.clamp) b = -act.clamp;
+      b += act.offset;
+      const double s = wide_weight(a, act.alpha);
       const double scaled = probs ? g * load_wide(probs, row, (int)probs_kind) : g;
-      da = a_free ? scaled * b * (s + wide_slope(a, s, alpha)) : 0.0;
+      da = a_free ? scaled * b * (s + wide_slope(a, s, act.alpha)) : 0.0;
       db = b_free ? scaled * a * s : 0.0;
       sum += g * a * s * b;
     } else if (real) {
       const float b = HALVES == 2 ? load(h, at + width, (int)kind) : 1.f;
-      const Element e = element(load(h, at, (int)kind), b, clamp, alpha, offset);
+      const Element e =
+          element(load(h, at, (int)kind), b, (float)act.clamp, (float)act.alpha, (float)act.offset);
       float scaled = load(grad, row * width + i, (int)kind);
       const float g = e.a * e.s;
       sum += (double)(scaled * g * e.b);
       if (probs) scaled *= load(probs, row, (int)probs_kind);
-      da = e.a_free ? scaled * e.b * (e.s + slope(e.a, g, e.s, alpha)) : 0.f;
+      da = e.a_free ? scaled * e.b * (e.s + slope(e.a, g, e.s, (float)act.alpha)) : 0.f;
       db = e.b_free ? scaled * g : 0.f;
     }
     store(dh, at, (int)out_kind, da);

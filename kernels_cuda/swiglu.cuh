@@ -19,7 +19,7 @@
 #endif
 
 #define LINE 1.5957691216057308   // 2 sqrt(2 / pi)
-#define CUBE 0.07135481282533645  // LINE * 0.044715
+#define CUBE 0.07135481627260025  // LINE * 0.044715
 #define HALF_ROOT 0.7071067811865476
 #define ROOT_PI 2.5066282746310002  // sqrt(2 pi)
 
@@ -115,6 +115,15 @@ __device__ __forceinline__ float quick_slope(float a, float gate, float s) {
 
 struct Activation {
   float clamp, alpha, offset;
+};
+
+// The same of values of any kind, from the bits of float64.
+struct WideActivation {
+  double clamp, alpha, offset;
+  __device__ __forceinline__ WideActivation(i64 clamp_bits, i64 alpha_bits, i64 offset_bits)
+      : clamp(__longlong_as_double(clamp_bits)),
+        alpha(__longlong_as_double(alpha_bits)),
+        offset(__longlong_as_double(offset_bits)) {}
 };
 
 // Eight elements: a and b after clamp and offset, s = sigmoid(alpha a), and which of them were not clamped.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -240,7 +241,7 @@ def _forward(h: Any, probs: Any, activation: Activation, offsets: Any, y: Any) -
         KINDS[h.dtype],
         *_probs(probs),
         _last(offsets),
-        *_constants(activation),
+        *_wide_constants(activation),
         width,
         KINDS[y.dtype],
         y,
@@ -260,7 +261,7 @@ def _backward(grad: Any, h: Any, probs: Any, activation: Activation, offsets: An
         KINDS[h.dtype],
         *_probs(probs),
         _last(offsets),
-        *_constants(activation),
+        *_wide_constants(activation),
         width,
         KINDS[out.dh.dtype],
         out.dh,
@@ -301,6 +302,11 @@ def _probs(probs: Any) -> tuple[Any, int]:
 def _constants(activation: Activation) -> tuple[float, float, float]:
     clamp = float("inf") if activation.clamp is None else activation.clamp
     return float(clamp), float(activation.alpha), float(activation.linear_offset)
+
+
+def _wide_constants(activation: Activation) -> tuple[int, ...]:
+    """The bits of float64, for kernels that take it: a float argument is float32."""
+    return struct.unpack("3q", struct.pack("3d", *_constants(activation)))
 
 
 def _last(offsets: Any) -> DeviceArray | None:

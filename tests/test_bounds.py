@@ -118,6 +118,18 @@ REFUSED = {
         lambda: fp8moe.permute_backward(ROWS, plan_with(PLAN, pad_offsets=ints(0, 0, 2**30))),
         r"plan.row_id_map: got row 10737",
     ),
+    "a row that no token goes to": (
+        lambda: fp8moe.permute(X, fp8moe.plan_index_map(ints(5, -1, 3), 1, num_out_tokens=8)),
+        r"plan.row_id_map: got 0 tokens for row 0; wanted .* one token for each",
+    ),
+    "a row of two tokens": (
+        lambda: fp8moe.permute(X, fp8moe.plan_index_map(ints(0, 1, 1), 1, num_out_tokens=3)),
+        r"plan.row_id_map: got 2 tokens for row 1",
+    ),
+    "a token in a row of padding": (
+        lambda: fp8moe.unpermute_backward(X, mapped((0, 0), 1)),
+        r"plan.row_id_map: got 1 tokens for row 3; wanted",
+    ),
     "no such expert": (lambda: fp8moe.permute(X, mapped((0, 2), 3)), r"plan.row_id_map: got expert 3"),
     "no such expert, of a mask": (
         lambda: fp8moe.unpermute_backward(X, mapped((0, 3), -1, MASK_PLAN)),
@@ -230,6 +242,14 @@ def test_row_map_entries_past_the_count_are_ignored():
     for function in (fp8moe.unpermute, lambda r, p: fp8moe.permute_backward(r, p)[0]):
         assert same_bits(function(rows, other), function(rows, plan))
     assert_same(*(fp8moe.unpermute_backward(X, p, rows, PROBS) for p in (other, plan)))
+
+
+def test_maps_of_some_rows_are_merged():
+    """Reading asks for no more than that rows are there; only who writes must know of all."""
+    plan = fp8moe.plan_index_map(ints(11, -1, 7, 11, 2, -1), 2, num_out_tokens=12)
+    wanted = np.stack([ROWS[11] + ROWS[11], ROWS[2], ROWS[7]])
+    assert same_bits(fp8moe.unpermute(ROWS, plan), wanted)
+    assert same_bits(fp8moe.permute_backward(ROWS, plan)[0], wanted)
 
 
 @pytest.mark.parametrize("by_mask", [False, True])

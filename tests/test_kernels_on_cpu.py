@@ -344,6 +344,20 @@ def test_swiglu_unquantised(dtype, width, activation, with_probs):
     unquantised(both, dtype, 9, width, activation, with_probs)
 
 
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, Activation("swiglu", 0.1, 1.7, 0.3)])
+def test_swiglu_of_float64_has_constants_of_float64(activation):
+    """Clamp, alpha and offset are no float32 numbers; a constant to eight digits is noticed."""
+    h, grad = RNG.standard_normal((3, activation.columns(40))), RNG.standard_normal((3, 40))
+    probs = RNG.random(3)
+    # both make the same dozen roundings but for exp and erfc, within 2^-50 of themselves; where s + slope
+    # nearly cancels, that is of the terms, which are up to 10 here
+    y, theirs = both(fp8moe.swiglu, h, probs, activation=activation)
+    np.testing.assert_allclose(theirs, y, rtol=2.0**-46, atol=2.0**-46)
+    ours, theirs = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
+    np.testing.assert_allclose(theirs.dh, ours.dh, rtol=2.0**-46, atol=2.0**-46)
+    np.testing.assert_allclose(theirs.dprobs, ours.dprobs, rtol=2.0**-46, atol=2.0**-40)
+
+
 @pytest.mark.parametrize("offsets", TILE_OFFSETS)
 @pytest.mark.parametrize(
     ("dtype", "fmt", "activation", "rows"),

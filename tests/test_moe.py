@@ -403,6 +403,20 @@ def test_weights_overwritten_before_the_backward_are_refused():
             fp8moe.moe_backward(saved, dy)
 
 
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_a_backward_without_gradients_gives_none(recipe, recompute):
+    """Of weights that were quantised before, too, which the forward does not keep then."""
+    inputs, dy = layer_inputs(8)
+    quantised = {n: fp8moe.quantize_weights(inputs[n]) for n in ("w13", "w2")}
+    for weights in ({}, {} if recipe == "bf16" else quantised):
+        options = {"recipe": recipe, "recompute": recompute, "gradients": ()}
+        _, saved = fp8moe.moe_forward(**{**inputs, **weights}, **options)
+        assert not arrays_in(fp8moe.moe_backward(saved, dy, gradients=()))
+        grads, kept = fp8moe.moe_backward_input(saved, dy, gradients=())
+        assert not arrays_in((grads, fp8moe.moe_backward_weight(kept)))
+
+
 def on_descriptors(step, recipe, tokens, hidden, ffn, experts, k):
     """What ``step`` returns of a layer's arguments, shapes alone, and the most bytes that it has allocated at
     once."""

@@ -270,6 +270,18 @@ def test_weights_in_parts_are_those_side_by_side_with_zeros(count, given, transp
         assert_same(wanted, actual)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 72), (2, 100, 0), (0, 100, 72)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_without_elements_are_zeros_where_there_is_room(shape, transposed):
+    experts, height, width = shape
+    x = np.ones((experts, width, height) if transposed else shape, BF16)
+    wanted = fp8moe.quantize_weights(np.zeros((experts, 256, 72), BF16))
+    options = {"rows": 128, "columns": 72, "transposed": transposed}
+    for arrays, parts in ((x, 2), ((x, x), 1)):
+        got = fp8moe.quantize_weights(arrays, parts=parts, **options)
+        assert_same(wanted, got)
+
+
 @pytest.mark.parametrize(
     ("x", "keywords", "words"),
     [

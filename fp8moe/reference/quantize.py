@@ -112,7 +112,8 @@ def quantize_parts(
     whole = np.zeros((experts, count, rows // count, columns), parts[0].dtype)
     for i, x in enumerate(parts):
         x = np.swapaxes(x, 1, 2) if transposed else x
-        real = x.reshape(experts, count // len(parts), -1, x.shape[2])
+        each = count // len(parts)
+        real = x.reshape(experts, each, x.shape[1] // each, x.shape[2])
         first = i * real.shape[1]
         whole[:, first : first + real.shape[1], : real.shape[2], : real.shape[3]] = real
     quantize(whole.reshape(experts, rows, columns), round_up=round_up, eps=eps, out=out)

@@ -155,6 +155,11 @@ inline float __uint_as_float(unsigned u) {
   memcpy(&f, &u, 4);
   return f;
 }
+inline double __longlong_as_double(long long u) {
+  double f;
+  memcpy(&f, &u, 8);
+  return f;
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 using ::fmaxf;
