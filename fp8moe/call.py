@@ -7,7 +7,8 @@ caller's kind.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
@@ -59,23 +60,19 @@ class Call:
 
     def take(self, name: str, value: Any) -> Any:
         """The raw form of an argument; what holds no arrays stays as it is."""
-        arrays = list(_named_arrays(name, value))
-        if not arrays:
-            return value
-        raw = with_arrays(value, [self._view(n, a) for n, a in arrays][::-1])
-        for part, array in arrays if name in WRITTEN else ():
-            if interop.framework_of(array, part).is_read_only(array):
-                kind = f"{type(array).__module__}.{type(array).__qualname__}"
-                raise ValueError(
-                    f"{part}: got {kind}, which is read-only; wanted memory to write to, or None for new "
-                    "memory"
-                )
-        self._given.append((raw, value))
+        raw = replace_arrays(partial(self._view, name in WRITTEN), value, name)
+        if raw is not value:
+            self._given.append((raw, value))
         return raw
 
-    def _view(self, name: str, array: Any) -> RawArray:
+    def _view(self, written: bool, name: str, array: Any) -> RawArray:
         framework = interop.framework_of(array, name)
         raw = framework.view(array, name)
+        if written and framework.is_read_only(array):
+            kind = f"{type(array).__module__}.{type(array).__qualname__}"
+            raise ValueError(
+                f"{name}: got {kind}, which is read-only; wanted memory to write to, or None for new memory"
+            )
         if isinstance(raw, np.ndarray):
             self._locate(name, "cpu", framework.beside(array) if self._first is None else framework)
         else:
@@ -136,6 +133,11 @@ class Call:
         place = int(self.device), stream, self.framework.scratch, None
         return cuda_launch().run_at(place, function, *arguments, **options)
 
+    def count_overwrite(self, raw: RawArray) -> None:
+        """Count that this call has overwritten an array that was given to it."""
+        if (place := place_of(raw)) is not None:
+            count_overwrite(place)
+
     def upload(self, host: np.ndarray) -> RawArray:
         """Copy a small host array to the device of this call, on its stream."""
         if self.device == "cpu":
@@ -180,39 +182,27 @@ class Call:
 # ---------------------------------------------------------------- arguments as trees of arrays
 
 
-def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What must be arrays in an argument, each with its name."""
+def replace_arrays(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
+    """An argument with ``fn(name, array)`` in the place of every array. FP8 codes are uint8 inside the
+    library, also where they came as a float8 dtype. Raises TypeError where a record has no array in a field
+    that must be one."""
     if isinstance(value, tuple):
-        for i, part in enumerate(value):
-            yield from _named_arrays(f"{name}[{i}]", part)
-    elif isinstance(value, Record):
-        for field, part in vars(value).items():
-            if isinstance(part, (Record, tuple)):
-                yield from _named_arrays(f"{name}.{field}", part)
-            elif type(part) not in METADATA_TYPES and not is_metadata(part):
-                yield f"{name}.{field}", part
-    elif interop.framework_of_type(type(value)) is not None:  # type: ignore[arg-type]
-        yield name, value
-
-
-def with_arrays(value: Any, arrays: list[Any]) -> Any:
-    """An argument with others in the place of its arrays, taken from the end of a list. FP8 codes are uint8
-    inside the library, also where they came as a float8 dtype."""
-    if isinstance(value, tuple):
-        return value if is_metadata(value) else tuple([with_arrays(part, arrays) for part in value])
+        if is_metadata(value):
+            return value
+        return tuple([replace_arrays(fn, part, f"{name}[{i}]") for i, part in enumerate(value)])
     if not isinstance(value, Record):
-        return value if interop.framework_of_type(type(value)) is None else arrays.pop()  # type: ignore[arg-type]
+        return value if interop.framework_of_type(type(value)) is None else fn(name, value)  # type: ignore[arg-type]
     new = object.__new__(type(value))
-    fields = new.__dict__
-    for name, part in vars(value).items():
-        if type(part) not in METADATA_TYPES:
-            if isinstance(part, (Record, tuple)):
-                part = with_arrays(part, arrays)
-            elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
-                part = arrays.pop()
-            elif not is_metadata(part):
-                raise NotPlannable  # `Call.take` raises the error that names the argument
-        fields[name] = part
+    for field, part in vars(value).items():
+        if type(part) in METADATA_TYPES:
+            pass
+        elif isinstance(part, (Record, tuple)):
+            part = replace_arrays(fn, part, f"{name}.{field}")
+        elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
+            part = fn(f"{name}.{field}", part)
+        elif not is_metadata(part):
+            raise interop.no_array(part, f"{name}.{field}")
+        new.__dict__[field] = part
     return as_codes(new) if isinstance(new, QuantTensor) else new
 
 
@@ -234,6 +224,16 @@ def _is_empty(out: Any) -> bool:
         elif part is not None and 0 not in getattr(part, "shape", (0,)):
             return False
     return True
+
+
+#: by device and address, how often `count_overwrite` was called; it keeps an entry for each array ever given
+overwrite_counts: Counter[tuple[Device, int]] = Counter()
+_counting = threading.Lock()
+
+
+def count_overwrite(place: tuple[Device, int]) -> None:
+    with _counting:  # an addition reads, then writes
+        overwrite_counts[place] += 1
 
 
 def place_of(raw: RawArray) -> tuple[Device, int] | None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fp8moe import checks, interop
-from fp8moe.call import NOWHERE, Call, NotPlannable, current, load_backend, place_of
+from fp8moe.call import NOWHERE, Call, NotPlannable, current
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
@@ -28,9 +28,7 @@ __all__ = [
     "cached_plans",
     "clear_cached_plans",
     "enter",
-    "load_backend",
     "operation",
-    "place_of",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,27 +68,33 @@ def operation(function: Function) -> Function:
             return _run_now(function, names, arguments, options)
         key: list[Any] = [function, len(arguments), *options]
         arrays: list[Any] = []
-        remaining = [*given[::-1]]
-        while remaining:  # records and tuples are replaced by their parts
-            value = remaining.pop()
-            kind = type(value)
-            if kind in PLAIN:
-                key.append(value)
-            elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
-                key.append((kind, value))
-            elif interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
-                key.append(_ARRAY)
-                arrays.append(value)
-            elif kind is tuple:
-                key.append((tuple, len(value)))  # or (1,), 7 and 1, (7,) would be the same
-                remaining += value[::-1]
-            elif isinstance(value, Record):
-                key.append(kind)
-                remaining += reversed(vars(value).values())
-            elif isinstance(value, np.generic) or is_metadata(value):
-                key.append((kind, value))
+        array_kind = None  # of the last array, as most calls have arrays of one type
+        unread = [iter(given)]
+        while unread:  # records and tuples are replaced by their parts
+            for value in unread[-1]:
+                kind = type(value)
+                if kind in PLAIN:
+                    key.append(value)
+                elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
+                    key.append((kind, value))
+                elif kind is array_kind or interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
+                    array_kind = kind
+                    key.append(_ARRAY)
+                    arrays.append(value)
+                elif kind is tuple:
+                    key.append((tuple, len(value)))  # or (1,), 7 and 1, (7,) would be the same
+                    unread.append(iter(value))
+                    break
+                elif isinstance(value, Record):
+                    key.append(kind)
+                    unread.append(iter(vars(value).values()))
+                    break
+                elif isinstance(value, np.generic) or is_metadata(value):
+                    key.append((kind, value))
+                else:
+                    return _run_now(function, names, arguments, options)
             else:
-                return _run_now(function, names, arguments, options)
+                unread.pop()
         framework = interop.framework_of_type(type(arrays[0])) if arrays else None  # type: ignore[arg-type]
         description = None if framework is None else framework.describe(arrays)
         if framework is None or description is None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fp8moe import counters, interop
-from fp8moe.call import NOWHERE, WRITTEN, Call, NotPlannable, cuda_launch, current, with_arrays
+from fp8moe.call import NOWHERE, WRITTEN, Call, NotPlannable, count_overwrite, cuda_launch, replace_arrays
 from fp8moe.interop import Framework, RawArray
 from fp8moe.interop.base import Wanted
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
@@ -49,6 +49,7 @@ class DryRun(Call):
     events: what `fp8moe.trace` counts. uploads: whether the call brings something from the host.
     argument_of: by identity, of what stands for an argument that holds arrays: its index, from the end.
     returned: the buffers that are in the result.
+    overwritten: (buffer, offset in bytes) of each array that `count_overwrite` was called for.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class DryRun(Call):
         """described: shape, dtype and alignment of each array that comes in."""
         self.device, self.framework = device, framework
         self.buffers: list[tuple[tuple[int, ...], np.dtype]] = []
-        self.inputs: list[DeviceArray] = []
         self.steps: list[Any] = []
         self.scratch_buffers: set[int] = set()
         self.events: list[tuple[str, Any]] = []
         self.uploads = False
         self.argument_of: dict[int, int] = {}
         self.returned: set[int] = set()
+        self.overwritten: list[tuple[int, int]] = []
+        self.inputs: list[DeviceArray] = []
         for shape, dtype, align in described:
             number = len(self.inputs)
             # no address where nothing is launched
@@ -75,15 +77,13 @@ class DryRun(Call):
             self.buffers.append((shape, dtype))
 
     def perform(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if self.device != NOWHERE:
+            arguments = (self.device, 0, self.scratch, self), function, *arguments
+            function = cuda_launch().run_at
         counting = counters.active.set((self.events.append,))
-        before, current.call = current.call, self
         try:
-            if self.device == NOWHERE:
-                return function(*arguments, **options)
-            place = self.device, 0, self.scratch, self
-            return cuda_launch().run_at(place, function, *arguments, **options)
+            return super().perform(function, *arguments, **options)
         finally:
-            current.call = before
             counters.active.reset(counting)
 
     _do: Any = staticmethod(operator.call)  # launches are logged where they are
@@ -99,6 +99,10 @@ class DryRun(Call):
     def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
         self.scratch_buffers.add(len(self.buffers))
         return self.array(spec.shape, spec.dtype)
+
+    def count_overwrite(self, raw: RawArray) -> None:
+        assert isinstance(raw, DeviceArray)
+        self.overwritten.append((int(raw.owner), raw.start))
 
     def upload(self, host: np.ndarray) -> RawArray:
         self.uploads = True
@@ -130,11 +134,11 @@ class DryRun(Call):
                 self.returned.add(number)
                 getters.append(itemgetter(number))
             elif isinstance(value, Record):
-                fields, held = dict(vars(value)), {}
+                fields, variable = dict(vars(value)), {}
                 for name, part in vars(value).items():
-                    if type(part) not in METADATA_TYPES:
-                        fields[name], held[name] = None, part  # the fields stay in their order
-                parts = list(zip(held, self.getters(held.values()), strict=True))
+                    if type(part) not in METADATA_TYPES and not (type(part) is tuple and is_metadata(part)):
+                        fields[name], variable[name] = None, part  # the fields stay in their order
+                parts = list(zip(variable, self.getters(variable.values()), strict=True))
                 getters.append(partial(_new_record, type(value), fields, parts))
             elif is_metadata(value):
                 getters.append(partial(_constant, value))
@@ -169,7 +173,7 @@ class LaunchPlan:
             before = len(described) - len(inputs)
             is_array = interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
             if is_array or isinstance(value, (Record, tuple)):
-                value = inputs.pop() if is_array else with_arrays(value, inputs)
+                value = inputs.pop() if is_array else replace_arrays(lambda *_: inputs.pop(), value, name)
                 call.argument_of[id(value)] = len(raw) - len(given)
             raw.append(value)
             if name in WRITTEN:
@@ -185,7 +189,8 @@ class LaunchPlan:
             wanted.append((shape, dtype, number not in call.returned))
         self._run_steps = cuda_launch().run_steps
         self._stream, makers = framework.prepare(device, wanted[first:])
-        self._device, self._events, self._buffers = device, call.events, len(wanted)
+        self._device, self._events, self._made = device, call.events, len(wanted) - first
+        self._overwritten = call.overwritten
         self._address, self._wrap = framework.address, framework.wrap
         self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
         #: what is written to, and what else came in, with their bytes; two that are written to once
@@ -211,17 +216,21 @@ class LaunchPlan:
         return True
 
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:
-        """The call of ``given``, whose arrays are ``arrays``, at ``addresses``."""
-        room = self._buffers - len(addresses)
-        memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
+        """The call of ``given``, whose arrays are ``arrays``, at ``addresses``; both lists grow by what the
+        call allocates."""
+        arrays += [None] * self._made
+        addresses += [0] * self._made
         if self._steps:
-            self._run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
+            self._run_steps(self._steps, arrays, addresses, self._address, self._device, self._stream())
         for count in counters.counting():
             for event in self._events:
                 count(event)
+        for number, start in self._overwritten:
+            count_overwrite((self._device, addresses[number] + start))
         for number in self._to_wrap:
-            memory[number] = self._wrap(memory[number])
-        return self._result([*memory, *given])
+            arrays[number] = self._wrap(arrays[number])
+        arrays += given
+        return self._result(arrays)
 
 
 def _new_record(

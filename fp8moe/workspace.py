@@ -83,9 +83,8 @@ class Layout:
         """Do the call on a CUDA device's stream, which may be being captured. The address of an argument that
         is changed in place is not read: its output's is."""
         arrays = [*arguments, *outputs]
-        plan = self.plans.get(device)
-        if plan is None:
-            plan = self.plans[device] = self._make_plan(device)
+        # one plan for all threads, also where two make it at once: a captured graph goes on using its memory
+        plan = self.plans.get(device) or self.plans.setdefault(device, self._make_plan(device))
         addresses = [address_of(arrays[i]) for i in plan.needed]
         if plan.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
             self._call([address_of(a) for a in arrays], device, stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
 from collections.abc import Callable
@@ -34,8 +33,7 @@ class _Current(threading.local):
         # device, address of the stream, allocator, and the log of a dry run (fp8moe.launch_plan)
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
         self.bound: set[int] = set()  # devices whose context this thread has had
-        self._buffers = driver.LaunchBuffers()  # keeps what these point to
-        self.parameters, self.config = self._buffers.parameters, self._buffers.config
+        self.buffers = driver.LaunchBuffers()
 
 
 _current = _Current()
@@ -182,23 +180,20 @@ def launch_loaded(
 
 def launch_packed(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
     """Launch x by y blocks with these parameters."""
-    buffer, size, extra = _current.parameters
-    parameters = kernel.parameters
-    parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
-    size.value = parameters.size  # type: ignore[union-attr]
-    # as in `_launch`: a call more costs the host 0.1 us
-    place, (config, attribute) = _current.place, _current.config
-    early = driver.has_dependent_launch(place[0])
-    LAUNCH_CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, early)
-    if status := driver.launch_kernel()(config, kernel.ptr, None, extra):
-        raise RuntimeError(f"cuLaunchKernelEx: error {status}")
+    buffers, parameters = _current.buffers, kernel.parameters
+    parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
+    buffers.size.value = parameters.size  # type: ignore[union-attr]
+    _launch(kernel, x, y, block, shared, None, buffers.extra_at)
 
 
-def _launch(kernel: Kernel, x: int, y: int, block: int, shared: int, parameters: Any) -> None:
-    place, (config, attribute) = _current.place, _current.config
-    early = driver.has_dependent_launch(place[0])
-    LAUNCH_CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, early)
-    if status := driver.launch_kernel()(config, kernel.ptr, parameters, None):
+def _launch(
+    kernel: Kernel, x: int, y: int, block: int, shared: int, pointers: int | None, extra: int | None
+) -> None:
+    """pointers, extra: addresses of the driver's ``kernelParams`` or of its ``extra``."""
+    (device, stream, *_), buffers = _current.place, _current.buffers
+    attributes = buffers.attribute_at, driver.has_dependent_launch(device)
+    LAUNCH_CONFIG.pack_into(buffers.config, 0, x, y, 1, block, 1, 1, shared, stream, *attributes)
+    if status := driver.launch_kernel()(buffers.config_at, kernel.ptr, pointers, extra):
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")
 
 
@@ -213,15 +208,14 @@ def launch_with_tensor_maps(
 ) -> None:
     """As `launch_packed`, but each parameter by its address: the driver knows how far tensor maps, which lie
     at multiples of 64 bytes of its own memory, are from the start of a block of parameters.
-    tiled: rows, columns and rows of a box of each tensor map."""
-    maps = [driver.tensor_map(values[i], *shape) for i, shape in enumerate(tiled)]
-    buffer = _current.parameters[0]
-    kernel.parameters.pack_into(buffer, 0, *maps, *values[len(maps) :])  # type: ignore[union-attr]
-    start, plain = ctypes.addressof(buffer), len(values) - len(maps)
-    places = [start + 128 * i for i in range(len(maps))]
-    places += [start + 128 * len(maps) + 8 * i for i in range(plain)]
-    pointers = (ctypes.c_void_p * len(places))(*places)
-    _launch(kernel, x, y, block, shared, pointers)
+    tiled: rows, columns and rows of a box of each tensor map, which takes the place of an address among the
+    values."""
+    for i, shape in enumerate(tiled):
+        values[i] = driver.tensor_map(values[i], *shape)
+    buffers = _current.buffers
+    kernel.parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
+    pointers = buffers.pointers_at(len(tiled), len(values) - len(tiled))
+    _launch(kernel, x, y, block, shared, pointers, None)
 
 
 def threads(count: int, block: int = 256) -> int:
