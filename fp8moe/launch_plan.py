@@ -189,7 +189,7 @@ class LaunchPlan:
             wanted.append((shape, dtype, number not in call.returned))
         self._run_steps = cuda_launch().run_steps
         self._stream, makers = framework.prepare(device, wanted[first:])
-        self._device, self._events, self._made = device, call.events, len(wanted) - first
+        self._device, self._events, self._num_allocated = device, call.events, len(wanted) - first
         self._overwritten = call.overwritten
         self._address, self._wrap = framework.address, framework.wrap
         self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
@@ -218,8 +218,8 @@ class LaunchPlan:
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:
         """Do the call with the arguments ``given``, which hold ``arrays`` at ``addresses``. Both lists are
         extended by what the call allocates."""
-        arrays += [None] * self._made
-        addresses += [0] * self._made
+        arrays += [None] * self._num_allocated
+        addresses += [0] * self._num_allocated
         if self._steps:
             self._run_steps(self._steps, arrays, addresses, self._address, self._device, self._stream())
         for count in counters.counting():
