@@ -53,6 +53,8 @@ def cases() -> Iterator[Case]:
     yield "permute+pad bf16, plan and rows", lambda: x, moved
     yield "permute+pad bf16, plan and rows, for autograd", lambda: weighed, moved
     yield "quantize 1x128", lambda: x, torch_ops.quantize
+    yield "quantize 1x128, out=", lambda: fp8moe.quantize(x), lambda q: fp8moe.quantize(x, out=q)
+    yield "dequantize", lambda: fp8moe.quantize(x), lambda q: fp8moe.dequantize(q, dtype="bfloat16")
     yield "scaling_aware_transpose", lambda: torch_ops.quantize(x), transposed
 
     w13, w2 = (
@@ -60,10 +62,15 @@ def cases() -> Iterator[Case]:
         for shape in ((512, 256), (256, 256))
     )
     few, ids8 = (t[:256].contiguous() for t in (x[:, :256], ids % 8))
+    few_offsets = torch.arange(0, 257, 32, device="cuda", dtype=torch.int32)
+
+    def product(q: fp8moe.QuantTensor) -> Any:
+        return fp8moe.grouped_gemm(q, w13.rowwise, few_offsets)
 
     def forward(rows: torch.Tensor) -> Any:
         return fp8moe.moe_forward(rows, w13, w2, ids8, probs[:256], recipe="fp8_flow")
 
+    yield "grouped_gemm fp8", lambda: fp8moe.quantize(few), product
     y, saved = forward(few)
     yield "moe_forward fp8_flow", lambda: few, forward
     yield "moe_backward fp8_flow", lambda: y, lambda dy: fp8moe.moe_backward(saved, dy)
@@ -89,6 +96,8 @@ def measure() -> Iterator[dict[str, Any]]:
 
 
 def _shape(name: str) -> str:
+    if name.startswith("grouped_gemm"):
+        return "256 x 512 x 256, 8 experts"
     if name.startswith("moe"):
         return "256 x 256, 8 experts, top-8"
     return f"{TOKENS},{EXPERTS},{HIDDEN},{TOPK}" if "permute" in name else f"{TOKENS} x {HIDDEN}"

@@ -1,13 +1,14 @@
-"""One call of an operation: its arrays as raw buffers, what it allocates and computes, its results.
+"""One call of an operation: its raw buffers, allocations, execution on a backend, and results.
 
-Arrays of any framework come in as raw buffers, the backend of their device computes, results leave as the
-caller's kind.
+Arrays of any framework are converted to raw buffers, the backend of their device runs, and results are
+converted to arrays of the caller's framework.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
@@ -21,61 +22,58 @@ from fp8moe.interop import NUMPY, Device, Framework, RawArray, describe_device, 
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor, Record
 
-NOWHERE = -1  # the device of arrays that are shapes only: nothing is computed there
+NOWHERE = -1  # the device of arrays that have a shape and no memory: nothing is executed
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
 
 
 class NotPlannable(Exception):
-    """The call depends on more than shapes: it reads or writes memory from the host."""
+    """No launch plan can be made, because the call reads or writes device memory from the host."""
 
 
 class _Current(threading.local):
-    call: Call | None = None  # of the outermost operation that runs in this thread
+    call: Call | None = None  # the outermost one that runs in this thread
 
 
 current = _Current()
 
 
 class Call:
-    """One call: ``args`` are raw, `empty` and `array` allocate, `run` computes, `leave` returns."""
+    """The state of one call: ``args`` are its arguments as raw buffers; `empty` and `array` allocate, `run`
+    executes, `leave` returns."""
 
     args: SimpleNamespace
 
     def __init__(self) -> None:
         self.device: Device = "cpu"
         self.framework: Framework = NUMPY
-        self._first: str | None = None
-        self._given: list[tuple[Any, Any]] = []  # raw buffers and records, and what they were
+        self._first: str | None = None  # the name of the first array
+        self._given: list[tuple[Any, Any]] = []  # raw buffers and records, and what they were made from
 
     def perform(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function, whose operations are part of this call: they take and return raw buffers."""
+        """Run a function. Operations in it are part of this call: they take and return raw buffers."""
         before, current.call = current.call, self
         try:
             return function(*arguments, **options)
         finally:
             current.call = before
 
-    # -------------------------------------------------------- in
+    # -------------------------------------------------------- arguments
 
     def take(self, name: str, value: Any) -> Any:
-        """The raw form of an argument; what holds no arrays stays as it is."""
-        arrays = list(_named_arrays(name, value))
-        if not arrays:
-            return value
-        raw = with_arrays(value, [self._view(n, a) for n, a in arrays][::-1])
-        for part, array in arrays if name in WRITTEN else ():
-            if interop.framework_of(array, part).is_read_only(array):
-                kind = f"{type(array).__module__}.{type(array).__qualname__}"
-                raise ValueError(
-                    f"{part}: got {kind}, which is read-only; wanted memory to write to, or None for new "
-                    "memory"
-                )
-        self._given.append((raw, value))
+        """Convert an argument to raw buffers; one without arrays is returned as it is."""
+        raw = replace_arrays(partial(self._view, name in WRITTEN), value, name)
+        if raw is not value:
+            self._given.append((raw, value))
         return raw
 
-    def _view(self, name: str, array: Any) -> RawArray:
+    def _view(self, written: bool, name: str, array: Any) -> RawArray:
         framework = interop.framework_of(array, name)
         raw = framework.view(array, name)
+        if written and framework.is_read_only(array):
+            kind = f"{type(array).__module__}.{type(array).__qualname__}"
+            raise ValueError(
+                f"{name}: got {kind}, which is read-only; wanted memory to write to, or None for new memory"
+            )
         if isinstance(raw, np.ndarray):
             self._locate(name, "cpu", framework.beside(array) if self._first is None else framework)
         else:
@@ -84,7 +82,8 @@ class Call:
         return raw
 
     def _locate(self, name: str, device: Device, framework: Framework) -> None:
-        """All arrays lie where the first one does."""
+        """Refuse an array on another device than the first one's; for an array of another framework order the
+        two frameworks' streams."""
         if self._first is None:
             self.device, self.framework, self._first = device, framework, name
         elif device != self.device:
@@ -97,10 +96,10 @@ class Call:
             if before != after:
                 load_module("fp8moe.kernels_cuda.driver").order(before, after, int(device))
 
-    # -------------------------------------------------------- inside
+    # -------------------------------------------------------- execution
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> RawArray:
-        """Allocate an array, by the caller's framework on CUDA."""
+        """Allocate an array; on CUDA the caller's framework does."""
         return self.framework.empty(ArraySpec(shape, dtype), self.device)
 
     def empty(self, spec: Any) -> Any:
@@ -117,7 +116,7 @@ class Call:
         return new
 
     def run(self, topic: str, name: str, *arguments: Any, out: Any, **options: Any) -> None:
-        """Have the backend of this device fill ``out``. Empty outputs return here, and only here."""
+        """Have the backend of this call's device fill ``out``. Only here do empty outputs return early."""
         if self.device == NOWHERE:
             return
         function = getattr(load_backend(self.device, topic), name)
@@ -128,13 +127,19 @@ class Call:
         self._do(function, *arguments, out=out, **options)
 
     def _do(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """On the CPU with its arithmetic; on CUDA on the stream that the caller's arrays are ordered on."""
+        """Call a function of the backend: on the CPU under `DefaultArithmetic`, on CUDA on the stream of the
+        caller's framework."""
         if self.device == "cpu":
             with load_module("fp8moe.reference.numerics").DefaultArithmetic():
                 return function(*arguments, **options)
         stream = self.framework.stream(self.device)
         place = int(self.device), stream, self.framework.scratch, None
         return cuda_launch().run_at(place, function, *arguments, **options)
+
+    def count_overwrite(self, raw: RawArray) -> None:
+        """Count that this call has overwritten an array that was given to it."""
+        if (place := place_of(raw)) is not None:
+            count_overwrite(place)
 
     def upload(self, host: np.ndarray) -> RawArray:
         """Copy a small host array to the device of this call, on its stream."""
@@ -145,7 +150,7 @@ class Call:
         return raw
 
     def values(self, raw: RawArray) -> np.ndarray | None:
-        """An array's values on the host, for checks: on CUDA only with FP8MOE_CHECK=1, as it synchronises."""
+        """An array's values on the host, for checks; on CUDA only with FP8MOE_CHECK=1: it synchronises."""
         if isinstance(raw, np.ndarray):
             return raw
         return self.to_host(raw) if checks.LOOK_AT_VALUES else None
@@ -157,11 +162,11 @@ class Call:
         host: np.ndarray = self._do(cuda_launch().copy_to_host, raw)
         return host
 
-    # -------------------------------------------------------- out
+    # -------------------------------------------------------- results
 
     def leave(self, out: Any) -> Any:
-        """Raw buffers back to the caller's kind of array, those that came in to what they were. Inside of an
-        operation, which its outermost call leaves, nothing changes."""
+        """Convert results to arrays of the caller's framework, and raw buffers of arguments back to these
+        arguments. Inside another operation everything stays raw: the outermost call converts it."""
         if current.call is self or is_metadata(out):
             return out
         for raw, given in self._given:
@@ -177,54 +182,41 @@ class Call:
         return new
 
 
-# ---------------------------------------------------------------- arguments as trees of arrays
+# ---------------------------------------------------------------- arrays in arguments and outputs
 
 
-def _named_arrays(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What must be arrays in an argument, each with its name."""
+def replace_arrays(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
+    """Replace every array of an argument by ``fn(name, array)``. Codes of a float8 dtype become uint8. Raises
+    TypeError for a field of a record that holds neither an array nor metadata."""
     if isinstance(value, tuple):
-        for i, part in enumerate(value):
-            yield from _named_arrays(f"{name}[{i}]", part)
-    elif isinstance(value, Record):
-        for field, part in vars(value).items():
-            if isinstance(part, (Record, tuple)):
-                yield from _named_arrays(f"{name}.{field}", part)
-            elif type(part) not in METADATA_TYPES and not is_metadata(part):
-                yield f"{name}.{field}", part
-    elif interop.framework_of_type(type(value)) is not None:  # type: ignore[arg-type]
-        yield name, value
-
-
-def with_arrays(value: Any, arrays: list[Any]) -> Any:
-    """An argument with others in the place of its arrays, taken from the end of a list. FP8 codes are uint8
-    inside the library, also where they came as a float8 dtype."""
-    if isinstance(value, tuple):
-        return value if is_metadata(value) else tuple([with_arrays(part, arrays) for part in value])
+        if is_metadata(value):
+            return value
+        return tuple([replace_arrays(fn, part, f"{name}[{i}]") for i, part in enumerate(value)])
     if not isinstance(value, Record):
-        return value if interop.framework_of_type(type(value)) is None else arrays.pop()  # type: ignore[arg-type]
+        return value if interop.framework_of_type(type(value)) is None else fn(name, value)  # type: ignore[arg-type]
     new = object.__new__(type(value))
-    fields = new.__dict__
-    for name, part in vars(value).items():
-        if type(part) not in METADATA_TYPES:
-            if isinstance(part, (Record, tuple)):
-                part = with_arrays(part, arrays)
-            elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
-                part = arrays.pop()
-            elif not is_metadata(part):
-                raise NotPlannable  # `Call.take` raises the error that names the argument
-        fields[name] = part
+    for field, part in vars(value).items():
+        if type(part) in METADATA_TYPES:
+            pass
+        elif isinstance(part, (Record, tuple)):
+            part = replace_arrays(fn, part, f"{name}.{field}")
+        elif interop.framework_of_type(type(part)) is not None:  # type: ignore[arg-type]
+            part = fn(f"{name}.{field}", part)
+        elif not is_metadata(part):
+            raise interop.no_array(part, f"{name}.{field}")
+        new.__dict__[field] = part
     return as_codes(new) if isinstance(new, QuantTensor) else new
 
 
 def as_codes(q: QuantTensor) -> QuantTensor:
-    """A raw tensor with codes as uint8."""
+    """A raw tensor with codes of dtype uint8."""
     if q.data is None or getattr(q.data, "dtype", None) != FLOAT8_DTYPES.get(q.fmt):
         return q
     return replace(q, data=q.data.view(np.dtype(np.uint8)))
 
 
 def _is_empty(out: Any) -> bool:
-    """Whether no array of an output has an element; the plan of permuted rows is none."""
+    """Whether every array of an output is empty; a `PermutationPlan` in it is an input and does not count."""
     if not isinstance(out, (Record, tuple)):
         return out is None or 0 in out.shape
     for part in out if isinstance(out, tuple) else vars(out).values():
@@ -234,6 +226,16 @@ def _is_empty(out: Any) -> bool:
         elif part is not None and 0 not in getattr(part, "shape", (0,)):
             return False
     return True
+
+
+#: calls of `count_overwrite` by device and address; entries are never removed
+overwrite_counts: Counter[tuple[Device, int]] = Counter()
+_counting = threading.Lock()
+
+
+def count_overwrite(place: tuple[Device, int]) -> None:
+    with _counting:  # += reads, then writes
+        overwrite_counts[place] += 1
 
 
 def place_of(raw: RawArray) -> tuple[Device, int] | None:
@@ -255,5 +257,5 @@ def load_backend(device: Device, topic: str) -> ModuleType:
     return load_module(f"fp8moe.kernels_cuda.{topic}")
 
 
-#: the module that launches kernels, which imports CuPy
+#: returns the module that launches kernels; loaded at the first use, as it imports CuPy
 cuda_launch: Callable[[], Any] = partial(load_module, "fp8moe.kernels_cuda.launch")

@@ -1,8 +1,8 @@
-"""Dispatch of operations: `operation` makes a public function, by the device and the shapes of its arrays.
+"""Dispatch of operations: `operation` makes a public function of one that is written for raw buffers.
 
-On the CPU it calls the operation with NumPy arrays. On CUDA it records once, for given shapes, what is
-allocated and launched (`fp8moe.launch_plan`), and repeats that. An operation that calls others is one call
-(`fp8moe.call`): only the outermost converts arrays.
+On the CPU the operation is called with NumPy arrays. On CUDA the first call with given shapes makes a launch
+plan (`fp8moe.launch_plan`) of what the operation allocates and launches, and later calls run that plan. An
+operation that calls others is one call (`fp8moe.call`): only the outermost converts arrays.
 """
 
 from __future__ import annotations
@@ -17,33 +17,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fp8moe import checks, interop
-from fp8moe.call import NOWHERE, Call, NotPlannable, current, load_backend, place_of
+from fp8moe.call import NOWHERE, Call, NotPlannable, current
 from fp8moe.launch_plan import LaunchPlan
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import DeviceArray, PermutationPlan, Quantized, QuantTensor, Record
 
-__all__ = [
-    "NOWHERE",
-    "Call",
-    "cached_plans",
-    "clear_cached_plans",
-    "enter",
-    "load_backend",
-    "operation",
-    "place_of",
-]
+__all__ = ["NOWHERE", "Call", "cached_plans", "clear_cached_plans", "enter", "operation"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: by function and arguments' shapes and values: the launch plan, or None where there cannot be one
+#: launch plans, by the function, all plain arguments, and shape, dtype and alignment of every array; None
+#: where no plan can be made
 _plans: dict[Any, LaunchPlan | None] = {}
 _adding = threading.Lock()
-PLANS_KEPT = 512
+PLANS_KEPT = 512  # the oldest is dropped
 
 
 def cached_plans() -> list[tuple[str, LaunchPlan | None]]:
-    """The operations whose calls are cached, the oldest first, each with its launch plan, or None where every
-    call is made without one because what it launches depends on values."""
+    """The operations of all cached calls, the oldest first, each with its launch plan, or None where what is
+    launched depends on values, so that every call is made without a plan."""
     return [(identity[0].__name__, plan) for identity, plan in list(_plans.items())]
 
 
@@ -51,10 +43,10 @@ def clear_cached_plans() -> None:
     _plans.clear()
 
 
-#: types of arguments that are told apart by their values alone
+#: types whose values go into a key without their type
 PLAIN = METADATA_TYPES - {bool, float}
 _UNKNOWN: Any = object()
-_ARRAY: Any = object()  # in a key: their shapes and dtypes come after all values
+_ARRAY: Any = object()  # an array in a key: shapes and dtypes of all arrays come at the end
 
 
 def operation(function: Function) -> Function:
@@ -70,27 +62,33 @@ def operation(function: Function) -> Function:
             return _run_now(function, names, arguments, options)
         key: list[Any] = [function, len(arguments), *options]
         arrays: list[Any] = []
-        remaining = [*given[::-1]]
+        array_kind = None  # of the last array, as most calls have arrays of one type
+        remaining = [iter(given)]
         while remaining:  # records and tuples are replaced by their parts
-            value = remaining.pop()
-            kind = type(value)
-            if kind in PLAIN:
-                key.append(value)
-            elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
-                key.append((kind, value))
-            elif interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
-                key.append(_ARRAY)
-                arrays.append(value)
-            elif kind is tuple:
-                key.append((tuple, len(value)))  # or (1,), 7 and 1, (7,) would be the same
-                remaining += value[::-1]
-            elif isinstance(value, Record):
-                key.append(kind)
-                remaining += reversed(vars(value).values())
-            elif isinstance(value, np.generic) or is_metadata(value):
-                key.append((kind, value))
+            for value in remaining[-1]:
+                kind = type(value)
+                if kind in PLAIN:
+                    key.append(value)
+                elif kind is bool or kind is float:  # True, 1 and 1.0 are equal, but not interchangeable
+                    key.append((kind, value))
+                elif kind is array_kind or interop.framework_of_type(kind) is not None:  # type: ignore[arg-type]
+                    array_kind = kind
+                    key.append(_ARRAY)
+                    arrays.append(value)
+                elif kind is tuple:
+                    key.append((tuple, len(value)))  # otherwise (1,), 7 and 1, (7,) would be the same
+                    remaining.append(iter(value))
+                    break
+                elif isinstance(value, Record):
+                    key.append(kind)
+                    remaining.append(iter(vars(value).values()))
+                    break
+                elif isinstance(value, np.generic) or is_metadata(value):
+                    key.append((kind, value))
+                else:
+                    return _run_now(function, names, arguments, options)
             else:
-                return _run_now(function, names, arguments, options)
+                remaining.pop()
         framework = interop.framework_of_type(type(arrays[0])) if arrays else None  # type: ignore[arg-type]
         description = None if framework is None else framework.describe(arrays)
         if framework is None or description is None:
@@ -99,7 +97,7 @@ def operation(function: Function) -> Function:
         identity = (*key, framework, device, *described)
         try:
             plan = _plans.get(identity, _UNKNOWN)
-        except TypeError:  # something has no hash
+        except TypeError:  # an argument is not hashable
             return _run_now(function, names, arguments, options)
         if plan is _UNKNOWN:
             try:
@@ -108,7 +106,7 @@ def operation(function: Function) -> Function:
                 plan = None
             with _adding:
                 if len(_plans) >= PLANS_KEPT:
-                    _plans.pop(next(iter(_plans)))  # the oldest
+                    _plans.pop(next(iter(_plans)))
                 _plans[identity] = plan
         if plan is None or (plan.written and not plan.fits(addresses)):
             return _run_now(function, names, arguments, options)
@@ -127,19 +125,17 @@ def _run_now(function: Any, names: list[str], arguments: tuple[Any, ...], option
 
 
 def _names_of(names: list[str], count: int) -> list[str]:
-    """Of positional arguments, also of those that a ``*name`` takes."""
-    if count <= len(names):
-        return names[:count]
-    return names + [f"{names[-1]}[{i}]" for i in range(count - len(names))]
+    """Names of ``count`` positional arguments, including those that a ``*name`` takes."""
+    return [*names, *(f"{names[-1]}[{i}]" for i in range(count - len(names)))][:count]
 
 
 def enter(**values: Any) -> Call:
-    """The call that an operation is part of; its ``args`` are these values, as raw buffers.
+    """The call that an operation is part of, with these values as raw buffers in its ``args``.
 
-    Outside of an operation, a call of its own, whose results `Call.leave` hands back.
+    Outside an operation this is a new call, whose results `Call.leave` converts.
 
-    Raises TypeError for what is not an array or lies on another device than the first, ValueError for
-    an array that is not C-contiguous, or for ``out``, which is written to, that is read-only.
+    Raises TypeError for an argument that is no array or lies on another device than the first, ValueError for
+    an array that is not C-contiguous, or for a read-only ``out``.
     """
     first, *_ = values
     if values[first] is None:

@@ -1,9 +1,9 @@
-"""What a call on CUDA allocates and launches: recorded once by shapes in a dry run, repeated by address.
+"""Launch plans: what a call on CUDA allocates and launches, recorded once for given shapes in a dry run.
 
 The dry run calls the operation with descriptors in place of arrays (`DeviceArray` whose owner is the number
-of a buffer): its checks, output shapes and launchers run as they are, and what would be allocated, launched
-and freed is logged instead. Launches name memory by (buffer, offset in bytes). A plan holds no memory, and
-never changes: threads share it.
+of a buffer). The operation's checks, output shapes and launchers run unchanged, but allocations, launches and
+releases are only logged. A launch refers to memory as (buffer, offset in bytes), so a plan can run at any
+addresses. A plan holds no memory and never changes: threads share it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 from fp8moe import counters, interop
-from fp8moe.call import NOWHERE, WRITTEN, Call, NotPlannable, cuda_launch, current, with_arrays
+from fp8moe.call import NOWHERE, WRITTEN, Call, NotPlannable, count_overwrite, cuda_launch, replace_arrays
 from fp8moe.interop import Framework, RawArray
 from fp8moe.interop.base import Wanted
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
 from fp8moe.records import ArraySpec, DeviceArray, Record
 
-#: addresses of descriptors: of no allocation, another for each buffer, with the alignment of its array
+#: descriptors get addresses outside any allocation, a different one for each buffer, aligned as its array is
 FIRST_ADDRESS, ADDRESS_STEP = 1 << 62, 1 << 42
 
 Getter = Callable[[list[Any]], Any]
 
 
 class Buffer(int):
-    """The number of a buffer that the call allocates; when its last reference ends, the release is logged."""
+    """The number of a buffer that the call allocates. Dropping its last reference logs its release."""
 
     steps: list[Any]
 
@@ -40,15 +40,16 @@ class Buffer(int):
 
 
 class DryRun(Call):
-    """A call on descriptors, which logs what would be allocated, released and launched.
+    """A call on descriptors that logs allocations, releases and launches.
 
-    inputs: the descriptors of the arrays that come in, which are the first buffers.
-    buffers: shape and dtype of all, by their numbers. scratch_buffers: those that a launcher asked for.
-    steps: n where buffer n is allocated, ~n where it is released, and launches: (function, fixed arguments,
-        values, places), the places of addresses among the values as (index, buffer, offset in bytes).
-    events: what `fp8moe.trace` counts. uploads: whether the call brings something from the host.
-    argument_of: by identity, of what stands for an argument that holds arrays: its index, from the end.
+    inputs: descriptors of the arguments' arrays, which are the first buffers.
+    buffers: shape and dtype of each buffer. scratch_buffers: those that a launcher asked for.
+    steps: n for the allocation of buffer n, ~n for its release; a launch is (function, fixed arguments,
+        values, places), where places are the addresses among the values: (index, buffer, offset in bytes).
+    events: what `fp8moe.trace` counts. uploads: whether the call copies something from the host.
+    argument_of: by the id of the raw form of an argument that holds arrays: its index, from the end.
     returned: the buffers that are in the result.
+    overwritten: (buffer, offset in bytes) of each array that `count_overwrite` was called for.
     """
 
     def __init__(
@@ -57,36 +58,35 @@ class DryRun(Call):
         device: int,
         framework: Framework,
     ):
-        """described: shape, dtype and alignment of each array that comes in."""
+        """described: shape, dtype and alignment of each array of the arguments."""
         self.device, self.framework = device, framework
         self.buffers: list[tuple[tuple[int, ...], np.dtype]] = []
-        self.inputs: list[DeviceArray] = []
         self.steps: list[Any] = []
         self.scratch_buffers: set[int] = set()
         self.events: list[tuple[str, Any]] = []
         self.uploads = False
         self.argument_of: dict[int, int] = {}
         self.returned: set[int] = set()
+        self.overwritten: list[tuple[int, int]] = []
+        self.inputs: list[DeviceArray] = []
         for shape, dtype, align in described:
             number = len(self.inputs)
-            # no address where nothing is launched
+            # address 0 where nothing is launched
             address = 0 if device == NOWHERE else FIRST_ADDRESS + number * ADDRESS_STEP + align
             self.inputs.append(DeviceArray(address, shape, dtype, device, number))
             self.buffers.append((shape, dtype))
 
     def perform(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if self.device != NOWHERE:
+            arguments = (self.device, 0, self.scratch, self), function, *arguments
+            function = cuda_launch().run_at
         counting = counters.active.set((self.events.append,))
-        before, current.call = current.call, self
         try:
-            if self.device == NOWHERE:
-                return function(*arguments, **options)
-            place = self.device, 0, self.scratch, self
-            return cuda_launch().run_at(place, function, *arguments, **options)
+            return super().perform(function, *arguments, **options)
         finally:
-            current.call = before
             counters.active.reset(counting)
 
-    _do: Any = staticmethod(operator.call)  # launches are logged where they are
+    _do: Any = staticmethod(operator.call)  # the launchers log their launches
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
         number = Buffer(len(self.buffers))
@@ -99,6 +99,10 @@ class DryRun(Call):
     def scratch(self, spec: ArraySpec, device: int) -> DeviceArray:
         self.scratch_buffers.add(len(self.buffers))
         return self.array(spec.shape, spec.dtype)
+
+    def count_overwrite(self, raw: RawArray) -> None:
+        assert isinstance(raw, DeviceArray)
+        self.overwritten.append((int(raw.owner), raw.start))
 
     def upload(self, host: np.ndarray) -> RawArray:
         self.uploads = True
@@ -118,7 +122,7 @@ class DryRun(Call):
         raise NotPlannable
 
     def getters(self, values: Iterable[Any]) -> list[Getter]:
-        """Functions that return each of the values, from a list of the call's buffers and its arguments."""
+        """For each value, a function that gets it from a list of the call's buffers and arguments."""
         getters: list[Getter] = []
         for value in values:
             if id(value) in self.argument_of:
@@ -130,11 +134,11 @@ class DryRun(Call):
                 self.returned.add(number)
                 getters.append(itemgetter(number))
             elif isinstance(value, Record):
-                fields, held = dict(vars(value)), {}
+                fields, variable = dict(vars(value)), {}
                 for name, part in vars(value).items():
-                    if type(part) not in METADATA_TYPES:
-                        fields[name], held[name] = None, part  # the fields stay in their order
-                parts = list(zip(held, self.getters(held.values()), strict=True))
+                    if type(part) not in METADATA_TYPES and not (type(part) is tuple and is_metadata(part)):
+                        fields[name], variable[name] = None, part  # the fields stay in their order
+                parts = list(zip(variable, self.getters(variable.values()), strict=True))
                 getters.append(partial(_new_record, type(value), fields, parts))
             elif is_metadata(value):
                 getters.append(partial(_constant, value))
@@ -146,7 +150,7 @@ class DryRun(Call):
 
 
 class LaunchPlan:
-    """A call that can be repeated on any arrays of the shapes, dtypes and alignments that it was made for."""
+    """A call that can be repeated on other arrays of the same shapes, dtypes and alignments."""
 
     def __init__(
         self,
@@ -163,13 +167,13 @@ class LaunchPlan:
         given = (*arguments, *options.values())
         raw: list[Any] = []
         inputs = call.inputs[::-1]
-        self.written: list[int] = []  # the inputs, by their numbers, that the call writes to
+        self.written: list[int] = []  # the numbers of the inputs that the call writes to
         labels = [*names[: len(arguments)], *[""] * (len(arguments) - len(names)), *options]
         for name, value in zip(labels, given, strict=True):
             before = len(described) - len(inputs)
             is_array = interop.framework_of_type(type(value)) is not None  # type: ignore[arg-type]
             if is_array or isinstance(value, (Record, tuple)):
-                value = inputs.pop() if is_array else with_arrays(value, inputs)
+                value = inputs.pop() if is_array else replace_arrays(lambda *_: inputs.pop(), value, name)
                 call.argument_of[id(value)] = len(raw) - len(given)
             raw.append(value)
             if name in WRITTEN:
@@ -178,17 +182,18 @@ class LaunchPlan:
             raise NotPlannable
         count = len(arguments)
         result = call.perform(function, *raw[:count], **dict(zip(options, raw[count:], strict=True)))
-        self._held = result  # or the release of its buffers would be logged
+        self._held = result  # keeps its buffers from being logged as released
         (self._result,) = call.getters((result,))
-        first, wanted = len(described), list[Wanted]()  # of what is allocated, after what comes in
+        first, wanted = len(described), list[Wanted]()  # buffers from `first` on are allocated
         for number, (shape, dtype) in enumerate(call.buffers):
             wanted.append((shape, dtype, number not in call.returned))
         self._run_steps = cuda_launch().run_steps
         self._stream, makers = framework.prepare(device, wanted[first:])
-        self._device, self._events, self._buffers = device, call.events, len(wanted)
+        self._device, self._events, self._num_allocated = device, call.events, len(wanted) - first
+        self._overwritten = call.overwritten
         self._address, self._wrap = framework.address, framework.wrap
         self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
-        #: what is written to, and what else came in, with their bytes; two that are written to once
+        #: every input that is written to with every other input, and their sizes in bytes; each pair once
         self._pairs: list[tuple[int, int, int, int]] = []
         for i in self.written:
             sizes = [math.prod(s) * d.itemsize for s, d in call.buffers[:first]]
@@ -204,24 +209,28 @@ class LaunchPlan:
                 self._steps.append((None, None, ~step, False))
 
     def fits(self, addresses: list[int]) -> bool:
-        """Whether what is written to overlaps nothing else that came in."""
+        """Whether no input that is written to overlaps another input."""
         for i, size, j, other in self._pairs:
             if addresses[j] < addresses[i] + size and addresses[i] < addresses[j] + other:
                 return False
         return True
 
     def run(self, given: Sequence[Any], arrays: list[Any], addresses: list[int]) -> Any:
-        """The call of ``given``, whose arrays are ``arrays``, at ``addresses``."""
-        room = self._buffers - len(addresses)
-        memory, addresses = [*arrays, *[None] * room], [*addresses, *[0] * room]
+        """Do the call with the arguments ``given``, which hold ``arrays`` at ``addresses``. Both lists are
+        extended by what the call allocates."""
+        arrays += [None] * self._num_allocated
+        addresses += [0] * self._num_allocated
         if self._steps:
-            self._run_steps(self._steps, memory, addresses, self._address, self._device, self._stream())
+            self._run_steps(self._steps, arrays, addresses, self._address, self._device, self._stream())
         for count in counters.counting():
             for event in self._events:
                 count(event)
+        for number, start in self._overwritten:
+            count_overwrite((self._device, addresses[number] + start))
         for number in self._to_wrap:
-            memory[number] = self._wrap(memory[number])
-        return self._result([*memory, *given])
+            arrays[number] = self._wrap(arrays[number])
+        arrays += given
+        return self._result(arrays)
 
 
 def _new_record(

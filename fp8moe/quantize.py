@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fp8moe import checks, counters, interop
-from fp8moe.dispatch import Function, enter, operation, place_of
+from fp8moe.call import overwrite_counts, place_of
+from fp8moe.dispatch import enter, operation
 from fp8moe.formats import (
     BFLOAT16,
     BLOCKED_128X4,
@@ -26,7 +25,6 @@ from fp8moe.formats import (
     scale_shape,
     swapped,
 )
-from fp8moe.interop import Device
 from fp8moe.records import ArrayLike, ArraySpec, DeviceArray, Quantized, QuantTensor
 
 #: the blocks quantize writes; (1, 16) is moved and dequantised only
@@ -34,38 +32,20 @@ QUANTIZE_BLOCKS = tuple(block for block in BLOCKS if block != (1, 16))
 _TRANSPOSED: dict[Block, Block] = {**COLUMN_BLOCK, (128, 128): (128, 128)}
 
 
-def _counts_overwriting(function: Function) -> Function:
-    """Count the calls that write to memory given as ``out``, for `times_overwritten`."""
-
-    @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
-        result = function(*arguments, **options)
-        if options.get("out") is not None and (place := _place_of_codes(options["out"])) is not None:
-            _overwritten[place] += 1
-        return result
-
-    return call  # type: ignore[return-value]
-
-
-#: by device and address of codes; as many entries as there ever were buffers to write to
-_overwritten: Counter[tuple[Device, int]] = Counter()
-
-
-def _place_of_codes(q: QuantTensor | Quantized) -> tuple[Device, int] | None:
-    codes = (q.columnwise if isinstance(q, Quantized) else q).data
-    if not isinstance(codes, (np.ndarray, DeviceArray)):  # as inside of an operation
-        codes = interop.framework_of(codes, "out").view(codes, "out")
-    return place_of(codes)
+def _codes(q: QuantTensor | Quantized) -> Any:
+    return (q.columnwise if isinstance(q, Quantized) else q).data
 
 
 def times_overwritten(q: QuantTensor | Quantized) -> int | None:
     """How often `quantize` has written to these codes with ``out=``: who keeps them to read them later
     compares this number. None while only shapes are known."""
-    place = _place_of_codes(q)
-    return None if place is None else _overwritten[place]
+    codes = _codes(q)
+    if not isinstance(codes, (np.ndarray, DeviceArray)):  # as inside of an operation
+        codes = interop.framework_of(codes, "out").view(codes, "out")
+    place = place_of(codes)
+    return None if place is None else overwrite_counts[place]
 
 
-@_counts_overwriting
 @operation
 def quantize(
     x: ArrayLike,
@@ -152,10 +132,12 @@ def quantize(
     counters.record_cast(weight=block == (128, 128))
     round_up = scale_rounding == "up" if is_mx(block) else pow2
     call.run("quantize", "quantize", array, round_up=round_up, eps=eps, out=result)
-    return call.leave(result) if out is None else out
+    if out is None:
+        return call.leave(result)
+    call.count_overwrite(_codes(result))
+    return out
 
 
-@_counts_overwriting
 @operation
 def quantize_parts(
     x: Any,
@@ -204,7 +186,10 @@ def quantize_parts(
     counters.record_cast(weight=True)
     options = {"count": parts, "transposed": transposed, "round_up": True, "eps": 0.0}
     call.run("quantize", "quantize_parts", arrays, out=result, **options)
-    return call.leave(result) if out is None else out
+    if out is None:
+        return call.leave(result)
+    call.count_overwrite(_codes(result))
+    return out
 
 
 def quantize_spec(

@@ -1,8 +1,8 @@
-"""A call on memory that its caller owns, as a compiler's runtime does (XLA's, for JAX under ``jit``).
+"""Calls on memory that the caller allocates, as XLA's runtime does for JAX under ``jit``.
 
-What a call allocates follows from shapes: `Layout` records it in a dry run. Arrays that the call returns
-are asked for one by one; its temporaries share one workspace, where those that do not live at the same time
-overlap. `Layout.run` then launches at the addresses it is given.
+`Layout` records in a dry run what a call allocates, which follows from shapes. Each array that the call
+returns is an output of its own; temporaries share one workspace, where those that are not alive at the same
+time overlap. `Layout.run` then launches at the addresses that it is given.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8moe.launch_plan import DryRun
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec, DeviceArray
 
-ALIGNMENT = 256  # bytes, of a temporary in the workspace: as cudaMalloc's
+ALIGNMENT = 256  # bytes, of a temporary in the workspace, as of cudaMalloc
 
 
 class Layout:
@@ -31,11 +31,11 @@ class Layout:
 
     arguments: the arrays' shapes and dtypes. in_place: which of them the function adds to and returns.
 
-    outputs: the arrays to be made, each an `ArraySpec`; the last one is the workspace, where there is one.
-    aliases: the output that is an argument changed in place, by the argument's number.
-    leaves: for each array of the result the number of its output, or ~i where it is argument i untouched.
-    only_launches: whether the call brings nothing from the host, so that a graph may hold it.
-    plans: what is launched on each device that it has run on.
+    outputs: an `ArraySpec` of each array to allocate; the last one is the workspace, where one is needed.
+    aliases: by the number of an argument that is changed in place, the number of its output.
+    leaves: for each array of the result the number of its output, or ~i where it is argument i, unchanged.
+    only_launches: whether the call copies nothing from the host, so that a CUDA graph can capture it.
+    plans: what is launched, by device.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Layout:
         self._result = map_arrays(lambda _, a: replace(a, owner=None), result)
         steps = call.steps.copy()
         del result
-        made = dict.fromkeys(n for n in buffers if n >= inputs or n in in_place)  # each once, in this order
+        made = dict.fromkeys(n for n in buffers if n >= inputs or n in in_place)  # each once, in order
         number_of = {n: i for i, n in enumerate(made)}
         self.outputs = [specs[n] for n in made]
         self.aliases = {n: i for n, i in number_of.items() if n < inputs}
         self.leaves = [number_of.get(n, ~n) for n in buffers]
         self.only_launches = not call.uploads and not checks.LOOK_AT_VALUES
         offsets, size = _pack(steps, specs, made)
-        #: of each buffer: among arguments and outputs, the array that it lies in, and where
+        #: of each buffer: the number of the array among arguments and outputs that it lies in, and its offset
         self._places = [
             (inputs + number_of[n], 0) if n in made else (n if n < inputs else inputs + len(made), offsets[n])
             for n in range(len(specs))
@@ -68,7 +68,7 @@ class Layout:
             self.outputs.append(ArraySpec((size,), np.dtype(np.uint8)))
 
     def result(self, arrays: Sequence[Any], outputs: Sequence[Any]) -> Any:
-        """What the call returns, of the arrays it was given and of its outputs."""
+        """What the call returns, made of its arguments' arrays and its outputs."""
         picked = (arrays[~n] if n < 0 else outputs[n] for n in self.leaves)
         return map_arrays(lambda _, a: next(picked), self._result)
 
@@ -80,12 +80,11 @@ class Layout:
         device: int,
         stream: int,
     ) -> None:
-        """Do the call on a CUDA device's stream, which may be being captured. The address of an argument that
-        is changed in place is not read: its output's is."""
+        """Do the call on a CUDA device's stream, which may be capturing. Of an argument that is changed in
+        place, the output's address is used."""
         arrays = [*arguments, *outputs]
-        plan = self.plans.get(device)
-        if plan is None:
-            plan = self.plans[device] = self._make_plan(device)
+        # one plan, also where two threads make it at once: graphs captured with it use its scratch memory
+        plan = self.plans.get(device) or self.plans.setdefault(device, self._make_plan(device))
         addresses = [address_of(arrays[i]) for i in plan.needed]
         if plan.steps is None or functools.reduce(operator.or_, addresses, 0) & 15:
             self._call([address_of(a) for a in arrays], device, stream)
@@ -102,10 +101,10 @@ class Layout:
             if checks.LOOK_AT_VALUES:
                 raise NotPlannable
             _, call = _dry_run(self._function, self._arguments, device)
-        except NotPlannable:  # the function is called each time
+        except NotPlannable:  # every run calls the function
             return DevicePlan(None, [], 0)
         following, scratch = iter(self._places), 0
-        places: list[tuple[int, int]] = []  # of these buffers; scratch memory, of so many bytes, is array -1
+        places: list[tuple[int, int]] = []  # as `_places`, of this dry run; array -1 is scratch memory
         for number, buffer in enumerate(call.buffers):
             if number in call.scratch_buffers:
                 places.append((-1, scratch))
@@ -129,8 +128,8 @@ class Layout:
 
 
 def result_specs(function: Callable[[list[Any]], Any], arguments: Sequence[ArraySpec]) -> Any:
-    """Shapes and dtypes of what ``function`` returns, called with a list of such arrays. Lengths may be
-    symbols, as torch's compiler has them."""
+    """Shapes and dtypes of what ``function`` returns when it is called with a list of such arrays. Dimensions
+    may be symbols, as in torch.compile."""
     result, _ = _dry_run(function, arguments, NOWHERE)
     return map_arrays(lambda _, a: ArraySpec(a.shape, a.dtype), result)
 
@@ -143,17 +142,17 @@ def _dry_run(
 
 
 class DevicePlan:
-    """What a call launches: ``steps`` on the addresses of the arrays ``needed``, and of scratch memory."""
+    """What a call launches: ``steps``, on the addresses of the arrays ``needed`` and of scratch memory."""
 
     def __init__(self, steps: list[Any] | None, needed: list[int], scratch: int):
-        """steps: None where they depend on values. scratch: bytes."""
+        """steps: None where they depend on values. scratch: size in bytes."""
         self.one_at_a_time = threading.Lock()
         self._memory: dict[int, Any] = {}  # by stream
         self.steps, self.needed, self.scratch = steps, needed, scratch
 
     def memory_on(self, device: int, stream: int) -> int:
-        """The address of scratch memory, the same for all calls on a stream, which come one after the other,
-        and in a captured graph, which goes on using it."""
+        """The address of scratch memory. All calls on a stream share it, as they run one after the other, and
+        so do the graphs captured from it; it lives as long as this plan."""
         if stream not in self._memory:
             with load_module("fp8moe.kernels_cuda.driver").while_capturing():
                 self._memory[stream] = allocate_scratch(self.scratch, device, stream)
@@ -161,7 +160,7 @@ class DevicePlan:
 
 
 class _Memory(Framework):
-    """Allocates at given addresses, one after the other, for a call on a given stream."""
+    """Hands out given addresses, one after the other, as the memory that a call on a stream allocates."""
 
     def __init__(self, addresses: Iterator[int], stream: int):
         self._addresses, self._stream = addresses, stream
@@ -178,14 +177,14 @@ class _Memory(Framework):
 
 
 def allocate_scratch(nbytes: int, device: int, stream: int) -> Any:
-    """From CuPy's pool: what launchers ask for is small, and not known beforehand."""
+    """Scratch memory of launchers, from CuPy's pool: it is small and not known before the launch."""
     cupy = require_cupy("scratch memory")
     with cupy.cuda.Device(device), _stream(stream):
         return cupy.cuda.alloc(nbytes)
 
 
 class _Stream:
-    """A stream of another owner, by CUDA's protocol for Python."""
+    """A stream that another library owns, by the ``__cuda_stream__`` protocol."""
 
     def __init__(self, address: int):
         self.address = address
@@ -200,7 +199,7 @@ def _stream(address: int) -> Any:
 
 
 def _pack(steps: list[Any], specs: list[ArraySpec], returned: Collection[int]) -> tuple[list[int], int]:
-    """Offsets in the workspace of allocations that are not returned (0 of other buffers), and its size."""
+    """The offset in the workspace of each allocation that is not returned (0 for others), and its size."""
     offsets, live, size = [0] * len(specs), dict[int, tuple[int, int]](), 0
     for step in steps:
         number = step if step >= 0 else ~step

@@ -1,7 +1,7 @@
-"""The CUDA driver, through CuPy and, for what CuPy has no name for, ctypes: properties of devices, launches,
-tensor maps, order between streams, capture, memory that belongs to a graph.
+"""The CUDA driver, through CuPy, or ctypes where CuPy has no binding: device properties, launches, tensor
+maps, synchronisation of streams, graph capture, memory that belongs to a graph.
 
-Nothing here knows of a call, or of where this thread launches: that is `fp8moe.kernels_cuda.launch`.
+Nothing here depends on the current call or on its stream: that is `fp8moe.kernels_cuda.launch`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ runtime = cupy.cuda.runtime
 
 @cache
 def architecture(device: int) -> str:
-    """sm_90a for compute capability 9.0: the "a" gives the instructions that only that chip has."""
+    """sm_90a for compute capability 9.0: "a" enables the instructions that only this architecture has."""
     capability = cupy.cuda.Device(device).compute_capability
     return f"sm_{capability}" + ("a" if int(capability) >= 90 else "")
 
 
 @cache
 def has_dependent_launch(device: int) -> bool:
-    """Whether a launch may begin before the one in front of it is done (programmatic dependent launch)."""
+    """Whether a kernel can start before the previous one has finished (programmatic dependent launch)."""
     return int(cupy.cuda.Device(device).compute_capability) >= 90
 
 
@@ -42,30 +42,48 @@ def multiprocessors(device: int) -> int:
 
 @cache
 def shared_limit(device: int) -> int:
-    """Bytes of shared memory that a block can have: 227 KB on sm_90, 163 on sm_80, 99 on sm_89 and sm_120."""
+    """Most bytes of shared memory of a block: 227 KB on sm_90, 163 on sm_80, 99 on sm_89 and sm_120."""
     return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 # ---------------------------------------------------------------- kernels
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-#: CUlaunchConfig: grid and block in three dimensions each, shared memory; stream, attributes; how many
+#: CUlaunchConfig: grid and block in three dimensions, shared memory; stream, attributes, their number
 LAUNCH_CONFIG = struct.Struct("7I4xQQI4x")
 #: CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, true
 DEPENDENT_LAUNCH = (6, 1)
 
 
 class LaunchBuffers:
-    """What cuLaunchKernelEx reads: of one thread, written anew for each launch."""
+    """Memory that cuLaunchKernelEx reads, of one thread, rewritten for each launch.
+
+    parameters, size: the kernel's parameters and their size in bytes; ``extra_at``: the address of the
+    `extra` array that points to both. config: a CUlaunchConfig with one attribute. The addresses are kept
+    because ctypes converts an integer in half the time of an array.
+    """
 
     def __init__(self) -> None:
-        # its `extra`: a buffer of parameters and its size
-        buffer, size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
-        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)
-        self.parameters = buffer, size, ctypes.addressof(self._extra)
-        # a CUlaunchConfig, and its one attribute
+        self.parameters, self.size = ctypes.create_string_buffer(4096), ctypes.c_size_t()
+        extra = 1, ctypes.addressof(self.parameters), 2, ctypes.addressof(self.size), 0
+        self._extra, self._pointers = (ctypes.c_void_p * 5)(*extra), dict[tuple[int, int], Any]()
+        self.config = ctypes.create_string_buffer(LAUNCH_CONFIG.size)
         self._attribute = (ctypes.c_uint64 * 9)(*DEPENDENT_LAUNCH)
-        self.config = ctypes.create_string_buffer(LAUNCH_CONFIG.size), ctypes.addressof(self._attribute)
+        self.extra_at = ctypes.addressof(self._extra)
+        self.config_at = ctypes.addressof(self.config)
+        self.attribute_at = ctypes.addressof(self._attribute)
+
+    def pointers_at(self, maps: int, words: int) -> int:
+        """Address of an array of pointers into ``parameters``: to ``maps`` tensor maps of 128 bytes, then to
+        ``words`` words of 8 bytes. It is made once for a thread, as making one of twenty takes the host 2 us.
+        """
+        pointers = self._pointers.get((maps, words))
+        if pointers is None:
+            start = ctypes.addressof(self.parameters)
+            end = start + 128 * maps
+            addresses = *range(start, end, 128), *range(end, end + 8 * words, 8)
+            pointers = self._pointers[maps, words] = (ctypes.c_void_p * len(addresses))(*addresses)
+        return ctypes.addressof(pointers)
 
 
 @cache
@@ -77,15 +95,15 @@ def launch_kernel() -> Any:
 
 
 def allow_shared(kernel: int, nbytes: int) -> None:
-    """Let a kernel be launched with so much dynamic shared memory."""
+    """Allow launches of a kernel with this much dynamic shared memory."""
     with while_capturing():
         cupy.cuda.driver.funcSetAttribute(kernel, _MAX_DYNAMIC_SHARED, nbytes)
 
 
 @lru_cache(maxsize=4096)
 def tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
-    """The driver's description of bytes [rows, columns], for boxes of ``box`` rows of 128 bytes, swizzled
-    (cuTensorMapEncodeTiled). It depends on nothing else; a new one takes the host 3 us."""
+    """A tensor map (cuTensorMapEncodeTiled) of bytes [rows, columns], for boxes of ``box`` rows of 128 bytes,
+    swizzled. Cached, as encoding one takes the host 3 us and depends on these arguments alone."""
     space = ctypes.create_string_buffer(128 + 64)
     start = -(-ctypes.addressof(space) // 64) * 64
     status = _library().cuTensorMapEncodeTiled(
@@ -94,7 +112,7 @@ def tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
         2,
         ctypes.c_void_p(address),
         (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns),  # bytes from row to row
+        (ctypes.c_uint64 * 1)(columns),  # row stride in bytes
         (ctypes.c_uint32 * 2)(128, box),
         (ctypes.c_uint32 * 2)(1, 1),
         0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
@@ -111,12 +129,12 @@ def tensor_map(address: int, rows: int, columns: int, box: int) -> bytes:
 
 
 def order(before: int, after: int, device: int) -> None:
-    """What goes to the stream ``after`` from here on waits for what is on ``before``. A stream that is being
-    captured in a graph cannot wait for what is not in it: there the caller has to."""
+    """Make later work on the stream ``after`` wait for the work that is now on ``before``. A stream under
+    capture cannot wait for work outside its graph: there the caller must order them."""
     try:
         if runtime.streamIsCapturing(after):
             return
-    except runtime.CUDARuntimeError:  # the default stream, while another one is captured
+    except runtime.CUDARuntimeError:  # the default stream, while another stream is captured
         return
     current = runtime.getDevice()
     runtime.setDevice(device)
@@ -124,15 +142,15 @@ def order(before: int, after: int, device: int) -> None:
         event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         runtime.eventRecord(event, before)
         runtime.streamWaitEvent(after, event)
-        runtime.eventDestroy(event)  # which waits for nothing, and lives as long as it is waited for
+        runtime.eventDestroy(event)  # returns at once; the event is freed after the last wait on it
     finally:
         runtime.setDevice(current)
 
 
 @contextmanager
 def while_capturing() -> Iterator[None]:
-    """Inside, this thread may load kernels and allocate although it captures a stream in a graph."""
-    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; what was in force comes back in it
+    """Inside, this thread may load kernels and allocate memory although it is capturing a stream."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; the call exchanges it with the current mode
     _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         yield
@@ -141,11 +159,11 @@ def while_capturing() -> Iterator[None]:
 
 
 def kept_by_graph(stream: int, memory: Any) -> None:
-    """Hold memory until the graph that the stream is being captured in, and all that is made of it, is
-    destroyed: a replay writes to the memory again, and CuPy's pool, which knows of no graphs, would have
-    given it to somebody else. The next call after that releases it."""
+    """Keep memory alive until the graph that the stream is being captured in, and every executable graph made
+    of it, is destroyed: a replay writes to the memory again, and CuPy's pool, which does not know of graphs,
+    would hand it out in between. The first call of this function after that releases it."""
     status, graph, owner = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    # The driver calls this from a thread of its own, maybe as late as at the interpreter's end: no Python.
+    # The driver calls `destroy` from a thread of its own, maybe while the interpreter shuts down: no Python.
     destroyed, destroy = ctypes.create_string_buffer(32), _libc().sem_post
     _libc().sem_init(destroyed, 0, 0)
     error = _library().cuStreamGetCaptureInfo_v2(
@@ -162,11 +180,11 @@ def kept_by_graph(stream: int, memory: Any) -> None:
 
 
 def count_kept_by_graphs() -> int:
-    """Pieces of memory that `kept_by_graph` holds."""
+    """Number of allocations that `kept_by_graph` keeps alive."""
     return len(_kept)
 
 
-_kept: list[tuple[Any, Any]] = []  # a semaphore that is posted when the graph is destroyed, and the memory
+_kept: list[tuple[Any, Any]] = []  # a semaphore that is posted when the graph is destroyed; the memory
 _kept_lock = threading.Lock()
 
 

@@ -1,8 +1,7 @@
-"""Launching: kernels by file and name, on the device and stream of a call, with its scratch memory."""
+"""Launches of kernels, by file and name, on the current call's device and stream, with scratch memory."""
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import threading
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from fp8moe.kernels_cuda import compiler, driver
 from fp8moe.kernels_cuda.driver import LAUNCH_CONFIG
 from fp8moe.records import ArraySpec, DeviceArray
 
-SHARED = 32 * 1024  # bytes of shared memory beside what it declares that a block gets without asking
+SHARED = 32 * 1024  # bytes of dynamic shared memory that every launch may use without `allow_shared`
 
 Allocate = Callable[[ArraySpec, int], DeviceArray]
 
@@ -24,18 +23,17 @@ Allocate = Callable[[ArraySpec, int], DeviceArray]
 
 
 def _outside(spec: ArraySpec, device: int) -> DeviceArray:
-    raise RuntimeError("scratch memory is asked for outside of a call")
+    raise RuntimeError("scratch memory: requested outside of a call")
 
 
 class _Current(threading.local):
-    """Where this thread launches; autograd runs backwards in threads of its own."""
+    """Where this thread launches. Per thread, as torch's autograd runs backward passes in its own threads."""
 
     def __init__(self) -> None:
-        # device, address of the stream, allocator, and the log of a dry run (fp8moe.launch_plan)
+        # device, address of the stream, allocator, log of a dry run (fp8moe.launch_plan) or None
         self.place: tuple[int, int, Allocate, Any] = (0, 0, _outside, None)
-        self.bound: set[int] = set()  # devices whose context this thread has had
-        self._buffers = driver.LaunchBuffers()  # keeps what these point to
-        self.parameters, self.config = self._buffers.parameters, self._buffers.config
+        self.bound: set[int] = set()  # devices whose context has been current in this thread
+        self.buffers = driver.LaunchBuffers()
 
 
 _current = _Current()
@@ -44,12 +42,12 @@ _current = _Current()
 def run_at(
     place: tuple[int, int, Allocate, Any], function: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
-    """Call a function that launches everything on one device, one stream, with one allocator; with a log
-    nothing is launched."""
+    """Call a function whose launches all go to one device and stream and use one allocator. With a log they
+    are only logged."""
     before, current = _current.place, driver.runtime.getDevice()
     device = place[0]
     if current != device or device not in _current.bound:
-        # a new thread, as autograd's are, says it has device 0, and has no context to launch in
+        # a new thread, such as one of autograd's, reports device 0 but has no current context
         driver.runtime.setDevice(device)
         _current.bound.add(device)
     _current.place = place
@@ -74,18 +72,18 @@ def current_architecture() -> str:
 
 
 def multiprocessors(most: int | None = None) -> int:
-    """Of the current device; at most so many."""
+    """Multiprocessors of the current device, limited to ``most``."""
     there = driver.multiprocessors(_current.place[0])
     return there if most is None else min(there, most)
 
 
 def shared_limit() -> int:
-    """Bytes of shared memory that a block of the current device can have."""
+    """Most bytes of shared memory of a block on the current device."""
     return driver.shared_limit(_current.place[0])
 
 
 def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-    """Uninitialised memory that lives as long as the caller holds it."""
+    """Uninitialised memory that is released with the last reference to it."""
     device, _, allocate, _ = _current.place
     return allocate(ArraySpec(shape, np.dtype(dtype)), device)
 
@@ -94,13 +92,13 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
 
 
 class Kernel:
-    """A loaded kernel and the layout of its parameters, seen at its first launch."""
+    """A loaded kernel, and the layout of its parameters, which its first launch sets."""
 
     def __init__(self, code: bytes, name: str):
         module = cupy.cuda.function.Module()
         with driver.while_capturing():
             module.load(code)
-            self._function = module.get_function(name)  # keeps the module
+            self._function = module.get_function(name)  # keeps the module loaded
         self.ptr = self._function.ptr
         self.shared = SHARED
         self.parameters: struct.Struct | None = None
@@ -108,7 +106,7 @@ class Kernel:
 
 @cache
 def load_kernel(source: str, kernel: str, defines: tuple[str, ...], device: int) -> Kernel:
-    """A kernel of ``source``.cu, by default in the source's most usual variant."""
+    """A kernel of ``source``.cu; without ``defines``, of the file's first variant."""
     path = compiler.SOURCES / f"{source}.cu"
     defines = defines or compiler.variants(path)[0]
     return Kernel(compiler.cubin(path, driver.architecture(device), defines), kernel)
@@ -124,9 +122,10 @@ def launch(
     defines: tuple[str, ...] = (),
     boxes: tuple[int, ...] = (),
 ) -> None:
-    """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. Integers are int64 in the kernel, floats
-    float32, (array, n) the address n bytes into it; the first arguments, one for each of ``boxes``, go as
-    tensor maps of bytes whose boxes are so many rows of 128 bytes (and no floats behind them)."""
+    """Launch ``kernel`` of ``source``.cu, compiled with ``defines``. It gets integers as int64, floats as
+    float32, an array as its address and (array, n) as the address n bytes into it. The first arguments, one
+    for each element of ``boxes``, are passed as tensor maps whose boxes have that many rows of 128 bytes; a
+    kernel with tensor maps takes no floats."""
     loaded = load_kernel(source, kernel, defines, _current.place[0])
     launch_loaded(loaded, grid, block, shared, arguments, boxes)
 
@@ -139,12 +138,11 @@ def launch_loaded(
     arguments: Any,
     boxes: tuple[int, ...] = (),
 ) -> None:
-    """Launch a loaded kernel on the current stream. Its blocks may start before the launch in front of it is
-    done (programmatic dependent launch, from sm_90 on), and wait for that themselves (ptx.cuh:
-    pdl_wait).
+    """Launch a loaded kernel on the current stream. From sm_90 on its blocks may start before the previous
+    kernel has finished (programmatic dependent launch), and wait for it themselves (ptx.cuh: pdl_wait).
 
-    The parameters are packed here, in C's layout, and handed to the driver as one block of bytes: 3 us less
-    than CuPy's launcher takes for twenty.
+    The parameters are packed here, in C's layout, and passed to the driver as one block of bytes: for twenty
+    parameters that takes 3 us less than CuPy's launcher.
     """
     x, y = grid if isinstance(grid, tuple) else (grid, 1)
     if x == 0 or y == 0:
@@ -181,24 +179,21 @@ def launch_loaded(
 
 
 def launch_packed(kernel: Kernel, x: int, y: int, block: int, shared: int, values: list[Any]) -> None:
-    """Launch x by y blocks with these parameters."""
-    buffer, size, extra = _current.parameters
-    parameters = kernel.parameters
-    parameters.pack_into(buffer, 0, *values)  # type: ignore[union-attr]
-    size.value = parameters.size  # type: ignore[union-attr]
-    # as in `_launch`: a call more costs the host 0.1 us
-    place, (config, attribute) = _current.place, _current.config
-    early = driver.has_dependent_launch(place[0])
-    LAUNCH_CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, early)
-    if status := driver.launch_kernel()(config, kernel.ptr, None, extra):
-        raise RuntimeError(f"cuLaunchKernelEx: error {status}")
+    """Launch a grid of x by y blocks with these parameters."""
+    buffers, parameters = _current.buffers, kernel.parameters
+    parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
+    buffers.size.value = parameters.size  # type: ignore[union-attr]
+    _launch(kernel, x, y, block, shared, None, buffers.extra_at)
 
 
-def _launch(kernel: Kernel, x: int, y: int, block: int, shared: int, parameters: Any) -> None:
-    place, (config, attribute) = _current.place, _current.config
-    early = driver.has_dependent_launch(place[0])
-    LAUNCH_CONFIG.pack_into(config, 0, x, y, 1, block, 1, 1, shared, place[1], attribute, early)
-    if status := driver.launch_kernel()(config, kernel.ptr, parameters, None):
+def _launch(
+    kernel: Kernel, x: int, y: int, block: int, shared: int, pointers: int | None, extra: int | None
+) -> None:
+    """pointers, extra: addresses of the driver's ``kernelParams`` or of its ``extra``."""
+    (device, stream, *_), buffers = _current.place, _current.buffers
+    attributes = buffers.attribute_at, driver.has_dependent_launch(device)
+    LAUNCH_CONFIG.pack_into(buffers.config, 0, x, y, 1, block, 1, 1, shared, stream, *attributes)
+    if status := driver.launch_kernel()(buffers.config_at, kernel.ptr, pointers, extra):
         raise RuntimeError(f"cuLaunchKernelEx: error {status}")
 
 
@@ -211,21 +206,20 @@ def launch_with_tensor_maps(
     shared: int,
     values: list[Any],
 ) -> None:
-    """As `launch_packed`, but each parameter by its address: the driver knows how far tensor maps, which lie
-    at multiples of 64 bytes of its own memory, are from the start of a block of parameters.
-    tiled: rows, columns and rows of a box of each tensor map."""
-    maps = [driver.tensor_map(values[i], *shape) for i, shape in enumerate(tiled)]
-    buffer = _current.parameters[0]
-    kernel.parameters.pack_into(buffer, 0, *maps, *values[len(maps) :])  # type: ignore[union-attr]
-    start, plain = ctypes.addressof(buffer), len(values) - len(maps)
-    places = [start + 128 * i for i in range(len(maps))]
-    places += [start + 128 * len(maps) + 8 * i for i in range(plain)]
-    pointers = (ctypes.c_void_p * len(places))(*places)
-    _launch(kernel, x, y, block, shared, pointers)
+    """As `launch_packed`, but with a pointer to each parameter: tensor maps lie at multiples of 64 bytes, and
+    only the driver knows their offsets in a block of parameters.
+    tiled: for each tensor map, rows and columns of its array and rows of a box. The tensor maps replace the
+    first values, which are the arrays' addresses."""
+    for i, shape in enumerate(tiled):
+        values[i] = driver.tensor_map(values[i], *shape)
+    buffers = _current.buffers
+    kernel.parameters.pack_into(buffers.parameters, 0, *values)  # type: ignore[union-attr]
+    pointers = buffers.pointers_at(len(tiled), len(values) - len(tiled))
+    _launch(kernel, x, y, block, shared, pointers, None)
 
 
 def threads(count: int, block: int = 256) -> int:
-    """Blocks of ``block`` threads for ``count`` threads."""
+    """The number of blocks of ``block`` threads that ``count`` threads need."""
     return -(-count // block)
 
 
@@ -246,8 +240,8 @@ def run_steps(
     device: int,
     stream: int,
 ) -> None:
-    """What a launch plan consists of (`fp8moe.launch_plan.LaunchPlan`), on one stream. memory, addresses: of
-    its buffers, by number; those that it allocates are added."""
+    """Run the steps of a launch plan (`fp8moe.launch_plan.LaunchPlan`) on a stream. memory, addresses: of the
+    plan's buffers, by number; those of buffers that it allocates are filled in."""
     before, current = _current.place, driver.runtime.getDevice()
     if current != device or device not in _current.bound:
         driver.runtime.setDevice(device)  # see `run_at`
@@ -256,14 +250,14 @@ def run_steps(
     try:
         for function, fixed, values, places in steps:
             if function is not None:
-                values = values.copy()  # other threads have the plan, too
+                values = values.copy()  # threads share the plan
                 for at, buffer, offset in places:
                     values[at] = addresses[buffer] + offset
                 function(*fixed, values)
             elif fixed is None:
                 memory[values] = None
             else:
-                memory[values] = fixed()  # by no other name, or its release would come late
+                memory[values] = fixed()  # the only reference, so that its release frees it
                 addresses[values] = address = address_of(memory[values])
                 if not address and places:
                     kind = type(memory[values]).__name__
@@ -294,7 +288,7 @@ def fill_memory(value: int, nbytes: int, address: list[int]) -> None:
 
 
 def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:
-    """The host array may be changed or freed as soon as this returns."""
+    """Copy a host array, which may be changed or freed as soon as this returns."""
     _depends_on_values()
     host = np.ascontiguousarray(host)
     if host.nbytes:
@@ -305,7 +299,7 @@ def copy_to_device(host: np.ndarray, out: DeviceArray) -> None:
 
 
 def copy_to_host(x: DeviceArray) -> np.ndarray:
-    """Read a small buffer back; this waits for the stream."""
+    """Copy a small buffer to the host; this synchronises with the stream."""
     _depends_on_values()
     host = np.empty(x.shape, x.dtype)
     if x.nbytes:

@@ -18,6 +18,7 @@ import fp8moe
 from fp8moe import dispatch, interop
 from fp8moe.adapters import torch_ops
 from fp8moe.benchmarks.calls import Counter
+from fp8moe.quantize import times_overwritten
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray
 
@@ -423,3 +424,49 @@ def test_threads_share_launch_plans(monkeypatch):
     finally:
         sys.setswitchinterval(interval)
     assert len(dispatch.cached_plans()) == 5
+
+
+def test_every_call_that_writes_to_out_is_counted(monkeypatch):
+    """Also where a cached launch plan makes it, and for the arrays that it has written to alone."""
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    cuda_on_cpu.install(monkeypatch)
+    x = cuda_on_cpu.upload(values(RNG, (128, 128), np.float32))
+    w = cuda_on_cpu.upload(values(RNG, (2, 128, 128), np.float32))
+    for make, source in ((fp8moe.quantize, x), (fp8moe.quantize_weights, w)):
+        first, second = make(source), make(source)
+        before = times_overwritten(first), times_overwritten(second)
+        for n in range(1, 4):
+            make(source, out=first)
+            assert times_overwritten(first) == before[0] + n
+        monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)  # without a plan
+        make(source, out=second)
+        monkeypatch.undo()
+        cuda_on_cpu.install(monkeypatch)
+        assert times_overwritten(second) == before[1] + 1
+        assert times_overwritten(first) == before[0] + 3
+
+
+def test_a_launch_plan_counts_writes_inside_of_its_operation(monkeypatch):
+    """Where the caller's memory, or the part of it that was written to, lies in that call."""
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    cuda_on_cpu.install(monkeypatch)
+
+    @dispatch.operation
+    def quantize_second_half(x, out):
+        call = dispatch.enter(x=x, out=out)
+        q = call.args.out
+        codes, scales = q.data.part(64 * 128, (64, 128)), q.scales.part(64, (64, 1))
+        fp8moe.quantize(call.args.x, out=fp8moe.QuantTensor(codes, scales))
+        return out
+
+    x = values(RNG, (64, 128), np.float32)
+    for _ in range(3):  # each time other memory
+        q = cuda_on_cpu.upload(fp8moe.quantize(values(RNG, (128, 128), np.float32)))
+        half = cuda_on_cpu.map_arrays(lambda _, a: a[64:], q)
+        before = times_overwritten(q), times_overwritten(half)
+        quantize_second_half(cuda_on_cpu.upload(x), q)
+        assert same_bits(q.data.host[64:], fp8moe.quantize(x).data)
+        assert (times_overwritten(q), times_overwritten(half)) == (before[0], before[1] + 1)
+    assert [type(plan).__name__ for _, plan in dispatch.cached_plans()] == ["LaunchPlan"]

@@ -1,5 +1,10 @@
 """A call on memory that is given: what it allocates is known beforehand, and it touches nothing else."""
 
+import importlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import cuda_on_cpu
 import numpy as np
 import pytest
@@ -207,3 +212,31 @@ def test_a_call_that_reads_or_writes_from_the_host(on_cpu, monkeypatch):
     assert Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
     monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     assert not Layout(lambda a: fp8moe.quantize(*a), specs([np.ones((8, 128), np.float32)])).only_launches
+
+
+def test_threads_that_make_a_plan_at_once_use_the_same(monkeypatch):
+    """A graph that was captured with one goes on using its scratch memory."""
+    pytest.importorskip("cupy")
+    cuda_on_cpu.install(monkeypatch)
+    launch, used = importlib.import_module("fp8moe.kernels_cuda.launch"), []
+    kernel = SimpleNamespace(shared=1 << 20, parameters="")
+    monkeypatch.setattr(launch, "load_kernel", lambda *arguments: kernel)
+    monkeypatch.setattr(launch, "run_steps", lambda steps, *arguments: used.append(steps))
+    both, make_plan = threading.Barrier(2, timeout=30), Layout._make_plan
+
+    def make_at_once(self, device):
+        plan = make_plan(self, device)
+        both.wait()
+        return plan
+
+    monkeypatch.setattr(Layout, "_make_plan", make_at_once)
+    x = values(RNG, (32, 256), BF16)
+    layout = Layout(lambda a: fp8moe.quantize(*a), specs([x]))
+
+    def run(_):
+        arguments, outputs = Memory([x]), Memory(layout.outputs)
+        layout.run(arguments.addresses, outputs.addresses, int, 0, 0)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))
+    assert [id(steps) for steps in used] == [id(layout.plans[0].steps)] * 2
