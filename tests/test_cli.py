@@ -1,4 +1,4 @@
-"""The command line as a user calls it."""
+"""The command line, as a user calls it."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def test_selftest_passes_on_fresh_inputs(capsys):
     ],
 )
 def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
-    """A backend that leaves its output as it was allocated must be found by every check that uses it."""
+    """Every check of the selftest detects a backend that does not write its output."""
     run = fp8moe.dispatch.Call.run
 
     def broken(self, room, name, *args, out, **options):
@@ -160,7 +160,7 @@ def test_inputs_and_results_take_turns_until_caches_are_passed():
             self.inputs = [call.args[0] for call in calls]
             return 1.0
 
-    x = np.zeros(4_000_000, np.uint8)  # with its result 16 MB: 25 of them are the 400 MB of a cycle
+    x = np.zeros(4_000_000, np.uint8)  # with its result 16 MB; 25 of them are the 400 MB of a cycle
     case = harness.Case("copy", "", (x,), lambda a: np.empty(12_000_000, np.uint8), lambda *_: True)
     machine = Machine()
     assert harness.measure("copy", case, machine, 1e9, 1) is not None
@@ -168,20 +168,20 @@ def test_inputs_and_results_take_turns_until_caches_are_passed():
 
 
 def test_a_result_lives_until_each_other_call_has_made_its_next():
-    alive, most = set(), []
+    alive, alive_counts = set(), []
 
     class Buffer:
         def __init__(self, number):
             self.number = number
             alive.add(number)
-            most.append(set(alive))
+            alive_counts.append(set(alive))
 
         def __del__(self):
             alive.discard(self.number)
 
     numbers = itertools.count()
     harness.make_in_turn([lambda: Buffer(next(numbers))] * 3, 4)
-    assert most[2:] == [set(range(max(0, n - 3), n + 1)) for n in range(2, 12)]
+    assert alive_counts[2:] == [set(range(max(0, n - 3), n + 1)) for n in range(2, 12)]
     assert not alive
 
 
@@ -211,7 +211,7 @@ def test_a_short_demo(tmp_path, capsys):
     for recipe, casts in (("bf16", 0), ("fp8_blockwise", 12), ("fp8_flow", 2)):
         run = report["runs"][recipe]
         assert len(run["losses"]) == 15
-        assert run["losses"][-1] < 0.8 * run["losses"][0]  # it learns from the first steps on
+        assert run["losses"][-1] < 0.8 * run["losses"][0]  # the loss decreases from the first steps on
         assert run["casts"] == casts
     flow, bf16 = (report["runs"][r] for r in ("fp8_flow", "bf16"))
     assert abs(flow["final"] / bf16["final"] - 1) < 0.01
@@ -220,7 +220,7 @@ def test_a_short_demo(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "fp8_flow writes" in text
     assert "vs bf16" in text
-    assert main(arguments) == 1  # 15 steps cannot keep what the demo promises, and it says so
+    assert main(arguments) == 1  # 15 steps are too few for the demo's bounds, so it reports a failure
     assert "NOT OK" in capsys.readouterr().out
 
 

@@ -1,4 +1,5 @@
-"""The comparison with other libraries: right results are timed, wrong ones refused, missing ones named."""
+"""The comparison with other libraries: correct results are timed, wrong ones are not, missing libraries are
+listed."""
 
 import functools
 import json
@@ -45,7 +46,8 @@ def test_what_is_installed_is_compared(small, tmp_path, capsys):
     text = capsys.readouterr().out
     for part in compare.PARTS:
         for contender in part.contenders:
-            assert not contender.needs or contender.install  # the command, where it can be missing
+            # the installation command, for optional libraries
+            assert not contender.needs or contender.install
             if contender.missing():
                 assert any(contender.name in line and contender.install in line for line in text.splitlines())
     assert "fp8_flow" in picture.read_text()
@@ -54,7 +56,7 @@ def test_what_is_installed_is_compared(small, tmp_path, capsys):
 @pytest.mark.parametrize("output", range(5), ids=compare_layer.LAYER.outputs)
 @pytest.mark.parametrize("value", [1.25, float("nan")])
 def test_a_wrong_result_is_not_timed(output, value, small, tmp_path, capsys):
-    """Of two contenders, the one of which one output has one row that is wrong."""
+    """One of two contenders returns one output with one wrong row."""
 
     def wrong(inputs):
         step = compare_layer.by_torch(inputs)
@@ -92,7 +94,7 @@ def test_what_fails_is_said_and_the_others_go_on(small, capsys):
     assert compare.main("cpu", parts=[ours]) == 1
     text = capsys.readouterr().out
     assert "does not run here: RuntimeError: needs another GPU\n" in text
-    assert " ms " in text  # the one after it was timed all the same
+    assert " ms " in text  # contenders after a failed one are still timed
 
 
 def held_to_float64(contender, part, shape=SHAPE):
@@ -104,7 +106,8 @@ def held_to_float64(contender, part, shape=SHAPE):
 
 @pytest.mark.parametrize("tokens", [3, 48])
 def test_padded_rows_give_the_same_layer(tokens):
-    """What torchao's and Transformer Engine's FP8 products need; with 3 tokens an expert has no row."""
+    """Padding for the FP8 products of torchao and Transformer Engine; with 3 tokens, some experts have no
+    rows."""
     layer = compare_layer.around(compare_layer.experts_by(compare_layer.torch_product), align=16)
     padded = Contender("padded", lambda i: compare_layer.step_of(i, layer), compare_layer.BFLOAT16)
     held_to_float64(padded, compare_layer.LAYER, (tokens, 8, 128, 128, 2))
@@ -114,7 +117,7 @@ def test_padded_rows_give_the_same_layer(tokens):
     "shape", [*compare.SHAPES, *compare.QUICK, *compare.ON_THE_CPU], ids=compare.described
 )
 def test_every_shape_that_is_timed_can_be_routed(shape):
-    """Also where every expert is chosen, as by 8 experts and top-8."""
+    """Includes shapes where every expert is selected, as with 8 experts and top-8."""
     _, count, _, _, topk = shape
     ids = routing(64, count, topk)
     assert ids.shape == (64, topk)
@@ -133,14 +136,14 @@ def named(part, name):
 
 
 def test_what_is_compiled_is_one_graph(monkeypatch):
-    """Traced by Dynamo and differentiated as on a GPU, by torch's own operations in place of Inductor's."""
+    """Traced by Dynamo and differentiated as on a GPU, with torch's operations in place of Inductor's."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     held_to_float64(named(compare_layer.LAYER, "torch grouped_mm compiled, bf16"), compare_layer.LAYER)
     held_to_float64(named(compare_operations.QUANTIZE, "torch compiled"), compare_operations.QUANTIZE)
 
 
 def test_the_call_of_transformer_engine(monkeypatch):
-    """By a stand-in with the documented signatures."""
+    """With a stub that has the documented signatures."""
 
     class GroupedLinear(torch.nn.Module):
         def __init__(self, num_gemms, in_features, out_features, bias, params_dtype):
@@ -182,8 +185,9 @@ def test_the_call_of_torchao(monkeypatch):
     prototype = ModuleType("torchao.prototype")
 
     def product(A, B_t, offs, pad_token_groups_for_grouped_mm=True):
-        assert not pad_token_groups_for_grouped_mm  # 0.18 does not implement it
-        if not torch.compiler.is_compiling():  # a value would break the graph, which the library's does not
+        assert not pad_token_groups_for_grouped_mm  # not implemented in 0.18
+        # reading values would break the graph, which the library avoids
+        if not torch.compiler.is_compiling():
             assert not (torch.diff(offs, prepend=offs.new_zeros(1)) % 16).any()
         return compare_layer.torch_product(A, B_t, offs)
 
@@ -276,7 +280,7 @@ def test_without_torch_the_extra_is_named(monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_the_layer_on_a_gpu(monkeypatch, tmp_path):
-    """One small shape, every contender that is installed there."""
+    """One small shape, with every installed contender."""
     monkeypatch.setattr(compare, "WARM", 0.01)
     monkeypatch.setattr(compare, "TIMED", 0.01)
     out = tmp_path / "rows.jsonl"

@@ -1,4 +1,5 @@
-"""The cache of compiled kernels, and every kernel for every architecture, without a GPU."""
+"""The cache of compiled kernels, and the compilation of every kernel for every architecture, without a
+GPU."""
 
 import gc
 import hashlib
@@ -78,7 +79,7 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "compile_source", compile_source)
     monkeypatch.setattr(
         compiler, "OPTIONS", (*compiler.OPTIONS, f"-I{tmp_path}")
-    )  # another key than other tests'
+    )  # another key than in other tests
     path = compiler.SOURCES / "permute.cu"
     assert compiler.cubin(path, "sm_90a") == b"code of permute"
     deadline = time.monotonic() + 60
@@ -116,7 +117,7 @@ def _one_process(folder, seed):
     for turn in range(40):
         code = hashlib.sha256(bytes([turn])).digest() * 2000
         assert compiler.cached("kernel", "sm_90a", str(turn), lambda code=code: code) == code
-        if turn % 3 == seed % 3:  # somebody clears the cache meanwhile
+        if turn % 3 == seed % 3:  # another process clears the cache
             for entry in list(os.scandir(folder)):
                 if entry.name.startswith("kernel"):
                     try:
@@ -129,11 +130,11 @@ def test_many_processes_at_once(tmp_path):
     folder = str(tmp_path / "cache")
     with multiprocessing.get_context("spawn").Pool(6) as pool:
         pool.starmap(_one_process, [(folder, seed) for seed in range(6)])
-    assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no halves are left
+    assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no incomplete files
 
 
-# architectures that differ from another one only in what the products by mma.sync make of their tensor cores
-# and shared memory: other sources are the same for them as for sm_80, sm_120a and sm_100a
+# architectures that differ from another one only in the use of tensor cores and shared memory by the mma.sync
+# products: for other sources they are equal to sm_80, sm_120a and sm_100a
 RELATED = ("sm_86", "sm_89", "sm_103a")
 
 
@@ -148,8 +149,9 @@ RELATED = ("sm_86", "sm_89", "sm_103a")
     ids=lambda value: getattr(value, "stem", value),
 )
 def test_every_kernel_compiles_without_spills(path, architecture):
-    """In every variant for sm_90a, which they are tuned for; in the first and the last for the others. Of the
-    products by mma.sync, two formats are as good as one: only a conversion's name differs."""
+    """Every variant for sm_90a, for which the kernels are tuned; the first and the last variant for other
+    architectures. For the mma.sync products, two formats are tested as one: they differ only in the name of a
+    conversion."""
     pytest.importorskip("cupy")
     variants = compiler.variants(path)
     if architecture != "sm_90a":
@@ -216,8 +218,8 @@ def test_the_plans_kernels_compile(architecture, monkeypatch):
 
 
 def launched_by_plans(monkeypatch):
-    """The kernels that plans launch, of ids and of masks with and without whole words, with their arguments'
-    kinds."""
+    """The kernels that plans launch, for ids and for masks with and without whole words, and the types of
+    their arguments."""
     from fp8moe.kernels_cuda import numba_cuda, plan
 
     launched = []
@@ -273,7 +275,7 @@ def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects
 def test_every_kernel_that_is_launched_exists():
     launched = set()
     for path in compiler.SOURCES.glob("*.py"):
-        # a launcher's own `_launch` takes the operation's name first
+        # the first argument of a launcher's own `_launch` is the operation's name
         for call in (r'\blaunch\(\s*"(\w+)",\s*"(\w+)"', r'\b_launch\(\s*"\w+",\s*"(\w+)",\s*"(\w+)"'):
             launched |= set(re.findall(call, path.read_text()))
     assert len(launched) > 15

@@ -1,4 +1,4 @@
-"""What the DeepGEMM adapter hands over, by a stand-in that multiplies what it is given."""
+"""Operands of the DeepGEMM adapter, tested with a stub that multiplies them."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ RNG = np.random.default_rng(1)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a, b, out, m_indices):
-    """DeepGEMM's own checks of its operands, and a product in float32."""
+    """DeepGEMM's checks of its operands, and the product in float32."""
     (x, sx), (w, sw) = a, b
     assert x.dtype == w.dtype == torch.float8_e4m3fn
     assert sx.dtype == sw.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Arrays of every framework come in without a copy and results leave as the caller's kind."""
+"""Arrays of every framework are used without copies, and results have the caller's framework."""
 
 import os
 import subprocess
@@ -83,7 +83,7 @@ def test_every_operation_answers_in_the_callers_kind():
 
 
 class Exported:
-    """An array of no known framework: only the protocol."""
+    """An array of an unknown framework, with the DLPack protocol only."""
 
     def __init__(self, array, versioned=True):
         self.array, self.versioned = array, versioned
@@ -127,7 +127,7 @@ def test_c_contiguity_ignores_strides_of_single_elements():
 
 
 class OnDevice:
-    """Says that it lies on a device."""
+    """An array that reports a CUDA device."""
 
     def __init__(self, shape, typestr, read_only=False, **more):
         self.shape, self.typestr, self.read_only, self.more = shape, typestr, read_only, more
@@ -139,7 +139,7 @@ class OnDevice:
 
 
 class OnlyCapsules:
-    """Has half of the protocol."""
+    """An array with half of the DLPack protocol."""
 
     def __dlpack__(self, **options):
         return np.ones(3).__dlpack__()
@@ -160,7 +160,7 @@ def jagged():
 
 
 class Named(torch.Tensor):
-    """A subclass that is its memory."""
+    """A subclass with ordinary memory."""
 
 
 @pytest.mark.parametrize(
@@ -234,14 +234,14 @@ def test_dtensors_are_refused_with_their_fix():
 
 
 def test_no_results_in_fake_tensor_mode():
-    """A fake tensor's address is null, which a kernel would write to."""
+    """A fake tensor's address is null, to which a kernel would write."""
     family = interop.FRAMEWORKS["torch"]
     spec = fp8moe.records.ArraySpec((4, 128), np.dtype(np.uint8))
     with FakeTensorMode(), pytest.raises(TypeError, match="a result: torch made a FakeTensor"):
         family.empty(spec, 0)
 
 
-# ---------------------------------------------------------------- what is written to
+# ---------------------------------------------------------------- arrays that are written to
 
 
 def read_only(x):
@@ -281,7 +281,7 @@ def test_parts_of_records_are_not_written_to_either():
         fp8moe.quantize(x, out=q)
     writable = fp8moe.quantize(x)
     assert fp8moe.quantize(x, out=writable) is writable
-    assert fp8moe.quantize(Exported(read_only(x))).data.any()  # what is only read may be
+    assert fp8moe.quantize(Exported(read_only(x))).data.any()  # read-only arrays may be read
 
 
 # ---------------------------------------------------------------- streams
@@ -289,7 +289,7 @@ def test_parts_of_records_are_not_written_to_either():
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """CUDA's runtime, as far as streams are concerned."""
+    """A stub of CUDA's runtime, for streams."""
     driver = pytest.importorskip("fp8moe.kernels_cuda.driver")
 
     runtime = cuda_on_cpu.Runtime()
@@ -315,7 +315,8 @@ def test_stream_zero_is_refused(runtime):
 
 
 def test_arrays_on_two_streams_are_ordered(runtime, monkeypatch):
-    """The call runs on the first one's; what is captured in a graph cannot wait for what is not in it."""
+    """The call runs on the first array's stream and waits for the other; a captured stream cannot wait for an
+    uncaptured one."""
 
     class OnStream(interop.Framework):
         def __init__(self, number):
@@ -354,7 +355,7 @@ def test_cupys_stream_is_that_of_the_arrays_device(monkeypatch):
 
 
 def in_jax(code, **environment):
-    """Run with several CPU devices, which JAX has to be told before it starts."""
+    """Runs code in a process with several CPU devices, which must be set before JAX starts."""
     pytest.importorskip("jax")
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     code = "import jax, jax.numpy as jnp, numpy as np, fp8moe\n" + code
@@ -449,7 +450,7 @@ def test_a_torch_caller_imports_only_torch():
 
 
 def test_arrays_on_two_devices_are_refused(monkeypatch):
-    """Device 0 is a device like any other, not the absence of one."""
+    """Device 0 is an ordinary device, not the absence of one."""
 
     class Elsewhere(interop.Framework):
         def view(self, x, name):
@@ -476,7 +477,7 @@ def test_arrays_on_two_devices_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tensors_storage_can_be_freed_after_a_call(dtype):
-    """As FSDP frees the parameters that it gathered."""
+    """As FSDP frees gathered parameters."""
     x = torch.randn(4, 128).to(dtype)
     wanted = fp8moe.quantize(x.clone())
     q = fp8moe.quantize(x)

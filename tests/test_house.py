@@ -1,4 +1,4 @@
-"""The house: who may import whom, the two backends' equal signatures, no file without a room."""
+"""The architecture: allowed imports, equal signatures of the two backends, complete lists of modules."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "groupe
 
 
 def imports_of(path):
-    """Top-level names and dotted modules a file imports, wherever in it."""
+    """Top-level names and dotted modules that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -63,7 +63,7 @@ def test_the_kernels_see_only_the_records(path):
 
 
 def test_launching_has_its_rooms():
-    """The driver knows no calls, encodings need no CUDA, and only launches know both."""
+    """The driver does not import the library, encodings do not import CUDA; only launch.py imports both."""
     imports = {name: imports_of(ROOT / "kernels_cuda" / f"{name}.py") for name in ("driver", "encodings")}
     assert not any(below(n, "fp8moe") for n in imports["driver"])
     assert not any(below(n, "cupy", "fp8moe.kernels_cuda") for n in imports["encodings"])
@@ -77,7 +77,7 @@ def test_nothing_looks_up_to_the_adapters(path):
 
 
 def functions_of(path):
-    """Name -> parameter names of the functions of a file, which need not be importable here."""
+    """Name -> parameter names of the functions of a file, without importing it."""
     tree = ast.parse(path.read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return {
@@ -105,7 +105,7 @@ def test_every_public_name_says_what_it_does():
 
 
 def test_the_backends_agree_on_messages_between_ranks():
-    """Their functions are no public names, so all that the reference has count."""
+    """These functions are not public, so all functions of the reference are compared."""
     reference = functions_of(ROOT / "fp8moe/reference/expert_parallel.py")
     kernels = functions_of(ROOT / "kernels_cuda/expert_parallel.py")
     operations = {name for name in reference if not name.startswith("_")}
@@ -125,7 +125,7 @@ def test_expert_parallelism_has_its_rooms():
 
 
 def test_every_package_is_in_the_wheel():
-    """Folders with Python files, in ``packages`` of pyproject.toml."""
+    """All folders with Python files are in ``packages`` of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = settings["tool"]["setuptools"]["packages"]
     packages = {f"fp8moe.{path.parent.name}" for path in (ROOT / "fp8moe").glob("*/__init__.py")}
@@ -164,9 +164,10 @@ def test_every_adapter_is_reported():
 
 
 def test_every_kernel_begins_after_the_launch_in_front_of_it():
-    """What is launched may start early (launch.launch_loaded), and would read what is not yet written."""
+    """A kernel may start before the previous one is complete (launch.launch_loaded), so it must call pdl_wait
+    first."""
     kernel = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\(.*\))*\s+(\w+)\([^{]*?\) \{\n(.*)')
-    later = {  # the second of two launches: what they do first may begin beside the other
+    later = {  # the second of two launches: their first statements may overlap with the first launch
         "sort_chunks_rows": "  DYNAMIC_SHARED(shared);",
         "quantize_tiles": "  if (!taken) pdl_wait();",
         "swiglu_quantize_tiles": "  if (!taken) pdl_wait();",

@@ -1,5 +1,5 @@
-"""Launch plans: done on any arrays of the same shapes, they do what the first call did; records follow their
-tensors, and calls are told apart by the types of their options."""
+"""Launch plans: replayed with other arrays of the same shapes they compute what the first call did; records
+follow their tensors, and calls with options of different types have different plans."""
 
 import functools
 import importlib
@@ -26,11 +26,12 @@ A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_
 
 
 class TorchOnDevice(interop.torch.Torch):
-    """Torch's tensors, in the CPU's memory, as if they lay on a device; with as many Python calls."""
+    """Torch tensors in CPU memory treated as if they were on a device; with the same number of Python
+    calls."""
 
     def view(self, x, name):
         if not x.data_ptr() or not x.is_contiguous():
-            super().view(x, name)  # refuses it
+            super().view(x, name)  # which this call rejects
         dtype = interop.dtype_named(str(x.dtype).removeprefix("torch."), name)
         return DeviceArray(x.data_ptr(), x.shape, dtype, 0, x)  # .numpy() would fix its memory
 
@@ -80,7 +81,7 @@ def tensor(x):
 
 
 def on_cpu(record):
-    """The same record of NumPy arrays, which remembers nothing."""
+    """The same record with NumPy arrays, without cached state."""
     arrays = {n: getattr(record, n) for n in ("data", "scales")}
     return fp8moe.QuantTensor(
         *(a.clone().numpy() for a in arrays.values()), record.fmt, record.block, record.layout
@@ -101,7 +102,7 @@ def resized(q, to):
 
 
 def freed_and_back(x):
-    """As FSDP does between uses of a parameter: the memory comes back somewhere else."""
+    """As FSDP does between uses of a parameter: the memory is freed and allocated at another address."""
     storage = x.untyped_storage()
     size, before = storage.nbytes(), storage.data_ptr()
     storage.resize_(0)
@@ -139,7 +140,7 @@ def test_records_follow_their_tensors(change, seen):
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("change", CHANGES[:-1])  # three dimensions are not transposed by t_
+@pytest.mark.parametrize("change", CHANGES[:-1])  # t_ does not transpose three dimensions
 def test_records_inside_of_records_follow_their_tensors(change):
     weights = [tensor(values(RNG, (2, 128, 128), BF16)) for _ in range(4)]
     *_, other = [fp8moe.quantize_weights(w) for w in weights]
@@ -163,7 +164,7 @@ def test_tensors_whose_memory_was_freed_are_refused():
 
 @pytest.mark.usefixtures("on_device")
 def test_results_that_share_memory_with_an_argument_follow_it():
-    """One scale a tensor is handed on as it is, by a record that nobody has asked for it."""
+    """One scale per tensor is returned as it is, in a record whose plan was never requested."""
     for _ in range(4):
         plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
         x = torch.tensor(RNG.integers(0, 120, (6, 64)).astype(np.uint8))
@@ -198,8 +199,8 @@ def test_parts_of_records_that_are_no_arrays_are_refused_by_name(part):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-@pytest.mark.parametrize("given", [4, 4.0, np.float64(4), True, np.True_, "4", None])
-def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
+@pytest.mark.parametrize("align_size", [4, 4.0, np.float64(4), True, np.True_, "4", None])
+def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, align_size):
     cuda_on_cpu.install(monkeypatch)
     x, counts = (
         cuda_on_cpu.upload(np.ones((3, 8), np.float32)),
@@ -208,7 +209,7 @@ def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
 
     def outcome():
         try:
-            return fp8moe.pad(x, counts, given).host.shape
+            return fp8moe.pad(x, counts, align_size).host.shape
         except Exception as error:
             return type(error), str(error)
 
@@ -222,7 +223,7 @@ def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
-    """Also where a writable array came first; of a framework that has both, no call is planned."""
+    """Also if the plan was made with a writable array; frameworks with both kinds of arrays have no plans."""
     cuda_on_cpu.install(monkeypatch)
     dy, x, offsets = (
         cuda_on_cpu.upload(a)
@@ -247,9 +248,11 @@ def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
         fp8moe.grouped_gemm_wgrad(dy, x, offsets, cuda_on_cpu.Array(out))
         assert (out == 3 * n).all()
     assert len(dispatch.cached_plans()) == 1
-    for given in ((ReadOnly(out),), ()):
+    for arguments in ((ReadOnly(out),), ()):
         with pytest.raises(ValueError, match=r"out: got .*ReadOnly, which is read-only"):
-            fp8moe.grouped_gemm_wgrad(dy, x, offsets, *given, **({} if given else {"out": ReadOnly(out)}))
+            fp8moe.grouped_gemm_wgrad(
+                dy, x, offsets, *arguments, **({} if arguments else {"out": ReadOnly(out)})
+            )
     assert (out == 12).all()
 
 
@@ -285,7 +288,7 @@ def test_plans_tell_types_apart(monkeypatch):
 
 
 class Counted(cuda_on_cpu.Device):
-    """Counts the bytes that its arrays hold now, and at most."""
+    """Counts the bytes that its arrays hold, and their maximum."""
 
     now = most = made = 0
 
@@ -302,7 +305,7 @@ class Counted(cuda_on_cpu.Device):
 
 @dispatch.operation
 def several(x, offsets):
-    """Operations as one, with temporaries of different lengths of life."""
+    """Several operations as one, with temporaries of different lifetimes."""
     q = fp8moe.quantize(x)
     transposed = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
     back = fp8moe.dequantize(q, dtype="bfloat16")
@@ -314,7 +317,7 @@ def several(x, offsets):
 
 @dispatch.operation
 def discarding(x, offsets):
-    """Each result is released before the next is allocated."""
+    """Each result is released before the next one is allocated."""
     q = fp8moe.quantize(x)
     fp8moe.dequantize(q)
     return fp8moe.dequantize(q), offsets
@@ -323,8 +326,8 @@ def discarding(x, offsets):
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("function", [several, discarding])
 def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
-    """The most memory at a time, and what is left, are those of the call without a plan: temporaries are
-    allocated when they are needed and not before."""
+    """Peak memory and remaining memory equal those of a call without a plan: temporaries are allocated only
+    when they are needed."""
     x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
     cuda_on_cpu.install(monkeypatch)
     counted, others = Counted(), interop.framework_of_type
@@ -340,7 +343,7 @@ def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
         assert same is offsets
         return counted.made, counted.most, counted.now, cuda_on_cpu.download(tuple(result))
 
-    *wanted, arrays = measured(True)  # nothing is planned
+    *wanted, arrays = measured(True)  # without a plan
     for _ in range(3):
         *got, again = measured(False)
         assert got == wanted
@@ -370,7 +373,8 @@ def test_a_result_without_memory_is_refused(monkeypatch):
 
 @pytest.mark.usefixtures("on_device")
 def test_calls_of_python_functions_between_user_and_kernel():
-    """Loading kernels apart; this machine's stand-ins for CUDA make as many calls as what they stand for."""
+    """Without loading of kernels; this machine's stubs for CUDA make the same number of calls as the
+    originals."""
     plan, probs = map_arrays(lambda _, a: torch.tensor(a), A_PLAN), torch.ones(6, 2)
     counted = []
     for width in (128, 256, 256):
@@ -391,7 +395,8 @@ def test_calls_of_python_functions_between_user_and_kernel():
 
 
 def test_threads_share_launch_plans(monkeypatch):
-    """More shapes than are kept, so that plans are made, used and dropped at once; each result is its own."""
+    """With more shapes than are cached, plans are made, used and dropped concurrently; all results are
+    correct."""
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
     inputs = [values(RNG, (rows, 128), np.float32) for rows in range(1, 9)]
@@ -400,7 +405,7 @@ def test_threads_share_launch_plans(monkeypatch):
     launch = importlib.import_module("fp8moe.kernels_cuda.launch")
     launch_packed, running = launch.launch_packed, threading.Lock()
 
-    def one_at_a_time(*arguments):  # kernels on the CPU have global variables
+    def one_at_a_time(*arguments):  # kernels on the CPU use global variables
         with running:
             launch_packed(*arguments)
 

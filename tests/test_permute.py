@@ -1,4 +1,4 @@
-"""Row movement against torch's index_select, scatter and autograd, on poisoned outputs."""
+"""Permutation compared with torch's index_select, scatter and autograd, on poisoned outputs."""
 
 import importlib
 from dataclasses import replace
@@ -44,7 +44,7 @@ def bytes_of(x):
 
 
 def gathered(x, entries, rows):
-    """torch index_select by bytes, zeros elsewhere."""
+    """torch index_select of bytes, zeros elsewhere."""
     out = torch.zeros((rows, bytes_of(x).shape[1]), dtype=torch.uint8)
     if entries:
         at = torch.tensor([e[0] for e in entries])
@@ -59,7 +59,7 @@ def test_permute_moves_every_byte(case, dtype, width, fill, zero_unweighted):
     rng = np.random.default_rng(0)
     x = np.frombuffer(bytearray(rng.bytes(len(ids) * width * dtype.itemsize)), dtype).reshape(len(ids), width)
     probs = rng.random(ids.shape).astype(np.float32)
-    probs[rng.random(ids.shape) < 0.2] = 0  # a zero probability moves its row all the same
+    probs[rng.random(ids.shape) < 0.2] = 0  # rows with probability zero are still permuted
     plan = fp8moe.plan_topk(ids, experts, align_size=align)
     entries, _ = layout(ids, experts, align)
     out = poisoned_rows(x, plan, probs)
@@ -124,14 +124,14 @@ def test_scales_travel_with_their_rows(kind):
     else:
         assert same_bits(bytes_of(got.scales), gathered(q.scales, entries, plan.num_out_tokens))
     assert (got.fmt, got.block) == (q.fmt, q.block)
-    # and back, dequantised on the way: decode with ml_dtypes, sum with torch in float64
+    # unpermute dequantises: decode with ml_dtypes, sum with torch in float64
     back = fp8moe.unpermute(got, plan)
     assert back.dtype == BF16
     dense = fp8moe.dequantize(q).astype(np.float64)
     counts = (ids >= 0).sum(axis=1)
     finite = np.isfinite(dense)
     wanted = dense * counts[:, None]
-    # each of at most 3 float32 additions and the bfloat16 rounding: 3 * 2^-24 + 2^-8 of the value
+    # at most 3 float32 additions and the rounding to bfloat16: 3 * 2^-24 + 2^-8 of the value
     bound = np.abs(wanted) * (3 * 2.0**-24 + 2.0**-8)
     error = np.abs(back.astype(np.float64) - wanted)
     assert (error[finite] <= bound[finite]).all()
@@ -147,7 +147,7 @@ def test_unpermute_sums_within_the_rounding_of_its_additions(case, dtype):
     entries, _ = layout(ids, experts, align)
     mapped = np.zeros(plan.num_out_tokens, bool)
     mapped[[e[0] for e in entries]] = True
-    x[~mapped] = np.nan  # what lies in padding and tail reaches nobody
+    x[~mapped] = np.nan  # values in padding and after the last row reach no sum
     exact, magnitude = np.zeros((2, len(ids), 9))
     for row, token, slot, _ in entries:
         term = x[row].astype(np.float64) * probs[token, slot]
@@ -157,7 +157,8 @@ def test_unpermute_sums_within_the_rounding_of_its_additions(case, dtype):
     assert got.dtype == dtype
     wide = 2.0**-53 if dtype == np.float64 else 2.0**-24
     last = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11}.get(dtype, 0)
-    # n products and n additions, each within an ulp/2 of a partial sum; then one cast of the result
+    # n products and n additions, each with an error of half an ulp of a partial sum; then one cast of the
+    # result
     bound = magnitude * (2 * ids.shape[1] * wide) + np.abs(exact) * last * 1.01 + 6e-8
     assert (np.abs(got.astype(np.float64) - exact) <= bound).all()
     plain = fp8moe.unpermute(x, plan)
@@ -242,7 +243,7 @@ def test_a_zero_probability_keeps_its_gradient():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
 def test_sums_too_large_are_infinite(dtype):
-    """And nothing warns, as nothing does on a GPU."""
+    """Overflow gives infinities, without warnings, as on a GPU."""
     large = 6e4 if dtype == np.float16 else 3e38
     plan = fp8moe.plan_topk(np.array([[0, 1]], np.int32), 2)
     x, probs = np.full((2, 16), large, dtype), np.full((1, 2), 1.5, np.float32)

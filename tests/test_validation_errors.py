@@ -1,4 +1,5 @@
-"""Every public function refuses what it cannot use, naming the argument, what came and what was wanted."""
+"""Every public function rejects invalid arguments with an error that names the argument, the value and what
+was wanted."""
 
 import importlib.util
 from dataclasses import replace
@@ -35,7 +36,7 @@ from fp8moe.record_trees import is_metadata
 
 
 class OnCuda:
-    """An array that says it lies in CUDA memory: unbelievable where there is CUDA, out of reach elsewhere."""
+    """An array that reports CUDA memory, which it does not have."""
 
     def __init__(self, like):
         self.like = like
@@ -63,7 +64,7 @@ BREAKS = {
 
 
 def broken_calls():
-    """Every array of every argument, records' fields too, broken in every way."""
+    """Every array of every argument, including fields of records, made invalid in every way."""
     for function, call in CALLS.items():
         for name, value in call.items():
             if name == "saved" or is_metadata(value):
@@ -77,7 +78,7 @@ def broken_calls():
                     if kind == "strided" and array.size == 1:
                         continue  # one element has no gaps
                     if kind == "a list" and name == "tokens_per_expert":
-                        continue  # which is welcome
+                        continue  # which is valid
                     yield pytest.param(function, name, field, kind, id=f"{function}-{name}-{field}-{kind}")
 
 
