@@ -101,13 +101,11 @@ def experts(
 ) -> Tensor:
     """`fp8moe.moe_forward`, differentiable by `fp8moe.moe_backward` in x, topk_probs, w13 and w2.
 
-    x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, of dtypes that `fp8moe.moe_forward`
-    accepts.
+    x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, with the dtypes of `fp8moe.moe_forward`.
     align_size: if nonzero, rows are already permuted, and these three are x, tokens_per_expert and probs of
         `fp8moe.moe_forward_permuted`.
-    w13, w2: used only for their gradients; None if they have none. w13 may be the pair (w1, w3), for
-    "fp8_flow".
-    multiplied: the operands of the products in their place, `Quantized` or arrays.
+    w13, w2: only for their gradients; None if they have none. For "fp8_flow" w13 may be the pair (w1, w3).
+    multiplied: the products' actual operands instead of w13 and w2, `Quantized` or arrays.
     backend, num_sms: as in `fp8moe.moe_forward`. Compiled code checks during tracing whether the products
         support them; eager callers check with `check_backend` before they quantise.
     ffn: F, if ``multiplied`` is padded with zeros, as in `fp8moe.moe_backward`; for "fp8_flow".
@@ -227,7 +225,7 @@ _PLACEHOLDER = _Placeholder()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
-        # statistics require the gradients that a backward would get
+        # statistics are computed from the tensors that would be saved for a backward
         forward_options = (
             options if collector is None or options.wanted else options._replace(wanted="dx,dprobs")
         )

@@ -33,7 +33,8 @@ def is_asked_for(parameter: Tensor) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether the running backward retains its graph, so that it may run again; false outside a backward."""
+    """Whether the running backward retains its graph, so that it may run again. False outside a backward,
+    where torch's own query returns true."""
     return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
 

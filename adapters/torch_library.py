@@ -110,8 +110,8 @@ def _block(sizes: list[int]) -> Block:
     return tuple(sizes) or None  # type: ignore[return-value]
 
 
-#: record type -> its schema arguments ({} is the argument's name), function to flatten it, function to
-# build it
+#: record type -> (its schema arguments, {} being the argument's name; function to flatten it; function to
+#: build it)
 RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     PermutationPlan: ("Tensor {}, SymInt[] {}_sizes", plan_arguments, plan_of),
     QuantTensor: (
@@ -173,8 +173,7 @@ class Operator:
     returned: ``Tensor``, ``list`` or a tuple of tensors. results: extracts the tensors from the function's
     result. keywords: number of arguments, the last ones, that the function takes by keyword. writes: names of
     the arguments whose memory it modifies; for records, that of all their tensors. fake: replaces the dry run
-    of
-    the function, with the same arguments.
+    of the function, with the same arguments.
     """
 
     def __init__(
@@ -365,12 +364,12 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = True) -> Callable[..., Any]:
-    """Like `torch.autograd.function.once_differentiable`, but with results that count as constants if the
-    incoming gradient is a constant, also when `torch.autograd.grad` is called for an earlier tensor.
+    """Like `torch.autograd.function.once_differentiable`, but all second derivatives raise. torch's silently
+    treats the results as constants if the incoming gradient is a constant, or if `torch.autograd.grad` is
+    called for the gradient of an earlier tensor.
 
     saves_inputs: whether the saved tensors include the inputs that the gradient depends on, or only their
-    codes,
-    which are not differentiable.
+    codes, which are not differentiable.
     """
 
     def run(ctx: Any, *grads: Any) -> Any:

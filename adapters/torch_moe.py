@@ -124,8 +124,9 @@ class FP8FlowMoE(nn.Module):
     quantisation losses and expert loads of the last forward and backward.
 
     `torch.compile` compiles the layer into one graph (``fullgraph=True``), also with a process_group that is
-    not an Engine. The FP8 copies of each weight, the experts and their gradient are one operator each; every
-    new number of tokens is compiled anew.
+    not an Engine. The FP8 copies of each weight, the experts and their gradient are one operator each. The
+    first number of tokens is compiled with static sizes and the second one with dynamic sizes; further
+    numbers do not recompile.
 
     Examples
     --------
@@ -612,11 +613,9 @@ class _Copies:
     """FP8 copies of a layer's weights that persist between forwards.
 
     current: whether they may be used. stepped: an optimizer has changed the weights since. recorded: a
-    forward
-        with gradients has used them, so its backward and an undetected optimizer step may have followed.
+        forward with gradients has used them, so an optimizer step may have followed undetected.
     captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
-    only
-        after a replay.
+        only after a replay.
     """
 
     def __init__(self, layer: FP8FlowMoE, records: list[Quantized], captured: bool):

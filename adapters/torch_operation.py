@@ -36,8 +36,7 @@ class Gradient(NamedTuple):
     of: names of the differentiable arguments, the rows first. saves: returns the names of the arguments that
     ``backward`` reads, from all arguments. backward: takes the arguments, with None for tensors that are not
     saved, and in addition "rows", their number, and "node", autograd's node; and the gradients of the
-    results. It
-    returns the gradients of ``of``, which may be None or fewer.
+    results. It returns the gradients of ``of``, which may be None or fewer.
     """
 
     of: tuple[str, ...]
@@ -62,10 +61,8 @@ def operation(
     returned, results, without: as in `operator_of`. build: makes the result from the arguments and the
     operator's tensors; by default the result is its one tensor. gradient: if None, the results are not
     differentiable. prepare: called with this function and the arguments of a traced or differentiated call;
-    may
-    modify the arguments, or return the result. codes: the same for rows of codes, which are not
-    differentiable,
-    if another argument requires a gradient. note: a paragraph of the docstring.
+    may modify the arguments, or return the result. codes: the same for rows of codes, which are not
+    differentiable, if another argument requires a gradient. note: a paragraph of the docstring.
     """
     operator = operator_of(core, returned, results=results, without=without)
     names, defaults = operator.names, {n: p.default for n, p in inspect.signature(core).parameters.items()}
@@ -117,8 +114,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
     needed.
 
     differentiable: names of the differentiable arguments; if empty, results have no gradient. note: a
-    paragraph
-    of the docstring.
+    paragraph of the docstring.
     """
     parameters = inspect.signature(core).parameters
     names, required = list(parameters), {n for n, p in parameters.items() if p.default is p.empty}

@@ -59,8 +59,7 @@ class Case:
     run: called with the arrays, or with the result of ``prepare``, which is not timed.
     check: called with run's result and the NumPy arrays; returns whether the result is correct.
     nbytes: minimum number of bytes to move (each input read once, each output written once), 0 if the limit
-    is
-        not bandwidth. flops: number of operations, two per multiply-add.
+        is not bandwidth. flops: number of operations, two per multiply-add.
     """
 
     name: str
@@ -78,12 +77,9 @@ class Result:
     """One line of a results file. ``limit_percent`` is relative to the copy bandwidth of the same run.
 
     single_us: for matrix products, one call after a write of 8 GB, median of 30, after a pause: L2 is
-    flushed, and
-    the power cap, which limits sustained calls, is not reached. host_us: time until a call returns, without
-    the
-    device. extra_bytes: peak device memory of a call beyond its results; extra_percent: relative to their
-    size.
-    All four on CUDA only.
+    flushed, and the power cap, which limits sustained calls, is not reached. host_us: time until a call
+    returns, without the device. extra_bytes: peak device memory of a call beyond its results; extra_percent:
+    relative to their size. All four on CUDA only.
     """
 
     topic: str

@@ -91,7 +91,9 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (grad, h, probs),
             fp8moe.swiglu_quantize_backward,
-            lambda g, *_: right(g.dh, expected=gate * grad[top].astype(np.float32), columns=slice(width, None)),
+            lambda g, *_: right(
+                g.dh, expected=gate * grad[top].astype(np.float32), columns=slice(width, None)
+            ),
             nbytes=int(rows * width * (8 + 2 * scales)) + 2 * probs.nbytes,
         ),
     ]

@@ -198,13 +198,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_out_of_range_indices_are_refused(case):
+def test_out_of_range_indices_raise(case):
     call, words = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=words):
         call()
 
 
-def test_offsets_may_leave_rows_out():
+def test_offsets_may_exclude_rows():
     """Offsets may start after row 0 and end before or after the last row; a plan with too few rows has the
     offsets of the full routing."""
     for offsets in (ints(4, 8, 12), ints(0, 4, 4), ints(0, 8, 400), ints(0, 64, 64)):
@@ -257,7 +257,7 @@ def test_no_experts(by_mask):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
-def test_a_layer_of_no_experts(recipe):
+def test_layer_without_experts(recipe):
     x, probs = np.ones((4, 128), BF16), np.ones((4, 2), np.float32)
     w13, w2 = np.ones((0, 256, 128), BF16), np.ones((0, 128, 128), BF16)
     y, saved = fp8moe.moe_forward(x, w13, w2, np.full((4, 2), -1, np.int32), probs, recipe=recipe)
@@ -271,7 +271,7 @@ def test_a_layer_of_no_experts(recipe):
 
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
-def test_no_columns(columnwise, block):
+def test_rows_without_columns(columnwise, block):
     h, grad, probs = np.ones((4, 0), np.float32), np.ones((4, 0), np.float32), np.ones(4, np.float32)
     options = {"columnwise": columnwise, "block": block}
     got = fp8moe.swiglu_quantize_backward(grad, h, probs, **options)
@@ -313,7 +313,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_outputs_may_not_overlap_other_arguments(case):
+def test_outputs_that_overlap_other_arguments_raise(case):
     call, words = OVERLAPS[case]
     before = X.copy(), X32.copy()
     with pytest.raises(ValueError, match=words):
@@ -346,7 +346,7 @@ def sums(*shape):
         ({"dy": np.ones((4, 128), np.float16)}, "dy: got dtype float16; wanted bfloat16"),
     ],
 )
-def test_a_backward_is_checked_before_anything_is_written(recipe, given, words):
+def test_backward_validates_before_it_writes(recipe, given, words):
     y, saved = fp8moe.moe_forward(**LAYER, recipe=recipe)
     arguments = {"dy": y, "dw13": sums(2, 256, 128), "dw2": sums(2, 128, 128), **given}
     with pytest.raises((ValueError, TypeError), match=words):
@@ -355,7 +355,7 @@ def test_a_backward_is_checked_before_anything_is_written(recipe, given, words):
     assert not arguments["dw2"].any()
 
 
-def test_sums_of_a_backward_do_not_overlap():
+def test_overlapping_gradient_outputs_raise():
     y, saved = fp8moe.moe_forward(**LAYER, recipe="fp8_flow")
     memory = sums(2 * 256 * 128 + 100)
     dw13, dw2 = memory[: 2 * 256 * 128].reshape(2, 256, 128), memory[-2 * 128 * 128 :].reshape(2, 128, 128)
@@ -364,7 +364,7 @@ def test_sums_of_a_backward_do_not_overlap():
     assert not memory.any()
 
 
-def test_weights_whose_sides_do_not_fit_are_refused():
+def test_weights_with_inconsistent_orientations_raise():
     w13, w2 = (fp8moe.quantize_weights(LAYER[name]) for name in ("w13", "w2"))
     torn = replace(w13, columnwise=w2.columnwise)
     with pytest.raises(ValueError, match=r"w13.columnwise: got shape"):
@@ -585,7 +585,7 @@ def test_random_offsets_write_only_their_blocked_scales(ascending):
 
 @needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
-def test_scales_that_are_missing_are_nan(backend):
+def test_codes_without_scales_are_nan(backend):
     """Offsets in device memory that require more scale blocks than there are: codes without a scale become
     NaN."""
     x = RNG.standard_normal((272, 128)).astype(np.float32)
@@ -608,7 +608,7 @@ def test_scales_that_are_missing_are_nan(backend):
 
 @needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
-def test_both_devices_refuse_offsets_that_ask_for_more_scales(monkeypatch, backend):
+def test_both_devices_reject_offsets_beyond_the_scales(monkeypatch, backend):
     """CUDA raises the same errors as the CPU if it is told to check values."""
     columns = fp8moe.quantize(RNG.standard_normal((256, 128)).astype(np.float32), block=(128, 1))
     offsets = ints(0, 10, 20, 30, 256)
@@ -643,7 +643,7 @@ def test_random_chunk_sizes_write_only_their_outputs(columns):
 
 
 @needs_emulation
-def test_sizes_beyond_the_devices_limits_are_refused(monkeypatch):
+def test_sizes_beyond_device_limits_raise(monkeypatch):
     cuda_on_cpu.install(monkeypatch, shared_limit=64 << 10)
     x, sizes = cuda_on_cpu.upload(X), cuda_on_cpu.upload(np.zeros(4000, np.int32))
     with pytest.raises(ValueError, match="split_sizes: got 4000 chunks; wanted at most"):
@@ -658,7 +658,7 @@ def test_sizes_beyond_the_devices_limits_are_refused(monkeypatch):
 
 @needs_emulation
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_cached_launch_plan_does_not_write_into_its_inputs(monkeypatch, by_name):
+def test_cached_launch_plan_does_not_write_to_its_inputs(monkeypatch, by_name):
     cuda_on_cpu.install(monkeypatch)
     offsets = cuda_on_cpu.upload(ints(0, 100, 512))
 
@@ -679,7 +679,7 @@ def test_a_cached_launch_plan_does_not_write_into_its_inputs(monkeypatch, by_nam
 
 
 @needs_emulation
-def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
+def test_values_on_cuda_are_validated_on_request(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     rows, plan = cuda_on_cpu.upload(ROWS), cuda_on_cpu.upload(mapped((1, 0), 12))
@@ -807,7 +807,7 @@ def is_array_or_record(value):
 
 @given(calls())
 @settings(max_examples=1000)
-def test_random_arguments_give_a_result_or_an_error_naming_an_argument(case):
+def test_random_arguments_give_a_result_or_an_error_naming_the_argument(case):
     function, call = case
     first, second = (outcome(function, call, junk) for junk in (0, 1))
     if isinstance(first, MemoryError):

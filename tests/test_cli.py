@@ -41,7 +41,7 @@ def test_info(capsys):
 
 
 @pytest.mark.parametrize(("architecture", "fp8"), [("sm_86", "mma"), ("sm_90a", "wgmma"), ("sm_120a", "mma")])
-def test_info_says_by_what_products_are_made(monkeypatch, architecture, fp8):
+def test_info_lists_the_backend_of_each_product(monkeypatch, architecture, fp8):
     pytest.importorskip("cupy")
     from fp8moe.kernels_cuda import driver
 
@@ -76,7 +76,7 @@ def test_selftest_passes_on_fresh_inputs(capsys):
         "unpack_rows",
     ],
 )
-def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
+def test_selftest_detects_a_wrong_backend(verb, capsys, monkeypatch):
     """Every check of the selftest detects a backend that does not write its output."""
     run = fp8moe.dispatch.Call.run
 
@@ -100,7 +100,7 @@ def test_cuda_selftest_without_cuda_says_what_to_install():
 
 
 @pytest.mark.parametrize("verb", [("bench", "plan", "--quick"), ("demo", "--steps", "1")])
-def test_cuda_without_a_device_is_said_in_a_line(verb, capsys):
+def test_cuda_without_a_device_is_reported_in_one_line(verb, capsys):
     if info.cuda_is_ready():
         pytest.skip("there is a device")
     assert main([*verb, "--device", "cuda"]) == 2
@@ -119,7 +119,7 @@ def test_cuda_without_a_device_is_said_in_a_line(verb, capsys):
         (["compile", "--arch", "hopper"], "argument --arch: got hopper; wanted one such as sm_90a"),
     ],
 )
-def test_arguments_that_are_refused_by_name(arguments, words, capsys):
+def test_invalid_arguments_are_named(arguments, words, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
@@ -152,7 +152,7 @@ def test_bench_refuses_to_time_a_wrong_result(monkeypatch, capsys):
     assert "WRONG RESULT" in capsys.readouterr().out
 
 
-def test_inputs_and_results_take_turns_until_caches_are_passed():
+def test_benchmark_uses_more_memory_than_the_cache():
     class Machine(harness.Cpu):
         max_sets = 32
 
@@ -167,7 +167,7 @@ def test_inputs_and_results_take_turns_until_caches_are_passed():
     assert len({a.ctypes.data for a in machine.inputs}) == len(machine.inputs) == 25
 
 
-def test_a_result_lives_until_each_other_call_has_made_its_next():
+def test_benchmark_keeps_results_alive_for_one_round():
     alive, alive_counts = set(), []
 
     class Buffer:
@@ -185,14 +185,14 @@ def test_a_result_lives_until_each_other_call_has_made_its_next():
     assert not alive
 
 
-def test_the_allocator_is_an_option_on_cuda_alone(capsys):
+def test_allocator_option_requires_cuda(capsys):
     for arguments in (["plan", "--quick", "--device", "cpu"], ["compare"]):
         assert main(["bench", *arguments, "--allocator", "torch"]) == 2
         assert "--allocator: got" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_bench_with_arrays_of_torchs_allocator(capsys):
+def test_bench_with_torchs_allocator(capsys):
     torch = pytest.importorskip("torch")
     before = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
     assert main(["bench", "quantize", "--device", "cuda", "--quick", "--allocator", "torch"]) == 0
@@ -200,7 +200,7 @@ def test_bench_with_arrays_of_torchs_allocator(capsys):
 
 
 @pytest.mark.parametrize("topic", ["plan", "transpose", "swiglu", "router", "grouped_gemm", "moe"])
-def test_every_benchmark_is_right(topic):
+def test_every_benchmark_case_is_correct(topic):
     assert main(["bench", topic, "--device", "cpu", "--quick"]) == 0
 
 
@@ -236,7 +236,7 @@ def test_demo_validation_errors(tmp_path, capsys):
         main(["demo", "--steps", "0"])
 
 
-def test_the_text_is_real_source():
+def test_demo_text_is_python_source():
     text = bytes(standard_library_text())
     assert len(text) > 1_000_000
     assert b"def __init__(self" in text

@@ -26,7 +26,7 @@ def small(monkeypatch):
     monkeypatch.setattr(compare, "ON_THE_CPU", [SHAPE])
 
 
-def test_what_is_installed_is_compared(small, tmp_path, capsys):
+def test_installed_libraries_are_compared(small, tmp_path, capsys):
     out, picture = tmp_path / "rows.jsonl", tmp_path / "pictures" / "layer.svg"
     arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--picture", str(picture)]
     assert main(arguments) == 0
@@ -80,7 +80,7 @@ def test_a_wrong_result_is_not_timed(output, value, small, tmp_path, capsys):
     assert "WRONG RESULT, not timed" in capsys.readouterr().out
 
 
-def test_what_fails_is_said_and_the_others_go_on(small, capsys):
+def test_failures_are_reported_and_the_others_continue(small, capsys):
     def fails(inputs):
         raise RuntimeError("needs another GPU\nand more")
 
@@ -116,7 +116,7 @@ def test_padded_rows_give_the_same_layer(tokens):
 @pytest.mark.parametrize(
     "shape", [*compare.SHAPES, *compare.QUICK, *compare.ON_THE_CPU], ids=compare.described
 )
-def test_every_shape_that_is_timed_can_be_routed(shape):
+def test_every_timed_shape_can_be_routed(shape):
     """Includes shapes where every expert is selected, as with 8 experts and top-8."""
     _, count, _, _, topk = shape
     ids = routing(64, count, topk)
@@ -125,7 +125,7 @@ def test_every_shape_that_is_timed_can_be_routed(shape):
 
 
 @pytest.mark.parametrize("part", compare.PARTS, ids=lambda part: part.name)
-def test_every_expert_chosen(part):
+def test_every_expert_selected(part):
     for contender in part.contenders:
         if not contender.cuda_only and not contender.missing():
             held_to_float64(contender, part, (24, 4, 128, 128, 4))
@@ -135,7 +135,7 @@ def named(part, name):
     return next(c for c in part.contenders if c.name == name)
 
 
-def test_what_is_compiled_is_one_graph(monkeypatch):
+def test_compiled_contenders_are_one_graph(monkeypatch):
     """Traced by Dynamo and differentiated as on a GPU, with torch's operations in place of Inductor's."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     held_to_float64(named(compare_layer.LAYER, "torch grouped_mm compiled, bf16"), compare_layer.LAYER)
@@ -232,7 +232,7 @@ def test_the_call_of_tile_kernels(monkeypatch):
     held_to_float64(named(compare_operations.QUANTIZE, "TileKernels"), compare_operations.QUANTIZE)
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
+def test_draw_requires_layer_rows_of_one_device(tmp_path):
     row = {
         "part": "layer",
         "name": "a",
@@ -251,7 +251,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("option", [["--picture", "p.svg"], ["--part", "layer"]], ids=lambda o: o[0])
-def test_options_of_compare_are_no_other_benchmarks(option, capsys):
+def test_options_of_compare_are_rejected_by_other_benchmarks(option, capsys):
     assert main(["bench", "plan", "--quick", "--device", "cpu", *option]) == 2
     assert option[0] in capsys.readouterr().err
 
@@ -265,14 +265,14 @@ def test_one_part_alone(small, tmp_path, capsys):
     assert "--part: got 'layers'; wanted one of 'layer', 'grouped product'" in capsys.readouterr().err
 
 
-def test_the_version_of_what_is_no_distribution_is_the_modules(monkeypatch):
+def test_version_falls_back_to_the_modules_attribute(monkeypatch):
     monkeypatch.setitem(sys.modules, "built_here", SimpleNamespace(__version__="2.6.1"))
     contender = Contender("other", lambda inputs: None, 1.0, ("built_here", "not_here"))
     versions = compare.packages(contender)
     assert (versions["built_here"], versions["not_here"]) == ("2.6.1", "unknown")
 
 
-def test_without_torch_the_extra_is_named(monkeypatch, capsys):
+def test_missing_torch_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "compare", "--device", "cpu"]) == 2
     assert "torch, which is missing: pip install 'fp8moe[bench,torch]'\n" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def entry(tmp_path):
     return entry
 
 
-def test_a_cache_entry_depends_on_all_that_decides_the_code():
+def test_cache_entries_depend_on_key_and_architecture():
     assert cached(b"one") == (b"one", 1)
     assert cached(b"two") == (b"one", 0)
     assert cached(b"two", key="another key") == (b"two", 1)
@@ -44,7 +44,7 @@ def test_a_cache_entry_depends_on_all_that_decides_the_code():
 
 
 @pytest.mark.parametrize("keep", [0, 1, 31, 32, 40, -1])
-def test_an_entry_cut_short_is_compiled_again(tmp_path, keep):
+def test_truncated_cache_entry_is_recompiled(tmp_path, keep):
     cached(b"code" * 100)
     content = entry(tmp_path).read_bytes()
     entry(tmp_path).write_bytes(content[:keep])
@@ -53,7 +53,7 @@ def test_an_entry_cut_short_is_compiled_again(tmp_path, keep):
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 200, -1])
-def test_an_entry_with_a_wrong_byte_is_compiled_again(tmp_path, at):
+def test_corrupt_cache_entry_is_recompiled(tmp_path, at):
     cached(b"code" * 100)
     content = bytearray(entry(tmp_path).read_bytes())
     content[at] ^= 1
@@ -61,14 +61,14 @@ def test_an_entry_with_a_wrong_byte_is_compiled_again(tmp_path, at):
     assert cached(b"again") == (b"again", 1)
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+def test_unwritable_cache_is_not_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "file"))
     assert cached(b"code") == (b"code", 1)
     assert cached(b"code") == (b"code", 1)
 
 
-def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
+def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
     pytest.importorskip("cupy")
     compiled = []
 
@@ -126,7 +126,7 @@ def _one_process(folder, seed):
                         continue
 
 
-def test_many_processes_at_once(tmp_path):
+def test_concurrent_processes_share_the_cache(tmp_path):
     folder = str(tmp_path / "cache")
     with multiprocessing.get_context("spawn").Pool(6) as pool:
         pool.starmap(_one_process, [(folder, seed) for seed in range(6)])
@@ -184,7 +184,7 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
     assert last.startswith(f"1 kernels, {status} with spills, 0 variants")
 
 
-def test_tiles_declare_no_more_shared_memory_than_launchers_reckon_with():
+def test_static_shared_memory_is_within_the_launchers_estimate():
     pytest.importorskip("cupy")
     from fp8moe.kernels_cuda.quantize import DECLARED
 
@@ -244,7 +244,7 @@ def launched_by_plans(monkeypatch):
 
 @pytest.mark.parametrize("collects", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects, fails):
+def test_numba_compilation_restores_garbage_collection(monkeypatch, collects, fails):
     pytest.importorskip("cupy")
     numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
     kernel, _ = launched_by_plans(monkeypatch)[0]

@@ -35,7 +35,7 @@ def constants(header):
     return {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+) *(?://.*)?\n", text)}
 
 
-def test_launchers_have_the_numbers_of_their_kernels():
+def test_launcher_constants_match_kernel_constants():
     wgmma, tile = constants("wgmma_tiles.cuh"), constants("tile_order.cuh")
     assert wgmma["COLUMNS"] == grouped_gemm_wgmma_fp8.TILE_COLUMNS
     assert constants("wgmma_pipeline.cuh")["STAGES"] == grouped_gemm_wgmma_fp8.STAGES
@@ -81,7 +81,7 @@ def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(verb, kernel, ex
 
 
 @pytest.mark.parametrize(("verb", "kernel"), FP8_KERNELS)
-def test_grouped_gemm_asks_for_no_more_experts_than_fit(verb, kernel):
+def test_grouped_gemm_expert_limit_fits_shared_memory(verb, kernel):
     wgmma = constants("wgmma_pipeline.cuh") | constants(kernel)
     largest = grouped_gemm_wgmma_fp8.TABLE_BYTES // (8 + wgmma["HALF_TILES"]) - 1
     product = Product(verb, ("e4m3", "e4m3"), "bfloat16", largest, 4096, 512, 256)
@@ -105,7 +105,7 @@ def product(operands="bfloat16", verb="grouped_gemm", out=None, width=4096, dept
 @pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("operands", ["bfloat16", "e4m3"])
 @pytest.mark.parametrize("verb", ["grouped_gemm", "grouped_gemm_wgrad"])
-def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands, verb):
+def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb):
     before_pipeline = (
         (compiler.SOURCES / f"{verb}_mma.cu").read_text().partition('#include "mma_pipeline.cuh"')[0]
     )
@@ -142,7 +142,7 @@ FASTEST = {
 
 @pytest.mark.parametrize("verb", ["grouped_gemm", "grouped_gemm_wgrad"])
 @pytest.mark.parametrize("architecture", FASTEST)
-def test_the_fastest_backend_that_takes_a_product_makes_it(architecture, verb):
+def test_fastest_supported_backend_is_selected(architecture, verb):
     for operands, wanted in zip(("e4m3", "bfloat16"), FASTEST[architecture], strict=True):
         requested = product(operands, verb)
         small = requested._replace(rows=16, width=16, depth=64)
@@ -170,7 +170,7 @@ def test_the_fastest_backend_that_takes_a_product_makes_it(architecture, verb):
 
 @pytest.mark.parametrize("architecture", FASTEST)
 @pytest.mark.parametrize("operands", ["float32", "float64"])
-def test_large_products_go_to_the_plain_kernel_only_when_that_is_said(architecture, operands):
+def test_large_products_use_the_plain_kernel_only_on_request(architecture, operands):
     requested = product(operands, out=operands)
     with pytest.raises(
         ValueError, match=f"backend: got None .*the operands are {operands}.*'plain', which says"
@@ -189,7 +189,7 @@ GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 
 @pytest.mark.parametrize("operands", ["e4m3", "bfloat16"])
 @pytest.mark.parametrize("architecture", FASTEST)
-def test_a_backend_that_does_not_make_a_layer_is_refused(monkeypatch, architecture, operands):
+def test_unsupported_backend_of_a_layer_raises(monkeypatch, architecture, operands):
     monkeypatch.setattr(driver, "architecture", lambda device: architecture)
     layer = {"operands": operands, "gradients": GRADIENTS, **LAYER}
     has = {"wgmma": architecture == "sm_90a", "mma": architecture != "sm_75", "plain": True, "cublas": True}
@@ -203,7 +203,7 @@ def test_a_backend_that_does_not_make_a_layer_is_refused(monkeypatch, architectu
 
 @pytest.mark.parametrize("operands", ["e4m3", "bfloat16", "float32"])
 @pytest.mark.parametrize("architecture", FASTEST)
-def test_a_limit_that_a_layer_does_not_keep_to_is_refused(monkeypatch, architecture, operands):
+def test_unsupported_sm_limit_of_a_layer_raises(monkeypatch, architecture, operands):
     monkeypatch.setattr(driver, "architecture", lambda device: architecture)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
     layer = {"operands": operands, "gradients": GRADIENTS, **LAYER}
@@ -238,7 +238,7 @@ def test_a_limit_that_a_layer_does_not_keep_to_is_refused(monkeypatch, architect
         ),
     ],
 )
-def test_each_product_of_a_layer_is_looked_at(monkeypatch, operands, backend, change, gradients, reason):
+def test_each_product_of_a_layer_is_checked(monkeypatch, operands, backend, change, gradients, reason):
     """Products of gradients are checked only if those gradients are requested."""
     monkeypatch.setattr(driver, "architecture", lambda device: "sm_90a")
     layer = {"operands": operands, **LAYER, **change}
@@ -255,7 +255,7 @@ def test_cublas_has_no_float64():
 
 
 @pytest.mark.parametrize("backend", ["wgmma", "mma"])
-def test_a_named_backend_takes_no_rows_at_all(backend):
+def test_explicit_backend_accepts_zero_rows(backend):
     """On a rank without tokens, weight gradients are zeros instead of an error."""
     none = product("bfloat16", "grouped_gemm_wgrad", rows=0)
     assert grouped_gemm.choose(none, "sm_90a", backend).backend == "plain"
@@ -270,7 +270,7 @@ def test_a_named_backend_takes_no_rows_at_all(backend):
         ({"experts": 2000}, "2000 experts are too many"),
     ],
 )
-def test_what_wgmma_refuses_is_multiplied_by_mma_with_the_reason(change, reason):
+def test_products_unsupported_by_wgmma_use_mma_with_a_reason(change, reason):
     requested = product("e4m3")._replace(**change)
     backend, reasons = grouped_gemm.choose(requested, "sm_90a", None)
     assert backend == "mma"
@@ -325,7 +325,7 @@ PRODUCT = Product("grouped_gemm", ("bfloat16", "bfloat16"), "bfloat16", 8, 4096,
 @pytest.mark.parametrize(
     "architecture", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"]
 )
-def test_wgmma_is_hoppers(architecture):
+def test_wgmma_requires_hopper(architecture):
     reasons = grouped_gemm_wgmma16.takes(PRODUCT, architecture)
     assert reasons == ([] if architecture == "sm_90a" else [f"the device is {architecture}, not sm_90a"])
 
@@ -353,7 +353,7 @@ def test_wgmma_is_hoppers(architecture):
         ({"rows": 2**31, "width": 8192}, "2147483648 rows of 8 experts are too many"),
     ],
 )
-def test_what_wgmma_takes_of_16_bits(change, reason):
+def test_16_bit_products_supported_by_wgmma(change, reason):
     reasons = grouped_gemm_wgmma16.takes(PRODUCT._replace(**change), "sm_90a")
     assert len(reasons) == (reason is not None)
     assert reason is None or reasons[0].startswith(reason)
@@ -363,7 +363,7 @@ def test_what_wgmma_takes_of_16_bits(change, reason):
 @pytest.mark.parametrize("experts", [None, 0, 8, 256])
 @pytest.mark.parametrize("value_bytes", [2, 4])
 @pytest.mark.parametrize("strips", [1, 96, 376, 4096])
-def test_tiles_are_shared_out_among_resident_blocks(strips, value_bytes, experts, mx):
+def test_tiles_are_distributed_over_resident_blocks(strips, value_bytes, experts, mx):
     columns, multiprocessors = 7168, H200["multiprocessors"]
     configuration, when_free = quantize.tiles_configuration(
         strips, columns, value_bytes, experts, mx=mx, multiprocessors=multiprocessors
@@ -431,7 +431,7 @@ def test_there_is_a_block_for_each_tile():
 @pytest.mark.parametrize("width", [0, 1, 2, 8, 300, 1024])
 @pytest.mark.parametrize("experts", [0, 1, 8, 257, 4096])
 @pytest.mark.parametrize("tokens", [0, 1, 511, 4096, 1_000_000])
-def test_a_plans_chunks_hold_all_tokens_and_its_bits_a_whole_piece(tokens, experts, width):
+def test_plan_sizes_cover_all_tokens_and_fit_a_block(tokens, experts, width):
     plan = pytest.importorskip("fp8moe.kernels_cuda.plan")
     sizes = plan.plan_sizes(fp8moe.PermutationPlan(None, tokens, experts, width, True, 0, 1))
     assert 1 <= sizes.chunks <= plan.MAX_CHUNKS

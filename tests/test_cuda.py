@@ -54,7 +54,7 @@ from oracles import exact
 
 import fp8moe
 from fp8moe import Activation, row_maps
-from fp8moe.benchmarks.beside import held
+from fp8moe.benchmarks.beside import occupied
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray, QuantTensor
 
@@ -230,7 +230,7 @@ def test_chunks_and_padding(sizes, align, group, seed):
 
 @pytest.mark.parametrize("kind", ["bf16", "wide", "1x128", "mxfp8"])
 @pytest.mark.parametrize("chunks", [1, 7, 300])
-def test_chunks_of_whole_vectors(kind, chunks):
+def test_sort_chunks_of_whole_vectors(kind, chunks):
     """Rows of multiples of 16 bytes are moved by bulk copies; with empty chunks, padding and rows after the
     last chunk."""
     rng = np.random.default_rng(chunks)
@@ -298,7 +298,7 @@ def test_every_bfloat16_value():
 
 
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)])
-def test_blocked_scales_there_and_back(block):
+def test_blocked_scales_round_trip(block):
     rng = generator()
     for rows, columns in [(1, 32), (130, 96), (4096, 2048), (3000, 7168), (257, 200)]:
         scales_in_both_layouts(both, rng, rows, columns, block)
@@ -356,7 +356,7 @@ def test_weights_in_parts(dtype, transposed):
 
 
 @pytest.mark.parametrize("ffn", [128, 72])
-def test_gradients_of_w1_and_w3_apart(ffn):
+def test_gradients_of_w1_and_w3_as_a_pair(ffn):
     gradients_apart(both, ffn)
 
 
@@ -908,7 +908,7 @@ def products_of_wgmma(rng, counts, width, depth):
     ("counts", "width", "depth"),
     [([256, 0, 128, 640], 528, 272), ([128] * 40, 272, 144), ([0, 4096, 2048], 2064, 528)],
 )
-def test_products_on_any_multiprocessors(counts, width, depth):
+def test_products_with_sm_limits(counts, width, depth):
     """Results are bitwise equal on all multiprocessors, on a few, and next to a kernel that occupies some;
     repeatedly, and in graphs."""
     skip_where_not("wgmma")
@@ -924,7 +924,7 @@ def test_products_on_any_multiprocessors(counts, width, depth):
         captured = [run(), run(8)]
         graph = stream.end_capture()
     for blocks, cluster in ((1, 1), (8, 4), (33, 1), (64, 1)):
-        with held(blocks, cluster), cupy.cuda.Stream(non_blocking=True) as stream:
+        with occupied(blocks, cluster), cupy.cuda.Stream(non_blocking=True) as stream:
             actual = run()
             graph.launch(stream)
             stream.synchronize()
@@ -935,7 +935,7 @@ def test_products_on_any_multiprocessors(counts, width, depth):
         cupy.cuda.Device().synchronize()
 
 
-def test_products_of_several_streams_share_nothing():
+def test_products_on_several_streams_are_independent():
     """Concurrent products on several streams, each with its own tile counter."""
     skip_where_not("wgmma")
     import cupy
@@ -1142,7 +1142,7 @@ def test_an_exact_plan_waits_for_the_callers_stream():
     assert plan.tokens_per_expert.tolist() == [16] * 8
 
 
-def test_nan_in_padding_and_tail_reaches_nobody():
+def test_nan_in_padding_and_tail_is_never_read():
     rng = np.random.default_rng(13)
     ids = rng.integers(-1, 6, (50, 3)).astype(np.int32)
     plan = fp8moe.plan_topk(ids, 6, align_size=16)
@@ -1158,7 +1158,7 @@ def test_nan_in_padding_and_tail_reaches_nobody():
         assert_same(y, download(fp8moe.unpermute(upload(x), upload(plan))))
 
 
-def test_a_cupy_graph_keeps_its_scratch():
+def test_cupy_graph_keeps_its_scratch_memory():
     import cupy
 
     rng = np.random.default_rng(14)

@@ -38,7 +38,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["compact", "gemm_ready"])
-def test_the_product(layout, installed):
+def test_product_matches_grouped_gemm(layout, installed):
     offsets = torch.from_numpy(offsets_of([128, 0, 256]))
     x = fp8moe.quantize(torch.randn(384 + 6, 256), layout=layout)
     w = fp8moe.quantize_weights(torch.randn(3, 128, 256))

@@ -60,13 +60,13 @@ def test_jax_in_and_out(dtype):
     assert (back == x).all()
 
 
-def test_a_traced_jax_value_is_refused():
+def test_traced_jax_value_raises():
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"x: got .*Tracer.*outside jax\.jit"):
         jax.jit(fp8moe.quantize)(jax.numpy.ones((2, 4)))
 
 
-def test_every_operation_answers_in_the_callers_kind():
+def test_every_operation_returns_the_callers_array_type():
     rng = np.random.default_rng(0)
     x = values(rng, (20, 128), BF16)
     ids = rng.integers(0, 4, (20, 2)).astype(np.int32)
@@ -217,7 +217,7 @@ def test_tensor_subclasses_with_memory_of_their_own_are_accepted():
     assert fp8moe.quantize(torch.nn.Parameter(x, requires_grad=False)).data.shape == (4, 128)
 
 
-def test_dtensors_are_refused_with_their_fix():
+def test_dtensors_raise_with_a_fix():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
@@ -262,7 +262,7 @@ def written_to():
 
 
 @pytest.mark.parametrize("kind", ["numpy", "dlpack", "jax", "cuda_array_interface"])
-def test_memory_that_is_read_only_is_not_written_to(kind, request):
+def test_read_only_outputs_raise(kind, request):
     out, x, dy = written_to()[kind], np.ones((3, 128), np.float32), np.ones((3, 8), np.float32)
     offsets = np.array([0, 3], np.int32)
     if kind == "cuda_array_interface":
@@ -273,7 +273,7 @@ def test_memory_that_is_read_only_is_not_written_to(kind, request):
             fp8moe.grouped_gemm_wgrad(dy, x, offsets, out)
 
 
-def test_parts_of_records_are_not_written_to_either():
+def test_read_only_outputs_in_records_raise():
     x = np.ones((3, 128), np.float32)
     q = fp8moe.quantize(x)
     q = fp8moe.QuantTensor(q.data, read_only(q.scales))
@@ -309,7 +309,7 @@ def test_the_stream_of_a_cuda_array_interface_is_waited_for(runtime, stream, wai
     assert runtime.waits == waits
 
 
-def test_stream_zero_is_refused(runtime):
+def test_stream_zero_raises(runtime):
     with pytest.raises(ValueError, match="x: got stream 0"):
         dispatch.enter(x=OnDevice((2, 2), "<i4", stream=0))
 
@@ -362,7 +362,7 @@ def in_jax(code, **environment):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **flags, **environment})
 
 
-def test_jax_results_lie_where_their_input_does_and_compile_nothing():
+def test_jax_results_are_on_the_inputs_device_without_compilation():
     in_jax(
         "from jax._src import monitoring\n"
         "import re\n"
@@ -388,7 +388,7 @@ def test_jax_results_lie_where_their_input_does_and_compile_nothing():
     )
 
 
-def test_deleted_jax_arrays_and_keys_are_refused():
+def test_deleted_jax_arrays_and_keys_raise():
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     deleted = jnp.ones((4, 128))
@@ -406,7 +406,7 @@ def test_deleted_jax_arrays_and_keys_are_refused():
         fp8moe.grouped_gemm_wgrad(x, x, jnp.array([0, 3], jnp.int32), dtype="float64")
 
 
-def test_jax_arrays_on_several_devices_are_refused():
+def test_jax_arrays_on_several_devices_raise():
     in_jax(
         "from jax.sharding import PartitionSpec as P\n"
         "mesh = jax.make_mesh((2,), ('x',))\n"
@@ -420,7 +420,7 @@ def test_jax_arrays_on_several_devices_are_refused():
     )
 
 
-def test_a_tensor_that_requires_grad_is_fine_without_grad():
+def test_tensors_that_require_grad_are_accepted_under_no_grad():
     x = torch.ones(2, 128, requires_grad=True)
     with torch.no_grad():
         assert fp8moe.quantize(x).data.shape == (2, 128)
@@ -449,7 +449,7 @@ def test_a_torch_caller_imports_only_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_arrays_on_two_devices_are_refused(monkeypatch):
+def test_arrays_on_two_devices_raise(monkeypatch):
     """Device 0 is an ordinary device, not the absence of one."""
 
     class Elsewhere(interop.Framework):

@@ -69,7 +69,7 @@ def test_the_operations_of_adapters_are_in_the_reference(site, module):
     assert not {f"{path}.{name}" for name in operations} - names_in(site)
 
 
-def test_what_programs_import_from_adapters_is_in_the_reference(site):
+def test_adapter_names_used_in_programs_are_in_the_reference(site):
     """Names that the pages, the README and the examples import from an adapter are public."""
     sources = [code for page in PAGES for _, code in FENCE.findall(page.read_text())]
     sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
@@ -157,7 +157,7 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_comparison_is_what_the_picture_shows(tmp_path, monkeypatch):
+def test_picture_shows_the_comparison(tmp_path, monkeypatch):
     (tmp_path / "model-h200.jsonl").write_bytes((table.RESULTS / "model-h200.jsonl").read_bytes())
     (tmp_path / "layer-h200.jsonl").write_bytes((table.RESULTS / "layer-h200.jsonl").read_bytes())
     monkeypatch.setattr(table, "RESULTS", tmp_path)
@@ -174,7 +174,7 @@ def test_a_comparison_is_what_the_picture_shows(tmp_path, monkeypatch):
     assert step.digest().encode() in (tmp_path / "step.png").read_bytes()
 
 
-def test_rows_of_a_later_run_take_the_place_of_earlier_ones():
+def test_later_rows_replace_earlier_ones():
     rows = [{"shape": s, "name": n, "ms": ms} for s, n, ms in (("a", "x", 3), ("b", "x", 2), ("a", "x", 1))]
     assert [(r["shape"], r["ms"]) for r in table.newest(rows)] == [("a", 1), ("b", 2)]
 

@@ -87,7 +87,7 @@ def test_several_gpus(cases, world, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cases", ["captured", "layers,bounded,chunks"])
-def test_a_world_of_one_gpu_and_a_training_step_in_a_cuda_graph(cases, tmp_path):
+def test_single_gpu_and_a_training_step_in_a_cuda_graph(cases, tmp_path):
     ranks(cases, 1, tmp_path, "cuda", 200)
 
 
@@ -100,7 +100,7 @@ class Board(dict):
         return all(name in self for name in names)
 
 
-def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
+def test_timeout_names_the_missing_rank(monkeypatch):
     """With NCCL: rank 0 waits for rank 1, which is alive, and for rank 2, which is not."""
     module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
     board, queries = Board(), []
@@ -139,7 +139,7 @@ def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("cases", ["lost", "lost/peer"])
-def test_a_gpu_that_is_lost(cases, tmp_path):
+def test_lost_gpu_is_named(cases, tmp_path):
     ranks(cases, 2, tmp_path, "cuda", 60)
 
 
@@ -230,7 +230,7 @@ def in_threads(kind, world, action):
 @pytest.mark.parametrize("fmt", [None, "e4m3"])
 @pytest.mark.parametrize(("world", "k"), [(2, 3), (3, 2), (3, 1)])
 @pytest.mark.parametrize("room", [1 << 30, 8 << 10])  # sufficient for all, and for some of the exchanges
-def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
+def test_peer_memory_equals_the_exchange(world, k, fmt, room, monkeypatch):
     monkeypatch.setattr(ThreadsPeers, "room", room)
     rng = generator()
     tokens = [int(rng.integers(0, 20)) for _ in range(world)]
@@ -280,7 +280,7 @@ def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
             assert_same(ours, theirs)
 
 
-def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
+def test_exchange_of_a_chunk_overlaps_products_of_another(monkeypatch):
     """The order of starts, computations and waits, forward and then backward."""
     log, products = [], importlib.import_module("fp8moe.reference.grouped_gemm")
     for verb, word in (("grouped_gemm", "product"), ("grouped_gemm_wgrad", "weights")):
@@ -312,7 +312,7 @@ def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
     assert log == [*first, "wait", *two, "wait", "send", "weights", "weights", "wait"]
 
 
-def test_spare_rows_are_few():
+def test_number_of_spare_rows_is_small():
     rows = np.arange(1 << 17)
     spare_rows = np.array([with_spare(int(n)) for n in rows])
     assert spare_rows[0] == 0
@@ -343,7 +343,7 @@ def test_steps_with_nearly_as_many_rows_have_the_same_shapes(kind, recipe, monke
     assert shapes[0] == shapes[1] == shapes[2]
 
 
-def test_a_world_of_one_is_the_layer():
+def test_single_rank_equals_the_layer():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((20, 128)).astype(np.float32)
     # 3 and 4 are no experts
@@ -356,7 +356,7 @@ def test_a_world_of_one_is_the_layer():
     np.testing.assert_array_equal(back, np.where(routed[:, None], x, 0))
 
 
-def test_what_is_refused():
+def test_validation_errors():
     x, ids, probs = np.ones((4, 128), np.float32), np.zeros((4, 2), np.int32), np.ones((4, 2), np.float32)
     with pytest.raises(ValueError, match=r"topk_probs: got shape \[3, 2\]"):
         expert_parallel.dispatch(x, ids, probs[:3], 3, alone())
@@ -457,7 +457,7 @@ class ElasticBuffer:
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
-def test_by_deep_ep(recipe):
+def test_layer_with_deep_ep(recipe):
     """The layer with the stub equals the layer without; fp8_flow sends rows in FP8."""
     comm = deep_ep.Engine(ElasticBuffer())
     x, dy = torch.randn(2, 20, 128).bfloat16()
@@ -482,7 +482,7 @@ def test_by_deep_ep(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
-def test_torch_by_deep_ep(recipe):
+def test_torch_layer_with_deep_ep(recipe):
     x, dy = torch.randn(2, 20, 128).bfloat16()
     ids, probs = torch.randint(-1, 3, (20, 2)), torch.rand(20, 2)
     weights = torch.randn(3, 256, 128).bfloat16(), torch.randn(3, 128, 128).bfloat16()
@@ -498,7 +498,7 @@ def test_torch_by_deep_ep(recipe):
             assert torch.equal(a, b)
 
 
-def test_other_buffers_of_deep_ep_are_refused():
+def test_other_deep_ep_buffers_raise():
     with pytest.raises(TypeError, match=r"buffer: got SimpleNamespace; wanted DeepEP V2's"):
         deep_ep.Engine(types.SimpleNamespace(group="group"))
     buffer = ElasticBuffer()

@@ -45,7 +45,7 @@ shapes = st.lists(st.integers(0, 40), min_size=0, max_size=4).map(tuple)
 
 
 @given(st.lists(st.tuples(shapes, st.booleans()), max_size=8), st.integers(1, 64))
-def test_min_is_never_worse_and_every_bucket_divides(params, ranks):
+def test_min_policy_is_optimal_and_buckets_are_divisible(params, ranks):
     named = [(f"p{i}", shape, is_expert) for i, (shape, is_expert) in enumerate(params)]
     plans = {policy: plan_buckets(named, ranks, policy) for policy in POLICIES}
     assert plans["min"].padded_numel == min(p.padded_numel for p in plans.values())
@@ -114,6 +114,6 @@ def test_malformed_params(params):
     ("params", "words"),
     [(None, "params: got NoneType"), ([("a", 5, True)], r"params\[0\]: got \('a', 5, True\)")],
 )
-def test_what_is_no_list_of_parameters_is_refused_by_name(params, words):
+def test_invalid_parameter_lists_are_named(params, words):
     with pytest.raises(TypeError, match=words):
         plan_buckets(params, 8)

@@ -125,7 +125,7 @@ def test_fp8_wgrad_of_blocks(counts, accumulate, seed):
     assert_same(fp8moe.grouped_gemm_wgrad(*blocks, offsets, out), wanted)
 
 
-def test_fp8_wgrad_of_blocks_refuses_other_offsets():
+def test_fp8_wgrad_of_blocks_rejects_unaligned_offsets():
     q = fp8moe.scaling_aware_transpose(fp8moe.quantize(np.ones((256, 128), np.float32)), target="block")
     with pytest.raises(ValueError, match="expert_offsets: got 100"):
         fp8moe.grouped_gemm_wgrad(q, q, np.array([0, 100, 256], np.int32))
@@ -155,7 +155,7 @@ def test_plain_arrays_match_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
-def test_products_too_large_are_infinite(dtype):
+def test_overflowing_products_are_infinite(dtype):
     """Overflow gives infinities, without warnings, as on a GPU."""
     large, offsets = 6e4 if dtype == np.float16 else 3e38, np.array([0, 2], np.int32)
     x, w = np.full((2, 16), large, dtype), np.full((1, 16, 16), 2, dtype)
@@ -169,7 +169,7 @@ def test_products_too_large_are_infinite(dtype):
     assert np.isposinf(fp8moe.grouped_gemm(q, wq, offsets).astype(np.float32)).all()
 
 
-def test_offsets_past_the_rows_are_cut():
+def test_offsets_beyond_the_rows_are_clamped():
     x = np.ones((5, 4), np.float32)
     w = np.ones((2, 3, 4), np.float32)
     got = fp8moe.grouped_gemm(x, w, np.array([0, 3, 9], np.int32))
@@ -177,7 +177,7 @@ def test_offsets_past_the_rows_are_cut():
     assert (got == 4).all()
 
 
-def test_limits_are_of_multiprocessors():
+def test_sm_limit_is_validated():
     x, w, offsets = np.ones((5, 4), np.float32), np.ones((2, 3, 4), np.float32), np.array([0, 3, 5], np.int32)
     dy = np.ones((5, 3), np.float32)
     for call in (fp8moe.grouped_gemm, fp8moe.grouped_gemm_wgrad):

@@ -116,7 +116,7 @@ def test_backend_of_the_layer(recipe, backend, put):
             np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
 
 
-def test_backend_that_cannot_multiply_is_named(put):
+def test_unsupported_backend_is_named(put):
     wide = [put(a.astype(np.float32)) for a in (X, *weights(), PROBS)]
 
     def layer(x, w13, w2, probs):

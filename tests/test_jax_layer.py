@@ -114,7 +114,7 @@ def test_weight_layouts_without_fp8(transposed):
     check(by_jax(arguments, transposed, apart=True, recipe="bf16"), by_the_library(*arguments, recipe="bf16"))
 
 
-def test_masters_in_another_dtype_than_x():
+def test_master_weights_with_another_dtype_than_x():
     arguments = [a.astype(BF16) if i in (0, 6) else a for i, a in enumerate(problem())]
     wanted = by_the_library(
         *(a.astype(BF16) if i in (1, 2, 3) else a for i, a in enumerate(arguments)), recipe="bf16"
@@ -127,7 +127,7 @@ def test_masters_in_another_dtype_than_x():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("recipe", FP8)
-def test_widths_that_are_no_multiples_of_128(recipe, apart, transposed):
+def test_widths_that_are_not_multiples_of_128(recipe, apart, transposed):
     arguments = problem(hidden=144, ffn=72)
     check(by_jax(arguments, transposed, apart, recipe=recipe), by_the_library(*arguments, recipe=recipe))
 
@@ -210,7 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_misfits_are_refused(name):
+def test_inconsistent_arguments_raise(name):
     weights, kind, message = REFUSED[name]
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     with pytest.raises(kind, match=message):
@@ -258,7 +258,7 @@ def test_backend_and_limit_of_both_directions(backend, num_sms, axis_name):
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "cublas", "plain"])
-def test_backend_on_the_cpu_is_refused(backend, jit):
+def test_backend_on_the_cpu_raises(backend, jit):
     gradient, arrays = gradient_by(backend)
     run = jax.jit(gradient) if jit else gradient
     with pytest.raises(ValueError, match=f"backend: got '{backend}' for arrays on the CPU; wanted None"):
@@ -266,7 +266,7 @@ def test_backend_on_the_cpu_is_refused(backend, jit):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_limit_on_the_cpu_is_refused(jit):
+def test_sm_limit_on_the_cpu_raises(jit):
     gradient, arrays = gradient_by(None, num_sms=4)
     run = jax.jit(gradient) if jit else gradient
     with pytest.raises(ValueError, match="num_sms: got 4 for arrays on the CPU; wanted None"):
@@ -276,7 +276,7 @@ def test_limit_on_the_cpu_is_refused(jit):
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])
-def test_unknown_backend_is_refused(axis_name):
+def test_unknown_backend_raises(axis_name):
     gradient, arrays = gradient_by("wmma", axis_name)
     with pytest.raises(ValueError, match="backend: got 'wmma'; wanted one of None, 'wgmma', 'mma', 'cublas'"):
         gradient(*arrays)
@@ -301,7 +301,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", WITHOUT)
-def test_missing_gradients_are_refused(name, jit):
+def test_non_differentiable_operations_raise(name, jit):
     function, instead = WITHOUT[name]
     w = jnp.asarray(generator().standard_normal((2, 128, 128)).astype(np.float32))
     run = jax.jit(function) if jit else function
@@ -336,7 +336,7 @@ def test_program_is_cached_and_exported(tmp_path):
     assert hits == "1"
 
 
-def test_program_of_another_version_is_refused(monkeypatch):
+def test_program_of_another_version_raises(monkeypatch):
     exported = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)(
         jnp.ones((8, 128))
     )

@@ -48,7 +48,7 @@ def jitted(function, *args, **options):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_under_jit_equal_the_librarys(name):
+def test_operations_under_jit_equal_eager_ones(name):
     args, options = OPERATIONS[name]
     verb = name.split()[0]
     wanted = getattr(fp8moe, verb)(*args, **options)
@@ -96,7 +96,7 @@ def test_the_layers_gradients(recipe, recompute):
 IDS_ON_JAX = jnp.asarray(IDS)
 
 
-def test_a_jitted_step_sees_the_weights_it_is_given():
+def test_jitted_step_uses_the_current_weights():
     """Compiled once, with different weights in every step, in donated memory: never uses earlier weights."""
 
     def step(w13, w2, x, probs):
@@ -121,7 +121,7 @@ def test_a_jitted_step_sees_the_weights_it_is_given():
     assert len(set(values)) == 3
 
 
-def test_weights_quantised_before_have_no_gradient():
+def test_quantised_weights_have_no_gradient():
     w13, w2 = (to_jax(fp8moe.quantize_weights(w)) for w in weights())
 
     def loss(x, w13, w2):
@@ -216,7 +216,7 @@ def test_array_to_add_to_is_not_changed(jit):
         np.testing.assert_array_equal(untouched, into)
 
 
-def test_weights_into_memory_that_is_given():
+def test_quantize_weights_with_out():
     w = weights()[0]
     again = jitted(lambda w, q: jax_ops.quantize_weights(w, out=q), w, fp8moe.quantize_weights(w * 3))
     assert_same(fp8moe.quantize_weights(w), again)
@@ -224,12 +224,12 @@ def test_weights_into_memory_that_is_given():
     assert_same(fp8moe.quantize_weights(w), to_numpy(eager))
 
 
-def test_reading_values_while_tracing_is_refused():
+def test_reading_values_while_tracing_raises():
     with pytest.raises(TypeError, match="pass num_out_tokens as a number"):
         jax.jit(lambda i: jax_ops.plan_topk(i, E, num_out_tokens="exact"))(IDS_ON_JAX)
 
 
-def test_misfits_are_refused_while_tracing():
+def test_inconsistent_arguments_raise_while_tracing():
     with pytest.raises(ValueError, match="x"):
         jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)))(jnp.ones((T + 1, H)))
 
@@ -361,7 +361,7 @@ def test_nan_reaches_its_token():
     assert np.isfinite(broken[[0, 2, 3]]).all()
 
 
-def test_dispatch_without_a_count_is_refused():
+def test_dispatch_without_a_count_raises():
     from fp8moe.adapters import transformer_engine_jax as te
 
     with pytest.raises(ValueError, match="num_out_tokens: got -1"):
@@ -372,7 +372,7 @@ def test_dispatch_without_a_count_is_refused():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_rows_past_the_chunks_stay(jit):
+def test_rows_after_the_chunks_are_unchanged(jit):
     from fp8moe.adapters import transformer_engine_jax as te
 
     sizes, order = np.array([3, 0, 4, 2], np.int32), np.array([2, 3, 1, 0], np.int32)

@@ -131,7 +131,7 @@ def test_rows_of_probabilities_of_zero_without_room_for_a_row():
     assert_same(*both(lambda q, p, w: cut(fp8moe.permute(q, p, w, zero_unweighted=True)), q, plan, probs))
 
 
-def test_row_maps_of_no_plan():
+def test_row_maps_that_no_plan_produces():
     """Invalid expert ids, and a count beyond the map's width, do not lead to other accesses."""
     row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
     assert_same(*both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
@@ -226,7 +226,7 @@ def test_quantize(fmt, rows, columns):
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
-def test_one_scale_of_no_values(shape):
+def test_scale_per_tensor_of_an_empty_tensor(shape):
     for eps in (0.0, 2.0):
         assert_same(*both(fp8moe.quantize, np.empty(shape, BF16), block=None, eps=eps))
 
@@ -470,7 +470,7 @@ class OnHarness:
 
 
 @pytest.mark.parametrize("wrong", [None, "wgmma", "mma", "plain"])
-def test_cuda_selftest_of_products_finds_a_wrong_backend(monkeypatch, wrong):
+def test_cuda_selftest_of_products_detects_a_wrong_backend(monkeypatch, wrong):
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(selftest, "PRODUCT_ROWS", 144)
     make = grouped_gemm.grouped_gemm_wgrad
@@ -655,7 +655,7 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
 
 
-def test_products_on_a_few_multiprocessors(monkeypatch):
+def test_products_with_an_sm_limit(monkeypatch):
     """Bitwise equal for any assignment of tiles; only kernels that distribute tiles dynamically support a
     limit."""
     from fp8moe.kernels_cuda import driver
@@ -690,7 +690,7 @@ def of_grouped_products(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
-def test_a_layer_on_a_few_multiprocessors(monkeypatch, recipe):
+def test_layer_with_an_sm_limit(monkeypatch, recipe):
     """Every product of both passes respects the limit, also with launch plans, and results are bitwise
     equal."""
     from fp8moe.kernels_cuda import driver
@@ -730,7 +730,7 @@ def test_a_layer_on_a_few_multiprocessors(monkeypatch, recipe):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=2, backend="mma")
 
 
-def test_a_limit_of_a_rank_without_rows():
+def test_sm_limit_on_a_rank_without_rows():
     """No products are computed, and the weight gradients are zeros."""
     x, w = values(RNG, (0, 128), BF16), values(RNG, (2, 128, 128), BF16)
     offsets = np.zeros(3, np.int32)
@@ -743,7 +743,7 @@ def test_a_limit_of_a_rank_without_rows():
             assert not cuda_on_cpu.download(dw).any()
 
 
-def test_what_wgmma_does_not_take_is_multiplied_by_mma():
+def test_products_unsupported_by_wgmma_use_mma():
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with fp8moe.trace() as traced:
         assert relative(*both(fp8moe.grouped_gemm, x, w, offsets)[::-1]) <= 2.0**-8
@@ -756,7 +756,7 @@ def test_what_wgmma_does_not_take_is_multiplied_by_mma():
     assert actual.any()
 
 
-def test_large_products_by_a_slow_kernel_are_refused_or_announced(monkeypatch):
+def test_large_products_with_a_slow_kernel_raise_or_warn(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "MANY", 1000)
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with pytest.warns(RuntimeWarning, match=r"grouped_gemm: mma multiplies.*N is 20, no multiple of 8"):
@@ -768,7 +768,7 @@ def test_large_products_by_a_slow_kernel_are_refused_or_announced(monkeypatch):
     assert_same(*both(fp8moe.grouped_gemm, *wide, backend="plain"))
 
 
-def test_a_new_thread_asks_for_the_devices_context(monkeypatch):
+def test_new_thread_sets_the_devices_context(monkeypatch):
     """Autograd's threads have no CUDA context, and the driver rejects launches without one."""
     runtime = cuda_on_cpu.install(monkeypatch)
     x = cuda_on_cpu.upload(values(RNG, (3, 128), BF16))
@@ -808,7 +808,7 @@ def test_repeated_calls_replay_their_launch_plan(monkeypatch):
 
 
 @pytest.mark.parametrize("elsewhere", ["x", "probs"])
-def test_a_cached_launch_plan_refuses_arrays_on_two_devices(monkeypatch, elsewhere):
+def test_cached_launch_plan_rejects_arrays_on_two_devices(monkeypatch, elsewhere):
     arrays = {"x": values(RNG, (9, 64), BF16), "probs": RNG.random((9, 2)).astype(np.float32)}
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
@@ -868,7 +868,7 @@ def test_messages_between_ranks(columns, k, dtype):
     messages(both, RNG, 11, columns, k, dtype)
 
 
-def test_windows_that_do_not_fit_the_rows_or_the_kernel_are_refused(monkeypatch):
+def test_invalid_windows_raise(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     rows, *windows = (cuda_on_cpu.upload(np.zeros((n, 16), np.uint8)) for n in (9, *[1] * 9))
     with pytest.raises(ValueError, match="windows: got 9; wanted at most 8"):
@@ -915,7 +915,7 @@ def blas(monkeypatch):
 
 
 @pytest.mark.parametrize("counts", [[16, 0, 32], [0, 48, 16]])
-def test_an_expert_at_a_time_by_cublas(counts, blas):
+def test_cublas_backend_multiplies_expert_by_expert(counts, blas):
     offsets = offsets_of([*counts, 0])
     rows, width, depth, experts = sum(counts) + 8, 40, 128, len(counts) + 1
     a, dy = (fp8moe.quantize(RNG.standard_normal((rows, n)).astype(BF16)) for n in (depth, width))

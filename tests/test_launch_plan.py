@@ -154,7 +154,7 @@ def test_records_inside_of_records_follow_their_tensors(change):
 
 
 @pytest.mark.usefixtures("on_device")
-def test_tensors_whose_memory_was_freed_are_refused():
+def test_tensors_with_freed_memory_raise():
     records = [fp8moe.quantize(tensor(values(RNG, (5, 128), BF16))) for _ in range(4)]
     for q in records:
         q.data.untyped_storage().resize_(0)
@@ -188,7 +188,7 @@ def test_records_on_the_cpu_follow_their_tensors():
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("part", [object(), [1.0], np.float32(1)])
-def test_parts_of_records_that_are_no_arrays_are_refused_by_name(part):
+def test_invalid_fields_of_records_are_named(part):
     q = fp8moe.QuantTensor(torch.zeros(4, 128, dtype=torch.uint8), part)
     for _ in range(2):
         with pytest.raises(TypeError, match=r"q\.scales: got .*; wanted an array"):
@@ -200,7 +200,7 @@ def test_parts_of_records_that_are_no_arrays_are_refused_by_name(part):
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("align_size", [4, 4.0, np.float64(4), True, np.True_, "4", None])
-def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, align_size):
+def test_later_calls_raise_the_errors_of_first_calls(monkeypatch, align_size):
     cuda_on_cpu.install(monkeypatch)
     x, counts = (
         cuda_on_cpu.upload(np.ones((3, 8), np.float32)),
@@ -222,7 +222,7 @@ def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, align_size):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
+def test_planned_calls_reject_read_only_outputs(monkeypatch):
     """Also if the plan was made with a writable array; frameworks with both kinds of arrays have no plans."""
     cuda_on_cpu.install(monkeypatch)
     dy, x, offsets = (
@@ -257,7 +257,7 @@ def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_plans_tell_types_apart(monkeypatch):
+def test_launch_plans_depend_on_option_types(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
 
     @dispatch.operation
@@ -325,7 +325,7 @@ def discarding(x, offsets):
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("function", [several, discarding])
-def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
+def test_launch_plan_frees_temporaries_like_a_direct_call(monkeypatch, function):
     """Peak memory and remaining memory equal those of a call without a plan: temporaries are allocated only
     when they are needed."""
     x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
@@ -352,7 +352,7 @@ def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_shapes_that_come_once_do_not_fill_the_table(monkeypatch):
+def test_number_of_cached_launch_plans_is_limited(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(dispatch, "PLANS_KEPT", 4)
     for rows in range(1, 10):
@@ -362,7 +362,7 @@ def test_shapes_that_come_once_do_not_fill_the_table(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_result_without_memory_is_refused(monkeypatch):
+def test_result_without_memory_raises(monkeypatch):
     x = torch.randn(3, 128)
     fp8moe.quantize(x)
     monkeypatch.setattr(TorchOnDevice, "address", staticmethod(lambda made: 0))

@@ -64,7 +64,7 @@ def by_torch_of_groups(q, sizes):
 
 @pytest.mark.parametrize("block", [ROW, COLUMN])
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_the_blocked_layout_is_torchs(rows, columns, block):
+def test_blocked_layout_equals_torchs(rows, columns, block):
     q = tensor(rows, columns, block)
     blocked = fp8moe.to_layout(q, "blocked_128x4")
     assert blocked.data is q.data
@@ -124,7 +124,7 @@ def test_kernels(block):
 
 
 @needs_compiler
-def test_kernels_write_nothing_past_the_tiles_there_are(monkeypatch):
+def test_kernels_write_only_existing_tiles(monkeypatch):
     """On a device offsets are not checked: scales beyond the available tiles are dropped."""
     q, offsets = tensor(384, 160, COLUMN), np.array([0, 100, 384], np.int32)  # needs 4 tiles, has 3
     guards = []

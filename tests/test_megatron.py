@@ -346,7 +346,7 @@ def test_the_gradients_of_distributed_data_parallel(overlap, compiled):
 
 
 @pytest.mark.parametrize("cases", ["losses,dropped,pieces,saved", "optimizer"])
-def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
+def test_layer_matches_megatrons_own_experts(cases, tmp_path):
     """Losses, gradients, checkpoints and the distributed optimizer, with one expert-parallel rank and with
     two."""
     with socket.socket() as free:
@@ -475,7 +475,7 @@ def test_activations(options, activation):
         ("num_sms", {"own": {"num_sms": 3}}, {}),
     ],
 )
-def test_what_is_not_done_is_refused_when_the_layer_is_made(name, options, sizes):
+def test_unsupported_options_raise_in_the_constructor(name, options, sizes):
     then, own = options.get("then", {}), options.get("own", {})
     given_config = moe_config(**{n: v for n, v in options.items() if n not in ("then", "own")})
     for field, value in then.items():  # whose other requirements do not matter here
@@ -552,7 +552,7 @@ def test_without_megatron():
         assert "pip install 'megatron-core>=0.16'" in done.stderr
 
 
-def test_the_rows_a_caller_counts_are_enough():
+def test_permute_accepts_any_form_of_num_out_tokens():
     """num_out_tokens as a tensor of one number, and as None."""
     x, mask, _ = inputs("cpu")
     wanted = fp8moe.permute(x.numpy(), fp8moe.plan_routing_map(mask.numpy())).data[: int(mask.sum())]

@@ -81,7 +81,7 @@ def test_recipes_stay_within_their_precision(recipe, activation):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-def test_recompute_changes_no_bit_and_keeps_less(recipe):
+def test_recompute_is_bitwise_equal_and_saves_memory(recipe):
     inputs, dy = layer_inputs(2)
     plain, saved = run(inputs, dy, recipe)
     again, small = run(inputs, dy, recipe, "moe_expert")
@@ -126,7 +126,7 @@ def test_casts_launches_and_bytes():
     assert t.launches["permute"] == 2  # one in the forward, one for the gradient; recompute repeats none
 
 
-def test_weights_quantised_once_serve_many_micro_batches():
+def test_micro_batches_can_share_quantised_weights():
     inputs, dy = layer_inputs(4)
     plain, _ = run(inputs, dy, "fp8_flow")
     for name in ("w13", "w2"):
@@ -161,7 +161,7 @@ SUBSETS = [
 
 @pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
+def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
     """The same bits, launches and casts for any set of gradients; each half launches only its own
     operations."""
     inputs, dy = layer_inputs(12, dropped=0.1)
@@ -196,7 +196,7 @@ def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
 
 @pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_weights_that_need_no_gradient_cost_no_transpose(recipe, recompute):
+def test_frozen_weights_need_no_transpose(recipe, recompute):
     """Frozen weights, as with LoRA: forward and backward launch no wgrad and no transpose, and save less
     memory."""
     inputs, dy = layer_inputs(13)
@@ -237,7 +237,7 @@ def test_memory_between_the_halves_of_the_backward(recipe, recompute):
     assert operands.nbytes == wanted + scales + operands.plan.data.nbytes
 
 
-def test_the_weights_half_adds_and_refuses_as_the_whole():
+def test_weights_half_accumulates_and_validates():
     inputs, dy = layer_inputs(15, ffn=256)
     _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
     _, operands = fp8moe.moe_backward_input(saved, dy)
@@ -285,7 +285,7 @@ def test_the_weights_half_adds_and_refuses_as_the_whole():
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("ffn", [128, 72])
-def test_gradients_of_w1_and_w3_apart(ffn, recompute):
+def test_gradients_of_w1_and_w3_as_a_pair(ffn, recompute):
     """Gradients of w1 and w3 as a pair equal those of w13, without the zeros of padded weights; new and
     accumulated."""
     inputs, dy = layer_inputs(9, ffn=256)
@@ -332,7 +332,7 @@ def test_gradients_of_padded_weights_without_a_gate():
         fp8moe.moe_forward(**inputs, w13=w13, w2=w2, recipe="fp8_flow", activation=saved.activation)
 
 
-def test_gradients_apart_that_are_refused():
+def test_invalid_gradient_pairs_raise():
     inputs, dy = layer_inputs(9)
     _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
     with pytest.raises(ValueError, match="dw13: got one with ffn=100; wanted two, of w1 and w3"):
@@ -391,7 +391,7 @@ def test_validation_errors_name_the_argument():
         fp8moe.moe_forward(**{**inputs, "w13": quantised}, recipe="bf16")
 
 
-def test_weights_overwritten_before_the_backward_are_refused():
+def test_weights_overwritten_before_the_backward_raise():
     inputs, dy = layer_inputs(7)
     for name in ("w13", "w2"):
         arguments = {**inputs, name: fp8moe.quantize_weights(inputs[name])}
@@ -440,7 +440,7 @@ def on_descriptors(step, recipe, tokens, hidden, ffn, experts, k):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe, recompute):
+def test_inference_releases_temporaries_after_their_last_use(recipe, recompute):
     tokens, hidden, ffn, experts, k = 16_384, 2048, 768, 128, 8
     forward = functools.partial(fp8moe.moe_forward, recipe=recipe, recompute=recompute, gradients=())
     (y, saved), most = on_descriptors(forward, recipe, tokens, hidden, ffn, experts, k)
@@ -464,7 +464,7 @@ def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe
 
 
 @pytest.mark.parametrize("experts", [8, 128])
-def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
+def test_fp8_step_releases_temporaries_after_their_last_use(experts):
     def step(*layer):
         y, saved = fp8moe.moe_forward(*layer, recipe="fp8_flow")
         return y, saved, fp8moe.moe_backward(saved, y)
@@ -494,7 +494,7 @@ def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
     [("dw2", "dx", "h"), ("dw2", "dw13", "x"), ("dx", "dw2", "a"), ("dprobs", "dw13", "x")],
 )
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
-def test_what_was_not_kept_is_refused(recipe, kept, asked, name):
+def test_gradients_that_were_not_saved_for_raise(recipe, kept, asked, name):
     inputs, dy = layer_inputs(3)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, gradients=[kept])
     fp8moe.moe_backward(saved, dy, gradients=[kept])
@@ -516,7 +516,7 @@ class AsOnCuda:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recipe, recompute):
+def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     used = []
     products = importlib.import_module("fp8moe.reference.grouped_gemm")
 
@@ -552,7 +552,7 @@ def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recip
     assert [limit for _, limit in used] == [4] * whole + [6] * whole + [2] * 2
 
 
-def test_a_backend_is_refused_by_name_on_the_cpu():
+def test_backend_on_the_cpu_raises():
     inputs, _ = layer_inputs(3)
     with pytest.raises(ValueError, match=r"backend: got 'mma' for arrays on the CPU; wanted None"):
         fp8moe.moe_forward(**inputs, recipe="bf16", backend="mma")
@@ -562,7 +562,7 @@ def test_a_backend_is_refused_by_name_on_the_cpu():
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
-def test_a_limit_is_refused_by_name(recipe):
+def test_invalid_sm_limit_raises(recipe):
     """Raised before anything is computed or accumulated."""
     inputs, dy = layer_inputs(3)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)

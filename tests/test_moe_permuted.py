@@ -71,7 +71,7 @@ def around(plan, results):
     st.sampled_from((SWIGLU, Activation("geglu", clamp=0.5, linear_offset=1.0))),
 )
 @settings(max_examples=25)
-def test_the_layer_between_its_own_permutation(recipe, recompute, layout, padding, kind, seed, activation):
+def test_permuted_layer_equals_the_layer(recipe, recompute, layout, padding, kind, seed, activation):
     """Padded by the layer or by the caller, with counts that include the padding or not; the tail has no
     expert."""
     align_size, tail = layout
@@ -117,7 +117,7 @@ def test_rows_in_fp8(recipe, align_size):
     assert casts[0] - casts[1] == 2
 
 
-def test_aligned_rows_are_not_moved():
+def test_aligned_rows_are_not_copied():
     inputs, dy = layer_inputs(4)
     _, rows, counts, probs, dys = permuted(inputs, dy, 128, False)
     q, of_dy = fp8moe.quantize(rows), fp8moe.quantize(dys)
@@ -143,7 +143,7 @@ def exact(x, w13, w2, counts, probs, dy):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_float64_is_torch_autograd(recompute):
+def test_float64_equals_torch_autograd(recompute):
     counts = [3, 0, 130, 1]
     rows = sum(counts)
     x, dy = RNG.standard_normal((2, rows, 12))
@@ -177,7 +177,7 @@ def test_precision(recipe):
         assert np.linalg.norm(a.astype(np.float64) - b) <= limit * np.linalg.norm(b)
 
 
-def test_gradients_that_are_wanted_and_where_they_are_added():
+def test_requested_and_accumulated_gradients():
     inputs, dy = layer_inputs(5)
     _, rows, counts, probs, dys = permuted(inputs, dy, 1, False)
     weights = inputs["w13"], inputs["w2"]
@@ -201,7 +201,7 @@ def test_gradients_that_are_wanted_and_where_they_are_added():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("align_size", [1, 128])
-def test_nothing_looks_at_values(recipe, align_size):
+def test_no_values_are_read(recipe, align_size):
     """A dry run with shapes only raises for any read of values."""
     inputs, dy = layer_inputs(6)
     _, rows, counts, probs, dys = permuted(inputs, dy, align_size, False)
@@ -220,7 +220,7 @@ def test_nothing_looks_at_values(recipe, align_size):
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 @pytest.mark.parametrize(("given_align", "wanted"), [(1, 128), (1, 1), (128, 128), (256, 128)])
-def test_places_by_the_cuda_backend(monkeypatch, given_align, wanted, kind):
+def test_place_rows_by_the_cuda_backend(monkeypatch, given_align, wanted, kind):
     """Permutation of rows, probabilities and offsets by the CUDA backend, and its inverse."""
     pytest.importorskip("cupy")
     counts = np.array([3, 0, 130, 1], kind)
@@ -278,7 +278,7 @@ def test_backend_by_the_cuda_backend(monkeypatch, permuted_rows):
         assert not counted.launches
 
 
-def test_refusals():
+def test_validation_errors():
     inputs, dy = layer_inputs(8)
     _, rows, counts, probs, _ = permuted(inputs, dy, 128, False)
     w13, w2 = inputs["w13"], inputs["w2"]
@@ -342,14 +342,14 @@ def results(call, leaves, dy):
     ("recompute", "compiled"), [(None, False), ("moe_expert", False), ("moe_expert", True)]
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_torch(recipe, recompute, compiled):
+def test_torch_function_equals_moe_experts(recipe, recompute, compiled):
     """Like `moe_experts` with one id per row: gradients, halves, unaligned widths and biases."""
     x, w13, w2, counts, ids, probs, dy = torch_problem(width=72)
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
     leaves = [x, w13.to(dtype), w2.to(dtype), probs, torch.randn(4, 144).to(dtype), torch.randn(4, 128)]
     options = {"recipe": recipe, "recompute": recompute}
 
-    def expected(x, w13, w2, probs, bias13, bias2):
+    def actual(x, w13, w2, probs, bias13, bias2):
         biases = {"bias13": bias13, "bias2": bias2}
         return moe_experts_permuted(x, w13.chunk(2, 1), w2, counts, probs, **biases, **options)
 
@@ -357,7 +357,7 @@ def test_in_torch(recipe, recompute, compiled):
         biases = {"bias13": bias13, "bias2": bias2}
         return moe_experts(x, w13.chunk(2, 1), w2, ids, probs[:, None], **biases, **options)
 
-    call = torch.compile(expected, backend="aot_eager", fullgraph=True) if compiled else expected
+    call = torch.compile(actual, backend="aot_eager", fullgraph=True) if compiled else actual
     for a, b in zip(results(call, leaves, dy), results(wanted, leaves, dy), strict=True):
         assert torch.equal(a, b)
 
@@ -382,7 +382,7 @@ def test_weights_quantised_once():
     assert torch.equal(actual, moe_experts_permuted(x, w13, w2, counts, probs))
 
 
-def test_torch_refusals():
+def test_torch_validation_errors():
     x, w13, w2, counts, _, probs, _ = torch_problem()
     with pytest.raises(TypeError, match="x: got a QuantTensor, which has no gradient in torch"):
         moe_experts_permuted(fp8moe.quantize(x), w13, w2, counts, probs)

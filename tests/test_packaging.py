@@ -81,7 +81,7 @@ def wheel(tmp_path_factory):
     return build("wheel", copy_of_the_tree(folder / "tree", "kept"), folder)
 
 
-def test_the_wheel_holds_the_tree(wheel):
+def test_wheel_contains_the_tree(wheel):
     wanted = {name: path.read_bytes() for name, path in named_in_the_wheel().items()}
     assert len([name for name in wanted if name.endswith(".cu")]) > 10
     assert contents(wheel) == wanted
@@ -94,7 +94,7 @@ def test_a_tree_without_links_builds_the_same_wheel(links, wheel, tmp_path):
     assert contents(again) == contents(wheel)
 
 
-def test_the_source_archive_holds_each_file_once_and_builds_the_same_wheel(wheel, tmp_path):
+def test_source_archive_contains_each_file_once_and_builds_the_same_wheel(wheel, tmp_path):
     tree = copy_of_the_tree(tmp_path / "tree", "kept")
     before = real_files(tree)
     archive = build("sdist", tree, tmp_path)
@@ -115,7 +115,7 @@ def metadata(wheel):
         return archive.read(name).decode()
 
 
-def test_one_setting_makes_every_link_whole(tmp_path, monkeypatch):
+def test_repository_setting_makes_links_absolute(tmp_path, monkeypatch):
     """The repository's address is only in pyproject.toml; with it, all links are absolute."""
     tree, address = copy_of_the_tree(tmp_path / "tree", "kept"), "https://example.com/owner/fp8moe"
     settings = tree / "pyproject.toml"
@@ -138,7 +138,7 @@ def test_one_setting_makes_every_link_whole(tmp_path, monkeypatch):
         assert path in (*FILES, "CONTRIBUTING.md") or (tree / path).exists()
 
 
-def test_without_the_setting_links_are_of_the_tree(wheel):
+def test_links_are_relative_without_the_setting(wheel):
     assert "Project-URL" not in metadata(wheel) or table.repository()
     assert table.cited((ROOT / "CITATION.cff").read_text()) == (ROOT / "CITATION.cff").read_text()
 
@@ -196,7 +196,7 @@ def requirements(extra):
             yield requirement
 
 
-def test_an_extra_brings_what_its_adapters_need():
+def test_extras_install_what_their_adapters_import():
     from fp8moe.info import ADAPTERS
 
     distribution = {"megatron": "megatron-core", "cupy": "cupy-cuda13x"}
@@ -206,7 +206,7 @@ def test_an_extra_brings_what_its_adapters_need():
             assert wanted in {r.name for r in requirements(named.group(1))}, adapter
 
 
-def test_what_is_installed_here_is_what_the_extras_ask_for():
+def test_installed_versions_satisfy_the_extras():
     """If this environment violated a version bound, the suite would not test the declared versions."""
     for extra in ("torch", "jax", "transformers", "megatron", "torchtitan", "bench", "test"):
         for requirement in requirements(extra):

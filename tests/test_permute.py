@@ -99,7 +99,7 @@ def test_mask_probs_follow_their_rows(case):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "1x128", "mxfp8", "nvfp4"])
-def test_scales_travel_with_their_rows(kind):
+def test_scales_are_permuted_with_their_rows(kind):
     rng = np.random.default_rng(2)
     tokens, width, experts = 37, 200, 5
     ids = rng.integers(-1, experts, (tokens, 3)).astype(np.int32)
@@ -167,7 +167,7 @@ def test_unpermute_sums_within_the_rounding_of_its_additions(case, dtype):
 
 
 @given(routings(), st.sampled_from((BF16, np.dtype(np.float32))), st.booleans())
-def test_compiled_merge_equals_its_plain_form(case, dtype, weighted):
+def test_compiled_unpermute_equals_its_plain_form(case, dtype, weighted):
     ids, experts, align = case
     rng = np.random.default_rng(4)
     plan = fp8moe.plan_topk(ids, experts, align_size=align)
@@ -242,7 +242,7 @@ def test_a_zero_probability_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
-def test_sums_too_large_are_infinite(dtype):
+def test_overflowing_sums_are_infinite(dtype):
     """Overflow gives infinities, without warnings, as on a GPU."""
     large = 6e4 if dtype == np.float16 else 3e38
     plan = fp8moe.plan_topk(np.array([[0, 1]], np.int32), 2)
@@ -254,7 +254,7 @@ def test_sums_too_large_are_infinite(dtype):
     assert np.isposinf(grad_probs).all() == (dtype != np.float16)
 
 
-def test_quantised_gradients_move_back_and_forth():
+def test_backwards_accept_quantised_gradients():
     rng = np.random.default_rng(6)
     ids = rng.integers(-1, 4, (50, 2)).astype(np.int32)
     plan = fp8moe.plan_topk(ids, 4, align_size=16)
@@ -330,7 +330,7 @@ def test_sort_chunks_moves_scales():
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_rows_past_the_chunks_stay_where_told(quantized):
+def test_keep_rest_keeps_rows_after_the_chunks(quantized):
     rng = generator()
     x = values(rng, (17, 128), BF16)
     x = fp8moe.quantize(x) if quantized else x

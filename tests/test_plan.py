@@ -75,7 +75,7 @@ def test_mask_matches_loops(case, dtype):
     check_against_loops(plan, unmask(mask), experts, align, experts, has_slots=False)
 
 
-def test_mask_with_topk_narrows_and_counts_the_excess():
+def test_mask_with_topk_drops_and_counts_the_excess():
     mask = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
     plan = fp8moe.plan_routing_map(mask, topk=2)
     assert plan.row_id_map.tolist() == [[1, 0, 1, 0, 2], [2, -1, 2, -1, 1], [-1, -1, -1, -1, 0]]
@@ -151,7 +151,7 @@ def test_sizes_of_a_plan_may_be_numpy_integers():
     assert fp8moe.permute(np.ones((3, 8), np.float32), again).data.shape == (4, 8)
 
 
-def test_too_many_rows_for_an_int32_map_are_refused():
+def test_too_many_rows_for_an_int32_map_raise():
     from fp8moe.plan import plan_spec
 
     with pytest.raises(ValueError, match="int32 offsets can name"):

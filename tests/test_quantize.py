@@ -203,7 +203,7 @@ def test_normal_numbers_do_not_saturate():
         assert (np.abs(x) > MAX["e4m3"] * scales).any() == saturates
 
 
-def test_unknown_roundings_are_refused():
+def test_unknown_roundings_raise():
     x = np.ones((32, 128), np.float32)
     with pytest.raises(ValueError, match=r"scale_rounding: got 'ceil'; wanted .*'up'.*'floor'"):
         fp8moe.quantize(x, block=(1, 32), scale_rounding="ceil")
@@ -228,7 +228,7 @@ def test_layouts_convert_for_any_number_of_rows(rows):
 
 
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
-def test_columnwise_comes_beside_rowwise(block):
+def test_columnwise_is_returned_with_rowwise(block):
     x = values(np.random.default_rng(1), (200, 136), BF16)
     both = fp8moe.quantize(x, block=block, columnwise=True)
     assert same_bits(both.rowwise.data, fp8moe.quantize(x, block=block).data)
@@ -251,22 +251,27 @@ def test_weights_of_several_experts_and_their_transpose():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("count", "given"), [(1, 1), (2, 1), (2, 2)])
-def test_weights_in_parts_are_those_side_by_side_with_zeros(count, arguments, transposed):
+@pytest.mark.parametrize(("count", "num_arrays"), [(1, 1), (2, 1), (2, 2)])
+def test_weights_in_parts_equal_their_padded_concatenation(count, num_arrays, transposed):
     rng = np.random.default_rng(3)
     halves = [values(rng, (3, 100, 72), BF16, awkward=True) for _ in range(count)]
     whole = np.zeros((3, count * 128, 200), BF16)
     for i, half in enumerate(halves):
         whole[:, i * 128 : i * 128 + 100, :72] = half
     wanted = fp8moe.quantize_weights(whole)
-    arrays = halves if arguments == count else [np.concatenate(halves, axis=1)]
+    arrays = halves if num_arrays == count else [np.concatenate(halves, axis=1)]
     if transposed:
         arrays = [a.transpose(0, 2, 1).copy() for a in arrays]
     out = fp8moe.quantize_weights(np.ones_like(whole))
     for a in arrays_in(out):
         a.view(np.uint8)[:] = 0xA5
-    options = {"parts": count if arguments == 1 else 1, "rows": 128, "columns": 200, "transposed": transposed}
-    x = tuple(arrays) if arguments > 1 else arrays[0]
+    options = {
+        "parts": count if num_arrays == 1 else 1,
+        "rows": 128,
+        "columns": 200,
+        "transposed": transposed,
+    }
+    x = tuple(arrays) if num_arrays > 1 else arrays[0]
     for actual in (fp8moe.quantize_weights(x, **options), fp8moe.quantize_weights(x, **options, out=out)):
         assert_same(wanted, actual)
 
@@ -282,7 +287,7 @@ def test_weights_in_parts_are_those_side_by_side_with_zeros(count, arguments, tr
         ((np.ones((1, 128, 8), BF16),) * 2, {"parts": 4}, "parts: got 4 with 2 arrays"),
     ],
 )
-def test_parts_that_are_refused(x, keywords, words):
+def test_invalid_parts_raise(x, keywords, words):
     with pytest.raises(ValueError, match=words):
         fp8moe.quantize_weights(x, **keywords)
 
@@ -298,7 +303,7 @@ def test_parts_that_are_refused(x, keywords, words):
         {"block": None},
     ],
 )
-def test_quantize_into_given_memory(keywords):
+def test_quantize_with_out(keywords):
     rng = np.random.default_rng(6)
     first, second = (rng.standard_normal((130, 200)).astype(np.float32) for _ in range(2))
     q, wanted = fp8moe.quantize(first, **keywords), fp8moe.quantize(second, **keywords)
@@ -308,7 +313,7 @@ def test_quantize_into_given_memory(keywords):
     assert_same(wanted, q)
 
 
-def test_memory_that_does_not_fit_is_refused():
+def test_invalid_out_raises():
     x = np.ones((130, 200), np.float32)
     q = fp8moe.quantize(x)
     for other in (x[:129], x[:, :199].copy()):
@@ -322,7 +327,7 @@ def test_memory_that_does_not_fit_is_refused():
         fp8moe.quantize(x, out=q)
 
 
-def test_one_scale_for_the_tensor():
+def test_one_scale_per_tensor():
     x = values(np.random.default_rng(3), (33, 65))
     q = fp8moe.quantize(x, block=None)
     scale = quantized_scale(float(np.abs(x).max()), "e4m3", True, False)
@@ -362,7 +367,7 @@ def test_nvfp4_rows_decode():
     assert fp8moe.dequantize(q)[0].tolist() == wanted
 
 
-def test_float8_dtypes_are_taken_as_codes():
+def test_float8_arrays_are_accepted_as_codes():
     q = fp8moe.quantize(values(np.random.default_rng(4), (3, 128)))
     as_float8 = fp8moe.QuantTensor(q.data.view(ml_dtypes.float8_e4m3fn), q.scales)
     assert same_bits(fp8moe.dequantize(as_float8), fp8moe.dequantize(q))

@@ -77,7 +77,7 @@ def test_subnormals_survive_the_callers_flush_to_zero(rows):
     assert (product == wanted[:, None]).all()  # sums of subnormals are exact
 
 
-def test_numpy_errors_that_are_raised_break_no_call():
+def test_numpy_errstate_raise_does_not_affect_calls():
     rng = generator()
     x = (rng.standard_normal((6, 256)) * 1e-30).astype(np.float32)
     large = np.full((6, 256), 3e38, np.float32)
@@ -102,7 +102,7 @@ def test_numpy_errors_that_are_raised_break_no_call():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_has_threads_of_its_own():
+def test_forked_child_has_its_own_threads():
     code = (
         "import os, numpy as np, fp8moe\n"
         "x = np.random.default_rng().standard_normal((1024, 256)).astype(np.float32)\n"
@@ -150,7 +150,7 @@ print(len(caught), hits, *(str(w.message) for w in caught))
 """
 
 
-def test_without_numbas_cache_loops_still_run(tmp_path):
+def test_loops_run_without_numbas_cache(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
 
     def run(case):

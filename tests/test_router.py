@@ -32,7 +32,7 @@ RNG = generator()
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_choice_is_that_of_torch_in_float64(config, biased):
+def test_selection_equals_torch_in_float64(config, biased):
     logits, bias = random_logits(RNG, 40, 64, biased)
     actual = fp8moe.route(logits, config, expert_bias=bias)
     logits, bias = torch.tensor(logits).double(), None if bias is None else torch.tensor(bias).double()
@@ -47,7 +47,7 @@ def test_the_choice_is_that_of_torch_in_float64(config, biased):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_losses_and_all_gradients_are_autograds(config, sequences):
+def test_losses_and_gradients_equal_autograd(config, sequences):
     logits, bias = random_logits(RNG, 40, 64, True)
     actual = fp8moe.route(logits, config, expert_bias=bias, num_sequences=sequences)
     x = torch.tensor(logits).double().requires_grad_()
@@ -73,7 +73,7 @@ def test_losses_and_all_gradients_are_autograds(config, sequences):
     np.testing.assert_allclose(parts, ours.astype(np.float64), rtol=0, atol=2.0**-133)
 
 
-def test_deepseek_v3_is_transformers_own():
+def test_deepseek_v3_equals_transformers():
     """Compared with the model's code in transformers, whose scores are float32."""
     modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     from transformers import DeepseekV3Config
@@ -96,7 +96,7 @@ def test_deepseek_v3_is_transformers_own():
     np.testing.assert_allclose(ours, wanted, rtol=(4 + 7 + 2) * UNIT)
 
 
-def test_losses_are_mixtrals_and_megatrons():
+def test_losses_equal_mixtrals_and_megatrons():
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     logits, _ = random_logits(RNG, 64, 16, False)
@@ -112,7 +112,7 @@ def test_losses_are_mixtrals_and_megatrons():
     np.testing.assert_allclose(actual.z_loss, utils.z_loss_func(x, 1.0).numpy(), rtol=bound)
 
 
-def test_equal_scores_go_to_the_lower_expert_and_nan_is_chosen_last():
+def test_ties_select_the_lower_expert_and_nan_is_selected_last():
     logits = np.zeros((3, 6), np.float32)
     logits[1] = [-0.0, 0.0, 1.0, -np.inf, 0.0, -0.0]
     logits[2, :5] = np.nan
@@ -124,7 +124,7 @@ def test_equal_scores_go_to_the_lower_expert_and_nan_is_chosen_last():
     assert not np.isnan(actual.topk_probs[:2]).any()
 
 
-def test_saturated_scores_are_chosen_by_their_logits():
+def test_saturated_scores_are_ordered_by_their_logits():
     logits = np.array([[90.0, 95.0, 91.0, 0.0], [-200.0, -150.0, -170.0, 60.0]], np.float32)
     for function in ("softmax", "sigmoid"):
         actual = fp8moe.route(logits, RouterConfig(3, function))
@@ -142,7 +142,7 @@ def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences):
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_ids_that_are_no_experts_have_no_gradient(function, renormalize):
+def test_ids_without_an_expert_have_no_gradient(function, renormalize):
     config = RouterConfig(4, function, renormalize=renormalize)
     ids = np.array([[3, -1, 3, 9], [-(2**31), 2**31 - 1, 0, 8]], np.int32)  # 8 experts; 3 is selected twice
     logits = RNG.standard_normal((2, 8)).astype(np.float32)
@@ -212,7 +212,7 @@ def test_validation_errors(change, error, message):
         fp8moe.route(**arguments)
 
 
-def test_a_configuration_refuses_what_is_none():
+def test_invalid_configurations_raise():
     for options in ({"topk": 0}, {"topk": 33}, {"topk": 2, "num_groups": 2, "topk_groups": 3}):
         with pytest.raises(ValueError, match="got"):
             RouterConfig(**options)

@@ -63,7 +63,7 @@ def xp(request):
 @pytest.mark.parametrize("room", [None, 5, 0])
 @pytest.mark.parametrize("align", [1, 4])
 @pytest.mark.parametrize("shape", [(7, 3), (0, 3), (5, 1), (4, 0)])
-def test_map_of_mask_is_the_plans(xp, shape, align, room):
+def test_map_of_mask_equals_the_plans(xp, shape, align, room):
     mask = np.random.default_rng(SEED).random(shape) < 0.5
     rows = "exact" if room is None else room
     plan = fp8moe.plan_routing_map(mask, align_size=align, num_out_tokens=rows)
@@ -94,7 +94,7 @@ def test_sources_of_the_example(xp):
 
 
 @pytest.mark.parametrize("align", [1, 4])
-def test_a_devices_own_tokens_after_the_padding_of_all(xp, align):
+def test_map_of_a_devices_tokens_with_global_padding(xp, align):
     """Rows are numbered per device, padding is that of all devices together, as in Transformer Engine."""
     mask = np.random.default_rng(SEED).random((8, 3)) < 0.6
     _, pads = row_maps.padded_counts(np, mask.sum(axis=0, dtype=np.int32), align)

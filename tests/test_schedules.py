@@ -138,11 +138,11 @@ def fails(launch, text, schedules=40):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_kernels_are_found(launches, name):
+def test_broken_kernels_are_detected(launches, name):
     fails(launches[name], BROKEN[name][0])
 
 
-def test_a_failure_is_repeated_by_its_seed(launches, monkeypatch):
+def test_seed_repeats_a_failure(launches, monkeypatch):
     message = fails(launches["lapped"], "lapped")
     monkeypatch.setenv("FP8MOE_SCHEDULE", message.split("FP8MOE_SCHEDULE=")[1].split()[0])
     for _ in range(3):
@@ -150,5 +150,5 @@ def test_a_failure_is_repeated_by_its_seed(launches, monkeypatch):
 
 
 @pytest.mark.parametrize("name", READ_TOO_EARLY)
-def test_what_is_not_there_yet_is_poisoned(launches, name):
+def test_unfinished_copies_are_poisoned(launches, name):
     assert any(np.isin(launches[name](), (0x7F, 0xFF)).any() for _ in range(40))

@@ -114,7 +114,7 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
     assert same_bits(got.dh.columnwise.data, codes.T)
 
 
-def test_experts_have_their_own_column_blocks_and_the_tail_reaches_nobody():
+def test_experts_have_their_own_column_blocks_and_the_tail_is_never_read():
     rng = np.random.default_rng(1)
     h = rng.standard_normal((300, 256)).astype(BF16)
     offsets = np.array([0, 100, 100, 230], np.int32)
@@ -131,7 +131,7 @@ def test_experts_have_their_own_column_blocks_and_the_tail_reaches_nobody():
     assert same_bits(both.rowwise.data[:230], to_float8(y / both.rowwise.scales[:230].astype(float), "e4m3"))
 
 
-def test_half_blocks_are_refused():
+def test_blocks_across_gate_and_up_raise():
     with pytest.raises(ValueError, match="no block spans both halves"):
         fp8moe.swiglu_quantize_backward(np.ones((2, 64), np.float32), np.ones((2, 128), np.float32))
 
@@ -172,7 +172,7 @@ def test_gradients_that_overflow_are_infinite():
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "words"),
+    ("arguments", "kind", "words"),
     [
         ({"kind": "reglu"}, ValueError, "kind: got 'reglu'; wanted one of 'swiglu', 'geglu', 'geglu_tanh'"),
         (
@@ -190,7 +190,7 @@ def test_gradients_that_overflow_are_infinite():
         ({"kind": "geglu", "alpha": 1.702}, ValueError, "alpha: got 1.702 with kind='geglu'"),
     ],
 )
-def test_unknown_activations_are_refused(arguments, kind, words):
+def test_unknown_activations_raise(arguments, kind, words):
     with pytest.raises(kind, match=words):
         Activation(**arguments)
 
@@ -245,7 +245,7 @@ def test_transposed_in_the_same_pass(fmt, offsets):
 
 
 @pytest.mark.parametrize("function", [fp8moe.swiglu_quantize, fp8moe.swiglu_quantize_backward])
-def test_transposes_that_are_refused(function):
+def test_invalid_transposes_raise(function):
     h, grad = np.ones((256, 256), np.float32), np.ones((256, 128), np.float32)
     arguments = (h,) if function is fp8moe.swiglu_quantize else (grad, h)
     with pytest.raises(ValueError, match="columnwise, transposed: got both"):

@@ -49,7 +49,7 @@ def assert_same_sums(actual, true):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_halves_and_any_width(recipe):
+def test_weight_pairs_of_any_width(recipe):
     """Equal to w13 in one tensor padded with zeros to a multiple of 128, which change no product."""
     x, w1, w3, w2, ids, probs, dy = problem()
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
@@ -75,7 +75,7 @@ def test_halves_and_any_width(recipe):
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("apart", [True, False])
-def test_padded_weights_are_neither_joined_nor_copied(monkeypatch, mode, apart):
+def test_padded_weights_are_not_concatenated_or_copied(monkeypatch, mode, apart):
     """With fp8_flow; the gradients added to ``main_grad`` equal those that are returned without it."""
     x, w1, w3, w2, ids, probs, dy = problem()
     weights = [w1, w3, w2] if apart else [torch.cat((w1, w3), dim=1), w2]
@@ -133,7 +133,7 @@ def test_autocast_to_float16_with_bfloat16_weights(recipe, bias):
 
 
 @pytest.mark.parametrize("change", ["experts", "ffn"])
-def test_fp8_weights_of_another_size_are_refused(change):
+def test_fp8_weights_of_another_size_raise(change):
     x, w1, w3, w2, ids, probs, _ = problem()
     more = [torch.cat((w, w)) for w in (w1, w3, w2)]
     if change == "ffn":
@@ -197,7 +197,7 @@ def test_experts_without_a_gate(recipe):
         moe_experts(x, (w13, w13), w2, ids, probs, activation=activation)
 
 
-def test_transposed_weights_are_read_as_they_lie(monkeypatch):
+def test_transposed_weights_are_read_in_place(monkeypatch):
     x, w1, w3, w2, ids, probs, dy = problem()
     weights = torch.cat((w1, w3), dim=1), w2
     wanted = results(lambda x, *w: moe_experts(x, *w, ids, probs), [x, *weights], dy)
@@ -215,7 +215,7 @@ def test_transposed_weights_are_read_as_they_lie(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
+def test_bf16_uses_torchs_grouped_product(monkeypatch, recompute):
     """With torch's grouped product instead of the plain kernel, the only one that `fp8moe.moe_forward` has
     for bfloat16 here."""
     x, w1, w3, w2, ids, probs, dy = problem()
@@ -298,7 +298,7 @@ def test_biases(recipe):
         assert torch.equal(a, b)
 
 
-def test_fp8_weights_from_outside():
+def test_fp8_weights_argument():
     x, w1, w3, w2, ids, probs, dy = problem()
     leaves, bias = [x, w1, w3, w2, probs], torch.randn(E, 2 * F)
     for arguments in (None, bias):
@@ -340,7 +340,7 @@ def test_fp8_weights_from_outside():
         ({"activation": "silu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
     ],
 )
-def test_what_is_refused(changed, error, words):
+def test_validation_errors(changed, error, words):
     x, w1, w3, w2, ids, probs, _ = problem()
     arguments = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs, **changed}
     with pytest.raises(error, match=words):
@@ -373,7 +373,7 @@ def layers(recipe, backend, device="cpu", num_sms=None):
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("asked", [{"backend": "mma"}, {"backend": None, "num_sms": 4}])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_the_device_does_not_have_is_refused_before_any_work(monkeypatch, recipe, asked, mode):
+def test_unsupported_backend_raises_before_any_work(monkeypatch, recipe, asked, mode):
     multiply = []
     for name in ("quantize_weights", "moe_forward", "moe_forward_permuted"):
         function = getattr(fp8moe, name)

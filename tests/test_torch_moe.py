@@ -36,7 +36,7 @@ def backward(layer, x, seed=2):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
-def test_the_module_computes_what_the_library_does(recipe, recompute):
+def test_module_equals_the_library(recipe, recompute):
     layer, x = module(recipe, recompute=recompute, activation=Activation(clamp=7.0)), tokens()
     y = backward(layer, x)
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
@@ -136,7 +136,7 @@ def test_state_dict_deepcopy_and_shapes():
     assert torch_ops.FP8FlowMoE is FP8FlowMoE
 
 
-def test_another_routers_choice():
+def test_choice_of_another_router():
     layer, x = module(), tokens()
     _, ids, probs = layer.route(x)
     assert torch.equal(layer(x, ids, probs), layer(x))
@@ -170,7 +170,7 @@ def test_compiled_as_one_graph(recipe, recompute):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_subclass_routes(mode):
+def test_subclass_overrides_route(mode):
     """A subclass overrides `route`; the experts use its choice, and its probabilities get gradients."""
 
     class Halved(FP8FlowMoE):
@@ -200,7 +200,7 @@ def test_a_subclass_routes(mode):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_compiled_code_saves_what_the_library_saves(recompute):
+def test_compiled_code_saves_the_same_tensors(recompute):
     """FP8 rows, and never the bfloat16 input; the expert ids; and only the weight codes that the backward
     uses."""
     layer, x, kept = module(recompute=recompute), tokens(), {}
@@ -323,7 +323,7 @@ def test_compiled_gradients_are_added_to_main_grad(recipe):
 
 @pytest.mark.parametrize("call", ["grad", "inputs"])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_gradient_of_the_input_alone_leaves_main_grad_as_it_is(mode, call):
+def test_gradient_of_the_input_only_does_not_change_main_grad(mode, call):
     torch.compiler.reset()
     layer, x = module(), tokens()
     for w in (layer.w13, layer.w2):
@@ -400,7 +400,7 @@ def test_the_routers_product_is_in_float32(dtype, device, autocast):
     )
 
 
-def test_a_float32_number_is_three_bfloat16_numbers():
+def test_float32_is_the_sum_of_three_bfloat16_parts():
     x = torch.randn(10_000) * torch.exp2(torch.randint(-60, 60, (10_000,)))
     high, middle, low = (part.double() for part in parts(x))
     assert torch.equal(high + middle + low, x.double())
@@ -426,7 +426,7 @@ def test_without_a_router():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_that_the_router_passes_on_get_both_gradients(dtype):
+def test_rows_passed_through_the_router_get_both_gradients(dtype):
     """The sum of the router's and the experts' gradients of x is rounded once instead of twice."""
     router = Router(256, 16, RouterConfig(4), device="cuda", dtype=dtype)
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)

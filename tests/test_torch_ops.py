@@ -443,7 +443,7 @@ def test_probabilities_of_quantised_rows_have_a_gradient():
         torch_ops.unpermute(torch_ops.permute(q, plan).data, plan, probs.requires_grad_())
 
 
-def test_float8_rows_that_require_grad_are_refused():
+def test_float8_rows_that_require_grad_raise():
     x = torch.ones(T, H).to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(
         TypeError, match=r"x: got torch\.float8_e4m3fn rows that require grad; wanted bfloat16"
@@ -468,7 +468,7 @@ def differentiable():
 
 
 @pytest.mark.parametrize("name", differentiable())
-def test_a_gradient_of_a_gradient_is_refused(name):
+def test_second_derivatives_raise(name):
     function, inputs = differentiable()[name]
     with pytest.raises(RuntimeError, match="not twice differentiable"):
         gradgradcheck(function, inputs)
@@ -480,14 +480,14 @@ def test_a_gradient_of_a_gradient_is_refused(name):
         assert torch.equal(a, b)
 
 
-def test_operators_refuse_what_requires_a_gradient():
+def test_operators_reject_tensors_that_require_grad():
     """The functions detach arguments for the operators, and define the gradients."""
     with pytest.raises(TypeError, match=r"h: got a tensor that requires grad.*torch_ops"):
         torch.ops.fp8moe.swiglu(doubles(5, 2 * H), None, "swiglu", None, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", differentiable())
-def test_transforms_are_refused(name):
+def test_transforms_raise(name):
     function, inputs = differentiable()[name]
     plain = [x.detach() for x in inputs]
     batched = [torch.stack([x, x]) for x in plain]
@@ -508,7 +508,7 @@ def test_transforms_are_refused(name):
         function(*(forward_ad.make_dual(x, t) for x, t in zip(plain, tangents, strict=True)))
 
 
-def test_transforms_of_what_has_no_gradient_are_refused():
+def test_transforms_of_non_differentiable_operations_raise():
     with pytest.raises(NotImplementedError, match="x: got a call inside a transform"):
         torch.func.vmap(torch_ops.quantize)(torch.randn(2, T, 128))
     with pytest.raises(NotImplementedError, match="topk_ids: got a call inside a transform"):
@@ -557,7 +557,7 @@ def test_wrong_arguments(grad):
 
 
 @pytest.mark.parametrize("name", ["columnwise", "out"])
-def test_what_no_operator_does_is_refused_compiled(name):
+def test_options_without_an_operator_raise_in_compiled_code(name):
     x = torch.randn(128, 128)
     options = {"columnwise": True} if name == "columnwise" else {"out": torch_ops.quantize(x)}
     with pytest.raises((TypeError, torch._dynamo.exc.Unsupported), match=f"{name}: got "):

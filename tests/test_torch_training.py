@@ -109,7 +109,7 @@ def graph_of(y):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_autograd_saves_all_that_is_kept(recipe, recompute, device):
+def test_all_saved_tensors_are_saved_by_autograd(recipe, recompute, device):
     """Hooks see as many bytes as `Saved` has, and no node holds other tensors."""
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
     _, ids, probs = (t.detach() for t in layer.route(x))
@@ -135,7 +135,7 @@ def tensors_in(value):
     return []
 
 
-def test_the_operations_alone_save_for_backward(device):
+def test_operations_release_saved_tensors_after_the_backward(device):
     """Including the plan: everything is released after the backward, and modifications are detected."""
 
     def run():
@@ -248,7 +248,7 @@ def test_two_backwards_of_one_forward(device):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_weights_of_bf16_changed_before_the_backward_are_refused(recompute):
+def test_bf16_weights_changed_before_the_backward_raise(recompute):
     layer, x = module("bf16", dtype=torch.bfloat16, recompute=recompute), tokens()
     y = layer(x)
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_frozen_experts_skip_the_weight_gradients(recipe):
     assert counts[1][1] < counts[0][1]  # neither the input nor the activation is kept
 
 
-def test_unwanted_gradients_by_name():
+def test_gradients_that_are_not_requested_by_name():
     x, w13, w2 = (torch.randn(s).bfloat16() for s in ((70, 256), (4, 256, 256), (4, 256, 128)))
     ids, probs = torch.randint(0, 4, (70, 2)), torch.rand(70, 2)
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
@@ -420,7 +420,7 @@ def test_megatron_gets_a_grad_of_zeros(forward):
                     assert not w.grad.any()
 
 
-def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
+def test_zero_grads_share_memory_only_when_released():
     layers = [module(), module()]
     for layer in layers:
         for w in (layer.w13, layer.w2):
@@ -481,7 +481,7 @@ def test_moe_experts_compiled(recipe, backend):
 
 @pytest.mark.parametrize("call", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_moe_experts_takes_what_the_module_takes(recipe, call):
+def test_moe_experts_accepts_the_modules_inputs(recipe, call):
     torch.compiler.reset()
     layer, x = module(recipe), tokens(count=60).detach()
     _, ids, probs = (t.detach() for t in layer.route(x))
@@ -512,7 +512,7 @@ def test_moe_experts_takes_what_the_module_takes(recipe, call):
         assert torch.equal(y, plain.float())
 
 
-def test_moe_experts_refuses_by_name():
+def test_moe_experts_errors_name_the_argument():
     layer, x = module(), tokens()
     _, ids, probs = (t.detach() for t in layer.route(x))
     weights = layer.w13.detach(), layer.w2.detach()
@@ -544,14 +544,14 @@ def test_moe_experts_refuses_by_name():
             layer(torch.randn(shape))
 
 
-def test_torch_func_is_refused_by_name():
+def test_torch_func_transforms_raise():
     layer, x = module(), tokens().detach()
     for call in (torch.func.grad(lambda x: layer(x).sum()), torch.func.vmap(layer)):
         with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func"):
             call(x.reshape(7, 10, HIDDEN))
 
 
-def test_twice_differentiated_is_refused_by_name():
+def test_second_derivatives_raise():
     layer, x = module(), tokens()
     y = layer(x)
     (dx,) = torch.autograd.grad(y, x, gradient_of(y).requires_grad_(), create_graph=True)
@@ -561,7 +561,7 @@ def test_twice_differentiated_is_refused_by_name():
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_twice_differentiated_are_refused_where_the_incoming_gradient_is_constant(recipe, recompute):
+def test_second_derivatives_with_a_constant_incoming_gradient_raise(recipe, recompute):
     layer, x = module(recipe, recompute=recompute), tokens()
     ids, probs = torch.zeros(len(x), TOPK, dtype=torch.int32), torch.ones(len(x), TOPK)
     (dx,) = torch.autograd.grad(layer(x, ids, probs).sum(), x, create_graph=True)
@@ -722,7 +722,7 @@ def test_stats_of_the_activation(device):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_operators_declare_what_they_do(recipe, recompute):
+def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
     """Schemas (written arguments) and fakes (shapes, strides, symbols), with and without ``main_grad``."""
     layer, x = module(recipe), tokens().detach()
     _, ids, probs = (t.detach() for t in layer.route(x))

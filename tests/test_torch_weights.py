@@ -259,7 +259,7 @@ def test_gradient_accumulation(device, convention, fused):
     assert_fresh(layers[0])
 
 
-def test_a_scope_serves_evaluation(device):
+def test_weights_unchanged_for_evaluation(device):
     layer = module(device)
     wanted = [fresh(layer)(tokens(device, seed)).detach() for seed in range(3)]
     with torch_moe.weights_unchanged(layer), layer.weights_unchanged(), fp8moe.trace() as traced:
@@ -281,7 +281,7 @@ def test_copies_made_in_inference_mode_can_be_trained_with(device):
     assert x.grad.abs().sum() > 0
 
 
-def test_what_changes_in_a_scope_is_refused(device):
+def test_changed_weights_in_a_scope_raise(device):
     x = tokens(device)
     for fused in (False, True):
         layer = module(device)
@@ -310,7 +310,7 @@ def test_what_changes_in_a_scope_is_refused(device):
         layer(x)
 
 
-def test_is_first_microbatch_false_without_copies_is_refused(device):
+def test_is_first_microbatch_false_without_copies_raises(device):
     layer, x = module(device), tokens(device)
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
         layer(x, is_first_microbatch=False)
@@ -351,7 +351,7 @@ def test_a_step_after_quantize_weights(device, fused):
     assert_fresh(layer)
 
 
-def test_a_step_after_is_first_microbatch_is_refused(device):
+def test_step_after_is_first_microbatch_raises(device):
     layer = module(device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
     layer(tokens(device), is_first_microbatch=True).sum().backward()
@@ -394,7 +394,7 @@ def test_two_sets_of_weights_in_one_buffer(device):
             layer(tokens(device))
 
 
-def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
+def test_backward_uses_the_codes_of_its_forward(device):
     """If weights change between forward and backward, gradients are those for the forward's weights."""
     x = tokens(device)
     wanted = step(*[module(device)] * 2, x)
@@ -413,7 +413,7 @@ def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
             assert torch.equal(a, b)
 
 
-def test_overwritten_codes_are_refused(device, monkeypatch):
+def test_overwritten_codes_raise(device, monkeypatch):
     """Only copies that a CUDA graph reads are overwritten, and they keep their addresses, because a graph may
     be replayed at any time."""
     places, quantize = [], torch_moe.quantize_fp8_weights
@@ -606,7 +606,7 @@ def test_sharded_weights(tmp_path):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_when_fp8_copies_are_held(device, recompute):
+def test_lifetime_of_fp8_copies(device, recompute):
     """For the backward only the transposed codes are held, which it uses (with recompute also fc1's row-wise
     codes), and none after it."""
     layer = module(device, recompute=recompute)

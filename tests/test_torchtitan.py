@@ -115,7 +115,7 @@ def test_inside_a_compiled_block():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_a_models_own_configuration():
+def test_converter_on_a_models_configuration():
     model = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config()]).model.build()
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     assert layers
@@ -154,7 +154,7 @@ def test_expert_parallelism_of_two_ranks(tmp_path, backend, recipe):
             rank.kill()
 
 
-def test_what_is_refused():
+def test_validation_errors():
     with pytest.raises(NotImplementedError, match="got GptOssGroupedExperts; wanted GroupedExperts"):
         converted(config(GptOssGroupedExperts))
     with pytest.raises(ValueError, match="without routed experts"):

@@ -44,7 +44,7 @@ def test_mask_permute_and_unpermute_with_gradients():
     assert torch.equal(counted, rows)
 
 
-def test_the_row_maps_layout():
+def test_layout_of_the_row_map():
     mask = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 0]])
     _, row_map = te.moe_permute(torch.randn(5, 4), mask, num_out_tokens=9)
     assert row_map.tolist() == [
@@ -165,7 +165,7 @@ def test_index_map(dropped):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_the_benchmarks_results_are_right():
+def test_results_of_the_benchmark_are_correct():
     for case in benchmark.cases(benchmark.inputs(benchmark.QUICK, SEED, "cpu")):
         assert case.check(case.run()), case.name
 
@@ -356,13 +356,13 @@ def test_the_index_maps_operator():
     assert set(opcheck(torch.ops.fp8moe.index_map.default, arguments).values()) == {"SUCCESS"}
 
 
-def test_the_count_of_rows_has_no_default_beside_probs():
+def test_num_out_tokens_is_required_with_probs():
     x, probs, mask = mask_case(9)
     with pytest.raises(TypeError, match="num_out_tokens"):
         te.moe_permute_with_probs(x, probs, mask)
 
 
-def test_ids_of_another_dtype_or_shape_are_refused():
+def test_ids_of_another_dtype_or_shape_raise():
     x = torch.randn(4, H)
     with pytest.raises(TypeError, match=r"routing_map: got dtype torch\.float32; wanted int32 or int64"):
         te.moe_permute(x, torch.zeros(4, 2), 8, map_type="index")

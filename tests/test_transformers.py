@@ -87,7 +87,7 @@ def validation_error(experts):
 
 
 @pytest.mark.parametrize(("module", "name"), expert_classes(), ids=lambda v: v.rpartition("_")[2])
-def test_every_class(module, name):
+def test_every_experts_class_or_error(module, name):
     """The same results as the model's own loop over experts, or a validation error that names the class."""
     experts, arguments = experts_of(module, name), routed()
     if validation_error(experts) or name in REFUSED:  # other classes, of a newer release, are counted below
@@ -133,14 +133,14 @@ QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts"
 @pytest.mark.parametrize(
     "act", ["gelu", "gelu_pytorch_tanh", "gelu_python", "gelu_new", "silu", "swish", "quick_gelu"]
 )
-def test_the_activation_is_the_configured_one(act):
+def test_activation_is_the_configured_one(act):
     experts, arguments = experts_of(*QWEN, hidden_act=act), routed()
     for actual, true in zip(*(results(experts, i, *arguments) for i in (BF16, "eager")), strict=True):
         assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
 
 @pytest.mark.parametrize("act", ["gelu_10", "mish", "relu6", "hardswish", "linear", "tanh"])
-def test_other_activations_are_refused_by_name(act):
+def test_unsupported_activations_are_named(act):
     experts = experts_of(*QWEN, hidden_act=act, _experts_implementation=FP8)
     with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts: got a gate \(\w+\) that is none"):
         experts(*routed()[:3])
@@ -153,7 +153,7 @@ def test_experts_without_a_gate_of_another_activation():
         experts(*routed()[:3])
 
 
-def test_an_activation_that_changes_is_looked_at_again():
+def test_changed_activation_is_detected():
     experts, arguments = experts_of(*QWEN), routed()
     before = results(experts, BF16, *arguments)[0]
     experts.act_fn = torch.nn.GELU()

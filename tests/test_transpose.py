@@ -30,7 +30,7 @@ from fp8moe import QuantTensor
     st.sampled_from(("column", "tile")),
     st.integers(0, 2**32 - 1),
 )
-def test_matches_exact_requantisation(rows, cols, fmt, width, spread, target, seed):
+def test_transpose_equals_exact_requantisation(rows, cols, fmt, width, spread, target, seed):
     q = random_rowwise(np.random.default_rng(seed), rows, cols, fmt, width, spread)
     got = fp8moe.scaling_aware_transpose(q, target=target)
     assert got.data.shape == (cols, rows)
@@ -58,7 +58,7 @@ def test_every_expert_has_its_own_blocks(counts, width, target, tail, seed):
     assert not back[offsets[-1] :].any()
 
 
-def test_aligned_experts_need_no_more_scales_than_one():
+def test_aligned_experts_need_no_additional_scales():
     q = fp8moe.quantize(values(np.random.default_rng(0), (512, 128)))
     offsets = np.array([0, 128, 128, 384], np.int32)
     got = fp8moe.scaling_aware_transpose(q, offsets, align_size=128)
@@ -111,7 +111,7 @@ def test_the_shape_is_that_of_the_logical_matrix(target):
     np.testing.assert_array_equal(fp8moe.dequantize(got), fp8moe.dequantize(q))
 
 
-def test_blocks_of_experts_that_begin_elsewhere_are_refused():
+def test_blocks_of_unaligned_experts_raise():
     q = fp8moe.quantize(np.ones((256, 128), np.float32))
     with pytest.raises(ValueError, match="expert_offsets: got 100"):
         fp8moe.scaling_aware_transpose(q, np.array([0, 100, 256], np.int32), target="block", align_size=128)
@@ -137,7 +137,7 @@ def test_zeros_nan_and_rows_of_scale_zero():
 
 
 @pytest.mark.parametrize("bad", [3.0, 1.5, -1.0, np.inf, np.nan])
-def test_other_scales_are_refused(bad):
+def test_scales_that_are_not_powers_of_two_raise(bad):
     scales = np.ones((2, 1), np.float32)
     scales[1] = bad
     q = QuantTensor(np.ones((2, 8), np.uint8), scales)
@@ -146,7 +146,7 @@ def test_other_scales_are_refused(bad):
 
 
 @given(routings(experts=(1, 3, 8)), st.sampled_from(((1, 128), (1, 32))), st.integers(0, 2**32 - 1))
-def test_permute_transpose_is_both_steps(case, block, seed):
+def test_permute_transpose_equals_permute_and_transpose(case, block, seed):
     ids, experts, align = case
     rng = np.random.default_rng(seed)
     q = fp8moe.quantize(values(rng, (len(ids), 72), BF16), block=block)

@@ -93,7 +93,7 @@ def test_valid_calls_work(function):
 
 
 @pytest.mark.parametrize(("function", "name", "field", "kind"), list(broken_calls()))
-def test_a_broken_array_is_refused_by_name(function, name, field, kind):
+def test_invalid_arrays_are_named(function, name, field, kind):
     call = dict(CALLS[function])
     value = call[name]
     broken = BREAKS[kind](value if field is None else getattr(value, field))
@@ -252,12 +252,12 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("function", "change", "error", "words"), MISFITS)
-def test_mismatched_arguments_are_refused(function, change, error, words):
+def test_mismatched_arguments_raise(function, change, error, words):
     with pytest.raises(error, match=words):
         getattr(fp8moe, function)(**{**CALLS[function], **change})
 
 
-def test_a_plan_of_other_routing_is_refused():
+def test_plan_of_another_routing_raises():
     other = fp8moe.plan_topk(IDS[:4].copy(), E)
     for function in ("permute", "unpermute", "permute_backward", "unpermute_backward", "permute_transpose"):
         with pytest.raises(ValueError, match="got shape"):
@@ -267,7 +267,7 @@ def test_a_plan_of_other_routing_is_refused():
         fp8moe.permute(X, torn)
 
 
-def test_cuda_asked_for_and_absent_names_the_extra():
+def test_missing_cuda_names_the_extra():
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("CuPy is installed")
     with pytest.raises(fp8moe.BackendUnavailable, match=r"pip install 'fp8moe\[cuda13\]'"):

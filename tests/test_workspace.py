@@ -137,7 +137,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_at_given_addresses_are_the_calls(name, on_cpu):
+def test_results_at_given_addresses_equal_the_calls(name, on_cpu):
     function, arguments = CASES[name]
     layout = Layout(function, specs(arguments()))
     for _ in range(3):  # checked and recorded once, then only launched
@@ -149,7 +149,7 @@ def test_results_at_given_addresses_are_the_calls(name, on_cpu):
         assert list(layout.plans) == [0]
 
 
-def test_an_argument_that_is_added_to(on_cpu):
+def test_accumulated_argument(on_cpu):
     def function(a):
         return fp8moe.grouped_gemm_wgrad(*a)
 
@@ -163,7 +163,7 @@ def test_an_argument_that_is_added_to(on_cpu):
             np.testing.assert_allclose(result[e], into[e] + a[rows].T @ b[rows], atol=1e-4)
 
 
-def test_arguments_in_the_same_memory(on_cpu):
+def test_aliased_arguments(on_cpu):
     """The dry run uses distinct addresses."""
     function = Layout(
         lambda a: fp8moe.grouped_gemm_wgrad(*a),

@@ -82,7 +82,7 @@ def test_a_stage_of_two_layers(recipe, recompute):
 
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("counts", [None, torch.tensor([16, 0, 24], dtype=torch.int32)])
-def test_products_by_themselves(transpose_w, counts):
+def test_grouped_gemm_in_halves(transpose_w, counts):
     """Two successive products: each gradient is computed once, in its half."""
     x, dy = torch.randn(2, 40, 128)
     weights = torch.nn.ParameterList([*torch.randn(2, 3, 128, 128) / 11])
@@ -105,7 +105,7 @@ def test_products_by_themselves(transpose_w, counts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pass_rows", [False, True])
-def test_the_routers_product(pass_rows):
+def test_router_in_halves(pass_rows):
     """With the halves computed by autograd itself: torch's schedules support nodes with several results only
     from torch 2.13 on."""
     x = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()
@@ -121,7 +121,7 @@ def test_the_routers_product(pass_rows):
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_main_grad_is_added_to_once(zeros):
+def test_main_grad_is_accumulated_once(zeros):
     """Also if Megatron set the attribute, and expects zeros as ``grad``."""
     actual = []
     x, dy = torch.randn(2, 40, 128)
@@ -152,7 +152,7 @@ def problem():
     return leaves, ids, dy
 
 
-def test_gradients_of_some_inputs_cost_those_alone():
+def test_gradients_of_some_inputs_compute_only_those():
     leaves, ids, dy = problem()
     x, w1, w3, w2, probs = leaves
 
@@ -176,7 +176,7 @@ def test_gradients_of_some_inputs_cost_those_alone():
         assert tuple(t.launches[name] for name in PRODUCTS) == (products, of_weights), numbers
 
 
-def test_a_half_serves_its_own_gradient_once():
+def test_saved_half_is_used_once_for_the_same_gradient():
     """Another dy, a modified dy, the same dy again, and a whole backward after a half all start from the
     beginning."""
     leaves, ids, dy = problem()
@@ -205,7 +205,7 @@ def test_a_half_serves_its_own_gradient_once():
         assert torch.equal(w.grad, b)
 
 
-def test_nothing_is_kept_where_the_graph_is_not():
+def test_no_half_is_saved_without_retain_graph():
     leaves, ids, dy = problem()
     for keep in (False, True):
         y = moe_experts(leaves[0], tuple(leaves[1:3]), leaves[3], ids, leaves[4])
@@ -223,7 +223,7 @@ def nodes_of(node):
             yield from nodes_of(parent)
 
 
-def test_a_compiled_layer_refuses_to_add_to_main_grad_twice():
+def test_compiled_layer_does_not_accumulate_main_grad_twice():
     """The compiled layer is one node of autograd's graph, which both halves would run completely."""
     # after earlier tests with dynamic sizes torch itself raises, because of donated buffers
     torch.compiler.reset()
