@@ -77,8 +77,8 @@ class Engine:
             raise TypeError(f"buffer: got {type(buffer).__name__}; wanted DeepEP V2's deep_ep.ElasticBuffer")
         if not buffer.allow_multiple_reduction:
             raise ValueError(
-                "buffer: got one with allow_multiple_reduction=False, which brings no gradients of expanded "
-                "rows' probabilities back; wanted True"
+                "buffer: got one with allow_multiple_reduction=False, which cannot return the gradients of "
+                "expanded rows' probabilities; wanted True"
             )
         self._buffer, self.group = buffer, buffer.group
         self.rank, self.world_size = buffer.rank_idx, buffer.num_ranks

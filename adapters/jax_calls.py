@@ -251,8 +251,8 @@ def _refuse_partitioning(context: Any, text: str) -> None:
         devices = getattr(context, "num_devices", 1)
     if devices > 1:
         raise ValueError(
-            f"{_name_in(text)}: got a program that XLA divides over {devices} devices; wanted the arrays of "
-            "one device, since XLA would do the whole call on each; call it inside jax.shard_map over all "
+            f"{_name_in(text)}: got a program that XLA partitions over {devices} devices; wanted arrays of "
+            "one device, because XLA would run the whole call on each; call it inside jax.shard_map over all "
             "axes of the mesh, or pass token_sharding to jax_ops.moe_ffn"
         )
 
@@ -314,8 +314,8 @@ def _first_time(text: str, call: jax_ffi.Call) -> Described:
         shapes, expected = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
         if shapes != expected:
             raise RuntimeError(
-                f"program: got {kind} of shapes {shapes} for a call that has {expected} here; it was made by "
-                "another version of fp8moe; trace it again"
+                f"program: got {kind} of shapes {shapes}; wanted {expected}, as in this version of fp8moe; "
+                "trace the program again"
             )
     return described
 

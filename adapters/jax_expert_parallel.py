@@ -160,11 +160,11 @@ def combine(rows: Any, blocks: Blocks, axis_name: str) -> Any:
     """Sends rows back and sums those of each token in float32 (float64 for float64): [W * C, H] -> [T, H]."""
     devices, capacity = blocks.tokens.shape
     back = jax.lax.all_to_all(rows.reshape(devices, capacity, -1), axis_name, 0, 0)
-    wide = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
-    total = jnp.zeros((len(blocks.places), rows.shape[-1]), wide)
+    sum_dtype = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
+    total = jnp.zeros((len(blocks.places), rows.shape[-1]), sum_dtype)
     for device in range(devices):
         part = jnp.take(back[device], blocks.places[:, device], axis=0, mode="fill", fill_value=0)
-        total += part.astype(wide)
+        total += part.astype(sum_dtype)
     return total.astype(rows.dtype)
 
 

@@ -518,7 +518,7 @@ def moe_ffn(
     if len(tokens) >= x.ndim:
         raise ValueError(
             f"token_sharding: got {tokens} for x {list(x.shape)}; wanted the sharding of its leading "
-            "dimensions alone, since all of a token's features are multiplied together"
+            "dimensions only, because a product contracts over all features of a token"
         )
     mesh, specs = token_sharding.mesh, (tokens, everywhere, everywhere, tokens, tokens)
     arrays = x, w13, w2, topk_ids, topk_probs
@@ -565,7 +565,7 @@ def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[
     if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):
         raise ValueError(
             f"w13: got a tuple of shapes {[list(w.shape) for w in w13]}; wanted gates and ups, two arrays of "
-            "one shape"
+            "the same shape"
         )
     rows = x.reshape(-1, x.shape[-1])
     if recipe != "bf16":

@@ -152,10 +152,10 @@ def _scatter_part(axes, devices, rows, row_map, pads, grad, *data_and_probs):  #
     if not data_and_probs:
         return (moved,)
     data, probs = data_and_probs
-    wide = _wide(grad)
-    weights = _entries_of(probs, token, expert).astype(wide)
-    products = (moved.astype(wide) * data.astype(wide)).sum(axis=1).astype(probs.dtype)
-    moved = (moved.astype(wide) * weights[:, None]).astype(grad.dtype)
+    sum_dtype = _wide(grad)
+    weights = _entries_of(probs, token, expert).astype(sum_dtype)
+    products = (moved.astype(sum_dtype) * data.astype(sum_dtype)).sum(axis=1).astype(probs.dtype)
+    moved = (moved.astype(sum_dtype) * weights[:, None]).astype(grad.dtype)
     return moved, _to_entries(products, token, expert, row_map)
 
 
@@ -251,9 +251,11 @@ def _is_spread(x: Any) -> bool:
 def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[int, ...]) -> Any:
     function = custom_partitioning(functools.partial(_flat, whole, static))
 
-    def shardings(mesh: Any, given: Any) -> tuple[Any, list[Any], list[Any]]:
+    def shardings(mesh: Any, operands: Any) -> tuple[Any, list[Any], list[Any]]:
         specs = [
-            getattr(a.sharding, "spec", ()) for a, kind in zip(given, arguments, strict=True) if kind == "t"
+            getattr(a.sharding, "spec", ())
+            for a, kind in zip(operands, arguments, strict=True)
+            if kind == "t"
         ]
         axes = next((s[0] for s in specs if s and s[0] is not None), None)
         spec_of = {"t": PartitionSpec(axes), "r": PartitionSpec(axes), ".": PartitionSpec()}
@@ -262,8 +264,8 @@ def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[i
         )
         return axes, operand_specs, result_specs
 
-    def partition(mesh: Any, given: Any, made: Any) -> Any:
-        axes, operand_specs, result_specs = shardings(mesh, given)
+    def partition(mesh: Any, operands: Any, made: Any) -> Any:
+        axes, operand_specs, result_specs = shardings(mesh, operands)
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
         devices = math.prod(mesh.shape[n] for n in names)
         return (
@@ -273,10 +275,10 @@ def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[i
             tuple(operand_specs),
         )
 
-    def infer_sharding(mesh: Any, given: Any, made: Any) -> Any:
-        return tuple(shardings(mesh, given)[2])
+    def infer_sharding(mesh: Any, operands: Any, made: Any) -> Any:
+        return tuple(shardings(mesh, operands)[2])
 
-    def rule(mesh: Any, given: Any, made: Any) -> str:
+    def rule(mesh: Any, operands: Any, made: Any) -> str:
         factors_left = (f"d{i}" for i in range(1000))
 
         def factors(kinds: str, types: Any) -> str:
@@ -287,7 +289,7 @@ def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[i
                 for kind, t in zip(kinds, types, strict=True)
             )
 
-        return f"{factors(arguments, given)} -> {factors(results, made)}"
+        return f"{factors(arguments, operands)} -> {factors(results, made)}"
 
     function.def_partition(partition, infer_sharding_from_operands=infer_sharding, sharding_rule=rule)
     return jax.jit(sequential_vmap(function))

@@ -550,7 +550,7 @@ def _refuse_captured_experts(config: Any) -> None:
         raise NotImplementedError(
             f"cuda_graph_impl: got {implementation!r} around the experts with "
             f"expert_model_parallel_size={config.expert_model_parallel_size}; wanted 'none', or a scope "
-            "without them, as moe_router"
+            "without the experts, such as moe_router"
         )
 
 

@@ -142,8 +142,8 @@ def experts(
     first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
     targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
     if comm is not None:
-        given = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
-        return _experts_over_ranks_op(*given, targets, options)[0]
+        operands = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
+        return _experts_over_ranks_op(*operands, targets, options)[0]
     return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
 
 
@@ -343,11 +343,11 @@ def _gradients(
     main13, main3, main2 = mains
     halves = (main13, main3) if options.apart else (None, None)
     # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
-    narrow = {*dtypes} <= {None, torch.bfloat16} and not source.later
+    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later
     g = backward(
         dw13=halves if in_halves else main13,
         dw2=main2,
-        dtype="bfloat16" if narrow else "float32",
+        dtype="bfloat16" if all_bfloat16 else "float32",
         ffn=options.ffn,
     )
     if g.dw13 is None or not in_halves:

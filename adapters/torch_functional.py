@@ -487,7 +487,9 @@ def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int)
             checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
     if isinstance(parts[0], Quantized):
         if bias13 is not None:
-            raise TypeError("bias13: got one with quantised w13; wanted tensors, or fp8_weights made with it")
+            raise TypeError(
+                "bias13: got one with quantised w13; wanted tensors, or fp8_weights that include it"
+            )
         return [parts[0], w2]
     if len(parts) not in (1, 2) or parts[0].shape != parts[-1].shape:
         raise ValueError(

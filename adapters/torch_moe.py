@@ -165,7 +165,7 @@ class FP8FlowMoE(nn.Module):
         if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
             raise ValueError(
                 f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
-                'pass recipe="fp8_flow", which fills up with zeros'
+                'pass recipe="fp8_flow", which pads with zeros'
             )
         if not 0 < topk <= num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
@@ -272,7 +272,7 @@ class FP8FlowMoE(nn.Module):
         check_float("x", x)
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
-                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
+                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
         if self._by_name() and not torch.compiler.is_compiling():
             self._check_backend(x)
@@ -361,8 +361,8 @@ class FP8FlowMoE(nn.Module):
         """
         if self._collector.stats is None:
             raise RuntimeError(
-                "stats: nothing was collected; set layer.collect_stats = True before the forward, in an FP8 "
-                "recipe and outside of torch.compile"
+                "stats: got no forward with statistics; wanted one; set layer.collect_stats = True before "
+                "it, with an FP8 recipe and outside of torch.compile"
             )
         return self._collector.stats
 
@@ -658,8 +658,8 @@ def _memory(w: Tensor) -> Tensor:
 
 def _changed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name}: changed while the layer was told that it does not; leave weights_unchanged() before the "
-        "optimizer's step, or pass is_first_microbatch=True after it"
+        f"{name}: got changed weights although they were declared unchanged; wanted the same weights; leave "
+        "weights_unchanged() before the optimizer's step, or pass is_first_microbatch=True after it"
     )
 
 

@@ -143,7 +143,7 @@ def _check(block: tuple[int, int], **operands: QuantTensor) -> None:
     for name, q in vars(enter(**operands).args).items():
         checks.quant_tensor(name, q, (block,), (BLOCKED_128X4,))
         if q.fmt != "e4m3":
-            raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted 'e4m3', the only format torch multiplies so")
+            raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted 'e4m3', the only format of torch's MXFP8")
 
 
 def _experts(expert_offsets: Tensor) -> int:

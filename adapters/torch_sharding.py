@@ -51,7 +51,8 @@ class Ranks:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(
-                    f"process_group: got a DeviceMesh of {group.ndim} dimensions; wanted one, as mesh['ep']"
+                    f"process_group: got a DeviceMesh of {group.ndim} dimensions; wanted one dimension, as "
+                    "in mesh['ep']"
                 )
             self.mesh, group = group, group.get_group()
         if isinstance(group, dist.ProcessGroup):
@@ -90,7 +91,7 @@ class Ranks:
         if type(self.comm) is not ProcessGroup:
             raise TypeError(
                 f"process_group: got {type(self.comm).__qualname__}, which cannot be pickled; wanted a "
-                "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
+                "torch.distributed.ProcessGroup, which is pickled by its name; or save the state_dict()"
             )
         device_type = "cpu" if self.mesh is None else self.mesh.device_type
         return _ranks_named, (

@@ -189,7 +189,7 @@ def activation_of(experts: Any) -> Activation:
         act = getattr(experts, "act_fn", None)
         kind = "a gate" if gated else "experts without a gate"
         raise _unsupported(
-            name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that is none of Activation's"
+            name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that matches no Activation"
         )
     _activations[experts] = getattr(experts, "act_fn", None), constants, activation
     return activation

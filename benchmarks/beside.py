@@ -78,7 +78,7 @@ def occupied(blocks: int, cluster: int = 1) -> Iterator[None]:
             while int(flags[0].get()) < blocks:
                 if time.monotonic() > limit:
                     raise RuntimeError(
-                        f"blocks: got {blocks}, of which not all began; wanted a GPU with room"
+                        f"blocks: got {blocks}, of which not all started; wanted a GPU with free SMs"
                     )
         yield
     finally:

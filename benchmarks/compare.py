@@ -104,11 +104,11 @@ def named_parts(names: Iterable[str] | None) -> tuple[Part, ...]:
     ValueError
         If a name is unknown.
     """
-    known = {part.name: part for part in PARTS}
+    part_of = {part.name: part for part in PARTS}
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"--part: got {name!r}; wanted one of {', '.join(map(repr, known))}")
-    return tuple(known[name] for name in names) if names else PARTS
+        if name not in part_of:
+            raise ValueError(f"--part: got {name!r}; wanted one of {', '.join(map(repr, part_of))}")
+    return tuple(part_of[name] for name in names) if names else PARTS
 
 
 def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[str, Any]], int]:
@@ -270,9 +270,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     rows = [row for row in rows if row.get("part") == "layer"]
     devices = list(dict.fromkeys(row["device"] for row in rows))
     if len(devices) != 1:
-        raise ValueError(
-            f"rows: got those of {devices or 'no layer'}; wanted rows of the layer on one device"
-        )
+        raise ValueError(f"rows: got rows of {devices or 'no layer'}; wanted rows of the layer on one device")
     import matplotlib
 
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")

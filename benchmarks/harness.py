@@ -174,13 +174,13 @@ class Cuda:
     def single_seconds(self, call: Callable[[], Any]) -> float | None:
         """Median time of calls between which other memory is written."""
         free, _ = self.cupy.cuda.runtime.memGetInfo()
-        other = self.cupy.empty(min(FLUSH_BYTES, free // 4), np.uint8)
+        flush_buffer = self.cupy.empty(min(FLUSH_BYTES, free // 4), np.uint8)
         stream = self.cupy.cuda.get_current_stream()
         pairs = [tuple(self.cupy.cuda.Event() for _ in range(2)) for _ in range(FLUSHED)]
         stream.synchronize()
         time.sleep(COOLING)
         for before, after in pairs:
-            other.fill(0)
+            flush_buffer.fill(0)
             before.record(stream)
             call()
             after.record(stream)
@@ -297,7 +297,7 @@ def main(
     if device == "auto":
         device = "cuda" if cuda_is_ready() else "cpu"
     if allocator is not None and device != "cuda":
-        raise ValueError(f"--allocator: got {allocator} on the {device}; wanted it with --device cuda alone")
+        raise ValueError(f"--allocator: got {allocator} on the {device}; wanted --device cuda")
     machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
     with torch_memory() if allocator == "torch" else nullcontext():
         return _measured(topics or list(TOPICS), machine, quick, out)
@@ -436,5 +436,5 @@ def tall(rows: int, columns: int, seed: int = 0) -> np.ndarray:
 def close(got: np.ndarray, wanted: np.ndarray, bound: float = 2.0**-4) -> bool:
     """Whether the norm of the error is within a share of the norm; the default is the loss by FP8
     quantisation."""
-    wide = wanted.astype(np.float64)
-    return float(np.linalg.norm(got.astype(np.float64) - wide)) < bound * float(np.linalg.norm(wide))
+    exact = wanted.astype(np.float64)
+    return float(np.linalg.norm(got.astype(np.float64) - exact)) < bound * float(np.linalg.norm(exact))

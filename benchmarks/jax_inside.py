@@ -77,7 +77,7 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
     function, half = jitted(OPERATIONS), jitted(OPERATIONS // 2)
     for expected, actual in zip(arrays_in(outputs(result)), arrays_in(function(jax_sets)[0]), strict=True):
         if not np.array_equal(host(expected).view(np.uint8), np.asarray(actual).view(np.uint8)):
-            raise SystemExit(f"{case.name}: another result inside jit")
+            raise SystemExit(f"{case.name}: different result inside jit")
     inside = (seconds(function, jax_sets) - seconds(half, jax_sets)) / (OPERATIONS - OPERATIONS // 2)
     return {
         "topic": "jax",

@@ -96,7 +96,7 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
     shared = FP8FlowMoE(hidden, ffn, experts, topk, **options_of_weights)
     optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-5, fused=True)
     contenders = []
-    for _, recipe, recompute, kept in RECIPES:
+    for _, recipe, recompute, keeps_copies in RECIPES:
         options: Any = {"recipe": recipe, "recompute": recompute}
         layer = FP8FlowMoE(hidden, ffn, experts, topk, **options, device="meta")
         layer.router, layer.w13, layer.w2 = shared.router, shared.w13, shared.w2
@@ -105,7 +105,7 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
         def step(forward: Any = forward, backward: Any = backward) -> None:
             backward(forward())
 
-        inside = (lambda layer=layer: weights_unchanged(layer)) if kept else nullcontext
+        inside = (lambda layer=layer: weights_unchanged(layer)) if keeps_copies else nullcontext
         with inside():
             for _ in range(3):
                 step()
@@ -116,7 +116,7 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
             backward(y)
             optimizer.zero_grad()
             del y
-        contenders.append(Contender(step, inside, not kept, kept_bytes))
+        contenders.append(Contender(step, inside, not keeps_copies, kept_bytes))
     for contender, measured in zip(contenders, in_turn(contenders, optimizer, 1), strict=True):
         ms = statistics.median(measured)
         contender.warm, contender.timed = (math.ceil(window / ms) for window in (WARM, TIMED))

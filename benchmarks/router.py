@@ -35,7 +35,7 @@ def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig
             (np.abs(host(actual.topk_probs) - expected.topk_probs)[same] < 1e-5).all()
         )
 
-    def near(actual: Any, *_: np.ndarray) -> bool:
+    def is_close(actual: Any, *_: np.ndarray) -> bool:
         return bool((np.abs(host(actual) - expected_grad) < 1e-4).all())
 
     results = tokens * config.topk * 8
@@ -62,7 +62,7 @@ def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig
             shape,
             (grads, logits, expected.topk_ids),
             lambda grad, x, ids: fp8moe.route_backward(grad, x, ids, config),
-            near,
+            is_close,
             nbytes=2 * logits.nbytes + results,
         ),
     ]

@@ -77,8 +77,8 @@ def table() -> str:
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for world in (2, 4, 8, 16, 32, 64, 128, 256):
-        near, far = rows_sent(world)
-        rows = TOKENS * (near + far)
+        local_rows, remote_rows = rows_sent(world)
+        rows = TOKENS * (local_rows + remote_rows)
         sent, spent = {}, {}
         for recipe, forward, backward in (
             ("bf16", BF16_ROW, BF16_ROW),
@@ -87,13 +87,14 @@ def table() -> str:
             # dispatch and the combine of its backward include ids and probabilities; combine sends bfloat16
             ways = (forward + 2 * TAIL, BF16_ROW, backward, BF16_ROW + TAIL)
             sent[recipe] = rows * sum(ways)
-            spent[recipe] = TOKENS * sum(ways) * (near / nvlink + far / NETWORK)
+            spent[recipe] = TOKENS * sum(ways) * (local_rows / nvlink + remote_rows / NETWORK)
         both = (computed["bf16"] + spent["bf16"]) / (computed["fp8_flow"] + spent["fp8_flow"])
         hidden = max(computed["bf16"], spent["bf16"]) / max(computed["fp8_flow"], spent["fp8_flow"])
         megabytes = f"{sent['bf16'] / 1e6:.0f} / {sent['fp8_flow'] / 1e6:.0f}"
         milliseconds = f"{spent['bf16'] * 1e3:.1f} / {spent['fp8_flow'] * 1e3:.1f}"
         gains = f"{both:.2f}x | {hidden:.2f}x"
-        lines.append(f"| {world} | {near + far:.2f}, {far:.2f} | {megabytes} | {milliseconds} | {gains} |")
+        sent_rows = f"{local_rows + remote_rows:.2f}, {remote_rows:.2f}"
+        lines.append(f"| {world} | {sent_rows} | {megabytes} | {milliseconds} | {gains} |")
     return "\n".join(lines) + "\n"
 
 
@@ -102,8 +103,8 @@ def rows_sent(world: int) -> tuple[float, float]:
     experts_per_rank = EXPERTS // world
     # probability that a rank has one of the token's experts
     needed = 1 - math.comb(EXPERTS - experts_per_rank, TOPK) / math.comb(EXPERTS, TOPK)
-    near = min(world, NODE) - 1
-    return near * needed, (world - 1 - near) * needed
+    local_rows = min(world, NODE) - 1
+    return local_rows * needed, (world - 1 - local_rows) * needed
 
 
 def measured_layer() -> dict[str, float]:

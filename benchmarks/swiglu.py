@@ -32,7 +32,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
         part = fp8moe.QuantTensor(host(q.data[top]), host(q.scales[top]), q.fmt, q.block)
         return close(fp8moe.dequantize(part)[:, columns], expected)
 
-    def near(part: Any, expected: np.ndarray) -> bool:
+    def is_close(part: Any, expected: np.ndarray) -> bool:
         return close(host(part), expected, 2.0**-8)
 
     return [
@@ -41,7 +41,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (h, probs),
             fp8moe.swiglu,
-            lambda y, *_: near(y[top], gate * b),
+            lambda y, *_: is_close(y[top], gate * b),
             nbytes=rows * width * 6 + probs.nbytes,
         ),
         Case(
@@ -49,7 +49,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (grad, h, probs),
             fp8moe.swiglu_backward,
-            lambda g, *_: near(g.dh[top, width:], gate * grad[top].astype(np.float32)),
+            lambda g, *_: is_close(g.dh[top, width:], gate * grad[top].astype(np.float32)),
             nbytes=rows * width * 10 + 2 * probs.nbytes,
         ),
         Case(

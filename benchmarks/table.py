@@ -128,13 +128,13 @@ def _times(rows: Rows) -> str:
 def _headline() -> str:
     """The layer, with weights that change in every step."""
     rows = newest_layers()
-    known = {(r["shape"], r["name"]): r for r in rows}
+    row_of = {(r["shape"], r["name"]): r for r in rows}
     lines = [
         "| layer | bf16 | fp8_flow | speedup | FP8 copies add | saved for backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):
-        plain, flow = known[shape, "bf16"], known[shape, "fp8_flow"]
+        plain, flow = row_of[shape, "bf16"], row_of[shape, "fp8_flow"]
         lines.append(
             f"| {shape} | {plain['ms']:.2f} ms | {flow['ms']:.2f} ms | {plain['ms'] / flow['ms']:.2f}x | "
             f"{flow['copies_percent']:.1f} % | {100 * flow['kept_bytes'] / plain['kept_bytes']:.0f} % |"

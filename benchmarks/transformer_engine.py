@@ -71,19 +71,23 @@ def cases(inputs_of_case: Inputs) -> Iterator[Case]:
     sums = topk * x.float()
     permute_bytes, unpermute_bytes = (tokens + rows) * row, (rows + tokens) * row
 
-    def same(expected: Tensor) -> Callable[[Any], bool]:
+    def is_equal(expected: Tensor) -> Callable[[Any], bool]:
         return lambda result: torch.equal(result if isinstance(result, Tensor) else result[0], expected)
 
-    def near(expected: Tensor) -> Callable[[Any], bool]:  # summed in float32, then rounded to bfloat16 once
+    def is_close(
+        expected: Tensor,
+    ) -> Callable[[Any], bool]:  # summed in float32, then rounded to bfloat16 once
         return lambda y: bool(torch.allclose(y.float(), expected, rtol=2.0**-8, atol=1e-3))
 
     nonzero_rows = routed * (weighted != 0).unsqueeze(1)
-    yield Case("torch_ops.permute", lambda: torch_ops.permute(x, by_mask).data, same(routed), permute_bytes)
-    yield Case("moe_permute, mask", lambda: te.moe_permute(x, mask, rows), same(routed), permute_bytes)
+    yield Case(
+        "torch_ops.permute", lambda: torch_ops.permute(x, by_mask).data, is_equal(routed), permute_bytes
+    )
+    yield Case("moe_permute, mask", lambda: te.moe_permute(x, mask, rows), is_equal(routed), permute_bytes)
     yield Case(
         "moe_permute_with_probs",
         lambda: te.moe_permute_with_probs(x, probs, mask, rows),
-        same(nonzero_rows),
+        is_equal(nonzero_rows),
         permute_bytes,
     )
     yield Case(
@@ -93,24 +97,24 @@ def cases(inputs_of_case: Inputs) -> Iterator[Case]:
         permute_bytes,
     )
     yield Case(
-        "torch_ops.unpermute", lambda: torch_ops.unpermute(moved, by_mask), near(sums), unpermute_bytes
+        "torch_ops.unpermute", lambda: torch_ops.unpermute(moved, by_mask), is_close(sums), unpermute_bytes
     )
     yield Case(
         "moe_unpermute, mask",
         lambda: te.moe_unpermute(moved, row_map, restore_shape=shape),
-        near(sums),
+        is_close(sums),
         unpermute_bytes,
     )
     yield Case(
         "moe_unpermute, mask, probs",
         lambda: te.moe_unpermute(moved, row_map, probs, shape),
-        near(probs.sum(1, keepdim=True) * x.float()),
+        is_close(probs.sum(1, keepdim=True) * x.float()),
         unpermute_bytes,
     )
     yield Case(
         "moe_unpermute, index",
         lambda: te.moe_unpermute(by_index, index_map, weights, map_type="index"),
-        near(weights.sum(1, keepdim=True) * x.float()),
+        is_close(weights.sum(1, keepdim=True) * x.float()),
         unpermute_bytes,
     )
 

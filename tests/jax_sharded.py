@@ -39,9 +39,9 @@ def step(x, wi, wo, ids, probs, dy, **options):
 # weights are sharded over both axes, as with full sharding; tokens over one axis or over both
 weights = tuple(put(w, None, "data", "model") for w in wi), put(wo, "model", "data")
 message = (
-    "got a program that XLA divides over 4 devices; wanted the arrays of one device, since XLA would do the "
-    "whole call on each; call it inside jax.shard_map over all axes of the mesh, or pass token_sharding to "
-    "jax_ops.moe_ffn"
+    "got a program that XLA partitions over 4 devices; wanted arrays of one device, because XLA would run "
+    "the whole call on each; call it inside jax.shard_map over all axes of the mesh, or pass token_sharding "
+    "to jax_ops.moe_ffn"
 )
 sharded = put(x, "data"), *weights, put(ids, "data"), put(probs, "data"), put(dy, "data")
 with pytest.raises(ValueError, match=f"quantize_weights: {message}"):
@@ -52,7 +52,7 @@ with pytest.raises(ValueError, match=f"quantize: {message}"):
 some = jax.shard_map(
     jax_ops.quantize, mesh=MESH, in_specs=P(), out_specs=P(), axis_names={"model"}, check_vma=False
 )
-with pytest.raises(ValueError, match="quantize: got a program that XLA divides over 2 devices"):
+with pytest.raises(ValueError, match="quantize: got a program that XLA partitions over 2 devices"):
     jax.jit(some)(put(x.reshape(-1, H), "data"))
 
 alone = [
@@ -79,7 +79,7 @@ y = jax.jit(lambda *a: layer(*a, token_sharding=both))(
 assert same_bits(np.asarray(y), np.concatenate([part[0] for part in alone]))
 
 with pytest.raises(
-    ValueError, match=r"token_sharding: got .*; wanted the sharding of its leading dimensions alone"
+    ValueError, match=r"token_sharding: got .*; wanted the sharding of its leading dimensions only"
 ):
     layer(jnp.asarray(x), wi, wo, ids, probs, token_sharding=NamedSharding(MESH, P("data", None, "model")))
 print("right")
