@@ -609,7 +609,7 @@ def test_codes_without_scales_are_nan(backend):
 @needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
 def test_both_devices_reject_offsets_beyond_the_scales(monkeypatch, backend):
-    """CUDA raises the same errors as the CPU if it is told to check values."""
+    """CUDA raises the same errors as the CPU if value checks are enabled."""
     columns = fp8moe.quantize(RNG.standard_normal((256, 128)).astype(np.float32), block=(128, 1))
     offsets = ints(0, 10, 20, 30, 256)
     options = {"backend": backend}

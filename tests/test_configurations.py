@@ -417,7 +417,7 @@ def test_threads_cover_all_rows_and_no_block_is_idle():
     assert permute.sort_chunks_configuration(0, 9).blocks == 1
 
 
-def test_there_is_a_block_for_each_tile():
+def test_grid_has_one_block_per_tile():
     rows, columns = 4096, 7168
     tiles = rows * columns // 128**2
     assert swiglu.transposed_configuration(rows, columns).blocks == tiles

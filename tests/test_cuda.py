@@ -770,7 +770,7 @@ def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
     wgrad_agrees(transposed, offsets, backend)
 
 
-def test_grouped_gemm_wgrad_takes_any_scales():
+def test_grouped_gemm_wgrad_accepts_any_scales():
     skip_where_not("wgmma")
     rng = np.random.default_rng(14)
     offsets = np.array([0, 5, 135, 136, 1000], np.int32)
@@ -1121,7 +1121,7 @@ def test_past_two_to_the_31_elements():
     assert bool((merged[entries].astype(cupy.float32) == wanted).all())
 
 
-def test_arrays_on_both_devices_are_refused():
+def test_arrays_on_cpu_and_cuda_raise():
     x, ids = np.ones((4, 128), np.float32), np.zeros((4, 1), np.int32)
     plan = fp8moe.plan_topk(ids, 2)
     with pytest.raises(TypeError, match="got an array on the CPU; wanted CUDA device 0"):

@@ -115,7 +115,7 @@ def test_the_site_links_to_the_repository_that_pyproject_names(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_tables_are_those_of_the_results(page):
+def test_tables_match_the_results(page):
     text = page.read_text()
     assert table.render(text) == text
     assert text.count("<!-- table ") == text.count("<!-- end -->")
@@ -125,7 +125,7 @@ MEASURED = [ROOT / "README.md", *sorted(DOCS.glob("performance/*.md"))]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda p: str(p.relative_to(ROOT)))
-def test_figures_come_from_the_generator(page):
+def test_figures_are_only_in_generated_tables(page):
     """Outside generated tables, the text contains no times, rates, sizes or percentages except the
     paper's."""
     text = re.sub(
@@ -146,7 +146,7 @@ def test_every_results_file_has_a_table():
     assert shown == topics
 
 
-def test_the_pictures_are_those_of_the_results():
+def test_pictures_match_the_results():
     """The pictures contain a digest of their rows; python -m fp8moe.benchmarks.table redraws them."""
     assert step.digest().encode() in step.PICTURE.read_bytes()
     assert roofline.digest("h200") in roofline.picture("h200").read_text()

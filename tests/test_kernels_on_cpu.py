@@ -566,7 +566,7 @@ def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
     wgrad_agrees(transposed, offsets, backend)
 
 
-def test_wgrad_takes_any_scales():
+def test_wgrad_accepts_any_scales():
     offsets = offsets_of([5, 130, 1, 200])
     x, dy = (fp8moe.quantize(RNG.standard_normal((336, n)).astype(np.float32)) for n in (144, 264))
     transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]

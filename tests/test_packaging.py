@@ -227,7 +227,7 @@ def test_the_citation_names_papers_that_the_code_names():
         assert paper in code, paper
 
 
-def test_constraints_are_the_lowest_versions():
+def test_constraints_are_the_minimum_versions():
     command = [sys.executable, str(ROOT / "tests" / "minimum.py"), "torch"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     wanted = [*SETTINGS["project"]["dependencies"], *SETTINGS["project"]["optional-dependencies"]["torch"]]

@@ -182,7 +182,7 @@ def test_no_tokens():
 
 
 @given(st.integers(1, 32), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_ids_are_distinct_experts_whatever_the_logits_are(topk, experts, seed):
+def test_ids_are_distinct_experts_for_all_logits(topk, experts, seed):
     rng = np.random.default_rng(seed)
     special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38, 1e-45, 1.0], np.float32)
     logits = rng.choice(special, (5, max(topk, experts)))
