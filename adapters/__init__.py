@@ -1,4 +1,4 @@
-"""Thin adapters to frameworks: views in, allocation, stream, autograd, views out. No maths.
+"""Thin adapters to frameworks: array views, allocation, streams and autograd. They contain no maths.
 
-Each module imports its framework; none is imported by `fp8moe` itself.
+Each module imports its framework. `fp8moe` itself imports none of these modules.
 """

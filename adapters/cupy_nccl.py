@@ -1,6 +1,6 @@
-"""Expert parallelism over CuPy's NCCL, with no other framework.
+"""Expert parallelism over CuPy's NCCL bindings, without another framework.
 
-uid = nccl.get_unique_id()            # cupy.cuda.nccl; on one rank, given to the others
+uid = nccl.get_unique_id()            # cupy.cuda.nccl; created on one rank and sent to the others
 comm = Communicator(nccl.NcclCommunicator(world_size, uid, rank), rank, world_size)
 y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 """
@@ -23,18 +23,18 @@ INT8 = 0  # ncclInt8
 class Communicator:
     """A `fp8moe.expert_parallel.Transport` of CuPy arrays.
 
-    Sends and receives of one NCCL group an exchange, on a stream of its own, which ``Pending.wait`` has the
-    current stream wait for. A rank that leaves makes NCCL wait for ever: whoever starts the ranks has to
-    watch them.
+    Every exchange is one NCCL group of sends and receives on a separate stream; ``Pending.wait`` makes the
+    current stream wait for it. If a rank exits, NCCL blocks forever on the others, so the launcher must
+    monitor its ranks.
 
     Parameters
     ----------
     communicator : cupy.cuda.nccl.NcclCommunicator
-        On the current device.
+        Communicator of the current device.
     rank : int
-        This rank.
+        Rank of this process.
     world_size : int
-        W.
+        W, the number of ranks.
 
     Examples
     --------
@@ -49,69 +49,71 @@ class Communicator:
         self._stream = cupy.cuda.Stream(non_blocking=True)
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
-        """Tell every rank its numbers.
+        """Exchange row counts between all ranks.
 
         Parameters
         ----------
         counts : tuple of cupy.ndarray, int32, [W]
-            This rank's numbers for every rank.
+            Number of rows this rank sends to each rank.
         header : dict of str to int
-            What must be the same on all ranks.
+            Values that must be equal on all ranks.
 
         Returns
         -------
         list of Counts
-            For each of ``counts`` what every rank told every rank, on the host, which waits for it.
+            For each entry of ``counts``, the numbers from every rank to every rank, on the host. The call
+            synchronises.
 
         Raises
         ------
         ValueError
-            On all ranks, where a header differs.
+            On all ranks, if the headers differ.
         """
         numbers = cupy.concatenate([*counts, cupy.array(list(header.values()), dtype=np.int32)])
         gathered = cupy.empty((self.world_size, len(numbers)), np.int32)
         stream = cupy.cuda.get_current_stream()
         self._communicator.allGather(numbers.data.ptr, gathered.data.ptr, numbers.nbytes, INT8, stream.ptr)
-        return counts_of(gathered.get().tolist(), header, self.rank)  # the one synchronisation
+        return counts_of(gathered.get().tolist(), header, self.rank)  # the only synchronisation
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        """Rows to the ranks that want them.
+        """Send rows to other ranks.
 
         Parameters
         ----------
         rows : cupy.ndarray, [N, ...]
-            The first rows of it, rank by rank.
+            Rows to send, grouped by destination rank; the rows after them are not sent.
         counts : Counts
             ``counts[a][b]`` rows from rank a to rank b.
         size : int or None
-            Rows of the result; None: those that come.
+            Number of rows of the result; None: the number of received rows.
 
         Returns
         -------
         Pending
-            ``wait()`` returns rows of the same dtype, first in them those that came, rank by rank.
+            ``wait()`` returns rows of the same dtype: first the received rows, grouped by source rank.
         """
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
-        theirs = cupy.empty((sum(received) if size is None else size, *rows.shape[1:]), rows.dtype)
+        received_rows = cupy.empty((sum(received) if size is None else size, *rows.shape[1:]), rows.dtype)
         width = int(np.prod(rows.shape[1:], dtype=np.int64)) * rows.dtype.itemsize
-        return self._group(rows, theirs, [width * n for n in sent], [width * n for n in received])
+        return self._group(rows, received_rows, [width * n for n in sent], [width * n for n in received])
 
-    def _group(self, ours: Any, theirs: Any, sent: list[int], received: list[int]) -> Pending:
-        """Bytes to and from each rank, one after the other in the two arrays."""
+    def _group(self, sent_rows: Any, received_rows: Any, sent: list[int], received: list[int]) -> Pending:
+        """Send and receive bytes; each rank's part follows the previous rank's part in both arrays."""
         self._stream.wait_event(cupy.cuda.get_current_stream().record())
         nccl.groupStart()
-        out, into = ours.data.ptr, theirs.data.ptr
+        source, target = sent_rows.data.ptr, received_rows.data.ptr
         for rank in range(self.world_size):
             if sent[rank]:
-                self._communicator.send(out, sent[rank], INT8, rank, self._stream.ptr)
+                self._communicator.send(source, sent[rank], INT8, rank, self._stream.ptr)
             if received[rank]:
-                self._communicator.recv(into, received[rank], INT8, rank, self._stream.ptr)
-            out, into = out + sent[rank], into + received[rank]
+                self._communicator.recv(target, received[rank], INT8, rank, self._stream.ptr)
+            source, target = source + sent[rank], target + received[rank]
         nccl.groupEnd()
         done = self._stream.record()
 
-        def finish(kept: Any = ours) -> Any:  # its memory is read until then, which CuPy's pool does not know
+        # NCCL reads its memory until the event; CuPy's memory pool does not know
+        def finish(kept_alive: Any = sent_rows) -> Any:
             cupy.cuda.get_current_stream().wait_event(done)
-            return theirs
+            return received_rows
 
         return Pending(finish)

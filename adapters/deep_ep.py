@@ -1,13 +1,14 @@
-"""Expert parallelism by DeepEP V2, where it is installed.
+"""Expert parallelism by DeepEP V2, if it is installed.
 
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
     comm = fp8moe.adapters.deep_ep.Engine(buffer)
     y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 
-``ElasticBuffer`` moves rows with their scales and probabilities and puts them where the experts' products
-want them (its expanded layout, each expert's rows padded with zeros), so nothing is permuted after it: this
-is a whole `fp8moe.expert_parallel.Engine`, not a transport of bytes. Written against the calls of DeepEP at
-dd758ca (after v1.2.1), and tested with a stand-in that has their signatures. V1's ``Buffer`` is refused.
+``ElasticBuffer`` sends rows with their scales and probabilities and writes them in the order of the experts'
+products (its expanded layout, each expert's rows padded with zeros), so no permutation follows. The class
+below is therefore a `fp8moe.expert_parallel.Engine`, not a transport of bytes. It is written against the API
+of DeepEP at dd758ca (after v1.2.1) and tested with a stub that has the same signatures. V1's ``Buffer``
+raises a TypeError.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from fp8moe.formats import FLOAT8_DTYPES
 
 __all__ = ["DeepEPRoute", "Engine"]
 
-ALIGN_SIZE = 128  # what the FP8 products want; the others take it
+ALIGN_SIZE = 128  # required by the FP8 products, valid for the others
 
 
 @dataclass(frozen=True)
 class DeepEPRoute:
-    """Where the rows of a dispatch went.
+    """Routing of a dispatch, as combine and the backward need it.
 
     Attributes
     ----------
     handle : object
-        DeepEP's.
+        DeepEP's handle.
     num_tokens : int
-        How many tokens it came from.
+        Number of tokens before the dispatch.
     """
 
     handle: Any
@@ -45,23 +46,23 @@ class DeepEPRoute:
 
 
 class Engine:
-    """A `fp8moe.expert_parallel.Engine` by DeepEP V2's ``ElasticBuffer``.
+    """A `fp8moe.expert_parallel.Engine` that uses DeepEP V2's ``ElasticBuffer``.
 
-    Rows travel in bfloat16 or, by 1x128 blocks, in e4m3; sums come back in bfloat16, which is all that DeepEP
-    sums. Its host learns the counts of rows once a forward; the backward reuses its handle and waits for
-    nothing.
+    Rows are sent in bfloat16 or, with 1x128 blocks, in e4m3. Sums are returned in bfloat16, the only dtype
+    that DeepEP sums. The host reads the row counts once per forward; the backward reuses the handle and does
+    not synchronise.
 
     Parameters
     ----------
     buffer : deep_ep.ElasticBuffer
-        With allow_multiple_reduction=True.
+        Created with allow_multiple_reduction=True.
 
     Raises
     ------
     TypeError
-        For a buffer of another kind, as V1's.
+        For another type of buffer, such as V1's.
     ValueError
-        For one that cannot bring the probabilities' gradients back.
+        For a buffer that cannot return the gradients of the probabilities.
 
     Examples
     --------
@@ -76,8 +77,8 @@ class Engine:
             raise TypeError(f"buffer: got {type(buffer).__name__}; wanted DeepEP V2's deep_ep.ElasticBuffer")
         if not buffer.allow_multiple_reduction:
             raise ValueError(
-                "buffer: got one with allow_multiple_reduction=False, which brings no gradients of expanded "
-                "rows' probabilities back; wanted True"
+                "buffer: got one with allow_multiple_reduction=False, which cannot return the gradients of "
+                "expanded rows' probabilities; wanted True"
             )
         self._buffer, self.group = buffer, buffer.group
         self.rank, self.world_size = buffer.rank_idx, buffer.num_ranks
@@ -85,38 +86,38 @@ class Engine:
     def dispatch(
         self, x: Any, topk_ids: Any, topk_probs: Any, num_experts: int, fmt: str | None
     ) -> DispatchedRows:
-        """Tokens to the ranks of their experts.
+        """Send tokens to the ranks of their experts.
 
         Parameters
         ----------
         x : Tensor or QuantTensor, [T, H]
             bfloat16, or row-wise e4m3 codes of block (1, 128).
         topk_ids : Tensor, integer, [T, k]
-            Of all ranks' experts, below 0 or E and more for none.
+            Global expert ids; ids below 0 or from E on mean no expert.
         topk_probs : Tensor, floating point, [T, k]
-            Factors of the experts' results.
+            Factors of the experts' outputs.
         num_experts : int
-            E, of all ranks.
+            E, over all ranks.
         fmt : "e4m3" or None
-            In what an array is quantised before it travels.
+            Format to which an array is quantised before it is sent.
 
         Returns
         -------
         DispatchedRows
-            This rank's rows, expert by expert, each expert's padded to a multiple of 128. The host waits for
-            their counts.
+            This rank's rows in expert order, each expert's rows padded to a multiple of 128. The host waits
+            for their counts.
 
         Raises
         ------
         ValueError
             For another format.
         """
-        given, like = _given(x, fmt)
-        kind = getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
-        there = (topk_ids >= 0) & (topk_ids < num_experts)
+        message, template = _given(x, fmt)
+        id_dtype = getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
+        valid = (topk_ids >= 0) & (topk_ids < num_experts)
         received, _, probs, handle, _ = self._buffer.dispatch(
-            given,
-            topk_idx=torch.where(there, topk_ids, -1).to(kind),
+            message,
+            topk_idx=torch.where(valid, topk_ids, -1).to(id_dtype),
             topk_weights=topk_probs.float(),
             num_experts=num_experts,
             expert_alignment=ALIGN_SIZE,
@@ -125,86 +126,87 @@ class Engine:
         )
         counts = handle.num_unaligned_recv_tokens_per_expert
         route = DeepEPRoute(handle, len(topk_ids))
-        return DispatchedRows(_taken(received, like), counts, probs, route, ALIGN_SIZE)
+        return DispatchedRows(_taken(received, template), counts, probs, route, ALIGN_SIZE)
 
     def combine(self, y: Any, route: DeepEPRoute, fmt: str | None) -> Any:
-        """Sums of the experts' results, back at their tokens' ranks.
+        """Return the sums of the experts' outputs to the ranks of their tokens.
 
         Parameters
         ----------
         y : Tensor, bfloat16, [N, H]
-            Results of the rows that were dispatched.
+            Outputs for the dispatched rows.
         route : DeepEPRoute
-            Of the dispatch.
+            The route returned by the dispatch.
         fmt : None
             DeepEP combines bfloat16 only.
 
         Returns
         -------
         Tensor, bfloat16, [T, H]
-            A sum for each token.
+            One sum per token.
 
         Raises
         ------
         ValueError
-            For a format.
+            If a format is given.
         """
         if fmt is not None:
             raise ValueError(f"fmt: got {fmt!r}; wanted None: DeepEP combines bfloat16 only")
         return self._buffer.combine(y, route.handle)[0]
 
     def combine_backward(self, dy: Any, route: DeepEPRoute, fmt: str | None) -> Any:
-        """The gradient of `combine`: each token's to its rows.
+        """Compute the gradient of `combine`: each token's gradient is sent to its rows.
 
         Parameters
         ----------
         dy : Tensor or QuantTensor, [T, H]
-            The gradient of the sums.
+            Gradient of the sums.
         route : DeepEPRoute
-            Of the dispatch.
+            The route returned by the dispatch.
         fmt : "e4m3" or None
-            As for `dispatch`.
+            As in `dispatch`.
 
         Returns
         -------
         Tensor or QuantTensor, [N, H]
-            In the rows' order.
+            Gradients in the order of the rows.
 
         Raises
         ------
         ValueError
             For another format.
         """
-        given, like = _given(dy, fmt)
+        message, template = _given(dy, fmt)
         options = {"handle": route.handle, "do_expand": True, "do_zero_padding": True}
-        return _taken(self._buffer.dispatch(given, **options)[0], like)
+        return _taken(self._buffer.dispatch(message, **options)[0], template)
 
     def dispatch_backward(self, dx: Any, dprobs: Any, route: DeepEPRoute) -> tuple[Any, Any]:
-        """The gradient of `dispatch`: sums of the rows', back at their tokens' ranks.
+        """Compute the gradient of `dispatch`: the rows' gradients, summed on the ranks of their tokens.
 
         Parameters
         ----------
         dx : Tensor, bfloat16, [N, H]
-            The gradient of the rows.
+            Gradient of the rows.
         dprobs : Tensor, floating point, [N]
-            The gradient of their probabilities.
+            Gradient of the rows' probabilities.
         route : DeepEPRoute
-            Of the dispatch.
+            The route returned by the dispatch.
 
         Returns
         -------
         dx : Tensor, bfloat16, [T, H]
-            Of the tokens.
+            Gradient of the tokens.
         dprobs : Tensor, float32, [T, k]
-            Zero where an id is no expert.
+            Gradient of the probabilities, zero for ids of no expert.
         """
         sums, probs, _ = self._buffer.combine(dx, route.handle, topk_weights=dprobs.float())
-        # of an id that is no expert DeepEP promises nothing
+        # DeepEP leaves the values of ids of no expert undefined
         return sums, torch.where(route.handle.topk_idx >= 0, probs, 0)
 
 
 def _given(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
-    """What DeepEP takes: an array, or codes in torch's float8 with their scales [T, H / 128]."""
+    """DeepEP's input: an array, or codes in torch's float8 with their scales [T, H / 128]; and the quantised
+    tensor or None."""
     q = x if isinstance(x, QuantTensor) else None if fmt is None else fp8moe.quantize(x, fmt=fmt)
     if q is None:
         return x, None
@@ -213,8 +215,8 @@ def _given(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
     return (q.data.view(getattr(torch, FLOAT8_DTYPES[q.fmt].name)), q.scales), q
 
 
-def _taken(received: Any, like: QuantTensor | None) -> Any:
-    if like is None:
+def _taken(received: Any, template: QuantTensor | None) -> Any:
+    if template is None:
         return received
     codes, scales = received
-    return QuantTensor(codes.view(torch.uint8), scales.contiguous(), like.fmt, like.block)
+    return QuantTensor(codes.view(torch.uint8), scales.contiguous(), template.fmt, template.block)

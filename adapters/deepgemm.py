@@ -1,10 +1,11 @@
-"""The same operands for DeepGEMM, where it is installed: its grouped FP8 product with contiguous rows.
+"""Grouped products by DeepGEMM, if it is installed, with this library's operands.
 
     out = fp8moe.adapters.deepgemm.grouped_gemm(rows, weights.rowwise, plan.expert_offsets)
 
 ``deep_gemm.m_grouped_fp8_gemm_nt_contiguous`` (DeepGEMM 2) takes 1x128 scales of rows and 128x128 scales of
-weights, as this library makes them. Forward, and dgrad with the transposed weights; the weights' gradient is
-`fp8moe.grouped_gemm_wgrad`'s. Written against DeepGEMM's documented call and tested with a stand-in of it.
+weights, the formats that this library produces. It computes the forward, and dgrad with transposed weights;
+`fp8moe.grouped_gemm_wgrad` computes the weight gradient. Written against DeepGEMM's documented API and tested
+with a stub of it.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from fp8moe.formats import FLOAT8_DTYPES
 
 
 def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Tensor | None = None) -> Tensor:
-    """out[rows of e] = x[rows of e] @ w[e].T, bfloat16 [P, N], as `fp8moe.grouped_gemm`.
+    """out[rows of e] = x[rows of e] @ w[e].T, bfloat16 [P, N], as in `fp8moe.grouped_gemm`.
 
-    x: row-wise e4m3 [P, K], block (1, 128), either layout of its scales. w: e4m3, block (128, 128), codes
-        [E, N, K]: ``rowwise`` weights for the forward, ``columnwise`` ones for dgrad.
-    expert_offsets: int32 [E+1], multiples of 128 (a plan with ``align_size=128``), which is not looked at.
-    Rows past the last expert are left as they were in ``out``.
+    x: row-wise e4m3 [P, K], block (1, 128), either layout of the scales.
+    w: e4m3, block (128, 128), codes [E, N, K]: ``rowwise`` weights for the forward, ``columnwise`` for dgrad.
+    expert_offsets: int32 [E+1], multiples of 128 (a plan with ``align_size=128``). Values are not checked.
+    Rows of ``out`` after the last expert's are not written.
 
-    Raises ImportError without DeepGEMM, TypeError or ValueError for other operands.
+    Raises ImportError without DeepGEMM, TypeError or ValueError for operands of other dtypes or shapes.
     """
     raw = enter(x=x, w=w).args
     checks.quant_tensor("x", raw.x, ((1, 128),), ("compact", "gemm_ready"))
     checks.quant_tensor("w", raw.w, ((128, 128),))
     if x.fmt != "e4m3" or w.fmt != "e4m3":
         raise TypeError(f"x, w: got {x.fmt}, {w.fmt}; wanted e4m3, the only format DeepGEMM multiplies")
-    experts, width, depth = w.data.shape
-    if tuple(expert_offsets.shape) != (experts + 1,) or x.shape[1] != depth:
+    experts, n, k = w.data.shape
+    if tuple(expert_offsets.shape) != (experts + 1,) or x.shape[1] != k:
         raise ValueError(
             f"x, w, expert_offsets: got {list(x.shape)}, codes {list(w.data.shape)}, "
             f"{list(expert_offsets.shape)}; wanted [P, K], [E, N, K], [E + 1]"
@@ -48,11 +49,11 @@ def grouped_gemm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor, out: Te
             "deep-gemm is another package. fp8moe.grouped_gemm needs none"
         ) from error
     if out is None:
-        out = torch.empty(x.shape[0], width, dtype=torch.bfloat16, device=x.data.device)
+        out = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.data.device)
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.data.device)
     expert = torch.bucketize(rows, expert_offsets[1:], right=True, out_int32=True)
     expert = torch.where(expert < experts, expert, -1)
-    # gemm_ready scales are what DeepGEMM would make of compact ones: column by column, padded to 16 bytes
+    # gemm_ready scales have DeepGEMM's own layout: column-major, padded to 16 bytes
     scales = x.scales.t()[: x.shape[0]] if x.layout == "gemm_ready" else x.scales
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((_codes(x), scales), (_codes(w), w.scales), out, expert)
     return out

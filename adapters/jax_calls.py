@@ -1,8 +1,9 @@
-"""A call of the library as one step of a traced JAX program: a primitive, the string that describes the call,
-and what XLA runs by that string.
+"""Calls of the library in traced JAX programs: a primitive, the string that describes a call, and the handler
+that XLA runs for it.
 
-The string names a function of the library and has its plain arguments, with numbers in the place of arrays
-and their shapes, so that any process that has imported `fp8moe.adapters.jax_ops` can run the program.
+The string names a function of the library and contains its static arguments; arrays are replaced by their
+indices, and listed with shapes and dtypes. Any process that has imported `fp8moe.adapters.jax_ops` can run
+the program.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ _THIS_PROCESS = uuid.uuid4().hex
 
 
 def name_function(function: Callable[..., Any]) -> str:
-    """The name by which descriptions call it: the same in every process for what a module of the library
-    has, else one that no other process knows."""
+    """Registers a function for descriptions and returns its name: for a function of a module of the library
+    the same name in every process, for any other function a name that is valid in this process only."""
     name = f"{function.__module__}.{getattr(function, '__qualname__', '')}"
     if not name.startswith("fp8moe.") or "<" in name:
         name = f"{_THIS_PROCESS}.{len(_functions)}"
@@ -72,7 +73,8 @@ def name_function(function: Callable[..., Any]) -> str:
 def describe(
     name: str, args: tuple[Any, ...], options: dict[str, Any], operands: list[Any], in_place: set[int]
 ) -> str:
-    """operands: the arrays, each once. in_place: numbers of those that the function adds to."""
+    """Serialises a call. operands: its arrays without duplicates. in_place: indices of the arrays that the
+    function adds to."""
     number_of = {id(a): i for i, a in enumerate(operands)}
     description = {
         "fp8moe": fp8moe.__version__,
@@ -110,39 +112,40 @@ def _decode(value: Any, arrays: Sequence[Any]) -> Any:
         return fields
     record = object.__new__(_KINDS[value["record"]])
     record.__dict__.update(fields)
-    return as_codes(record) if isinstance(record, QuantTensor) else record  # codes that came as float8
+    # quantised tensors may be given as float8
+    return as_codes(record) if isinstance(record, QuantTensor) else record
 
 
-def _asked(value: Any, name: str) -> set[Any]:
-    """What a call, or the forward of which it is the backward, asks of its products by this name."""
+def _option_values(value: Any, name: str) -> set[Any]:
+    """Values of an option (``backend`` or ``num_sms``) in a call, or in the forward of a backward call."""
     if isinstance(value, dict):
-        asked = value.get(name)
-        return _asked([*value.values()], name) | ({asked} if asked else set())
-    return set().union(*(_asked(part, name) for part in value)) if isinstance(value, list) else set()
+        option = value.get(name)
+        return _option_values([*value.values()], name) | ({option} if option else set())
+    return set().union(*(_option_values(part, name) for part in value)) if isinstance(value, list) else set()
 
 
 class Described:
-    """What a description says."""
+    """A parsed description: function, array specs, output layout and XLA target."""
 
     def __init__(self, text: str):
         description = json.loads(text)
         version, function = description["fp8moe"], description["function"]
         if version != fp8moe.__version__:
             raise RuntimeError(
-                f"program: got one that was made with fp8moe {version}; wanted {fp8moe.__version__}, "
-                "which is here; export it again"
+                f"program: got one that was made with fp8moe {version}; wanted {fp8moe.__version__}, the "
+                "installed version; export it again"
             )
         if function not in _functions:
             raise RuntimeError(
-                f"program: got a call of {function}; wanted a function that is known here; import "
-                "the adapter that has it, or trace the program in this process"
+                f"program: got a call of {function}; wanted a registered function; import the adapter that "
+                "defines it, or trace the program in this process"
             )
         self._function, self._description = _functions[function], description
         self.specs = [ArraySpec(tuple(shape), np.dtype(dtype)) for dtype, *shape in description["arrays"]]
         self.layout = Layout(self.run, self.specs, set(description["in_place"]))
-        given = [description["args"], description["options"]]
-        self.asked = {name: _asked(given, name) for name in ("backend", "num_sms")}
-        synchronises = bool(self.asked["backend"] & SYNCHRONISING_BACKENDS)
+        arguments = [description["args"], description["options"]]
+        self.options = {name: _option_values(arguments, name) for name in ("backend", "num_sms")}
+        synchronises = bool(self.options["backend"] & SYNCHRONISING_BACKENDS)
         only_launches = self.layout.only_launches and not synchronises
         self.target = TARGETS[only_launches and GRAPHS]
 
@@ -155,22 +158,22 @@ class Described:
 
 
 def call(name: str, args: tuple[Any, ...], options: dict[str, Any], leaves: list[Any], changed: Any) -> Any:
-    """``name``'s function on traced arrays (or others), as a step of the program. leaves: all arrays among
-    the arguments. changed: ids of those that the function adds to."""
-    operands = list({id(a): a for a in leaves}.values())  # each once
+    """Calls the function ``name`` on traced (or concrete) arrays, as one operation of the program. leaves:
+    all arrays among the arguments. changed: ids of the arrays that the function adds to."""
+    operands = list({id(a): a for a in leaves}.values())  # without duplicates
     in_place = {i for i, a in enumerate(operands) if id(a) in changed}
     text = describe(name, args, options, operands, in_place)
     described = _described(text)
     layout = described.layout
-    made = ()
+    outputs = ()
     if layout.outputs:
-        made = _call_p.bind(*operands, text=text)
-    return layout.result(operands, made)
+        outputs = _call_p.bind(*operands, text=text)
+    return layout.result(operands, outputs)
 
 
 @functools.lru_cache(maxsize=4096)
 def _described(text: str) -> Described:
-    """Of a call that is being traced."""
+    """The description of a call that is being traced."""
     return Described(text)
 
 
@@ -194,22 +197,22 @@ def _results(*arrays: Any, text: str) -> Any:
 
 
 def _batch(arrays: Any, axes: Any, *, text: str) -> Any:
-    """One after the other."""
+    """Calls the function for one batch element after another."""
     batched = [jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True) if axis is not None]
 
-    def one(some: Any) -> Any:
-        following = iter(some)
-        given = (a if axis is None else next(following) for a, axis in zip(arrays, axes, strict=True))
-        return _call_p.bind(*given, text=text)
+    def call_element(elements: Any) -> Any:
+        remaining = iter(elements)
+        operands = (a if axis is None else next(remaining) for a, axis in zip(arrays, axes, strict=True))
+        return _call_p.bind(*operands, text=text)
 
-    made = jax.lax.map(one, batched)
-    return made, [0] * len(made)
+    outputs = jax.lax.map(call_element, batched)
+    return outputs, [0] * len(outputs)
 
 
 def _refuse_gradient(tangents: Any, arrays: Any, *, text: str) -> Any:
     name = _name_in(text)
     if name.endswith("_backward") or name == "grouped_gemm_wgrad":
-        instead = "it computes a gradient, which has none here; pass jax.lax.stop_gradient(...)"
+        instead = "it computes a gradient, and has no second derivative; pass jax.lax.stop_gradient(...)"
     elif name in ("moe_forward", "grouped_gemm"):
         instead = "call jax_ops.moe_ffn, which has gradients"
     elif name.startswith("plan"):
@@ -234,22 +237,22 @@ def _lower(context: Any, *operands: Any, text: str) -> Any:
 
 
 def _lower_on_cpu(context: Any, *operands: Any, text: str) -> Any:
-    for name, values in _described(text).asked.items():
+    for name, values in _described(text).options.items():
         for value in values:
             raise not_on_cpu(name, value)
     return _lower(context, *operands, text=text)
 
 
 def _refuse_partitioning(context: Any, text: str) -> None:
-    """XLA does not divide a custom call: it would do all of it on every device."""
+    """XLA cannot partition a custom call: every device would compute the whole call."""
     if hasattr(context, "manual_axes"):  # inside shard_map
         devices = math.prod(n for axis, n in context.mesh.shape.items() if axis not in context.manual_axes)
     else:
         devices = getattr(context, "num_devices", 1)
     if devices > 1:
         raise ValueError(
-            f"{_name_in(text)}: got a program that XLA divides over {devices} devices; wanted the arrays of "
-            "one device, since XLA would do the whole call on each; call it inside jax.shard_map over all "
+            f"{_name_in(text)}: got a program that XLA partitions over {devices} devices; wanted arrays of "
+            "one device, because XLA would run the whole call on each; call it inside jax.shard_map over all "
             "axes of the mesh, or pass token_sharding to jax_ops.moe_ffn"
         )
 
@@ -259,42 +262,43 @@ batching.primitive_batchers[_call_p] = _batch
 mlir.register_lowering(_call_p, _lower_on_cpu, platform="cpu")
 mlir.register_lowering(_call_p, _lower, platform="cuda")
 
-# ---------------------------------------------------------------- what XLA runs
+# ---------------------------------------------------------------- the handler that XLA runs
 
-# A place's layout has scratch memory, which no other may use at the same time; the address of the string is
-# that of one place of a loaded program, and may serve another when that program is gone.
+# Descriptions by the address of their text, which identifies one call site of a loaded program. Each call
+# site needs its own layout, whose scratch memory must not be shared. Another program may reuse the address of
+# an unloaded one, so the text is compared too.
 _places: dict[int, tuple[bytes, Described]] = {}
 
 
 def places_called() -> int:
-    """How many places of loaded programs have been called."""
+    """Number of call sites of loaded programs that have been called."""
     return len(_places)
 
 
-_host_calls: list[bool] = []  # one of each call that is going on
-_calls_done = threading.Event()  # since it was looked at
+_host_calls: list[bool] = []  # one entry for each running call
+_calls_done = threading.Event()  # set when a call ends, cleared by `_finish`
 
 
 @atexit.register
 def _finish() -> None:
-    """On the host XLA's own threads make the calls. They cannot enter Python while it ends, and XLA waits for
-    them: a process that ended with results still to come would hang."""
+    """On the host, calls run in XLA's threads. These cannot enter Python during interpreter shutdown, and XLA
+    waits for them: a process that exits before its results are ready would hang."""
     if not _places:
         return
     for array in jax.live_arrays():
-        with contextlib.suppress(Exception):  # of the program, or of an array that was deleted meanwhile
+        with contextlib.suppress(Exception):  # errors of the program, or of an array deleted meanwhile
             array.block_until_ready()
-    while _calls_done.wait(timeout=0.1) or _host_calls:  # results that nobody holds
+    while _calls_done.wait(timeout=0.1) or _host_calls:  # results that no array refers to
         _calls_done.clear()
 
 
 def _execute(call: jax_ffi.Call) -> None:
     address, length = call.attribute
     text = ctypes.string_at(address, length)
-    known = _places.get(address)
-    if known is None or known[0] != text:
-        known = _places[address] = text, _first_time(text.decode(), call)
-    described = known[1]
+    cached = _places.get(address)
+    if cached is None or cached[0] != text:
+        cached = _places[address] = text, _first_time(text.decode(), call)
+    described = cached[1]
     if call.device < 0:
         _on_host(described, call)
     else:
@@ -307,11 +311,11 @@ def _first_time(text: str, call: jax_ffi.Call) -> Described:
         ("arrays", described.specs, call.arguments),
         ("results", described.layout.outputs, call.results),
     ):
-        shapes, wanted = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
-        if shapes != wanted:
+        shapes, expected = [*map(jax_ffi.shape_of, buffers)], [tuple(s.shape) for s in specs]
+        if shapes != expected:
             raise RuntimeError(
-                f"program: got {kind} of shapes {shapes} for a call that has {wanted} here; it was made by "
-                "another version of fp8moe; trace it again"
+                f"program: got {kind} of shapes {shapes}; wanted {expected}, as in this version of fp8moe; "
+                "trace the program again"
             )
     return described
 

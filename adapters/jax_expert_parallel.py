@@ -1,9 +1,9 @@
-"""Expert parallelism in JAX, inside ``jax.shard_map``, by XLA's own collectives.
+"""Expert parallelism in JAX, inside ``jax.shard_map``, with XLA's own collectives.
 
-What travels is what `fp8moe.expert_parallel` says: a token goes once to every device that has one of its
-experts, in FP8 with its scales for "fp8_flow", ids and probabilities in the same message, and sums come
-back. Shapes are static, so every device sends every other a block of ``capacity`` rows, and nothing looks at
-counts.
+The messages are those of `fp8moe.expert_parallel`: a token is sent once to every device that has one of its
+experts, with "fp8_flow" in FP8 with its scales, with ids and probabilities in the same message, and the sums
+are sent back. Shapes are static: every device sends every other device a block of ``capacity`` rows, and the
+host reads no counts.
 """
 
 from __future__ import annotations
@@ -47,57 +47,58 @@ def moe_ffn(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Any:
-    """The experts of a layer, spread over the devices along an axis of a mesh: `jax_ops.moe_ffn`.
+    """Compute the experts of a layer, distributed over the devices of a mesh axis, as `jax_ops.moe_ffn`.
 
-    To be called inside ``jax.shard_map(..., check_vma=False)``.
+    Call it inside ``jax.shard_map(..., check_vma=False)``.
 
     Parameters
     ----------
     x : jax.Array, floating point, [..., H]
         This device's T tokens.
     w13 : jax.Array, tuple of two, or Quantized
-        Of this device's E / W experts, as `jax_ops.moe_ffn` takes them.
+        Weights of this device's E / W experts, as in `jax_ops.moe_ffn`.
     w2 : jax.Array or Quantized
         As ``w13``.
     topk_ids : jax.Array, int32 or int64, [..., k]
-        Of all E experts, below 0 or E and more for none.
+        Global expert ids; ids below 0 or from E on mean no expert.
     topk_probs : jax.Array, floating point, [..., k]
-        Factors of the experts' results.
+        Factors of the experts' outputs.
     axis_name : str
-        The axis, of W devices.
+        Name of the mesh axis, of W devices.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        The precision; with "fp8_flow" rows travel in FP8.
+        Precision; with "fp8_flow" rows are sent in FP8.
     recompute : None or "moe_expert"
         As in `fp8moe.moe_forward`.
     capacity : int or None
-        Rows that a device sends another at most; what would go beyond is left out, as if those ids were
-        negative. None: T, which is never too few. W * capacity rows arrive at each device.
+        Maximum number of rows from one device to another; tokens beyond it are dropped, as if their ids for
+        that device were negative. None: T, which is always sufficient. Every device receives W * capacity
+        rows.
     num_out_tokens : int or None
-        Rows of the device's own plan (`fp8moe.plan_topk`), overflow left out. None: the static bound, which
-        holds whatever the routing.
+        Rows of the device's own permutation plan (`fp8moe.plan_topk`); overflow is dropped. None: the static
+        bound, sufficient for any routing.
     activation : Activation
-        Between the two products.
+        Activation between the two products.
     transposed : bool
-        As for `jax_ops.moe_ffn`.
+        As in `jax_ops.moe_ffn`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As for `jax_ops.moe_ffn`.
+        As in `jax_ops.moe_ffn`.
     num_sms : int or None
-        As for `jax_ops.moe_ffn`.
+        As in `jax_ops.moe_ffn`.
 
     Returns
     -------
     jax.Array, [..., H]
-        In x's dtype. Differentiable in x, w13, w2 and topk_probs, in their dtypes.
+        The outputs in x's dtype. Differentiable in x, w13, w2 and topk_probs, with gradients in their dtypes.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit each other.
+        For arguments of the wrong dtype or inconsistent shapes.
 
     Notes
     -----
-    A token goes once to every device that has one of its experts (`fp8moe.expert_parallel.blocks`), in one
-    ``all_to_all`` of bytes, and its sums come back in a second one.
+    A token is sent once to every device that has one of its experts (`fp8moe.expert_parallel.blocks`), by one
+    ``all_to_all`` of bytes; a second one returns its sums.
 
     Examples
     --------
@@ -118,14 +119,14 @@ def moe_ffn(
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
-    transposed = transposed and recipe != "bf16"  # which has them as the library's already
-    of_products = activation, transposed, backend, check_limit(num_sms)
-    layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, *of_products)
+    transposed = transposed and recipe != "bf16"  # `operands` has transposed the weights of "bf16"
+    product_options = activation, transposed, backend, check_limit(num_sms)
+    layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, *product_options)
     return _moe(rows, w13, w2, probs, ids, layer).astype(x.dtype).reshape(x.shape)
 
 
 class _Layer(NamedTuple):
-    """What is static of a layer."""
+    """Static arguments of a layer."""
 
     axis: str
     recipe: str
@@ -139,28 +140,31 @@ class _Layer(NamedTuple):
 
 
 def dispatch(parts: Sequence[Any], blocks: Blocks, axis_name: str) -> list[Any]:
-    """Rows of every part [T, ...] to the devices, in one exchange. Each comes as [W * C, ...], block by
-    block; rows of no token are zeros, or -1 in integers."""
+    """Sends rows of every array in parts [T, ...] to the devices, in one exchange. The results are
+    [W * C, ...], block by block; rows without a token are zeros, or -1 for integers."""
     rows = [
-        jnp.take(p, blocks.tokens, axis=0, mode="fill", fill_value=-1 if p.dtype == jnp.int32 else 0)
-        for p in parts
+        jnp.take(part, blocks.tokens, axis=0, mode="fill", fill_value=-1 if part.dtype == jnp.int32 else 0)
+        for part in parts
     ]
-    buffers = [_as_bytes(r) for r in rows]
-    came = jax.lax.all_to_all(jnp.concatenate(buffers, axis=-1), axis_name, 0, 0)
-    ends = list(itertools.accumulate(o.shape[-1] for o in buffers))[:-1]
-    arrived = [_from_bytes(o, r.dtype) for o, r in zip(jnp.split(came, ends, axis=-1), rows, strict=True)]
-    return [a.reshape(-1, a.shape[-1]) for a in arrived]
+    buffers = [_as_bytes(rows_of_part) for rows_of_part in rows]
+    received = jax.lax.all_to_all(jnp.concatenate(buffers, axis=-1), axis_name, 0, 0)
+    ends = list(itertools.accumulate(buffer.shape[-1] for buffer in buffers))[:-1]
+    arrays = [
+        _from_bytes(buffer, rows_of_part.dtype)
+        for buffer, rows_of_part in zip(jnp.split(received, ends, axis=-1), rows, strict=True)
+    ]
+    return [array.reshape(-1, array.shape[-1]) for array in arrays]
 
 
 def combine(rows: Any, blocks: Blocks, axis_name: str) -> Any:
-    """What came back for each token, summed in float32 (float64 for float64): [W * C, H] -> [T, H]."""
+    """Sends rows back and sums those of each token in float32 (float64 for float64): [W * C, H] -> [T, H]."""
     devices, capacity = blocks.tokens.shape
     back = jax.lax.all_to_all(rows.reshape(devices, capacity, -1), axis_name, 0, 0)
-    wide = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
-    total = jnp.zeros((len(blocks.places), rows.shape[-1]), wide)
+    sum_dtype = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
+    total = jnp.zeros((len(blocks.places), rows.shape[-1]), sum_dtype)
     for device in range(devices):
         part = jnp.take(back[device], blocks.places[:, device], axis=0, mode="fill", fill_value=0)
-        total += part.astype(wide)
+        total += part.astype(sum_dtype)
     return total.astype(rows.dtype)
 
 
@@ -211,8 +215,8 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
     return combine(y, blocks, layer.axis), (saved, blocks, jax_ops.like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
-    saved, blocks, like, probs = kept
+def _moe_bwd(layer, residuals, dy):  # type: ignore[no-untyped-def]
+    saved, blocks, like, probs = residuals
     rows = _rows_of(dispatch(_parts(dy, layer), blocks, layer.axis), layer)
     grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, layer.transposed))
     dx, dprobs = (combine(g, blocks, layer.axis) for g in (grads.dx, grads.dprobs))
@@ -224,7 +228,7 @@ _moe.defvjp(_moe_fwd, _moe_bwd)
 
 
 def _parts(x: Any, layer: _Layer) -> list[Any]:
-    """x as it travels: its one cast for "fp8_flow"."""
+    """x as it is sent: quantised for "fp8_flow", with the recipe's only cast of it."""
     fmt = moe.FORMAT_BETWEEN_RANKS[layer.recipe]
     if fmt is None:
         return [x]

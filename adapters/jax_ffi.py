@@ -1,10 +1,10 @@
-"""Functions of this process as custom calls of XLA, without anything compiled: ctypes reads what XLA's
-foreign function interface hands over.
+"""Python functions as custom calls of XLA, without a compiled extension: ctypes reads the structures of XLA's
+foreign function interface (FFI).
 
-That interface is a C ABI (``xla/ffi/api/c_api.h``, which jaxlib ships), whose structures grow at their ends
-only while its major version stays 0: each says its size, which is compared here. What a program holds of such
-a call is a target's name and one string, so that JAX's compilation cache and ``jax.export`` take the program,
-which they refuse with a host callback.
+The FFI is a C ABI (``xla/ffi/api/c_api.h``, which jaxlib ships). While its major version is 0, structures are
+only extended at the end, and each starts with its size, which is checked here. A program contains only the
+target's name and one string per call, so JAX's compilation cache and ``jax.export`` accept it; they reject
+programs with host callbacks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax
 _Word = ctypes.c_uint64
 _HEADER: Any = (("size", ctypes.c_size_t), ("extension", ctypes.c_void_p))
 _COMMAND_BUFFER_COMPATIBLE = 1
-_METADATA = 1  # the extension of a call that asks what the handler is
-_INTERNAL = 13  # an error's code
+_METADATA = 1  # extension type of a call that queries the handler's metadata
+_INTERNAL = 13  # error code
 _PLATFORMS = {"cpu": False, "CUDA": True}
 
 
@@ -81,7 +81,8 @@ class _ErrorArguments(ctypes.Structure):
 
 
 class _Query(ctypes.Structure):
-    """Arguments of XLA_FFI_Stream_Get and, with 4 bytes of the answer, XLA_FFI_DeviceOrdinal_Get."""
+    """Arguments of XLA_FFI_Stream_Get and of XLA_FFI_DeviceOrdinal_Get, which writes 4 bytes of the
+    result."""
 
     _fields_ = [*_HEADER, ("context", ctypes.c_void_p), ("answer", _Word)]
 
@@ -100,9 +101,9 @@ class _Api(ctypes.Structure):
 
 
 class Call(NamedTuple):
-    """One call of a target. attribute: address and length of its string, the same address in every call of
-    one place of a loaded program. arguments, results: of buffers, for `address_of` and `shape_of`. device,
-    stream: CUDA's; -1 and 0 on the host."""
+    """One call of a target. attribute: address and length of its string; the address is the same in every
+    call of one call site of a loaded program. arguments, results: addresses of buffers, for `address_of` and
+    `shape_of`. device, stream: the CUDA device and stream; -1 and 0 on the host."""
 
     attribute: tuple[int, int]
     arguments: Sequence[int]
@@ -115,7 +116,7 @@ _DATA = _Buffer.data.offset
 
 
 def address_of(buffer: int) -> int:
-    """Where the elements begin."""
+    """Address of the first element."""
     return _Word.from_address(buffer + _DATA).value
 
 
@@ -125,8 +126,8 @@ def shape_of(buffer: int) -> tuple[int, ...]:
 
 
 def register(target: str, function: Callable[[Call], None], *, command_buffer: bool) -> None:
-    """Make ``function`` what custom calls of this name do, on the host and on CUDA. command_buffer: whether
-    XLA may record it in a CUDA graph."""
+    """Registers ``function`` as the handler of custom calls to ``target``, on the host and on CUDA.
+    command_buffer: whether XLA may capture the call in a CUDA graph."""
     for platform, on_device in _PLATFORMS.items():
         handler = _Function(_handler(function, on_device, _COMMAND_BUFFER_COMPATIBLE * command_buffer))
         _kept.append(handler)
@@ -134,7 +135,7 @@ def register(target: str, function: Callable[[Call], None], *, command_buffer: b
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(address), platform=platform)
 
 
-_kept: list[Any] = []  # what XLA has addresses of
+_kept: list[Any] = []  # handlers, kept alive because XLA holds their addresses
 
 
 def _handler(function: Callable[[Call], None], on_device: bool, traits: int) -> Callable[[int], int | None]:
@@ -148,7 +149,7 @@ def _handler(function: Callable[[Call], None], on_device: bool, traits: int) -> 
             (attribute,) = _words(frame.attributes)
             span = (_Word * 2).from_address(attribute)
             function(Call((span[0], span[1]), _words(frame.arguments), _words(frame.results), device, stream))
-        except BaseException as error:  # it must not pass through XLA
+        except BaseException as error:  # exceptions must not propagate into XLA
             return _refusal(frame, f"{type(error).__name__}: {error}")
         return None
 

@@ -1,13 +1,13 @@
 """The public operations for JAX, eagerly and inside ``jax.jit``, with gradients.
 
-Names and arguments are those of `fp8moe`; records are pytrees. What is traced becomes one custom call an
-operation (`fp8moe.adapters.jax_calls`): on CUDA its kernels run on XLA's stream, in XLA's memory, temporaries
-included. JAX's persistent compilation cache keeps such programs, and ``jax.export.export(function,
-disabled_checks=jax_ops.EXPORT_CHECKS)`` takes them; who loads one imports this module first. Shapes are
-static: a plan has its static bound, and nothing looks at values. An array to add to (``out``, ``dw13``,
-``dw2``) is not changed, the result is: XLA gives it the same memory where nobody needs the old one. An FP8
-tensor never crosses an autodiff border: `moe_ffn` holds the whole FP8 segment in one ``custom_vjp``, bfloat16
-(or float32) at both edges.
+Names and arguments are those of `fp8moe`; records are pytrees. A traced operation becomes one custom call
+(`fp8moe.adapters.jax_calls`): on CUDA its kernels run on XLA's stream, in memory that XLA allocates,
+temporaries included. JAX's persistent compilation cache stores such programs, and
+``jax.export.export(function, disabled_checks=jax_ops.EXPORT_CHECKS)`` exports them; a process that loads one
+must import this module first. Shapes are static: a plan has its static bound, and values are not checked. An
+array to add to (``out``, ``dw13``, ``dw2``) is not modified; the sum is returned, in the same memory if XLA
+can donate it. FP8 tensors are never inputs or outputs of a differentiated function: `moe_ffn` computes the
+whole FP8 segment inside one ``custom_vjp``, with bfloat16 (or float32) inputs and outputs.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ __all__ = [
     "unpermute_backward",
 ]
 
-WIDTH = 128  # of a block of FP8 weights
-#: ``disabled_checks`` of ``jax.export.export``, which knows no custom calls but its own
+WIDTH = 128  # block width of FP8 weights
+#: ``disabled_checks`` for ``jax.export.export``, which rejects custom calls it does not know
 EXPORT_CHECKS = tuple(map(jax.export.DisabledSafetyCheck.custom_call, jax_calls.TARGETS))
 
 # ---------------------------------------------------------------- records as pytrees
 
 
 def _flatten(record: Any) -> tuple[list[Any], Any]:
-    """(its arrays and records, what is static)."""
+    """(arrays and nested records, static structure)."""
     values = [(n, getattr(record, n)) for n in field_names(type(record)) or ()]
     static = tuple((n, v) for n, v in values if is_metadata(v))
     dynamic = [(n, v) for n, v in values if not is_metadata(v)]
@@ -111,10 +111,10 @@ for _kind in jax_calls.RECORDS:
 
 
 def traceable(function: Function) -> Function:
-    """A public function, or one that calls several, that also takes traced arrays: one step of the jitted
-    program, which allocates nothing of its own."""
+    """Wraps a function of the library so that it also accepts traced arrays: it becomes one operation of the
+    jitted program and allocates no memory of its own."""
     parameters = inspect.signature(function)
-    changed = {"out", "dw13", "dw2"} & set(parameters.parameters)  # arguments that are added to, in place
+    changed = {"out", "dw13", "dw2"} & set(parameters.parameters)  # arguments that are added to in place
     name = jax_calls.name_function(function)
 
     @functools.wraps(function)
@@ -122,27 +122,27 @@ def traceable(function: Function) -> Function:
         leaves = [a for v in (*args, *options.values()) for a in arrays_in(v)]
         in_place: Any = ()
         if changed:
-            given = parameters.bind(*args, **options).arguments
-            arrays = (a for name in changed for a in arrays_in(given.get(name)))
+            bound = parameters.bind(*args, **options).arguments
+            arrays = (a for name in changed for a in arrays_in(bound.get(name)))
             in_place = [a for a in arrays if isinstance(a, jax.Array)]
         if in_place or any(isinstance(a, jax.core.Tracer) for a in leaves):
             return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 
-    note = "One step of the program inside ``jax.jit``, at shapes that are known then. It has no gradient."
+    note = "Inside ``jax.jit`` it is one operation of the program, with static shapes. It has no gradient."
     if changed:
         note += (
-            " What it adds to is not changed: the result is, in the same memory where nobody needs the old."
+            " An array that it adds to is not modified; the sum is returned, in the same memory if possible."
         )
     call.__doc__ = docstring_of(function, "jax.Array", note)
     return call  # type: ignore[return-value]
 
 
 def documented(core: Any, *differentiable: str) -> Callable[[Function], Function]:
-    """The docstring of a function of the core for one that has gradients."""
+    """Gives a differentiable function the docstring of the core function."""
 
     def document(function: Function) -> Function:
-        note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` one step of the program."
+        note = f"{differentiable_in(differentiable)}; inside ``jax.jit`` it is one operation of the program."
         function.__doc__ = docstring_of(core, "jax.Array", note)
         return function
 
@@ -194,25 +194,25 @@ def permute(
     layout: str = "compact",
 ) -> Permuted:
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
-    of_rows: dict[str, Any] = {**dict(options), "layout": layout}
+    row_options: dict[str, Any] = {**dict(options), "layout": layout}
     if layout != "compact" and not isinstance(x, QuantTensor):
-        return _permute_op(x, plan, probs, **of_rows)  # which says what has such a layout
+        return _permute_op(x, plan, probs, **row_options)  # raises the ValueError of `fp8moe.permute`
     if not may_need_grad(x) and isinstance(probs, jax.core.Tracer):
         _, moved = _permute(no_columns(probs), probs, plan, options)
         weights = jax.lax.stop_gradient(probs) if zero_unweighted else None
         if isinstance(x, QuantTensor):
-            data = _permute_op(x, plan, weights, **of_rows).data
+            data = _permute_op(x, plan, weights, **row_options).data
         else:
             data, _ = _permute(x, weights, plan, options)
         return Permuted(data, moved, plan)
     if isinstance(x, QuantTensor):
-        return _permute_op(x, plan, probs, **of_rows)
+        return _permute_op(x, plan, probs, **row_options)
     return Permuted(*_permute(x, probs, plan, options), plan)
 
 
 def may_need_grad(x: Any) -> bool:
-    """Whether rows are of a kind that has a gradient. Codes are not: their probabilities, which may have one,
-    move apart from them, beside rows of no columns."""
+    """Whether rows can have a gradient. FP8 codes cannot: their probabilities, which can, are permuted in a
+    separate call, with rows of zero columns."""
     return not isinstance(x, QuantTensor) and x.dtype in checks.FLOATS
 
 
@@ -221,11 +221,11 @@ def no_columns(probs: Any) -> Any:
 
 
 def refuse_codes(grad: Any) -> None:
-    """Float8 rows have a cotangent in JAX, of their own dtype."""
+    """Raises for float8 rows: JAX would give them a cotangent of their own dtype."""
     if grad.dtype not in checks.FLOATS:
         raise TypeError(
             f"x: got {grad.dtype} rows that are differentiated; wanted bfloat16, float16, float32 or float64 "
-            "ones; pass jax.lax.stop_gradient(x)"
+            "rows; pass jax.lax.stop_gradient(x)"
         )
 
 
@@ -239,8 +239,8 @@ def _permute_fwd(x, probs, plan, options):  # type: ignore[no-untyped-def]
     return _permute(x, probs, plan, options), (plan, probs)
 
 
-def _permute_bwd(options, kept, grads):  # type: ignore[no-untyped-def]
-    plan, probs = kept
+def _permute_bwd(options, residuals, grads):  # type: ignore[no-untyped-def]
+    plan, probs = residuals
     refuse_codes(grads[0])
     dx, dprobs = permute_backward(grads[0], plan, None if probs is None else grads[1])
     return dx, None if probs is None else dprobs.astype(probs.dtype), None
@@ -285,8 +285,8 @@ def _unpermute_fwd(x, merging_probs, plan):  # type: ignore[no-untyped-def]
     return _unpermute(x, merging_probs, plan), (None if merging_probs is None else x, merging_probs, plan)
 
 
-def _unpermute_bwd(kept, grad):  # type: ignore[no-untyped-def]
-    x, probs, plan = kept
+def _unpermute_bwd(residuals, grad):  # type: ignore[no-untyped-def]
+    x, probs, plan = residuals
     dx, dprobs = unpermute_backward(grad, plan, x, probs)
     return dx, None if probs is None else dprobs.astype(probs.dtype), None
 
@@ -326,8 +326,8 @@ def _sort_fwd(x, probs, sizes, indices, options, num_out_tokens):  # type: ignor
     return sorted_, (sizes, indices, probs, x[:, :0])
 
 
-def _sort_bwd(options, num_out_tokens, kept, grads):  # type: ignore[no-untyped-def]
-    sizes, indices, probs, like = kept
+def _sort_bwd(options, num_out_tokens, residuals, grads):  # type: ignore[no-untyped-def]
+    sizes, indices, probs, like = residuals
     refuse_codes(grads.data)
     dprobs = None if probs is None else grads.probs
     dx, dprobs = sort_chunks_backward(
@@ -358,8 +358,8 @@ def _pad_fwd(x, counts, verb, align_size, rows):  # type: ignore[no-untyped-def]
     return _pad(x, counts, verb, align_size, rows), (counts, x[:, :0])
 
 
-def _pad_bwd(verb, align_size, rows, kept, grad):  # type: ignore[no-untyped-def]
-    counts, like = kept
+def _pad_bwd(verb, align_size, rows, residuals, grad):  # type: ignore[no-untyped-def]
+    counts, like = residuals
     back = _unpad_op if verb == "pad" else _pad_op
     return back(grad, counts, align_size, num_out_tokens=like.shape[0]), None
 
@@ -386,8 +386,8 @@ def _swiglu_fwd(h, probs, activation):  # type: ignore[no-untyped-def]
     return _swiglu(h, probs, activation), (h, probs)
 
 
-def _swiglu_bwd(activation, kept, grad):  # type: ignore[no-untyped-def]
-    h, probs = kept
+def _swiglu_bwd(activation, residuals, grad):  # type: ignore[no-untyped-def]
+    h, probs = residuals
     grads = swiglu_backward(grad, h, probs, activation=activation)
     return grads.dh, None if probs is None else grads.dprobs.astype(probs.dtype)
 
@@ -416,15 +416,14 @@ def _route_fwd(logits, expert_bias, config, num_sequences):  # type: ignore[no-u
     return routed, (logits, expert_bias, routed.topk_ids, routed.tokens_per_expert)
 
 
-def _route_bwd(config, num_sequences, kept, grads):  # type: ignore[no-untyped-def]
-    logits, expert_bias, ids, counts = kept
+def _route_bwd(config, num_sequences, residuals, grads):  # type: ignore[no-untyped-def]
+    logits, expert_bias, ids, counts = residuals
     losses = {}
     if counts is not None:
         losses = {"grad_aux_loss": grads.aux_loss, "grad_z_loss": grads.z_loss, "tokens_per_expert": counts}
     grad = route_backward(grads.topk_probs, logits, ids, config, **losses)
-    return grad, None if expert_bias is None else jax.numpy.zeros_like(
-        expert_bias
-    )  # it decides a choice only
+    # the bias changes only the choice of experts, so its gradient is zero
+    return grad, None if expert_bias is None else jax.numpy.zeros_like(expert_bias)
 
 
 _route.defvjp(_route_fwd, _route_bwd)
@@ -445,57 +444,59 @@ def moe_ffn(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Any:
-    """The experts of a layer in any floats and layouts, with gradients: `fp8moe.moe_forward`.
+    """Compute the experts of a layer for any float dtypes and weight layouts, with gradients.
 
     Parameters
     ----------
     x : jax.Array, floating point, [..., H]
-        The FP8 recipes multiply it as bfloat16, "bf16" in its own dtype.
+        Tokens. The FP8 recipes multiply them as bfloat16, "bf16" in their own dtype.
     w13 : jax.Array, tuple of two, or Quantized
-        [E, 2F, H], gates before ups, or the two apart, [E, F, H] each. Any float, float32 masters too; or,
-        for the FP8 recipes, what `quantize_weights` returned, of weights in any layout; it has no gradient.
+        [E, 2F, H], gates before ups, or a tuple of the two, [E, F, H] each. Any floating-point dtype, such as
+        float32 master weights. Or, for the FP8 recipes, the result of `quantize_weights`, for weights of any
+        layout; it has no gradient.
     w2 : jax.Array or Quantized
-        [E, H, F].
+        [E, H, F]. As ``w13``.
     topk_ids : jax.Array, int32 or int64, [..., k]
-        Below 0, or E and more, for no expert.
+        Global expert ids; ids below 0 or from E on mean no expert.
     topk_probs : jax.Array, floating point, [..., k]
-        Factors of the experts' results.
+        Factors of the experts' outputs.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        The precision.
+        Precision.
     recompute : None or "moe_expert"
         As in `fp8moe.moe_forward`.
     activation : Activation
-        Between the two products.
+        Activation between the two products.
     transposed : bool
-        Weights come as ``jax.lax.ragged_dot`` takes them, as MaxText's and Transformer Engine's layers have
-        them: w13 [E, H, 2F] or (wi_0, wi_1) [E, H, F] each, and w2, their wo, [E, F, H].
+        Whether the weights have the layout of ``jax.lax.ragged_dot``, as in MaxText's and Transformer
+        Engine's layers: w13 [E, H, 2F] or (wi_0, wi_1) [E, H, F] each, and w2, their wo, [E, F, H].
     token_sharding : NamedSharding or None
-        How x's leading dimensions are spread over the devices of a mesh, in a program that XLA partitions:
-        each device computes its own tokens, by weights that XLA gathers, and their gradients are summed. Not
-        inside ``shard_map``, where a device sees nothing but its own arrays.
+        Sharding of x's leading dimensions over the devices of a mesh, in a program that XLA partitions: each
+        device computes its own tokens, with weights that XLA gathers, and the weight gradients are summed
+        over devices. Not allowed inside ``shard_map``, where a device has access to its own arrays only.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        By which kernels all products are made on CUDA, the backward's too, as `fp8moe.grouped_gemm` takes it;
-        None: the fastest. "cublas" synchronises, and is slow inside ``jax.jit``.
+        Kernels of all products on CUDA, the backward's included, as in `fp8moe.grouped_gemm`; None: the
+        fastest. "cublas" synchronises, and is slow inside ``jax.jit``.
     num_sms : int or None
-        How many of the GPU's multiprocessors all products may use at most, as of `fp8moe.moe_forward`.
+        Maximum number of SMs that each product may use, as in `fp8moe.moe_forward`.
 
     Returns
     -------
     jax.Array, [..., H]
-        In x's dtype. Differentiable in x, w13, w2 and topk_probs, in their dtypes.
+        The outputs in x's dtype. Differentiable in x, w13, w2 and topk_probs, with gradients in their dtypes.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit each other; for a program that XLA partitions, without token_sharding;
-        for a backend or num_sms on the CPU. What a device's products cannot be made by is known where they
-        are launched: inside ``jax.jit`` that is an error of XLA, with the ValueError's text.
+        For arguments of the wrong dtype or inconsistent shapes; for a program that XLA partitions, without
+        token_sharding; for a backend or num_sms on the CPU. Whether a device supports the requested backend
+        is checked at the launch: inside ``jax.jit`` XLA raises an error with the ValueError's text.
 
     Notes
     -----
-    A (128, 128)-blocked quantise writes both orientations from one read, gates and ups into one array of
-    codes, and zeros up to the next multiple of 128 where F is none: the FP8 recipes take all these weights
-    without a copy. "bf16" transposes and joins the weights themselves.
+    The layer is `fp8moe.moe_forward`. The quantise operation for (128, 128) blocks reads weights of all these
+    layouts once and writes both orientations, gates and ups into one array of codes, with zeros up to the
+    next multiple of 128 if F is not one, so the FP8 recipes need no copy of the weights. "bf16" transposes
+    and concatenates the weights.
 
     Examples
     --------
@@ -517,22 +518,22 @@ def moe_ffn(
     if len(tokens) >= x.ndim:
         raise ValueError(
             f"token_sharding: got {tokens} for x {list(x.shape)}; wanted the sharding of its leading "
-            "dimensions alone, since all of a token's features are multiplied together"
+            "dimensions only, because a product contracts over all features of a token"
         )
     mesh, specs = token_sharding.mesh, (tokens, everywhere, everywhere, tokens, tokens)
     arrays = x, w13, w2, topk_ids, topk_probs
-    if jax.sharding.AxisType.Explicit in mesh.axis_types:  # which nothing but this gathers
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:  # only `reshard` gathers arrays of explicit axes
         arrays = tuple(
             jax.tree.map(lambda a, s=spec: jax.reshard(a, jax.sharding.NamedSharding(mesh, s)), array)
             for array, spec in zip(arrays, specs, strict=True)
         )
-    of_a_device = functools.partial(_any_floats, layer=layer)
-    run = jax.shard_map(of_a_device, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    device_layer = functools.partial(_any_floats, layer=layer)
+    run = jax.shard_map(device_layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return run(*arrays)
 
 
 class _Layer(NamedTuple):
-    """What is static of a layer."""
+    """Static arguments of a layer."""
 
     recipe: str
     recompute: str | None
@@ -550,8 +551,8 @@ def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) 
 
 
 def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any, Any]:
-    """x [T, H], w13 and w2 in the dtypes in which ``recipe`` takes them, with JAX's gradients; for "bf16" w13
-    is [E, 2F, H] and w2 [E, H, F] then."""
+    """x [T, H], w13 and w2 in the dtypes that ``recipe`` uses, with JAX's gradients; for "bf16" also with w13
+    as [E, 2F, H] and w2 as [E, H, F]."""
     parts = w13 if isinstance(w13, tuple) else (w13,)
     for name, a in [("x", x), *(("w13", w) for w in parts), ("w2", w2)]:
         if isinstance(a, Quantized):
@@ -560,11 +561,11 @@ def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[
             if recipe == "bf16":
                 raise TypeError(f'{name}: got quantised weights; wanted an array for recipe "bf16"')
         elif a.dtype not in checks.FLOATS:
-            raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point one")
+            raise TypeError(f"{name}: got dtype {a.dtype}; wanted a floating-point dtype")
     if isinstance(w13, tuple) and (len(w13) != 2 or w13[0].shape != w13[1].shape):
         raise ValueError(
             f"w13: got a tuple of shapes {[list(w.shape) for w in w13]}; wanted gates and ups, two arrays of "
-            "one shape"
+            "the same shape"
         )
     rows = x.reshape(-1, x.shape[-1])
     if recipe != "bf16":
@@ -575,15 +576,15 @@ def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[
 
 
 def multiplied(w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any]:
-    """Of `operands`' weights what `fp8moe.moe_forward` takes."""
-    apart, ffn = isinstance(w13, tuple), _ffn(w13, w2, transposed)
-    if recipe == "bf16" or ffn is None or not (apart or transposed or ffn % WIDTH):
+    """The weights of `operands` as `fp8moe.moe_forward` takes them, quantised if their layout requires it."""
+    is_pair, ffn = isinstance(w13, tuple), _ffn(w13, w2, transposed)
+    if recipe == "bf16" or ffn is None or not (is_pair or transposed or ffn % WIDTH):
         return w13, w2
-    whole = ffn + -ffn % WIDTH
+    padded = ffn + -ffn % WIDTH
     if _is_float(w13):
-        w13 = quantize_weights(w13, parts=1 if apart else 2, rows=whole, transposed=transposed)
+        w13 = quantize_weights(w13, parts=1 if is_pair else 2, rows=padded, transposed=transposed)
     if _is_float(w2):
-        w2 = quantize_weights(w2, columns=whole, transposed=transposed)
+        w2 = quantize_weights(w2, columns=padded, transposed=transposed)
     return w13, w2
 
 
@@ -592,7 +593,7 @@ def _is_float(w: Any) -> bool:
 
 
 def _ffn(w13: Any, w2: Any, transposed: bool) -> int | None:
-    """F of weights that are floats; None where there are none."""
+    """F of floating-point weights; None if both are quantised."""
     if _is_float(w2):
         return int(w2.shape[1 if transposed else 2])
     if isinstance(w13, tuple):
@@ -621,8 +622,8 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
     return y, (saved, like_weights(w13, w2), probs[:0])
 
 
-def _moe_bwd(layer, kept, dy):  # type: ignore[no-untyped-def]
-    saved, like, probs = kept
+def _moe_bwd(layer, residuals, dy):  # type: ignore[no-untyped-def]
+    saved, like, probs = residuals
     grads = moe_backward(saved, dy, **backward_options(saved, like, layer.transposed))
     return grads.dx, *of_weights(grads, like, layer.transposed), grads.dprobs.astype(probs.dtype), None
 
@@ -631,33 +632,33 @@ _moe.defvjp(_moe_fwd, _moe_bwd)
 
 
 def wanted_gradients(w13: Any, w2: Any) -> tuple[str, ...]:
-    """Those of arrays: quantised weights have none."""
+    """Gradients to compute; quantised weights have none."""
     return "dx", "dprobs", *(n for n, w in {"dw13": w13, "dw2": w2}.items() if _is_float(w))
 
 
 def like_weights(*weights: Any) -> list[Any]:
-    """What a backward needs of weights to give `of_weights`: their dtypes and widths, or that they are
-    quantised."""
+    """Placeholders for the weights in the backward, as `of_weights` takes them: empty arrays of their dtypes
+    and widths, or the quantised weights."""
     return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
 
 
 def backward_options(saved: Saved, like: list[Any], transposed: bool) -> dict[str, Any]:
-    """What `moe_backward` takes for gradients of the weights' own widths, bfloat16 at once where all are: of
-    "fp8_flow" gates and ups apart where so the weights are, or were filled up with zeros."""
+    """Options of `moe_backward` for weight gradients of the original widths, in bfloat16 if all weights are.
+    With "fp8_flow", dw13 is a pair if the weights are a pair or were padded."""
     ffn = _ffn(like[0], like[1], transposed)
     padded = None if ffn is None or ffn % WIDTH == 0 else ffn
-    apart = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
-    whole = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
+    is_pair = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
+    all_bfloat16 = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
     return {
-        "dw13": (None, None) if apart else None,
-        "dtype": "bfloat16" if whole else "float32",
+        "dw13": (None, None) if is_pair else None,
+        "dtype": "bfloat16" if all_bfloat16 else "float32",
         "gradients": wanted_gradients(*like),
-        "ffn": padded if apart else None,
+        "ffn": padded if is_pair else None,
     }
 
 
 def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:
-    """Weights' gradients in their dtypes and layouts, none for quantised ones."""
+    """Weight gradients in the weights' dtypes and layouts, None for quantised weights."""
     (w13, w2), (dw13, dw2) = like, (grads.dw13, grads.dw2)
     ffn = _ffn(w13, w2, transposed)
     if _is_float(w2):
@@ -667,7 +668,7 @@ def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:
         dw13 = tuple(_in_layout(half[:, :ffn], w, transposed) for half, w in zip(halves, w13, strict=True))
     elif _is_float(w13):
         if not isinstance(dw13, tuple) and dw13.shape[1] > w13.shape[2 if transposed else 1]:
-            dw13 = jnp.split(dw13, 2, 1)  # each half has zeros beyond F
+            dw13 = jnp.split(dw13, 2, 1)  # each half has zeros after F
         if not isinstance(dw13, jax.Array):
             dw13 = jnp.concatenate([half[:, :ffn] for half in dw13], 1)
         dw13 = _in_layout(dw13, w13, transposed)

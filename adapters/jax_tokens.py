@@ -1,11 +1,11 @@
-"""Rows of tokens to their experts and back, in programs that XLA spreads over devices.
+"""Permutation of tokens to expert order and back, in programs that XLA partitions over devices.
 
-Where ``jax.jit`` gets tokens sharded over devices, each device moves its own to rows of its own, as
-Transformer Engine's operations do: row numbers count from 0 on every device, and each of n devices has 1/n of
-the rows. Where a device sees nothing but its own arrays, alone or inside ``shard_map``, these are the
-kernels; what XLA partitions is made of XLA's operations, because a callback cannot be partitioned.
+If ``jax.jit`` gets tokens sharded over devices, each device permutes its own tokens to its own rows, as
+Transformer Engine's operations do: row numbers start at 0 on every device, and each of n devices has 1/n of
+the rows. On one device, or inside ``shard_map``, this library's kernels run; programs that XLA partitions use
+XLA's operations instead, because a callback cannot be partitioned.
 
-Tokens and their row map are to stay sharded alike: row numbers mean nothing on another device.
+Tokens and their row map must keep the same sharding: row numbers are valid on their own device only.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from fp8moe.adapters import jax_ops
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def dispatch(x: Any, mask: Any, probs: Any, rows: int, align: int) -> tuple[Any, Any, Any, Any, Any]:
-    """(rows, their probs or None, row map, pad_offsets, tokens_per_expert) by an int32 mask [T, E]."""
+    """(rows, probabilities or None, row map, pad_offsets, tokens_per_expert) of an int32 mask [T, E]."""
     return _dispatch_fwd(x, mask, probs, rows, align)[0]
 
 
 def _dispatch_fwd(x, mask, probs, rows, align):  # type: ignore[no-untyped-def]
-    given = [] if probs is None else [probs]
-    kinds = "tt" + "t" * len(given), "rt.." + "r" * len(given)
-    data, row_map, pads, counts, *moved = _spread(_dispatch, _dispatch_part, *kinds, rows, align)(
-        x, mask, *given
+    probs_list = [] if probs is None else [probs]
+    dimensions = "tt" + "t" * len(probs_list), "rt.." + "r" * len(probs_list)
+    data, row_map, pads, counts, *moved = _spread(_dispatch, _dispatch_part, *dimensions, rows, align)(
+        x, mask, *probs_list
     )
     results = data, moved[0] if moved else None, row_map, pads, counts
     return results, (row_map, pads, probs)
 
 
-def _dispatch_bwd(rows, align, kept, grads):  # type: ignore[no-untyped-def]
-    row_map, pads, probs = kept
+def _dispatch_bwd(rows, align, residuals, grads):  # type: ignore[no-untyped-def]
+    row_map, pads, probs = residuals
     jax_ops.refuse_codes(grads[0])
-    given = [] if probs is None else [grads[1]]
-    kinds = "t.r" + "r" * len(given), "t" + "t" * len(given)
-    dx, *dprobs = _spread(_gather, _gather_part, *kinds)(row_map, pads, grads[0], *given)
+    grads_list = [] if probs is None else [grads[1]]
+    dimensions = "t.r" + "r" * len(grads_list), "t" + "t" * len(grads_list)
+    dx, *dprobs = _spread(_gather, _gather_part, *dimensions)(row_map, pads, grads[0], *grads_list)
     return dx, None, dprobs[0].astype(probs.dtype) if dprobs else None
 
 
@@ -57,27 +57,29 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @jax.custom_vjp
 def combine(data: Any, row_map: Any, probs: Any, pads: Any) -> Any:
-    """[T, H]: each token's rows summed, each times its probability where given."""
+    """[T, H]: the sum of each token's rows, each multiplied by its probability if given."""
     return _combine_fwd(data, row_map, probs, pads)[0]
 
 
 def _combine_fwd(data, row_map, probs, pads):  # type: ignore[no-untyped-def]
-    given = [] if probs is None else [probs]
-    (out,) = _spread(_combine, _combine_part, "t.r" + "t" * len(given), "t")(row_map, pads, data, *given)
-    return out, (row_map, pads, data if given else data[:, :0], probs)
+    probs_list = [] if probs is None else [probs]
+    (out,) = _spread(_combine, _combine_part, "t.r" + "t" * len(probs_list), "t")(
+        row_map, pads, data, *probs_list
+    )
+    return out, (row_map, pads, data if probs_list else data[:, :0], probs)
 
 
-def _combine_bwd(kept, grad):  # type: ignore[no-untyped-def]
-    row_map, pads, data, probs = kept
-    given = [] if probs is None else [data, probs]
-    kinds = "t.t" + "rt"[: len(given)], "rt"[: max(1, len(given))]
-    grads = _spread(_scatter, _scatter_part, *kinds, data.shape[0])(row_map, pads, grad, *given)
-    return grads[0], None, grads[1].astype(probs.dtype) if given else None, None
+def _combine_bwd(residuals, grad):  # type: ignore[no-untyped-def]
+    row_map, pads, data, probs = residuals
+    operands = [] if probs is None else [data, probs]
+    dimensions = "t.t" + "rt"[: len(operands)], "rt"[: max(1, len(operands))]
+    grads = _spread(_scatter, _scatter_part, *dimensions, data.shape[0])(row_map, pads, grad, *operands)
+    return grads[0], None, grads[1].astype(probs.dtype) if operands else None, None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
 
-# ---------------------------------------------------------------- the kernels: all tokens are here
+# ---------------------------------------------------------------- kernels, for unpartitioned programs
 
 
 def _dispatch(rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
@@ -106,23 +108,23 @@ def _plan_of(row_map: Any, pads: Any, rows: int) -> PermutationPlan:
     return jax_ops.plan_row_map(row_map, pads, num_out_tokens=rows)  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------- XLA's operations: a device's own tokens
+# ---------------------------------------------------------------- XLA's operations, for one device's tokens
 #
-# ``axes``: the mesh's, over which tokens are spread. Counts and paddings are those of all devices together,
-# as Transformer Engine has them. Its operations write past the end where a device's tokens have more rows
-# than its share; here all rows of that device are NaN then.
+# ``axes``: mesh axes over which tokens are sharded. Counts and padding are summed over all devices, as in
+# Transformer Engine. If the tokens of a device need more rows than its share, Transformer Engine's operations
+# write out of bounds; here all rows of that device become NaN.
 
 
 def _dispatch_part(axes, devices, rows, align, x, mask, *probs):  # type: ignore[no-untyped-def]
     if rows % devices:
         raise ValueError(
             f"num_out_tokens: got {rows} rows, padding included, for tokens on {devices} devices; wanted a "
-            "multiple of the devices"
+            "multiple of the number of devices"
         )
     rows //= devices
     mask = (mask != 0).astype(jnp.int32)
-    here = mask.sum(axis=0, dtype=jnp.int32)
-    counts, pads = row_maps.padded_counts(jnp, jax.lax.psum(here, axes) if axes else here, align)
+    local = mask.sum(axis=0, dtype=jnp.int32)
+    counts, pads = row_maps.padded_counts(jnp, jax.lax.psum(local, axes) if axes else local, align)
     row_map, overflow = row_maps.map_of_mask(jnp, mask, pads, rows)
     token, expert = row_maps.row_sources(jnp, row_map, pads, rows)
     data = _rows_of(x, token)
@@ -150,10 +152,10 @@ def _scatter_part(axes, devices, rows, row_map, pads, grad, *data_and_probs):  #
     if not data_and_probs:
         return (moved,)
     data, probs = data_and_probs
-    wide = _wide(grad)
-    weights = _entries_of(probs, token, expert).astype(wide)
-    products = (moved.astype(wide) * data.astype(wide)).sum(axis=1).astype(probs.dtype)
-    moved = (moved.astype(wide) * weights[:, None]).astype(grad.dtype)
+    sum_dtype = _wide(grad)
+    weights = _entries_of(probs, token, expert).astype(sum_dtype)
+    products = (moved.astype(sum_dtype) * data.astype(sum_dtype)).sum(axis=1).astype(probs.dtype)
+    moved = (moved.astype(sum_dtype) * weights[:, None]).astype(grad.dtype)
     return moved, _to_entries(products, token, expert, row_map)
 
 
@@ -175,22 +177,23 @@ def _to_entries(values: Any, token: Any, expert: Any, row_map: Any) -> Any:
 
 
 def _sums(x: Any, token: Any, tokens: int, weights: Any = None) -> Any:
-    """Sum of each token's rows; what no token reads is not read."""
+    """Sum of each token's rows; rows without a token are not read."""
     values = x.astype(_wide(x))
     if weights is not None:
         values *= weights.astype(values.dtype)[:, None]
     return jnp.zeros((tokens, x.shape[1]), values.dtype).at[token].add(values, mode="drop").astype(x.dtype)
 
 
-# ---------------------------------------------------------------- by a sort of (token, expert) entries
+# ---------------------------------------------------------------- sort of (token, expert) entries
 #
-# Each is the other's gradient, so that both directions are gathers, where XLA would make a scatter of one.
+# Each function is the gradient of the other, so both directions are gathers; XLA's own gradient of a gather
+# is a scatter.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sort_entries(x: Any, order: Any, topk: int) -> Any:
-    """[len(order), H]: row r is that of the token of entry order[r], of x [T, H]'s ``topk`` entries a token;
-    zeros for numbers past them."""
+    """[len(order), H]: row r is the row of x [T, H] of the token of entry order[r], with ``topk`` entries per
+    token; zeros for entry numbers from T * topk on."""
     return x.at[order // topk].get(mode="fill", fill_value=0)
 
 
@@ -198,8 +201,8 @@ def _sort_entries_fwd(x, order, topk):  # type: ignore[no-untyped-def]
     return sort_entries(x, order, topk), (order, x[:, :0])
 
 
-def _sort_entries_bwd(topk, kept, grad):  # type: ignore[no-untyped-def]
-    order, like = kept
+def _sort_entries_bwd(topk, residuals, grad):  # type: ignore[no-untyped-def]
+    order, like = residuals
     tokens = like.shape[0]
     rows = unsort_entries(grad, order, tokens * topk).reshape(tokens, topk, -1)
     return rows.astype(_wide(like)).sum(axis=1).astype(like.dtype), None
@@ -207,7 +210,7 @@ def _sort_entries_bwd(topk, kept, grad):  # type: ignore[no-untyped-def]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def unsort_entries(rows: Any, order: Any, entries: int) -> Any:
-    """[entries, H]: of rows sorted by ``order`` those of the first entries, in their order."""
+    """[entries, H]: the inverse of the sort by ``order``, for the first ``entries`` entries."""
     return rows[jnp.argsort(order)[:entries]]
 
 
@@ -222,15 +225,15 @@ def _unsort_entries_bwd(entries, order, grad):  # type: ignore[no-untyped-def]
 sort_entries.defvjp(_sort_entries_fwd, _sort_entries_bwd)
 unsort_entries.defvjp(_unsort_entries_fwd, _unsort_entries_bwd)
 
-# ---------------------------------------------------------------- one or the other
+# ---------------------------------------------------------------- choice of kernels or XLA's operations
 
 
 def _spread(whole: Any, part: Any, arguments: str, results: str, *static: int) -> Callable[..., Any]:
-    """``whole(*static, *arrays)``, of which each device does its ``part(axes, devices, *static, *arrays)``
-    where XLA partitions the program.
+    """Returns a function that computes ``whole(*static, *arrays)``. Where XLA partitions the program, each
+    device computes ``part(axes, devices, *static, *arrays)`` instead.
 
-    arguments, results: for each array what its first dimension is. "t": tokens; "r": the tokens' rows, spread
-    over the same devices; ".": the same on every device.
+    arguments, results: for each array the meaning of its first dimension. "t": tokens; "r": the tokens' rows,
+    sharded over the same devices; ".": replicated on every device.
     """
     traced = _traced(whole, part, arguments, results, static)
 
@@ -248,34 +251,45 @@ def _is_spread(x: Any) -> bool:
 def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[int, ...]) -> Any:
     function = custom_partitioning(functools.partial(_flat, whole, static))
 
-    def shardings(mesh: Any, given: Any) -> tuple[Any, list[Any], list[Any]]:
+    def shardings(mesh: Any, operands: Any) -> tuple[Any, list[Any], list[Any]]:
         specs = [
-            getattr(a.sharding, "spec", ()) for a, kind in zip(given, arguments, strict=True) if kind == "t"
+            getattr(a.sharding, "spec", ())
+            for a, kind in zip(operands, arguments, strict=True)
+            if kind == "t"
         ]
         axes = next((s[0] for s in specs if s and s[0] is not None), None)
-        of = {"t": PartitionSpec(axes), "r": PartitionSpec(axes), ".": PartitionSpec()}
-        first, last = ([NamedSharding(mesh, of[kind]) for kind in kinds] for kinds in (arguments, results))
-        return axes, first, last
+        spec_of = {"t": PartitionSpec(axes), "r": PartitionSpec(axes), ".": PartitionSpec()}
+        operand_specs, result_specs = (
+            [NamedSharding(mesh, spec_of[kind]) for kind in kinds] for kinds in (arguments, results)
+        )
+        return axes, operand_specs, result_specs
 
-    def partition(mesh: Any, given: Any, made: Any) -> Any:
-        axes, first, last = shardings(mesh, given)
+    def partition(mesh: Any, operands: Any, made: Any) -> Any:
+        axes, operand_specs, result_specs = shardings(mesh, operands)
         names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
         devices = math.prod(mesh.shape[n] for n in names)
-        return mesh, functools.partial(part, names, devices, *static), tuple(last), tuple(first)
+        return (
+            mesh,
+            functools.partial(part, names, devices, *static),
+            tuple(result_specs),
+            tuple(operand_specs),
+        )
 
-    def infer_sharding(mesh: Any, given: Any, made: Any) -> Any:
-        return tuple(shardings(mesh, given)[2])
+    def infer_sharding(mesh: Any, operands: Any, made: Any) -> Any:
+        return tuple(shardings(mesh, operands)[2])
 
-    def rule(mesh: Any, given: Any, made: Any) -> str:
-        other = (f"d{i}" for i in range(1000))
+    def rule(mesh: Any, operands: Any, made: Any) -> str:
+        factors_left = (f"d{i}" for i in range(1000))
 
         def factors(kinds: str, types: Any) -> str:
             return ", ".join(
-                " ".join((next(other) if kind == "." else kind, *(next(other) for _ in t.shape[1:])))
+                " ".join(
+                    (next(factors_left) if kind == "." else kind, *(next(factors_left) for _ in t.shape[1:]))
+                )
                 for kind, t in zip(kinds, types, strict=True)
             )
 
-        return f"{factors(arguments, given)} -> {factors(results, made)}"
+        return f"{factors(arguments, operands)} -> {factors(results, made)}"
 
     function.def_partition(partition, infer_sharding_from_operands=infer_sharding, sharding_rule=rule)
     return jax.jit(sequential_vmap(function))

@@ -1,22 +1,22 @@
-"""Megatron-Core with this library: its MoE layer, or its permutation alone. Checked against megatron-core
-0.16.1 and 0.19.2.
+"""Megatron-Core adapter: this library's MoE layer, or its permutation only. Tested with megatron-core 0.16.1
+and 0.19.2.
 
-The whole FP8 flow, in a layer spec of a GPT or a hybrid model:
+The whole MoE layer, through a layer spec of a GPT or hybrid model:
 
     from fp8moe.adapters import megatron
     spec = megatron.use_fp8_flow(get_gpt_layer_local_spec(num_experts=8), recipe="fp8_flow")
     model = GPTModel(config, spec, ...)     # its MoE layers are megatron.FP8FlowMoELayer
 
-Checkpoints are those of Megatron's own experts, in either direction. examples/train_moe_megatron.py trains
-so.
+Checkpoints are interchangeable with those of Megatron's own experts. examples/train_moe_megatron.py is a
+complete training script.
 
-The permutation alone, where Megatron looks for Transformer Engine's, the products left to Megatron:
+The permutation only, in place of Transformer Engine's, while Megatron computes the products:
 
-    megatron.enable()                       # before a TransformerConfig(moe_permute_fusion=True) is made
+    megatron.enable()                       # before creating a TransformerConfig(moe_permute_fusion=True)
 
-``moe_permute_fusion`` then works without Transformer Engine, and takes these kernels with it, which pad each
-expert in the same pass where Megatron asks for it (Megatron-LM PR #2763). Results are those of Megatron's own
-``fused=False``, gradients too.
+``moe_permute_fusion`` then works without Transformer Engine and uses this library's kernels, which also pad
+each expert in the same pass if Megatron asks for it (Megatron-LM PR #2763). Outputs and gradients equal those
+of Megatron's own ``fused=False``.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = [
     "permute_with_probs",
 ]
 
-_LAYER = ("FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow")  # of `fp8moe.adapters.megatron_layer`
+_LAYER = ("FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow")  # defined in `fp8moe.adapters.megatron_layer`
 NEEDED = "fp8moe.adapters.megatron needs megatron-core 0.16 or later ({}): pip install 'megatron-core>=0.16'"
 MODULES = ("megatron.core.transformer.moe.moe_utils", "megatron.core.extensions.transformer_engine")
-# other names that moe_utils imports, and compares with None once HAVE_TE is true
+# names that moe_utils imports from Transformer Engine and compares with None if HAVE_TE is true
 OTHERS = (
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "te_general_gemm",
 )
-SINCE = "2.12.0"  # the Transformer Engine whose padding Megatron uses, checked by ``is_te_min_version``
+SINCE = "2.12.0"  # first Transformer Engine with padding; Megatron checks it by ``is_te_min_version``
 ALIGNED = "get_align_size_for_quantization"
 
 
 def __getattr__(name: str) -> Any:
-    """The layer, which cannot be made without megatron-core, when it is asked for."""
+    """Imports the layer on first access, because it requires megatron-core."""
     if name not in _LAYER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -68,23 +68,23 @@ def __getattr__(name: str) -> Any:
 
 
 def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> tuple[Tensor, Tensor]:
-    """Permute tokens into expert order, as Megatron's ``fused_permute``.
+    """Permute tokens into expert order, like Megatron's ``fused_permute``.
 
     Parameters
     ----------
     tokens : Tensor, floating point, [T, H]
-        Rows.
+        Tokens.
     routing_map : Tensor, bool, [T, E]
-        Which experts a token goes to.
+        Whether a token is routed to an expert.
     num_out_tokens : int, Tensor of one number, or None
-        How many rows there are; None: counted, which **synchronises once** on CUDA.
+        Number of rows of the result; None: counted, which **synchronises once** on CUDA.
 
     Returns
     -------
     rows : Tensor, [num_out_tokens, H]
-        In expert order, with a gradient.
+        Rows in expert order, differentiable.
     row_id_map : Tensor, int32
-        Where they went.
+        Row map: the row of each (token, expert) pair.
 
     Raises
     ------
@@ -106,27 +106,27 @@ def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any = None) -> 
 def permute_with_probs(
     tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Permute tokens and their probabilities, as Megatron's ``fused_permute_with_probs``.
+    """Permute tokens and their probabilities, like Megatron's ``fused_permute_with_probs``.
 
     Parameters
     ----------
     tokens : Tensor, floating point, [T, H]
-        Rows.
+        Tokens.
     probs : Tensor, floating point, [T, E]
-        Of each token's experts.
+        Routing probabilities.
     routing_map : Tensor, bool, [T, E]
-        Which experts a token goes to.
+        Whether a token is routed to an expert.
     num_out_tokens : int, Tensor of one number, or None
-        As for `permute`.
+        As in `permute`.
 
     Returns
     -------
     rows : Tensor, [num_out_tokens, H]
-        In expert order, with a gradient.
+        Rows in expert order, differentiable.
     probs : Tensor, [num_out_tokens]
-        Theirs, with a gradient.
+        Probabilities of the rows, differentiable.
     row_id_map : Tensor, int32
-        Where they went.
+        Row map: the row of each (token, expert) pair.
 
     Raises
     ------
@@ -149,33 +149,33 @@ def permute_with_probs(
 def permute_and_pad_with_probs(
     tokens: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Permute tokens and pad every expert with zeros, as Megatron's ``fused_permute_and_pad_with_probs``.
+    """Permute tokens and pad each expert with zeros, like Megatron's ``fused_permute_and_pad_with_probs``.
 
     Parameters
     ----------
     tokens : Tensor, floating point, [T, H]
-        Rows.
+        Tokens.
     probs : Tensor, floating point, [T, E]
-        Of each token's experts.
+        Routing probabilities.
     routing_map : Tensor, bool, [T, E]
-        Which experts a token goes to.
+        Whether a token is routed to an expert.
     tokens_per_expert : Tensor, int32 or int64, [E]
-        How many; where it lies on the CPU nothing synchronises.
+        Token counts; if they are on the CPU, nothing synchronises.
     align_size : int
-        What every expert's rows are padded to a multiple of.
+        Each expert's rows are padded to a multiple of this number.
 
     Returns
     -------
     rows : Tensor, [P, H]
-        In expert order, with a gradient.
+        Rows in expert order, differentiable.
     probs : Tensor, [P]
-        Theirs, with a gradient.
+        Probabilities of the rows, differentiable.
     row_id_map : Tensor, int32
-        Where they went.
+        Row map: the row of each (token, expert) pair.
     pad_offsets : Tensor, int32, [E]
-        Padding rows before each expert's.
+        Number of padding rows before each expert's first row.
     padded : Tensor, int64, [E]
-        Rows of each expert, on tokens_per_expert's device.
+        Number of rows of each expert, padding included, on tokens_per_expert's device.
 
     Raises
     ------
@@ -192,18 +192,20 @@ def permute_and_pad_with_probs(
     >>> rows.ravel().tolist(), padded.tolist()
     ([2.0, 0.0, 1.0, 2.0], [2, 2])
     """
-    rows: Any = "exact"
+    num_rows: Any = "exact"
     if tokens_per_expert.device.type == "cpu":
-        rows = int((-(-tokens_per_expert // align_size) * align_size).sum())
-    plan = torch_ops.plan_routing_map(te.contiguous(routing_map), align_size=align_size, num_out_tokens=rows)
+        num_rows = int((-(-tokens_per_expert // align_size) * align_size).sum())
+    plan = torch_ops.plan_routing_map(
+        te.contiguous(routing_map), align_size=align_size, num_out_tokens=num_rows
+    )
     moved = torch_ops.permute(te.contiguous(tokens), plan, te.contiguous(probs))
     padded = plan.padded_tokens_per_expert.to(tokens_per_expert.device).long()
     return moved.data, moved.probs, plan.row_id_map, plan.pad_offsets, padded
 
 
 def _plan(routing_map: Tensor, num_out_tokens: Any) -> fp8moe.PermutationPlan:
-    rows: Any = "exact" if num_out_tokens is None else int(num_out_tokens)
-    return torch_ops.plan_routing_map(te.contiguous(routing_map), num_out_tokens=rows)
+    num_rows: Any = "exact" if num_out_tokens is None else int(num_out_tokens)
+    return torch_ops.plan_routing_map(te.contiguous(routing_map), num_out_tokens=num_rows)
 
 
 FUSED = {
@@ -217,20 +219,20 @@ FUSED = {
 
 
 def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
-    """Tell what each expert's rows must be a multiple of under a `TransformerConfig`'s recipe.
+    """Return the multiple that each expert's row count must have for a `TransformerConfig`'s recipe.
 
     Parameters
     ----------
     config : TransformerConfig
         Its fields ``fp8``, ``fp8_recipe`` and ``fp4``.
     grouped_blockwise : bool
-        Whether blockwise products are this library's or DeepGEMM's grouped ones, whose blocks of 128 rows
-        must not span experts.
+        Whether the blockwise products are grouped products of this library or of DeepGEMM, whose blocks of
+        128 rows must not span experts.
 
     Returns
     -------
     int
-        0, any count, for bfloat16; FP8: 16 (per-tensor and blockwise), 32 (MXFP8), 128 (blockwise with
+        0 (any count) for bfloat16; FP8: 16 (per-tensor and blockwise), 32 (MXFP8), 128 (blockwise with
         ``grouped_blockwise``); NVFP4: 128.
 
     Examples
@@ -250,7 +252,7 @@ def align_size(config: Any, *, grouped_blockwise: bool = False) -> int:
 
 
 class Enabled:
-    """What `enable` has put into Megatron-Core; also a context manager, which takes it out at its end.
+    """Record of the attributes that `enable` replaced; also a context manager that restores them on exit.
 
     Examples
     --------
@@ -267,22 +269,22 @@ class Enabled:
         self._before: list[tuple[ModuleType, str, Any]] = []
 
     def put(self, module: ModuleType, name: str, value: Any) -> None:
-        """Put a value into a module until `disable`.
+        """Replace an attribute of a module until `disable`.
 
         Parameters
         ----------
         module : module
-            Where.
+            Module to change.
         name : str
-            Of the attribute.
+            Name of the attribute.
         value : Any
-            What it becomes.
+            New value.
         """
         self._before.append((module, name, getattr(module, name, _ABSENT)))
         setattr(module, name, value)
 
     def disable(self) -> None:
-        """Put back what was there."""
+        """Restore all replaced attributes."""
         global _enabled
         for module, name, value in reversed(self._before):
             if value is _ABSENT:
@@ -305,26 +307,26 @@ _enabled: Enabled | None = None
 
 
 def enable(*, grouped_blockwise: bool = False) -> Enabled:
-    """Put this library's permutation where Megatron-Core looks for Transformer Engine's fused one.
+    """Make Megatron-Core use this library's permutation in place of Transformer Engine's fused one.
 
-    Nothing else of it; for experts in FP8 see `use_fp8_flow`.
+    Other parts of Megatron are not changed; for FP8 experts use `use_fp8_flow`.
 
     Parameters
     ----------
     grouped_blockwise : bool
-        Have Megatron pad experts to multiples of 128 under the blockwise FP8 recipe.
+        Whether Megatron pads experts to multiples of 128 with the blockwise FP8 recipe.
 
     Returns
     -------
     Enabled
-        What undoes it: ``enabled.disable()``, or ``with enable():``.
+        Restores Megatron: ``enabled.disable()``, or ``with enable():``.
 
     Raises
     ------
     RuntimeError
-        For a second call as long as the first is in force.
+        If it is already enabled.
     ImportError
-        Where megatron-core is not installed.
+        If megatron-core is not installed.
 
     Examples
     --------
@@ -337,38 +339,40 @@ def enable(*, grouped_blockwise: bool = False) -> Enabled:
     """
     global _enabled
     if _enabled is not None:
-        raise RuntimeError("enable: it is in force already; call disable() on what it returned first")
+        raise RuntimeError(
+            "enable: got a second call while the first is in force; call disable() on its result first"
+        )
     try:
         modules = [importlib.import_module(name) for name in MODULES]
     except ImportError as error:
         raise ImportError(NEEDED.format(error)) from error
-    new = Enabled()
+    enabled = Enabled()
     for module in modules:
         for name, function in FUSED.items():
-            new.put(module, name, function)
+            enabled.put(module, name, function)
     utils = modules[0]
     if not utils.HAVE_TE:
-        new.put(utils, "HAVE_TE", True)
+        enabled.put(utils, "HAVE_TE", True)
         for name in OTHERS:
             if not hasattr(utils, name):
-                new.put(utils, name, None)
+                enabled.put(utils, name, None)
     if hasattr(utils, "is_te_min_version"):
         version_is = utils.is_te_min_version
 
         def is_te_min_version(version: str, *rest: Any, **options: Any) -> bool:
             return version == SINCE or version_is(version, *rest, **options)
 
-        new.put(utils, "is_te_min_version", is_te_min_version)
+        enabled.put(utils, "is_te_min_version", is_te_min_version)
     if grouped_blockwise:
         original = getattr(utils, ALIGNED)
 
         def aligned(config: Any) -> int:
-            wanted = align_size(config, grouped_blockwise=True)
-            return wanted if wanted == 128 else original(config)
+            multiple = align_size(config, grouped_blockwise=True)
+            return multiple if multiple == 128 else original(config)
 
         importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core.") and getattr(module, ALIGNED, None) is original:
-                new.put(module, ALIGNED, aligned)
-    _enabled = new
-    return new
+                enabled.put(module, ALIGNED, aligned)
+    _enabled = enabled
+    return enabled

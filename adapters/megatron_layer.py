@@ -1,7 +1,8 @@
-"""The FP8 flow as Megatron-Core's MoE layer: a subclass of its `MoELayer`, and experts for its dispatchers.
+"""The FP8 flow as Megatron-Core's MoE layer: a subclass of its `MoELayer`, and experts for Megatron's
+dispatchers.
 
-Megatron's router chooses, its shared experts, auxiliary losses and recompute stay as they are; between them
-rows travel, are permuted and multiplied by this library. `fp8moe.adapters.megatron` is where users find it.
+Megatron's router, shared experts, auxiliary losses and recompute are used unchanged; this library sends,
+permutes and multiplies the rows. Users import it as `fp8moe.adapters.megatron`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import RECIPES
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron-Core's, of optional packages that are missing
+    warnings.simplefilter("ignore")  # Megatron-Core warns about missing optional packages
     from megatron.core.activations import quick_gelu
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -43,7 +44,7 @@ with warnings.catch_warnings():
 
 __all__ = ["FP8FlowExperts", "FP8FlowMoELayer", "use_fp8_flow"]
 
-#: `TransformerConfig`'s fields that these experts do not implement, each with its values that are accepted
+#: fields of `TransformerConfig` that these experts do not implement, with the accepted values
 REFUSED = {
     "add_bias_linear": (False,),
     "moe_apply_probs_on_input": (False,),
@@ -59,7 +60,7 @@ REFUSED = {
     "moe_ncclep_zero_copy": (False,),
     "transformer_impl": ("local", "transformer_engine"),
 }
-#: the same for the layer with this library's dispatch
+#: the same for `FP8FlowMoELayer`
 REFUSED_BY_LAYER = {
     "moe_shared_expert_overlap": (False,),
     "moe_pad_expert_input_to_capacity": (False,),
@@ -70,28 +71,28 @@ REFUSED_BY_LAYER = {
 
 
 def check_config(config: Any, pg_collection: Any, refused: dict[str, tuple[Any, ...]]) -> None:
-    """NotImplementedError, by name, for what would otherwise be ignored."""
-    for name, plain in refused.items():
-        value = getattr(config, name, plain[0])
-        if value not in plain:
-            wanted = " or ".join(map(repr, plain))
-            raise NotImplementedError(f"{name}: got {value!r}; wanted {wanted} for FP8FlowMoELayer's experts")
+    """Raises NotImplementedError for fields of a config that would otherwise be ignored."""
+    for name, accepted in refused.items():
+        value = getattr(config, name, accepted[0])
+        if value not in accepted:
+            values = " or ".join(map(repr, accepted))
+            raise NotImplementedError(f"{name}: got {value!r}; wanted {values} for FP8FlowMoELayer's experts")
     if getattr(config, "fine_grained_activation_offloading", False):
         offloaded = {"expert_fc1", "moe_act"} & set(config.offload_modules or ())
         if offloaded:
             raise NotImplementedError(
-                f"offload_modules: got {sorted(offloaded)}; wanted neither, whose tensors these experts do "
-                "not have"
+                f"offload_modules: got {sorted(offloaded)}; wanted neither, because these experts do not "
+                "have the tensors"
             )
     tensor_parallel = pg_collection.expt_tp.size()
     if tensor_parallel > 1:
         raise NotImplementedError(
-            f"expert_tensor_parallel_size: got {tensor_parallel}; wanted 1, each expert whole on its rank"
+            f"expert_tensor_parallel_size: got {tensor_parallel}; wanted 1: experts are not split over ranks"
         )
 
 
 def activation_of(config: Any) -> Activation:
-    """What the experts compute between their products, of a `TransformerConfig`.
+    """Activation of the experts for a `TransformerConfig`.
 
     Raises NotImplementedError for activations other than SwiGLU, GeGLU and the gated quick GELU.
     """
@@ -114,37 +115,38 @@ def activation_of(config: Any) -> Activation:
 
 
 class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
-    """Experts in place of Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
+    """Experts that replace Megatron's `SequentialMLP`, `GroupedMLP` or `TEGroupedMLP`.
 
-    They work after any of its dispatchers (allgather, alltoall, DeepEP, HybridEP), whose rows are permuted
-    already. Bias, expert tensor parallelism, other activations, and what else these experts do not do, are
-    refused by name when the module is made.
+    They work with any of Megatron's dispatchers (allgather, alltoall, DeepEP, HybridEP), which permute the
+    rows. Bias, expert tensor parallelism, other activations and other unsupported options raise
+    NotImplementedError when the module is created.
 
     Parameters
     ----------
     num_local_experts : int
-        Of this rank.
+        Number of experts on this rank.
     config : TransformerConfig
-        ``recompute_modules=["moe_act"]`` recomputes the first product with the activation.
+        With ``recompute_modules=["moe_act"]`` the backward recomputes the first product and the activation.
     submodules : None
-        As Megatron makes experts; these have none.
+        Part of Megatron's constructor signature; not used.
     pg_collection : ProcessGroupCollection or None
-        The model's; None: Megatron's default groups.
+        Process groups of the model; None: Megatron's default groups.
     name : str or None
-        As Megatron makes experts; not used.
+        Part of Megatron's constructor signature; not used.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As of `fp8moe.moe_forward`.
+        As in `fp8moe.moe_forward`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     num_sms : int or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
 
     Notes
     -----
-    weight1 [E, 2F, H], gates before ups, and weight2 [E, H, F], of this rank's experts, in ``params_dtype``.
-    A distributed checkpoint has them under the keys, in the shapes and pieces of `SequentialMLP`, so that
-    either loads the other's, into another number of ranks too. They are initialised as that initialises its
-    own, in the same order. In the FP8 recipes gradients are added to ``main_grad`` by the products.
+    weight1 [E, 2F, H], gates before ups, and weight2 [E, H, F] are the weights of this rank's experts, in
+    ``params_dtype``. In a distributed checkpoint they have the keys, shapes and sharding of `SequentialMLP`,
+    so either module loads the other's checkpoint, with another number of ranks too. They are initialised like
+    `SequentialMLP`'s weights, in the same order. With the FP8 recipes the products add the weight gradients
+    to ``main_grad``.
 
     Examples
     --------
@@ -190,7 +192,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         set_tensor_model_parallel_attributes(self.weight2, True, 2, 1)
         shared = self.ep_group.size() == 1 and groups.tp.size() == 1
         for weight in (self.weight1, self.weight2):
-            # expert data parallelism averages it, among the ranks that hold the same experts
+            # expert data parallelism averages its gradient over the ranks that hold the same experts
             weight.allreduce = shared  # type: ignore[attr-defined]
         if config.perform_initialization:
             self._initialize()
@@ -202,9 +204,9 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             for expert in range(self.num_local_experts):
                 for weight, init_method in pair:
                     if self.config.use_cpu_initialization:
-                        drawn = torch.empty(weight.shape[1:], dtype=torch.float32)
-                        init_method(drawn)
-                        weight[expert].copy_(drawn)
+                        initial = torch.empty(weight.shape[1:], dtype=torch.float32)
+                        init_method(initial)
+                        weight[expert].copy_(initial)
                     else:
                         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                             init_method(weight[expert])
@@ -212,28 +214,29 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Multiply rows that Megatron's dispatcher has permuted.
+        """Compute the experts for rows that Megatron's dispatcher has permuted.
 
         Parameters
         ----------
         permuted_local_hidden_states : Tensor, floating point, [N, H]
             Rows in expert order.
         tokens_per_expert : Tensor, int32 or int64, [E]
-            On the CPU they are copied to the rows' device, which does not wait.
+            Number of rows of each expert. Counts on the CPU are copied to the rows' device without
+            synchronising.
         permuted_probs : Tensor, floating point, [N]
-            Factor of each row's result.
+            Factor of each row's output.
 
         Returns
         -------
         rows : Tensor, [N, H]
-            The results.
+            The outputs.
         bias : None
-            There is none.
+            Always None.
 
         Raises
         ------
         TypeError, ValueError
-            As `fp8moe.adapters.torch_functional.moe_experts_permuted`.
+            As in `fp8moe.adapters.torch_functional.moe_experts_permuted`.
         """
         counts = tokens_per_expert.to(permuted_local_hidden_states.device, non_blocking=True)
         y = torch_ops.moe_experts_permuted(
@@ -247,28 +250,28 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return y, None
 
     def routed(self, x: Tensor, topk_ids: Tensor, topk_probs: Tensor, comm: Any) -> Tensor:
-        """Multiply tokens that are on their own ranks.
+        """Compute the experts for tokens on their own ranks.
 
         Parameters
         ----------
         x : Tensor, floating point, [T, H]
             Tokens.
         topk_ids : Tensor, int64, [T, k]
-            Their experts, of all ranks.
+            Global expert ids.
         topk_probs : Tensor, floating point, [T, k]
-            Factors of the experts' results.
+            Factors of the experts' outputs.
         comm : Comm or None
-            What dispatches and combines; None for one rank.
+            Communicator for dispatch and combine; None for one rank.
 
         Returns
         -------
         Tensor, [T, H]
-            In x's dtype.
+            The outputs in x's dtype.
 
         Raises
         ------
         TypeError, ValueError
-            As `fp8moe.adapters.torch_functional.moe_experts`.
+            As in `fp8moe.adapters.torch_functional.moe_experts`.
         """
         return torch_ops.moe_experts(  # type: ignore[no-any-return]
             x, *self._weights(), topk_ids, topk_probs, comm=comm, **self._options()
@@ -277,7 +280,8 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
     def _weights(self) -> tuple[Tensor, Tensor]:
         if self.recipe != "bf16":
             return self.weight1, self.weight2
-        # without ``main_grad``: torch's grouped product adds to none, and the wrapper's hook does it
+        # views have no ``main_grad``: torch's grouped product does not add to it; the data parallel wrapper's
+        # hook does
         return self.weight1.view_as(self.weight1), self.weight2.view_as(self.weight2)
 
     def _options(self) -> dict[str, Any]:
@@ -285,31 +289,32 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         return {**options, "backend": self.backend, "num_sms": self.num_sms}
 
     def backward_dw(self) -> None:
-        """Do nothing: delay_wgrad_compute is refused."""
+        """Do nothing: delay_wgrad_compute is not supported."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Describe the weights for a distributed checkpoint, as `SequentialMLP` does its own.
+        """Describe the weights for a distributed checkpoint, as `SequentialMLP` does.
 
         Parameters
         ----------
         prefix : str
-            Of the keys.
+            Prefix of the keys.
         sharded_offsets : tuple
-            Of the layers around.
+            Sharding offsets of the enclosing layers.
         metadata : dict or None
-            Megatron's, of the checkpoint's format.
+            Megatron's metadata of the checkpoint format.
 
         Returns
         -------
         dict of str to Any
-            With keys, global shapes, offsets and replicas of `SequentialMLP`: a piece an expert, two for fc1.
+            Keys, global shapes, offsets and replica ids of `SequentialMLP`: one piece per expert, two for
+            fc1.
 
         Raises
         ------
         NotImplementedError
-            Where it is saved, for a format of flattened tensors.
+            When saving in a format with flattened tensors.
         """
         singleton = bool((metadata or {}).get("singleton_local_shards", False))
         rank, ranks = self.ep_group.rank(), self.ep_group.size()
@@ -324,7 +329,7 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
                 f"{prefix}experts.{layer}.weight", weight, build, merge, replica
             )
             for expert in range(self.num_local_experts):
-                # without content, as every module with a get_extra_state has one in a checkpoint
+                # empty entries, because every module with a get_extra_state has one in a checkpoint
                 key = f"{prefix}experts.{places.number(expert)}{layer}._extra_state"
                 state[f"{prefix}expert{places.first + expert}.{layer}._extra_state"] = (
                     make_sharded_object_for_checkpoint(None, key, places.offsets(expert), replica)
@@ -333,14 +338,14 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
 
 
 class _Places:
-    """Where the local experts stand in a checkpoint."""
+    """Positions of the local experts in a checkpoint."""
 
     def __init__(self, offsets: tuple[Any, ...], rank: int, ranks: int, experts: int, singleton: bool):
         self.outer, self.singleton = offsets, singleton
         self.first, self.total = rank * experts, ranks * experts
 
     def number(self, expert: int) -> str:
-        """In keys that are an expert's own."""
+        """Expert number for keys of a single expert."""
         return f"{self.first + expert}." if self.singleton else ""
 
     def offsets(self, expert: int) -> tuple[Any, ...]:
@@ -360,27 +365,27 @@ def _pieces(
     layer: str,
     parts: int,
 ) -> list[ShardedTensor]:
-    """Each expert's ``parts`` of a weight, or of the optimizer's state of one. key: as the factory has it,
-    but for what Megatron has changed in front since."""
+    """Splits a weight, or the optimizer state of one, into each expert's ``parts``. key: the factory's key,
+    with the prefixes that Megatron has added since."""
     if flattened_range is not None:
         raise NotImplementedError(
             "flattened_range: got one; wanted None; use a checkpoint format with whole tensors "
             '("fully_reshardable" or "dp_reshardable")'
         )
     suffix = f"{layer}.weight"
-    before = key.removesuffix(suffix)
+    prefix = key.removesuffix(suffix)
     pieces = []
     for expert, weight in enumerate(weights):
         offsets = places.offsets(expert)
         for part, piece in enumerate(weight.chunk(parts)):
-            name, where = before + places.number(expert) + suffix, offsets
+            name, piece_offsets = prefix + places.number(expert) + suffix, offsets
             if parts == 2 and places.singleton:
                 name += ("_w", "_v")[part]
             elif parts == 2:
-                where = (*offsets, (len(offsets), part, 2))
+                piece_offsets = (*offsets, (len(offsets), part, 2))
             pieces.append(
                 ShardedTensor.from_rank_offsets(
-                    name, piece, *where, replica_id=replica_id, prepend_axis_num=len(offsets)
+                    name, piece, *piece_offsets, replica_id=replica_id, prepend_axis_num=len(offsets)
                 )
             )
     return pieces
@@ -397,13 +402,13 @@ def _without_extra_state(_: Any, state_dict: dict[str, Any], prefix: str, *rest:
 
 
 class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
-    """Of tokens that stay where they are until the experts' product takes them."""
+    """Dispatcher that leaves tokens in place; the experts' operation dispatches them itself."""
 
     def __init__(self, config: Any, pg_collection: Any):
         super().__init__(config=config, pg_collection=pg_collection)
         self.topk_ids: Tensor | None = None
         self._shape = torch.Size()
-        # outputs of a CUDA graph of the router alone
+        # outputs of a CUDA graph that contains the router only
         self.cudagraph_attrs = ["topk_ids"]
 
     def dispatch_preprocess(
@@ -431,46 +436,46 @@ class _Dispatcher(MoETokenDispatcher):  # type: ignore[misc]
 
 
 def chosen(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """(ids [T, topk], probabilities) of a mask and probabilities [T, E], at most ``topk`` a token; id -1 with
-    probability 0 where there are fewer, as for dropped tokens."""
-    there = torch.where(routing_map.bool(), probs, -1)  # a probability of 0 is a choice
-    topk_probs, ids = there.topk(topk, dim=1, sorted=False)
-    none = topk_probs < 0
-    return torch.where(none, -1, ids), torch.where(none, 0, topk_probs)
+    """(ids [T, topk], probabilities) of a mask and probabilities [T, E], at most ``topk`` per token. If a
+    token has fewer experts, as dropped tokens do, the remaining ids are -1 with probability 0."""
+    masked = torch.where(routing_map.bool(), probs, -1)  # a selected expert may have probability 0
+    topk_probs, ids = masked.topk(topk, dim=1, sorted=False)
+    missing = topk_probs < 0
+    return torch.where(missing, -1, ids), torch.where(missing, 0, topk_probs)
 
 
 class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
-    """Megatron's `MoELayer`, whose dispatch, permutation, experts and combine are this library's.
+    """Megatron's `MoELayer` with dispatch, permutation, experts and combine of this library.
 
-    With "fp8_flow" rows travel in FP8, and two casts are all there are.
+    With "fp8_flow", rows are sent in FP8, and the layer has two casts in total.
 
     Parameters
     ----------
     config : TransformerConfig
-        The model's.
+        Config of the model.
     submodules : MoESubmodules or None
-        As of `MoELayer`; their experts are replaced.
+        As in `MoELayer`; the experts in it are replaced.
     layer_number : int or None
-        As of `MoELayer`.
+        As in `MoELayer`.
     pg_collection : ProcessGroupCollection or None
-        The model's; None: Megatron's default groups.
+        Process groups of the model; None: Megatron's default groups.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As of `fp8moe.moe_forward`.
+        As in `fp8moe.moe_forward`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     num_sms : int or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     **options : Any
-        Of `MoELayer`.
+        Further options of `MoELayer`.
 
     Notes
     -----
-    It is made as `MoELayer` is, by a layer spec (`use_fp8_flow` puts it there), or directly. config's
-    ``moe_token_dispatcher_type`` does not matter. Router, shared experts, auxiliary losses, capacity
-    (dropped tokens), ``recompute_modules`` and expert parallelism are those of the config; the experts are
-    `FP8FlowExperts`, whose page states how they are saved and what is refused. The layer also refuses
-    ``moe_shared_expert_overlap``, padding of the router's choice, and CUDA graphs around the experts where
-    expert_model_parallel_size > 1, since each forward reads counts of rows then.
+    Create it like `MoELayer`, by a layer spec (see `use_fp8_flow`) or directly. ``moe_token_dispatcher_type``
+    of the config has no effect. Router, shared experts, auxiliary losses, capacity (dropped tokens),
+    ``recompute_modules`` and expert parallelism follow the config; the experts are `FP8FlowExperts`, which
+    documents their checkpoints and unsupported options. The layer does not support
+    ``moe_shared_expert_overlap``, padding of the routing, or CUDA graphs that contain the experts with
+    expert_model_parallel_size > 1, because each forward then reads row counts on the host.
 
     Examples
     --------
@@ -504,12 +509,12 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
         if submodules is None:
             submodules = MoESubmodules(experts=FP8FlowExperts)
         submodules = dataclasses.replace(submodules, experts=FP8FlowExperts)
-        # `MoELayer` makes a dispatcher of this type; the simplest needs neither streams nor DeepEP
-        before, config.moe_token_dispatcher_type = config.moe_token_dispatcher_type, "allgather"
+        # `MoELayer` creates a dispatcher of this type; allgather needs neither streams nor DeepEP
+        dispatcher_type, config.moe_token_dispatcher_type = config.moe_token_dispatcher_type, "allgather"
         try:
             super().__init__(config, submodules, layer_number, groups, **options)
         finally:
-            config.moe_token_dispatcher_type = before
+            config.moe_token_dispatcher_type = dispatcher_type
         self.experts.recipe, self.experts.backend, self.experts.num_sms = recipe, backend, num_sms
         self.token_dispatcher = _Dispatcher(config, groups)
         self._comm = ProcessGroup(self.ep_group) if self.ep_group.size() > 1 else None
@@ -517,21 +522,21 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             _refuse_captured_experts(config)
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Dispatch, multiply and combine.
+        """Dispatch the tokens, compute their experts and combine the outputs.
 
         Parameters
         ----------
         hidden_states : Tensor, floating point, [T, H]
             Tokens.
         probs : Tensor, floating point, [T, k]
-            Factors of the experts' results.
+            Factors of the experts' outputs.
 
         Returns
         -------
         rows : Tensor, [T, H]
-            The results.
+            The outputs.
         bias : None
-            There is none.
+            Always None.
         """
         rows, ids, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         return self.experts.routed(rows, ids, probs, self._comm), None
@@ -545,7 +550,7 @@ def _refuse_captured_experts(config: Any) -> None:
         raise NotImplementedError(
             f"cuda_graph_impl: got {implementation!r} around the experts with "
             f"expert_model_parallel_size={config.expert_model_parallel_size}; wanted 'none', or a scope "
-            "without them, as moe_router"
+            "without the experts, such as moe_router"
         )
 
 
@@ -561,35 +566,36 @@ def use_fp8_flow(
     dispatcher: str = "fp8moe",
     pg_collection: Any = None,
 ) -> Any:
-    """Copy a layer spec, with every `MoELayer` replaced by this library's.
+    """Copy a layer spec, with every `MoELayer` replaced by this library's layer.
 
     Parameters
     ----------
     spec : ModuleSpec, dataclass of submodules, functools.partial, or list or tuple of them
-        What `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and their like return, or
+        Result of `get_gpt_layer_local_spec`, `get_gpt_decoder_block_spec` and similar functions, or
         `hybrid_stack_spec` (`mamba_stack_spec` before 0.17).
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As of `fp8moe.moe_forward`.
+        As in `fp8moe.moe_forward`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     num_sms : int or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     dispatcher : "fp8moe" or "megatron"
-        "fp8moe": `FP8FlowMoELayer`, whose rows travel in FP8. "megatron": Megatron's own layer and dispatcher
-        (``moe_token_dispatcher_type``), with `FP8FlowExperts` after it.
+        "fp8moe": `FP8FlowMoELayer`, which sends rows in FP8. "megatron": Megatron's own layer and dispatcher
+        (``moe_token_dispatcher_type``), with `FP8FlowExperts`.
     pg_collection : ProcessGroupCollection or None
-        The model's, where it has one of its own. Megatron-Core 0.16 hands that to MoE layers of its own
-        classes only, so `FP8FlowMoELayer` would use the default groups; later ones need none here.
+        Process groups of the model, if it does not use the default ones. Megatron-Core 0.16 passes them only
+        to MoE layers of its own classes, so `FP8FlowMoELayer` would use the default groups; with later
+        versions this argument is not needed.
 
     Returns
     -------
-    ModuleSpec, or what ``spec`` is
+    ModuleSpec, or the type of ``spec``
         The copy.
 
     Raises
     ------
     ValueError
-        For a spec without a `MoELayer`, and for a recipe, backend, num_sms or dispatcher that there is not.
+        For a spec without a `MoELayer`, or an invalid recipe, backend, num_sms or dispatcher.
 
     Examples
     --------
@@ -608,7 +614,7 @@ def use_fp8_flow(
     replaced = []
 
     def layer(submodules: Any, build: Callable[[Any, dict[str, Any]], Any]) -> Any:
-        """``build`` makes the spec of a class and its submodules."""
+        """``build`` creates the spec of a class with the given submodules and options."""
         replaced.append(1)
         if dispatcher == "fp8moe":
             groups = {} if pg_collection is None else {"pg_collection": pg_collection}
@@ -616,36 +622,36 @@ def use_fp8_flow(
         experts = ModuleSpec(module=FP8FlowExperts, params=dict(options))
         return build(MoELayer, {"submodules": dataclasses.replace(submodules, experts=experts)})
 
-    def changed(part: Any) -> Any:
+    def replace_layers(part: Any) -> Any:
         if isinstance(part, ModuleSpec):
             if part.module is MoELayer:
 
-                def spec_of(module: Any, given: dict[str, Any]) -> ModuleSpec:
-                    submodules = given.pop("submodules")
-                    params = {**part.params, **given}
+                def spec_of(module: Any, keywords: dict[str, Any]) -> ModuleSpec:
+                    submodules = keywords.pop("submodules")
+                    params = {**part.params, **keywords}
                     return dataclasses.replace(part, module=module, params=params, submodules=submodules)
 
                 return layer(part.submodules, spec_of)
-            return dataclasses.replace(part, submodules=changed(part.submodules))
+            return dataclasses.replace(part, submodules=replace_layers(part.submodules))
         if isinstance(part, functools.partial):
             if part.func is MoELayer:
-                given = {k: v for k, v in part.keywords.items() if k != "submodules"}
+                other_keywords = {k: v for k, v in part.keywords.items() if k != "submodules"}
                 return layer(
                     part.keywords["submodules"],
-                    lambda module, new: functools.partial(module, *part.args, **given, **new),
+                    lambda module, new: functools.partial(module, *part.args, **other_keywords, **new),
                 )
-            keywords = {name: changed(value) for name, value in part.keywords.items()}
-            return functools.partial(part.func, *map(changed, part.args), **keywords)
+            keywords = {name: replace_layers(value) for name, value in part.keywords.items()}
+            return functools.partial(part.func, *map(replace_layers, part.args), **keywords)
         if isinstance(part, (list, tuple)) and type(part) in (list, tuple):
-            return type(part)(map(changed, part))
+            return type(part)(map(replace_layers, part))
         if dataclasses.is_dataclass(part) and not isinstance(part, type):
             new = copy.copy(part)
             for field in dataclasses.fields(part):
-                setattr(new, field.name, changed(getattr(part, field.name)))
+                setattr(new, field.name, replace_layers(getattr(part, field.name)))
             return new
         return part
 
-    copied = changed(spec)
+    copied = replace_layers(spec)
     if not replaced:
         raise ValueError("spec: got one without a MoELayer; wanted a layer spec made with num_experts")
     return copied

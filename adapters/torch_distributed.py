@@ -21,39 +21,39 @@ from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows,
 
 __all__ = ["ProcessGroup", "RankLost"]
 
-# torch 2.13 has another name for it, and warns of the old one
+# torch 2.13 renamed it and warns about the old name
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroup:
-    """A `fp8moe.expert_parallel.Transport` over a process group; torch tensors, and NumPy arrays with gloo.
+    """A `fp8moe.expert_parallel.Transport` over a process group, for torch tensors and (gloo) NumPy arrays.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or None
-        None: the default group.
+        Process group; None: the default group.
     capacity : Capacity or None
-        With a `fp8moe.expert_parallel.Capacity` every forward and backward moves as many rows as it says,
-        nothing waits for the host, and a CUDA graph holds them, after a first forward of the same kind
-        outside of it. What it left out `overflow` tells; read that now and then.
+        With a `fp8moe.expert_parallel.Capacity` every forward and backward sends a fixed number of rows and
+        does not synchronise with the host. After a first forward of the same kind outside the capture, it can
+        be captured in a CUDA graph. `overflow` returns how many rows were dropped; check it regularly.
     overlap_chunks : int
-        Chunks of tokens that `fp8moe.moe_forward` and its backward take one after another, so that the rows
-        of one travel beside the products of another.
+        Number of chunks into which `fp8moe.moe_forward` and its backward divide the tokens, so that the
+        exchange of one chunk overlaps the products of another.
 
     Raises
     ------
     TypeError, ValueError
-        For a capacity or a number of chunks that is none.
+        For an invalid capacity or number of chunks.
     RankLost
-        In an exchange, for a rank that leaves or does not come within the group's timeout, naming it. With
-        NCCL that is seen where the host waits, in ``counts``, after nine tenths of the timeout, before
-        torch's watchdog ends the process; the group is of no use then.
+        In an exchange, if a rank exits or does not take part within the group's timeout; the message names
+        the rank. With NCCL this is detected while the host waits in ``counts``, after nine tenths of the
+        timeout, before torch's watchdog aborts the process. The group cannot be used afterwards.
 
     Notes
     -----
-    One `all_to_all_single` an exchange, of bytes. NCCL's runs on a stream of its own; ``Pending.wait`` has
-    the current stream wait for it, not the host. With a capacity no rank is seen to be lost but by the
-    group's own timeout.
+    An exchange is one `all_to_all_single` of bytes. NCCL runs it on a separate stream; ``Pending.wait`` makes
+    the current stream wait for it, not the host. With a capacity, only the group's own timeout detects a lost
+    rank.
 
     Examples
     --------
@@ -75,51 +75,51 @@ class ProcessGroup:
         self.capacity, self.overlap_chunks = capacity, checks.integer("overlap_chunks", overlap_chunks, 1)
         self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.handle = handle_of(self)  # by which compiled code finds it
+        self.handle = handle_of(self)  # compiled code finds the group by it
         self._watch = LostRankWatch(self.group)
-        self._headers: dict[Any, Tensor] = {}  # one for each kind of layer
+        self._headers: dict[Any, Tensor] = {}  # one per kind of layer
         self._gathered: dict[Any, tuple[Tensor, Tensor]] = {}  # counts of all ranks: `_buffers`
-        self._agreed: set[Any] = set()  # headers that are the same on all ranks
-        self._overflow: Tensor | None = None  # rows and entries, of all forwards
+        self._agreed: set[Any] = set()  # headers known to be equal on all ranks
+        self._overflow: Tensor | None = None  # dropped rows and entries of all forwards
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
-        """Tell every rank its numbers, as `fp8moe.expert_parallel.Transport.counts`.
+        """Exchange row counts between all ranks, as `fp8moe.expert_parallel.Transport.counts`.
 
         Parameters
         ----------
         counts : tuple of arrays, int32, [W]
-            Numbers for each rank.
+            Number of rows this rank sends to each rank.
         header : dict of str to int
-            What must be the same on all ranks.
+            Values that must be equal on all ranks.
 
         Returns
         -------
         list of Counts
-            For each of ``counts``, on the host, what every rank told every rank. On CUDA this **synchronises
-            once**.
+            For each entry of ``counts``, the numbers from every rank to every rank, on the host. On CUDA this
+            **synchronises once**.
 
         Raises
         ------
         ValueError
-            On all ranks, for headers that differ.
+            On all ranks, if the headers differ.
         RuntimeError
             `RankLost`.
         """
-        known = [_tensor(c) for c in counts]
-        values, device, world = tuple(header.values()), known[0].device, self.world_size
-        if (values, device) not in self._headers:  # a copy to the device waits
+        tensors = [_tensor(c) for c in counts]
+        values, device, world = tuple(header.values()), tensors[0].device, self.world_size
+        if (values, device) not in self._headers:  # copying it to the device synchronises
             self._headers[values, device] = torch.tensor(values, dtype=torch.int32, device=device)
-        message = torch.cat([*known, self._headers[values, device]])
+        message = torch.cat([*tensors, self._headers[values, device]])
         messages, on_host = self._buffers(world * len(message), device)
         self._watch.start(lambda: _all_gather(messages, message, self.group))
         if device.type == "cuda":
             on_host.copy_(messages, non_blocking=True)
-            self._watch.wait_for(device)  # the one synchronisation
+            self._watch.wait_for(device)  # the only synchronisation
         return expert_parallel.counts_of(on_host.view(world, -1).tolist(), header, self.rank)
 
     def _buffers(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What the counts of all ranks come to on the device, and on the host, where they are read before
-        the next ones come: kept, as page-locked memory takes long to get."""
+        """Buffers for the counts of all ranks, on the device and on the host. They are reused, because
+        allocating page-locked memory is slow; the host reads them before the next exchange."""
         if (size, device) not in self._gathered:
             with torch.inference_mode(False):
                 messages = torch.empty(size, dtype=torch.int32, device=device)
@@ -130,120 +130,124 @@ class ProcessGroup:
         return self._gathered[size, device]
 
     def agree(self, header: dict[str, int], like: Any) -> None:
-        """Compare a header once, as `fp8moe.expert_parallel.Bounded.agree`.
+        """Compare a header between ranks once, as `fp8moe.expert_parallel.Bounded.agree`.
 
         Parameters
         ----------
         header : dict of str to int
-            What must be the same on all ranks.
+            Values that must be equal on all ranks.
         like : array
-            Any on the device.
+            Any array on the device.
 
         Returns
         -------
         None
-            At once, for a header that was compared before; else it **synchronises**.
+            Returns immediately if the header was compared before; otherwise it **synchronises**.
 
         Raises
         ------
         ValueError
-            On all ranks, for headers that differ.
+            On all ranks, if the headers differ.
         RuntimeError
-            For a new header while a CUDA graph is captured; `RankLost`.
+            For a new header during CUDA graph capture; `RankLost`.
         """
         kind = tuple(header.values())
         if kind in self._agreed:
             return
-        known = _tensor(like)
-        if known.is_cuda and torch.cuda.is_current_stream_capturing():
+        tensor = _tensor(like)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "capacity: got the first dispatch of its kind inside of a CUDA graph; wanted one before, in "
-                "which the ranks compare theirs; run a forward before the capture"
+                "capacity: got the first dispatch of its kind inside a CUDA graph; wanted an earlier one, in "
+                "which the ranks compare their headers; run a forward before the capture"
             )
-        self.counts((known.new_zeros(self.world_size, dtype=torch.int32),), header)
-        if self._overflow is None:  # here, and not in a graph's own memory
+        self.counts((tensor.new_zeros(self.world_size, dtype=torch.int32),), header)
+        if self._overflow is None:  # allocated outside of any graph's memory pool
             with torch.inference_mode(False):
-                self._overflow = torch.zeros(2, dtype=torch.int64, device=known.device)
+                self._overflow = torch.zeros(2, dtype=torch.int64, device=tensor.device)
         self._agreed.add(kind)
 
     def record_overflow(self, rows: Any, entries: Any) -> None:
-        """Add to what `overflow` tells, as `fp8moe.expert_parallel.Bounded.record_overflow`.
+        """Add to the counters of `overflow`, as `fp8moe.expert_parallel.Bounded.record_overflow`.
 
         Parameters
         ----------
         rows : array, int32, [1]
-            Rows that were not sent.
+            Number of rows that were not sent.
         entries : array, int32, [1]
-            Entries that had no room.
+            Number of (token, expert) entries that were dropped.
 
         Returns
         -------
         None
-            Nothing waits.
+            The call does not synchronise.
         """
         assert self._overflow is not None
         self._overflow += torch.cat((_tensor(rows), _tensor(entries)))
 
     def overflow(self, *, reset: bool = False) -> Tensor:
-        """What a capacity left out of all forwards since the last ``reset``, replayed and repeated ones too.
+        """Return the number of dropped rows and entries since the last ``reset``.
 
         Parameters
         ----------
         reset : bool
-            Whether to count from 0 on after this.
+            Whether to reset the counters afterwards.
 
         Returns
         -------
         Tensor, int64, [2]
-            On the device: rows that this rank did not send, and entries that its own experts had no room for.
-            Nothing waits until it is read.
+            On the device: rows that this rank did not send, and entries that its own experts dropped, of all
+            forwards, including replays of CUDA graphs and recomputations. The call does not synchronise.
 
         Raises
         ------
         RuntimeError
-            Where no forward with a capacity has run.
+            If no forward with a capacity has run.
         """
         if self._overflow is None:
-            raise RuntimeError("overflow: got no forward with a capacity before; wanted one")
+            raise RuntimeError("overflow: got no forward with a capacity so far; wanted one; run it first")
         counted = self._overflow.clone()
         if reset:
             self._overflow.zero_()
         return counted
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        """Move rows to their ranks, as `fp8moe.expert_parallel.Transport.exchange`.
+        """Send rows to other ranks, as `fp8moe.expert_parallel.Transport.exchange`.
 
         Parameters
         ----------
         rows : Tensor, or with gloo ndarray, [N, columns]
-            The first of them, rank by rank.
+            Rows to send, grouped by destination rank; the rows after them are not sent.
         counts : Counts
-            ``counts[a][b]`` rows from a to b.
+            ``counts[a][b]`` rows from rank a to rank b.
         size : int or None
-            Rows of the result; None: as many as arrive.
+            Number of rows of the result; None: the number of received rows.
 
         Returns
         -------
         Pending
-            Of what arrives, of the same kind and dtype.
+            The received rows, of the same type and dtype, grouped by source rank.
 
         Raises
         ------
         RuntimeError
             `RankLost`.
         """
-        given, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
-        arriving = given.new_empty((sum(received) if size is None else size, *given.shape[1:]))
-        width = given.stride(0) * given.itemsize if given.numel() else arriving.stride(0) * arriving.itemsize
+        tensor, sent, received = _tensor(rows), counts[self.rank], [row[self.rank] for row in counts]
+        received_rows = tensor.new_empty((sum(received) if size is None else size, *tensor.shape[1:]))
+        width = (
+            tensor.stride(0) * tensor.itemsize
+            if tensor.numel()
+            else received_rows.stride(0) * received_rows.itemsize
+        )
         splits = ([width * n for n in received], [width * n for n in sent])
-        outgoing, into = _as_bytes(given)[: sum(splits[1])], _as_bytes(arriving)[: sum(splits[0])]
+        outgoing, incoming = _as_bytes(tensor)[: sum(splits[1])], _as_bytes(received_rows)[: sum(splits[0])]
         work = self._watch.start(
-            lambda: dist.all_to_all_single(into, outgoing, *splits, self.group, async_op=True)
+            lambda: dist.all_to_all_single(incoming, outgoing, *splits, self.group, async_op=True)
         )
 
-        def finish(kept: Tensor = outgoing) -> Any:  # its memory is read until then
+        def finish(kept_alive: Tensor = outgoing) -> Any:  # the exchange reads its memory until then
             self._watch.guard(work.wait)
-            return arriving.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else arriving
+            return received_rows.numpy().view(rows.dtype) if isinstance(rows, np.ndarray) else received_rows
 
         return Pending(finish)
 
@@ -266,10 +270,10 @@ def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
-        arrived = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
-        ctx.route, ctx.comm = arrived.route, comm
-        probs = arrived.probs if isinstance(arrived, DispatchedRows) else arrived.topk_probs
-        return arrived.x, probs, arrived
+        dispatched = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
+        ctx.route, ctx.comm = dispatched.route, comm
+        probs = dispatched.probs if isinstance(dispatched, DispatchedRows) else dispatched.topk_probs
+        return dispatched.x, probs, dispatched
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -299,5 +303,5 @@ def _tensor(x: Any) -> torch.Tensor:
         return x.detach()
     if not isinstance(x, np.ndarray):
         raise TypeError(f"rows: got {type(x).__module__}.{type(x).__qualname__}; wanted torch tensors")
-    # torch knows no ml_dtypes: the bytes will do
+    # torch has no equivalent of ml_dtypes; sending bytes is sufficient
     return torch.from_numpy(x if x.dtype.kind in "iuf" and x.dtype.isbuiltin == 1 else x.view(np.uint8))

@@ -1,9 +1,9 @@
 """The experts of a layer in torch, with gradients, in eager mode and in compiled code.
 
-`experts` takes what a router chose and the weights as they are multiplied; `fp8moe.adapters.torch_functional`
-and `fp8moe.adapters.torch_moe`'s module call it. Every tensor that the backward needs is saved
-by autograd: it ends with the backward, checkpointing and saved-tensor hooks see it, and a change of it in
-place is noticed.
+`experts` takes a router's choice and the weights as the products use them; `fp8moe.adapters.torch_functional`
+and the module of `fp8moe.adapters.torch_moe` call it. Every tensor that the backward needs is saved by
+autograd: it is released with the backward, checkpointing and saved-tensor hooks apply to it, and in-place
+modifications are detected.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from fp8moe.moe import Saved, SavedForWeights
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import ArraySpec
 
-#: of FP8 weights: codes and scales of both orientations
+#: block of FP8 weights, with codes and scales of both orientations
 FP8_BLOCK = (128, 128)
 
 
 @as_arguments
 class Options(NamedTuple):
-    """What `experts` is told, apart from tensors.
+    """Arguments of `experts` apart from tensors.
 
-    wanted: names of the gradients, joined by commas. apart: whether w13 is w1 and w3.
+    wanted: names of the gradients, separated by commas. apart: whether w13 is given as w1 and w3.
     """
 
     recipe: str
@@ -64,10 +64,10 @@ class Options(NamedTuple):
 
 @as_arguments
 class Targets(NamedTuple):
-    """Where compiled code puts the gradients of w13 (or w1), w3 and w2.
+    """Where compiled code writes the gradients of w13 (or w1), w3 and w2.
 
-    main13, main3, main2: the ``main_grad`` that each is added to, None for a gradient of its own. zeros:
-    which of those that are added somewhere also give zeros, as a ``grad``. handle: of `experts`.
+    main13, main3, main2: the ``main_grad`` that each gradient is added to, None to return it instead. zeros:
+    which of the gradients added to a ``main_grad`` also return zeros, as a ``grad``. handle: as in `experts`.
     """
 
     main13: Tensor | None
@@ -99,27 +99,29 @@ def experts(
     collector: Collector | None = None,
     align_size: int = 0,
 ) -> Tensor:
-    """`fp8moe.moe_forward`, with `fp8moe.moe_backward` as its gradient for x, topk_probs, w13 and w2.
+    """`fp8moe.moe_forward`, differentiable by `fp8moe.moe_backward` in x, topk_probs, w13 and w2.
 
-    x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, of dtypes that `fp8moe.moe_forward` takes.
-    align_size: where it is not 0, rows are permuted already, and these three are x, tokens_per_expert and
-        probs of `fp8moe.moe_forward_permuted`.
-    w13, w2: for their gradients alone; None where they have none. w13 may be w1 and w3 apart, for "fp8_flow".
-    multiplied: what stands for them in the products, `Quantized` or arrays.
-    backend, num_sms: of `fp8moe.moe_forward`. Compiled code looks whether these products can be made so when
-        it is traced, eager callers by `check_backend` before they quantise.
-    ffn: F, where ``multiplied`` is filled up with zeros, as of `fp8moe.moe_backward`; for "fp8_flow".
-    parameters: whose gradients w13's and w2's are, where these are parts of them: ``main_grad`` is theirs.
-    handle: of `handle_of`: compiled code finds the layer by it whose parameters' ``grad_added_to_main_grad``
-        it has to set.
+    x, topk_ids, topk_probs: [T, H], [T, k] and [T, k], contiguous, with the dtypes of `fp8moe.moe_forward`.
+    align_size: if nonzero, rows are already permuted, and these three are x, tokens_per_expert and probs of
+        `fp8moe.moe_forward_permuted`.
+    w13, w2: only for their gradients; None if they have none. For "fp8_flow" w13 may be the pair (w1, w3).
+    multiplied: the products' actual operands instead of w13 and w2, `Quantized` or arrays.
+    backend, num_sms: as in `fp8moe.moe_forward`. Compiled code checks during tracing whether the products
+        support them; eager callers check with `check_backend` before they quantise.
+    ffn: F, if ``multiplied`` is padded with zeros, as in `fp8moe.moe_backward`; for "fp8_flow".
+    parameters: the parameters that w13 and w2 are parts of, if they are not parameters themselves: their
+        ``main_grad`` is used.
+    handle: from `handle_of`; compiled code finds the layer by it, to set ``grad_added_to_main_grad`` of its
+        parameters.
     collector: of statistics, in eager mode.
 
-    Only gradients that are needed are computed, and only what they need is kept. A parameter with
-    ``main_grad`` gets its gradient added to that, and ``grad_added_to_main_grad`` set; it gets zeros that
-    take no memory of their own as its ``grad`` where it had that attribute before, as Megatron's
-    DistributedDataParallel expects, which drops them, and otherwise none.
+    Only the required gradients are computed, and only their inputs are saved. If a parameter has a
+    ``main_grad``, its gradient is added to that and ``grad_added_to_main_grad`` is set. If the parameter had
+    the latter attribute before, as Megatron's DistributedDataParallel sets it, its ``grad`` becomes zeros
+    that share memory, because Megatron expects a ``grad`` and discards it; otherwise its ``grad`` remains
+    None.
     """
-    w1, w3 = w13 if isinstance(w13, tuple) else (w13, None)  # w1 is all of w13 where there is no w3
+    w1, w3 = w13 if isinstance(w13, tuple) else (w13, None)  # w1 is all of w13 if there is no w3
     inputs = (("dx", x), ("dprobs", topk_probs), ("dw13", w1), ("dw13", w3), ("dw2", w2))
     parameters = (w1, w3, w2) if parameters is None else (parameters[0], None, parameters[1])
     recording = torch.is_grad_enabled()
@@ -140,20 +142,20 @@ def experts(
     first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
     targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
     if comm is not None:
-        given = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
-        return _experts_over_ranks_op(*given, targets, options)[0]
+        operands = x, topk_ids, topk_probs, *weights, tensors, handle_of_comm(comm)
+        return _experts_over_ranks_op(*operands, targets, options)[0]
     return _CompiledExperts.apply(x, *weights, topk_probs, topk_ids, tensors, targets, options)
 
 
 def check_backend(x: Tensor, backend: str | None, num_sms: int | None, **layer: Any) -> None:
-    """`fp8moe.moe.check_backend` of x's device."""
+    """`fp8moe.moe.check_backend` for x's device."""
     if backend is not None or num_sms is not None:
         device = "cpu" if x.device.type == "cpu" else x.device.index
         moe.check_backend(backend, device, num_sms=num_sms, **layer)
 
 
 def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
-    """The same of fake tensors, whose sizes then are compiled for."""
+    """`check_backend` for fake tensors, whose sizes become static thereby."""
     if options.backend is None and options.num_sms is None:
         return
     w13, w2 = ((w.columnwise if isinstance(w, Quantized) else w).shape for w in weights)
@@ -178,15 +180,15 @@ def fp8_weights(tensors: Iterable[Any]) -> tuple[Quantized, Quantized]:
 
 
 def main_grad_of(w: Tensor | None) -> Tensor | None:
-    """Where a parameter's gradient is to be added: Megatron's convention."""
+    """The ``main_grad`` to which a parameter's gradient is added (Megatron's convention), or None."""
     main = None if w is None else getattr(w, "main_grad", None)
     return main.to_local() if isinstance(main, DTensor) else main
 
 
 def _sides_of(tensors: Iterable[Any], transposed: tuple[bool, ...]) -> list[QuantTensor]:
-    """Weights of these orientations from codes and scales in turn."""
-    given = list(tensors)
-    sides = zip(given[::2], given[1::2], transposed, strict=True)
+    """Weights of these orientations, from alternating codes and scales."""
+    arrays = list(tensors)
+    sides = zip(arrays[::2], arrays[1::2], transposed, strict=True)
     return [QuantTensor(q, scales, "e4m3", FP8_BLOCK, transposed=t) for q, scales, t in sides]
 
 
@@ -197,42 +199,44 @@ def _names(wanted: str) -> tuple[str, ...]:
 def _call_forward(
     x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any
 ) -> tuple[Any, Saved]:
-    """`fp8moe.moe_forward`, or of rows that are permuted already."""
-    given = x, *weights, ids, probs
-    names: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
-    names |= {"activation": options.activation, "gradients": _names(options.wanted)}
-    names |= {"backend": options.backend, "num_sms": options.num_sms}
+    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows."""
+    operands = x, *weights, ids, probs
+    options_by_name: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
+    options_by_name |= {"activation": options.activation, "gradients": _names(options.wanted)}
+    options_by_name |= {"backend": options.backend, "num_sms": options.num_sms}
     if options.align_size:
-        return fp8moe.moe_forward_permuted(*given, align_size=options.align_size, **names)
-    return fp8moe.moe_forward(*given, comm=comm, **names)
+        return fp8moe.moe_forward_permuted(*operands, align_size=options.align_size, **options_by_name)
+    return fp8moe.moe_forward(*operands, comm=comm, **options_by_name)
 
 
 # ---------------------------------------------------------------- eager mode
 
 
-class _Here:
-    """Stands in a record for a tensor that autograd saved."""
+class _Placeholder:
+    """Replaces a tensor that autograd saved in a record."""
 
     def __reduce__(self) -> str:
-        return "_HERE"
+        return "_PLACEHOLDER"
 
 
-_HERE = _Here()
+_PLACEHOLDER = _Placeholder()
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
-        # statistics are of what a backward would be given
-        keeping = options if collector is None or options.wanted else options._replace(wanted="dx,dprobs")
-        y, saved = _call_forward(x, ids, probs, multiplied, keeping, comm)
+        # statistics are computed from the tensors that would be saved for a backward
+        forward_options = (
+            options if collector is None or options.wanted else options._replace(wanted="dx,dprobs")
+        )
+        y, saved = _call_forward(x, ids, probs, multiplied, forward_options, comm)
         if collector is not None:
             collector.forward(x, saved)
         if options.wanted:
-            # autograd notices where codes were overwritten, wherever hooks may have moved them
+            # autograd detects overwritten codes, even if saved-tensor hooks have moved them
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
-            ctx.saved = map_arrays(lambda _, a: _HERE if isinstance(a, Tensor) else a, saved)
+            ctx.saved = map_arrays(lambda _, a: _PLACEHOLDER if isinstance(a, Tensor) else a, saved)
         inputs = (("dx", x), ("dw13", w1), ("dw13", w3), ("dw2", w2), ("dprobs", probs), ("", ids))
         ctx.names, ctx.half = [name for name, t in inputs if t is not None], None
         ctx.parameters, ctx.comm, ctx.options = parameters, comm, options
@@ -244,29 +248,29 @@ class _Experts(torch.autograd.Function):
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         wanted = _names(ctx.options.wanted)
-        asked = _asked_for(ctx)
-        of_weights = [name for name in asked if name in _OF_WEIGHTS]
-        later = [name for name in wanted if name in _OF_WEIGHTS and name not in of_weights]
+        requested = _requested_gradients(ctx)
+        requested_weights = [name for name in requested if name in _OF_WEIGHTS]
+        later = [name for name in wanted if name in _OF_WEIGHTS and name not in requested_weights]
         half, ctx.half = ctx.half, None
-        if half is not None and not later and asked == of_weights and half.is_of(dy):
+        if half is not None and not later and requested == requested_weights and half.is_of(dy):
             source: Any = half.operands
             backward: Any = partial(fp8moe.moe_backward_weight, half.operands)
         else:
             source = saved = _saved_by_autograd(ctx)
             if ctx.collector is not None:
                 ctx.collector.backward(dy)
-            given = {"dy": dy.contiguous(), "comm": ctx.comm}
-            if later and not of_weights and keeps_graph():
-                grads, operands = fp8moe.moe_backward_input(saved, **given, gradients=wanted)
+            arguments = {"dy": dy.contiguous(), "comm": ctx.comm}
+            if later and not requested_weights and keeps_graph():
+                grads, operands = fp8moe.moe_backward_input(saved, **arguments, gradients=wanted)
                 ctx.half = Half(dy, operands)
 
                 def backward(**_: Any) -> Any:
                     return grads
             else:
-                backward = partial(fp8moe.moe_backward, saved, **given, gradients=asked)
-        dtypes, of_probs = ctx.dtypes
-        dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, asked, ctx.options)
-        return dx, *rest, None if dprobs is None else dprobs.to(of_probs), *[None] * 6
+                backward = partial(fp8moe.moe_backward, saved, **arguments, gradients=requested)
+        dtypes, probs_dtype = ctx.dtypes
+        dx, dprobs, *rest = _backward(backward, source, ctx.parameters, dtypes, requested, ctx.options)
+        return dx, *rest, None if dprobs is None else dprobs.to(probs_dtype), *[None] * 6
 
 
 def _saved_by_autograd(ctx: Any) -> Saved:
@@ -280,16 +284,16 @@ def _saved_by_autograd(ctx: Any) -> Saved:
         raise RuntimeError(
             f"w13, w2: got {changed} after the forward; wanted the forward's own; run the backward first"
         ) from error
-    return map_arrays(lambda _, a: next(tensors) if a is _HERE else a, ctx.saved)  # type: ignore[no-any-return]
+    return map_arrays(lambda _, a: next(tensors) if a is _PLACEHOLDER else a, ctx.saved)  # type: ignore[no-any-return]
 
 
-# ---- one backward, or its halves, where torch.autograd.grad is asked for some inputs' gradients alone
+# ---- the backward, or its two halves if torch.autograd.grad requests the gradients of some inputs only
 
 
-def _asked_for(ctx: Any) -> list[str]:
-    """Of the gradients that are wanted, those that the backward that runs now goes on with."""
-    asked = set(itertools.compress(ctx.names, asked_for(ctx)))
-    return [name for name in _names(ctx.options.wanted) if name in asked]
+def _requested_gradients(ctx: Any) -> list[str]:
+    """The gradients that the running backward call uses, of those in ``wanted``."""
+    requested = set(itertools.compress(ctx.names, asked_for(ctx)))
+    return [name for name in _names(ctx.options.wanted) if name in requested]
 
 
 def _backward(
@@ -297,53 +301,53 @@ def _backward(
     source: Saved | SavedForWeights,
     parameters: Any,
     dtypes: Any,
-    asked: Collection[str],
+    requested: Collection[str],
     options: Options,
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not asked for."""
-    mains = _mains(parameters, asked)
-    # torch.autograd.grad takes None for an error
-    partly = len(asked) < len(_names(options.wanted))
-    dx, dprobs, *of_weights = _gradients(backward, source, mains, dtypes, options)
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not requested."""
+    mains = _mains(parameters, requested)
+    # torch.autograd.grad raises for None
+    is_partial = len(requested) < len(_names(options.wanted))
+    dx, dprobs, *weight_grads = _gradients(backward, source, mains, dtypes, options)
     grads: list[Tensor | None] = []
-    for w, main, dtype, new in zip(parameters, mains, dtypes, of_weights, strict=True):
+    for w, main, dtype, new in zip(parameters, mains, dtypes, weight_grads, strict=True):
         if main is None:
             grads.append(None if new is None else new.to(dtype))
         else:
-            grads.append(_zeros_like(main, dtype) if partly or wants_zeros(w) else None)
+            grads.append(_zeros_like(main, dtype) if is_partial or wants_zeros(w) else None)
             set_added(w)
-    return [dx if "dx" in asked else None, dprobs if "dprobs" in asked else None, *grads]
+    return [dx if "dx" in requested else None, dprobs if "dprobs" in requested else None, *grads]
 
 
-_OF_WEIGHTS = ("dw13", "dw13", "dw2")  # of w13 (or w1), w3 and w2
+_OF_WEIGHTS = ("dw13", "dw13", "dw2")  # gradient names of w13 (or w1), w3 and w2
 
 
 def _mains(weights: Any, wanted: Collection[str]) -> list[Tensor | None]:
-    """The ``main_grad`` of each that gets a gradient."""
+    """The ``main_grad`` of each weight that gets a gradient, None for the others."""
     pairs = zip(_OF_WEIGHTS, weights, strict=True)
     return [main_grad_of(w) if n in wanted and w is not None and w.requires_grad else None for n, w in pairs]
 
 
 def _in_halves(options: Options) -> bool:
-    """Whether the library makes the gradients of gates and ups apart: so the weights are, or, padded, each
-    half is to be cut."""
+    """Whether the gradients of gates and ups are computed as a pair: if the weights are a pair, or if padding
+    must be cut from each half."""
     return options.apart or (options.ffn is not None and options.activation.gated)
 
 
 def _gradients(
     backward: Any, source: Saved | SavedForWeights, mains: Any, dtypes: Any, options: Options
 ) -> list[Tensor | None]:
-    """dx, dprobs, dw13 (or dw1), dw3 and dw2; those with one of ``mains`` are added to that. backward:
-    `fp8moe.moe_backward` of ``source``, or a half of it."""
+    """dx, dprobs, dw13 (or dw1), dw3 and dw2; a weight gradient with an entry in ``mains`` is added to it.
+    backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
     in_halves = _in_halves(options)
     main13, main3, main2 = mains
     halves = (main13, main3) if options.apart else (None, None)
-    # bfloat16 at once where all weights are; other dtypes, and the sums of chunks, of float32
-    narrow = {*dtypes} <= {None, torch.bfloat16} and not source.later
+    # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
+    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later
     g = backward(
         dw13=halves if in_halves else main13,
         dw2=main2,
-        dtype="bfloat16" if narrow else "float32",
+        dtype="bfloat16" if all_bfloat16 else "float32",
         ffn=options.ffn,
     )
     if g.dw13 is None or not in_halves:
@@ -358,8 +362,8 @@ def _gradients(
 
 
 def wants_zeros(w: Tensor | None) -> bool:
-    """Whether whoever gave the parameter its ``main_grad`` also gave it ``grad_added_to_main_grad``, as
-    Megatron does: it asserts that there is a ``grad`` after the backward, and drops it."""
+    """Whether ``grad_added_to_main_grad`` was set by the code that set ``main_grad``, as Megatron does: it
+    asserts that a ``grad`` exists after the backward, and discards it."""
     return hasattr(w, "grad_added_to_main_grad") and not hasattr(w, _SET_HERE)
 
 
@@ -376,30 +380,31 @@ _zeros: dict[Any, Tensor] = {}
 
 
 def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same memory each time, as long as nobody has kept it or written to it. Autograd takes a tensor that
-    nobody else refers to as a ``grad`` without a copy."""
+    """Zeros that reuse the same memory as long as nobody holds or has modified it. Autograd uses a tensor
+    without other references as ``grad`` without a copy."""
     key = tuple(main.shape), dtype, main.device
-    known = _zeros.get(key)
-    # a detached tensor counts its versions with the one that it came from
-    if known is None or known._version or torch._C._storage_Use_Count(known.untyped_storage()._cdata) > 1:
-        known = _zeros[key] = torch.zeros_like(main, dtype=dtype)
-    return known.detach()
+    cached = _zeros.get(key)
+    # a detached tensor shares the version counter of its base
+    if cached is None or cached._version or torch._C._storage_Use_Count(cached.untyped_storage()._cdata) > 1:
+        cached = _zeros[key] = torch.zeros_like(main, dtype=dtype)
+    return cached.detach()
 
 
 # ---------------------------------------------------------------- compiled code
 #
-# Two operators, of tensors and plain values. What the first keeps for the second follows from shapes. What
-# the second writes, ``main_grad``, is declared, so that no compiler drops or reorders it.
+# Two operators of tensors and plain values. The shapes of the tensors saved for the second follow from the
+# inputs' shapes. The second's writes to ``main_grad`` are declared, so compilers neither remove nor reorder
+# it.
 
 
 class _CompiledExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, targets, options):  # type: ignore[no-untyped-def]
-        y, *kept = _experts_op(x, multiplied, ids, probs, options)
+        y, *saved = _experts_op(x, multiplied, ids, probs, options)
         needed = _needed(multiplied, options)
         if options.wanted:
-            ctx.save_for_backward(ids, probs, *needed, *kept)
-        # ``main_grad`` is not saved: autograd would refuse a backward after another one has added to it
+            ctx.save_for_backward(ids, probs, *needed, *saved)
+        # ``main_grad`` is not saved: autograd would reject a backward after another one has added to it
         ctx.num_needed, ctx.targets, ctx.options = len(needed), targets, options
         return y
 
@@ -407,32 +412,32 @@ class _CompiledExperts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         ids, probs, *rest = ctx.saved_tensors
-        needed, kept = rest[: ctx.num_needed], rest[ctx.num_needed :]
-        given = dy.contiguous(), kept, needed, ids, probs
-        grads = _experts_backward_op(*given, ctx.targets, ctx.options)
-        dx, dprobs, *of_weights = _given_gradients(grads, ctx.targets, ctx.options, probs)
-        return dx, *of_weights, dprobs, *[None] * 4
+        needed, saved = rest[: ctx.num_needed], rest[ctx.num_needed :]
+        operands = dy.contiguous(), saved, needed, ids, probs
+        grads = _experts_backward_op(*operands, ctx.targets, ctx.options)
+        dx, dprobs, *weight_grads = _given_gradients(grads, ctx.targets, ctx.options, probs)
+        return dx, *weight_grads, dprobs, *[None] * 4
 
 
 def _needed(multiplied: list[Tensor], options: Options) -> list[Tensor]:
-    """What the backward multiplies by, of what the forward does: once by the row-wise codes, but for
-    recompute."""
+    """The operands of the backward's products, of those of the forward: row-wise codes are used in the
+    forward only, except with recompute."""
     if options.recipe == "bf16":
         return multiplied
     return [*(multiplied[:2] if options.recompute else ()), *multiplied[2:4], *multiplied[6:]]
 
 
 def _given_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
-    """What autograd gets of what an operator returned, in which empty tensors stand for None."""
-    dx, dprobs, *of_weights = grads
+    """The gradients for autograd from the results of an operator, in which empty tensors represent None."""
+    dx, dprobs, *weight_grads = grads
     names = _names(options.wanted)
-    given = [name in names for name in _OF_WEIGHTS]
-    given[1] &= options.apart
-    rest = zip(given, of_weights, targets[:3], targets.zeros, strict=True)
+    has_grad = [name in names for name in _OF_WEIGHTS]
+    has_grad[1] &= options.apart
+    rest = zip(has_grad, weight_grads, targets[:3], targets.zeros, strict=True)
     return [
         dx if "dx" in names else None,
         dprobs.to(probs.dtype) if "dprobs" in names else None,
-        *(dw if is_given and (main is None or zero) else None for is_given, dw, main, zero in rest),
+        *(dw if returned and (main is None or zero) else None for returned, dw, main, zero in rest),
     ]
 
 
@@ -441,15 +446,15 @@ _numbers = itertools.count()
 
 
 def handle_of(layer: Any) -> Tensor:
-    """A number by which operators find the layer (or what moves rows between ranks), in a tensor: compiled
-    code for a plain one would be compiled for every layer anew."""
+    """A tensor with a number by which operators find the layer or communicator. A plain number would be a
+    constant of the compiled code, which would be recompiled for every layer."""
     number = next(_numbers)
     _layers[number] = layer
     return torch.tensor(number, device="cpu")
 
 
 def handle_of_comm(comm: Any) -> Tensor:
-    """The attribute ``handle`` of a `fp8moe.expert_parallel.Transport`, which compiled code finds it by."""
+    """The ``handle`` of a `fp8moe.expert_parallel.Transport`, by which compiled code finds it."""
     if chunks_of(comm) > 1:
         raise NotImplementedError(
             f"overlap_chunks: got {chunks_of(comm)} in compiled code; wanted 1, or the layer in a function "
@@ -470,22 +475,22 @@ def _weights(recipe: str, tensors: Any) -> Any:
 
 
 def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
-    """As `Saved` has them: codes that only the forward multiplies by are not kept."""
+    """Weights in the form of `Saved`, which does not contain codes that only the forward uses."""
     if recipe == "bf16":
         return tuple(tensors)  # type: ignore[return-value]
-    both = len(tensors) == 6  # of w13; of w2 the column-wise one alone is kept
+    both = len(tensors) == 6  # of w13; of w2 only the column-wise codes are saved
     *w13, w2 = _sides_of(tensors, (False, True, True) if both else (True, True))
     return Quantized(*(w13 if both else (None, *w13))), Quantized(None, w2)  # type: ignore[arg-type]
 
 
 def _forward(x: Any, ids: Any, probs: Any, weights: Any, options: Options) -> tuple[Any, Saved]:
-    """y, and what is kept apart from the weights."""
+    """y, and the saved tensors without the weights."""
     y, saved = _call_forward(x, ids, probs, weights, options, None)
     return y, replace(saved, w13=None, w2=None, overwritten=(None, None))
 
 
 def _results(specs: Any, options: Options) -> tuple[Any, Saved]:
-    """Shapes and dtypes of these, from those of x, ids, probs and the weights."""
+    """Specs of the results of `_forward`, from specs of x, ids, probs and the weights."""
     return workspace.result_specs(  # type: ignore[no-any-return]
         lambda a: _forward(a[0], a[1], a[2], a[3:], options), [ArraySpec(*s) for s in specs]
     )
@@ -495,7 +500,8 @@ _known_results = lru_cache(maxsize=256)(_results)
 
 
 def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
-    """What `_results` takes; x is any tensor like x. FP8 weights may have their transposed codes only."""
+    """Arguments of `_results`; x may be any tensor of x's spec. FP8 weights may have transposed codes
+    only."""
     specs = [spec_of(t) for t in (x, ids, probs)]
     for w in kept_weights:
         if isinstance(w, Quantized):
@@ -519,11 +525,13 @@ def _experts_op(
     x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
     y, saved = _forward(x, ids, probs, _weights(options.recipe, multiplied), options)
-    kept = list(arrays_in(saved)) if options.wanted else []
-    # a compiler counts on results that are no inputs, as permuted rows' counts are
-    given = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
-    kept = [t.clone() if t.untyped_storage().data_ptr() in given else t for t in kept]
-    return [y, *kept]
+    saved_tensors = list(arrays_in(saved)) if options.wanted else []
+    # a compiler requires that results do not alias inputs, as the counts of permuted rows would
+    input_addresses = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
+    saved_tensors = [
+        t.clone() if t.untyped_storage().data_ptr() in input_addresses else t for t in saved_tensors
+    ]
+    return [y, *saved_tensors]
 
 
 def _fake_gradients(
@@ -535,7 +543,7 @@ def _fake_gradients(
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, ...]:
-    """What the backward's operators return. kept: None where other ranks' rows decide its shapes."""
+    """Results of the backward operators. kept: None if its shapes depend on other ranks' rows."""
     halves = _in_halves(options)
     _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(options.recipe, needed)), options)
     specs = arrays_in(saved_like) if kept is None else [spec_of(t) for t in kept]
@@ -560,11 +568,11 @@ def _fake_gradients(
 
 
 def _dtypes(targets: Targets) -> tuple[torch.dtype, ...]:
-    """Of the gradients of w13 (or w1), w3 and w2."""
+    """Dtypes of the gradients of w13 (or w1), w3 and w2."""
     return targets.dtype13, targets.dtype13, targets.dtype2
 
 
-_NOTHING = (0,)  # the shape of what stands for None
+_NOTHING = (0,)  # shape of the tensors that represent None
 
 
 def _nothing(dy: Tensor) -> Tensor:
@@ -572,9 +580,9 @@ def _nothing(dy: Tensor) -> Tensor:
 
 
 def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
-    """What `_forward` kept, with its arrays, and the weights."""
-    following = iter(kept)
-    saved = map_arrays(lambda _, a: next(following), like)
+    """The record of `_forward` with its arrays, and the weights."""
+    remaining = iter(kept)
+    saved = map_arrays(lambda _, a: next(remaining), like)
     w13, w2 = _kept_weights(like.recipe, needed)
     return replace(saved, w13=w13, w2=w2)
 
@@ -600,23 +608,23 @@ def _results_of_backward(
     if any(main is not None for main in mains) and keeps_graph():
         raise RuntimeError(
             "main_grad: got a backward of a compiled layer that keeps its graph (retain_graph=True, or "
-            "torch.autograd.grad of some inputs, as zero-bubble schedules ask for), whose second run would "
-            "add all gradients again; wanted one backward, or the layer in a function under "
+            "torch.autograd.grad of some inputs, as in zero-bubble schedules), whose second run would add "
+            "all gradients again; wanted one backward, or the layer in a function under "
             "torch.compiler.disable"
         )
     layer = None if handle is None else _layers.get(int(handle))
     for name, main in zip(("w13", "w3", "w2"), mains, strict=True):
         if main is not None and layer is not None and not is_asked_for(getattr(layer, name)):
             raise RuntimeError(
-                f"main_grad: got a backward of a compiled layer that is not asked for the gradient of {name} "
-                "(torch.autograd.grad, or backward(inputs=...), of others), but would add it there; wanted "
-                "backward(), or the layer in a function under torch.compiler.disable"
+                f"main_grad: got a backward of a compiled layer without the gradient of {name} "
+                "(torch.autograd.grad, or backward(inputs=...), of other tensors), which it would still add; "
+                "wanted backward(), or the layer in a function under torch.compiler.disable"
             )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
-    dx, dprobs, *of_weights = _gradients(backward, saved, mains, dtypes, options)
+    dx, dprobs, *weight_grads = _gradients(backward, saved, mains, dtypes, options)
     grads = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
-        ("w13", "w3", "w2"), of_weights, mains, dtypes, targets.zeros, strict=True
+        ("w13", "w3", "w2"), weight_grads, mains, dtypes, targets.zeros, strict=True
     ):
         if main is None:
             grads.append(dy.new_empty(_NOTHING, dtype=dtype) if new is None else new.to(dtype))
@@ -629,9 +637,10 @@ def _results_of_backward(
 
 # ---------------------------------------------------------------- compiled code, over several ranks
 #
-# How many rows come from other ranks is known in the forward only. So are the shapes of what is kept: the
-# operator returns it with sizes that the compiler does not know, and behind y a description of it, pickled.
-# Its gradient is registered with it, as Dynamo finds no such sizes in a torch.autograd.Function.
+# The number of rows from other ranks, and so the shapes of the saved tensors, are known only when the forward
+# runs. The operator returns the saved tensors with dynamic sizes, and after y a pickled description of them.
+# The gradient is registered with the operator, because Dynamo does not support such sizes in a
+# torch.autograd.Function.
 
 
 def _experts_over_ranks_fake(
@@ -652,18 +661,19 @@ def _experts_over_ranks_fake(
     if not options.wanted:
         return [y]
     _, saved_like = _results(_specs(x, ids, probs, weights), options)
-    kept = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]  # the last: where rows went
+    # the last one is the row map of the exchange
+    kept = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]
     size = torch.library.get_ctx().new_dynamic_size
-    described = torch.empty(size(), dtype=torch.uint8, device="cpu")
+    description = torch.empty(size(), dtype=torch.uint8, device="cpu")
     return [
         y,
-        described,
+        description,
         *(like(ArraySpec(tuple(cast(int, size()) for _ in a.shape), a.dtype), x.device) for a in kept),
     ]
 
 
 @operator("experts_over_ranks", fake=_experts_over_ranks_fake)
-@torch.compiler.disable  # Dynamo looks into what runs between two graphs
+@torch.compiler.disable  # Dynamo traces code that runs between two graphs
 def _experts_over_ranks_op(
     x: Tensor,
     ids: Tensor,
@@ -676,14 +686,14 @@ def _experts_over_ranks_op(
     targets: Targets,
     options: Options,
 ) -> list[Any]:
-    """The weights and where their gradients go are here for the gradient alone."""
+    """The weights and the targets of their gradients are arguments for autograd only."""
     weights = _weights(options.recipe, multiplied)
     y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)])
     if not options.wanted:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
-    described = pickle.dumps(map_arrays(lambda _, a: _HERE, saved))
-    return [y, torch.frombuffer(bytearray(described), dtype=torch.uint8), *arrays_in(saved)]
+    description = pickle.dumps(map_arrays(lambda _, a: _PLACEHOLDER, saved))
+    return [y, torch.frombuffer(bytearray(description), dtype=torch.uint8), *arrays_in(saved)]
 
 
 def _over_ranks_backward_fake(
@@ -712,9 +722,9 @@ def _experts_over_ranks_backward_op(
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    following = iter(kept)
+    remaining = iter(kept)
     saved = pickle.loads(described.numpy().tobytes())
-    saved = map_arrays(lambda _, a: next(following), saved)
+    saved = map_arrays(lambda _, a: next(remaining), saved)
     w13, w2 = _kept_weights(options.recipe, needed)
     saved = replace(saved, w13=w13, w2=w2)
     return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])
@@ -732,12 +742,12 @@ def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward_over_ranks(ctx: Any, grads: Any) -> Any:
     described, *saved = ctx.saved_tensors
-    kept, (ids, probs, *needed) = saved[: ctx.num_kept - 1], saved[ctx.num_kept - 1 :]
-    given = grads[0].contiguous(), described, kept, needed, ids, probs, ctx.comm
+    saved_tensors, (ids, probs, *needed) = saved[: ctx.num_kept - 1], saved[ctx.num_kept - 1 :]
+    operands = grads[0].contiguous(), described, saved_tensors, needed, ids, probs, ctx.comm
     operator = _experts_over_ranks_backward_op
-    of_all = operator.op(*operator.flatten((*given, ctx.targets, ctx.options)))
-    dx, dprobs, *of_weights = _given_gradients(of_all, ctx.targets, ctx.options, probs)
-    return dx, None, dprobs, *of_weights, [None] * ctx.num_multiplied, *[None] * ctx.num_others
+    results = operator.op(*operator.flatten((*operands, ctx.targets, ctx.options)))
+    dx, dprobs, *weight_grads = _given_gradients(results, ctx.targets, ctx.options, probs)
+    return dx, None, dprobs, *weight_grads, [None] * ctx.num_multiplied, *[None] * ctx.num_others
 
 
 torch.library.register_autograd(

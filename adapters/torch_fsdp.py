@@ -1,8 +1,8 @@
-"""For PyTorch's ``fully_shard``: shard every parameter along the dimension that wastes least.
+"""For PyTorch's ``fully_shard``: shard each parameter along a dimension that needs no padding.
 
-FSDP cuts a parameter along one dimension, by default the first, and pads that to a multiple of the number of
-ranks. Grouped expert weights [E, N, K] have few rows there: 8 experts on 64 ranks become 64. Along another
-dimension ``fully_shard`` takes even cuts only.
+FSDP shards a parameter along one dimension, by default the first, and pads that to a multiple of the number
+of ranks. Grouped expert weights [E, N, K] have a small first dimension: 8 experts on 64 ranks are padded to
+64. Along any other dimension ``fully_shard`` requires even shards.
 
     fully_shard(layer, mesh=mesh, shard_placement_fn=shard_placement(mesh.size()))
 """
@@ -18,23 +18,22 @@ __all__ = ["padded_elements", "shard_placement"]
 
 
 def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Make ``shard_placement_fn`` of ``fully_shard``: the first dimension that needs no padding.
+    """Create the ``shard_placement_fn`` of ``fully_shard`` that selects the first dimension without padding.
 
     Parameters
     ----------
     ranks : int
-        Over which parameters are sharded.
+        Number of ranks over which parameters are sharded.
 
     Returns
     -------
     function
-        From a parameter to its placement; to None, which means dimension 0, where every dimension needs
-        padding.
+        Maps a parameter to its placement, or to None (dimension 0) if every dimension needs padding.
 
     Raises
     ------
     ValueError
-        For no ranks.
+        For a number below 1.
 
     Examples
     --------
@@ -54,21 +53,21 @@ def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def padded_elements(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> int:
-    """Count what ``fully_shard`` adds to a parameter when it cuts it along a dimension.
+    """Return the number of padding elements that ``fully_shard`` adds to a parameter.
 
     Parameters
     ----------
     shape : tuple of int
-        The parameter's.
+        Shape of the parameter.
     ranks : int
-        Over which it is sharded.
+        Number of ranks over which it is sharded.
     dimension : int
-        Along which it is cut.
+        Sharded dimension.
 
     Returns
     -------
     int
-        Elements.
+        Number of elements.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""The experts of a MoE layer as one function of tensors: what adapters to other libraries stand on.
+"""The experts of a MoE layer as functions of tensors: the common basis of the adapters to other libraries.
 
-It takes what a user has (any float, any strides, weights in halves, widths that are no multiples of 128)
-and hands `fp8moe.adapters.torch_experts` what that takes. Every step is torch's own, so autograd and
-compilers see through it.
+They accept any floating-point dtype and strides, weights as pairs, and widths that are not multiples of 128,
+and convert them to the operands of `fp8moe.adapters.torch_experts`. All conversions are torch operations, so
+autograd and torch.compile handle them.
 """
 
 from __future__ import annotations
@@ -45,72 +45,77 @@ def moe_experts(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
-    """The experts of a layer, with gradients for all but the ids, eagerly and compiled.
+    """Compute the experts of a layer, with gradients for all arguments except the ids, eagerly and compiled.
 
     y[t] = sum over t's experts e of prob * (w2[e] @ act(w13[e] @ x[t] + bias13[e]) + bias2[e]).
 
     Parameters
     ----------
     x : Tensor, any floating-point dtype and strides, [..., H]
-        The FP8 recipes multiply it as bfloat16, "bf16" in its dtype, under autocast in that of the context.
+        Tokens. The FP8 recipes multiply them as bfloat16, "bf16" in their dtype or, under autocast, in
+        autocast's.
     w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each, or Quantized
-        Gates before ups, or the two apart; [E, F, H] for an activation without a gate. Any floating-point
-        dtype and strides, leaves or not; or, for the FP8 recipes, what `fp8moe.quantize_weights` returned,
-        which has no gradient. Gradients come in the weights' dtype, of w1 and w3 apart, too; each may have a
-        ``main_grad``, to which it is added where the products take the weight as it is: where it is cast,
-        joined or padded before ("bf16", "fp8_blockwise", ``bias13``), it comes as its ``grad``. Where F is no
-        multiple of 128, the FP8 recipes multiply by codes with zeros up to the next one. "fp8_flow" copies no
-        weights on the way, halves, padded or transposed; the gradient of a padded w13 in one piece is copied
-        once. The other recipes join the halves, "fp8_blockwise" pads.
+        Gates before ups, in one tensor or as a pair (w1, w3); [E, F, H] for an activation without a gate. Any
+        floating-point dtype and strides, leaf tensors or not. For the FP8 recipes also the result of
+        `fp8moe.quantize_weights`, which has no gradient. Gradients have the weights' dtype; w1 and w3 get
+        separate gradients. If a weight has a ``main_grad``, the products add its gradient to that, provided
+        they use the weight itself: if it is cast, concatenated or padded first ("bf16", "fp8_blockwise",
+        ``bias13``), its gradient is returned as ``grad``. If F is not a multiple of 128, the FP8 recipes pad
+        the codes with zeros up to the next one. "fp8_flow" does not copy weights, not even pairs, padded or
+        transposed ones; only the gradient of a padded w13 in one tensor is copied once. The other recipes
+        concatenate pairs, and "fp8_blockwise" pads.
     w2 : Tensor or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : Tensor, int32 or int64, [..., k]
-        Below 0, or E and more, for no expert.
+        Global expert ids; ids below 0 or from E on mean no expert.
     topk_probs : Tensor, floating point, [..., k]
-        Factors of the experts' results.
+        Factors of the experts' outputs.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As of `fp8moe.moe_forward`.
+        As in `fp8moe.moe_forward`.
     recompute : None or "moe_expert"
-        As of `fp8moe.moe_forward`.
+        As in `fp8moe.moe_forward`.
     activation : Activation
-        Between the two products.
+        Activation between the two products.
     bias13 : Tensor or None, floating point, [E, 2F]
-        As gpt-oss has. It becomes columns of w13, which multiply ones after x's; in FP8 four, whose sum is
-        the bias to 2^-16.
+        Bias of the first product, as in gpt-oss. It is appended to w13 as columns that multiply ones appended
+        to x: in FP8 four columns, whose sum equals the bias to within 2^-16.
     bias2 : Tensor or None, floating point, [E, H]
-        Added by torch.
+        Bias of the second product, added by torch.
     comm : Comm or None
-        What moves rows between ranks (`fp8moe.expert_parallel`): w13 and w2 are this rank's experts then, and
-        ids name those of all. Compiled, it is one graph all the same (``fullgraph=True``), for a
+        Communicator that sends rows between ranks (`fp8moe.expert_parallel`). w13 and w2 are then this rank's
+        experts, and the ids are global. Compiled code remains one graph (``fullgraph=True``) with a
         `fp8moe.adapters.torch_distributed.ProcessGroup` or another Transport that has a ``handle``. bias2 is
-        gathered from all ranks, which takes the attribute ``group``, a torch.distributed.ProcessGroup.
+        gathered from all ranks, which requires the attribute ``group``, a torch.distributed.ProcessGroup.
     fp8_weights : tuple of two Quantized, or None
-        What `quantize_fp8_weights` made of w13, w2 and bias13, to multiply by. The caller says by it that
-        they have not changed since: micro-batches share one set. All get their gradients the same.
+        Result of `quantize_fp8_weights` for w13, w2 and bias13, used in the products. The caller guarantees
+        that the weights have not changed since, so micro-batches can share one set. w13, w2 and bias13 get
+        their gradients as usual.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        By which kernels all products are made, of the backward, too, as `fp8moe.grouped_gemm` describes them
-        ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
-        that is faster, and a name means this library's kernels.
+        Kernels of all products, the backward's included, as described in `fp8moe.grouped_gemm` ("cublas"
+        synchronises); None: the fastest. With "bf16", None may also select torch's grouped product where that
+        is faster, and a name selects this library's kernels.
     num_sms : int or None
-        How many of the GPU's multiprocessors all products may use at most, as of `fp8moe.moe_forward`, for
-        what another stream does meanwhile. For "bf16" a number means this library's kernels.
+        Maximum number of SMs that each product may use, as in `fp8moe.moe_forward`, to leave the others to
+        work on another stream. With "bf16" a number selects this library's kernels.
 
     Returns
     -------
     Tensor, [..., H]
-        In x's dtype and shape.
+        The outputs in x's dtype and shape.
 
     Raises
     ------
     TypeError, ValueError
-        For a wrong dtype, shape or range, by the argument's name, and for a backend that does not make these
-        products on x's device, or a num_sms that they cannot keep to, before any work.
+        For a wrong dtype, shape or range, naming the argument; and, before any work, for a backend that does
+        not support these products on x's device or a num_sms that it cannot respect.
     NotImplementedError
-        Inside transforms of torch.func, and for a ``comm`` without what compiled code or bias2 wants of it.
+        Inside transforms of torch.func, and for a ``comm`` without the attributes that compiled code or bias2
+        needs.
 
     Notes
     -----
-    `fp8moe.moe_forward` and `fp8moe.moe_backward`, whose notes say where the recipes come from.
+    The computation is `fp8moe.moe_forward` and `fp8moe.moe_backward`, whose notes cite the sources of the
+    recipes.
 
     Examples
     --------
@@ -123,8 +128,8 @@ def moe_experts(
     >>> y.item(), probs.grad.item()
     (100.0, 200.0)
     """
-    of_products = bias13, bias2, fp8_weights, backend, num_sms
-    options = _Options(recipe, recompute, activation, *of_products, comm=comm)
+    product_options = bias13, bias2, fp8_weights, backend, num_sms
+    options = _Options(recipe, recompute, activation, *product_options, comm=comm)
     return _moe_experts("moe_experts", x, w13, w2, topk_ids, topk_probs, options)
 
 
@@ -145,7 +150,7 @@ def moe_experts_permuted(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Tensor:
-    """`moe_experts` of rows that a dispatcher has permuted, and may have padded.
+    """Compute `moe_experts` for rows that a dispatcher has permuted, and possibly padded.
 
     y[i] = probs[i] * (w2[e] @ act(w13[e] @ x[i] + bias13[e]) + bias2[e]) for row i of expert e. Nothing
     synchronises.
@@ -153,46 +158,46 @@ def moe_experts_permuted(
     Parameters
     ----------
     x : Tensor, any floating-point dtype and strides, [N, H]
-        Rows of expert 0, then of expert 1, and so on; those past the last expert's belong to none. FP8 rows,
-        which have no gradient in torch, are for `fp8moe.moe_forward_permuted`.
+        Rows of expert 0, then of expert 1, and so on; rows after the last expert's are ignored. FP8 rows have
+        no gradient in torch; pass them to `fp8moe.moe_forward_permuted`.
     w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each, or Quantized
-        As for `moe_experts`.
+        As in `moe_experts`.
     w2 : Tensor or Quantized, [E, H, F]
-        As for `moe_experts`.
+        As in `moe_experts`.
     tokens_per_expert : Tensor, int32 or int64, [E]
-        Rows of each expert, on x's device.
+        Number of rows of each expert, on x's device.
     probs : Tensor, floating point, [N]
-        Factor of each row's result.
+        Factor of each row's output.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As for `moe_experts`.
+        As in `moe_experts`.
     recompute : None or "moe_expert"
-        As for `moe_experts`.
+        As in `moe_experts`.
     activation : Activation
-        As for `moe_experts`.
+        As in `moe_experts`.
     bias13 : Tensor or None, floating point, [E, 2F]
-        As for `moe_experts`.
+        As in `moe_experts`.
     bias2 : Tensor or None, floating point, [E, H]
-        As for `moe_experts`.
+        As in `moe_experts`.
     align_size : int
-        What each expert's rows are padded to a multiple of in x, with rows and probs of zeros;
-        tokens_per_expert may count these or not. With a multiple of 128 the FP8 recipes read them where they
-        lie; others are padded inside, by a pass more.
+        Each expert's rows in x are padded to a multiple of this number, with rows and probs of zeros;
+        tokens_per_expert may include the padding or not. With a multiple of 128 the FP8 recipes read x in
+        place; otherwise they pad it in one additional pass.
     fp8_weights : tuple of two Quantized, or None
-        As for `moe_experts`.
+        As in `moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As for `moe_experts`.
+        As in `moe_experts`.
     num_sms : int or None
-        As for `moe_experts`.
+        As in `moe_experts`.
 
     Returns
     -------
     Tensor, [N, H]
-        In x's dtype; zeros past the last expert's rows.
+        The outputs in x's dtype; zeros after the last expert's rows.
 
     Raises
     ------
     TypeError, ValueError
-        As `moe_experts`, and for a `fp8moe.QuantTensor`.
+        As in `moe_experts`, and for a `fp8moe.QuantTensor`.
     NotImplementedError
         Inside transforms of torch.func.
 
@@ -207,17 +212,17 @@ def moe_experts_permuted(
     """
     if isinstance(x, QuantTensor):
         raise TypeError(
-            "x: got a QuantTensor, through which no gradient goes in torch; wanted a tensor; pass it to "
+            "x: got a QuantTensor, which has no gradient in torch; wanted a tensor; pass it to "
             "fp8moe.moe_forward_permuted"
         )
     checks.integer("align_size", align_size, 1)
-    of_products = bias13, bias2, fp8_weights, backend, num_sms
-    options = _Options(recipe, recompute, activation, *of_products, align_size=align_size)
+    product_options = bias13, bias2, fp8_weights, backend, num_sms
+    options = _Options(recipe, recompute, activation, *product_options, align_size=align_size)
     return _moe_experts("moe_experts_permuted", x, w13, w2, tokens_per_expert, probs, options)
 
 
 class _Options(NamedTuple):
-    """Options of `moe_experts`, and with an align_size other than 0 of `moe_experts_permuted`."""
+    """Options of `moe_experts`, or with a nonzero align_size of `moe_experts_permuted`."""
 
     recipe: Recipe
     recompute: str | None
@@ -234,20 +239,21 @@ class _Options(NamedTuple):
 def _moe_experts(
     name: str, x: Tensor, w13: Any, w2: Any, ids: Tensor, probs: Tensor, options: _Options
 ) -> Tensor:
-    """`moe_experts`, and `moe_experts_permuted`, whose counts are passed as ids."""
+    """`moe_experts` and `moe_experts_permuted`, which passes counts as ids."""
     refuse_transforms(name)
     checks.choice("recipe", options.recipe, RECIPES)
     checks.choice("backend", options.backend, BACKENDS)
     check_limit(options.num_sms)
     check_float("x", x)
     check_float("probs" if options.align_size else "topk_probs", probs)
-    place, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
-    if not torch.is_autocast_enabled(place):
+    device_type, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
+    if not torch.is_autocast_enabled(device_type):
         return _multiplied_in(dtype, x, w13, w2, ids, probs, options)
     if options.recipe == "bf16":
-        dtype = torch.get_autocast_dtype(place)
-    # under float16 torch would refuse to join bfloat16 weights with their biases, and add those in float16
-    with torch.autocast(place, enabled=False):
+        dtype = torch.get_autocast_dtype(device_type)
+    # float16 autocast would reject concatenating bfloat16 weights with their biases, and would add biases in
+    # float16
+    with torch.autocast(device_type, enabled=False):
         return _multiplied_in(dtype, x, w13, w2, ids, probs, options)
 
 
@@ -255,29 +261,29 @@ def _multiplied_in(
     dtype: torch.dtype, x: Tensor, w13: Any, w2: Any, ids: Tensor, probs: Tensor, options: _Options
 ) -> Tensor:
     recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms, comm, align_size = options
-    by_name, ffn = backend is not None or num_sms is not None, None
+    explicit, ffn = backend is not None or num_sms is not None, None
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
-    given: list[Any] = _checked(w13, w2, bias13, recipe, halves)
-    if by_name and not torch.compiler.is_compiling():
-        _check_backend(x, given, options, dtype)
-    as_given = recipe == "fp8_flow" and bias13 is None
-    if not as_given:
-        given = _whole(given, bias13, recipe, halves)
-    elif (width := _ffn_of(given[0], given[1], halves)) is not None and width % FP8_BLOCK[1]:
+    weights: list[Any] = _checked(w13, w2, bias13, recipe, halves)
+    if explicit and not torch.compiler.is_compiling():
+        _check_backend(x, weights, options, dtype)
+    unchanged = recipe == "fp8_flow" and bias13 is None
+    if not unchanged:
+        weights = _whole(weights, bias13, recipe, halves)
+    elif (width := _ffn_of(weights[0], weights[1], halves)) is not None and width % FP8_BLOCK[1]:
         ffn = width
     if bias2 is not None and comm is not None:
         bias2 = _of_all_ranks(bias2, comm)
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
-        given = [w.to(dtype).contiguous() for w in given]
+        weights = [w.to(dtype).contiguous() for w in weights]
     if fp8_weights is not None:
-        _check_fp8_weights(fp8_weights, given, halves)
-    multiplied: Any = fp8_weights or given
+        _check_fp8_weights(fp8_weights, weights, halves)
+    operands: Any = fp8_weights or weights
     if recipe != "bf16" and fp8_weights is None:
-        multiplied = _quantized(given, halves) if as_given else [_codes(w) for w in given]
-    weights = [None if isinstance(w, Quantized) else w for w in given]
+        operands = _quantized(weights, halves) if unchanged else [_codes(w) for w in weights]
+    masters = [None if isinstance(w, Quantized) else w for w in weights]
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
     if not align_size:
@@ -289,12 +295,12 @@ def _multiplied_in(
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
     layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
     layer |= {"align_size": align_size} if align_size else {"comm": comm}
-    if recipe == "bf16" and not by_name and _grouped_mm_takes(rows, given[0], given[1], comm):
+    if recipe == "bf16" and not explicit and _grouped_mm_takes(rows, weights[0], weights[1], comm):
         product = rows_by_grouped_mm if align_size else by_grouped_mm
-        y = product(rows, given[0], given[1], ids, probs, **layer)
+        y = product(rows, weights[0], weights[1], ids, probs, **layer)
     else:
         layer |= {"recipe": recipe, "backend": backend, "num_sms": num_sms, "ffn": ffn}
-        y = experts(rows, weights[0], weights[1], ids, probs, multiplied, **layer)
+        y = experts(rows, masters[0], masters[1], ids, probs, operands, **layer)
     if bias13 is not None:
         y = y[:, :hidden]
     if bias2 is not None:
@@ -305,12 +311,12 @@ def _multiplied_in(
 
 
 def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torch.dtype) -> None:
-    """Raise for a backend that the products do not take, before weights are quantised."""
+    """Raises, before weights are quantised, for a backend that does not support the products."""
     (w13, w2), activation, hidden = weights, options.activation, x.shape[-1]
     ffn = _ffn_of(w13, w2, halves_of(activation.kind))
     if ffn is None:
         ffn = w2.rowwise.shape[2]
-    if options.recipe != "fp8_flow" or options.bias13 is not None:  # as `_whole` makes them
+    if options.recipe != "fp8_flow" or options.bias13 is not None:  # as `_whole` pads them
         ffn = ffn if options.recipe == "bf16" else _whole_blocks(ffn)
     if options.bias13 is not None:
         hidden += sum(_columns(hidden, options.recipe))
@@ -330,7 +336,8 @@ def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torc
 
 
 def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
-    """Whether torch multiplies: bfloat16 in multiples of 16 bytes, and no ``main_grad`` to add to."""
+    """Whether torch computes the products: for bfloat16 rows of multiples of 16 bytes, without a
+    ``main_grad``."""
     if comm is not None and (torch.compiler.is_compiling() or chunks_of(comm) > 1):
         return False
     whole = all(w.shape[2] % 8 == 0 for w in (w13, w2))
@@ -338,13 +345,13 @@ def _grouped_mm_takes(x: Tensor, w13: Tensor, w2: Tensor, comm: Any) -> bool:
 
 
 def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Tensor:
-    """[rows], E for those past the last expert's."""
+    """[rows]: the expert of each row, E for rows after the last expert's."""
     ends = ((tokens_per_expert + (align_size - 1)) // align_size * align_size).cumsum(0)
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
 def _of_all_ranks(bias2: Tensor, comm: Any) -> Tensor:
-    """The biases of all experts; their gradient is the sum over ranks."""
+    """Biases of all ranks' experts; their gradient is the sum over ranks."""
     group = getattr(comm, "group", None)
     if group is None:
         raise NotImplementedError(
@@ -355,10 +362,10 @@ def _of_all_ranks(bias2: Tensor, comm: Any) -> Tensor:
 
 
 def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
-    """[T, E]: the sum of a token's probabilities for each expert."""
-    there = (ids >= 0) & (ids < experts)
+    """[T, E]: sum of a token's probabilities for each expert."""
+    valid = (ids >= 0) & (ids < experts)
     shares = probs.new_zeros(ids.shape[0], experts)
-    return shares.scatter_add(1, torch.where(there, ids, 0).long(), torch.where(there, probs, 0))
+    return shares.scatter_add(1, torch.where(valid, ids, 0).long(), torch.where(valid, probs, 0))
 
 
 def quantize_fp8_weights(
@@ -369,30 +376,30 @@ def quantize_fp8_weights(
     activation: Activation = SWIGLU,
     out: tuple[Quantized, Quantized] | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """The FP8 weights that `moe_experts` multiplies by, padded like there.
+    """Quantise weights for the ``fp8_weights`` argument of `moe_experts`, padded as it pads them.
 
     Parameters
     ----------
     w13 : Tensor, [E, 2F, H], or tuple of two, [E, F, H] each
-        As for `moe_experts`.
+        As in `moe_experts`.
     w2 : Tensor, [E, H, F]
-        As for `moe_experts`.
+        As in `moe_experts`.
     bias13 : Tensor or None, floating point, [E, 2F]
-        As for `moe_experts`.
+        As in `moe_experts`.
     activation : Activation
-        Says whether w13 has gates.
+        Activation of the layer; determines whether w13 has gates.
     out : tuple of two Quantized, or None
-        What an earlier call returned, to write to.
+        Result of an earlier call, to overwrite.
 
     Returns
     -------
     tuple of two Quantized
-        Of w13 and of w2: ``fp8_weights`` of `moe_experts`.
+        Codes of w13 and of w2.
 
     Raises
     ------
     TypeError, ValueError
-        As `moe_experts`.
+        As in `moe_experts`.
 
     Examples
     --------
@@ -403,26 +410,27 @@ def quantize_fp8_weights(
     ((4, 256, 256), (4, 256, 128))
     """
     halves = halves_of(activation.kind)
-    given = _checked(w13, w2, bias13, "fp8_flow", halves)
+    weights = _checked(w13, w2, bias13, "fp8_flow", halves)
     if bias13 is None:
-        return _quantized(given, halves, out)
-    whole = _whole(given, bias13, "fp8_flow", halves)
-    first, second = (_codes(w, old) for w, old in zip(whole, out or (None, None), strict=True))
+        return _quantized(weights, halves, out)
+    whole = _whole(weights, bias13, "fp8_flow", halves)
+    first, second = (_codes(w, target) for w, target in zip(whole, out or (None, None), strict=True))
     return first, second
 
 
 def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[Any], halves: int) -> None:
-    """Of the sizes that `_quantized` makes of these weights: of others only a backward would fail."""
+    """Raises if fp8_weights do not have the shapes that `_quantized` gives; otherwise only a backward would
+    fail."""
     for name, codes, w in zip(("w13", "w2"), fp8_weights, weights, strict=True):
         if isinstance(w, Quantized):
-            wanted = tuple(w.columnwise.shape)
+            expected = tuple(w.columnwise.shape)
         elif name == "w13":
             first, parts = (w[0], 1) if isinstance(w, tuple) else (w, halves)
             rows = halves * _whole_blocks(first.shape[1] // parts)
-            wanted = first.shape[0], rows, first.shape[2]
+            expected = first.shape[0], rows, first.shape[2]
         else:
-            wanted = *w.shape[:2], _whole_blocks(w.shape[2])
-        checks.shape(f"fp8_weights of {name}", codes.columnwise, wanted)
+            expected = *w.shape[:2], _whole_blocks(w.shape[2])
+        checks.shape(f"fp8_weights of {name}", codes.columnwise, expected)
 
 
 def _codes(w: Any, out: Quantized | None = None) -> Quantized:
@@ -432,7 +440,7 @@ def _codes(w: Any, out: Quantized | None = None) -> Quantized:
 def _quantized(
     weights: list[Any], halves: int, out: tuple[Quantized, Quantized] | None = None
 ) -> tuple[Quantized, Quantized]:
-    """FP8 codes of w13, or of w1 and w3, and of w2, filled up with zeros to a multiple of 128 for F."""
+    """FP8 codes of w13, or of the pair (w1, w3), and of w2, padded with zeros to a multiple of 128 of F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
     if isinstance(w13, tuple):
         w13 = torch_ops.quantize_weights(w13, out=out13, rows=_whole_blocks(w13[0].shape[1]))
@@ -449,26 +457,27 @@ def _whole_blocks(width: int) -> int:
 
 
 def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
-    """Zeros, ones and zeros after x's columns: the ones in a block of their own, whose scale they decide."""
+    """Numbers of zero, one and zero columns after x's. The ones are in a block of their own, whose scale they
+    determine."""
     if recipe == "bf16":
         return 0, 1, 15 - hidden % 16
     return -hidden % FP8_BLOCK[1], 4, FP8_BLOCK[1] - 4
 
 
 def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
-    """[E, N, parts] in float32, whose sum is the bias: each but the last rounded to the four significant bits
-    that e4m3 has. The gradient is that of the last."""
-    left = bias.float()
+    """[E, N, parts] in float32, with the bias as their sum: each part except the last is rounded to e4m3's
+    four significant bits. The gradient is that of the last part."""
+    remainder = bias.float()
     rounded = []
     for _ in range(parts - 1):
-        part = ((left.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
+        part = ((remainder.detach().view(torch.int32) + (1 << 19)) & -(1 << 20)).view(torch.float32)
         rounded.append(part)
-        left = left - part
-    return torch.stack((*rounded, left), dim=-1)
+        remainder = remainder - part
+    return torch.stack((*rounded, remainder), dim=-1)
 
 
 def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
-    """w13 (or w1 and w3) and w2, of dtypes and shapes that the recipe takes."""
+    """w13 (or w1 and w3) and w2, after checks of dtypes and shapes for the recipe."""
     parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
         check_float(name, w, 3)
@@ -478,7 +487,9 @@ def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int)
             checks.dtype(name, spec_of(w), checks.QUANTIZABLE)
     if isinstance(parts[0], Quantized):
         if bias13 is not None:
-            raise TypeError("bias13: got one with quantised w13; wanted tensors, or fp8_weights made with it")
+            raise TypeError(
+                "bias13: got one with quantised w13; wanted tensors, or fp8_weights that include it"
+            )
         return [parts[0], w2]
     if len(parts) not in (1, 2) or parts[0].shape != parts[-1].shape:
         raise ValueError(
@@ -488,18 +499,16 @@ def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int)
     if parts[0].dtype != parts[-1].dtype:
         raise TypeError(f"w13: got w1 of {parts[0].dtype}, w3 of {parts[1].dtype}; wanted one dtype")
     if len(parts) > halves:
-        raise ValueError("w13: got two; wanted one of [E, F, H] for an activation without a gate")
+        raise ValueError("w13: got two tensors; wanted one of [E, F, H] for an activation without a gate")
     width = parts[0].shape[1] * len(parts)
     if isinstance(w2, Tensor) and halves * w2.shape[2] != width:
-        wanted = width // halves
-        raise ValueError(
-            f"w2: got shape {list(w2.shape)}; wanted [E, H, {wanted}], for the {width} rows of w13"
-        )
+        ffn = width // halves
+        raise ValueError(f"w2: got shape {list(w2.shape)}; wanted [E, H, {ffn}], for the {width} rows of w13")
     return [tuple(parts) if len(parts) == 2 else parts[0], w2]
 
 
 def _ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
-    """F, by the shapes of the weights; None for records of FP8 codes."""
+    """F from the shapes of the weights; None for quantised weights."""
     if isinstance(w13, tuple):
         return int(w13[0].shape[1])
     if isinstance(w13, Tensor):
@@ -508,8 +517,8 @@ def _ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
 
 
 def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
-    """w13 [E, 2F, H] in one piece and w2 [E, H, F], F a multiple of 128 where FP8 wants it, with `_columns`
-    for a bias."""
+    """w13 [E, 2F, H] in one tensor and w2 [E, H, F], padded to a multiple of 128 of F for FP8, with the
+    columns of `_columns` for a bias."""
     w13, w2 = weights
     if isinstance(w13, Quantized):
         return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]

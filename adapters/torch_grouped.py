@@ -1,5 +1,5 @@
-"""The experts in bfloat16 between this library's permutation: by its own grouped matrix product on Hopper's
-tensor cores, where it is 2 to 5 % faster, and by torch's everywhere else."""
+"""The experts in bfloat16, between this library's permutation and unpermutation: with its own grouped matrix
+product on Hopper, where that is 2 to 5 % faster, and with torch's on other architectures."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def by_grouped_mm(
     activation: Activation,
     comm: Any = None,
 ) -> Tensor:
-    """`fp8moe.moe_forward` with recipe "bf16", and its gradient by torch's autograd.
+    """`fp8moe.moe_forward` with recipe "bf16", differentiated by torch's autograd.
 
     x [T, H], w13 [E, 2F, H] and w2 [E, H, F]: bfloat16, H and F multiples of 8. ids, probs: [T, k].
     """
     rows, experts = None, len(w13)
     if comm is not None:
-        arrived = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm)
-        if isinstance(arrived, DispatchedRows):
-            given = arrived.x, w13, w2, arrived.tokens_per_expert, arrived.probs
+        dispatched = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm)
+        if isinstance(dispatched, DispatchedRows):
+            operands = dispatched.x, w13, w2, dispatched.tokens_per_expert, dispatched.probs
             options: dict[str, Any] = {"recompute": recompute, "activation": activation}
-            y = rows_by_grouped_mm(*given, align_size=arrived.align_size, **options)
-            return torch_distributed.combine(y, arrived.route, comm)
-        x, ids, probs = arrived.x, arrived.topk_ids, arrived.topk_probs
-        rows = static_bound(arrived.num_entries, experts, 16)
-    # torch's grouped product wants what it reads in multiples of 16 bytes
+            y = rows_by_grouped_mm(*operands, align_size=dispatched.align_size, **options)
+            return torch_distributed.combine(y, dispatched.route, comm)
+        x, ids, probs = dispatched.x, dispatched.topk_ids, dispatched.topk_probs
+        rows = static_bound(dispatched.num_entries, experts, 16)
+    # torch's grouped product requires rows and offsets in multiples of 16 bytes
     plan = torch_ops.plan_topk(ids, experts, align_size=16, num_out_tokens=rows)
     moved = torch_ops.permute(x, plan, probs.float())
     products = _products if recompute is None else _Recomputed.apply
     offsets = plan.expert_offsets
     if comm is not None and capacity_of(comm) is not None:
-        comm.record_overflow(arrived.route.plan.overflow, plan.overflow)
-        # torch's product does not stop at the last row
+        comm.record_overflow(dispatched.route.plan.overflow, plan.overflow)
+        # torch's product would compute past the last row
         offsets = offsets.clamp(max=plan.num_out_tokens)
     y = products(moved.data, moved.probs, w13, w2, offsets, activation)
     y = torch_ops.unpermute(y, plan)
-    return y if comm is None else torch_distributed.combine(y, arrived.route, comm)
+    return y if comm is None else torch_distributed.combine(y, dispatched.route, comm)
 
 
 def rows_by_grouped_mm(
@@ -67,9 +67,9 @@ def rows_by_grouped_mm(
     activation: Activation,
     align_size: int,
 ) -> Tensor:
-    """`fp8moe.moe_forward_permuted` with recipe "bf16" in the same way: x [N, H], probs [N]."""
+    """`fp8moe.moe_forward_permuted` with recipe "bf16", in the same way: x [N, H], probs [N]."""
     counts = tokens_per_expert
-    if align_size > 1:  # padding rows are rows
+    if align_size > 1:  # padding rows are counted as rows
         counts = (counts + (align_size - 1)) // align_size * align_size
     order = torch.arange(len(counts), device=counts.device)
     moved = torch_ops.sort_chunks(x, counts, order, probs.float(), align_size=16)
@@ -79,7 +79,7 @@ def rows_by_grouped_mm(
 
 
 def _product(x: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False) -> Tensor:
-    """x @ w[e].T, or x @ w[e], of each expert's rows."""
+    """x @ w[e].T, or x @ w[e], for each expert's rows."""
     if _on_hopper(x):
         return torch_ops.grouped_gemm(x, w, offsets, transpose_w=transpose_w)
     return nn.functional.grouped_mm(x, w if transpose_w else w.transpose(1, 2), offs=offsets[1:])
@@ -90,7 +90,7 @@ def _on_hopper(x: Tensor) -> bool:
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """dy.T @ x of each expert's rows, in bfloat16."""
+    """dy.T @ x for each expert's rows, in bfloat16."""
     if _on_hopper(x):
         return torch.ops.fp8moe.grouped_gemm_wgrad(dy, x, offsets, "bfloat16", None, None)  # type: ignore[no-any-return]
     return nn.functional.grouped_mm(dy.t(), x, offs=offsets[1:])
@@ -99,15 +99,15 @@ def _weight_gradient(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def _products(
     x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, offsets: Tensor, activation: Activation
 ) -> Tensor:
-    """The experts on permuted rows."""
+    """The experts for permuted rows."""
     h = _product(x, w13, offsets)
     a = torch_ops.swiglu(h, probs, activation=activation)
     return _product(a, w2, offsets)
 
 
 class _Recomputed(torch.autograd.Function):
-    """`_products`, whose backward makes h and a again. torch.utils.checkpoint would not notice weights that
-    have changed since."""
+    """`_products` with recomputation of h and a in the backward. torch.utils.checkpoint would not detect
+    weights that have changed since the forward."""
 
     @staticmethod
     def forward(ctx, x, probs, w13, w2, offsets, activation):  # type: ignore[no-untyped-def]
@@ -119,28 +119,33 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, probs, w13, w2, offsets = ctx.saved_tensors
-        if compiling := torch.compiler.is_compiling():  # Dynamo traces this, and it always runs whole
-            asked, half = ctx.needs_input_grad, None
+        # Dynamo traces this; a compiled backward is never split
+        if compiling := torch.compiler.is_compiling():
+            requested, half = ctx.needs_input_grad, None
         else:
-            asked, half, ctx.half = asked_for(ctx), ctx.half, None
-        of_x, of_probs, of_w13, of_w2, *_ = asked
+            requested, half, ctx.half = asked_for(ctx), ctx.half, None
+        needs_dx, needs_dprobs, needs_dw13, needs_dw2, *_ = requested
         dx, dprobs, dw13, dw2 = None, None, None, None
-        if half is not None and not (of_x or of_probs) and half.is_of(dy):
+        if half is not None and not (needs_dx or needs_dprobs) and half.is_of(dy):
             a, dh = half.operands
         else:
-            later = any(ctx.needs_input_grad[2:4]) and not (of_w13 or of_w2 or compiling) and keeps_graph()
+            later = (
+                any(ctx.needs_input_grad[2:4])
+                and not (needs_dw13 or needs_dw2 or compiling)
+                and keeps_graph()
+            )
             h, a = _product(x, w13, offsets), None
-            if of_w2 or later:
+            if needs_dw2 or later:
                 a = torch_ops.swiglu(h, probs, activation=ctx.activation)
             da = _product(dy.contiguous(), w2, offsets, transpose_w=True)
-            dh, of_rows = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
-            dprobs = of_rows.to(probs.dtype) if of_probs else None
-            if of_x:
+            dh, row_dprobs = torch_ops.swiglu_backward(da, h, probs, ctx.activation)
+            dprobs = row_dprobs.to(probs.dtype) if needs_dprobs else None
+            if needs_dx:
                 dx = _product(dh, w13, offsets, transpose_w=True)
             if later:
                 ctx.half = Half(dy, (a, dh))
-        if of_w13:
+        if needs_dw13:
             dw13 = _weight_gradient(dh, x, offsets)
-        if of_w2:
+        if needs_dw2:
             dw2 = _weight_gradient(dy.contiguous(), a, offsets)
         return dx, dprobs, dw13, dw2, None, None

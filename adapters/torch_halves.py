@@ -1,7 +1,8 @@
-"""Which gradients a running backward goes on with, and what one half of a backward leaves to the other.
+"""Which gradients a running backward has to compute, and the results that one half of a backward passes to
+the other.
 
-`torch.autograd.grad` of some inputs, as zero-bubble pipeline schedules ask for twice, runs a node's whole
-backward each time; ``ctx.needs_input_grad`` says the same in both.
+Zero-bubble pipeline schedules call `torch.autograd.grad` twice, for some of the inputs each time. Autograd
+then runs a node's whole backward twice, and ``ctx.needs_input_grad`` is the same in both calls.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ from fp8moe.record_trees import arrays_in
 
 
 def asked_for(ctx: Any) -> list[bool]:
-    """Of a node's tensors, in the order in which its function took them: whether their gradients are used."""
+    """Whether the gradients of a node's input tensors are used, in the order of its function's arguments."""
     return [node is not None and _runs(node) for node, _ in ctx.next_functions]
 
 
 def _runs(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf that torch.autograd.grad was given it does not tell
+    except RuntimeError:  # raised for leaf tensors that were passed to torch.autograd.grad
         return True
 
 
 def is_asked_for(parameter: Tensor) -> bool:
-    """Whether the backward that runs now goes on to a leaf."""
+    """Whether the running backward computes the gradient of a leaf tensor."""
     return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def keeps_graph() -> bool:
-    """Whether autograd's engine runs a backward, and may run it again; outside of one it says it keeps."""
+    """Whether the running backward retains its graph, so that it may run again. False outside a backward,
+    where torch's own query returns true."""
     return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class Half:
-    """What the inputs' gradients left for those of the weights, of the same dy."""
+    """Operands that the computation of the inputs' gradients saved for the weight gradients, for the same
+    dy."""
 
     def __init__(self, dy: Tensor, operands: Any):
         """operands: a record or tuple of tensors."""
@@ -48,5 +51,5 @@ class Half:
         return [t._version for t in (self.dy, *arrays_in(self.operands))]
 
     def is_of(self, dy: Tensor) -> bool:
-        """Whether dy is that one, and nothing has been changed in place since."""
+        """Whether dy is the same tensor and neither it nor the operands have been modified in place."""
         return dy.is_set_to(self.dy) and self._versions == self._seen()

@@ -1,10 +1,10 @@
-"""Functions of fp8moe as operators of torch's library, each by one declaration.
+"""Functions of fp8moe as operators of torch.library, each from one declaration.
 
-A declared function takes tensors, records and plain values and calls the library, or is one of the library's
-own. Its signature gives the operator's schema, in which a record is the arguments of `RECORDS`; a dry run of
-it on shapes gives its fake implementation. Operators have no gradient of their own, and refuse tensors that
-require one: `torch.autograd.Function` calls them (`fp8moe.adapters.torch_operation`), in eager mode the
-function itself, without torch's dispatcher.
+A declared function is one of the library's own, or takes tensors, records and plain values and calls the
+library. The operator's schema follows from its signature, where a record becomes the arguments listed in
+`RECORDS`; a dry run on shapes is its fake implementation. Operators are not differentiable themselves: a
+`torch.autograd.Function` calls them (`fp8moe.adapters.torch_operation`). In eager mode the function is called
+directly, without torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SYMBOLIC_TYPES.add(torch.SymInt)
 
 NAMESPACE = "fp8moe"
 library = torch.library.Library(NAMESPACE, "DEF")
-#: the operators that have been declared, by name
+#: the declared operators, by name
 OPERATORS: dict[str, Operator] = {}
 
-#: types of the core's signatures as those of tensors
+#: types of tensor arguments for types of the core's signatures
 _OF_TENSORS: dict[Any, Any] = {Any: Tensor, Any | None: Tensor | None, NumOutTokens: int | None}
 
-#: types of arguments in a schema
+#: schema types of arguments
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -53,13 +53,13 @@ _TYPES: dict[Any, str] = {
 
 
 def plan_arguments(plan: PermutationPlan) -> list[Any]:
-    """A plan as operators take it: its array and its sizes."""
+    """A plan as arguments of an operator: its array and its sizes."""
     sizes = [plan.num_tokens, plan.num_experts, plan.max_experts_per_token, int(plan.has_slots)]
     return [plan.data, [*sizes, plan.num_out_tokens, plan.align_size]]
 
 
 def plan_of(data: Any, sizes: Any) -> PermutationPlan:
-    """A plan from what `plan_arguments` made of one, whose fields were checked then."""
+    """The plan for the arguments from `plan_arguments`; its fields are not checked again."""
     plan: PermutationPlan = object.__new__(PermutationPlan)
     tokens, experts, width, has_slots, rows, align = sizes
     plan.__dict__.update(
@@ -92,7 +92,7 @@ def _of_router(config: RouterConfig) -> list[Any]:
 
 
 def _activation(kind: str, clamp: float | None, alpha: float, linear_offset: float) -> Activation:
-    """Of numbers that a compiler may have made symbols."""
+    """An activation from numbers that may be symbolic in a compiler."""
     clamp = None if clamp is None else float(clamp)
     return _known_activation(kind, clamp, float(alpha), float(linear_offset))
 
@@ -110,7 +110,8 @@ def _block(sizes: list[int]) -> Block:
     return tuple(sizes) or None  # type: ignore[return-value]
 
 
-#: record -> its arguments in a schema ({} is the record's name), to them and from them
+#: record type -> (its schema arguments, {} being the argument's name; function to flatten it; function to
+#: build it)
 RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] = {
     PermutationPlan: ("Tensor {}, SymInt[] {}_sizes", plan_arguments, plan_of),
     QuantTensor: (
@@ -137,11 +138,11 @@ Fields = TypeVar("Fields", bound=type[tuple[Any, ...]])
 
 
 def as_arguments(kind: Fields) -> Fields:
-    """Declare a NamedTuple of tensors, records and plain values to be arguments, one after the other."""
+    """Declares a NamedTuple of tensors, records and plain values as a sequence of operator arguments."""
     types = get_type_hints(kind)
     names, parts, counts = [], [], []
-    for name, of in types.items():
-        form, flatten, build = RECORDS.get(of) or (f"{_TYPES[of]} {{}}", None, None)
+    for name, field_type in types.items():
+        form, flatten, build = RECORDS.get(field_type) or (f"{_TYPES[field_type]} {{}}", None, None)
         names.append(form.replace("{}", f"{{}}_{name}"))
         parts.append((flatten, build))
         counts.append(form.count(",") + 1)
@@ -155,8 +156,8 @@ def as_arguments(kind: Fields) -> Fields:
     def built(*values: Any) -> Any:
         fields, first = [], 0
         for (_, build), count in zip(parts, counts, strict=True):
-            given = values[first : first + count]
-            fields.append(given[0] if build is None else build(*given))
+            arguments = values[first : first + count]
+            fields.append(arguments[0] if build is None else build(*arguments))
             first += count
         return kind(*fields)
 
@@ -165,14 +166,14 @@ def as_arguments(kind: Fields) -> Fields:
 
 
 class Operator:
-    """``fp8moe::name``. Called with what its function takes, in the order of ``names``, it returns a tensor,
-    a tuple of tensors or, where the declaration says list, those of its results that are not None.
+    """``fp8moe::name``. It is called with its function's arguments, in the order of ``names``, and returns a
+    tensor, a tuple of tensors, or for a list the results that are not None.
 
-    function: of tensors, records and plain values. types: of its arguments, by name, in order. returned:
-    ``Tensor``, ``list`` or a tuple of tensors. results: picks the tensors of what the function returns.
-    keywords: how many of the arguments, the last ones, it takes by name. writes: the arguments whose memory,
-    of records all their tensors', it changes. fake: of the same arguments, where a dry run of the function
-    does not do.
+    function: takes tensors, records and plain values. types: types of its arguments, by name, in order.
+    returned: ``Tensor``, ``list`` or a tuple of tensors. results: extracts the tensors from the function's
+    result. keywords: number of arguments, the last ones, that the function takes by keyword. writes: names of
+    the arguments whose memory it modifies; for records, that of all their tensors. fake: replaces the dry run
+    of the function, with the same arguments.
     """
 
     def __init__(
@@ -198,11 +199,11 @@ class Operator:
                 self._records.append((n, flatten, position, position + form.count(",") + 1, build))
             else:
                 form = f"{_TYPES[kind]} {{}}"
-            given = form.replace("{}", parameter).split(", ")
+            schema = form.replace("{}", parameter).split(", ")
             if parameter in writes:
-                given = [a.replace("Tensor", f"Tensor(a{position + i}!)", 1) for i, a in enumerate(given)]
-            arguments += given
-            position += len(given)
+                schema = [a.replace("Tensor", f"Tensor(a{position + i}!)", 1) for i, a in enumerate(schema)]
+            arguments += schema
+            position += len(schema)
         self._written = [n for n, a in enumerate(arguments) if "!" in a]
         many = f"({', '.join(['Tensor'] * len(get_args(returned)))})"
         result = {Tensor: "Tensor", list: "Tensor[]", tuple: many}[self._form]
@@ -220,27 +221,27 @@ class Operator:
         return self.op(*self.flatten(arguments))
 
     def run(self, *arguments: Any) -> Any:
-        """The same where no compiler traces this call, as in gradients."""
+        """`__call__` without the check for compilation, as in gradients."""
         first = arguments[0]
         if type(first) is QuantTensor:
             first = first.data
         elif type(first) is list:
             first = first[0]
-        if type(first) not in PLAIN:  # fake, or one that stands for others; the rest is of its kind
+        if type(first) not in PLAIN:  # fake or subclass; the other arguments are of the same type
             return self.op(*self.flatten(arguments))
         n = self._positional
         result = self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
         return self._tensors_of(result)
 
     def flatten(self, arguments: Iterable[Any]) -> list[Any]:
-        """As the schema has them."""
+        """Arguments as in the schema."""
         flat = list(arguments)
         for n, flatten, *_ in reversed(self._records):
             flat[n : n + 1] = flatten(flat[n])
         return flat
 
     def unflatten(self, flat: Iterable[Any]) -> list[Any]:
-        """The reverse of `flatten`."""
+        """The inverse of `flatten`."""
         arguments = list(flat)
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]
@@ -250,7 +251,7 @@ class Operator:
         for n in self._written:
             if flat[n] is not None:
                 torch.autograd.graph.increment_version(flat[n])
-        arguments = list(flat)  # as `unflatten` does, which would be one call more between user and kernel
+        arguments = list(flat)  # as in `unflatten`, inlined to save a call
         for _, _, first, last, build in reversed(self._records):
             arguments[first:last] = [build(*arguments[first:last])]
         n = self._positional
@@ -266,8 +267,8 @@ class Operator:
         tensors = [t for a in flat for t in (a if isinstance(a, list) else (a,)) if isinstance(t, Tensor)]
 
         def run(arrays: list[Any]) -> Any:
-            following = iter(arrays)
-            arguments, n = self.unflatten(_with(a, following) for a in flat), self._positional
+            remaining = iter(arrays)
+            arguments, n = self.unflatten(_with(a, remaining) for a in flat), self._positional
             result = self._tensors_of(
                 self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
             )
@@ -281,20 +282,20 @@ class Operator:
 
 
 def _with(value: Any, arrays: Iterator[Any]) -> Any:
-    """An argument with the next arrays in place of its tensors."""
+    """An argument with its tensors replaced by the next arrays."""
     if isinstance(value, list):
         return [_with(v, arrays) for v in value]
     return next(arrays) if isinstance(value, Tensor) else value
 
 
-#: types of tensors that are what they seem
+#: tensor types without overridden behaviour
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def operator(
     name: str, writes: Collection[str] = (), fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """Declare a function, whose arguments are all given by position, as ``fp8moe::name``."""
+    """Declares a function with positional arguments as ``fp8moe::name``."""
 
     def declare(function: Callable[..., Any]) -> Operator:
         types = get_type_hints(function)
@@ -313,11 +314,11 @@ def operator_of(
     without: Collection[str] = (),
     types: dict[str, Any] | None = None,
 ) -> Operator:
-    """Declare a public function of the core, by default under its own name. without: arguments that the
-    operator does not have. types: of arguments that are not a tensor where the core says ArrayLike."""
+    """Declares a public function of the core, by default under its own name. without: arguments that the
+    operator omits. types: types of arguments that are not a tensor although the core says ArrayLike."""
     hints = get_type_hints(function)
     parameters = inspect.signature(function).parameters
-    kept = [n for n in parameters if n not in without]
+    arguments = [n for n in parameters if n not in without]
     by_position = 0
     for n, parameter in parameters.items():
         if n in without or parameter.kind is parameter.KEYWORD_ONLY:
@@ -326,10 +327,10 @@ def operator_of(
     return Operator(
         name or function.__name__,
         function,
-        {n: _OF_TENSORS.get(hints[n], hints[n]) for n in kept} | (types or {}),
+        {n: _OF_TENSORS.get(hints[n], hints[n]) for n in arguments} | (types or {}),
         returned,
         results=results,
-        keywords=len(kept) - by_position,
+        keywords=len(arguments) - by_position,
     )
 
 
@@ -338,20 +339,20 @@ def spec_of(x: Tensor) -> ArraySpec:
 
 
 def like(spec: ArraySpec, device: torch.device) -> Tensor:
-    """An empty tensor of a spec: what a fake returns."""
+    """An empty tensor of a spec, for fake implementations."""
     return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device=device)
 
 
 # ---------------------------------------------------------------- gradients
 
 _TWICE = (
-    "the gradient of a function of fp8moe.adapters.torch_ops is differentiated, which is not twice "
-    "differentiable; leave out create_graph=True, or detach() its results"
+    "create_graph: got the gradient of a gradient; functions of fp8moe.adapters.torch_ops are not twice "
+    "differentiable; leave out create_graph=True, or detach() the results"
 )
 
 
 class _Once(torch.autograd.Function):
-    """A backward as a function of the incoming gradients and of what was saved, which has no gradient."""
+    """A backward as a non-differentiable function of the incoming gradients and the saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, backward: Any, saved: Any, count: int, *tensors: Any) -> Any:
@@ -363,11 +364,12 @@ class _Once(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = True) -> Callable[..., Any]:
-    """`torch.autograd.function.once_differentiable`, which lets results pass for constants where the incoming
-    gradient is one, and where `torch.autograd.grad` is asked for a gradient of something before them.
+    """Like `torch.autograd.function.once_differentiable`, but all second derivatives raise. torch's silently
+    treats the results as constants if the incoming gradient is a constant, or if `torch.autograd.grad` is
+    called for the gradient of an earlier tensor.
 
-    saves_inputs: whether the inputs that the gradient depends on are among the saved tensors, or their codes,
-    which have no gradient.
+    saves_inputs: whether the saved tensors include the inputs that the gradient depends on, or only their
+    codes, which are not differentiable.
     """
 
     def run(ctx: Any, *grads: Any) -> Any:
@@ -380,8 +382,8 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
 
 
 def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply``, which Dynamo takes into its graph as it is and AOTAutograd traces: Dynamo itself
-    loses symbolic sizes that a forward keeps for its backward (torch 2.13)."""
+    """``function.apply`` as a single call in Dynamo's graph, which AOTAutograd traces. Dynamo itself loses
+    symbolic sizes that a forward saves for backward (torch 2.13)."""
 
     @torch.compiler.allow_in_graph
     def apply(*arguments: Any) -> Any:

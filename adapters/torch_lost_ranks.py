@@ -1,4 +1,4 @@
-"""Waiting for the other ranks of a process group, and telling which of them are gone."""
+"""Waiting for the other ranks of a process group with detection of lost ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
-GRACE = 5.0  # seconds that the other ranks are given to report that they are alive
-# Fractions of the group's timeout, at whose end NCCL's watchdog aborts the process: from the first on a
-# waiting rank reports that it is alive, and the time until the second is for the others to report, too.
+GRACE = 5.0  # seconds in which the other ranks must report that they are alive
+# Fractions of the group's timeout, after which NCCL's watchdog aborts the process. After the first a waiting
+# rank reports that it is alive; the time until the second is for the other ranks to report.
 REPORT_AT, GIVE_UP_AT = 0.5, 0.9
-# Lets threads run that want Python's lock, or this processor; time.sleep(0) took 55 us on the H200's host.
+# Yields to threads that wait for the GIL or this processor; time.sleep(0) took 55 us on the H200's host.
 _let_others_run: Any = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
 
 
 class RankLost(RuntimeError):
-    """A rank left while the others waited for it.
+    """A rank exited while other ranks waited for it.
 
     Attributes
     ----------
     ranks : list of int
-        Ranks of the group that left, as far as they could be told.
+        Ranks of the group that exited, as far as they could be identified.
     """
 
     def __init__(self, ranks: list[int], message: str):
@@ -37,10 +37,11 @@ class RankLost(RuntimeError):
 
 
 class LostRankWatch:
-    """Runs a group's collectives; where one fails or never ends, raises a `RankLost` with the missing ranks.
+    """Runs a group's collectives and raises `RankLost` with the missing ranks if one fails or does not
+    finish.
 
-    Every rank counts its collectives. A rank in trouble writes to the default store that it is alive at its
-    current one; a rank that does not write the same is missing.
+    Every rank counts its collectives. A rank that detects a failure writes to the default store that it is
+    alive at its current collective; ranks that do not write the same are missing.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ class LostRankWatch:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._collectives = 0
-        self._reported = ""  # the collective at which this rank last reported that it is alive
+        self._reported = ""  # the last collective at which this rank reported that it is alive
 
     def start(self, collective: Callable[[], Result]) -> Result:
         """Count a collective and start it.
@@ -59,13 +60,13 @@ class LostRankWatch:
         Raises
         ------
         RankLost
-            Where it fails as it does when a rank is gone.
+            If it fails in the way it does when a rank is gone.
         """
         self._collectives += 1
         return self.guard(collective)
 
     def guard(self, action: Callable[[], Result]) -> Result:
-        """A part of the collective that was started last, as `start` runs it."""
+        """Runs a part of the most recent collective, with the errors of `start`."""
         try:
             return action()
         except RuntimeError as error:
@@ -74,8 +75,8 @@ class LostRankWatch:
             raise self._lost(str(error), GRACE) from error
 
     def wait_for(self, device: torch.device) -> None:
-        """Wait until the device has done all work of its current stream, which it never does where a rank is
-        gone.
+        """Wait until the device has finished the work of its current stream, which does not happen if a rank
+        is gone.
 
         Raises
         ------
@@ -93,7 +94,8 @@ class LostRankWatch:
             _let_others_run()
 
     def _report(self) -> str:
-        """Write to the default store that this rank is alive; returns under which name all ranks do."""
+        """Writes to the default store that this rank is alive; returns the common prefix of all ranks'
+        keys."""
         name = f"fp8moe/{dist.get_process_group_ranks(self.group)}/{self._collectives}"
         if name != self._reported:
             dist.distributed_c10d._get_default_store().set(f"{name}/{self.rank}", "alive")
@@ -101,7 +103,7 @@ class LostRankWatch:
         return name
 
     def _lost(self, reason: str, grace: float) -> RankLost:
-        """The error that names who does not report to be alive within ``grace`` seconds."""
+        """The error that names the ranks that do not report within ``grace`` seconds."""
         missing = [r for r in range(self.world_size) if r != self.rank]
         try:
             name, end = self._report(), time.monotonic() + grace
@@ -112,12 +114,12 @@ class LostRankWatch:
                     break
                 time.sleep(0.05)
         except RuntimeError:
-            missing = [0]  # whose process keeps the store, as torchrun's and init_method's do
+            missing = [0]  # rank 0 hosts the store, with torchrun and init_method
         lost = ", ".join(map(str, missing)) or "none, but the exchange failed"
         return RankLost(missing, f"expert parallelism: lost rank {lost}, seen by rank {self.rank} ({reason})")
 
 
 def _timeout(group: Any, device: torch.device) -> float:
-    """Seconds; not every backend has one."""
+    """Timeout in seconds; infinite for backends without one."""
     options = getattr(group._get_backend(device), "options", None)
     return math.inf if options is None else options._timeout.total_seconds()

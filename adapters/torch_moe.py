@@ -1,4 +1,4 @@
-"""The expert layer as a torch module: router, experts, and when the weights are quantised."""
+"""The expert layer as a torch module: router, experts, and quantisation of the weights."""
 
 from __future__ import annotations
 
@@ -32,73 +32,77 @@ __all__ = ["FP8FlowMoE", "weights_unchanged"]
 
 
 class FP8FlowMoE(nn.Module):
-    """Top-k routed experts as a module: router, experts, and when the weights are quantised.
+    """Top-k routed experts as a module, with router and quantised weights.
 
     y[t] = sum of prob * w2[e] @ (silu(gate) * up) over t's experts e, with [gate, up] = w13[e] @ x[t].
 
     Parameters
     ----------
     hidden : int
-        H: any for "fp8_flow" and "bf16". Multiples of 128 are fastest.
+        H, any size for "fp8_flow" and "bf16". Multiples of 128 are fastest.
     ffn : int
-        F: any for "fp8_flow" and "bf16", a multiple of 128 for "fp8_blockwise". Where it is no multiple of
-        128, FP8 copies are filled up with zeros to the next one.
+        F, any size for "fp8_flow" and "bf16", a multiple of 128 for "fp8_blockwise". Otherwise the FP8 copies
+        of the weights are padded with zeros to the next multiple of 128.
     num_experts : int
-        E, of all ranks.
+        E, over all ranks.
     topk : int
-        Experts of a token.
+        Number of experts per token.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        "fp8_flow": two casts (arXiv 2511.02302). "fp8_blockwise": the baseline that requantises. "bf16": by
-        this library's products on Hopper, by torch's grouped matrix product elsewhere.
+        "fp8_flow": two casts (arXiv 2511.02302). "fp8_blockwise": a baseline that requantises. "bf16": this
+        library's products on Hopper, torch's grouped matrix product on other architectures.
     recompute : None or "moe_expert"
-        "moe_expert" keeps only the input of the first product for the backward.
+        "moe_expert" saves only the input of the first product for the backward.
     normalize_probs : bool
-        Whether the chosen experts' probabilities are made to sum to one again.
+        Whether the selected experts' probabilities are renormalised to sum to one.
     activation : Activation
-        Between the two products; w13 is [E, F, H] for one without a gate.
+        Activation between the two products; w13 is [E, F, H] for one without a gate.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        By which kernels all products are made, of the backward, too, as `fp8moe.grouped_gemm` describes them
-        ("cublas" synchronises); None: the fastest. For "bf16" None also takes torch's grouped product, where
-        that is faster, and a name means this library's kernels. One that does not make these products on x's
-        device is refused by the forward before any work.
+        Kernels of all products, the backward's included, as described in `fp8moe.grouped_gemm` ("cublas"
+        synchronises); None: the fastest. With "bf16", None may also select torch's grouped product where that
+        is faster, and a name selects this library's kernels. If the backend does not support these products
+        on x's device, the forward raises before any work.
     num_sms : int or None
-        How many of the GPU's multiprocessors the products may use at most, of the backward, too, as
-        `fp8moe.moe_forward` takes it: for what runs beside the layer on another stream. Refused by the
-        forward where a product cannot keep to it; for "bf16" a number means this library's kernels.
+        Maximum number of SMs that each product may use, the backward's included, as in `fp8moe.moe_forward`,
+        to leave the others to work on another stream. If a product cannot respect it, the forward raises.
+        With "bf16" a number selects this library's kernels.
     process_group : ProcessGroup, DeviceMesh, Transport or None
-        The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or what moves rows
-        between them, a `fp8moe.expert_parallel.Transport`, as `fp8moe.adapters.torch_symmetric_memory` has
-        one. Of num_experts each rank holds an equal share: w13 and w2 are DTensors sharded along the experts,
-        so that torch.distributed.checkpoint saves all of them, loads into another number of ranks, and
-        ``fully_shard`` over another dimension of the mesh composes (see `fp8moe.adapters.torch_sharding`,
-        which has optimizer groups and gradient clipping for models with plain tensors, too). A state dict
-        with plain tensors, of all experts or of this rank's, loads. Rows travel in FP8 for "fp8_flow". The
-        counts of rows are looked at once a forward, so that no CUDA graph can hold it, but for a
-        `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is every rank's own:
-        average its gradient as any other parameter's, and not those of w13 and w2.
+        The ranks of expert parallelism: a process group, a one-dimensional DeviceMesh, or a
+        `fp8moe.expert_parallel.Transport` such as `fp8moe.adapters.torch_symmetric_memory` provides. Each
+        rank has an equal share of the num_experts experts. w13 and w2 are DTensors sharded along the experts,
+        so torch.distributed.checkpoint saves all experts and can load them on another number of ranks, and
+        ``fully_shard`` over another dimension of the mesh can be combined with it (see
+        `fp8moe.adapters.torch_sharding`, which also has optimizer groups and gradient clipping for models
+        that contain plain tensors too). State dicts with plain tensors, of all experts or of this rank's, can
+        be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row counts once per forward, so
+        the forward cannot be captured in a CUDA graph, unless it is given a
+        `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is replicated on
+        every rank: average its gradient like that of any other parameter, but not the gradients of w13 and
+        w2.
     overlap_chunks : int
-        Chunks of the tokens, with a process_group: rows of one travel beside the products of another, forward
-        and backward. y and x's gradient have the same bits; the weights' gradients are sums over chunks in
-        float32, and FP8 transposes have tiles of each chunk's own rows. Not in compiled code.
+        Number of chunks into which the tokens are divided, with a process_group: the exchange of one chunk
+        overlaps the products of another, in forward and backward. y and x's gradient are bitwise equal to
+        those without chunks; the weight gradients are sums over chunks in float32, and each chunk has FP8
+        transpose tiles of its own. Not supported in compiled code.
     router : bool or RouterConfig
-        A `fp8moe.RouterConfig` with this topk for other scores, groups or weights than a softmax over all
-        experts and its k largest. False leaves the router out, with its parameters: forwards are then given
-        topk_ids and topk_probs. Losses, and a bias for balancing, are a
-        `fp8moe.adapters.torch_router.Router`'s of the model's own, beside such a layer.
+        Configuration of the router; True: a softmax over all experts and its k largest values. A
+        `fp8moe.RouterConfig` with this topk selects other scores, groups or weights. False creates no router
+        and no router parameters: the forward then requires topk_ids and topk_probs. For auxiliary losses or a
+        balancing bias, use a `fp8moe.adapters.torch_router.Router` in the model with router=False here.
     device : device or None
-        Of the parameters.
+        Device of the parameters.
     dtype : dtype
-        Of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's. The state dict holds these
-        and nothing else.
+        Dtype of the master weights w13 [E, 2F, H] and w2 [E, H, F] and of the router's weight. The state dict
+        contains only these.
 
     Notes
     -----
-    FP8 copies of the weights (both orientations, 2 bytes a weight). Every forward makes them from the weights
-    as they are then, whoever wrote those and by whatever means: no version counter is trusted. The backward
-    multiplies by these very codes, also where the weights have changed since: the transposed half (1 byte a
-    weight; with recompute also w13's other half) is kept for it; the rest, and without gradients all, ends
-    with the forward. A CUDA graph contains the making of the copies, so a replay sees the weights as they
-    are. Where weights stay the same for several forwards, say so, and one set of copies serves them all::
+    The FP8 copies of the weights (both orientations, 2 bytes per weight) are made in every forward from the
+    current weights, however those were written; version counters are not relied on. The backward uses the
+    codes of its forward, even if the weights have changed since: the transposed half (1 byte per weight; with
+    recompute also w13's other half) is saved for backward, and the rest is released after the forward, as are
+    all copies of a forward without gradients. A CUDA graph captures the quantisation, so a replay uses the
+    current weights. If the weights do not change between several forwards, one set of copies can serve them
+    all::
 
         for batch in batches:                                    # gradient accumulation
             with weights_unchanged(model):                       # all FP8FlowMoE layers of a model
@@ -106,22 +110,23 @@ class FP8FlowMoE(nn.Module):
                     loss(model(micro_batch)).backward()
             optimizer.step(), optimizer.zero_grad()
 
-    `weights_unchanged` of one layer does the same for that layer, and ``layer(x, is_first_microbatch=...)``
-    (Transformer Engine's convention) where a loop has no place for a context. Copies are then held from
-    entering to leaving: 2 bytes a weight for all layers at once, of unsharded weights under `fully_shard`.
-    Inside, a changed weight is refused where that can be seen; what writes through other memory must not run
-    inside. `quantize_weights` makes copies for forwards without gradients, and anew for a CUDA graph that
-    reads kept ones.
+    `weights_unchanged` accepts a single layer too, and ``layer(x, is_first_microbatch=...)`` (Transformer
+    Engine's convention) is an alternative for loops that cannot use a context manager. The copies then exist
+    for the whole duration of the context: 2 bytes per weight for all layers at once, of the unsharded weights
+    under `fully_shard`. Inside the context, a forward raises if it detects that a weight has changed; writes
+    through other memory cannot be detected and must not occur. `quantize_weights` makes copies for forwards
+    without gradients, and updates the copies that a CUDA graph reads.
 
-    A parameter with a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention) gets its gradient
-    added to that, by the matrix product itself, and ``grad_added_to_main_grad`` set; its ``grad`` stays None.
+    If a parameter has a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention), the matrix product
+    adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None.
 
-    ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` tells of the last
-    forward and backward what was lost by quantising and how full the experts are.
+    ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` returns the
+    quantisation losses and expert loads of the last forward and backward.
 
-    `torch.compile` takes all of it as one graph (``fullgraph=True``), in which the FP8 copies of the weights
-    are one operator each, the experts another and their gradient another, for each number of tokens anew;
-    with a process_group, too, which must be no Engine.
+    `torch.compile` compiles the layer into one graph (``fullgraph=True``), also with a process_group that is
+    not an Engine. The FP8 copies of each weight, the experts and their gradient are one operator each. The
+    first number of tokens is compiled with static sizes and the second one with dynamic sizes; further
+    numbers do not recompile.
 
     Examples
     --------
@@ -160,7 +165,7 @@ class FP8FlowMoE(nn.Module):
         if recipe == "fp8_blockwise" and ffn % FP8_BLOCK[1]:
             raise ValueError(
                 f"ffn: got {ffn}; wanted a multiple of 128 for {recipe!r}; "
-                'pass recipe="fp8_flow", which fills up with zeros'
+                'pass recipe="fp8_flow", which pads with zeros'
             )
         if not 0 < topk <= num_experts:
             raise ValueError(f"topk: got {topk}; wanted 1 to num_experts = {num_experts}")
@@ -170,7 +175,7 @@ class FP8FlowMoE(nn.Module):
         self.num_sms = check_limit(num_sms)
         checks.options("activation", activation, Activation)
         self.activation = activation
-        place = {"device": device, "dtype": dtype}
+        options = {"device": device, "dtype": dtype}
         if router is True:
             router = RouterConfig(topk, renormalize=normalize_probs)
         elif router and (router.topk != topk or not normalize_probs):
@@ -178,7 +183,7 @@ class FP8FlowMoE(nn.Module):
                 f"router: got topk={router.topk} with topk={topk}, normalize_probs={normalize_probs}; wanted "
                 "the same topk, and the RouterConfig's renormalize in place of normalize_probs"
             )
-        self.router = Router(hidden, num_experts, router, **place) if router else None
+        self.router = Router(hidden, num_experts, router, **options) if router else None
         self._ranks = ranks = Ranks(
             process_group,
             torch.empty(0, device=device).device,
@@ -188,24 +193,24 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"num_experts: got {num_experts}; wanted a multiple of {ranks.size}, the group's ranks"
             )
-        self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **place)
-        self.w2 = self._weight(num_experts, hidden, ffn, **place)
+        self.w13 = self._weight(num_experts, activation.columns(ffn), hidden, **options)
+        self.w2 = self._weight(num_experts, hidden, ffn, **options)
         self.register_load_state_dict_pre_hook(_shards_given)
-        self._copies: _Copies | None = None  # those that outlive a forward
-        self._scopes = 0  # how many weights_unchanged() are open
+        self._copies: _Copies | None = None  # copies that persist between forwards
+        self._scopes = 0  # number of open weights_unchanged() contexts
         self._handle = handle_of(self)
         self.collect_stats = False
         self._collector = Collector()
         self.reset_parameters()
 
-    def _weight(self, experts: int, *shape: int, **place: Any) -> nn.Parameter:
-        local = torch.empty(experts // self._ranks.size, *shape, **place)
+    def _weight(self, experts: int, *shape: int, **options: Any) -> nn.Parameter:
+        local = torch.empty(experts // self._ranks.size, *shape, **options)
         return nn.Parameter(local) if self._ranks.mesh is None else shard_of(local, self._ranks.mesh)
 
     def reset_parameters(self) -> None:
-        """Draw all weights from the normal distribution of variance 1 / fan-in.
+        """Initialise all weights from the normal distribution with variance 1 / fan-in.
 
-        Expert by expert, so that a seed gives the same weights on any number of ranks.
+        Random numbers are drawn expert by expert, so a seed gives the same weights on any number of ranks.
         """
         if self.router is not None:
             self.router.reset_parameters()
@@ -219,9 +224,9 @@ class FP8FlowMoE(nn.Module):
                 local = local_of(w)
                 first = self._ranks.rank * len(local)
                 for expert in range(self.num_experts):
-                    drawn = torch.empty_like(local[0]).normal_(std=std)
+                    weight = torch.empty_like(local[0]).normal_(std=std)
                     if first <= expert < first + len(local):
-                        local[expert - first].copy_(drawn)
+                        local[expert - first].copy_(weight)
 
     def forward(
         self,
@@ -231,33 +236,33 @@ class FP8FlowMoE(nn.Module):
         *,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
-        """Multiply tokens by their experts.
+        """Compute the experts of tokens.
 
         Parameters
         ----------
         x : Tensor, any floating-point dtype, [..., H]
-            Tokens; multiplied as bfloat16.
+            Tokens, multiplied as bfloat16.
         topk_ids : Tensor or None, int32 or int64, [T, k]
-            With ``topk_probs`` another router's choice instead of this one's.
+            With ``topk_probs``: expert ids of another router, used instead of this layer's.
         topk_probs : Tensor or None, floating point, [T, k]
-            See ``topk_ids``.
+            With ``topk_ids``: their probabilities.
         is_first_microbatch : bool or None
-            True makes the FP8 copies of the weights and keeps them, False says that the weights are those of
-            the last forward with True and uses its copies; None makes them for this forward alone, unless it
-            runs inside `weights_unchanged`. Compiled code takes None only.
+            True quantises the weights and keeps the copies; False uses the copies of the last forward with
+            True, whose weights must be unchanged; None quantises the weights for this forward only, or uses
+            the copies of `weights_unchanged` inside it. Compiled code accepts None only.
 
         Returns
         -------
         Tensor, [..., H]
-            In x's dtype and shape.
+            The outputs in x's dtype and shape.
 
         Raises
         ------
         TypeError, ValueError
-            For a wrong dtype or shape, and for a backend that does not make these products on x's device, or
-            a num_sms that they cannot keep to.
+            For a wrong dtype or shape; for a backend that does not support these products on x's device, or a
+            num_sms that it cannot respect.
         RuntimeError
-            For False where there are no copies, or weights that have visibly changed.
+            For False if there are no copies, or if a change of the weights is detected.
         NotImplementedError
             Inside transforms of torch.func.
         """
@@ -267,7 +272,7 @@ class FP8FlowMoE(nn.Module):
         check_float("x", x)
         if x.shape[-1:] != (self.hidden,):
             raise ValueError(
-                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], of the layer's hidden"
+                f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
         if self._by_name() and not torch.compiler.is_compiling():
             self._check_backend(x)
@@ -281,28 +286,28 @@ class FP8FlowMoE(nn.Module):
                 )
             tokens, topk_ids, topk_probs = routed
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
-        # not as a view: an in-place operation on one would take hooks off that fully_shard puts on y
+        # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
 
     def route(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Choose the experts of tokens: the forward's choice, which a subclass may make otherwise.
+        """Select the experts of tokens, in the forward; subclasses may override it.
 
         Parameters
         ----------
         tokens : Tensor, floating point, [T, H]
-            The forward's input, flattened.
+            Input of the forward, flattened.
 
         Returns
         -------
         tuple of three Tensor
-            Rows [T, H] for the experts, ids [T, k] and probabilities [T, k], by `fp8moe.route` in float32,
-            under autocast, too. The rows are the tokens, whose gradient then comes in one piece with the
-            router's (see `fp8moe.adapters.torch_router.Router`).
+            Rows [T, H] for the experts, ids [T, k] and probabilities [T, k]. `fp8moe.route` computes them in
+            float32, also under autocast. The rows are the tokens; their gradient is computed together with
+            the router's (see `fp8moe.adapters.torch_router.Router`).
 
         Raises
         ------
         ValueError
-            In a layer without a router.
+            For a layer without a router.
         """
         if self.router is None:
             raise ValueError(
@@ -311,18 +316,19 @@ class FP8FlowMoE(nn.Module):
         return self.router(tokens, pass_rows=True)  # type: ignore[no-any-return]
 
     def quantize_weights(self) -> None:
-        """Make FP8 copies of the weights now and keep them.
+        """Quantise the weights now and keep the FP8 copies.
 
-        Forwards without gradients use them until one with gradients comes or the weights have visibly
-        changed, by an optimizer's step, too; weights written through other memory since then, or by the
-        replay of a CUDA graph that holds an optimizer's step, need another call. Inside `weights_unchanged`
-        they replace its copies. A CUDA graph that was captured with kept copies reads these: they are written
-        where it finds them, and a backward that still needs the old ones refuses.
+        Forwards without gradients use the copies until a forward with gradients runs or a change of the
+        weights is detected, including optimizer steps. Writes through other memory, and replays of a CUDA
+        graph that contains an optimizer step, cannot be detected and require another call. Inside
+        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
+        copies reads the new ones: they are written to the same memory, and a backward that still needs the
+        old ones raises.
 
         Raises
         ------
         TypeError
-            For weights that are sharded further.
+            For sharded weights (fully_shard).
         """
         if self.recipe == "bf16":
             return
@@ -336,37 +342,37 @@ class FP8FlowMoE(nn.Module):
 
     @property
     def fp8_weight_nbytes(self) -> int:
-        """Bytes of FP8 copies of the weights that the layer keeps between forwards, 0 where it keeps none."""
+        """Bytes of the FP8 weight copies that the layer keeps between forwards; 0 if it keeps none."""
         return 0 if self._copies is None else sum(t.nbytes for t in self._copies.tensors)
 
     def stats(self) -> LayerStats:
-        """Tell of the last forward, and the last backward, since ``collect_stats`` was set.
+        """Return statistics of the last forward and backward since ``collect_stats`` was set.
 
         Returns
         -------
         LayerStats
-            See `fp8moe.adapters.torch_stats`. Tensors on the layer's device: reading them synchronises,
-            nothing else does.
+            See `fp8moe.adapters.torch_stats`. The tensors are on the layer's device; only reading them
+            synchronises.
 
         Raises
         ------
         RuntimeError
-            Where there was none.
+            If no statistics were collected.
         """
         if self._collector.stats is None:
             raise RuntimeError(
-                "stats: nothing was collected; set layer.collect_stats = True before the forward, in an FP8 "
-                "recipe and outside of torch.compile"
+                "stats: got no forward with statistics; wanted one; set layer.collect_stats = True before "
+                "it, with an FP8 recipe and outside of torch.compile"
             )
         return self._collector.stats
 
     def weights_unchanged(self) -> Any:
-        """Say that the weights stay as they are, by a context: `weights_unchanged` of this layer alone.
+        """Declare the weights constant within a context, as the function `weights_unchanged` for this layer.
 
         Returns
         -------
         context manager
-            As `weights_unchanged` gives one.
+            The context of `weights_unchanged`.
         """
         return weights_unchanged(self)
 
@@ -377,7 +383,7 @@ class FP8FlowMoE(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # no copy of the layer shares them
+        # copies of the layer do not share its FP8 weights
         return {**super().__getstate__(), "_copies": None, "_scopes": 0, "_collector": Collector()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -394,7 +400,7 @@ class FP8FlowMoE(nn.Module):
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
     def _by_name(self) -> bool:
-        """Whether the products are told how they are made."""
+        """Whether a backend or num_sms was given."""
         return self.backend is not None or self.num_sms is not None
 
     def _check_backend(self, x: Tensor) -> None:
@@ -411,7 +417,7 @@ class FP8FlowMoE(nn.Module):
             gradients=GRADIENTS if torch.is_grad_enabled() else (),
         )
 
-    # Where Dynamo has given up a frame around this, it would go on in here, and in the library.
+    # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     @torch.compiler.disable
     def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self.recipe == "bf16":
@@ -440,13 +446,13 @@ class FP8FlowMoE(nn.Module):
             collector=self._collector if self.collect_stats else None,
         )
 
-    # ---- which FP8 copies a forward multiplies by
+    # ---- FP8 weight copies of a forward
 
     def _copies_of_forward(self, recording: bool, first: bool | None) -> list[Quantized]:
-        kept, capturing = self._copies, _capturing(self.w13)
-        usable = kept is not None and kept.current and (capturing or not kept.of_capture)
+        copies, capturing = self._copies, _capturing(self.w13)
+        usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self._scopes:
-            if recording or kept is None or not usable or kept.recorded or kept.changed(self):
+            if recording or copies is None or not usable or copies.recorded or copies.changed(self):
                 self._release()
                 return self._make()
         elif first or not usable:
@@ -455,54 +461,54 @@ class FP8FlowMoE(nn.Module):
                     "is_first_microbatch: got False, and there are no FP8 copies of the weights; wanted True "
                     "for the first forward after the weights have changed"
                 )
-            kept = self._keep()
-        elif (changed := kept.changed(self)) is not None:  # type: ignore[union-attr]
+            copies = self._keep()
+        elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
             raise _changed(changed)
-        assert kept is not None
-        kept.captured |= capturing
-        kept.recorded |= recording
-        return kept.records
+        assert copies is not None
+        copies.captured |= capturing
+        copies.recorded |= recording
+        return copies.records
 
     def _compiled_copies(self, first: bool | None) -> list[Quantized]:
         if first is not None:
             raise ValueError(
                 f"is_first_microbatch: got {first} in compiled code; wanted None, inside weights_unchanged()"
             )
-        kept = self._copies
+        copies = self._copies
         if self._scopes:
-            if kept is not None and kept.stepped:
+            if copies is not None and copies.stepped:
                 raise _changed("w13, w2")
-            if kept is not None and kept.current and not kept.of_capture:
-                return kept.records
-        elif kept is not None:
+            if copies is not None and copies.current and not copies.of_capture:
+                return copies.records
+        elif copies is not None:
             self._release()
         weights = local_of(self.w13), local_of(self.w2)
         return list(quantize_fp8_weights(*weights, activation=self.activation))
 
     def _keep(self) -> _Copies:
-        """Make copies and keep them, in the memory of those that a captured graph reads, if there are any."""
-        old, into = self._copies, None
+        """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any."""
+        old, target = self._copies, None
         if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
-            into = old.records
-        if into is None:
-            self._copies = old = None  # two sets at a time would be twice the memory
-        new = _Copies(self, self._make(into), captured=into is not None)
-        if into is not None:  # so that autograd refuses a backward that saved what was here
+            target = old.records
+        if target is None:
+            self._copies = old = None  # releases the old copies first, to avoid holding two sets
+        new = _Copies(self, self._make(target), captured=target is not None)
+        if target is not None:  # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(new.tensors)
         self._copies = new
         with _keeping_lock:
             _keeping.add(self)
         return new
 
-    def _make(self, into: list[Quantized] | None = None) -> list[Quantized]:
-        # not as inference tensors, which no backward may read
+    def _make(self, target: list[Quantized] | None = None) -> list[Quantized]:
+        # not inference tensors, because a backward could not use them
         with torch.inference_mode(False), torch.no_grad():
-            out = None if into is None else (into[0], into[1])
+            out = None if target is None else (target[0], target[1])
             weights = local_of(self.w13), local_of(self.w2)
             return list(quantize_fp8_weights(*weights, activation=self.activation, out=out))
 
     def _release(self) -> None:
-        """Kept copies are of no more use, but for a captured graph that reads them."""
+        """Drops the kept copies, or only invalidates them if a captured graph reads them."""
         if self._copies is not None and self._copies.captured:
             self._copies.current = False
         else:
@@ -513,8 +519,8 @@ class FP8FlowMoE(nn.Module):
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
-        added = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
-        if not self._by_name() and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or added):
+        has_main_grad = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
+        if not self._by_name() and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or has_main_grad):
             return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
         options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
         options |= {"handle": self._handle, "parameters": (self.w13, self.w2)}
@@ -525,30 +531,31 @@ class FP8FlowMoE(nn.Module):
 def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in ("w13", "w2"):
         if prefix + name in state:
-            given = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
-            state[prefix + name] = given
+            shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
+            state[prefix + name] = shard
 
 
 @contextmanager
 def weights_unchanged(model: nn.Module) -> Iterator[None]:
-    """Say that the weights of a model's `FP8FlowMoE` layers stay as they are inside this context.
+    """Declare the weights of a model's `FP8FlowMoE` layers constant within a context.
 
-    One set of FP8 copies then serves all forwards: the micro-batches of one optimizer step, or inference.
-    Copies are made on entering (of weights that are sharded: in the first forward inside, and not in compiled
-    code) and end on leaving, but for those that backwards still need or a CUDA graph was captured with; the
-    latter are made anew, in place, by ``quantize_weights()`` and by entering again. Contexts nest.
+    One set of FP8 copies then serves all forwards inside: the micro-batches of one optimizer step, or
+    inference. The copies are made on entry (for sharded weights: in the first forward inside, except in
+    compiled code) and released on exit, except those that backwards still need or that a CUDA graph was
+    captured with; the latter are updated in place by ``quantize_weights()`` and by entering the context
+    again. Contexts may be nested.
 
     Parameters
     ----------
     model : Module
-        A layer, or what holds some.
+        A layer, or a module that contains layers.
 
     Raises
     ------
     RuntimeError
-        In a forward of a layer whose weights have visibly changed inside: by a step of a torch optimizer over
-        them, an in-place operation, or other storage in their place; in compiled code by the first of these
-        only.
+        In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
+        optimizer, an in-place operation, or replacement of their storage. Compiled code detects only
+        optimizer steps.
 
     Examples
     --------
@@ -558,8 +565,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     >>> with weights_unchanged(layer):
     ...     for _ in range(2):
     ...         layer(torch.ones(3, 64)).sum().backward()
-    ...     held = layer.fp8_weight_nbytes
-    >>> held > 0, layer.fp8_weight_nbytes
+    ...     nbytes = layer.fp8_weight_nbytes
+    >>> nbytes > 0, layer.fp8_weight_nbytes
     (True, 0)
     """
     layers = [m for m in model.modules() if isinstance(m, FP8FlowMoE) and m.recipe != "bf16"]
@@ -580,20 +587,21 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
                 layer._release()
 
 
-#: layers that have kept copies, as long as they live
+#: existing layers with kept copies
 _keeping: weakref.WeakSet[FP8FlowMoE] = weakref.WeakSet()
-_keeping_lock = threading.Lock()  # a set must not grow while another thread goes through it
+_keeping_lock = threading.Lock()  # a set must not be modified while another thread iterates over it
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A fused step counts no version."""
+    """Marks copies as outdated after an optimizer step: fused optimizers do not increment version
+    counters."""
     with _keeping_lock:
         layers = list(_keeping)
-    kept = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
-    if not kept:
+    layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
+    if not layer_copies:
         return
     written = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for layer, copies in kept:
+    for layer, copies in layer_copies:
         if not written.isdisjoint((id(layer.w13), id(layer.w2))):
             copies.stepped = True
 
@@ -602,12 +610,12 @@ register_optimizer_step_post_hook(_stepped)
 
 
 class _Copies:
-    """FP8 copies of a layer's weights that outlive a forward.
+    """FP8 copies of a layer's weights that persist between forwards.
 
     current: whether they may be used. stepped: an optimizer has changed the weights since. recorded: a
-        forward with gradients has used them, so that one may have, unseen.
-    captured: a CUDA graph reads them where they lie. of_capture: made while one was captured, so that they
-        hold something only when it is replayed.
+        forward with gradients has used them, so an optimizer step may have followed undetected.
+    captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
+        only after a replay.
     """
 
     def __init__(self, layer: FP8FlowMoE, records: list[Quantized], captured: bool):
@@ -618,7 +626,7 @@ class _Copies:
         self._made_of = {name: (_storage(w), _view(w), _version(w)) for name, w in weights.items()}
 
     def changed(self, layer: FP8FlowMoE) -> str | None:
-        """The name of a weight that has visibly changed."""
+        """Name of a weight that has detectably changed, or None."""
         for name, (storage, view, version) in self._made_of.items():
             w = getattr(layer, name)
             if self.stepped or (view, version) != (_view(w), _version(w)):
@@ -629,12 +637,12 @@ class _Copies:
 
 
 def _storage(w: Tensor) -> StorageWeakRef:
-    """fully_shard gathers weights into the same storage, at another address."""
+    """Reference to the storage: fully_shard gathers weights into the same storage at another address."""
     return StorageWeakRef(_memory(w).untyped_storage())
 
 
 def _view(w: Tensor) -> Any:
-    """Where in its storage: several sets of weights may lie in one buffer."""
+    """Position in the storage: several sets of weights may share one buffer."""
     w = _memory(w)
     return w.storage_offset(), w.stride()
 
@@ -650,8 +658,8 @@ def _memory(w: Tensor) -> Tensor:
 
 def _changed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name}: changed while the layer was told that it does not; leave weights_unchanged() before the "
-        "optimizer's step, or pass is_first_microbatch=True after it"
+        f"{name}: got changed weights although they were declared unchanged; wanted the same weights; leave "
+        "weights_unchanged() before the optimizer's step, or pass is_first_microbatch=True after it"
     )
 
 

@@ -1,8 +1,8 @@
-"""Functions of fp8moe for torch tensors: eager, compiled, differentiated; each by one declaration.
+"""Functions of fp8moe for torch tensors: eager, compiled and differentiable, each from one declaration.
 
-Plain tensors in eager mode go straight to the core, where torch's dispatcher would cost the host some 25 us a
-call. What a compiler traces goes to the operator, what needs a gradient to a `torch.autograd.Function` of
-operators, which serves both.
+In eager mode calls with plain tensors go directly to the core, because torch's dispatcher would cost the host
+about 25 us per call. Traced calls use the operator; calls that need gradients use a `torch.autograd.Function`
+of operators, which works in both modes.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fp8moe.record_trees import METADATA_TYPES
 from fp8moe.records import Options
 
 Core = TypeVar("Core", bound=Callable[..., Any])
-Values = dict[str, Any]  # the arguments of a call, by name
+Values = dict[str, Any]  # arguments of a call, by name
 
-#: where the public functions stand
+#: module of the public functions
 MODULE = "fp8moe.adapters.torch_ops"
 DIFFERENTIABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Gradient(NamedTuple):
-    """A gradient, of operators.
+    """The gradient of an operation, computed by operators.
 
-    of: the arguments that have one, the rows first. saves: those that ``backward`` reads, from all of them.
-    backward: from the arguments, of which tensors that are not saved are None, with how many "rows" there
-    were and the "node" of autograd's graph, and from the gradients of the results, to those of ``of``; None,
-    or fewer, where there are none.
+    of: names of the differentiable arguments, the rows first. saves: returns the names of the arguments that
+    ``backward`` reads, from all arguments. backward: takes the arguments, with None for tensors that are not
+    saved, and in addition "rows", their number, and "node", autograd's node; and the gradients of the
+    results. It returns the gradients of ``of``, which may be None or fewer.
     """
 
     of: tuple[str, ...]
@@ -56,13 +56,13 @@ def operation(
     codes: Callable[[Any, Values], Any] | None = None,
     note: str = "",
 ) -> Core:
-    """The core's function for tensors.
+    """Declares the core's function for tensors.
 
-    returned, results, without: of its operator (`operator_of`). build: the result, of the arguments and the
-    operator's tensors; by default its one tensor. gradient: without one, nothing comes back through the
-    results. prepare: takes this function and the arguments of a call that is traced or differentiated; may
-    change them, or return the result itself. codes: the same where the rows are codes, which have no
-    gradient, and something beside them requires one. note: a paragraph of the docstring.
+    returned, results, without: as in `operator_of`. build: makes the result from the arguments and the
+    operator's tensors; by default the result is its one tensor. gradient: if None, the results are not
+    differentiable. prepare: called with this function and the arguments of a traced or differentiated call;
+    may modify the arguments, or return the result. codes: the same for rows of codes, which are not
+    differentiable, if another argument requires a gradient. note: a paragraph of the docstring.
     """
     operator = operator_of(core, returned, results=results, without=without)
     names, defaults = operator.names, {n: p.default for n, p in inspect.signature(core).parameters.items()}
@@ -85,7 +85,7 @@ def operation(
             if values[name] != defaults[name]:
                 raise TypeError(
                     f"{name}: got one in compiled code or with fake tensors; wanted {defaults[name]}, "
-                    "which is all that the operator does; call it outside of torch.compile"
+                    "the only value that the operator supports; call it outside of torch.compile"
                 )
         arguments = [values[n] for n in names]
         tensors = run(*map(detached, arguments) if gradient is None else arguments)
@@ -94,12 +94,12 @@ def operation(
         return build(values, *((tensors,) if isinstance(tensors, Tensor) else tensors))
 
     def _of_codes(values: Values) -> Any:
-        """Codes have no gradient; what is computed beside them may have one."""
+        """Calls with rows of codes, which are not differentiable while their probabilities may be."""
         rows = values[first]
         if isinstance(rows, Tensor) and rows.requires_grad:
             raise TypeError(
                 f"{first}: got {rows.dtype} rows that require grad; wanted bfloat16, float16, float32 or "
-                f"float64 ones; pass {first}.detach()"
+                f"float64 rows; pass {first}.detach()"
             )
         if codes is not None and torch.is_grad_enabled() and any(map(_requires_grad, values.values())):
             return codes(call, values)
@@ -110,16 +110,17 @@ def operation(
 
 
 def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[str, ...], note: str) -> Core:
-    """The core's function for tensors, ``traced`` where a compiler traces the call or a gradient is wanted.
+    """The core's function for tensors, which calls ``traced`` if a compiler traces it or a gradient is
+    needed.
 
-    differentiable: the arguments that have a gradient; where there are none, results have none. note: a
+    differentiable: names of the differentiable arguments; if empty, results have no gradient. note: a
     paragraph of the docstring.
     """
     parameters = inspect.signature(core).parameters
     names, required = list(parameters), {n for n, p in parameters.items() if p.default is p.empty}
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     by_position = [n for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-    # what the core takes as an array, or as the codes that it is made of
+    # arguments that are arrays, or quantised tensors
     arrays = {n for n, p in parameters.items() if "ArrayLike" in p.annotation or n == "q"}
 
     @documented(core, differentiable, note)
@@ -149,9 +150,9 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
         return traced(values)
 
     def values_of(arguments: tuple[Any, ...], options: Values) -> Values:
-        given = dict(zip(by_position, arguments, strict=False)) | options
-        values = defaults | given
-        if len(values) != len(names) or len(given) != len(arguments) + len(options):
+        arguments_by_name = dict(zip(by_position, arguments, strict=False)) | options
+        values = defaults | arguments_by_name
+        if len(values) != len(names) or len(arguments_by_name) != len(arguments) + len(options):
             raise TypeError(
                 f"{core.__name__}: got {len(arguments)} arguments by position and {list(options)} by name; "
                 f"wanted {core.__name__}{inspect.signature(core)}"
@@ -173,7 +174,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
 
 
 def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callable[[Any], Any]:
-    """A function with the core's name, signature and docstring, of tensors."""
+    """Gives a function the core's name and signature, and its docstring for tensors."""
 
     def declare(call: Any) -> Any:
         functools.update_wrapper(call, core)
@@ -183,12 +184,12 @@ def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callabl
     return declare
 
 
-#: types of arguments whose arrays are not checked here; a plan's lies where its rows do
+#: types of arguments whose arrays are not checked here; a plan is on the device of its rows
 _NO_ARRAYS = frozenset((*METADATA_TYPES, PermutationPlan, tuple, list, *Options.__subclasses__()))
 
 
 def detached(value: Any) -> Any:
-    """A tensor that requires a gradient without it; what else there is as it is."""
+    """A tensor detached from its graph; other values unchanged."""
     return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
 
 
@@ -201,7 +202,8 @@ def _no_tensor(name: str, x: Any) -> TypeError:
 
 
 def check_float(name: str, x: Any, dimensions: int = 1) -> None:
-    """A floating-point tensor of at least so many dimensions; of quantised weights nothing is asked here."""
+    """Checks for a floating-point tensor of at least this many dimensions; quantised weights are not
+    checked."""
     if isinstance(x, Quantized):
         return
     if not isinstance(x, Tensor):
@@ -213,11 +215,11 @@ def check_float(name: str, x: Any, dimensions: int = 1) -> None:
 
 
 def refuse_transforms(name: str) -> None:
-    if torch._C._are_functorch_transforms_active():  # where tensors of the outside have no address either
+    if torch._C._are_functorch_transforms_active():  # under which outer tensors have no address either
         raise NotImplementedError(
-            f"{name}: got under a transform of torch.func (vmap, grad, vjp, jvp or jacrev); wanted outside "
-            "of any, there are no rules for them here; differentiate with torch.autograd.grad or backward(), "
-            "and in place of vmap put the batch into the rows or loop over it"
+            f"{name}: got a call inside a transform of torch.func (vmap, grad, vjp, jvp or jacrev); "
+            "wanted one outside, because it has no rules for transforms; differentiate with "
+            "torch.autograd.grad or backward(), and in place of vmap put the batch into rows or loop over it"
         )
 
 
@@ -233,11 +235,11 @@ def _refuse_transforms(names: list[str], values: Values) -> None:
 
 
 def _documented(core: Callable[..., Any], differentiable: tuple[str, ...], note: str) -> str:
-    """The core's docstring, of tensors, and what has a gradient among its notes."""
+    """The core's docstring for tensors, with a note on its gradients."""
     if differentiable:
         gradients = f"{differentiable_in(differentiable)}, once."
     else:
-        gradients = "Results have no gradient: tensors that require one are taken as by ``detach()``."
+        gradients = "The results have no gradient: inputs that require one are detached."
     return docstring_of(core, "Tensor", f"{gradients} {note}")
 
 
@@ -245,23 +247,23 @@ def _documented(core: Callable[..., Any], differentiable: tuple[str, ...], note:
 
 
 def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any]:
-    """The operator with its gradient, the same in eager mode and in compiled code."""
+    """The operator with its gradient, for eager mode and compiled code."""
     names, run = operator.names, operator.run
-    places, nothing = [names.index(n) for n in gradient.of], dict.fromkeys(operator.tensors)
+    positions, no_tensors = [names.index(n) for n in gradient.of], dict.fromkeys(operator.tensors)
 
     def forward(ctx: Any, *arguments: Any) -> Any:
         results = run(*arguments)
         values = dict(zip(names, arguments, strict=True))
-        kept, saved = gradient.saves(values), []
-        for name in kept:
+        saved_names, saved = gradient.saves(values), []
+        for name in saved_names:
             value = values[name]
             if type(value) is PermutationPlan:
                 values[name] = value.__dict__ | {"data": None}
                 value = value.data
             saved.append(value)
-        values.update(nothing, rows=arguments[0].shape[0])
+        values.update(no_tensors, rows=arguments[0].shape[0])
         ctx.save_for_backward(*saved)
-        ctx.kept, ctx.values = kept, values
+        ctx.kept, ctx.values = saved_names, values
         if type(results) is not list:
             return results
         return tuple(results) if len(results) > 1 else results[0]
@@ -272,22 +274,23 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
             fields = values[name]
             values[name] = _plan_with(fields, tensor) if type(fields) is dict else tensor
         values["node"] = ctx
-        given = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
+        grads_by_argument = gradient.backward(values, *(None if g is None else g.contiguous() for g in grads))
         returned: list[Any] = [None] * len(names)
-        for place, grad in zip(places, given, strict=False):
-            returned[place] = grad
+        for position, grad in zip(positions, grads_by_argument, strict=False):
+            returned[position] = grad
         return tuple(returned)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
     title = operator.op.overloadpacket.__name__.title().replace("_", "")
     function: Any = type(title, (torch.autograd.Function,), methods)
 
-    # as `fp8moe.adapters.torch_library.differentiable`, of arguments as Dynamo's graph has them
+    # as `fp8moe.adapters.torch_library.differentiable`, with flat arguments as in Dynamo's graph
     @torch.compiler.allow_in_graph
     def apply_flat(*flat: Any) -> Any:
         return function.apply(*operator.unflatten(flat))
 
-    # what `torch.autograd.Function.apply` looks for beside, transforms and their leftovers, is refused before
+    # without the checks of `torch.autograd.Function.apply` for torch.func transforms, which are rejected
+    # earlier
     apply_eager = super(torch.autograd.Function, function).apply
 
     def apply(*arguments: Any) -> Any:
@@ -299,7 +302,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
 
 
 def _plan_with(fields: dict[str, Any], data: Tensor) -> PermutationPlan:
-    """A plan that was in a forward, from its fields, which were checked then, and its saved array."""
+    """The plan of a forward, from its fields, which are not checked again, and its saved array."""
     plan: PermutationPlan = object.__new__(PermutationPlan)
     plan.__dict__.update(fields, data=data)
     return plan

@@ -1,11 +1,11 @@
-"""The public operations as torch operators: autograd, fake tensors, `torch.compile`.
+"""The public operations as torch operators, with autograd, fake tensors and `torch.compile`.
 
-Names and arguments are those of `fp8moe`; tensors in, tensors out. Each function is declared once, from the
-core's (`fp8moe.adapters.torch_operation`), whose docstring it has; its operator's shapes come from a dry run
-of the core's own checks. A `QuantTensor` has no gradient.
+Names and arguments are those of `fp8moe`, with tensors as arguments and results. Each function is declared
+once, from the core's function (`fp8moe.adapters.torch_operation`), and has its docstring; a dry run of the
+core's own checks gives its operator's shapes. A `QuantTensor` is not differentiable.
 
-Not supported, and refused: transforms of `torch.func` (vmap, grad, jvp and the like), forward-mode
-differentiation, and a gradient of a gradient.
+Not supported (an error is raised): transforms of `torch.func` (vmap, grad, jvp and others), forward-mode
+differentiation, and second derivatives.
 """
 
 import functools
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def _counted(function: Any, values: Values) -> Any:
-    """A plan whose rows are read back, which no graph holds."""
+    """Plans whose row count is read back by the host; they cannot be part of a compiled graph."""
     rows = values["num_out_tokens"]
     exact = is_exact(rows) or (rows is None and values.get("topk", 0) is None)
     return function.__wrapped__(**values) if exact else None
@@ -92,7 +92,7 @@ def _by_index_map(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
     return replace(plan_spec(tokens, *sizes, has_slots=True), data=data)
 
 
-_EXACT = 'A compiled graph ends where num_out_tokens is "exact", which reads the row count back.'
+_EXACT = 'num_out_tokens="exact" reads the row count back, which causes a graph break in compiled code.'
 _DATA: Any = attrgetter("data")
 plan_topk = operation(fp8moe.plan_topk, Tensor, _by_topk, results=_DATA, prepare=_counted, note=_EXACT)
 plan_routing_map = operation(
@@ -106,13 +106,14 @@ plan_index_map = operation(fp8moe.plan_index_map, Tensor, _by_index_map, results
 
 
 def _probs_apart(function: Any, values: Values) -> Any:
-    """The probabilities of codes, which have a gradient, move apart from them, beside rows of no columns."""
+    """Permutes the probabilities of codes, which are differentiable, in a separate call, with rows of zero
+    columns."""
     probs = values["probs"]
     no_columns = probs.detach().new_empty((probs.shape[0], 0))
     compact = {"layout": "compact"} if "layout" in values else {}
     moved = function(**{**values, "x": no_columns, **compact}).probs
-    of_codes = probs.detach() if values.get("zero_unweighted") else None
-    return replace(function(**{**values, "probs": of_codes}), probs=moved)
+    code_probs = probs.detach() if values.get("zero_unweighted") else None
+    return replace(function(**{**values, "probs": code_probs}), probs=moved)
 
 
 _permute_backward = operator_of(fp8moe.permute_backward, list)
@@ -146,13 +147,13 @@ permute_and_pad = public(fp8moe.permute_and_pad, _plan_and_permute, ("x", "probs
 
 def _refuse_probs_of_codes(function: Any, values: Values) -> None:
     raise TypeError(
-        "merging_probs: got a tensor that requires grad with a QuantTensor; wanted plain rows, whose "
-        "products with the gradient it is; pass fp8moe.dequantize(x)"
+        "merging_probs: got a tensor that requires grad with a QuantTensor; wanted floating-point rows, "
+        "which its gradient depends on; pass fp8moe.dequantize(x)"
     )
 
 
 def _unpermute_saves(values: Values) -> tuple[str, ...]:
-    """The rows themselves are needed for the probabilities' gradient only."""
+    """The rows themselves are needed only for the gradient of the probabilities."""
     return ("plan",) if values["merging_probs"] is None else ("x", "plan", "merging_probs")
 
 
@@ -190,7 +191,7 @@ sort_chunks = operation(
 
 
 def _counts_as_tensor(function: Any, values: Values) -> None:
-    """Counts in a list, of which the number of rows is known."""
+    """Converts counts in a list to a tensor; the number of rows is then known."""
     counts, rows = values["tokens_per_expert"], values["num_out_tokens"]
     if isinstance(values["x"], QuantTensor):
         return
@@ -209,7 +210,7 @@ def _counts_as_tensor(function: Any, values: Values) -> None:
 
 
 def _resized_back(name: str) -> Gradient:
-    """Padding and its reverse are each other's gradient."""
+    """The gradient of padding is unpadding, and the reverse."""
 
     def backward(values: Values, grad: Tensor) -> list[Tensor]:
         sizes = values["tokens_per_expert"], values["align_size"], values["rows"]
@@ -292,8 +293,8 @@ def _quantize_weights(
 @documented(
     fp8moe.quantize_weights,
     (),
-    "Any floating-point dtype and strides: a view that is transposed is "
-    "read as it lies, what lies otherwise is copied first. In compiled code without ``out``.",
+    "Any floating-point dtype and strides: a transposed view is read in place, other strided tensors are "
+    "copied first. Compiled code does not support ``out``.",
 )
 def quantize_weights(
     x: Tensor | tuple[Tensor, ...],
@@ -306,21 +307,23 @@ def quantize_weights(
     out: Quantized | None = None,
 ) -> Quantized:
     refuse_transforms("x")
-    given = x if isinstance(x, tuple) else (x,)
-    for i, w in enumerate(given):
+    weights = x if isinstance(x, tuple) else (x,)
+    for i, w in enumerate(weights):
         check_float(f"x[{i}]" if isinstance(x, tuple) else "x", w)
-    given = tuple(w.detach() for w in given)
-    if not transposed and all(w.ndim == 3 and not w.is_contiguous() and w.mT.is_contiguous() for w in given):
-        given, transposed = tuple(w.mT for w in given), True
-    # NumPy may not see the memory of a CPU's weights: FSDP could not free it then
-    given = tuple(
+    weights = tuple(w.detach() for w in weights)
+    if not transposed and all(
+        w.ndim == 3 and not w.is_contiguous() and w.mT.is_contiguous() for w in weights
+    ):
+        weights, transposed = tuple(w.mT for w in weights), True
+    # cloned, because NumPy must not reference the memory of CPU weights: FSDP could not free it
+    weights = tuple(
         w.clone(memory_format=torch.contiguous_format) if w.device.type == "cpu" else w.contiguous()
-        for w in given
+        for w in weights
     )
     options: Any = {"fmt": fmt, "parts": parts, "rows": rows, "columns": columns, "transposed": transposed}
     if out is not None:
-        return fp8moe.quantize_weights(given if isinstance(x, tuple) else given[0], **options, out=out)
-    data, scales, column_data, column_scales = _quantize_weights(list(given), *options.values())
+        return fp8moe.quantize_weights(weights if isinstance(x, tuple) else weights[0], **options, out=out)
+    data, scales, column_data, column_scales = _quantize_weights(list(weights), *options.values())
     return Quantized(
         QuantTensor(data, scales, fmt, (128, 128)),
         QuantTensor(column_data, column_scales, fmt, (128, 128), transposed=True),
@@ -353,12 +356,12 @@ def _product_of_codes(function: Any, values: Values) -> Any:
 
 def _product_gradient(values: Values, dy: Tensor) -> list[Tensor | None]:
     x, w, offsets, backend, num_sms = (values[n] for n in ("x", "w", "expert_offsets", "backend", "num_sms"))
-    of_x, of_w, *_ = asked_for(values["node"])
+    needs_dx, needs_dw, *_ = asked_for(values["node"])
     dx, dw = None, None
-    if of_x:
+    if needs_dx:
         dx = OPERATORS["grouped_gemm"].run(dy, w, offsets, None, not values["transpose_w"], backend, num_sms)
-    if of_w:
-        # there is no sum in float16
+    if needs_dw:
+        # float16 outputs are not supported
         dtype = "float32" if w.dtype == torch.float16 else str(w.dtype).removeprefix("torch.")
         pair = (x, dy) if values["transpose_w"] else (dy, x)
         dw = _grouped_gemm_wgrad.run(*pair, offsets, dtype, backend, num_sms).to(w.dtype)
@@ -370,7 +373,7 @@ _product = operation(
     Tensor,
     prepare=_product_of_codes,
     gradient=Gradient(("x", "w"), lambda values: ("x", "w", "expert_offsets"), _product_gradient),
-    note="FP8 operands have no gradient: theirs are products of other codes, as ``moe_experts`` makes them.",
+    note="FP8 operands have no gradient; ``moe_experts`` computes it with separately quantised codes.",
 )
 
 
@@ -389,12 +392,12 @@ def as_float8(q: QuantTensor) -> QuantTensor:
     Parameters
     ----------
     q : QuantTensor
-        Of torch tensors.
+        Quantised tensor of torch tensors.
 
     Returns
     -------
     QuantTensor
-        The same memory.
+        A view of the same memory.
 
     Examples
     --------
@@ -407,7 +410,7 @@ def as_float8(q: QuantTensor) -> QuantTensor:
     return replace(q, data=q.data.view(dtype))
 
 
-if TYPE_CHECKING:  # of what `__getattr__` finds
+if TYPE_CHECKING:  # names resolved by `__getattr__`
     from fp8moe.adapters.torch_functional import moe_experts as moe_experts
     from fp8moe.adapters.torch_functional import moe_experts_permuted as moe_experts_permuted
     from fp8moe.adapters.torch_moe import FP8FlowMoE as FP8FlowMoE
@@ -422,7 +425,7 @@ _ABOVE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Public names of modules that import this one."""
+    """Public names of modules that import this one, imported on first access."""
     if name not in _ABOVE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"fp8moe.adapters.{_ABOVE[name]}")

@@ -1,12 +1,12 @@
 """The router in torch: its product in float32, and `fp8moe.route` with gradients.
 
-torch multiplies float32 without tensor cores, after a cast of x to twice its bytes: 0.9 ms of the layer's
-6.2 for 16,384 x 2048 rows and 128 experts, forward and backward. A float32 number is the sum of three
-bfloat16 numbers (24 bits, 8 each), products of bfloat16 are exact in float32, and tensor cores add them in
-float32. So one product of x with the three parts of w side by side has float32's accuracy (Henry, Tang and
-Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations", ARITH
-2019), and where w is bfloat16 it has one part. The gradient of the logits comes as three parts from the
-kernel that computes it.
+torch multiplies float32 matrices without tensor cores, after a cast of x to twice its size: 0.9 ms of the
+layer's 6.2 ms for 16,384 x 2048 rows and 128 experts, forward and backward. A float32 number is the sum of
+three bfloat16 numbers (24 bits, 8 each), products of bfloat16 numbers are exact in float32, and tensor cores
+accumulate them in float32. So one product of x with the three parts of w, concatenated, has the accuracy of
+float32 (Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
+higher-precision computations", ARITH 2019); a bfloat16 w has one part. The kernel that computes the gradient
+of the logits writes it as three parts.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Router(nn.Module):
     Parameters
     ----------
     hidden : int
-        H.
+        H, number of features.
     num_experts : int
-        E.
+        E, number of experts.
     config : RouterConfig
-        Scores, groups and weights.
+        Score function, expert groups and probabilities.
     expert_bias : bool
-        Whether there is a buffer ``expert_bias`` [E], float32 whatever the module is cast to, zeros at first,
-        that is added to the scores for the choice only; whoever balances by it (arXiv 2408.15664) changes it,
-        by ``tokens_per_expert`` of a forward with ``num_sequences``.
+        Whether there is a buffer ``expert_bias`` [E], initially zero and always float32, also if the module
+        is cast. It is added to the scores only for the selection of experts. To balance the load with it
+        (arXiv 2408.15664), update it from ``tokens_per_expert`` of a forward with ``num_sequences``.
     device : device or None
-        Of the weight.
+        Device of the weight.
     dtype : dtype or None
-        Of the weight.
+        Dtype of the weight.
 
     Examples
     --------
@@ -77,45 +77,44 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as `torch.nn.Linear` does, and set the bias to zeros."""
+        """Initialise the weight as `torch.nn.Linear` does, and set the bias to zeros."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        before = self.expert_bias
+        original = self.expert_bias
         super()._apply(fn, recurse)
-        after = self.expert_bias
-        if before is not None and after is not None and after.dtype != torch.float32:
-            self.expert_bias = before.to(after.device)  # steps of 1e-3 are lost in bfloat16
+        converted = self.expert_bias
+        if original is not None and converted is not None and converted.dtype != torch.float32:
+            self.expert_bias = original.to(converted.device)  # updates of 1e-3 would be lost in bfloat16
         return self
 
     def forward(
         self, x: Tensor, num_sequences: int | None = None, *, pass_rows: bool = False
     ) -> tuple[Tensor, ...]:
-        """Choose the experts of each row, in float32, under autocast, too.
+        """Select the experts of each row, in float32, also under autocast.
 
         Parameters
         ----------
         x : Tensor, floating point, [T, H]
-            Rows.
+            Rows of tokens.
         num_sequences : int or None
-            Of how many sequences of equal length the rows are, for losses, as of `fp8moe.route`.
+            Number of sequences of equal length in the rows, for losses, as in `fp8moe.route`.
         pass_rows : bool
-            Return x, too, for the experts: the product that makes the router's gradient of x then adds it to
-            theirs, in one pass over both (of 8192 x 4096 rows: 15 us for 48).
+            Whether to return x too, for the experts: the product that computes the router's gradient of x
+            then adds the experts' gradient in the same pass (for 8192 x 4096 rows: 15 us instead of 48).
 
         Returns
         -------
         tuple of Tensor
-            x where it is passed on, ids [T, k] int32, probabilities [T, k] float32, and with
-            ``num_sequences`` also aux_loss [1], z_loss [1] and tokens_per_expert [S, E], as `fp8moe.Routed`
-            has them.
+            x if pass_rows is set, ids [T, k] int32, probabilities [T, k] float32, and with ``num_sequences``
+            also aux_loss [1], z_loss [1] and tokens_per_expert [S, E], as in `fp8moe.Routed`.
 
         Raises
         ------
         TypeError, ValueError
-            As `fp8moe.route`.
+            As in `fp8moe.route`.
         """
         return _route_rows(x, self.weight, self.expert_bias, self.config, num_sequences, pass_rows)
 
@@ -135,23 +134,23 @@ def route(
     Parameters
     ----------
     logits : Tensor, float32, [T, E]
-        Of any strides.
+        Logits, with any strides.
     config : RouterConfig
-        Scores, groups and weights.
+        Score function, expert groups and probabilities.
     expert_bias : Tensor or None, float32, [E]
-        Added to the scores for the choice only; it has no gradient.
+        Added to the scores only for the selection of experts; it has no gradient.
     num_sequences : int or None
-        As of `fp8moe.route`.
+        As in `fp8moe.route`.
 
     Returns
     -------
     Routed
-        As `fp8moe.route` returns it.
+        The result of `fp8moe.route`.
 
     Raises
     ------
     TypeError, ValueError
-        As `fp8moe.route`.
+        As in `fp8moe.route`.
     NotImplementedError
         Inside transforms of torch.func.
 
@@ -170,7 +169,8 @@ def route(
 
 
 def parts(a: Tensor) -> list[Tensor]:
-    """bfloat16 tensors whose sum is ``a``: itself, or three for float32 (exact where the third is normal)."""
+    """bfloat16 tensors whose sum is ``a``: ``a`` itself, or three parts of a float32 tensor (exact if the
+    third is normal)."""
     if a.dtype == torch.bfloat16:
         return [a]
     high = a.bfloat16()
@@ -187,44 +187,52 @@ def _on_tensor_cores(x: Tensor, w: Tensor) -> bool:
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
-    of_w = parts(w)
-    logits = torch.mm(x, torch.cat(of_w).t(), out_dtype=torch.float32)
-    return logits if len(of_w) == 1 else logits.view(len(x), -1, len(w)).sum(dim=1)
+    parts_of_w = parts(w)
+    logits = torch.mm(x, torch.cat(parts_of_w).t(), out_dtype=torch.float32)
+    return logits if len(parts_of_w) == 1 else logits.view(len(x), -1, len(w)).sum(dim=1)
 
 
 def _product_backward(
-    grad: Tensor, x: Tensor, w: Tensor, added_to: Tensor | None = None, asked: Sequence[bool] = (True, True)
+    grad: Tensor,
+    x: Tensor,
+    w: Tensor,
+    added_to: Tensor | None = None,
+    requested: Sequence[bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dw) for the gradient of the logits as three parts side by side, [T, 3 E] bfloat16; added_to:
-    another gradient of x, which dx is the sum with; asked: which of the two, None in place of the other."""
+    """(dx, dw) for the gradient of the logits, given as three concatenated parts [T, 3 E] in bfloat16.
+    added_to: another gradient of x, to which dx is added. requested: which of the two to compute; the other
+    is None."""
     experts, dx, dw = len(w), None, None
-    if asked[1]:
+    if requested[1]:
         dw = torch.mm(grad.t(), x, out_dtype=torch.float32).view(3, experts, -1).sum(dim=0).to(w.dtype)
-    if not asked[0]:
+    if not requested[0]:
         return None, dw
-    of_w = parts(w)
-    if len(of_w) == 1:
+    parts_of_w = parts(w)
+    if len(parts_of_w) == 1:
         pair = grad, w.repeat(3, 1)
     else:
-        # the products of parts that count: two parts' 2^-8 each time one goes further
+        # only significant products of parts: each further part is smaller by 2^-8
         pairs = [(i, j) for i in range(3) for j in range(3 - i)]
-        of_grad = grad.view(len(grad), 3, experts)
-        pair = torch.cat([of_grad[:, i] for i, _ in pairs], dim=1), torch.cat([of_w[j] for _, j in pairs])
+        parts_of_grad = grad.view(len(grad), 3, experts)
+        pair = (
+            torch.cat([parts_of_grad[:, i] for i, _ in pairs], dim=1),
+            torch.cat([parts_of_w[j] for _, j in pairs]),
+        )
     dx = torch.mm(*pair) if added_to is None else torch.addmm(added_to, *pair)
     return dx, dw
 
 
-# ---------------------------------------------------------------- the choice
+# ---------------------------------------------------------------- the selection of experts
 
 
 def _scalars_of(config: RouterConfig) -> tuple[Any, ...]:
-    """A configuration as functions that a compiler traces take it."""
+    """A configuration as plain values, for functions that a compiler traces."""
     groups = config.num_groups, config.topk_groups
     return config.topk, config.score_function, *groups, config.renormalize, config.scaling_factor
 
 
 def _config_of(scalars: tuple[Any, ...]) -> RouterConfig:
-    """From `_scalars_of`, of which a compiler may have made symbols."""
+    """The inverse of `_scalars_of`, for values that may be symbolic in a compiler."""
     topk, function, groups, of_groups, renormalize, factor = scalars
     return RouterConfig(int(topk), function, int(groups), int(of_groups), renormalize, float(factor))
 
@@ -254,7 +262,8 @@ def _route_backward(
 
 
 def _forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any, *others: Any) -> Any:
-    """Of a `torch.autograd.Function`, which saves what `_gradient` and the caller (``others``) need."""
+    """Forward of a `torch.autograd.Function`. It saves the tensors for `_gradient` and ``others``, for the
+    caller."""
     results = tuple(_route.run(logits, bias, _config_of(config), num_sequences))
     ids, counts = results[0], results[4:]
     ctx.mark_non_differentiable(ids, *counts)
@@ -264,13 +273,14 @@ def _forward(ctx: Any, logits: Any, bias: Any, config: Any, num_sequences: Any, 
 
 
 def _gradient(ctx: Any, saved: Any, grads: Any, split: bool) -> Tensor:
-    """Of the logits. saved: those, the ids and the counts; grads: of what `_forward` returned."""
+    """Gradient of the logits. saved: logits, ids and counts. grads: gradients of the results of
+    `_forward`."""
     logits, ids, *counts = saved
-    _, of_probs, *of_losses = grads
-    of_losses = of_losses[:2] or (None, None)
+    _, dprobs, *loss_grads = grads
+    loss_grads = loss_grads[:2] or (None, None)
     counts = counts[0] if counts else None
     config = _config_of(ctx.config)
-    return _route_backward.run(of_probs.contiguous(), logits, ids, counts, *of_losses, config, split)  # type: ignore[no-any-return]
+    return _route_backward.run(dprobs.contiguous(), logits, ids, counts, *loss_grads, config, split)  # type: ignore[no-any-return]
 
 
 class _Route(torch.autograd.Function):
@@ -285,8 +295,8 @@ class _Route(torch.autograd.Function):
 
 
 class _RouteRows(torch.autograd.Function):
-    """Product and choice in one, so that the gradient of the logits comes as three parts at once; after the
-    rows themselves, where these are passed on."""
+    """Product and selection in one function, so that the gradient of the logits is computed as three parts
+    directly; the first result is x itself, if pass_rows is set."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any, bias: Any, config: Any, num_sequences: Any, pass_rows: bool) -> Any:
@@ -299,10 +309,10 @@ class _RouteRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, ids, x, w, *counts = ctx.saved_tensors
-        of_rows, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
+        row_grad, grads = (grads[0], grads[1:]) if ctx.pass_rows else (None, grads)
         grad = _gradient(ctx, (logits, ids, *counts), grads, True)
         with torch.autocast(x.device.type, enabled=False):
-            return *_product_backward(grad, x, w, of_rows, asked_for(ctx)), None, None, None, None
+            return *_product_backward(grad, x, w, row_grad, asked_for(ctx)), None, None, None, None
 
 
 _route_with_grad = differentiable(_Route)

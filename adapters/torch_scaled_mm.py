@@ -1,12 +1,12 @@
-"""MXFP8 operands for torch's own products on Blackwell's tensor cores.
+"""MXFP8 operands for torch's own matrix products on Blackwell's tensor cores.
 
     x = fp8moe.quantize(rows, block=(1, 32), layout="blocked_128x4")
     w = fp8moe.quantize(weights.view(E * N, K), block=(1, 32), layout="blocked_128x4")
     y = fp8moe.adapters.torch_scaled_mm.scaled_grouped_mm(x, w, plan.expert_offsets)
 
 ``torch.nn.functional.scaled_mm`` and ``scaled_grouped_mm`` multiply codes with 1x32 scales in the 128x4
-blocked layout on devices of compute capability 10.0 and later; on others these functions raise. **Not run on
-such a device**: written against torch's signatures and its own checks of shapes, and tested with stand-ins of
+blocked layout on devices of compute capability 10.0 and later; on other devices these functions raise. **Not
+tested on such a device**: written against torch's signatures and its shape checks, and tested with stubs of
 both.
 """
 
@@ -22,18 +22,18 @@ from fp8moe.dispatch import enter
 from fp8moe.formats import BLOCKED_128X4
 
 _ROW, _COLUMN = (1, 32), (32, 1)
-functional: Any = torch.nn.functional  # whose stubs lack the grouped product
+functional: Any = torch.nn.functional  # torch's type stubs lack the grouped product
 
 
 def scaled_mm(x: QuantTensor, w: QuantTensor) -> Tensor:
     """x @ w.T by `torch.nn.functional.scaled_mm`.
 
-    Not run on a device that has it.
+    Not tested on a device that supports it.
 
     Parameters
     ----------
     x : QuantTensor, [M, K]
-        MXFP8 in layout "blocked_128x4": row-wise.
+        MXFP8, row-wise, in layout "blocked_128x4".
     w : QuantTensor, [N, K]
         As ``x``.
 
@@ -44,9 +44,9 @@ def scaled_mm(x: QuantTensor, w: QuantTensor) -> Tensor:
     Raises
     ------
     TypeError
-        For other operands, or on a device of a compute capability below 10.0.
+        For operands of other formats, or on a device of compute capability below 10.0.
     ValueError
-        For shapes that do not fit.
+        For inconsistent shapes.
     """
     _check(_ROW, x=x, w=w)
     if x.shape[1] != w.shape[1]:
@@ -60,41 +60,42 @@ def scaled_mm(x: QuantTensor, w: QuantTensor) -> Tensor:
 def scaled_grouped_mm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor) -> Tensor:
     """out[rows of e] = x[rows of e] @ w[e].T by `torch.nn.functional.scaled_grouped_mm`.
 
-    Not run on a device that has it.
+    Not tested on a device that supports it.
 
     Parameters
     ----------
     x : QuantTensor, [P, K]
-        MXFP8, row-wise, in layout "blocked_128x4", its tiles by these experts: with offsets that are
-        multiples of 128 as `quantize` and `permute` write it, else by ``to_layout(q, "blocked_128x4",
+        MXFP8, row-wise, in layout "blocked_128x4" with tiles that follow the experts: written by `quantize`
+        and `permute` if the offsets are multiples of 128, otherwise by ``to_layout(q, "blocked_128x4",
         expert_offsets)``.
     w : QuantTensor, [E * N, K]
-        The experts' weights one below another, as `quantize` of ``weights.view(E * N, K)`` writes them in
-        that layout; N a multiple of 128.
+        Weights of all experts, concatenated along the rows, as `quantize` of ``weights.view(E * N, K)``
+        writes them in that layout; N a multiple of 128.
     expert_offsets : Tensor, int32, [E+1]
-        The first is 0. They are not looked at.
+        The first is 0. The values are not checked.
 
     Returns
     -------
     Tensor, bfloat16, [P, N]
-        Rows past the last expert are unspecified.
+        Rows after the last expert's are undefined.
 
     Raises
     ------
     TypeError
-        For other operands, or on a device of another compute capability than 10.x, all that torch takes.
+        For operands of other formats, or on a device of another compute capability than 10.x, which torch
+        requires.
     ValueError
-        For shapes that do not fit.
+        For inconsistent shapes.
     """
     _check(_ROW, x=x, w=w)
-    experts, width = _experts(expert_offsets), w.shape[0]
-    if x.shape[1] != w.shape[1] or not experts or width % (128 * experts):
+    experts, rows = _experts(expert_offsets), w.shape[0]
+    if x.shape[1] != w.shape[1] or not experts or rows % (128 * experts):
         raise ValueError(
             f"w: got {list(w.shape)} with x {list(x.shape)} and {experts} experts; wanted "
             f"[E * N, {x.shape[1]}] with N a multiple of 128"
         )
     _require_blackwell(x, "scaled_grouped_mm", grouped=True)
-    weights = _e4m3(w).view(experts, width // experts, -1)
+    weights = _e4m3(w).view(experts, rows // experts, -1)
     scales = _e8m0(x.scales), _e8m0(w.scales).view(experts, -1)
     y: Tensor = functional.scaled_grouped_mm(
         _e4m3(x), weights.transpose(1, 2), *_with_recipes(*scales), offs=expert_offsets[1:]
@@ -105,17 +106,17 @@ def scaled_grouped_mm(x: QuantTensor, w: QuantTensor, expert_offsets: Tensor) ->
 def scaled_grouped_mm_wgrad(dy: QuantTensor, x: QuantTensor, expert_offsets: Tensor) -> Tensor:
     """out[e] = dy[rows of e].T @ x[rows of e] by `torch.nn.functional.scaled_grouped_mm`.
 
-    Not run on a device that has it.
+    Not tested on a device that supports it.
 
     Parameters
     ----------
     dy : QuantTensor, [P, N]
-        MXFP8, column-wise, in layout "blocked_128x4" of these experts, as `scaling_aware_transpose` and
-        `permute_transpose` write it.
+        MXFP8, column-wise, in layout "blocked_128x4" with tiles that follow the experts, as
+        `scaling_aware_transpose` and `permute_transpose` write it.
     x : QuantTensor, [P, K]
         As ``dy``.
     expert_offsets : Tensor, int32, [E+1]
-        The first is 0; multiples of 32. They are not looked at.
+        The first is 0; multiples of 32. The values are not checked.
 
     Returns
     -------
@@ -124,7 +125,7 @@ def scaled_grouped_mm_wgrad(dy: QuantTensor, x: QuantTensor, expert_offsets: Ten
     Raises
     ------
     TypeError, ValueError
-        As `scaled_grouped_mm`.
+        As in `scaled_grouped_mm`.
     """
     _check(_COLUMN, dy=dy, x=x)
     _experts(expert_offsets)
@@ -142,7 +143,7 @@ def _check(block: tuple[int, int], **operands: QuantTensor) -> None:
     for name, q in vars(enter(**operands).args).items():
         checks.quant_tensor(name, q, (block,), (BLOCKED_128X4,))
         if q.fmt != "e4m3":
-            raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted 'e4m3', the only format torch multiplies so")
+            raise TypeError(f"{name}.fmt: got {q.fmt!r}; wanted 'e4m3', the only format of torch's MXFP8")
 
 
 def _experts(expert_offsets: Tensor) -> int:
@@ -152,7 +153,7 @@ def _experts(expert_offsets: Tensor) -> int:
 
 
 def _require_blackwell(q: QuantTensor, function: str, *, grouped: bool = False) -> None:
-    """torch's grouped product is of capability 10.x only, the other of all from 10.0 on."""
+    """torch's grouped product requires capability 10.x, the other one 10.0 or later."""
     capability = _capability(q.data.device)
     if capability is None or capability < (10, 0) or (grouped and capability[0] != 10):
         have = str(q.data.device) if capability is None else "compute capability {}.{}".format(*capability)
@@ -168,7 +169,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _with_recipes(a: Tensor, b: Tensor) -> tuple[object, ...]:
-    """Scales, what they are of, and their layouts, in the order of torch's parameters."""
+    """Scales, scaling types and scale layouts in the order of torch's parameters."""
     recipe, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
     return a, recipe, b, recipe, swizzle, swizzle
 

@@ -1,16 +1,17 @@
-"""Weights of expert parallelism as the shards that they are.
+"""Expert-parallel weights as DTensors.
 
-Each rank holds the weights of its own experts. As plain tensors of one name they would be taken for copies of
-one tensor, by `torch.distributed.checkpoint` for one, which keeps a single rank's. So they are `DTensor`s,
-sharded along the experts over the ranks' mesh: checkpoints, optimizer states and norms see all experts, and
-``fully_shard`` over another dimension of the same mesh shards each rank's further.
+Each rank holds the weights of its own experts. Plain tensors with the same name would be treated as replicas
+of one tensor, for example by `torch.distributed.checkpoint`, which would save only one rank's. The weights
+are therefore `DTensor`s, sharded along the experts over the ranks' mesh: checkpoints, optimizer states and
+norms cover all experts, and ``fully_shard`` over another dimension of the same mesh shards each rank's
+weights further.
 
     layer = FP8FlowMoE(..., process_group=mesh["ep"])
     fully_shard(layer, mesh=mesh["dp"])
 
-The router's gradient is every rank's own, of its own tokens: ``fully_shard(layer.router, mesh=...)`` over
-all ranks before that averages it. torch's optimizers do not take plain tensors and DTensors in one group, nor
-does `torch.nn.utils.clip_grad_norm_`: `param_groups` and `clip_grad_norm_` are for models that have both.
+Each rank computes the router's gradient from its own tokens: call ``fully_shard(layer.router, mesh=...)``
+over all ranks first, which averages it. torch's optimizers and `torch.nn.utils.clip_grad_norm_` do not accept
+plain tensors and DTensors in one group: for models with both, use `param_groups` and `clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from fp8moe.expert_parallel import Capacity, Engine, Transport
 
 __all__ = ["clip_grad_norm_", "param_groups"]
 
-EXPERTS = (Shard(0),)  # of weights [E, N, K]
+EXPERTS = (Shard(0),)  # placement of weights [E, N, K]
 
 
 class Ranks:
-    """Who holds the experts: how rows move between them, and their mesh, None for a single one.
+    """The ranks that hold the experts: their communicator, and their mesh, None for a single rank.
 
     group: a process group, a one-dimensional DeviceMesh, or a `fp8moe.expert_parallel.Transport` or `Engine`
-        whose attribute ``group`` is the process group; None for one rank.
+        with its process group as the attribute ``group``; None for one rank.
     """
 
     def __init__(self, group: Any, device: torch.device, overlap_chunks: int = 1):
@@ -50,7 +51,8 @@ class Ranks:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(
-                    f"process_group: got a DeviceMesh of {group.ndim} dimensions; wanted one, as mesh['ep']"
+                    f"process_group: got a DeviceMesh of {group.ndim} dimensions; wanted one dimension, as "
+                    "in mesh['ep']"
                 )
             self.mesh, group = group, group.get_group()
         if isinstance(group, dist.ProcessGroup):
@@ -62,8 +64,8 @@ class Ranks:
             )
         elif overlap_chunks != 1:
             raise ValueError(
-                f"overlap_chunks: got {overlap_chunks} beside a {type(group).__qualname__}; wanted a process "
-                "group, or the attribute there, as ProcessGroup(group, overlap_chunks=2) has it"
+                f"overlap_chunks: got {overlap_chunks} with a {type(group).__qualname__}; wanted a process "
+                "group, or the transport's own attribute, as in ProcessGroup(group, overlap_chunks=2)"
             )
         self.size, self.rank = self.comm.world_size, self.comm.rank
         if self.size == 1:
@@ -73,15 +75,15 @@ class Ranks:
             if group is None:
                 raise TypeError(
                     f"process_group: got {type(self.comm).__qualname__} without an attribute `group`; wanted "
-                    "its torch.distributed.ProcessGroup there, for checkpoints to know whose experts they get"
+                    "its torch.distributed.ProcessGroup there, by which checkpoints identify the experts"
                 )
-            kind = device.type
-            if kind == "meta":
-                kind = dist.distributed_c10d._get_pg_default_device(group).type
-            self.mesh = DeviceMesh.from_group(group, kind)
+            device_type = device.type
+            if device_type == "meta":
+                device_type = dist.distributed_c10d._get_pg_default_device(group).type
+            self.mesh = DeviceMesh.from_group(group, device_type)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        return self  # a copy of a layer exchanges rows with the same ranks
+        return self  # copies of a layer communicate with the same ranks
 
     def __reduce__(self) -> Any:
         if self.comm is None:
@@ -89,10 +91,15 @@ class Ranks:
         if type(self.comm) is not ProcessGroup:
             raise TypeError(
                 f"process_group: got {type(self.comm).__qualname__}, which cannot be pickled; wanted a "
-                "torch.distributed.ProcessGroup, whose name is; or save the state_dict()"
+                "torch.distributed.ProcessGroup, which is pickled by its name; or save the state_dict()"
             )
-        kind = "cpu" if self.mesh is None else self.mesh.device_type
-        return _ranks_named, (self.comm.group.group_name, kind, self.comm.capacity, self.comm.overlap_chunks)
+        device_type = "cpu" if self.mesh is None else self.mesh.device_type
+        return _ranks_named, (
+            self.comm.group.group_name,
+            device_type,
+            self.comm.capacity,
+            self.comm.overlap_chunks,
+        )
 
 
 def _ranks_named(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
@@ -100,53 +107,54 @@ def _ranks_named(name: str, kind: str, capacity: Capacity | None, overlap_chunks
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:
         raise RuntimeError(
-            f"process_group: got a layer of the process group {name!r}, which is not here ({error}); wanted "
-            "torch.distributed initialized as where the layer was pickled; or load a state_dict()"
+            f"process_group: got a layer of the process group {name!r}, which does not exist in this process "
+            f"({error}); wanted torch.distributed initialized as when the layer was pickled; or load a "
+            "state_dict()"
         ) from error
     return Ranks(ProcessGroup(group, capacity, overlap_chunks), torch.device(kind))
 
 
 def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's experts as a parameter that says so."""
+    """This rank's experts as a sharded parameter."""
     return nn.Parameter(DTensor.from_local(local, mesh, EXPERTS, run_check=False))
 
 
 def local_of(w: Tensor) -> Tensor:
-    """This rank's part of a weight, with its gradient; a plain tensor is its own."""
+    """This rank's part of a weight, differentiable; plain tensors are returned unchanged."""
     return w.to_local() if isinstance(w, DTensor) else w  # type: ignore[no-any-return]
 
 
 def is_whole(w: Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether all weights of this rank's experts are here, and not sharded further, as ``fully_shard`` does
-    outside of the forward. mesh: of the ranks."""
+    """Whether this rank's experts are complete, and not sharded further, as ``fully_shard`` does outside the
+    forward. mesh: mesh of the ranks."""
     return not isinstance(w, DTensor) or (mesh is not None and w.device_mesh == mesh)
 
 
-def as_shard(given: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
-    """A state dict's value for a weight as the weight is: all experts as a plain tensor, or this rank's."""
-    if not isinstance(w, DTensor) or type(given) not in (Tensor, nn.Parameter) or not is_whole(w, mesh):
-        return given
-    if given.shape == w.shape:
-        return distribute_tensor(given.to(w.device), w.device_mesh, EXPERTS, src_data_rank=None)
-    if given.shape == w.to_local().shape:
-        return DTensor.from_local(given.to(w.device), w.device_mesh, EXPERTS, run_check=False)
-    return given
+def as_shard(value: Any, w: Tensor, mesh: DeviceMesh | None) -> Any:
+    """A state dict's value, with all experts or this rank's as a plain tensor, sharded like the weight."""
+    if not isinstance(w, DTensor) or type(value) not in (Tensor, nn.Parameter) or not is_whole(w, mesh):
+        return value
+    if value.shape == w.shape:
+        return distribute_tensor(value.to(w.device), w.device_mesh, EXPERTS, src_data_rank=None)
+    if value.shape == w.to_local().shape:
+        return DTensor.from_local(value.to(w.device), w.device_mesh, EXPERTS, run_check=False)
+    return value
 
 
 def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str, Any]]:
-    """Make groups for a torch optimizer: plain tensors and the DTensors of each mesh apart.
+    """Make parameter groups for a torch optimizer: one for plain tensors, one for each mesh's DTensors.
 
     Parameters
     ----------
     parameters : iterable of Tensor
-        As of ``model.parameters()``.
+        Parameters, such as ``model.parameters()``.
     **options : Any
-        Of every group.
+        Options of every group.
 
     Returns
     -------
     list of dict
-        What an optimizer takes in place of parameters.
+        Argument for an optimizer in place of the parameters.
 
     Examples
     --------
@@ -161,21 +169,22 @@ def param_groups(parameters: Iterable[Tensor], **options: Any) -> list[dict[str,
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients of plain tensors and DTensors together, as `torch.nn.utils.clip_grad_norm_`.
+    """Clip gradients of plain tensors and DTensors together, like `torch.nn.utils.clip_grad_norm_`.
 
     Parameters
     ----------
     parameters : Tensor or iterable of Tensor
-        Whose gradients are clipped, in place.
+        Parameters whose gradients are clipped, in place.
     max_norm : float
-        What their norm is at most afterwards.
+        Maximum norm.
     norm_type : float
-        Of the p-norm.
+        Order of the norm.
 
     Returns
     -------
     Tensor, scalar
-        The norm before, of all ranks' experts and of this rank's plain tensors, which are the same on all.
+        The norm before clipping, over all ranks' experts and this rank's plain tensors, which are equal on
+        all ranks.
 
     Examples
     --------
@@ -186,8 +195,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm
     >>> clip_grad_norm_(w, 1.0).item(), w.grad.norm() <= 1
     (5.0, tensor(True))
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    groups = _by_mesh([p for p in given if p.grad is not None])
+    parameter_list = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    groups = _by_mesh([p for p in parameter_list if p.grad is not None])
     norms = []
     for group in groups:
         norm = nn.utils.get_total_norm([p.grad for p in group], norm_type)  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""What a trainer wants to see of an FP8 layer: overflow, lost values, how full the experts are.
+"""Statistics of an FP8 layer: overflow, values lost by quantisation, expert loads.
 
-Everything stays on the device until it is read, so that collecting does not synchronise. It reads each
-tensor twice more, which is why it is asked for (`fp8moe.adapters.torch_moe.FP8FlowMoE.collect_stats`).
+All statistics remain on the device until they are read, so collecting them does not synchronise. It reads
+each tensor twice more and is therefore optional (`fp8moe.adapters.torch_moe.FP8FlowMoE.collect_stats`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from fp8moe.formats import FORMATS
 
 __all__ = ["LayerStats", "TensorStats", "of_tensor"]
 
-FORMAT = "e4m3"  # what the FP8 recipes quantise activations and gradients to, by blocks of (1, 128)
+FORMAT = "e4m3"  # format of activations and gradients in the FP8 recipes, with blocks of (1, 128)
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What quantising did to one tensor.
+    """Effects of quantising one tensor.
 
     Attributes
     ----------
     amax : Tensor, float32, scalar
-        The largest magnitude; infinite or NaN where a value is.
+        Largest magnitude; infinite or NaN if a value is.
     nonfinite : Tensor, int64, scalar
-        Infinities and NaN. An infinity is quantised to the format's largest number (448), as Transformer
-        Engine does: from there on nothing shows that there was one, but for this count.
+        Number of infinities and NaN. Infinities are quantised to the format's largest number (448), as in
+        Transformer Engine, so afterwards this count is the only trace of them.
     saturated : Tensor, int64, scalar
-        Values larger than their code's.
+        Number of values larger than their code.
     flushed : Tensor, int64, scalar
-        Values that are not zero and whose code is.
+        Number of nonzero values with a zero code.
     elements : int
-        Of how many values these are counted.
+        Number of values.
     """
 
     amax: Tensor
@@ -48,20 +48,20 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class LayerStats:
-    """The last forward of a layer, and the last backward; of tensors before they are quantised.
+    """Statistics of a layer's last forward and backward, of tensors before quantisation.
 
     Attributes
     ----------
     rows_per_expert : Tensor, int32, [E]
-        Of this rank's experts.
+        Number of rows of each of this rank's experts.
     overflow : Tensor, int32, [1]
-        Rows that found no room.
+        Number of dropped rows.
     x : TensorStats
-        The layer's input.
+        Input of the layer.
     a : TensorStats or None
-        The activation between the two products; None where ``recompute`` keeps it not.
+        Activation between the two products; None if ``recompute`` does not save it.
     dy : TensorStats or None
-        The gradient of the output; None before a backward.
+        Gradient of the output; None before a backward.
     """
 
     rows_per_expert: Tensor
@@ -72,22 +72,22 @@ class LayerStats:
 
 
 def of_tensor(values: Tensor) -> TensorStats:
-    """Count what quantising by (1, 128) blocks with power-of-two scales to e4m3 does.
+    """Count the effects of quantising to e4m3 by (1, 128) blocks with power-of-two scales.
 
     Parameters
     ----------
     values : Tensor, floating point, [M, K]
-        On any device; nothing synchronises.
+        Values on any device; the call does not synchronise.
 
     Returns
     -------
     TensorStats
-        On the same device.
+        Statistics on the same device.
 
     Raises
     ------
     TypeError, ValueError
-        As `fp8moe.quantize`.
+        As in `fp8moe.quantize`.
 
     Examples
     --------
@@ -112,21 +112,22 @@ def of_tensor(values: Tensor) -> TensorStats:
 
 
 def of_forward(x: Tensor, saved: Any) -> LayerStats:
-    """From the layer's input and what `fp8moe.moe_forward` kept. Raises NotImplementedError for chunks."""
+    """Statistics from the layer's input and the record of `fp8moe.moe_forward`. Raises NotImplementedError
+    for chunks."""
     if saved.later:
         raise NotImplementedError("collect_stats: got True with overlap_chunks; wanted False")
     a = None
     if saved.h is not None:
         activated = fp8moe.swiglu(saved.h, saved.probs, activation=saved.activation)
         rows = torch.arange(len(activated), device=x.device)
-        # what lies in padding is nobody's
+        # padding rows are excluded
         activated = torch.where((rows < saved.plan.expert_offsets[-1])[:, None], activated, 0)
         a = of_tensor(activated)
     return LayerStats(saved.plan.tokens_per_expert, saved.plan.overflow, of_tensor(x), a)
 
 
 class Collector:
-    """Gathers a layer's."""
+    """Collects the statistics of a layer."""
 
     def __init__(self) -> None:
         self.stats: LayerStats | None = None

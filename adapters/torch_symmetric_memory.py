@@ -1,11 +1,11 @@
-"""Expert parallelism by PyTorch's symmetric memory: ranks write into each other's GPUs.
+"""Expert parallelism over PyTorch's symmetric memory: ranks write directly to each other's GPUs.
 
     comm = SymmetricMemory(group, window_bytes(ranks, tokens, hidden, topk))
     y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=comm)
 
-For up to eight GPUs that reach each other over NVLink. One kernel gathers a rank's rows, quantises them, and
-stores them where they are wanted. For NCCL the same rows are written to memory, gathered into a second
-buffer, and copied from there.
+For up to eight GPUs connected by NVLink. One kernel gathers a rank's rows, quantises them and writes them to
+their destinations. With NCCL the same rows are written to memory, gathered into a second buffer, and copied
+from there.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from fp8moe.formats import round_up
 
 __all__ = ["SymmetricMemory", "window_bytes"]
 
-MOST_RANKS = 8  # as the kernels' windows
-WINDOWS = 2  # in turn, so that one exchange may be on its way while another's rows are read
+MOST_RANKS = 8  # limit of the kernels
+WINDOWS = 2  # used alternately: an exchange may run while another's rows are read
 
 
 def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int = 2) -> int:
-    """Count the room for whatever the routing says: all tokens of all ranks at one of them.
+    """Return the memory required for any routing: all tokens of all ranks on one rank.
 
     Parameters
     ----------
     ranks : int
-        Of the group.
+        Number of ranks of the group.
     tokens : int
-        Of a rank, at most.
+        Maximum number of tokens of a rank.
     hidden : int
-        Values of a token.
+        Number of features of a token.
     topk : int
-        Experts of a token, each with an id and a probability.
+        Number of experts per token, each with an id and a probability.
     itemsize : int
-        Bytes of a value, of x and of the gradients.
+        Bytes per value of x and of the gradients.
 
     Returns
     -------
     int
-        Bytes: ``room`` of `SymmetricMemory`.
+        Number of bytes: ``room`` of `SymmetricMemory`.
 
     Examples
     --------
@@ -58,33 +58,33 @@ def window_bytes(ranks: int, tokens: int, hidden: int, topk: int, itemsize: int 
 
 
 class SymmetricMemory(ProcessGroup):
-    """A `fp8moe.expert_parallel.PeerMemory` over the NCCL group of GPUs of one host (or NVLink domain).
+    """A `fp8moe.expert_parallel.PeerMemory` over an NCCL group of GPUs of one host (or NVLink domain).
 
-    All ranks of the group make it at the same time, each with its GPU as the current device.
+    All ranks of the group must create it at the same time, each with its GPU as the current device.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or None
-        Of at most eight ranks; None: the default group.
+        Process group of at most eight ranks; None: the default group.
     room : int
-        Bytes that one exchange may bring a rank, `window_bytes` of the most there can be; twice that is
-        allocated on each GPU. An exchange that does not fit goes through NCCL, as the counts do.
+        Maximum number of bytes that a rank receives in one exchange, from `window_bytes`; twice that is
+        allocated on each GPU. Larger exchanges use NCCL, as the counts always do.
     timeout : float
-        Seconds after which the barriers give up, and the process with them.
+        Seconds after which a barrier fails and aborts the process.
     overlap_chunks : int
-        As of `fp8moe.adapters.torch_distributed.ProcessGroup`.
+        As in `fp8moe.adapters.torch_distributed.ProcessGroup`.
 
     Raises
     ------
     ValueError
-        For more ranks, or no room.
+        For more than eight ranks, or a room of 0.
 
     Notes
     -----
-    Writing waits on the device until all ranks have read what the window held before, and reading until all
-    have written: two barriers, 6 us. At most two exchanges are on their way: a third raises RuntimeError
-    until the first is waited for. What reads an exchange's rows has to be launched before the second one
-    after it, on the same stream.
+    Before an exchange is written, the device waits until all ranks have read the previous contents of the
+    window, and before it is read, until all have written: two barriers, 6 us. At most two exchanges can be
+    pending: a third raises RuntimeError until the first is waited for. Kernels that read an exchange's rows
+    must be launched before the second exchange after it, on the same stream.
 
     Examples
     --------
@@ -104,7 +104,7 @@ class SymmetricMemory(ProcessGroup):
                 f"group: got {self.world_size} ranks; wanted at most {MOST_RANKS}; use ProcessGroup"
             )
         if room <= 0:
-            raise ValueError(f"room: got {room}; wanted bytes, as window_bytes() counts them")
+            raise ValueError(f"room: got {room}; wanted a positive number of bytes; pass window_bytes(...)")
         self._size = round_up(room, 512)
         self._timeout = round(timeout * 1e3)
         self._device = torch.device("cuda", torch.cuda.current_device())
@@ -117,81 +117,84 @@ class SymmetricMemory(ProcessGroup):
         self._pending: list[Pending | None] = [None] * WINDOWS
 
     def fits(self, counts: Counts, row_bytes: int) -> bool:
-        """Tell whether `deliver` has room for such rows.
+        """Return whether `deliver` has room for these rows.
 
         Parameters
         ----------
         counts : Counts
-            ``counts[a][b]`` rows from a to b.
+            ``counts[a][b]`` rows from rank a to rank b.
         row_bytes : int
-            Bytes of a row.
+            Size of a row.
 
         Returns
         -------
         bool
-            The same on all ranks.
+            The same value on all ranks.
         """
         return max(map(sum, zip(*counts, strict=True))) * row_bytes <= self._size
 
     def deliver(
         self, write: Callable[[tuple[Any, ...]], None], counts: Counts, row_bytes: int, async_op: bool
     ) -> Pending:
-        """Have rows written into the ranks' memory, as `fp8moe.expert_parallel.PeerMemory.deliver`.
+        """Write rows to the memory of other ranks, as `fp8moe.expert_parallel.PeerMemory.deliver`.
 
         Parameters
         ----------
         write : function
-            Called once, with uint8 [rows for it, row_bytes] of each rank's memory; launches what fills them.
+            Called once with the destination in each rank's memory, uint8 [rows, row_bytes]; launches the
+            kernels that write it.
         counts : Counts
-            ``counts[a][b]`` rows from a to b.
+            ``counts[a][b]`` rows from rank a to rank b.
         row_bytes : int
-            Bytes of a row.
+            Size of a row.
         async_op : bool
-            Whether the caller waits for it later.
+            Whether the caller waits for the exchange later.
 
         Returns
         -------
         Pending
-            Of uint8 [rows from the ranks, row_bytes], until two more have been asked for.
+            The received rows, uint8 [rows, row_bytes], valid until two more exchanges have started.
 
         Raises
         ------
         RuntimeError
-            For a third exchange while two are on their way.
+            For a third exchange while two are pending.
         """
         turn, rank = self._turn, self.rank
-        before = self._pending[turn]
-        if before is not None and not before.waited:
-            raise RuntimeError(f"got a third exchange while {WINDOWS} are on their way; wait() for the first")
+        previous = self._pending[turn]
+        if previous is not None and not previous.waited:
+            raise RuntimeError(
+                f"deliver: got a third exchange while {WINDOWS} are pending; wait() for the first"
+            )
         self._turn = (turn + 1) % WINDOWS
         windows = tuple(
             self._rows(r, turn, sum(row[r] for row in counts[:rank]), counts[rank][r], row_bytes)
             for r in range(self.world_size)
         )
-        arriving = self._rows(rank, turn, 0, sum(row[rank] for row in counts), row_bytes)
+        received_rows = self._rows(rank, turn, 0, sum(row[rank] for row in counts), row_bytes)
         if not async_op and all(p is None or p.waited for p in self._pending):
-            # events between streams would take the host longer than the launches
+            # events between the streams would take the host longer than the launches
             self._between_barriers(write, windows)
-            return Pending(lambda: arriving)
+            return Pending(lambda: received_rows)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._between_barriers(write, windows)
-            arrived = self._stream.record_event()
+            event = self._stream.record_event()
 
-        def finish(kept: Any = write) -> Any:  # what it reads is read until then
-            torch.cuda.current_stream(self._device).wait_event(arrived)
-            return arriving
+        def finish(kept_alive: Any = write) -> Any:  # the memory that it reads must stay alive until then
+            torch.cuda.current_stream(self._device).wait_event(event)
+            return received_rows
 
         pending = self._pending[turn] = Pending(finish)
         return pending
 
     def _between_barriers(self, write: Callable[[tuple[Any, ...]], None], windows: tuple[Any, ...]) -> None:
-        """All have read what the windows held, then all have written."""
+        """Writes after all ranks have read the windows, and waits until all have written."""
         self._memory.barrier(timeout_ms=self._timeout)
         write(windows)
         self._memory.barrier(timeout_ms=self._timeout)
 
     def _rows(self, rank: int, turn: int, first: int, count: int, row_bytes: int) -> torch.Tensor:
-        """Rows [count, row_bytes] of a rank's window, from its row ``first`` on."""
+        """Rows [count, row_bytes] of a rank's window, starting at row ``first``."""
         view = self._windows[rank][turn][first * row_bytes : (first + count) * row_bytes]
         return view.view(count, row_bytes)

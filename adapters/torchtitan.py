@@ -1,15 +1,15 @@
-"""torchtitan's routed experts by this library: dispatch, experts and combine in one.
+"""torchtitan's routed experts with this library: dispatch, experts and combine in one module.
 
     from fp8moe.adapters.torchtitan import FP8MoEConverter
     model_registry("30B-A3B", converters=[FP8MoEConverter.Config(recipe="fp8_flow")])
 
 Parameters keep their names, shapes and dtypes (``inner_experts.w1_EFD``, ``w2_EDF``, ``w3_EFD``), so
-checkpoints, FSDP and optimizers are as before; every forward quantises them as they are then. Experts of
-other classes than torchtitan's own gated ones are refused by name. With torchtitan's expert parallelism rows
-travel by `fp8moe.expert_parallel` over its mesh, and the experts compile as one graph, too; the counts of
-rows are looked at on the host. w1 and w3 stay apart: nothing joins them, nor their gradients.
+checkpoints, FSDP and optimizers need no changes; every forward quantises the current weights. For experts of
+other classes than torchtitan's own gated ones the converter raises NotImplementedError. With torchtitan's
+expert parallelism, rows are sent by `fp8moe.expert_parallel` over its mesh, and the experts still compile as
+one graph; the host reads the row counts. w1 and w3, and their gradients, are never concatenated.
 
-Checked against torchtitan 0.3, its backends "partial_dtensor" and "spmd_types".
+Tested with torchtitan 0.3 and its backends "partial_dtensor" and "spmd_types".
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fp8moe.moe import RECIPES, Recipe
 
 __all__ = ["FP8MoEConverter", "FP8RoutedExperts"]
 
-#: of `FP8RoutedExperts.Config` and of the converter's, what `moe_experts` takes
+#: fields of `FP8RoutedExperts.Config` and of the converter's config that are passed to `moe_experts`
 OPTIONS = ("recipe", "recompute", "backend", "num_sms")
 
 
 class FP8RoutedExperts(RoutedExperts):
-    """torchtitan's `RoutedExperts`, multiplied by a recipe of `fp8moe.moe_forward`.
+    """torchtitan's `RoutedExperts`, computed by a recipe of `fp8moe.moe_forward`.
 
-    With expert parallelism rows travel over the dispatcher's mesh, in FP8 for "fp8_flow"; otherwise the
-    dispatcher has nothing to do.
+    With expert parallelism, rows are sent over the dispatcher's mesh, in FP8 with "fp8_flow"; otherwise the
+    dispatcher is not used.
 
     Parameters
     ----------
     config : FP8RoutedExperts.Config
-        `RoutedExperts.Config`'s fields, and ``recipe``, ``recompute``, ``backend`` and ``num_sms``, as of
+        Fields of `RoutedExperts.Config`, and ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
         `fp8moe.adapters.torch_functional.moe_experts`.
 
     Examples
@@ -79,28 +79,28 @@ class FP8RoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """Dispatch, multiply and combine.
+        """Dispatch the tokens, compute their experts and combine the outputs.
 
         Parameters
         ----------
         x_BLD : Tensor, floating point, [B, L, D] or [T, D]
             Tokens.
         topk_scores_BLK : Tensor, floating point, [B, L, K] or [T, K]
-            Factors of the experts' results.
+            Factors of the experts' outputs.
         topk_expert_ids_BLK : Tensor, int64, [B, L, K] or [T, K]
-            The experts of each token.
+            Expert ids of each token.
         num_local_tokens_per_expert_E : Tensor, [E]
-            Not needed.
+            Not used.
 
         Returns
         -------
         Tensor, [B, L, D] or [T, D]
-            In x's dtype and shape.
+            The outputs in x's dtype and shape.
 
         Raises
         ------
         TypeError, ValueError
-            As `fp8moe.adapters.torch_functional.moe_experts`.
+            As in `fp8moe.adapters.torch_functional.moe_experts`.
         """
         del num_local_tokens_per_expert_E
         experts = self.inner_experts
@@ -125,12 +125,12 @@ class FP8RoutedExperts(RoutedExperts):
 
 
 class FP8MoEConverter(QuantizationConverter):
-    """Replaces every `RoutedExperts` of a model's configuration by `FP8RoutedExperts`.
+    """Replaces every `RoutedExperts` in a model's configuration by `FP8RoutedExperts`.
 
     Parameters
     ----------
     config : FP8MoEConverter.Config
-        ``recipe``, ``recompute``, ``backend`` and ``num_sms``, as of
+        ``recipe``, ``recompute``, ``backend`` and ``num_sms`` as in
         `fp8moe.adapters.torch_functional.moe_experts`.
 
     Examples
@@ -145,13 +145,13 @@ class FP8MoEConverter(QuantizationConverter):
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
         recipe: Recipe = "fp8_flow"
-        """ "fp8_flow", "fp8_blockwise" or "bf16": of `fp8moe.moe_forward`."""
+        """ "fp8_flow", "fp8_blockwise" or "bf16", as in `fp8moe.moe_forward`."""
         recompute: str | None = None
-        """None, or "moe_expert": the backward computes the first product and the activation again."""
+        """None, or "moe_expert": the backward recomputes the first product and the activation."""
         backend: str | None = None
-        """By which kernels the products are made, as `fp8moe.grouped_gemm` names them; None: the fastest."""
+        """Kernels of the products, as in `fp8moe.grouped_gemm`; None: the fastest."""
         num_sms: int | None = None
-        """How many multiprocessors the products may use at most; None: all."""
+        """Maximum number of SMs that each product may use; None: all."""
 
     def __init__(self, config: Config):
         checks.choice("recipe", config.recipe, RECIPES)
@@ -161,24 +161,24 @@ class FP8MoEConverter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Replace the experts of a configuration.
+        """Replace the experts in a configuration.
 
         Parameters
         ----------
         model_config : Config
-            Of a model, or of its experts.
+            Configuration of a model, or of its experts.
 
         Returns
         -------
         Config
-            The same, changed in place, but for experts alone.
+            The same configuration, modified in place; for an experts configuration, a new one.
 
         Raises
         ------
         NotImplementedError
-            For experts that are no `GroupedExperts` of torchtitan's.
+            For experts that are not torchtitan's `GroupedExperts`.
         ValueError
-            For a model without any.
+            For a model without routed experts.
         """
         layers = list(model_config.traverse(RoutedExperts.Config))
         if not layers:

@@ -1,10 +1,10 @@
-"""Drop-in for the permutation names of ``transformer_engine.pytorch`` (checked against version 2.20).
+"""Drop-in replacement for the permutation functions of ``transformer_engine.pytorch`` (tested with 2.20).
 
-Same arguments, order and results: the row map's layout, ``pad_offsets=None`` when every expert is aligned,
-and zero rows for a probability of exactly 0.0 (`moe_permute_with_probs` and its padded twin only), which
-their callers use to drop tokens from a routing of fixed width. FP8 goes through
-`fp8moe.QuantTensor` in place of Transformer Engine's own tensor classes. Tensors may have any strides: those
-that are not contiguous are copied first.
+Arguments, order and results are the same: the layout of the row map, ``pad_offsets=None`` if every expert is
+already aligned, and zero rows for a probability of exactly 0.0 (only in `moe_permute_with_probs` and its
+padded variant), which callers use to drop tokens from a routing of fixed width. FP8 tensors are
+`fp8moe.QuantTensor` instead of Transformer Engine's tensor classes. Tensors may have any strides:
+non-contiguous ones are copied first.
 
     import fp8moe.adapters.transformer_engine as te   # in place of: import transformer_engine.pytorch as te
 """
@@ -42,39 +42,39 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[Rows, Tensor]:
-    """Rows in expert order, and the map that `moe_unpermute` takes.
+    """Permute rows into expert order.
 
     Parameters
     ----------
     inp : Tensor or QuantTensor, [T, H]
-        A tensor of any dtype, or row-wise codes, whose scales move along.
+        A tensor of any dtype, or row-wise codes, whose scales are permuted too.
     routing_map : Tensor, bool or integer [T, E], or int32 or int64 [T, k]
-        "mask": nonzero where a token is routed. "index": ids of experts, of which only the order counts, not
-        how large they are; a negative one takes no row.
+        "mask": nonzero where a token is routed. "index": expert ids, used only for sorting, so they may have
+        any size; negative ids have no row.
     num_out_tokens : int
-        Rows of the result; what has no room is dropped. "mask": -1 for as many as are routed, which
-        **synchronises once**. "index": 0 or less for T * k.
+        Number of rows of the result; further rows are dropped. "mask": -1 for the number of routed rows,
+        which **synchronises once**. "index": 0 or less for T * k.
     max_token_num : int
-        A hint for a workspace that is not needed here.
+        Not used; in Transformer Engine a hint for the workspace size.
     map_type : "mask" or "index"
-        What ``routing_map`` is.
+        Meaning of ``routing_map``.
 
     Returns
     -------
     rows : Tensor or QuantTensor, [num_out_tokens, H]
-        In the order of the experts, of one expert by increasing token. Differentiable in ``inp``.
+        Sorted by expert, then by token. Differentiable in ``inp``.
     row_id_map : Tensor, int32
-        "mask": [T, 2E+1], as `fp8moe.PermutationPlan.row_id_map`. "index": [k * T], the row of a token's
-        entry j at j * T + t, -1 where it is dropped.
+        Argument of `moe_unpermute`. "mask": [T, 2E+1], as `fp8moe.PermutationPlan.row_id_map`. "index":
+        [k * T], with the row of token t's entry j at j * T + t, -1 if it is dropped.
 
     Raises
     ------
     TypeError, ValueError
-        For a routing_map of another dtype or shape, and another map_type.
+        For a routing_map of another dtype or shape, or an invalid map_type.
 
     Notes
     -----
-    ``transformer_engine.pytorch.moe_permute``.
+    Replaces ``transformer_engine.pytorch.moe_permute``.
 
     Examples
     --------
@@ -95,37 +95,37 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: Rows, probs: Tensor, routing_map: Tensor, num_out_tokens: int
 ) -> tuple[Rows, Tensor, Tensor]:
-    """Rows and their probabilities in expert order, by a mask.
+    """Permute rows and their probabilities into expert order, by a mask.
 
     Parameters
     ----------
     inp : Tensor or QuantTensor, [T, H]
-        As for `moe_permute`.
+        As in `moe_permute`.
     probs : Tensor, floating point, [T, E]
-        A row whose probability is exactly 0.0 is zeros, by which callers drop tokens from a routing of fixed
-        width; its gradient still reaches its token.
+        Routing probabilities. A row with a probability of exactly 0.0 becomes zeros, by which callers drop
+        tokens from a routing of fixed width; its gradient still reaches its token.
     routing_map : Tensor, bool or integer, [T, E]
         Nonzero where a token is routed.
     num_out_tokens : int
-        As for `moe_permute`.
+        As in `moe_permute`.
 
     Returns
     -------
     rows : Tensor or QuantTensor, [num_out_tokens, H]
-        Differentiable in ``inp``.
+        Rows in expert order. Differentiable in ``inp``.
     probs : Tensor, [num_out_tokens]
-        Differentiable in ``probs``.
+        Probabilities of the rows. Differentiable in ``probs``.
     row_id_map : Tensor, int32, [T, 2E+1]
-        For `moe_unpermute`.
+        Argument of `moe_unpermute`.
 
     Raises
     ------
     TypeError, ValueError
-        As `moe_permute`, and for probs of another shape.
+        As in `moe_permute`, and for probs of another shape.
 
     Notes
     -----
-    ``transformer_engine.pytorch.moe_permute_with_probs``.
+    Replaces ``transformer_engine.pytorch.moe_permute_with_probs``.
 
     Examples
     --------
@@ -145,42 +145,42 @@ def moe_permute_with_probs(
 def moe_permute_and_pad_with_probs(
     inp: Rows, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
 ) -> tuple[Rows, Tensor, Tensor, Tensor | None, Tensor]:
-    """Rows and their probabilities in expert order, each expert's padded, by a mask.
+    """Permute rows and their probabilities into expert order with padding, by a mask.
 
     Parameters
     ----------
     inp : Tensor or QuantTensor, [T, H]
-        As for `moe_permute`.
+        As in `moe_permute`.
     probs : Tensor, floating point, [T, E]
-        As for `moe_permute_with_probs`.
+        As in `moe_permute_with_probs`.
     routing_map : Tensor, bool or integer, [T, E]
         Nonzero where a token is routed.
     tokens_per_expert : Tensor, integer, [E]
-        The mask's counts, which are counted here again.
+        Number of rows of each expert in the mask; recomputed from the mask.
     align_size : int
-        Each expert's rows are padded to a multiple of it, with rows and probabilities of zeros.
+        Each expert's rows are padded to a multiple of this number, with zero rows and probabilities.
 
     Returns
     -------
     rows : Tensor or QuantTensor, [P, H]
-        P rows with padding, which the host is told: like the original this **synchronises once**.
+        P rows including padding. The host reads P, so like the original this **synchronises once**.
     probs : Tensor, [P]
-        Their probabilities.
+        Probabilities of the rows.
     row_id_map : Tensor, int32, [T, 2E+1]
-        For `moe_unpermute`.
+        Argument of `moe_unpermute`.
     pad_offsets : Tensor, int32, [E], or None
-        For `moe_unpermute`: padding of all experts before each; None where all are aligned already.
+        Argument of `moe_unpermute`: padding before each expert; None if all experts are aligned already.
     tokens_per_expert : Tensor, int64, [E]
-        With padding.
+        Number of rows of each expert, with padding.
 
     Raises
     ------
     TypeError, ValueError
-        As `moe_permute_with_probs`, and for an align_size below 1.
+        As in `moe_permute_with_probs`, and for an align_size below 1.
 
     Notes
     -----
-    ``transformer_engine.pytorch.moe_permute_and_pad_with_probs``, its PR #1921.
+    Replaces ``transformer_engine.pytorch.moe_permute_and_pad_with_probs``, its PR #1921.
 
     Examples
     --------
@@ -211,41 +211,41 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Sum each token's rows, each times its merging probability where given.
+    """Sum each token's rows, each multiplied by its merging probability if given.
 
     Parameters
     ----------
     inp : Tensor or QuantTensor, [rows, H]
-        In the order of `moe_permute`; codes are dequantised on the way in.
+        Rows in the order of `moe_permute`; codes are dequantised while they are read.
     row_id_map : Tensor, int32, [T, 2E+1] or [k * T]
-        Of `moe_permute`, or Transformer Engine's own.
+        Row map of `moe_permute`, or Transformer Engine's own.
     merging_probs : Tensor, floating point, [T, E] or [T, k], or None
-        "mask": [T, E]. "index": [T, k], taken as float32; without them k is 1, as in the original.
+        "mask": [T, E]. "index": [T, k], converted to float32; without them k is 1, as in the original.
     restore_shape : torch.Size or None
-        (T, H) for "mask"; None: inp's own.
+        (T, H) for "mask"; None: the shape of inp.
     map_type : "mask" or "index"
-        What ``row_id_map`` is.
+        Type of ``row_id_map``.
     probs : Tensor or None
-        The old name of ``merging_probs``.
+        Deprecated name of ``merging_probs``.
     pad_offsets : Tensor, int32, [E], or None
-        Of `moe_permute_and_pad_with_probs`; with "mask" only.
+        As returned by `moe_permute_and_pad_with_probs`; only with "mask".
 
     Returns
     -------
     Tensor, [T, H]
-        In inp's dtype, summed in float32 (float64 for float64). Differentiable in ``inp`` and
-        ``merging_probs``. Nothing synchronises.
+        The sums in inp's dtype, computed in float32 (float64 for float64). Differentiable in ``inp`` and
+        ``merging_probs``. The call does not synchronise.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit the map.
+        For arguments that are inconsistent with the map.
 
     Notes
     -----
-    ``transformer_engine.pytorch.moe_unpermute``. The map's plan is counted anew, by one pass over the map
-    (`fp8moe.plan_row_map`, `fp8moe.plan_index_map`): 17 MB read and written for 4096 tokens and 256 experts,
-    where the rows are 500 MB. Who has the plan calls `fp8moe.adapters.torch_ops.unpermute`.
+    Replaces ``transformer_engine.pytorch.moe_unpermute``. The permutation plan is recomputed in one pass over
+    the map (`fp8moe.plan_row_map`, `fp8moe.plan_index_map`): it reads and writes 17 MB for 4096 tokens and
+    256 experts, where the rows are 500 MB. If you have the plan, call `fp8moe.adapters.torch_ops.unpermute`.
 
     Examples
     --------
@@ -258,7 +258,9 @@ def moe_unpermute(
     """
     if probs is not None:
         if merging_probs is not None:
-            raise ValueError("probs: got it beside merging_probs; wanted one of them; probs is deprecated")
+            raise ValueError(
+                "probs: got it together with merging_probs; wanted one of them; probs is deprecated"
+            )
         warnings.warn("probs is deprecated; use merging_probs", DeprecationWarning, stacklevel=2)
         merging_probs = probs
     inp, row_id_map, merging_probs = contiguous(inp), contiguous(row_id_map), contiguous(merging_probs)
@@ -279,30 +281,30 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tensor) -> Rows:
-    """Chunks of rows in another order.
+    """Reorder chunks of rows.
 
     Parameters
     ----------
     inp : Tensor or QuantTensor, [N, H]
-        Chunk after chunk.
+        Rows, chunk after chunk.
     split_sizes : Tensor, int32 or int64, [C]
-        Rows of the chunks. Rows past them stay where they are.
+        Number of rows of each chunk. Rows after the last chunk are copied unchanged.
     sorted_index : Tensor, int32 or int64, [C]
         Chunk j of the result is chunk ``sorted_index[j]`` of inp.
 
     Returns
     -------
     Tensor or QuantTensor, [N, H]
-        Differentiable in ``inp``. Nothing synchronises.
+        Reordered rows. Differentiable in ``inp``. The call does not synchronise.
 
     Raises
     ------
     TypeError, ValueError
-        As `fp8moe.sort_chunks`.
+        As in `fp8moe.sort_chunks`.
 
     Notes
     -----
-    ``transformer_engine.pytorch.moe_sort_chunks_by_index``.
+    Replaces ``transformer_engine.pytorch.moe_sort_chunks_by_index``.
 
     Examples
     --------
@@ -319,34 +321,34 @@ def moe_sort_chunks_by_index(inp: Rows, split_sizes: Tensor, sorted_index: Tenso
 def moe_sort_chunks_by_index_with_probs(
     inp: Rows, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Rows, Tensor]:
-    """Chunks of rows in another order, with their probabilities.
+    """Reorder chunks of rows and their probabilities.
 
     Parameters
     ----------
     inp : Tensor or QuantTensor, [N, H]
-        As for `moe_sort_chunks_by_index`.
+        As in `moe_sort_chunks_by_index`.
     probs : Tensor, floating point, [N]
-        Of the rows.
+        Probabilities of the rows.
     split_sizes : Tensor, int32 or int64, [C]
-        As for `moe_sort_chunks_by_index`.
+        As in `moe_sort_chunks_by_index`.
     sorted_index : Tensor, int32 or int64, [C]
-        As for `moe_sort_chunks_by_index`.
+        As in `moe_sort_chunks_by_index`.
 
     Returns
     -------
     rows : Tensor or QuantTensor, [N, H]
-        Differentiable in ``inp``.
+        Reordered rows. Differentiable in ``inp``.
     probs : Tensor, [N]
-        Differentiable in ``probs``.
+        Reordered probabilities. Differentiable in ``probs``.
 
     Raises
     ------
     TypeError, ValueError
-        As `fp8moe.sort_chunks`.
+        As in `fp8moe.sort_chunks`.
 
     Notes
     -----
-    ``transformer_engine.pytorch.moe_sort_chunks_by_index_with_probs``.
+    Replaces ``transformer_engine.pytorch.moe_sort_chunks_by_index_with_probs``.
 
     Examples
     --------
@@ -363,18 +365,18 @@ def moe_sort_chunks_by_index_with_probs(
 
 
 class Fp8Padding(torch.nn.Module):
-    """Pad successive groups of rows, each to a multiple of the same size, with zeros.
+    """Pad groups of rows with zeros, each to a multiple of the same size.
 
     Parameters
     ----------
     num_gemms : int
-        How many groups there are.
+        Number of groups.
     align_size : int or None
         The multiple: 16 for per-tensor and blockwise FP8, 32 for MXFP8; None: 16.
 
     Notes
     -----
-    ``transformer_engine.pytorch.Fp8Padding``.
+    Replaces ``transformer_engine.pytorch.Fp8Padding``.
 
     Examples
     --------
@@ -395,21 +397,21 @@ class Fp8Padding(torch.nn.Module):
         Parameters
         ----------
         inp : Tensor, [N, H]
-            Group after group.
+            Rows, group after group.
         m_splits : list of int
-            Rows of each group.
+            Number of rows of each group.
 
         Returns
         -------
         rows : Tensor, [P, H]
-            inp itself where nothing is to do. Differentiable in ``inp``.
+            Padded rows; inp itself if no padding is needed. Differentiable in ``inp``.
         m_splits : list of int
-            Rows of each group, padding included.
+            Number of rows of each group, with padding.
 
         Raises
         ------
         ValueError
-            For another number of groups.
+            For a wrong number of groups.
         """
         padded = _padded_splits(self, m_splits)
         if padded == m_splits:
@@ -418,18 +420,18 @@ class Fp8Padding(torch.nn.Module):
 
 
 class Fp8Unpadding(torch.nn.Module):
-    """Take the padding of `Fp8Padding` out again.
+    """Remove the padding of `Fp8Padding`.
 
     Parameters
     ----------
     num_gemms : int
-        How many groups there are.
+        Number of groups.
     align_size : int or None
-        As for `Fp8Padding`.
+        As in `Fp8Padding`.
 
     Notes
     -----
-    ``transformer_engine.pytorch.Fp8Unpadding``.
+    Replaces ``transformer_engine.pytorch.Fp8Unpadding``.
 
     Examples
     --------
@@ -445,24 +447,24 @@ class Fp8Unpadding(torch.nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
-        """Take the padding out.
+        """Remove the padding.
 
         Parameters
         ----------
         inp : Tensor, [P, H]
-            Group after group, with padding.
+            Padded rows, group after group.
         m_splits : list of int
-            Rows of each group without it.
+            Number of rows of each group without padding.
 
         Returns
         -------
         Tensor, [N, H]
-            inp itself where there is no padding. Differentiable in ``inp``.
+            Rows without padding; inp itself if there is none. Differentiable in ``inp``.
 
         Raises
         ------
         ValueError
-            For another number of groups.
+            For a wrong number of groups.
         """
         if _padded_splits(self, m_splits) == m_splits:
             return inp
@@ -482,7 +484,7 @@ def _resize(verb, inp: Tensor, m_splits: list[int], align_size: int, rows: int) 
 
 
 def contiguous(x: Any) -> Any:
-    """A tensor, the tensors of a QuantTensor, or None, as the kernels take them."""
+    """A tensor, the tensors of a QuantTensor, or None, contiguous as the kernels require."""
     if isinstance(x, Tensor):
         return x.contiguous()
     if x is None:

@@ -1,8 +1,8 @@
-"""Drop-in for the names of ``transformer_engine.jax.permutation`` (checked against version 2.20): same
-arguments, order and results, with gradients for the rows and the probabilities, in jitted code too.
+"""Drop-in replacement for the functions of ``transformer_engine.jax.permutation`` (tested with 2.20).
+Arguments, order and results are the same, with gradients for rows and probabilities, also in jitted code.
 
-Unlike there, no NaN is hidden: what an expert makes of a token reaches the token's row, and padding, which
-no token reads, is never read.
+Unlike in the original, NaN values are not hidden: an expert's output for a token reaches the token's sum.
+Padding, which belongs to no token, is never read.
 
     from fp8moe.adapters import transformer_engine_jax as permutation
 """
@@ -38,48 +38,50 @@ def token_dispatch(
     probs: Any = None,
     align_size: int | None = None,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Rows and their probabilities in expert order, by a mask.
+    """Permute rows and their probabilities into expert order, by a mask.
 
     Parameters
     ----------
     inp : jax.Array, [T, H] or [batch, sequence, H]
-        Of any dtype.
+        Rows of any dtype.
     routing_map : jax.Array, [T, E] or [batch, sequence, E]
-        1 where a token is routed, or 0.
+        1 where a token is routed, otherwise 0.
     num_out_tokens : int
-        Routed rows, a number that is known while tracing.
+        Number of routed rows, static while tracing.
     probs : jax.Array, floating point, as routing_map, or None
-        To move along.
+        Routing probabilities, permuted too.
     align_size : int or None
-        Each expert's rows are padded to a multiple of it, with zeros.
+        Each expert's rows are padded with zeros to a multiple of this number.
 
     Returns
     -------
     rows : jax.Array, [num_out_tokens, H]
-        With ``align_size`` (num_out_tokens + E * (align_size - 1)) // align_size * align_size rows, zeros
-        past the last expert. Differentiable in ``inp``.
+        Rows in expert order. With ``align_size`` there are (num_out_tokens + E * (align_size - 1)) //
+        align_size * align_size rows, zeros after the last expert's. Differentiable in ``inp``.
     probs : jax.Array, [rows], or None
-        Differentiable in ``probs``.
+        Probabilities of the rows. Differentiable in ``probs``.
     row_id_map : jax.Array, int32, [T, 2E+1]
-        For `token_combine`.
+        Argument of `token_combine`.
     pad_offsets : jax.Array, int32, [E], or None
-        For `token_combine`; None without ``align_size``.
+        Argument of `token_combine`; None without ``align_size``.
     tokens_per_expert : jax.Array, int32, [E]
-        With padding.
+        Number of rows of each expert, with padding.
 
     Raises
     ------
     TypeError
-        For rows of another dtype that are differentiated.
+        For rows of a non-differentiable dtype that are differentiated.
     ValueError
-        For num_out_tokens that is no positive int, or no multiple of the devices that tokens are spread over.
+        If num_out_tokens is not a positive int, or not a multiple of the number of devices that tokens are
+        sharded over.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.token_dispatch``. Where ``jax.jit`` gets tokens sharded over n
-    devices, each device moves its own, as in the original: each has 1/n of the rows (num_out_tokens with its
-    padding), row numbers count from 0 on each, counts and pad_offsets are those of all. Pass
-    num_out_tokens=tokens * topk, so that every device has room; the rows of one that has not are NaN.
+    Replaces ``transformer_engine.jax.permutation.token_dispatch``. If ``jax.jit`` gets tokens sharded over n
+    devices, each device permutes its own tokens, as in the original: each has 1/n of the rows (num_out_tokens
+    with padding), row numbers start at 0 on each device, and counts and pad_offsets are those of all devices.
+    Pass num_out_tokens=tokens * topk, so that the rows of every device are sufficient; if they are not, all
+    rows of that device are NaN.
 
     Examples
     --------
@@ -99,41 +101,43 @@ def token_dispatch(
     align = align_size or 1
     rows = (num_out_tokens + mask.shape[1] * (align - 1)) // align * align
     flat = None if probs is None else _rows(probs)
-    apart = flat is not None and not jax_ops.may_need_grad(x)
-    data, moved, row_map, pads, counts = jax_tokens.dispatch(x, mask, None if apart else flat, rows, align)
-    if apart:
+    separate_probs = flat is not None and not jax_ops.may_need_grad(x)
+    data, moved, row_map, pads, counts = jax_tokens.dispatch(
+        x, mask, None if separate_probs else flat, rows, align
+    )
+    if separate_probs:
         moved = jax_tokens.dispatch(jax_ops.no_columns(flat), mask, flat, rows, align)[1]
     return data, moved, row_map, None if align_size is None else pads, counts
 
 
 def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offsets: Any = None) -> Any:
-    """Sum each token's rows, each times its merging probability where given.
+    """Sum each token's rows, each multiplied by its merging probability if given.
 
     Parameters
     ----------
     inp : jax.Array, floating point, [rows, H]
-        In the order of `token_dispatch`. Padding, which no token has, is not read.
+        Rows in the order of `token_dispatch`. Padding is not read.
     row_id_map : jax.Array, int32, [T, 2E+1]
-        Of `token_dispatch`.
+        Row map of `token_dispatch`.
     merging_probs : jax.Array, floating point, [T, E] or [batch, sequence, E], or None
         Factors of the rows.
     pad_offsets : jax.Array, int32, [E], or None
-        Of `token_dispatch`.
+        As returned by `token_dispatch`.
 
     Returns
     -------
     jax.Array, [T, H]
-        In inp's dtype, summed in float32 (float64 for float64). Differentiable in ``inp`` and
+        The sums in inp's dtype, computed in float32 (float64 for float64). Differentiable in ``inp`` and
         ``merging_probs``.
 
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit the map.
+        For arguments that are inconsistent with the map.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.token_combine``.
+    Replaces ``transformer_engine.jax.permutation.token_combine``.
 
     Examples
     --------
@@ -150,32 +154,32 @@ def token_combine(inp: Any, row_id_map: Any, merging_probs: Any = None, pad_offs
 
 
 def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tuple[Any, Any]:
-    """Chunks of rows in another order.
+    """Reorder chunks of rows.
 
     Parameters
     ----------
     inp : jax.Array, [N, H] or [batch, sequence, H]
-        Chunk after chunk.
+        Rows, chunk after chunk.
     split_sizes : jax.Array, int32 or int64, [C]
-        Rows of the chunks. Rows past them stay where they are.
+        Number of rows of each chunk. Rows after the last chunk are copied unchanged.
     sorted_indices : jax.Array, int32 or int64, [C]
         Chunk j of the result is chunk ``sorted_indices[j]`` of inp.
 
     Returns
     -------
     rows : jax.Array, [N, H]
-        Differentiable in ``inp``.
+        Reordered rows. Differentiable in ``inp``.
     row_id_map : jax.Array, int32, [N]
-        The row that each came to.
+        The row of the result that each row of inp is copied to.
 
     Raises
     ------
     TypeError, ValueError
-        As `fp8moe.sort_chunks`.
+        As in `fp8moe.sort_chunks`.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.sort_chunks_by_index``.
+    Replaces ``transformer_engine.jax.permutation.sort_chunks_by_index``.
 
     Examples
     --------
@@ -192,31 +196,31 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any) -> tup
     return rows, chunk_orders.moved_rows(jnp, split_sizes, sorted_indices, x.shape[0])
 
 
-# ---------------------------------------------------------------- by sorting, of XLA's operations alone
+# ---------------------------------------------------------------- by sorting, with XLA's operations only
 
 
 def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: int) -> tuple[Any, Any]:
-    """Ids and probabilities of each token's experts, of a mask.
+    """Convert a mask to ids and probabilities of each token's experts.
 
     Parameters
     ----------
     sparse_probs : jax.Array, [..., E]
-        Of all experts.
+        Probabilities of all experts.
     routing_map : jax.Array, [..., E]
         Nonzero for topk experts of each token.
     topk : int
-        How many these are.
+        Number of experts per token.
 
     Returns
     -------
     selected_experts : jax.Array, integer, [..., topk]
-        Ascending.
+        Expert ids in ascending order.
     weights : jax.Array, [..., topk]
-        Their entries of ``sparse_probs``.
+        Entries of ``sparse_probs`` for these ids.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.routing_map_to_selected_experts``.
+    Replaces ``transformer_engine.jax.permutation.routing_map_to_selected_experts``.
 
     Examples
     --------
@@ -231,16 +235,16 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
 
 
 class PureJaxPermState(NamedTuple):
-    """What `pure_jax_token_combine` needs of a dispatch.
+    """State of a dispatch, for `pure_jax_token_combine`.
 
     Parameters
     ----------
     sorted_indices : jax.Array, integer, [R]
-        Of each row its entry, numbered token by token, then paddings.
+        Entry of each row; entries are numbered token by token, followed by the padding.
     num_real_tokens : int
-        Entries, T * topk.
+        Number of entries, T * topk.
     padding_size : int
-        R less those.
+        Number of padding rows, R - T * topk.
 
     Examples
     --------
@@ -263,42 +267,43 @@ def pure_jax_token_dispatch(
     align_size: int = 0,
     roll_to_expert_id: int | None = None,
 ) -> tuple[Any, PureJaxPermState, Any]:
-    """Rows by expert, by sorting, of XLA's operations alone.
+    """Permute rows into expert order by a sort, with XLA's operations only.
 
     Parameters
     ----------
     inputs : jax.Array, [T, H] or [batch, sequence, H]
-        Of any dtype.
+        Rows of any dtype.
     selected_experts : jax.Array, integer, [T, k] or [batch, sequence, k]
-        Ids of experts.
+        Expert ids.
     num_experts : int
-        E.
+        E, number of experts.
     num_experts_per_tok : int
-        k.
+        k, number of experts per token.
     align_size : int
-        Where it is not 0, each expert's rows are padded with zeros to a multiple of it, in R = T * k + E *
-        (align_size - 1) rows; those past the last expert are zeros.
+        If not 0, each expert's rows are padded with zeros to a multiple of this number, in R = T * k + E *
+        (align_size - 1) rows; those after the last expert's are zeros.
     roll_to_expert_id : int or None
-        The expert that comes first, those before it last.
+        The expert that comes first; the experts before it are moved to the end.
 
     Returns
     -------
     rows : jax.Array, [R, H]
-        Differentiable in ``inputs``.
+        Rows in expert order. Differentiable in ``inputs``.
     state : PureJaxPermState
-        For `pure_jax_token_combine`.
+        Argument of `pure_jax_token_combine`.
     group_sizes : jax.Array, integer, [E]
-        Rows of the experts, in the order in which they lie, padding included.
+        Number of rows of each expert with padding, in the order of the rows.
 
     Raises
     ------
     ValueError
-        For ids of another width, or an align_size below 0.
+        For ids of another width, or a negative align_size.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.pure_jax_token_dispatch``. With roll_to_expert_id the original has
-    group_sizes rolled twice without align_size, and with it the zeros that are left among the experts.
+    Replaces ``transformer_engine.jax.permutation.pure_jax_token_dispatch``. With roll_to_expert_id the
+    original rolls group_sizes twice without align_size, and with align_size it places the remaining zero rows
+    between the experts.
 
     Examples
     --------
@@ -335,32 +340,32 @@ def pure_jax_token_combine(
     batch_size: int,
     sequence_length: int,
 ) -> Any:
-    """Sum each token's rows of `pure_jax_token_dispatch`'s order by its weights.
+    """Sum each token's rows from `pure_jax_token_dispatch`, weighted by the routing weights.
 
     Parameters
     ----------
     expert_outputs : jax.Array, floating point, [R, H]
-        In the order of the dispatch.
+        Rows in the order of the dispatch.
     perm_state : PureJaxPermState
-        Of the dispatch.
+        State of the dispatch.
     routing_weights : jax.Array, floating point, [batch * sequence, k]
         Factors of the rows.
     num_experts_per_tok : int
-        k.
+        k, number of experts per token.
     batch_size : int
-        Of the result.
+        Batch size of the result.
     sequence_length : int
-        Of the result.
+        Sequence length of the result.
 
     Returns
     -------
     jax.Array, [batch_size, sequence_length, H]
-        In the rows' dtype, in which it is summed as in the original. Differentiable in ``expert_outputs`` and
-        ``routing_weights``.
+        The sums in the rows' dtype, computed in that dtype as in the original. Differentiable in
+        ``expert_outputs`` and ``routing_weights``.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.pure_jax_token_combine``.
+    Replaces ``transformer_engine.jax.permutation.pure_jax_token_combine``.
 
     Examples
     --------
@@ -378,33 +383,33 @@ def pure_jax_token_combine(
     return y.reshape(batch_size, sequence_length, hidden)
 
 
-# ---------------------------------------------------------------- around ``jax.lax.ragged_all_to_all``
+# ---------------------------------------------------------------- for ``jax.lax.ragged_all_to_all``
 
 
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> tuple[Any, Any, Any, Any]:
-    """With what `jax.lax.ragged_all_to_all` sends rows, sorted by expert, to the shards of their experts.
+    """Compute the arguments of `jax.lax.ragged_all_to_all` that send sorted rows to their experts' shards.
 
     Parameters
     ----------
     all_shards_tokens_per_expert : jax.Array, integer, [num_expert_shards, E]
-        Of each shard the counts of its own tokens.
+        Token counts of each shard's own tokens.
     shard_id : jax.Array or int
-        This shard; may be traced.
+        Index of this shard; may be traced.
     num_expert_shards : int
-        Over which the experts are spread, in order.
+        Number of shards, each with consecutive experts.
 
     Returns
     -------
     input_offsets : jax.Array, [num_expert_shards]
-        Where the rows for each shard start here.
+        First row for each shard in the input.
     send_sizes : jax.Array, [num_expert_shards]
-        How many they are.
+        Number of rows for each shard.
     output_offsets : jax.Array, [num_expert_shards]
-        Where they start there.
+        First row of this shard's rows in each shard's output.
     recv_sizes : jax.Array, [num_expert_shards]
-        How many come from each.
+        Number of rows from each shard.
 
     Raises
     ------
@@ -413,8 +418,8 @@ def compute_ragged_all_to_all_params(
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.compute_ragged_all_to_all_params``; the rules are
-    `fp8moe.chunk_orders`'.
+    Replaces ``transformer_engine.jax.permutation.compute_ragged_all_to_all_params``; `fp8moe.chunk_orders`
+    defines the order.
 
     Examples
     --------
@@ -431,27 +436,27 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> tuple[Any, Any, Any, Any]:
-    """With what `jax.lax.ragged_all_to_all` sends the rows back.
+    """Compute the arguments of `jax.lax.ragged_all_to_all` that send the rows back.
 
     Parameters
     ----------
     all_shards_tokens_per_expert : jax.Array, integer, [num_expert_shards, E]
-        As for `compute_ragged_all_to_all_params`.
+        As in `compute_ragged_all_to_all_params`.
     shard_id : jax.Array or int
-        This shard; may be traced.
+        Index of this shard; may be traced.
     num_expert_shards : int
-        Over which the experts are spread, in order.
+        Number of shards, each with consecutive experts.
 
     Returns
     -------
     input_offsets : jax.Array, [num_expert_shards]
-        Where the rows for each shard start here.
+        First row for each shard in the input.
     send_sizes : jax.Array, [num_expert_shards]
-        How many they are.
+        Number of rows for each shard.
     output_offsets : jax.Array, [num_expert_shards]
-        Where they start there.
+        First row of this shard's rows in each shard's output.
     recv_sizes : jax.Array, [num_expert_shards]
-        How many come from each.
+        Number of rows from each shard.
 
     Raises
     ------
@@ -460,7 +465,7 @@ def compute_reverse_ragged_all_to_all_params(
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.compute_reverse_ragged_all_to_all_params``.
+    Replaces ``transformer_engine.jax.permutation.compute_reverse_ragged_all_to_all_params``.
 
     Examples
     --------
@@ -477,27 +482,27 @@ def compute_reverse_ragged_all_to_all_params(
 def local_permute_after_a2a(
     x_recv: Any, all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """Rows that arrived from shard after shard, each sorted by expert, by expert alone.
+    """Sort received rows, which each shard has sorted by expert, by expert over all shards.
 
     Parameters
     ----------
     x_recv : jax.Array, [R, H]
-        What arrived, and whatever lies after it.
+        Received rows; rows after them are copied unchanged.
     all_shards_tokens_per_expert : jax.Array, integer, [num_expert_shards, E]
-        As for `compute_ragged_all_to_all_params`.
+        As in `compute_ragged_all_to_all_params`.
     shard_id : jax.Array or int
-        This shard; may be traced.
+        Index of this shard; may be traced.
     num_expert_shards : int
-        Over which the experts are spread, in order.
+        Number of shards, each with consecutive experts.
 
     Returns
     -------
     rows : jax.Array, [R, H]
-        Differentiable in ``x_recv``.
+        Sorted rows. Differentiable in ``x_recv``.
     tokens_per_expert : jax.Array, [E / num_expert_shards]
-        Of this shard's experts.
+        Number of rows of each of this shard's experts.
     state : dict of str to jax.Array
-        For `local_unpermute_before_a2a`.
+        Argument of `local_unpermute_before_a2a`.
 
     Raises
     ------
@@ -506,7 +511,7 @@ def local_permute_after_a2a(
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.local_permute_after_a2a``.
+    Replaces ``transformer_engine.jax.permutation.local_permute_after_a2a``.
 
     Examples
     --------
@@ -526,23 +531,23 @@ def local_permute_after_a2a(
 
 
 def local_unpermute_before_a2a(expert_outputs: Any, state: dict[str, Any]) -> Any:
-    """Rows back in the order of `local_permute_after_a2a`'s input.
+    """Restore the order of `local_permute_after_a2a`'s input.
 
     Parameters
     ----------
     expert_outputs : jax.Array, [R, H]
-        By expert.
+        Rows in expert order.
     state : dict of str to jax.Array
-        Of `local_permute_after_a2a`.
+        State from `local_permute_after_a2a`.
 
     Returns
     -------
     jax.Array, [R, H]
-        Shard after shard. Differentiable in ``expert_outputs``.
+        Rows, shard after shard. Differentiable in ``expert_outputs``.
 
     Notes
     -----
-    ``transformer_engine.jax.permutation.local_unpermute_before_a2a``.
+    Replaces ``transformer_engine.jax.permutation.local_unpermute_before_a2a``.
 
     Examples
     --------

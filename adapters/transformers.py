@@ -1,17 +1,17 @@
-"""The experts of Hugging Face transformers' models: ``experts_implementation="fp8moe"``.
+"""The experts of Hugging Face transformers models: ``experts_implementation="fp8moe"``.
 
     from fp8moe.adapters import transformers as fp8moe_transformers
     fp8moe_transformers.enable(recipe="fp8_flow")
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fp8moe")
 
-Parameters keep their names, shapes and dtypes: checkpoints, optimizers, PEFT and FSDP see the model that they
-know. Every forward quantises the weights as they are then; nothing can be stale.
+Parameters keep their names, shapes and dtypes, so checkpoints, optimizers, PEFT and FSDP need no changes.
+Every forward quantises the current weights, so no copy can become outdated.
 
-What a class computes between its two products is found by evaluating its own gate (without one, its
-activation) on numbers, and comparing with every `fp8moe.Activation` of its constants. A class whose gate is
-none of them is refused by name, as are experts with a norm of their own.
+The activation of an experts class is identified numerically: its own gate function (without a gate, its
+activation function) is evaluated on sample values and compared with every `fp8moe.Activation` that has its
+constants. If none matches, or if the experts have a norm of their own, NotImplementedError names the class.
 
-Checked against transformers 5.23.
+Tested with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ def enable(
     num_sms: int | None = None,
     name: str = "fp8moe",
 ) -> None:
-    """Register the experts, and their expert parallelism, with transformers.
+    """Register the experts implementation and its expert parallelism with transformers.
 
     Parameters
     ----------
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     recompute : None or "moe_expert"
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     backend : "wgmma", "mma", "cublas", "plain" or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     num_sms : int or None
-        As of `fp8moe.adapters.torch_functional.moe_experts`.
+        As in `fp8moe.adapters.torch_functional.moe_experts`.
     name : str
-        What ``experts_implementation`` calls them, and ``DistributedConfig(ep_implementation=...)`` their
-        expert parallelism, whose rows then travel between ranks in FP8. Another name for each recipe that is
-        used in one process; the same name again replaces what it stood for.
+        Name for ``experts_implementation``, and for ``DistributedConfig(ep_implementation=...)``, the expert
+        parallelism, which sends rows in FP8. Use a different name for each recipe in a process; registering a
+        name again replaces its implementation.
 
     Raises
     ------
     ValueError
-        For a recipe, recompute, backend or num_sms that there is not.
+        For an invalid recipe, recompute, backend or num_sms.
 
     Examples
     --------
@@ -95,7 +95,7 @@ def enable(
         return _multiply(self, hidden_states, top_k_index, top_k_weights, options)
 
     class ExpertParallel(EPImplementation):
-        """Tokens to their experts' ranks and back by `fp8moe.expert_parallel`."""
+        """Expert parallelism by `fp8moe.expert_parallel`."""
 
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any):
             super().__init__(experts, ep_mesh, tp_mesh)
@@ -104,7 +104,8 @@ def enable(
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             x, ids, probs = hidden_states, top_k_index, top_k_weights
-            if self.tp_mesh.size() > 1:  # the group's ranks hold one batch: each takes its part of the tokens
+            # the ranks of the mesh hold the same batch: each computes its part of the tokens
+            if self.tp_mesh.size() > 1:
                 x, ids, probs = (_part(t, self.tp_mesh) for t in (x, ids, probs))
             y = _multiply(self._experts, x, ids, probs, options, self._comm)
             return _whole(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
@@ -143,27 +144,27 @@ def _multiply(
     return moe_experts(x, w13, w2, ids, probs, **options, **rest)
 
 
-# ---------------------------------------------------------------- what lies between the two products
+# ---------------------------------------------------------------- the activation between the two products
 
 
 @torch.compiler.assume_constant_result
 def activation_of(experts: Any) -> Activation:
-    """Find what an experts module does with its gate and up projections.
+    """Determine the activation that an experts module applies to its gate and up projections.
 
     Parameters
     ----------
     experts : Module
-        Of a class that transformers decorates with ``use_experts_implementation``.
+        Instance of a class that transformers decorates with ``use_experts_implementation``.
 
     Returns
     -------
     Activation
-        What it computes, as far as the numbers that it was evaluated on show.
+        The activation that equals the module's on all sample values.
 
     Raises
     ------
     NotImplementedError
-        By the module's name, for what `fp8moe.Activation` does not describe.
+        For an activation that `fp8moe.Activation` cannot describe; the message names the class.
 
     Examples
     --------
@@ -174,10 +175,10 @@ def activation_of(experts: Any) -> Activation:
     >>> activation_of(Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes))).kind
     'swiglu'
     """
-    known = _activations.get(experts)
+    cached = _activations.get(experts)
     constants = _constants(experts)
-    if known is not None and known[0] is getattr(experts, "act_fn", None) and known[1] == constants:
-        return known[2]
+    if cached is not None and cached[0] is getattr(experts, "act_fn", None) and cached[1] == constants:
+        return cached[2]
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise _unsupported(name, "experts with a norm after each expert")
@@ -188,7 +189,7 @@ def activation_of(experts: Any) -> Activation:
         act = getattr(experts, "act_fn", None)
         kind = "a gate" if gated else "experts without a gate"
         raise _unsupported(
-            name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that is none of Activation's"
+            name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that matches no Activation"
         )
     _activations[experts] = getattr(experts, "act_fn", None), constants, activation
     return activation
@@ -205,16 +206,16 @@ def _unsupported(name: str, computation: str) -> NotImplementedError:
 
 
 def _constants(experts: Any) -> tuple[float, ...]:
-    """Numbers of the module by which its gate may clamp or multiply."""
-    named = ((n, v) for n, v in vars(experts).items() if isinstance(v, (int, float)) and v > 0)
-    return tuple(sorted({float(v) for n, v in named if any(word in n for word in _WORDS)}))
+    """Attributes of the module that its gate function may use to clamp or scale."""
+    candidates = ((n, v) for n, v in vars(experts).items() if isinstance(v, (int, float)) and v > 0)
+    return tuple(sorted({float(v) for n, v in candidates if any(word in n for word in _WORDS)}))
 
 
 _WORDS = ("limit", "clamp", "alpha")
 
 
 def _probe(constants: tuple[float, ...]) -> np.ndarray:
-    """Rows (gate, up) [N, 2] of all pairs of numbers, inside and past each constant."""
+    """Sample rows (gate, up) [N, 2]: all pairs of numbers inside and outside the range of each constant."""
     values = {*np.linspace(-6, 6, 25), -30.0, 30.0}
     for c in constants:
         values |= {0.9 * c, -0.9 * c, 1.5 * c, -1.5 * c}
@@ -223,7 +224,7 @@ def _probe(constants: tuple[float, ...]) -> np.ndarray:
 
 
 def _activated(experts: Any, probe: np.ndarray, gated: bool) -> np.ndarray:
-    # as the module has its columns: of one gate and one up, interleaved and concatenated are the same
+    # for one gate and one up column, interleaved and concatenated layouts are the same
     with (
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
@@ -236,7 +237,7 @@ def _activated(experts: Any, probe: np.ndarray, gated: bool) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _matching(activated: bytes, constants: tuple[float, ...], gated: bool) -> Activation | None:
-    probe, wanted = _probe(constants), np.frombuffer(activated, np.float64)
+    probe, expected = _probe(constants), np.frombuffer(activated, np.float64)
     sigmoids = [("swiglu", alpha) for alpha in (1.0, 1.702, *constants)]
     others = [(kind, 1.0) for kind in get_args(Kind) if kind not in ("swiglu", "quick_geglu", "relu2")]
     candidates: Any = itertools.product([*sigmoids, *others], (None, *constants), (0.0, 1.0))
@@ -245,7 +246,7 @@ def _matching(activated: bytes, constants: tuple[float, ...], gated: bool) -> Ac
     for (kind, alpha), clamp, offset in candidates:
         activation = Activation(kind, clamp, alpha, offset)
         values = fp8moe.swiglu(probe, activation=activation)[:, 0]
-        # some gates work in float32, 2^-24 of each of a handful of steps; the next kind differs by 4e-4
-        if np.allclose(values, wanted, rtol=1e-5, atol=1e-6):
+        # some gates compute in float32, with errors of a few 2^-24; the next activation differs by 4e-4
+        if np.allclose(values, expected, rtol=1e-5, atol=1e-6):
             return activation
     return None

@@ -1,1 +1,1 @@
-"""What `python -m fp8moe bench` measures, one module a topic; results lie in ``results/`` as JSON lines."""
+"""Topics of `python -m fp8moe bench`, one module each; results are in ``results/`` as JSON lines."""

@@ -1,10 +1,11 @@
-"""Products beside a kernel that holds some of the GPU's multiprocessors, as a collective does:
+"""Products concurrent with a kernel that occupies some of the GPU's multiprocessors, as a collective does:
 ``python -m fp8moe.benchmarks.beside [--out FILE] [--rounds N]``.
 
-The other kernel is on a stream of its own and has begun; no other block fits beside one of its. Its blocks
-are launched one by one, which the hardware spreads, or in clusters of four, as NCCL's are on Hopper. A round
-is twenty calls, after a pause. A line has the median of the rounds, and the limit: the time alone, times all
-multiprocessors over those that are left.
+The other kernel runs on a separate stream and has started before; its shared memory leaves no room for a
+block of the products on the same SM. Its blocks are launched individually, which the hardware distributes
+over the GPU, or in clusters of four, as NCCL's are on Hopper. A round is twenty calls, after a pause. A row
+has the median of the rounds and the limit: the time without the other kernel, times all SMs over the
+remaining ones.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from fp8moe.benchmarks.harness import COOLING, append
 from fp8moe.formats import BFLOAT16
 from fp8moe.info import commit, versions
 
-HELD = (
+OCCUPIED = (
     (0, 1),
     (8, 1),
     (32, 1),
     (8, 4),
     (32, 4),
-)  # blocks that hold a multiprocessor each, and their clusters
+)  # (occupied SMs, cluster size) of the other kernel
 CALLS, SECONDS = 20, 20
-SHARED = 200 << 10  # bytes: no block of the products fits beside one that has them
+SHARED = 200 << 10  # bytes; with these, no block of the products fits on the same SM
 SOURCE = r"""
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
 hold(int* begun, const volatile int* over, long long ns) {
@@ -52,11 +53,11 @@ hold(int* begun, const volatile int* over, long long ns) {
 
 
 @contextmanager
-def held(blocks: int, cluster: int = 1) -> Iterator[None]:
-    """Inside, so many blocks hold a multiprocessor each; they leave by themselves after 20 seconds.
+def occupied(blocks: int, cluster: int = 1) -> Iterator[None]:
+    """Inside the context, so many blocks occupy one SM each; they exit by themselves after 20 seconds.
 
-    They look at a flag in the GPU's own memory: while eight looked at one in the host's, products of
-    1.4 ms alone, with a fixed share of the tiles for each block, took 6 to 13, and beside this 2.4.
+    They poll a flag in GPU memory: while eight blocks polled a flag in host memory, products that take 1.4 ms
+    alone, with a fixed share of the tiles per block, took 6 to 13 ms, and 2.4 ms with this kernel.
     """
     import cupy
 
@@ -65,29 +66,29 @@ def held(blocks: int, cluster: int = 1) -> Iterator[None]:
         return
     kernel = cupy.RawKernel(SOURCE, "hold", options=("--std=c++17", f"-DCLUSTER={cluster}"))
     kernel.max_dynamic_shared_size_bytes = SHARED
-    flags = cupy.zeros(2, np.int32)  # how many have begun, and whether it is over
+    flags = cupy.zeros(2, np.int32)  # number of started blocks, and the stop flag
     cupy.cuda.Device().synchronize()
-    one, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    kernel_stream, control_stream = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     begun, over = flags.data.ptr, flags.data.ptr + 4
-    with one:
+    with kernel_stream:
         kernel((blocks,), (32,), (begun, over, np.int64(SECONDS * 10**9)), shared_mem=SHARED)
     try:
         limit = time.monotonic() + SECONDS / 2
-        with other:
+        with control_stream:
             while int(flags[0].get()) < blocks:
                 if time.monotonic() > limit:
                     raise RuntimeError(
-                        f"blocks: got {blocks}, of which not all began; wanted a GPU with room"
+                        f"blocks: got {blocks}, of which not all started; wanted a GPU with free SMs"
                     )
         yield
     finally:
-        cupy.cuda.runtime.memsetAsync(over, 1, 4, other.ptr)
-        other.synchronize()
-        one.synchronize()
+        cupy.cuda.runtime.memsetAsync(over, 1, 4, control_stream.ptr)
+        control_stream.synchronize()
+        kernel_stream.synchronize()
 
 
 def seconds(call: Callable[[], Any], calls: int = CALLS) -> float:
-    """Of a call, by events around so many."""
+    """Mean time of a call, by events around several."""
     import cupy
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -104,13 +105,13 @@ def seconds(call: Callable[[], Any], calls: int = CALLS) -> float:
 
 
 def products(rows: int, width: int, depth: int, experts: int) -> dict[str, Callable[[], Any]]:
-    """Calls of the products of a layer's first weights, on the current device."""
+    """Products of a layer's first weights, as calls on the current device."""
     import cupy
 
-    drawn = cupy.random.default_rng(0)
+    generator = cupy.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
-        values = drawn.standard_normal(shape, np.float32)
+        values = generator.standard_normal(shape, np.float32)
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(BFLOAT16)
 
     x, dy, w = normal(rows, depth), normal(rows, width), normal(experts, width, depth)
@@ -141,22 +142,22 @@ def main() -> None:
     arguments = parser.parse_args()
     device = cupy.cuda.Device()
     name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
-    everything = device.attributes["MultiProcessorCount"]
+    sms = device.attributes["MultiProcessorCount"]
     rows, width, depth, experts = shape = 32_768, 4096, 7168, 8
     print(f"{name}: {' x '.join(map(str, shape[:3]))}, {experts} experts")
-    print(f"{'product':32} {'held':>5} {'by':>3} {'ms':>7} {'limit':>7} {'TFLOP/s':>8}")
+    print(f"{'product':32} {'SMs':>5} {'by':>3} {'ms':>7} {'limit':>7} {'TFLOP/s':>8}")
     for product, call in products(*shape).items():
         alone = 0.0
-        for blocks, cluster in HELD:
+        for blocks, cluster in OCCUPIED:
             times = []
             for _ in range(arguments.rounds):
-                with held(blocks, cluster):
+                with occupied(blocks, cluster):
                     times.append(seconds(call))
-            middle = statistics.median(times)
-            alone = alone or middle
-            limit = alone * everything / (everything - blocks)
-            rate = 2 * rows * width * depth / middle / 1e12
-            print(f"{product:32} {blocks:5} {cluster:3} {middle * 1e3:7.3f} {limit * 1e3:7.3f} {rate:8.0f}")
+            median = statistics.median(times)
+            alone = alone or median
+            limit = alone * sms / (sms - blocks)
+            rate = 2 * rows * width * depth / median / 1e12
+            print(f"{product:32} {blocks:5} {cluster:3} {median * 1e3:7.3f} {limit * 1e3:7.3f} {rate:8.0f}")
             row = {
                 "topic": "beside",
                 "name": product,
@@ -164,7 +165,7 @@ def main() -> None:
                 "device": name,
                 "held": blocks,
                 "cluster": cluster,
-                "us": middle * 1e6,
+                "us": median * 1e6,
                 "limit_us": limit * 1e6,
                 "tflops": rate,
                 "versions": versions(),

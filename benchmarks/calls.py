@@ -1,9 +1,9 @@
-"""How many Python functions run between a user's call and the kernel, and in how many files.
-``python -m fp8moe.benchmarks.calls``, on CUDA with torch, and with JAX where it is installed.
+"""Counts the Python calls, and the files that they are in, from a user's call to the kernel launch.
+``python -m fp8moe.benchmarks.calls``, on CUDA with torch, and with JAX if it is installed.
 
-`sys.setprofile` counts them, C functions left out, from a call on to its last kernel launch. A first call is
-the first of these shapes, whose launch plan it makes; it may also be the first that needs a kernel: what
-compiles and loads that is counted apart.
+`sys.setprofile` counts the calls up to the last kernel launch, without C functions. The first call for given
+shapes makes their launch plan and may be the first to use a kernel: calls that compile or load kernels are
+counted separately.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_library import OPERATORS
 
 TOKENS, EXPERTS, HIDDEN, TOPK = 512, 8, 512, 2
-# of kernels_cuda/launch.py: after them comes the driver
+# functions of kernels_cuda/launch.py that call the driver
 LAUNCHERS = ("launch_packed", "launch_with_tensor_maps", "fill_memory")
-LOADERS = ("load_kernel", "load_numba_kernel")  # of kernels_cuda: they compile and load
+LOADERS = ("load_kernel", "load_numba_kernel")  # functions of kernels_cuda that compile and load kernels
 
 
 class Counter:
-    """Python calls, files, and changes of file, up to the last launch; calls that load kernels apart."""
+    """Counts Python calls, files and changes of file up to the last launch, and separately calls that load
+    kernels."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.last = self.loading_calls = 0
-        self._loading: Any = None  # the frame of a loader that runs
+        self._loading: Any = None  # frame of the running loader
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         if self._loading is not None:
@@ -79,7 +80,7 @@ def main() -> None:
         count(f"torch, eager: permute, {nth}", lambda: torch_ops.permute(x, plan, probs))
     operator = OPERATORS["permute"]
     options = [p.default for p in inspect.signature(fp8moe.permute).parameters.values()][3:]
-    arguments = operator.flatten([x, plan, probs, *options])  # as a compiled graph gives them
+    arguments = operator.flatten([x, plan, probs, *options])  # as a compiled graph calls it
     for nth in ("first", "later"):
         count(f"torch, operator: permute, {nth}", lambda: operator.op(*arguments))
     w13 = fp8moe.quantize_weights(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, device="cuda").bfloat16())
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def inside_jax() -> None:
-    """A quantise in a jitted program, whose callbacks run in threads of XLA's."""
+    """A quantise operation in a jitted program, whose callbacks run in XLA's threads."""
     import jax
 
     from fp8moe.adapters import jax_ops

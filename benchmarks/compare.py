@@ -1,13 +1,13 @@
-"""This library beside others: ``python -m fp8moe bench compare``, which takes ``--part NAME``,
+"""Compare this library with others: ``python -m fp8moe bench compare``, with the options ``--part NAME``,
 ``--out FILE`` and ``--picture FILE``.
 
-One process times the same work on the same rows, routing and weights by every library that is installed: a
+One process times the same work with the same rows, routing and weights for every installed library: a
 training step of a layer's experts (forward and backward, routing given, FP8 copies of the weights made in
-every step), one FP8 grouped product, and the quantisation of rows. Each result is first held to float64; one
-that is wrong is not timed. Libraries that are missing are listed with the command that installs them.
+every step), one FP8 grouped product, and the quantisation of rows. Every result is first compared with
+float64; wrong results are not timed. For missing libraries the installation command is printed.
 
-A library is called as its own documentation calls it, eagerly but where its name here says "compiled". Where
-it needs experts padded to a multiple of rows, plain torch pads them, and that is in its time.
+Every library is called as in its own documentation, in eager mode unless its name here contains "compiled".
+If it requires experts padded to a multiple of rows, plain torch pads them, and the padding is timed too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fp8moe.benchmarks.contender import Contender, Part, Step
 from fp8moe.benchmarks.harness import append
 from fp8moe.info import command, commit, versions
 
-#: (tokens, experts, hidden, ffn, top-k): experts of DeepSeek-V3, and of Qwen3-235B and Qwen3-30B
+#: (tokens, experts, hidden, ffn, top-k): experts of DeepSeek-V3, Qwen3-235B and Qwen3-30B
 SHAPES = [(4096, 8, 7168, 2048, 8), (8192, 32, 4096, 1536, 8), (16_384, 128, 2048, 768, 8)]
 QUICK = [(512, 4, 512, 256, 2)]
 ON_THE_CPU = [(256, 4, 256, 128, 2)]
 ROUNDS = 3
-WARM, TIMED = 0.1, 0.2  # seconds of one library's steps before the timed ones, and of those
+WARM, TIMED = 0.1, 0.2  # seconds of warm-up steps and of timed steps
 PARTS = (LAYER, PRODUCT, QUANTIZE)
 
 
@@ -46,25 +46,25 @@ def main(
     picture: Path | None = None,
     parts: Iterable[Part] = PARTS,
 ) -> int:
-    """Compare what is installed, and return 1 if a result was wrong, or torch or this library failed.
+    """Compare the installed libraries; return 1 if a result was wrong, or if torch or this library failed.
 
     Parameters
     ----------
     device : "auto", "cpu" or "cuda"
-        "auto" takes a CUDA device where torch has one.
+        "auto" selects CUDA if torch has a CUDA device.
     quick : bool
-        One small shape; on the CPU there is none larger.
+        One small shape; the CPU always uses a small shape.
     out : Path, optional
-        Rows are appended to it as JSON lines.
+        File to which rows are appended as JSON lines.
     picture : Path, optional
-        Where `draw` draws the layer's rows.
+        File to which `draw` writes a chart of the layer's rows.
     parts : iterable of Part
-        What to compare.
+        Parts to compare.
 
     Raises
     ------
     ImportError
-        Without torch, which every library here is called through.
+        Without torch, which is needed to call every library.
     """
     if importlib.util.find_spec("torch") is None:
         raise ImportError("compare needs torch, which is missing: pip install 'fp8moe[bench,torch]'")
@@ -75,7 +75,7 @@ def main(
     shapes = ON_THE_CPU if device == "cpu" else QUICK if quick else SHAPES
     rows: list[dict[str, Any]] = []
     wrong = 0
-    absent: dict[str, str] = {}
+    missing: dict[str, str] = {}
     for part in parts:
         for shape in shapes:
             print(f"\n{part.name}, {described(shape)}", flush=True)
@@ -86,10 +86,10 @@ def main(
                 print(f"  {row['name']:32} {row['ms']:10.3f} ms {speed} error {row['error']:.1e}", flush=True)
                 append(out, row)
             rows += measured
-        absent |= {c.name: c.install for c in part.contenders if c.missing()}
-    if absent:
+        missing |= {c.name: c.install for c in part.contenders if c.missing()}
+    if missing:
         print("\nnot installed here:")
-        for name, install in absent.items():
+        for name, install in missing.items():
             print(f"  {name:32} {install}")
     if picture is not None:
         draw(rows, picture)
@@ -97,29 +97,31 @@ def main(
 
 
 def named_parts(names: Iterable[str] | None) -> tuple[Part, ...]:
-    """The parts of these names, and all without any.
+    """Parts with these names; all parts without names.
 
     Raises
     ------
     ValueError
-        If there is no part of a name.
+        If a name is unknown.
     """
-    known = {part.name: part for part in PARTS}
+    part_of = {part.name: part for part in PARTS}
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"--part: got {name!r}; wanted one of {', '.join(map(repr, known))}")
-    return tuple(known[name] for name in names) if names else PARTS
+        if name not in part_of:
+            raise ValueError(f"--part: got {name!r}; wanted one of {', '.join(map(repr, part_of))}")
+    return tuple(part_of[name] for name in names) if names else PARTS
 
 
 def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[str, Any]], int]:
-    """The rows of every contender that runs here and is right, and how many were wrong or failed.
+    """Rows of every contender that runs on this device with correct results, and the number of wrong or
+    failed ones.
 
-    All are checked before any is timed, and they take turns, so that a GPU that gets warmer does so for all.
+    All results are checked first; then the contenders are timed in turns, so that a rise of the GPU's
+    temperature affects all of them.
     """
     import torch
 
     inputs = part.inputs(device, *shape)
-    wanted = part.oracle(inputs)
+    expected = part.oracle(inputs)
     steps: list[tuple[Contender, Step, float]] = []
     wrong = 0
     for contender in part.contenders:
@@ -132,8 +134,8 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
         try:
             step = contender.make(inputs)
             results = contender.decode(step())
-            errors = [relative_error(*pair) for pair in zip(results, wanted, strict=True)]
-        except Exception as error:  # the others go on; one of torch's or of this library's own is a failure
+            errors = [relative_error(*pair) for pair in zip(results, expected, strict=True)]
+        except Exception as error:  # others continue; failures of torch and of this library are counted
             print(f"  {contender.name:32} does not run here: {type(error).__name__}: {first_line(error)}")
             wrong += not contender.needs
             continue
@@ -145,9 +147,9 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
             wrong += 1
             continue
         steps.append((contender, step, worst))
-    del wanted
+    del expected
     times = in_turn([step for _, step, _ in steps], device)
-    named = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
+    device_name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
     flops = part.flops(*shape)
     origin = {"commit": commit(), "command": command()}
     rows = [
@@ -156,7 +158,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
             "part": part.name,
             "name": contender.name,
             "shape": described(shape),
-            "device": named,
+            "device": device_name,
             "ms": 1e3 * seconds,
             "tflops": flops / seconds / 1e12 if flops else None,
             "error": error,
@@ -178,34 +180,34 @@ def first_line(error: Exception) -> str:
 
 
 def packages(contender: Contender) -> dict[str, str]:
-    """Versions of torch and of what the contender imports."""
+    """Versions of torch and of the modules that the contender needs."""
     names = ["torch", *(distributions().get(need, [need])[0] for need in contender.needs)]
-    named = {}
+    package_versions = {}
     for name in names:
         try:
-            named[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # built in its repository
-            named[name] = str(getattr(sys.modules.get(name), "__version__", "unknown"))
-    return named
+            package_versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # built from source
+            package_versions[name] = str(getattr(sys.modules.get(name), "__version__", "unknown"))
+    return package_versions
 
 
 @functools.cache
 def distributions() -> Mapping[str, list[str]]:
-    """Those that bring each module: it reads the files of all that are installed."""
+    """Distributions that provide each module; slow, because it reads the files of all installed packages."""
     return importlib.metadata.packages_distributions()
 
 
-def relative_error(result: Any, wanted: Any) -> float:
-    """Norm of the difference over the norm of what is wanted. NaN in a result is an infinite error."""
-    if result.shape != wanted.shape:
-        raise ValueError(f"result: got shape {list(result.shape)}; wanted {list(wanted.shape)}")
-    error = float((result.double() - wanted).norm() / wanted.norm())
+def relative_error(result: Any, expected: Any) -> float:
+    """Norm of the difference over the norm of the expected values; infinite if the result contains NaN."""
+    if result.shape != expected.shape:
+        raise ValueError(f"result: got shape {list(result.shape)}; wanted {list(expected.shape)}")
+    error = float((result.double() - expected).norm() / expected.norm())
     return math.inf if math.isnan(error) else error
 
 
 def in_turn(steps: list[Step], device: str) -> list[float]:
-    """Median seconds of a step, of several rounds in which each has its turn: as many in a row as take WARM
-    seconds, and then TIMED seconds of timed ones."""
+    """Median seconds of each step over several rounds. In a round, each step runs for WARM seconds and is
+    then timed for TIMED seconds."""
     if device == "cpu":
         return [statistics.median(wall_time(step) for _ in range(3)) for step in steps]
     import torch
@@ -243,33 +245,32 @@ def event_times(step: Step, count: int) -> list[float]:
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
-# -- the picture
+# -- the chart
 
 
 OURS, OTHERS = "#1b7f5c", "#8d99a6"
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of a layer's step by every library, a panel for each shape, as SVG or PNG by the path's suffix.
+    """Draw bars of the layer's step for every library, one panel per shape, as SVG or PNG by the path's
+    suffix.
 
     Parameters
     ----------
     rows : list of dict
-        As this command writes them; those of other parts than "layer" are left out.
+        Rows as this command writes them; rows of other parts than "layer" are ignored.
     path : Path
-        Its folder is made. The same rows make the same file.
+        Output file; its folder is created. Equal rows give equal files.
 
     Raises
     ------
     ValueError
-        If no row is of the layer, or rows are of several devices.
+        If there are no rows of the layer, or rows of several devices.
     """
     rows = [row for row in rows if row.get("part") == "layer"]
     devices = list(dict.fromkeys(row["device"] for row in rows))
     if len(devices) != 1:
-        raise ValueError(
-            f"rows: got those of {devices or 'no layer'}; wanted rows of the layer on one device"
-        )
+        raise ValueError(f"rows: got rows of {devices or 'no layer'}; wanted rows of the layer on one device")
     import matplotlib
 
     matplotlib.use("svg" if path.suffix == ".svg" else "agg")

@@ -1,4 +1,4 @@
-"""A training step of a layer's experts by each library: the layer of `compare`."""
+"""A training step of a layer's experts with each library: the part "layer" of `compare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8moe.benchmarks.harness import routing
 @dataclass(frozen=True)
 class Experts:
     """x, dy: bfloat16 [T, H]; w13: bfloat16 [E, 2F, H], gates before ups; w2: bfloat16 [E, H, F]; ids: int32
-    [T, k], none twice in a token; probs: float32 [T, k]."""
+    [T, k], distinct within a token; probs: float32 [T, k]."""
 
     x: Any
     dy: Any
@@ -50,7 +50,7 @@ def experts(device: str, tokens: int, experts: int, hidden: int, ffn: int, topk:
 
 
 def experts_in_float64(inputs: Experts) -> Results:
-    """y, dx, dw13, dw2, dprobs: one expert after the other, by autograd of the definition."""
+    """y, dx, dw13, dw2, dprobs, expert by expert, by autograd of the definition."""
     import torch
     from torch.nn.functional import silu
 
@@ -99,7 +99,7 @@ def by_fp8moe(recipe: Any) -> Callable[[Experts], Step]:
 
 
 def by_arrays(recipe: str) -> Callable[[Experts], Step]:
-    """`moe_forward` and `moe_backward` of CuPy's arrays, on the CPU of NumPy's: no torch between them."""
+    """`moe_forward` and `moe_backward` on CuPy arrays, or NumPy arrays on the CPU, without torch."""
 
     def make(inputs: Experts) -> Step:
         import fp8moe
@@ -110,7 +110,7 @@ def by_arrays(recipe: str) -> Callable[[Experts], Step]:
 
         def step() -> Results:
             y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
-            grads = fp8moe.moe_backward(saved, dy, dtype="bfloat16")  # as torch's are
+            grads = fp8moe.moe_backward(saved, dy, dtype="bfloat16")  # as in torch
             return y, grads.dx, grads.dw13, grads.dw2, grads.dprobs
 
         return step
@@ -119,25 +119,25 @@ def by_arrays(recipe: str) -> Callable[[Experts], Step]:
 
 
 def array_of(tensor: Any) -> Any:
-    """The same memory, as CuPy's array, or NumPy's."""
+    """The same memory as a CuPy or NumPy array."""
     import torch
 
     from fp8moe import formats
 
     tensor = tensor.detach()
-    narrow = tensor.dtype == torch.bfloat16
-    bits = tensor.view(torch.int16) if narrow else tensor
+    is_bfloat16 = tensor.dtype == torch.bfloat16
+    bits = tensor.view(torch.int16) if is_bfloat16 else tensor
     if not tensor.is_cuda:
         array = bits.numpy()
     else:
         import cupy
 
         array = cupy.asarray(bits)
-    return array.view(formats.BFLOAT16) if narrow else array
+    return array.view(formats.BFLOAT16) if is_bfloat16 else array
 
 
 def tensors_of(results: Results) -> Results:
-    """The way back: the same memory, as torch's tensors."""
+    """The inverse of `array_of`: the same memory as torch tensors."""
     import torch
 
     from fp8moe import formats
@@ -161,7 +161,7 @@ def by_compiled_torch(inputs: Experts) -> Step:
 
 
 def by_torchao(compiled: bool) -> Callable[[Experts], Step]:
-    """Its FP8 product with a scale for each row, whose experts `around` has padded."""
+    """torchao's FP8 product with one scale per row; `around` pads the experts."""
 
     def make(inputs: Experts) -> Step:
         import torch
@@ -185,7 +185,7 @@ def torch_product(rows: Any, weights: Any, ends: Any) -> Any:
 
 
 def experts_by(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """The experts by ``multiply(rows, weights [E, K, N], ends)``."""
+    """The experts, with ``multiply(rows, weights [E, K, N], ends)`` as the product."""
     from torch.nn.functional import silu
 
     def run(rows: Any, ends: Any, w13: Any, w2: Any) -> Any:
@@ -196,23 +196,23 @@ def experts_by(multiply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around(run: Callable[..., Any], align: int = 1) -> Callable[..., Any]:
-    """A layer around ``run(rows, ends, w13, w2)`` by torch's own operations. ends: int32 [E], where each
-    expert's rows end; rows past the last are no expert's."""
+    """A layer from ``run(rows, ends, w13, w2)`` and torch operations. ends: int32 [E], end of each expert's
+    rows; rows after the last end belong to no expert."""
     import torch
 
     def forward(x: Any, w13: Any, w2: Any, ids: Any, probs: Any) -> Any:
         count = len(w2)
         expert, order = ids.reshape(-1).sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(count, device=x.device), right=True).int()
-        rows, place = x[order // ids.shape[1]], torch.arange(len(order), device=x.device)
+        rows, position = x[order // ids.shape[1]], torch.arange(len(order), device=x.device)
         if align > 1:
             starts = torch.cat([ends.new_zeros(1), ends[:-1]])
             sizes = -(-(ends - starts) // align) * align
             padded_ends = sizes.cumsum(0).int()
-            place = place + (padded_ends - sizes - starts)[expert]
+            position = position + (padded_ends - sizes - starts)[expert]
             size = -(-(len(order) + count * (align - 1)) // align) * align
-            rows, ends = rows.new_zeros(size, rows.shape[1]).index_copy(0, place, rows), padded_ends
-        out = run(rows, ends, w13, w2)[place[order.argsort()]]
+            rows, ends = rows.new_zeros(size, rows.shape[1]).index_copy(0, position, rows), padded_ends
+        out = run(rows, ends, w13, w2)[position[order.argsort()]]
         return (out.view(*ids.shape, -1) * probs[..., None].to(out.dtype)).sum(1)
 
     return forward
@@ -250,7 +250,7 @@ def by_sonicmoe(inputs: Experts) -> Step:
     token = torch.arange(tokens, device=inputs.x.device, dtype=torch.int32).repeat_interleave(topk)
 
     def forward(x: Any, w13: Any, w2: Any, ids: Any, probs: Any) -> Any:
-        weights = w13.permute(1, 2, 0), None, w2.permute(1, 2, 0), None  # their layout: experts last
+        weights = w13.permute(1, 2, 0), None, w2.permute(1, 2, 0), None  # SonicMoE's layout: experts last
         y, _ = moe_general_routing_inputs(
             x,
             probs.reshape(-1),
@@ -269,7 +269,8 @@ def by_sonicmoe(inputs: Experts) -> Step:
 
 
 def by_transformer_engine(fp8: bool) -> Callable[[Experts], Step]:
-    """Its `GroupedLinear`, which takes the number of each expert's rows as a list on the host."""
+    """Transformer Engine's `GroupedLinear`, which takes each expert's number of rows as a list on the
+    host."""
 
     def make(inputs: Experts) -> Step:
         import torch
@@ -280,8 +281,8 @@ def by_transformer_engine(fp8: bool) -> Callable[[Experts], Step]:
         )
 
         def linear(weights: Any) -> Any:
-            count, width, depth = weights.shape
-            module = te.GroupedLinear(count, depth, width, bias=False, params_dtype=torch.bfloat16)
+            count, n, k = weights.shape
+            module = te.GroupedLinear(count, k, n, bias=False, params_dtype=torch.bfloat16)
             for expert in range(count):
                 getattr(module, f"weight{expert}").data.copy_(weights[expert])
             return module
@@ -309,7 +310,7 @@ def by_transformer_engine(fp8: bool) -> Callable[[Experts], Step]:
 
 
 def weights_stacked(results: Results) -> Results:
-    """y, dx, dw13, dw2, dprobs of Transformer Engine's, whose experts' weights are parameters apart."""
+    """y, dx, dw13, dw2, dprobs of Transformer Engine, which has one parameter per expert."""
     import torch
 
     y, dx, *each, dprobs = results
@@ -317,11 +318,11 @@ def weights_stacked(results: Results) -> Results:
     return y, dx, torch.stack(each[:count]), torch.stack(each[count:]), dprobs
 
 
-# What bounds a right result. Rounding to nearest errs by half a unit in the last place, 2^-9 of a value
-# in bfloat16 and 2^-4 in E4M3, uniformly within it: a relative norm of that over sqrt(3). A gradient goes
-# through six rounded operands (x, w13, dy, w2, the activation's gradient, w13 again), and the activation's
-# derivative may double a square: sqrt(12 / 3) of them. bfloat16 has as much again for what is rounded beside
-# the products, torch's sum of eight experts among it.
+# Bounds of the error of a correct result. Rounding to nearest has an error of up to half a unit in the last
+# place, 2^-9 of a value in bfloat16 and 2^-4 in E4M3, uniformly distributed: a relative norm of that over
+# sqrt(3). A gradient depends on six rounded operands (x, w13, dy, w2, the activation's gradient, w13 again),
+# and the activation's derivative may double a square: a factor sqrt(12 / 3). bfloat16 has twice that for
+# roundings outside the products, such as torch's sum over eight experts.
 BFLOAT16, E4M3 = 2 * 2 * 2.0**-9, 2 * 2.0**-4
 TRANSFORMER_ENGINE: dict[str, Any] = {
     "needs": ("transformer_engine",),

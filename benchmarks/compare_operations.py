@@ -1,4 +1,4 @@
-"""One FP8 grouped product, and the quantisation of rows, by each library: the operations of `compare`."""
+"""One FP8 grouped product and the quantisation of rows with each library: the operations of `compare`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fp8moe.benchmarks.contender import Contender, Part, Results, Step
 
 @dataclass(frozen=True)
 class Product:
-    """rows: FP8 [P, H] with scales of 1 x 128, experts padded to multiples of 128; weights: FP8 [E, 2F, H],
-    scales of 128 x 128; offsets: int32 [E + 1]; end: the last of them."""
+    """rows: FP8 [P, H] with 1 x 128 scales, experts padded to multiples of 128; weights: FP8 [E, 2F, H] with
+    128 x 128 scales; offsets: int32 [E + 1]; end: the last offset."""
 
     rows: Any
     weights: Any
@@ -60,7 +60,7 @@ def product_by_deepgemm(inputs: Product) -> Step:
 
 
 def product_by_torch(inputs: Product) -> Step:
-    """Of the same values in bfloat16, which has a bit for each of FP8's."""
+    """The product of the same values in bfloat16, which represents FP8 values exactly."""
     import fp8moe
 
     rows, weights = (fp8moe.dequantize(q, dtype="bfloat16") for q in (inputs.rows, inputs.weights))
@@ -104,7 +104,7 @@ def quantize_by_tile_kernels(x: Any) -> Step:
 
 
 def dequantized(results: Results) -> Results:
-    """Rows from codes, or their bytes, and the scales of their blocks."""
+    """Rows from codes (or their bytes) and the scales of their blocks."""
     import torch
 
     codes, scales = results

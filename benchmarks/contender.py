@@ -1,4 +1,4 @@
-"""What `compare` compares: a part's work, and each library's way to do it."""
+"""The records of `compare`: a part's work, and each library's implementation of it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Step = Callable[[], Results]
 
 @dataclass(frozen=True)
 class Contender:
-    """One library's way to do a part's work.
+    """One library's implementation of a part's work.
 
-    make: called with the part's inputs; returns the step that is timed, which returns what the part's oracle
-        returns, or raises if this machine cannot run it.
-    needs: modules that it imports; install: the command that brings them.
-    bound: the largest relative error (of norms) of a right result. decode: what the oracle returns, from what
-        a step returned; it is not timed.
+    make: called with the part's inputs; returns the step to time, whose results are like the oracle's. Raises
+        if this machine cannot run it.
+    needs: modules that it imports. install: command that installs them.
+    bound: largest relative error (of norms) of a correct result. decode: converts the results of a step to
+        the oracle's form; not timed.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Contender:
 
 @dataclass(frozen=True)
 class Part:
-    """Work that several libraries do. inputs: made for a device and a shape; oracle: the results in float64;
-    flops: of a shape."""
+    """Work that several libraries implement. inputs: creates the inputs for a device and a shape. oracle:
+    computes the results in float64. flops: operations for a shape."""
 
     name: str
     contenders: tuple[Contender, ...]

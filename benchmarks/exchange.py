@@ -1,14 +1,15 @@
-"""Rows between GPUs, and the layer over them, FP8 against bfloat16: ``python -m fp8moe.benchmarks.exchange
-[--out FILE] [--ranks N] [--by NCCL PEER]``, a process for each GPU of this machine; by NCCL, and by writing
-into each other's memory.
+"""Exchange of rows between GPUs, and the layer with expert parallelism, FP8 against bfloat16: ``python -m
+fp8moe.benchmarks.exchange [--out FILE] [--ranks N] [--by NCCL PEER]``. One process per GPU of this machine;
+over NCCL, and by writing to peer memory.
 
-rows: N rows of 7168 on each rank, as many to each. exchange: one call, packed rows. with its quantise: from
-bfloat16 to FP8 rows in one buffer, then that. dispatch: the whole of `expert_parallel.dispatch` from
-bfloat16, top-8 of 64 experts a rank, counts and all. combine: those rows back, and their sums. layer:
-forward and backward of `FP8FlowMoE`, of fp8_flow also with other rows, and another routing, at every step, in
-two and four chunks that overlap, with a capacity (a quarter more entries than an even routing has, and rows
-for every token), and both. Times are the slowest rank's, medians; of the first two, and of all that has a
-capacity, also the device's alone, ten calls in a CUDA graph (graph_us).
+rows: N rows of 7168 on each rank, equally many for each rank. exchange: one call with packed rows. with its
+quantise: packing of bfloat16 to FP8 rows in one buffer, then the exchange. dispatch: all of
+`expert_parallel.dispatch` from bfloat16, top-8 of 64 experts per rank, including counts. combine: the return
+of those rows and their sums. layer: forward and backward of `FP8FlowMoE`; for fp8_flow also with other rows,
+and another routing, in every step, in two and four overlapping chunks, with a capacity (a quarter more
+entries than an even routing has, and rows for every token), and with both. Times are medians of the slowest
+rank. For the first two, and for all with a capacity, graph_us is the device time without the host, from ten
+calls in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = arguments.by, arguments.rows, arguments.tokens
-    by, rows, tokens = given if arguments.device == "cuda" else (["gloo"], [64], [64])
+    sizes_and_transports = arguments.by, arguments.rows, arguments.tokens
+    by, rows, tokens = sizes_and_transports if arguments.device == "cuda" else (["gloo"], [64], [64])
     sizes = rows, tokens
     torch.multiprocessing.spawn(run, (world, port, by, sizes, arguments.device, arguments.out), nprocs=world)
 
@@ -83,46 +84,47 @@ def run(
         comm = SymmetricMemory(None, room) if name == "peer" else ProcessGroup()
         torch.manual_seed(rank)
 
-        def tell(row: dict[str, Any], words: str = "", by: str = name) -> None:
-            report({**row, "name": row["name"] + words, "by": by}, rank, world, device, out)
+        def report_row(row: dict[str, Any], suffix: str = "", by: str = name) -> None:
+            report({**row, "name": row["name"] + suffix, "by": by}, rank, world, device, out)
 
         for rows in sizes[0]:
             for row in of_rows(comm, rows, hidden, device):
-                tell(row)
+                report_row(row)
         for layer in layers:
             for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
-                tell(of_layer(comm, *layer, recipe, device))
-            tell(of_layer(comm, *layer, "fp8_flow", device, inputs=16), ", other rows each step")
+                report_row(of_layer(comm, *layer, recipe, device))
+            report_row(of_layer(comm, *layer, "fp8_flow", device, inputs=16), ", other rows each step")
             for chunks in (2, 4):
-                way, words = transport(name, room, 0, chunks)
-                tell(of_layer(way, *layer, "fp8_flow", device), words)
+                transport_of_row, suffix = transport(name, room, 0, chunks)
+                report_row(of_layer(transport_of_row, *layer, "fp8_flow", device), suffix)
         if name == "peer":
             continue
         for rows in sizes[0]:
             for row in of_bounded(rows, hidden, device):
-                tell(row)
+                report_row(row)
         for layer in layers:
             for chunks in (1, 2, 4):
-                way, words = transport(name, room, layer[0] // chunks, chunks)
-                tell(of_layer(way, *layer, "fp8_flow", device), words)
+                transport_of_row, suffix = transport(name, room, layer[0] // chunks, chunks)
+                report_row(of_layer(transport_of_row, *layer, "fp8_flow", device), suffix)
     dist.destroy_process_group()
 
 
 def transport(name: str, room: int, rows: int, chunks: int) -> tuple[ProcessGroup, str]:
-    """One that overlaps so many chunks, and has a capacity for ``rows`` tokens a chunk unless that is 0."""
-    words = f", {chunks} chunks" if chunks > 1 else ""
+    """A transport with so many overlapping chunks, and unless ``rows`` is 0 a capacity for so many tokens per
+    chunk; and the suffix of its name."""
+    suffix = f", {chunks} chunks" if chunks > 1 else ""
     if name == "peer":
-        return SymmetricMemory(None, room, overlap_chunks=chunks), words
+        return SymmetricMemory(None, room, overlap_chunks=chunks), suffix
     if not rows:
-        return ProcessGroup(overlap_chunks=chunks), words
+        return ProcessGroup(overlap_chunks=chunks), suffix
     capacity = Capacity(rows, rows * TOPK * 5 // 4)
-    return ProcessGroup(capacity=capacity, overlap_chunks=chunks), f"{words}, capacity"
+    return ProcessGroup(capacity=capacity, overlap_chunks=chunks), f"{suffix}, capacity"
 
 
 def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
     x, ids, probs = routed(rows, hidden, device)
     equal = ((rows // comm.world_size,) * comm.world_size,) * comm.world_size
-    measured = []
+    results = []
     for name, fmt in (("bf16", None), ("fp8", "e4m3")):
         cases = of_format(comm, x, ids, probs, equal, fmt)
         for verb, action in cases:
@@ -131,21 +133,21 @@ def of_rows(comm: ProcessGroup, rows: int, hidden: int, device: str) -> list[dic
             sent = counted.sent_bytes
             row = {"name": f"{verb}, {name}", "shape": f"{rows} x {hidden}", "sent_bytes": sent}
             row["us"] = seconds(action, device) * 1e6
-            if device == "cuda" and verb != "dispatch":  # which looks at counts
+            if device == "cuda" and verb != "dispatch":  # which reads counts on the host
                 row["graph_us"] = graph_seconds(action) * 1e6
-            measured.append(row)
-    return measured + of_sums(comm, x, ids, probs)
+            results.append(row)
+    return results + of_sums(comm, x, ids, probs)
 
 
 def routed(rows: int, hidden: int, device: str) -> tuple[Any, Any, Any]:
-    """Rows, and their expert ids and probabilities."""
+    """Rows with expert ids and probabilities."""
     x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
     ids = torch.rand(rows, 64 * dist.get_world_size(), device=device).topk(TOPK).indices
     return x, ids, torch.rand(rows, TOPK, device=device)
 
 
 def of_bounded(rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
-    """dispatch, and combine in bfloat16, with a capacity for every token."""
+    """dispatch, and combine in bfloat16, with a capacity sufficient for every token."""
     comm = ProcessGroup(capacity=Capacity(rows, rows * TOPK))
     x, ids, probs = routed(rows, hidden, device)
     measured = []
@@ -154,10 +156,10 @@ def of_bounded(rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
         def dispatch(fmt: str | None = fmt) -> Any:
             return expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm, fmt=fmt)
 
-        arrived = dispatch()
-        y = torch.randn(arrived.x.shape, device=device, dtype=torch.bfloat16)
+        dispatched = dispatch()
+        y = torch.randn(dispatched.x.shape, device=device, dtype=torch.bfloat16)
 
-        def combine(y: Any = y, route: Any = arrived.route) -> Any:
+        def combine(y: Any = y, route: Any = dispatched.route) -> Any:
             return expert_parallel.combine(y, route, comm)
 
         for action in (dispatch, combine) if fmt is None else (dispatch,):
@@ -171,13 +173,13 @@ def of_bounded(rows: int, hidden: int, device: str) -> list[dict[str, Any]]:
 
 
 def of_sums(comm: ProcessGroup, x: Any, ids: Any, probs: Any) -> list[dict[str, Any]]:
-    """combine, in bfloat16 and in FP8, and how far the second is from the first."""
-    arrived = expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm)
-    y, measured, sums = torch.randn_like(arrived.x), [], []
+    """combine in bfloat16 and in FP8, and the relative difference of the two."""
+    dispatched = expert_parallel.dispatch(x, ids, probs, 64 * comm.world_size, comm)
+    y, measured, sums = torch.randn_like(dispatched.x), [], []
     for name, fmt in (("bf16", None), ("fp8", "e4m3")):
 
         def action(fmt: str | None = fmt) -> Any:
-            return expert_parallel.combine(y, arrived.route, comm, fmt=fmt)
+            return expert_parallel.combine(y, dispatched.route, comm, fmt=fmt)
 
         with fp8moe.trace() as counted:
             sums.append(action().double())
@@ -213,7 +215,7 @@ def of_format(
 def of_layer(
     comm: ProcessGroup, tokens: int, experts: int, recipe: str, device: str, inputs: int = 1
 ) -> dict[str, Any]:
-    """inputs: how many, of which every step takes the next."""
+    """inputs: number of different inputs, used in turn by the steps."""
     hidden, ffn = (HIDDEN, FFN) if device == "cuda" else (256, 128)
     topk = min(TOPK, experts)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "recipe": recipe}
@@ -238,10 +240,10 @@ def of_layer(
 
 
 def graph_seconds(action: Callable[[], Any], calls: int = 10) -> float:
-    """The same of calls that a CUDA graph replays: the host is not in it."""
+    """`seconds` of a call replayed in a CUDA graph, without the host."""
     graph = torch.cuda.CUDAGraph()
     gc.collect()
-    gc.disable()  # what it frees may be a graph, which no capture allows
+    gc.disable()  # garbage collection may free a graph, which is not allowed during capture
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
@@ -252,7 +254,8 @@ def graph_seconds(action: Callable[[], Any], calls: int = 10) -> float:
 
 
 def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: int = 7) -> float:
-    """The slowest rank's median time of a call, of several in a row: the ranks do not start together."""
+    """The slowest rank's median time of a call, from several calls at a time, because ranks do not start
+    together."""
     for _ in range(3):
         action()
     times = []
@@ -274,17 +277,17 @@ def seconds(action: Callable[[], Any], device: str, calls: int = 10, repeats: in
 def report(row: dict[str, Any], rank: int, world: int, device: str, out: Path | None) -> None:
     if rank:
         return
-    more = f"{row.get('graph_us', 0):10.1f} {row.get('sent_bytes', 0):12} {row.get('error', '')}"
-    print(f"{row['by']:5} {row['name']:26} {row['shape']:57} {row['us']:10.1f} us {more}", flush=True)
+    details = f"{row.get('graph_us', 0):10.1f} {row.get('sent_bytes', 0):12} {row.get('error', '')}"
+    print(f"{row['by']:5} {row['name']:26} {row['shape']:57} {row['us']:10.1f} us {details}", flush=True)
     if out:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        kept = {
+        prefix = {
             "topic": "exchange",
             "device": f"{world} x {name}",
             "versions": {**versions(), "torch": torch.__version__},
         }
-        said = {"commit": commit(), "command": "python -m fp8moe.benchmarks.exchange"}
-        append(out, {**kept, **row, **said})
+        origin = {"commit": commit(), "command": "python -m fp8moe.benchmarks.exchange"}
+        append(out, {**prefix, **row, **origin})
 
 
 if __name__ == "__main__":

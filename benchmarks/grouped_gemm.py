@@ -1,4 +1,4 @@
-"""Grouped GEMM, in multiply-adds a second; with many small experts, in bytes."""
+"""Grouped GEMM, in operations per second; with many small experts, in bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, tall
 from fp8moe.formats import BFLOAT16
 
-# columns, contraction of the forward product: DeepSeek-V3's and Qwen3's experts
+# (columns, contraction) of the forward product: experts of DeepSeek-V3 and Qwen3
 FORWARD = [(4096, 7168), (7168, 2048), (6144, 7168), (7168, 3072)]
 WGRAD = [(4096, 7168), (7168, 2048)]
-DRAWN = 4096  # rows that are drawn; they come again past the last, which no kernel can use
+DISTINCT_ROWS = 4096  # number of distinct random rows; they are repeated, which does not help a kernel
 
 
 def cases(quick: bool) -> list[Case]:
@@ -37,95 +37,97 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def forward(rows: int, width: int, depth: int, groups: int) -> Case:
-    x = fp8moe.quantize(tall(min(rows, DRAWN), depth))
-    w = fp8moe.quantize(tall(width, depth, 1), block=(128, 128))
+def forward(rows: int, n: int, k: int, groups: int) -> Case:
+    x = fp8moe.quantize(tall(min(rows, DISTINCT_ROWS), k))
+    w = fp8moe.quantize(tall(n, k, 1), block=(128, 128))
     last = fp8moe.dequantize(x)[-1].astype(np.float64) @ fp8moe.dequantize(w).astype(np.float64).T
-    again = rows // len(x.data)
-    nbytes = rows * (depth + 4 * -(-depth // 128) + 2 * width) + groups * width * depth
+    repeats = rows // len(x.data)
+    nbytes = rows * (k + 4 * -(-k // 128) + 2 * n) + groups * n * k
 
     def prepare(xd: Any, xs: Any, wd: Any, ws: Any, offsets: Any) -> tuple[Any, ...]:
-        x = fp8moe.QuantTensor(np.concatenate([xd] * again), np.concatenate([xs] * again))
+        x = fp8moe.QuantTensor(np.concatenate([xd] * repeats), np.concatenate([xs] * repeats))
         codes, scales = (a[None].repeat(groups, 0) for a in (wd, ws))
         return x, fp8moe.QuantTensor(codes, scales, block=(128, 128)), offsets
 
     return Case(
         "grouped_gemm fp8",
-        f"{rows} x {width} x {depth}, {groups} experts",
+        f"{rows} x {n} x {k}, {groups} experts",
         (x.data, x.scales, w.data, w.scales, even(rows, groups)),
         fp8moe.grouped_gemm,
         # bfloat16 has 8 bits
         lambda y, *_: close(host(y[-1:])[0], last, 2.0**-8),
         nbytes=nbytes if groups > 100 else 0,
-        flops=2 * rows * width * depth,
+        flops=2 * rows * n * k,
         prepare=prepare,
     )
 
 
-def wgrad(rows: int, width: int, depth: int, groups: int, target: str, accumulate: bool = False) -> Case:
-    drawn = min(rows, DRAWN)
-    again = rows // drawn
-    first = rows // groups  # rows of the first expert, among those that are drawn
-    rowwise = [fp8moe.quantize(tall(drawn, n, i)) for i, n in enumerate((width, depth))]
+def wgrad(rows: int, n: int, k: int, groups: int, target: str, accumulate: bool = False) -> Case:
+    distinct = min(rows, DISTINCT_ROWS)
+    repeats = rows // distinct
+    first = rows // groups  # rows of the first expert within the distinct rows
+    rowwise = [fp8moe.quantize(tall(distinct, columns, i)) for i, columns in enumerate((n, k))]
     dy, x = (fp8moe.scaling_aware_transpose(q, target=target) for q in rowwise)
-    wide = [fp8moe.dequantize(q)[:first].astype(np.float64) for q in rowwise]
-    product = wide[0][:, :4].T @ wide[1]
-    along = (1, 0, 1, 0) if target == "column" else (1, 1, 1, 1)  # rows lie, in codes and scales
+    exact = [fp8moe.dequantize(q)[:first].astype(np.float64) for q in rowwise]
+    product = exact[0][:, :4].T @ exact[1]
+    row_axes = (1, 0, 1, 0) if target == "column" else (1, 1, 1, 1)  # axis of the rows in codes and scales
 
     def prepare(*arrays: Any) -> tuple[Any, ...]:
         *codes_and_scales, offsets = arrays
-        a, b, c, d = (np.concatenate([v] * again, i) for v, i in zip(codes_and_scales, along, strict=True))
-        kind = {"block": (128, 1)} if target == "column" else {"block": (128, 128), "transposed": True}
-        dy, x = fp8moe.QuantTensor(a, b, **kind), fp8moe.QuantTensor(c, d, **kind)
+        a, b, c, d = (
+            np.concatenate([v] * repeats, i) for v, i in zip(codes_and_scales, row_axes, strict=True)
+        )
+        options = {"block": (128, 1)} if target == "column" else {"block": (128, 128), "transposed": True}
+        dy, x = fp8moe.QuantTensor(a, b, **options), fp8moe.QuantTensor(c, d, **options)
         if not accumulate:
             return dy, x, offsets
         return dy, x, offsets, fp8moe.grouped_gemm_wgrad(dy, x, offsets)
 
     def right(out: Any, *_: np.ndarray) -> bool:
-        # sums of float32 and the tensor cores' 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), and
-        # what the transpose rounds, which is far less
+        # float32 sums and the tensor cores' 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); rounding
+        # by the transpose is much smaller
         return close(host(out[0, :4]), product * (2 if accumulate else 1), 2.0**-11)
 
     return Case(
         "grouped_gemm_wgrad fp8"
         + (" blocks" if target == "block" else "")
         + (", added" if accumulate else ""),
-        f"{rows} x {width} x {depth}, {groups} experts",
+        f"{rows} x {n} x {k}, {groups} experts",
         (dy.data, dy.scales, x.data, x.scales, even(rows, groups)),
         fp8moe.grouped_gemm_wgrad,
         right,
-        flops=2 * rows * width * depth,
+        flops=2 * rows * n * k,
         prepare=prepare,
     )
 
 
-def forward_bf16(rows: int, width: int, depth: int, groups: int, *, dgrad: bool) -> Case:
-    """dgrad: of the same layer, so with the weights' other dimension contracted."""
-    w = tall(width, depth, 1).astype(BFLOAT16)
-    x = tall(min(rows, DRAWN), width if dgrad else depth).astype(BFLOAT16)
-    wide = w.astype(np.float64)
-    last = x[-1].astype(np.float64) @ (wide if dgrad else wide.T)
+def forward_bf16(rows: int, n: int, k: int, groups: int, *, dgrad: bool) -> Case:
+    """dgrad: the product of the same layer with the weights' other dimension contracted."""
+    w = tall(n, k, 1).astype(BFLOAT16)
+    x = tall(min(rows, DISTINCT_ROWS), n if dgrad else k).astype(BFLOAT16)
+    exact = w.astype(np.float64)
+    last = x[-1].astype(np.float64) @ (exact if dgrad else exact.T)
 
     def prepare(x: Any, w: Any, offsets: Any) -> tuple[Any, ...]:
         return repeated(x, rows // len(x)), repeated(w[None], groups), offsets
 
     return Case(
         "grouped_gemm bfloat16" + (", dgrad" if dgrad else ""),
-        f"{rows} x {width} x {depth}, {groups} experts",
+        f"{rows} x {n} x {k}, {groups} experts",
         (x, w, even(rows, groups)),
         partial(fp8moe.grouped_gemm, transpose_w=dgrad),
         # bfloat16 has 8 bits
         lambda y, *_: close(host(y[-1:])[0], last, 2.0**-8),
-        flops=2 * rows * width * depth,
+        flops=2 * rows * n * k,
         prepare=prepare,
     )
 
 
 def wgrad_bf16(
-    rows: int, width: int, depth: int, groups: int, dtype: str = "float32", *, accumulate: bool = False
+    rows: int, n: int, k: int, groups: int, dtype: str = "float32", *, accumulate: bool = False
 ) -> Case:
-    first = rows // groups  # rows of the first expert, among those that are drawn
-    dy, x = (tall(min(rows, DRAWN), n, i).astype(BFLOAT16) for i, n in enumerate((width, depth)))
+    first = rows // groups  # rows of the first expert within the distinct rows
+    dy, x = (tall(min(rows, DISTINCT_ROWS), columns, i).astype(BFLOAT16) for i, columns in enumerate((n, k)))
     product = dy[:first, :4].astype(np.float64).T @ x[:first].astype(np.float64)
 
     def prepare(dy: Any, x: Any, offsets: Any) -> tuple[Any, ...]:
@@ -134,23 +136,23 @@ def wgrad_bf16(
 
     return Case(
         f"grouped_gemm_wgrad bfloat16, {dtype}" + (", added" if accumulate else ""),
-        f"{rows} x {width} x {depth}, {groups} experts",
+        f"{rows} x {n} x {k}, {groups} experts",
         (dy, x, even(rows, groups)),
         fp8moe.grouped_gemm_wgrad if accumulate else partial(fp8moe.grouped_gemm_wgrad, dtype=dtype),
-        # as many roundings in float32 as rows, or bfloat16's 8 bits
+        # one float32 rounding per row, or bfloat16's 8 bits
         lambda out, *_: close(
             host(out[0, :4]),
             product * (2 if accumulate else 1),
             2.0**-8 if dtype == "bfloat16" else first * 2.0**-23,
         ),
-        flops=2 * rows * width * depth,
+        flops=2 * rows * n * k,
         prepare=prepare,
     )
 
 
-def repeated(drawn: Any, times: int) -> Any:
-    """The rows that were drawn again and again; as integers, which every array library concatenates."""
-    return np.concatenate([drawn.view(np.int16)] * times).view(BFLOAT16)
+def repeated(rows: Any, times: int) -> Any:
+    """The rows repeated; viewed as integers, which every array library can concatenate."""
+    return np.concatenate([rows.view(np.int16)] * times).view(BFLOAT16)
 
 
 def even(rows: int, groups: int) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Time operations against the copy bandwidth of the same machine, measured in the same run.
+"""Time operations and compare them with the copy bandwidth of the same machine, measured in the same run.
 
-A topic is a module beside this one with ``cases(quick) -> list[Case]``. A case names the fewest bytes the
-operation must move; its limit is that over the copy bandwidth. A case whose result is wrong is not reported.
+A topic is a module of this folder with ``cases(quick) -> list[Case]``. A case states the minimum number of
+bytes that the operation must move; its limit is that number divided by the copy bandwidth. Cases with wrong
+results are not reported.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from fp8moe.info import command, commit, versions
 from fp8moe.record_trees import arrays_in, nbytes
 
 CACHE_BYTES = 50_000_000  # L2 of an H200
-# Inputs and results that take turns, together. Of N bytes read again and again, a cache of C bytes that
-# replaces lines at random holds the share h = exp(-(1 - h) N / C): 20 % at 2 C, 2 % at 4 C, 0.03 % at 8 C.
+# Total size of the inputs and results used in turn. When N bytes are read repeatedly, a cache of C bytes with
+# random replacement holds the share h = exp(-(1 - h) N / C): 20 % at 2 C, 2 % at 4 C, 0.03 % at 8 C.
 CYCLE_BYTES = 8 * CACHE_BYTES
-MEASURED = 1e-3  # seconds between two events, at least: they and the start of a graph take some 2 us
-COPIES = 4  # of 1 GiB: half a millisecond each
-FLUSH_BYTES, FLUSHED = 8_000_000_000, 30  # as DeepGEMM's benchmark has them
-COOLING = 0.2  # seconds before: the clock, once low, is slow to rise (1223 TFLOP/s right after others, 1411)
+MEASURED = 1e-3  # minimum seconds between two events, which with the start of a graph take some 2 us
+COPIES = 4  # of 1 GiB, half a millisecond each
+FLUSH_BYTES, FLUSHED = 8_000_000_000, 30  # as in DeepGEMM's benchmark
+# pause in seconds: a clock that was lowered rises slowly (1223 TFLOP/s right after other work, 1411 after a
+# pause)
+COOLING = 0.2
 TOPICS = (
     "plan",
     "permute",
@@ -50,13 +53,13 @@ TOPICS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time.
+    """An operation to time.
 
-    name, shape: what it is, in words. arrays: its inputs, NumPy; they are moved to the device.
-    run: called with the arrays, or with what ``prepare`` made of them outside the time.
-    check: called with run's result and the NumPy arrays, true when it is right.
-    nbytes: the fewest bytes to move (each input read once, each output written once), 0 if the limit is
-    another; flops: multiply-adds counted twice.
+    name, shape: description. arrays: its inputs in NumPy; they are copied to the device.
+    run: called with the arrays, or with the result of ``prepare``, which is not timed.
+    check: called with run's result and the NumPy arrays; returns whether the result is correct.
+    nbytes: minimum number of bytes to move (each input read once, each output written once), 0 if the limit
+        is not bandwidth. flops: number of operations, two per multiply-add.
     """
 
     name: str
@@ -71,12 +74,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of a results file. ``limit_percent`` is against the copy bandwidth measured in the same run.
+    """One line of a results file. ``limit_percent`` is relative to the copy bandwidth of the same run.
 
-    single_us: of matrix products, one call after a write of 8 GB, median of 30, after a pause: L2 is
-    flushed, and the power cap, which sustained calls reach, is not. host_us: what a call takes before it
-    returns, the device aside; extra_bytes: device memory that a call takes at its peak beyond its results,
-    extra_percent of their size. All four on CUDA only.
+    single_us: for matrix products, one call after a write of 8 GB, median of 30, after a pause: L2 is
+    flushed, and the power cap, which limits sustained calls, is not reached. host_us: time until a call
+    returns, without the device. extra_bytes: peak device memory of a call beyond its results; extra_percent:
+    relative to their size. All four on CUDA only.
     """
 
     topic: str
@@ -99,7 +102,7 @@ class Result:
 
 
 class Cpu:
-    """Wall time of the calls themselves."""
+    """Wall time of calls."""
 
     name = f"cpu ({platform.machine()})"
     max_sets = 8
@@ -108,7 +111,7 @@ class Cpu:
         return x
 
     def seconds(self, calls: list[Callable[[], Any]], repeats: int) -> float:
-        """Median time of a call, in turn."""
+        """Median time of a call; the calls are made in turn."""
         for call in calls:
             call()
         times = []
@@ -128,14 +131,14 @@ class Cpu:
         return None
 
     def copy_rate(self) -> float:
-        """Bytes a second, read and written, of a copy far larger than the caches."""
+        """Bytes per second, read and written, of a copy far larger than the caches."""
         source = np.ones(2**26, np.float32)
         target = np.empty_like(source)
         return 2 * source.nbytes / self.seconds([lambda: np.copyto(target, source)], 5)
 
 
 class Cuda:
-    """Device time of a captured call. Host time, and the memory a call takes, are with CuPy's memory pool."""
+    """Device time of captured calls. Host time and memory are measured with CuPy's memory pool."""
 
     max_sets = 32
 
@@ -150,13 +153,13 @@ class Cuda:
         return self.cupy.asarray(x)
 
     def seconds(self, calls: list[Callable[[], Any]], repeats: int) -> float:
-        """Median over replays of a CUDA graph of the calls, a call: device time, without launch gaps.
+        """Median time per call over replays of a CUDA graph of the calls: device time, without launch gaps.
 
-        The graph goes through the calls until it takes MEASURED, in which the events and the start of the
-        graph itself are no longer seen. Results take turns as inputs do: written over in L2, where the call
-        before left them, they would not all reach memory."""
+        The graph repeats the calls until it takes MEASURED seconds, so that the events and the start of the
+        graph become negligible. The results of several calls are kept alive: overwritten in L2, where the
+        previous call left them, they would not all be written to memory."""
         with self.cupy.cuda.Stream(non_blocking=True) as stream:
-            make_in_turn(calls, 2)  # compiles, and fills the memory that the capture draws on
+            make_in_turn(calls, 2)  # compiles, and allocates the memory that the capture uses
 
             def replayed(rounds: int, repeats: int) -> float:
                 stream.begin_capture()
@@ -169,15 +172,15 @@ class Cuda:
             return replayed(rounds, repeats) / len(calls)
 
     def single_seconds(self, call: Callable[[], Any]) -> float | None:
-        """Median of calls between which other memory is written."""
+        """Median time of calls between which other memory is written."""
         free, _ = self.cupy.cuda.runtime.memGetInfo()
-        other = self.cupy.empty(min(FLUSH_BYTES, free // 4), np.uint8)
+        flush_buffer = self.cupy.empty(min(FLUSH_BYTES, free // 4), np.uint8)
         stream = self.cupy.cuda.get_current_stream()
         pairs = [tuple(self.cupy.cuda.Event() for _ in range(2)) for _ in range(FLUSHED)]
         stream.synchronize()
         time.sleep(COOLING)
         for before, after in pairs:
-            other.fill(0)
+            flush_buffer.fill(0)
             before.record(stream)
             call()
             after.record(stream)
@@ -186,7 +189,7 @@ class Cuda:
         return float(np.median([elapsed(*pair) for pair in pairs])) / 1e3
 
     def host_seconds(self, call: Callable[[], Any]) -> float | None:
-        """Median time until a call returns, with an empty queue before it."""
+        """Median time until a call returns, with an empty launch queue before it."""
         times = []
         with self._pool():
             for _ in range(50):
@@ -197,7 +200,7 @@ class Cuda:
         return float(np.median(times))
 
     def extra_bytes(self, call: Callable[[], Any]) -> tuple[int, int] | None:
-        """(peak bytes of a call beyond its results, bytes of its results), as the memory pool counts."""
+        """(peak bytes of a call beyond its results, bytes of its results), counted by the memory pool."""
 
         class Peak(self.cupy.cuda.MemoryHook):  # type: ignore[name-defined]
             live = peak = 0
@@ -210,8 +213,8 @@ class Cuda:
             call()
             with Peak():
                 result = call()
-        kept = sum(a.nbytes for a in arrays_in(result))
-        return max(Peak.peak - kept, 0), kept
+        result_bytes = sum(a.nbytes for a in arrays_in(result))
+        return max(Peak.peak - result_bytes, 0), result_bytes
 
     def copy_rate(self) -> float:
         source = self.cupy.ones(2**30, np.uint8)
@@ -227,7 +230,7 @@ class Cuda:
         return COPIES * 2 * source.nbytes / self._between_events(copies, 20 // COPIES, stream)
 
     def _pool(self) -> Any:
-        """CuPy's own memory pool, in a with block."""
+        """CuPy's own memory pool, as a context."""
         return self.cupy.cuda.using_allocator(self.cupy.get_default_memory_pool().malloc)
 
     def _between_events(self, action: Callable[[], Any], repeats: int, stream: Any) -> float:
@@ -242,7 +245,7 @@ class Cuda:
 
 
 def torch_memory() -> AbstractContextManager[Any]:
-    """In a with block, CuPy's arrays come from torch's caching allocator, for CuPy's current stream."""
+    """Context in which CuPy allocates from torch's caching allocator, for CuPy's current stream."""
     import cupy
     import torch
 
@@ -255,7 +258,8 @@ def torch_memory() -> AbstractContextManager[Any]:
         return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
 
     def free(address: int, device: int) -> None:
-        if address and not sys.is_finalizing():  # by then torch's modules are gone, as the memory soon is
+        # during finalisation torch's modules no longer exist, and the process frees the memory
+        if address and not sys.is_finalizing():
             torch.cuda.caching_allocator_delete(address)
 
     context: AbstractContextManager[Any] = cupy.cuda.using_allocator(
@@ -265,7 +269,8 @@ def torch_memory() -> AbstractContextManager[Any]:
 
 
 def make_in_turn(calls: list[Callable[[], Any]], rounds: int) -> None:
-    """Make the calls in turn, so many times; a result lives until each other call has made its next."""
+    """Make the calls in turn, for several rounds; a result stays alive until every other call has been made
+    again."""
     results: deque[Any] = deque(maxlen=len(calls))
     for call in calls * rounds:
         results.append(call())
@@ -280,7 +285,7 @@ def main(
     allocator: str | None = None,
     only_list: bool = False,
 ) -> int:
-    """Time every case of the topics; 1 if a result was wrong."""
+    """Time every case of the topics; return 1 if a result was wrong."""
     if only_list:
         print("\n".join(TOPICS))
         return 0
@@ -292,14 +297,14 @@ def main(
     if device == "auto":
         device = "cuda" if cuda_is_ready() else "cpu"
     if allocator is not None and device != "cuda":
-        raise ValueError(f"--allocator: got {allocator} on the {device}; wanted it with --device cuda alone")
+        raise ValueError(f"--allocator: got {allocator} on the {device}; wanted --device cuda")
     machine: Cpu | Cuda = Cuda() if device == "cuda" else Cpu()
     with torch_memory() if allocator == "torch" else nullcontext():
         return _measured(topics or list(TOPICS), machine, quick, out)
 
 
 def _measured(topics: list[str], machine: Cpu | Cuda, quick: bool, out: Path | None) -> int:
-    """The topics' table and rows; 1 if a result was wrong."""
+    """Prints the table of the topics and appends their rows; returns 1 if a result was wrong."""
     rate = machine.copy_rate()
     print(f"{machine.name}: copy {rate / 1e9:.1f} GB/s")
     columns = ("us", 10), ("limit us", 9), ("%", 5), ("TFLOP/s", 8), ("host us", 8), ("extra", 7)
@@ -325,7 +330,7 @@ def _measured(topics: list[str], machine: Cpu | Cuda, quick: bool, out: Path | N
 
 
 def append(out: Path | None, row: dict[str, Any]) -> None:
-    """One line more in a results file, if one is wanted."""
+    """Append a line to a results file, if there is one."""
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -334,12 +339,12 @@ def append(out: Path | None, row: dict[str, Any]) -> None:
 
 
 def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: int) -> Result | None:
-    """Check the case, then time it; None when its result is wrong."""
+    """Check a case, then time it; None if its result is wrong."""
     arrays = case.prepare(*(machine.upload(a) for a in case.arrays))
     result = case.run(*arrays)
     if not case.check(result, *case.arrays):
         return None
-    # Inputs and results take turns until they are larger together than any cache.
+    # use several sets of inputs and results, together larger than any cache
     sets = [arrays]
     size = sum(a.nbytes for a in case.arrays) + nbytes(result)
     del result
@@ -348,7 +353,7 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
     single = partial(case.run, *arrays)
     host, memory = machine.host_seconds(single), machine.extra_bytes(single)
     seconds = machine.seconds([partial(case.run, *each) for each in sets], repeats)
-    alone = machine.single_seconds(single) if case.flops else None
+    single_call_seconds = machine.single_seconds(single) if case.flops else None
     limit = case.nbytes / rate if case.nbytes else None
     return Result(
         topic=topic,
@@ -359,7 +364,7 @@ def measure(topic: str, case: Case, machine: Cpu | Cuda, rate: float, repeats: i
         limit_us=None if limit is None else limit * 1e6,
         limit_percent=None if limit is None else 100 * limit / seconds,
         tflops=case.flops / seconds / 1e12 if case.flops else None,
-        single_us=None if alone is None else alone * 1e6,
+        single_us=None if single_call_seconds is None else single_call_seconds * 1e6,
         copy_gb_s=rate / 1e9,
         nbytes=case.nbytes,
         host_us=None if host is None else host * 1e6,
@@ -388,7 +393,7 @@ def line(r: Result) -> str:
 
 
 def progress(total: int) -> Any:
-    """A progress bar on a terminal (tqdm), lines written past it; elsewhere the lines alone."""
+    """A progress bar on a terminal (tqdm), with lines printed above it; otherwise only the lines."""
     if sys.stderr.isatty():
         return importlib.import_module("tqdm").tqdm(total=total, leave=False)
     return Silent()
@@ -406,9 +411,9 @@ class Silent(AbstractContextManager[Any]):
 
 
 def routing(tokens: int, experts: int, topk: int, seed: int = 0, skew: float = 0.0) -> np.ndarray:
-    """Exact top-k ids [T, k], none twice in a token; expert e is chosen with weight (e + 1) ** -skew.
+    """Exact top-k ids [T, k], distinct within a token; expert e is chosen with weight (e + 1) ** -skew.
 
-    Drawn without replacement by the largest of Gumbel-perturbed log weights (Yellott 1977).
+    Sampled without replacement as the largest Gumbel-perturbed log weights (Yellott 1977).
     """
     uniform = np.random.default_rng(seed).random((tokens, experts))
     scores = -np.log(-np.log(uniform)) - skew * np.log(np.arange(1, experts + 1))
@@ -418,17 +423,18 @@ def routing(tokens: int, experts: int, topk: int, seed: int = 0, skew: float = 0
 
 
 def host(x: Any) -> np.ndarray:
-    """A result on the host, wherever it was computed."""
+    """A result as a NumPy array, from any device."""
     return x.get() if hasattr(x, "get") else np.asarray(x)
 
 
 def tall(rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Normal float32 values [rows, columns]; past 4096 rows they come again, which no kernel can use."""
+    """Normal float32 values [rows, columns]; after 4096 rows they repeat, which does not help a kernel."""
     top = np.random.default_rng(seed).standard_normal((min(rows, 4096), columns), dtype=np.float32)
     return top if len(top) == rows else np.resize(top, (rows, columns))
 
 
 def close(got: np.ndarray, wanted: np.ndarray, bound: float = 2.0**-4) -> bool:
-    """Within a share of the whole: by default what quantising to FP8 may lose."""
-    wide = wanted.astype(np.float64)
-    return float(np.linalg.norm(got.astype(np.float64) - wide)) < bound * float(np.linalg.norm(wide))
+    """Whether the norm of the error is within a share of the norm; the default is the loss by FP8
+    quantisation."""
+    exact = wanted.astype(np.float64)
+    return float(np.linalg.norm(got.astype(np.float64) - exact)) < bound * float(np.linalg.norm(exact))

@@ -1,6 +1,5 @@
-"""Host time of a call from eager torch until it returns: sustained, as the calls of a training step are, and
-alone, after the device has finished all earlier work.
-``python -m fp8moe.benchmarks.host [--out FILE]``, on CUDA."""
+"""Host time of a call in eager torch: sustained, as in a training step's sequence of calls, and alone, after
+the device has finished all earlier work. ``python -m fp8moe.benchmarks.host [--out FILE]``, on CUDA."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from fp8moe.adapters import torch_ops
 from fp8moe.benchmarks.harness import append
 from fp8moe.info import commit, versions
 
-ROUNDS, IN_A_ROW = 21, 50  # medians; so many wait in no queue
+ROUNDS, SUSTAINED_CALLS = 21, 50  # rounds of the median; number of calls that do not fill the launch queue
 TOKENS, EXPERTS, HIDDEN, TOPK = 4096, 256, 7168, 8
 
-Case = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # its name, what makes its argument, the call
+Case = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # (name, function that makes the argument, call)
 
 
 def main() -> None:
@@ -36,32 +35,32 @@ def main() -> None:
 
 def cases() -> Iterator[Case]:
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    weighed = x.clone().requires_grad_()
+    differentiable = x.clone().requires_grad_()
     probs = torch.rand(TOKENS, TOPK, device="cuda")
     ids = torch.rand(TOKENS, EXPERTS, device="cuda").topk(TOPK).indices.int()
     rows = TOKENS * TOPK + EXPERTS * 16
     offsets = torch.arange(0, TOKENS + 1, TOKENS // 8, device="cuda", dtype=torch.int32)
 
-    def moved(x: torch.Tensor) -> Any:
+    def permute(x: torch.Tensor) -> Any:
         return torch_ops.permute_and_pad(
             x, ids, probs, num_experts=EXPERTS, align_size=16, num_out_tokens=rows
         )
 
-    def transposed(q: fp8moe.QuantTensor) -> Any:
+    def transpose(q: fp8moe.QuantTensor) -> Any:
         return torch_ops.scaling_aware_transpose(q, offsets)
 
-    yield "permute+pad bf16, plan and rows", lambda: x, moved
-    yield "permute+pad bf16, plan and rows, for autograd", lambda: weighed, moved
+    yield "permute+pad bf16, plan and rows", lambda: x, permute
+    yield "permute+pad bf16, plan and rows, for autograd", lambda: differentiable, permute
     yield "quantize 1x128", lambda: x, torch_ops.quantize
     yield "quantize 1x128, out=", lambda: fp8moe.quantize(x), lambda q: fp8moe.quantize(x, out=q)
     yield "dequantize", lambda: fp8moe.quantize(x), lambda q: fp8moe.dequantize(q, dtype="bfloat16")
-    yield "scaling_aware_transpose", lambda: torch_ops.quantize(x), transposed
+    yield "scaling_aware_transpose", lambda: torch_ops.quantize(x), transpose
 
     w13, w2 = (
         fp8moe.quantize_weights(torch.randn(8, *shape, device="cuda").bfloat16())
         for shape in ((512, 256), (256, 256))
     )
-    few, ids8 = (t[:256].contiguous() for t in (x[:, :256], ids % 8))
+    small_x, ids8 = (t[:256].contiguous() for t in (x[:, :256], ids % 8))
     few_offsets = torch.arange(0, 257, 32, device="cuda", dtype=torch.int32)
 
     def product(q: fp8moe.QuantTensor) -> Any:
@@ -70,25 +69,27 @@ def cases() -> Iterator[Case]:
     def forward(rows: torch.Tensor) -> Any:
         return fp8moe.moe_forward(rows, w13, w2, ids8, probs[:256], recipe="fp8_flow")
 
-    yield "grouped_gemm fp8", lambda: fp8moe.quantize(few), product
-    y, saved = forward(few)
-    yield "moe_forward fp8_flow", lambda: few, forward
+    yield "grouped_gemm fp8", lambda: fp8moe.quantize(small_x), product
+    y, saved = forward(small_x)
+    yield "moe_forward fp8_flow", lambda: small_x, forward
     yield "moe_backward fp8_flow", lambda: y, lambda dy: fp8moe.moe_backward(saved, dy)
 
 
 def measure() -> Iterator[dict[str, Any]]:
-    for name, given, call in cases():
-        first, in_a_row = [], []
+    for name, make_argument, call in cases():
+        alone, sustained = [], []
         for _ in range(ROUNDS):
-            first.append(seconds(call, [given()]))
-            in_a_row.append(seconds(call, [given() for _ in range(IN_A_ROW)]) / IN_A_ROW)
+            alone.append(seconds(call, [make_argument()]))
+            sustained.append(
+                seconds(call, [make_argument() for _ in range(SUSTAINED_CALLS)]) / SUSTAINED_CALLS
+            )
         yield {
             "topic": "host",
             "name": name,
             "shape": _shape(name),
             "device": torch.cuda.get_device_name(),
-            "host_us": statistics.median(in_a_row) * 1e6,
-            "first_us": statistics.median(first) * 1e6,
+            "host_us": statistics.median(sustained) * 1e6,
+            "first_us": statistics.median(alone) * 1e6,
             "versions": {**versions(), "torch": torch.__version__},
             "commit": commit(),
             "command": "python -m fp8moe.benchmarks.host",

@@ -1,10 +1,9 @@
-"""Operations inside ``jax.jit`` against the same kernels alone: ``python -m fp8moe.benchmarks.jax_inside
-[--out FILE] [--quick]``, on CUDA.
+"""Operations inside ``jax.jit`` compared with the same kernels alone: ``python -m
+fp8moe.benchmarks.jax_inside [--out FILE] [--quick]``, on CUDA.
 
-Alone: device time of a CUDA graph of 16 operations on four sets of arrays in turn, each with results of its
-own. Inside: a jitted function of as many, by the clock on the wall, so that what the host takes counts where
-the device waits for it; less one of half as many: what starting and ending a program take is not its
-operations'.
+Alone: device time of a CUDA graph of 16 operations on four sets of arrays in turn, each with its own results.
+Inside: wall time of a jitted function of 16 operations, which includes host time wherever the device waits
+for the host, minus that of a function of 8 operations, to exclude the start and end of a program.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SMALL = (256, 8, 512, 2, 16)
 
 
 def cases(quick: bool) -> list[Case]:
-    """Those of the data movement's and the transposes' figures, and one that is almost nothing but launch."""
+    """Cases of the data movement and transpose tables, and one whose time is almost only launch latency."""
     small = permute.one_shape(*SMALL)
     if quick:
         return small
@@ -62,24 +61,24 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
     result = case.run(*sets[0])
     if not case.check(result, *case.arrays):
         raise SystemExit(f"{case.name}: wrong result")
-    kept: list[Any] = []
+    results: list[Any] = []
     calls: list[Any] = [
-        partial(lambda each: kept.append(case.run(*each)), sets[i % SETS]) for i in range(OPERATIONS)
+        partial(lambda each: results.append(case.run(*each)), sets[i % SETS]) for i in range(OPERATIONS)
     ]
     alone = machine.seconds(calls, 15)
-    kept.clear()
+    results.clear()
     device = jax.devices("cuda")[0]
-    theirs = [map_arrays(lambda _, a: jax.device_put(host(a), device), each) for each in sets]
+    jax_sets = [map_arrays(lambda _, a: jax.device_put(host(a), device), each) for each in sets]
     run = jax_ops.traceable(case.run)
 
-    def several(count: int) -> Any:
-        return jax.jit(lambda sets: [made(run(*sets[i % SETS])) for i in range(count)])
+    def jitted(count: int) -> Any:
+        return jax.jit(lambda sets: [outputs(run(*sets[i % SETS])) for i in range(count)])
 
-    function, half = several(OPERATIONS), several(OPERATIONS // 2)
-    for ours, jitted in zip(arrays_in(made(result)), arrays_in(function(theirs)[0]), strict=True):
-        if not np.array_equal(host(ours).view(np.uint8), np.asarray(jitted).view(np.uint8)):
-            raise SystemExit(f"{case.name}: another result inside jit")
-    inside = (seconds(function, theirs) - seconds(half, theirs)) / (OPERATIONS - OPERATIONS // 2)
+    function, half = jitted(OPERATIONS), jitted(OPERATIONS // 2)
+    for expected, actual in zip(arrays_in(outputs(result)), arrays_in(function(jax_sets)[0]), strict=True):
+        if not np.array_equal(host(expected).view(np.uint8), np.asarray(actual).view(np.uint8)):
+            raise SystemExit(f"{case.name}: different result inside jit")
+    inside = (seconds(function, jax_sets) - seconds(half, jax_sets)) / (OPERATIONS - OPERATIONS // 2)
     return {
         "topic": "jax",
         "name": case.name,
@@ -93,22 +92,22 @@ def measure(case: Case, machine: Cuda) -> dict[str, Any]:
     }
 
 
-def seconds(function: Any, given: Any) -> float:
+def seconds(function: Any, argument: Any) -> float:
     """Median time of a call."""
     times = []
     for _ in range(9):
-        jax.block_until_ready(function(given))
+        jax.block_until_ready(function(argument))
         start = time.perf_counter()
         for _ in range(CALLS):
-            last = function(given)
+            last = function(argument)
         jax.block_until_ready(last)
         times.append((time.perf_counter() - start) / CALLS)
     return float(np.median(times))
 
 
-def made(result: Any) -> Any:
-    """One or two of the arrays: a jitted function takes longer to give them back than to make them (plan_topk
-    with all seven 108 us, with one 10: h200-tuning.jsonl)."""
+def outputs(result: Any) -> Any:
+    """One or two of the result's arrays: returning arrays from a jitted function takes longer than computing
+    them (plan_topk with all seven 108 us, with one 10: h200-tuning.jsonl)."""
     if isinstance(result, fp8moe.PermutationPlan):
         return result.row_id_map
     return (result.data, result.probs) if isinstance(result, fp8moe.Permuted) else result

@@ -1,9 +1,9 @@
-"""Forward and backward of the expert layer in torch, router included, in every recipe: time, what making the
-weights' FP8 copies adds to it, non-GEMM time, memory saved for the backward.
-``python -m fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
+"""Forward and backward of the expert layer in torch, including the router, in every recipe: time, the share
+of making the weights' FP8 copies, non-GEMM time, memory saved for backward. ``python -m
+fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
 
-A fused AdamW step changes the weights between any two steps; it is not in the time. Rows named "weights kept"
-run inside `weights_unchanged`, without it: a micro-batch after the first, or inference with gradients.
+A fused AdamW step changes the weights between steps; it is not timed. Rows named "weights kept" run inside
+`weights_unchanged`, without making copies: a micro-batch after the first, or inference with gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 from fp8moe.benchmarks.harness import append
 from fp8moe.info import commit, versions
 
-# (tokens, experts, hidden, ffn, top-k). The first three: DeepSeek-V3's experts, as many as one GPU of an
-# expert-parallel group holds; then those of Qwen3-235B (with half the hidden tokens), finer and finer
+# (tokens, experts, hidden, ffn, top-k). The first three: DeepSeek-V3's experts, with the number that one GPU
+# of an expert-parallel group holds; then layers with smaller experts, down to Qwen3-30B's
 SHAPES = [
     (4096, 8, 7168, 2048, 8),
     (16_384, 8, 7168, 2048, 8),
@@ -36,12 +36,12 @@ SHAPES = [
 ]
 QUICK = [(512, 4, 512, 256, 2)]
 ROUNDS = 4
-# Milliseconds of one recipe's steps before the timed ones, and of those. A training run has one recipe, and
-# its products soon run at the clock that the power limit leaves them; with 5 steps of each of five recipes in
-# turn the GPU cools during the lighter ones: fp8_flow was 1.27x bf16 for 16,384 x 2048 x 768, with three
-# recipes in turn (on another GPU) 1.39x.
+# Milliseconds of warm-up steps and of timed steps of one recipe. A training run has one recipe, and its
+# products soon run at the clock that the power limit allows; with only 5 steps of each of five recipes in
+# turn, the GPU cools during the lighter ones: fp8_flow was then 1.27x bf16 for 16,384 x 2048 x 768, and with
+# three recipes in turn (on another GPU) 1.39x.
 WARM, TIMED = 250.0, 250.0
-# (name, recipe, recompute, whether weights are kept)
+# (name, recipe, recompute, whether the FP8 copies of the weights are kept)
 RECIPES = [
     ("bf16", "bf16", None, False),
     ("fp8_flow", "fp8_flow", None, False),
@@ -49,7 +49,7 @@ RECIPES = [
     ("fp8_flow, moe_expert", "fp8_flow", "moe_expert", False),
     ("fp8_blockwise", "fp8_blockwise", None, False),
 ]
-PRODUCTS = ("gemm", "nvjet", "cutlass")  # in the names of kernels
+PRODUCTS = ("gemm", "nvjet", "cutlass")  # parts of kernel names
 COPIES = ("quantize_weights",)
 
 
@@ -58,15 +58,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="one small shape")
     arguments = parser.parse_args()
-    titles = "ms", "of bf16", "copies %", "outside %", "kept MiB"
+    titles = "ms", "of bf16", "copies %", "other %", "saved MiB"
     print(f"{'shape':46} {'recipe':24}", *(f"{title:>9}" for title in titles))
     for shape in QUICK if arguments.quick else SHAPES:
         rows = measure(*shape)
         for row in rows:
-            ratio, kept = rows[0]["ms"] / row["ms"], row["kept_bytes"] / 2**20
+            ratio, saved = rows[0]["ms"] / row["ms"], row["kept_bytes"] / 2**20
             print(
                 f"{row['shape']:46} {row['name']:24} {row['ms']:9.2f} {ratio:8.2f}x "
-                f"{row['copies_percent']:9.1f} {row['outside_percent']:9.1f} {kept:9.0f}",
+                f"{row['copies_percent']:9.1f} {row['outside_percent']:9.1f} {saved:9.0f}",
                 flush=True,
             )
             append(arguments.out, row)
@@ -74,7 +74,7 @@ def main() -> None:
 
 @dataclass
 class Contender:
-    """One row: its step, the context its steps run in, how many are before the timed ones, and those."""
+    """One row: its step, the context in which its steps run, and its numbers of warm-up and timed steps."""
 
     step: Callable[[], None]
     inside: Callable[[], Any]
@@ -84,19 +84,19 @@ class Contender:
     timed: int = 3
 
     def steps(self) -> list[bool]:
-        """Whether each of its steps in a row is timed."""
+        """For each of its consecutive steps, whether it is timed."""
         return [False] * self.warm + [True] * self.timed
 
 
 def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list[dict[str, Any]]:
-    """A row for each recipe, of the same weights. They take turns, so that a GPU that gets warmer does so for
-    all."""
-    place: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    """One row per recipe, with the same weights. The recipes run in turns, so that a rise of the GPU's
+    temperature affects all of them."""
+    options_of_weights: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(0)
-    shared = FP8FlowMoE(hidden, ffn, experts, topk, **place)
+    shared = FP8FlowMoE(hidden, ffn, experts, topk, **options_of_weights)
     optimizer = torch.optim.AdamW(shared.parameters(), lr=1e-5, fused=True)
     contenders = []
-    for _, recipe, recompute, kept in RECIPES:
+    for _, recipe, recompute, keeps_copies in RECIPES:
         options: Any = {"recipe": recipe, "recompute": recompute}
         layer = FP8FlowMoE(hidden, ffn, experts, topk, **options, device="meta")
         layer.router, layer.w13, layer.w2 = shared.router, shared.w13, shared.w2
@@ -105,7 +105,7 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
         def step(forward: Any = forward, backward: Any = backward) -> None:
             backward(forward())
 
-        inside = (lambda layer=layer: weights_unchanged(layer)) if kept else nullcontext
+        inside = (lambda layer=layer: weights_unchanged(layer)) if keeps_copies else nullcontext
         with inside():
             for _ in range(3):
                 step()
@@ -116,7 +116,7 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
             backward(y)
             optimizer.zero_grad()
             del y
-        contenders.append(Contender(step, inside, not kept, kept_bytes))
+        contenders.append(Contender(step, inside, not keeps_copies, kept_bytes))
     for contender, measured in zip(contenders, in_turn(contenders, optimizer, 1), strict=True):
         ms = statistics.median(measured)
         contender.warm, contender.timed = (math.ceil(window / ms) for window in (WARM, TIMED))
@@ -141,8 +141,9 @@ def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list
 
 
 def in_turn(contenders: list[Contender], optimizer: Any, rounds: int) -> list[list[float]]:
-    """Milliseconds of every contender's timed steps: all of one in a row, as a training loop has them (the
-    host waits for none), and then the next one's. Where weights change the optimizer steps between them."""
+    """Milliseconds of every contender's timed steps. The steps of one contender are consecutive, as in a
+    training loop (the host does not wait between them). If its weights change, the optimizer steps between
+    them."""
     events: list[list[Any]] = [[] for _ in contenders]
     for _ in range(rounds):
         for contender, pairs in zip(contenders, events, strict=True):
@@ -164,18 +165,18 @@ def in_turn(contenders: list[Contender], optimizer: Any, rounds: int) -> list[li
 
 
 def marker() -> None:
-    """A kernel that nothing else launches, by which the profile is cut into steps: 2 us."""
+    """A kernel that nothing else launches, which divides the profile into steps: 2 us."""
     torch.cuda._sleep(1)
 
 
 def training_step(
     layer: FP8FlowMoE, tokens: int
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """(forward, backward) on random rows, through the layer's router. The weights' gradients come in their
-    own dtype, as ``grad``, in every recipe."""
-    place: dict[str, Any] = {"device": layer.w13.device, "dtype": layer.w13.dtype}
-    x = torch.randn(tokens, layer.hidden, **place).requires_grad_()
-    dy = torch.randn(tokens, layer.hidden, **place)
+    """(forward, backward) on random rows, through the layer's router. The weights' gradients are stored as
+    ``grad`` in the weights' dtype, in every recipe."""
+    options: dict[str, Any] = {"device": layer.w13.device, "dtype": layer.w13.dtype}
+    x = torch.randn(tokens, layer.hidden, **options).requires_grad_()
+    dy = torch.randn(tokens, layer.hidden, **options)
 
     def forward() -> torch.Tensor:
         return layer(x)
@@ -188,9 +189,9 @@ def training_step(
 
 
 def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, Any]]:
-    """Milliseconds a step in products, in making FP8 copies, in all kernels, and shares of them, and
-    microseconds of each kernel: of the loop that is timed, run once more under the profiler. A kernel whose
-    blocks start before the one in front of it has ended is charged for the time that they wait."""
+    """Milliseconds per step in products, in making FP8 copies and in all kernels, their shares, and
+    microseconds of each kernel, from one more run of the timed loop under the profiler. If a kernel's blocks
+    start before the previous kernel ends, the time for which they wait is included in the kernel's."""
     with profiled() as profile:
         in_turn(contenders, optimizer, 1)
     traced = profile.profiler.kineto_results.events()
@@ -200,29 +201,34 @@ def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, 
     )
     totals: list[dict[str, float]] = [defaultdict(float) for _ in contenders]
     by_kernel: list[dict[str, float]] = [defaultdict(float) for _ in contenders]
-    turns = zip(contenders, totals, by_kernel, strict=True)
-    order = [(total, each, timed) for contender, total, each in turns for timed in contender.steps()]
-    marks = 0  # steps lie between marks 2 n and 2 n + 1
+    per_contender = zip(contenders, totals, by_kernel, strict=True)
+    order = [
+        (total, kernel_us, timed)
+        for contender, total, kernel_us in per_contender
+        for timed in contender.steps()
+    ]
+    marks = 0  # steps are between marks 2 n and 2 n + 1
     for event in kernels:
         name, ms = event.name().lower(), event.duration_ns() / 1e6
         if "spin_kernel" in name:
             marks += 1
         elif marks % 2:
-            total, each, timed = order[marks // 2]
+            total, kernel_us, timed = order[marks // 2]
             if timed:
-                each[short_name(event.name())] += 1e3 * ms
+                kernel_us[short_name(event.name())] += 1e3 * ms
                 total["kernel_ms"] += ms
                 total["gemm_ms"] += ms if any(word in name for word in PRODUCTS) else 0.0
                 total["copies_ms"] += ms if any(word in name for word in COPIES) else 0.0
     if marks != 2 * len(order):
         raise RuntimeError(f"the profile has {marks} marks between steps; wanted {2 * len(order)}")
     rows = []
-    for contender, total, each in zip(contenders, totals, by_kernel, strict=True):
+    for contender, total, kernel_us in zip(contenders, totals, by_kernel, strict=True):
         row: dict[str, Any] = {
             name: total[name] / contender.timed for name in ("kernel_ms", "gemm_ms", "copies_ms")
         }
         row["kernels_us"] = {
-            name: round(us / contender.timed, 1) for name, us in sorted(each.items(), key=lambda k: -k[1])
+            name: round(us / contender.timed, 1)
+            for name, us in sorted(kernel_us.items(), key=lambda k: -k[1])
         }
         row["outside_percent"] = 100 * (1 - row["gemm_ms"] / row["kernel_ms"])
         row["copies_percent"] = 100 * row["copies_ms"] / (row["kernel_ms"] - row["copies_ms"])
@@ -231,7 +237,8 @@ def kernel_times(contenders: list[Contender], optimizer: Any) -> list[dict[str, 
 
 
 def short_name(kernel: str) -> str:
-    """Without a C++ function's result, namespaces and arguments; all of cuBLAS's have one name."""
+    """A kernel's name without return type, namespaces and arguments; all of cuBLAS's kernels have one
+    name."""
     name = kernel.removeprefix("void ").partition("<")[0].partition("(")[0].rpartition("::")[2].strip()
     return "cuBLAS" if name.startswith(("nvjet", "cutlass", "splitKreduce")) else name
 

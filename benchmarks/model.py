@@ -1,10 +1,10 @@
 """Whole training steps of a Qwen3-MoE of Hugging Face transformers, with its own experts and with this
-library's, one after the other (three do not fit side by side), from the same weights on the same tokens: 8
-layers of 2048 x 768 with 128 experts, top-8, 8 x 2048 tokens, fused AdamW.
-``python -m fp8moe.benchmarks.model [--out FILE]``, on CUDA.
+library's, one model after another (three do not fit in memory at once), with the same initial weights and
+tokens: 8 layers of 2048 x 768 with 128 experts, top-8, 8 x 2048 tokens, fused AdamW. ``python -m
+fp8moe.benchmarks.model [--out FILE]``, on CUDA.
 
-A step is forward, backward, optimizer step and zero_grad. "bfloat16" has the parameters in bfloat16;
-"autocast" has them in float32, as the Trainer's ``bf16=True`` does.
+A step is forward, backward, optimizer step and zero_grad. "bfloat16" has parameters in bfloat16; "autocast"
+has them in float32, like the Trainer's ``bf16=True``.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ def measure(name: str, implementation: str, dtype: str, batches: list[torch.Tens
 
 
 def learnable(count: int) -> list[torch.Tensor]:
-    """Batches of tokens of which each is one of two that may follow the one before."""
+    """Batches of tokens; each token is one of two possible successors of the previous token."""
     generator = torch.Generator().manual_seed(1)
-    follow = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=generator)
-    which = torch.randint(2, (LENGTH, count * BATCH), generator=generator)
+    successors = torch.randint(VOCABULARY, (VOCABULARY, 2), generator=generator)
+    choices = torch.randint(2, (LENGTH, count * BATCH), generator=generator)
     tokens = [torch.randint(VOCABULARY, (count * BATCH,), generator=generator)]
     for i in range(LENGTH - 1):
-        tokens.append(follow[tokens[-1], which[i]])
+        tokens.append(successors[tokens[-1], choices[i]])
     return list(torch.stack(tokens, dim=1).cuda().chunk(count))
 
 
 def training(implementation: str, dtype: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A training step, which returns its loss, on the device."""
-    # its own signature does not name all of these
+    """A training step that returns its loss, on the device."""
+    # the type hints of Qwen3MoeConfig lack some of these options
     options: dict[str, Any] = {"experts_implementation": implementation, "head_dim": 128}
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY,

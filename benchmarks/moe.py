@@ -19,7 +19,7 @@ def cases(quick: bool) -> list[Case]:
     ids = routing(tokens, experts, topk)
     probs = rng.random((tokens, topk), dtype=np.float32)
     plain, _ = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16")
-    wide = plain.astype(np.float32)
+    expected = plain.astype(np.float32)
 
     def run(recipe, x, dy, w13, w2, ids, probs):  # type: ignore[no-untyped-def]
         y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe=recipe)
@@ -27,7 +27,7 @@ def cases(quick: bool) -> list[Case]:
         return y
 
     def right(y, *_):  # type: ignore[no-untyped-def]
-        return bool(np.linalg.norm(host(y).astype(np.float32) - wide) < 0.125 * np.linalg.norm(wide))
+        return bool(np.linalg.norm(host(y).astype(np.float32) - expected) < 0.125 * np.linalg.norm(expected))
 
     return [
         Case(

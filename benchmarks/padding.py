@@ -1,5 +1,5 @@
-"""Draw what each bucket policy of `fp8moe.fsdp` costs: ``python -m fp8moe.benchmarks.padding``, to
-``docs/images/fsdp-padding.svg``, and print the points. Nothing is timed: it is arithmetic."""
+"""Draw the padding of each bucket policy of `fp8moe.fsdp`: ``python -m fp8moe.benchmarks.padding`` writes
+``docs/images/fsdp-padding.svg`` and prints the points. They are computed, not measured."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from fp8moe.benchmarks.roofline import MARKS, PICTURES
 from fp8moe.fsdp import POLICIES, plan_buckets
 
-# name: experts on a rank, hidden, ffn
+# name: (experts per rank, hidden, ffn)
 MODELS = {"DeepSeek-V3, 32 experts": (32, 7168, 2048), "Qwen3-30B-A3B, 16 experts": (16, 2048, 768)}
 RANKS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def ratios(experts: int, hidden: int, ffn: int, policy: str) -> list[float]:
-    """Padded over real elements of an expert layer's w13 and w2, for each number of ranks."""
+    """Padded elements over actual elements of an expert layer's w13 and w2, for each number of ranks."""
     params = [("w13", (experts, 2 * ffn, hidden), True), ("w2", (experts, hidden, ffn), True)]
     return [plan_buckets(params, ranks, policy).ratio for ranks in RANKS]
 

@@ -11,7 +11,7 @@ import numpy as np
 import fp8moe
 from fp8moe.benchmarks.harness import Case, host, routing
 
-# those of the FP8-Flow-MoE paper's own benchmark: tokens, experts, hidden, top-k, alignment
+# shapes of the FP8-Flow-MoE paper's benchmark: tokens, experts, hidden, top-k, alignment
 SHAPES = [
     (4096, 64, 2048, 6, 16),
     (4096, 64, 2048, 6, 128),
@@ -23,10 +23,10 @@ QUICK = [(512, 32, 512, 4, 16)]
 
 
 def cases(quick: bool) -> list[Case]:
-    made = [case for shape in (QUICK if quick else SHAPES) for case in one_shape(*shape)]
+    result = [case for shape in (QUICK if quick else SHAPES) for case in one_shape(*shape)]
     if not quick:
-        made += one_shape(4096, 256, 7168, 8, 128, skew=1.0)
-    return made
+        result += one_shape(4096, 256, 7168, 8, 128, skew=1.0)
+    return result
 
 
 def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int, skew: float = 0.0) -> list[Case]:
@@ -63,15 +63,15 @@ def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int, ske
 
 
 def moved(result: fp8moe.Permuted, *_: np.ndarray, tokens: np.ndarray) -> bool:
-    """Every mapped row holds its token, byte for byte, and every other row zeros."""
+    """Every mapped row equals its token, byte for byte, and all other rows are zeros."""
     data = result.data.data if isinstance(result.data, fp8moe.QuantTensor) else result.data
     plan = result.plan
-    kind = np.uint8 if tokens.dtype.itemsize == 1 else np.uint16
+    bits = np.uint8 if tokens.dtype.itemsize == 1 else np.uint16
     width = plan.max_experts_per_token
     row_map, pad_offsets = host(plan.row_id_map), host(plan.pad_offsets)
-    wanted = np.zeros(data.shape, kind)
-    for place in range(width):
-        kept = row_map[:, place] >= 0
-        rows = row_map[kept, place] + pad_offsets[row_map[kept, width + place]]
-        wanted[rows] = tokens.view(kind)[kept]
-    return bool((host(data).view(kind) == wanted).all())
+    expected = np.zeros(data.shape, bits)
+    for slot in range(width):
+        routed = row_map[:, slot] >= 0
+        rows = row_map[routed, slot] + pad_offsets[row_map[routed, width + slot]]
+        expected[rows] = tokens.view(bits)[routed]
+    return bool((host(data).view(bits) == expected).all())

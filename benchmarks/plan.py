@@ -1,4 +1,4 @@
-"""Planning: the row map of a routing."""
+"""Planning: the row map for a routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantise: one read, one write of codes and scales."""
+"""Quantise: one read of the input, one write of codes and scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, tall
 
 SHAPES = [(4096, 2048), (48_128, 7168)]
-# [experts, N, K]: w13 and w2 of the layers that benchmarks/layer.py times
+# [experts, N, K]: w13 and w2 of the layers in benchmarks/layer.py
 WEIGHTS = [
     (8, 4096, 7168),
     (8, 7168, 2048),
@@ -24,7 +24,7 @@ WEIGHTS = [
     (128, 1536, 2048),
     (128, 2048, 768),
 ]
-WIDE = WEIGHTS[:3]  # in float32 as well
+WIDE = WEIGHTS[:3]  # also in float32
 
 
 def cases(quick: bool) -> list[Case]:
@@ -37,9 +37,9 @@ def cases(quick: bool) -> list[Case]:
 def one_shape(rows: int, columns: int) -> list[Case]:
     x = tall(rows, columns).astype(ml_dtypes.bfloat16)
     shape = f"{rows} x {columns}"
-    made = []
+    result = []
     for name, block, scale_bytes in (("1x128", (1, 128), 4 / 128), ("MXFP8 1x32", (1, 32), 1 / 32)):
-        made.append(
+        result.append(
             Case(
                 f"quantize {name}",
                 shape,
@@ -49,7 +49,7 @@ def one_shape(rows: int, columns: int) -> list[Case]:
                 nbytes=int(x.size * (3 + scale_bytes)),
             )
         )
-    made.append(
+    result.append(
         Case(
             "quantize 1x128 and 128x1",
             shape,
@@ -60,7 +60,7 @@ def one_shape(rows: int, columns: int) -> list[Case]:
         )
     )
     q = fp8moe.quantize(x)
-    made.append(
+    result.append(
         Case(
             "dequantize 1x128 to bfloat16",
             shape,
@@ -70,12 +70,12 @@ def one_shape(rows: int, columns: int) -> list[Case]:
             nbytes=int(x.size * (3 + 4 / 128)),
         )
     )
-    return made
+    return result
 
 
 def weights(experts: int, rows: int, columns: int, dtype: Any) -> Case:
-    """Both orientations by (128, 128) blocks."""
-    top = tall(min(experts * rows, 4096), columns).astype(dtype)  # they come again, as tall's do
+    """Weights in both orientations, with (128, 128) blocks."""
+    top = tall(min(experts * rows, 4096), columns).astype(dtype)  # rows repeat, as in tall
     w = np.resize(top, (experts, rows, columns))
     return Case(
         f"quantize weights, {w.dtype}",
@@ -88,19 +88,19 @@ def weights(experts: int, rows: int, columns: int, dtype: Any) -> Case:
 
 
 def _right_weights(q: Any, w: np.ndarray) -> bool:
-    """The first rows of blocks of the last expert, and what they are of its transpose, bit for bit."""
-    wanted = fp8moe.quantize_weights(w[-1:, :128])
+    """Compares the last expert's first rows of blocks, and the same part of its transpose, bit for bit."""
+    expected = fp8moe.quantize_weights(w[-1:, :128])
     pairs = (
-        (q.rowwise.data[-1, :128], wanted.rowwise.data[0]),
-        (q.rowwise.scales[-1, :1], wanted.rowwise.scales[0]),
-        (q.columnwise.data[-1, :, :128], wanted.columnwise.data[0]),
-        (q.columnwise.scales[-1, :, :1], wanted.columnwise.scales[0]),
+        (q.rowwise.data[-1, :128], expected.rowwise.data[0]),
+        (q.rowwise.scales[-1, :1], expected.rowwise.scales[0]),
+        (q.columnwise.data[-1, :, :128], expected.columnwise.data[0]),
+        (q.columnwise.scales[-1, :, :1], expected.columnwise.scales[0]),
     )
     return all(np.array_equal(host(a), b) for a, b in pairs)
 
 
 def _right(q: Any, x: np.ndarray) -> bool:
-    """The first rows, dequantised."""
+    """Compares the first rows, dequantised."""
     rows = min(len(x), 512)
     top = fp8moe.QuantTensor(host(q.data[:rows]), host(q.scales[:rows]), q.fmt, q.block)
     return close(fp8moe.dequantize(top), x[:rows])

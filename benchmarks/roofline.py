@@ -1,8 +1,8 @@
 """Draw the results against the copy bandwidth: ``python -m fp8moe.benchmarks.roofline [NAME]``.
 
-From ``results/NAME.jsonl`` (h200 by default) to ``docs/images/roofline-NAME.svg``: a point a case, the bytes
-it must move against the rate it moves them at. The copy bandwidth is the roof; on the slope below it a call
-of so few bytes ends within the time that any kernel takes.
+From ``results/NAME.jsonl`` (h200 by default) to ``docs/images/roofline-NAME.svg``: one point per case, with
+the bytes that it must move and the rate at which it moves them. The copy bandwidth is the roof; on the slope
+below it, calls move so few bytes that the fixed time of any kernel dominates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def digest(name: str) -> str:
-    """Of the rows that the picture shows, and which it holds: a test compares them."""
+    """Digest of the rows in the picture, which also contains it: a test compares the two."""
     return hashlib.sha256(json.dumps(_rows(name)).encode()).hexdigest()
 
 
@@ -38,7 +38,7 @@ def draw(name: str, out: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "fp8moe"  # the same picture from the same results
+    matplotlib.rcParams["svg.hashsalt"] = "fp8moe"  # equal results give the same picture
     from matplotlib import pyplot
 
     rows = _rows(name)
@@ -65,5 +65,5 @@ def draw(name: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    which = sys.argv[1] if len(sys.argv) > 1 else "h200"
-    draw(which, picture(which))
+    name = sys.argv[1] if len(sys.argv) > 1 else "h200"
+    draw(name, picture(name))

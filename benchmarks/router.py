@@ -1,4 +1,4 @@
-"""The router's choice, forward with and without losses, and backward."""
+"""The router's selection of experts, forward with and without losses, and backward."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig
     bias = rng.standard_normal(experts, dtype=np.float32) * 0.01
     grads = rng.standard_normal((tokens, config.topk), dtype=np.float32)
     inputs = (logits, bias) if biased else (logits,)
-    wanted = fp8moe.route(logits, config, expert_bias=bias if biased else None)
-    gradient = fp8moe.route_backward(grads, logits, wanted.topk_ids, config)
+    expected = fp8moe.route(logits, config, expert_bias=bias if biased else None)
+    expected_grad = fp8moe.route_backward(grads, logits, expected.topk_ids, config)
 
     def right(actual: fp8moe.Routed, *_: np.ndarray) -> bool:
-        same = host(actual.topk_ids) == wanted.topk_ids  # but where two scores differ by their rounding
+        same = host(actual.topk_ids) == expected.topk_ids  # except where two scores differ by rounding
         return float(same.mean()) > 0.999 and bool(
-            (np.abs(host(actual.topk_probs) - wanted.topk_probs)[same] < 1e-5).all()
+            (np.abs(host(actual.topk_probs) - expected.topk_probs)[same] < 1e-5).all()
         )
 
-    def near(actual: Any, *_: np.ndarray) -> bool:
-        return bool((np.abs(host(actual) - gradient) < 1e-4).all())
+    def is_close(actual: Any, *_: np.ndarray) -> bool:
+        return bool((np.abs(host(actual) - expected_grad) < 1e-4).all())
 
     results = tokens * config.topk * 8
     shape = f"{model}: {tokens} x {experts}, top-{config.topk}"
@@ -60,9 +60,9 @@ def one_shape(model: str, tokens: int, experts: int, config: fp8moe.RouterConfig
         Case(
             "route backward",
             shape,
-            (grads, logits, wanted.topk_ids),
+            (grads, logits, expected.topk_ids),
             lambda grad, x, ids: fp8moe.route_backward(grad, x, ids, config),
-            near,
+            is_close,
             nbytes=2 * logits.nbytes + results,
         ),
     ]

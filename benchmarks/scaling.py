@@ -1,5 +1,5 @@
-"""What expert parallelism costs, measured, and past four GPUs on paper: two tables that
-`fp8moe.benchmarks.table` writes, from the measured layer and exchange."""
+"""Cost of expert parallelism, measured, and estimated beyond four GPUs: two tables for
+`fp8moe.benchmarks.table`, from the measured layer and exchange."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from fp8moe.benchmarks.table import RESULTS
 
-EXPERTS, TOPK, HIDDEN, TOKENS = 256, 8, 7168, 16_384  # DeepSeek-V3's layer, and tokens a rank
-NODE = 8  # GPUs that NVLink joins
-NETWORK = 400e9 / 8 * 0.9  # bytes a second of a GPU: 400 Gb/s, nine tenths of it used
-TAIL = 16 * math.ceil(4 * TOPK / 16)  # bytes of a row's ids, or probabilities
+EXPERTS, TOPK, HIDDEN, TOKENS = 256, 8, 7168, 16_384  # DeepSeek-V3's layer; tokens per rank
+NODE = 8  # GPUs connected by NVLink
+NETWORK = 400e9 / 8 * 0.9  # bytes per second and GPU: 400 Gb/s at 90 % utilisation
+TAIL = 16 * math.ceil(4 * TOPK / 16)  # bytes of a row's ids, or of its probabilities
 FP8_ROW, BF16_ROW = HIDDEN + 16 * math.ceil(HIDDEN / 128 * 4 / 16), 2 * HIDDEN
 
 
 RECIPES = ("bf16", "fp8_blockwise", "fp8_flow")
-# runs on several GPUs in which FP8 copies of the weights were made once; in all others at every step
+# runs on several GPUs that made the FP8 copies of the weights once; all other runs made them in every step
 WEIGHTS_KEPT = {"e3e3fd1", "db090c1"}
 
 
 def measured() -> str:
-    """Tokens a second that a GPU takes through the layer, eight experts on each."""
+    """Tokens per second and GPU through the layer, with eight experts per GPU."""
     lines = [
         "| GPUs | tokens on each | a GPU's tokens a second, bf16 | fp8_blockwise | fp8_flow "
         "| fp8_flow against bf16 | of one GPU's, bf16 / fp8_flow |",
@@ -46,14 +46,15 @@ def measured() -> str:
 
 
 def _on_one(tokens: int, kept: bool) -> dict[str, float]:
-    """Tokens a second by recipe, on one GPU; kept: of fp8_flow without making copies of the weights."""
+    """Tokens per second by recipe, on one GPU; kept: fp8_flow without making copies of the weights."""
     rows = [r for r in _rows("layer-h200") if r["shape"].startswith(f"{tokens} tokens")]
     speeds = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
     return {**speeds, "fp8_flow": speeds["fp8_flow, weights kept" if kept else "fp8_flow"]}
 
 
 def _on_several(world: int) -> tuple[dict[int, dict[str, float]], bool]:
-    """The same by tokens, on each of several GPUs by NCCL, and whether weights were kept: of the last run."""
+    """The last run's `_on_one` by tokens, per GPU of several with NCCL, and whether it kept the copies of the
+    weights."""
     rows = [r for r in _rows(f"exchange-h200-x{world}") if r.get("by", "nccl") == "nccl"]
     last = [r for r in rows if r["commit"] == rows[-1]["commit"] and r["name"].startswith("layer, ")]
     speeds: dict[int, dict[str, float]] = {}
@@ -76,36 +77,38 @@ def table() -> str:
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for world in (2, 4, 8, 16, 32, 64, 128, 256):
-        near, far = rows_sent(world)
-        rows = TOKENS * (near + far)
+        local_rows, remote_rows = rows_sent(world)
+        rows = TOKENS * (local_rows + remote_rows)
         sent, spent = {}, {}
         for recipe, forward, backward in (
             ("bf16", BF16_ROW, BF16_ROW),
             ("fp8_flow", FP8_ROW, FP8_ROW),
         ):
-            # dispatch and its backward's combine carry ids and probabilities; combine sends bfloat16
+            # dispatch and the combine of its backward include ids and probabilities; combine sends bfloat16
             ways = (forward + 2 * TAIL, BF16_ROW, backward, BF16_ROW + TAIL)
             sent[recipe] = rows * sum(ways)
-            spent[recipe] = TOKENS * sum(ways) * (near / nvlink + far / NETWORK)
+            spent[recipe] = TOKENS * sum(ways) * (local_rows / nvlink + remote_rows / NETWORK)
         both = (computed["bf16"] + spent["bf16"]) / (computed["fp8_flow"] + spent["fp8_flow"])
         hidden = max(computed["bf16"], spent["bf16"]) / max(computed["fp8_flow"], spent["fp8_flow"])
         megabytes = f"{sent['bf16'] / 1e6:.0f} / {sent['fp8_flow'] / 1e6:.0f}"
         milliseconds = f"{spent['bf16'] * 1e3:.1f} / {spent['fp8_flow'] * 1e3:.1f}"
         gains = f"{both:.2f}x | {hidden:.2f}x"
-        lines.append(f"| {world} | {near + far:.2f}, {far:.2f} | {megabytes} | {milliseconds} | {gains} |")
+        sent_rows = f"{local_rows + remote_rows:.2f}, {remote_rows:.2f}"
+        lines.append(f"| {world} | {sent_rows} | {megabytes} | {milliseconds} | {gains} |")
     return "\n".join(lines) + "\n"
 
 
 def rows_sent(world: int) -> tuple[float, float]:
-    """Rows that a token sends to other ranks of its node, and to other nodes, its experts drawn evenly."""
-    held = EXPERTS // world
-    needed = 1 - math.comb(EXPERTS - held, TOPK) / math.comb(EXPERTS, TOPK)  # that a rank has one of them
-    near = min(world, NODE) - 1
-    return near * needed, (world - 1 - near) * needed
+    """Rows per token to other ranks of its node, and to other nodes, with experts selected uniformly."""
+    experts_per_rank = EXPERTS // world
+    # probability that a rank has one of the token's experts
+    needed = 1 - math.comb(EXPERTS - experts_per_rank, TOPK) / math.comb(EXPERTS, TOPK)
+    local_rows = min(world, NODE) - 1
+    return local_rows * needed, (world - 1 - local_rows) * needed
 
 
 def measured_layer() -> dict[str, float]:
-    """Seconds of the layer's forward and backward at TOKENS, by recipe."""
+    """Seconds of the layer's forward and backward for TOKENS tokens, by recipe."""
     speeds = {}
     for r in _rows("layer-h200"):
         if r["shape"].startswith(f"{TOKENS} tokens") and "32 experts" in r["shape"]:
@@ -114,7 +117,7 @@ def measured_layer() -> dict[str, float]:
 
 
 def measured_nvlink() -> float:
-    """Bytes a second that a rank sent in the largest exchange measured."""
+    """Bytes per second that a rank sent in the largest measured exchange."""
     rows = [r for r in _rows("exchange-h200-x4") if r["name"] == "exchange, fp8"]
     return max(r["sent_bytes"] / r["us"] * 1e6 for r in rows)
 

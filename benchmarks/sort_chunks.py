@@ -1,4 +1,4 @@
-"""Chunk sort, and pad: contiguous chunks of rows, each read once and written once."""
+"""Chunk sort and pad: contiguous chunks of rows, each read once and written once."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def one_shape(chunks: int, rows: int, hidden: int) -> list[Case]:
 
     def padded_right(result: Any, *_: np.ndarray) -> bool:
         ends = np.cumsum(-(-sizes // 16) * 16)
-        wanted = np.zeros((padded, hidden), np.uint16)
+        expected = np.zeros((padded, hidden), np.uint16)
         for start, size, end in zip(starts, sizes, ends, strict=False):
-            at = end - -(-size // 16) * 16
-            wanted[at : at + size] = x.view(np.uint16)[start : start + size]
-        return bool((host(result).view(np.uint16) == wanted).all())
+            row = end - -(-size // 16) * 16
+            expected[row : row + size] = x.view(np.uint16)[start : start + size]
+        return bool((host(result).view(np.uint16) == expected).all())
 
     return [
         Case(

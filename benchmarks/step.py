@@ -1,10 +1,10 @@
-"""Draw one training step, from the results files: ``python -m fp8moe.benchmarks.step``, to
+"""Draw one training step from the results files: ``python -m fp8moe.benchmarks.step`` writes
 ``docs/images/step-h200.png``, for the README and the start page.
 
-Left, a layer's experts by this library and by others (``compare-h200.jsonl``), or where no comparison was
-measured the layer with its router (``layer-h200.jsonl``); right, a whole step of Qwen3-MoE with its optimizer
-(``model-h200.jsonl``). The picture holds a digest of the rows that it was drawn from, which a test compares
-with those that there are.
+Left: a layer's experts with this library and with others (``compare-h200.jsonl``), or without a measured
+comparison the layer with its router (``layer-h200.jsonl``). Right: a whole step of Qwen3-MoE with its
+optimizer (``model-h200.jsonl``). The picture contains a digest of its rows, which a test compares with the
+current results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8moe.benchmarks.roofline import PICTURES
 from fp8moe.benchmarks.table import Rows, compared, newest, newest_layers, rows_of
 
 PICTURE = PICTURES / "step-h200.png"
-#: contender of `compare`: its label and colour; others in grey, the slowest first
+#: contender of `compare`: its label and colour; other libraries in grey, the slowest first
 LAYERS = {
     "transformers, bf16": ("transformers' grouped_mm, bf16", "#c4c4c4"),
     "torch grouped_mm compiled, bf16": ("torch grouped_mm compiled, bf16", "#a3a3a3"),
@@ -27,7 +27,7 @@ LAYERS = {
     "fp8moe, bf16": ("fp8moe, bf16", "#7aa6d8"),
     "fp8moe, fp8_flow": ("fp8moe, fp8_flow", "#1f4e9c"),
 }
-#: row of `model`: the contender whose label and colour it has
+#: row of `model`: the contender with its label and colour
 MODELS = {
     "transformers grouped_mm": "transformers, bf16",
     "fp8moe bf16": "fp8moe, bf16",
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def layers() -> Rows:
-    """Of a library that was timed eagerly and compiled, the compiled rows alone."""
+    """Rows of the layer; of a library timed both eagerly and compiled, only the compiled rows."""
     rows = compared() or [{**r, "name": f"fp8moe, {r['name']}"} for r in newest_layers()]
     names = {r["name"] for r in rows}
     eager = {name for name in names if name.replace(", ", " compiled, ") in names}
@@ -48,7 +48,7 @@ def models() -> Rows:
 
 
 def digest() -> str:
-    """Of the rows that the picture shows."""
+    """Digest of the rows in the picture."""
     return hashlib.sha256(json.dumps([layers(), models()]).encode()).hexdigest()
 
 
@@ -62,10 +62,10 @@ def draw(out: Path) -> None:
     _bars(left, layers(), "one expert layer, forward and backward", _size)
     _bars(right, models(), "Qwen3-MoE of 8 layers, a whole step", lambda shape: shape.split(", ")[-1])
     left.set_ylabel("milliseconds, less is better")
-    known = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
-    known |= dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
-    labels = [label for label, _ in LAYERS.values() if label in known]
-    handles = [known[label] for label in labels]
+    handle_of = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+    handle_of |= dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
+    labels = [label for label, _ in LAYERS.values() if label in handle_of]
+    handles = [handle_of[label] for label in labels]
     figure.legend(handles, labels, loc="upper center", ncols=3, frameon=False, fontsize=9)
     origins = dict.fromkeys(f"{r['command']}, commit {r['commit']}" for r in (*layers(), *models()))
     figure.text(0.5, 0.01, f"{layers()[0]['device']}; " + "; ".join(origins), ha="center", fontsize=6.5)

@@ -28,12 +28,12 @@ def one_shape(rows: int, width: int) -> list[Case]:
     shape = f"{rows} x {width}"
     scales = 4 / 128
 
-    def right(q: Any, *_: np.ndarray, wanted: np.ndarray, columns: slice = slice(None)) -> bool:
+    def right(q: Any, *_: np.ndarray, expected: np.ndarray, columns: slice = slice(None)) -> bool:
         part = fp8moe.QuantTensor(host(q.data[top]), host(q.scales[top]), q.fmt, q.block)
-        return close(fp8moe.dequantize(part)[:, columns], wanted)
+        return close(fp8moe.dequantize(part)[:, columns], expected)
 
-    def near(part: Any, wanted: np.ndarray) -> bool:
-        return close(host(part), wanted, 2.0**-8)
+    def is_close(part: Any, expected: np.ndarray) -> bool:
+        return close(host(part), expected, 2.0**-8)
 
     return [
         Case(
@@ -41,7 +41,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (h, probs),
             fp8moe.swiglu,
-            lambda y, *_: near(y[top], gate * b),
+            lambda y, *_: is_close(y[top], gate * b),
             nbytes=rows * width * 6 + probs.nbytes,
         ),
         Case(
@@ -49,7 +49,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (grad, h, probs),
             fp8moe.swiglu_backward,
-            lambda g, *_: near(g.dh[top, width:], gate * grad[top].astype(np.float32)),
+            lambda g, *_: is_close(g.dh[top, width:], gate * grad[top].astype(np.float32)),
             nbytes=rows * width * 10 + 2 * probs.nbytes,
         ),
         Case(
@@ -57,7 +57,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (h, probs),
             fp8moe.swiglu_quantize,
-            partial(right, wanted=gate * b),
+            partial(right, expected=gate * b),
             nbytes=int(rows * width * (5 + scales)) + probs.nbytes,
         ),
         Case(
@@ -65,7 +65,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (h, probs),
             lambda h, probs: fp8moe.swiglu_quantize(h, probs, columnwise=True),
-            lambda q, *_: right(q.rowwise, wanted=gate * b),
+            lambda q, *_: right(q.rowwise, expected=gate * b),
             nbytes=int(rows * width * (6 + 2 * scales)) + probs.nbytes,
         ),
         Case(
@@ -73,7 +73,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (h, probs),
             lambda h, probs: fp8moe.swiglu_quantize(h, probs, transposed=True),
-            lambda q, *_: right(q.rowwise, wanted=gate * b),
+            lambda q, *_: right(q.rowwise, expected=gate * b),
             nbytes=int(rows * width * (6 + scales)) + probs.nbytes,
         ),
         Case(
@@ -82,7 +82,7 @@ def one_shape(rows: int, width: int) -> list[Case]:
             (grad, h, probs),
             lambda *arrays: fp8moe.swiglu_quantize_backward(*arrays, transposed=True),
             lambda g, *_: right(
-                g.dh.rowwise, wanted=gate * grad[top].astype(np.float32), columns=slice(width, None)
+                g.dh.rowwise, expected=gate * grad[top].astype(np.float32), columns=slice(width, None)
             ),
             nbytes=int(rows * width * (10 + 2 * scales)) + 2 * probs.nbytes,
         ),
@@ -91,7 +91,9 @@ def one_shape(rows: int, width: int) -> list[Case]:
             shape,
             (grad, h, probs),
             fp8moe.swiglu_quantize_backward,
-            lambda g, *_: right(g.dh, wanted=gate * grad[top].astype(np.float32), columns=slice(width, None)),
+            lambda g, *_: right(
+                g.dh, expected=gate * grad[top].astype(np.float32), columns=slice(width, None)
+            ),
             nbytes=int(rows * width * (8 + 2 * scales)) + 2 * probs.nbytes,
         ),
     ]

@@ -1,9 +1,9 @@
 """Write the tables of README.md and docs/ from the results files: ``python -m fp8moe.benchmarks.table``.
 
-A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
-(times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` takes its rows of these topics alone; other
-names are those of `_MADE`: "files" lists the project's modules. The pictures are drawn anew, too, where their
-rows have changed, and links are whole once pyproject.toml says where the repository is.
+A table is between ``<!-- table NAME -->`` and ``<!-- end -->``. NAME is a results file, ``NAME.jsonl``
+(times) or ``NAME.json`` (a demo's report); ``FILE:TOPIC,TOPIC`` selects its rows of these topics; other names
+are the keys of `_MADE`, such as "files", the list of the project's modules. The pictures are redrawn if their
+rows have changed, and links become absolute once pyproject.toml contains the repository's address.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Rows = list[dict[str, Any]]
 def main() -> None:
     for page in [*pages(), ROOT / "CITATION.cff"]:
         text = page.read_text()
-        if (made := render(text) if page.suffix == ".md" else cited(text)) != text:
-            page.write_text(made)
+        if (updated := render(text) if page.suffix == ".md" else cited(text)) != text:
+            page.write_text(updated)
             print(page.relative_to(ROOT))
     from fp8moe.benchmarks import roofline, step
 
@@ -41,12 +41,12 @@ def main() -> None:
 
 
 def pages() -> list[Path]:
-    """Every page that may hold tables."""
+    """Every page that may contain tables."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def render(text: str) -> str:
-    """The text with every table made anew."""
+    """The text with every table regenerated."""
     return _TABLE.sub(lambda m: m.group(1) + table(m.group(2)) + m.group(3), text)
 
 
@@ -79,7 +79,7 @@ def _files() -> str:
 
 
 def newest(rows: Rows) -> Rows:
-    """The last row of each case: runs are appended to a file."""
+    """The last row of each case; later runs are appended to a file."""
     return list({(r["shape"], r["name"]): r for r in rows}.values())
 
 
@@ -126,15 +126,15 @@ def _times(rows: Rows) -> str:
 
 
 def _headline() -> str:
-    """The layer whose weights change every step."""
+    """The layer, with weights that change in every step."""
     rows = newest_layers()
-    known = {(r["shape"], r["name"]): r for r in rows}
+    row_of = {(r["shape"], r["name"]): r for r in rows}
     lines = [
         "| layer | bf16 | fp8_flow | speedup | FP8 copies add | saved for backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):
-        plain, flow = known[shape, "bf16"], known[shape, "fp8_flow"]
+        plain, flow = row_of[shape, "bf16"], row_of[shape, "fp8_flow"]
         lines.append(
             f"| {shape} | {plain['ms']:.2f} ms | {flow['ms']:.2f} ms | {plain['ms'] / flow['ms']:.2f}x | "
             f"{flow['copies_percent']:.1f} % | {100 * flow['kept_bytes'] / plain['kept_bytes']:.0f} % |"
@@ -170,7 +170,7 @@ def _layers(rows: Rows) -> str:
 
 
 def _layer_kernels(rows: Rows) -> str:
-    """Kernels of a step of fp8_flow, at the largest experts and at the finest."""
+    """Kernels of a step of fp8_flow, for the largest experts and for the smallest."""
     rows = [r for r in newest(rows) if r["name"] == "fp8_flow"]
     first = rows[0]
     last = next(r for r in reversed(rows) if "128 experts" in r["shape"])
@@ -226,11 +226,11 @@ BY = {"nccl": "NCCL", "peer": "peers' memory"}
 
 
 def _exchange(rows: Rows) -> str:
-    """Each FP8 row beside bfloat16's: by each transport, the rows of its last run."""
+    """Each FP8 row with the corresponding bfloat16 row, from each transport's last run."""
     last = {r.get("by", "nccl"): r["commit"] for r in rows}
     rows = [r for r in rows if r["commit"] == last[r.get("by", "nccl")]]
-    known = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
-    names = {name for name, *_ in known}
+    row_of = {(r["name"], r["shape"], r.get("by", "nccl")): r for r in rows}
+    names = {name for name, *_ in row_of}
     commits = " and ".join(f"{commit} ({BY[by]})" for by, commit in last.items())
     lines = [
         f"{rows[0]['device']}; {_packages(rows[0])}; commit {commits}: `{rows[0]['command']}`",
@@ -238,15 +238,15 @@ def _exchange(rows: Rows) -> str:
         "| rows, or layer | by | operation | bf16 | FP8 | | the device alone | | bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for r in known.values():
-        verb, fmt, *way = r["name"].split(", ")
-        if fmt == "bf16" and (verb == "layer" or ", ".join([verb, "fp8", *way]) in names):
+    for r in row_of.values():
+        verb, fmt, *suffix = r["name"].split(", ")
+        if fmt == "bf16" and (verb == "layer" or ", ".join([verb, "fp8", *suffix]) in names):
             continue
         by = r.get("by", "nccl")
-        base = known.get((", ".join([verb, "bf16", *way]), r["shape"], by))
-        base = base or known[f"{verb}, bf16", r["shape"], by]
+        base = row_of.get((", ".join([verb, "bf16", *suffix]), r["shape"], by))
+        base = base or row_of[f"{verb}, bf16", r["shape"], by]
         sent = f"{r['sent_bytes'] / base['sent_bytes']:.2f}x" if r.get("sent_bytes") else ""
-        named = ", ".join([verb, *([] if fmt in ("fp8", "bf16") else [fmt]), *way])
+        label = ", ".join([verb, *([] if fmt in ("fp8", "bf16") else [fmt]), *suffix])
         times = f"{_time(base['us'])} | {_time(r['us'])} | {base['us'] / r['us']:.2f}x"
         alone = " | "
         if "graph_us" in base:
@@ -254,10 +254,10 @@ def _exchange(rows: Rows) -> str:
             alone = f"{both[0]:.0f} / {both[1]:.0f} us | {both[0] / both[1]:.2f}x"
         elif "graph_us" in r:
             alone = f"{_time(r['graph_us'])} | "
-        if fmt == "bf16":  # nothing of it in FP8
+        if fmt == "bf16":  # there is no FP8 row
             times = f"{_time(r['us'])} | | "
             alone = f"{r['graph_us']:.0f} us | " if "graph_us" in r else " | "
-        lines.append(f"| {r['shape']} | {BY[by]} | {named} | {times} | {alone} | {sent} |")
+        lines.append(f"| {r['shape']} | {BY[by]} | {label} | {times} | {alone} | {sent} |")
     return "\n".join(lines) + "\n"
 
 
@@ -303,7 +303,7 @@ def _model(rows: Rows) -> str:
 
 
 def _memory() -> str:
-    """What a layer keeps for its backward, the weights apart."""
+    """Memory that a layer saves for backward, without the weights."""
     rows = newest_layers()
     recipes = list(dict.fromkeys(r["name"] for r in rows if not r["name"].endswith("weights kept")))
     kept = {(r["shape"], r["name"]): r["kept_bytes"] for r in rows}
@@ -351,7 +351,7 @@ def _loss(loss: float, plain: float) -> str:
 
 
 def _padding() -> str:
-    """What `fully_shard` pads, along the first dimension and along the one that is chosen."""
+    """Padding of `fully_shard`, along the first dimension and along the selected dimension."""
     import torch
 
     from fp8moe.adapters.torch_fsdp import padded_elements, shard_placement
@@ -362,22 +362,22 @@ def _padding() -> str:
         "w13 of Qwen3-30B-A3B, 16 experts on a rank": (16, 1536, 2048),
     }
     lines = [
-        "| weight | ranks | padding along dimension 0 | dimension chosen | padding there |",
+        "| weight | ranks | padding along dimension 0 | dimension selected | padding along it |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, shape in weights.items():
         for ranks in (8, 24, 64, 128):
             parameter = torch.nn.Parameter(torch.empty(shape, device="meta"))
-            chosen = shard_placement(ranks)(parameter)
-            dimension = chosen.dim if chosen else 0
-            first, there = (padded_elements(shape, ranks, d) / parameter.numel() for d in (0, dimension))
+            placement = shard_placement(ranks)(parameter)
+            dimension = placement.dim if placement else 0
+            first, selected = (padded_elements(shape, ranks, d) / parameter.numel() for d in (0, dimension))
             size = " x ".join(map(str, shape))
-            lines.append(f"| {name}, {size} | {ranks} | {first:.0%} | {dimension} | {there:.0%} |")
+            lines.append(f"| {name}, {size} | {ranks} | {first:.0%} | {dimension} | {selected:.0%} |")
     return "\n".join(lines) + "\n"
 
 
 def _standing(prefixes: Iterable[str] = ("",)) -> str:
-    """Of each operation on the H200 whose name begins so, the range over its cases."""
+    """For each operation on the H200 with one of these prefixes, the range over its cases."""
     cases: dict[str, Rows] = {}
     for r in newest(rows_of("h200")):
         if r["name"].startswith(tuple(prefixes)):
@@ -390,27 +390,27 @@ def _standing(prefixes: Iterable[str] = ("",)) -> str:
         shares = _range([r["limit_percent"] for r in rows], "{:.0f}", " %")
         speeds = _range([r["tflops"] for r in rows], "{:.0f}", "")
         times = sorted(r["us"] for r in rows)
-        between = dict.fromkeys((_time(times[0]), _time(times[-1])))
-        lines.append(f"| {name} | {len(rows)} | {shares} | {speeds} | {' to '.join(between)} |")
+        ends = dict.fromkeys((_time(times[0]), _time(times[-1])))
+        lines.append(f"| {name} | {len(rows)} | {shares} | {speeds} | {' to '.join(ends)} |")
     return "\n".join(lines) + "\n"
 
 
 def _range(values: Iterable[float | None], form: str, unit: str) -> str:
-    """The least and the largest of those that there are."""
-    known = sorted(v for v in values if v is not None)
-    ends = dict.fromkeys(form.format(v) for v in (known[:1] + known[-1:]))
+    """The smallest and the largest value that is not None."""
+    numbers = sorted(v for v in values if v is not None)
+    ends = dict.fromkeys(form.format(v) for v in (numbers[:1] + numbers[-1:]))
     return " to ".join(ends) + unit if ends else ""
 
 
 def _compare() -> str:
-    """A table for each kind of work and shape that `python -m fp8moe bench compare` timed."""
+    """A table for each part and shape that `python -m fp8moe bench compare` timed."""
     files = sorted(RESULTS.glob("compare*.jsonl"))
     if not files:
         out = "--out benchmarks/results/compare-h200.jsonl"
         return f"Not measured yet: `python -m fp8moe bench compare --device cuda {out}`.\n"
     tables = []
     for rows in (rows_of(path.stem) for path in files):
-        cases = {(r["part"], r["shape"], r["name"]): r for r in rows}  # the last run's
+        cases = {(r["part"], r["shape"], r["name"]): r for r in rows}  # later rows replace earlier ones
         for part, shape in dict.fromkeys((part, shape) for part, shape, _ in cases):
             panel = [r for (p, s, _), r in cases.items() if (p, s) == (part, shape)]
             panel.sort(key=lambda r: r["ms"])
@@ -432,14 +432,14 @@ def _compare() -> str:
 
 
 def compared() -> Rows:
-    """The layer's rows of the last comparison with other libraries on an H200; none before there was one."""
+    """The layer's rows of the last comparison with other libraries on an H200; empty if there is none."""
     if not (RESULTS / "compare-h200.jsonl").exists():
         return []
     return newest([r for r in rows_of("compare-h200") if r["part"] == "layer"])
 
 
 def _picture() -> str:
-    """What `step`'s picture shows."""
+    """Caption of `step`'s picture."""
     left = "router and the making of the FP8 weights included; the weights\nchange every step"
     if compared():
         left = (
@@ -462,7 +462,7 @@ def _scaling_paper() -> str:
     return scaling.table()
 
 
-# the rows of h200-tuning.jsonl behind a page of docs/experiments: their names begin so
+# name prefixes of the rows of h200-tuning.jsonl for each page of docs/experiments
 EXPERIMENTS = {
     "plan": ("plan_", "first use"),
     "permute": ("permute+pad", "permute backward", "unpermute", "experiment: "),
@@ -485,7 +485,7 @@ EXPERIMENTS = {
 
 
 def _experiment(prefixes: Iterable[str]) -> str:
-    """The rows of the tuning runs that a page stands on: how many of each setting, of which commits."""
+    """Tuning rows for a page: number of rows and commits of each setting."""
     rows = [r for r in rows_of("h200-tuning") if r["name"].startswith(tuple(prefixes))]
     groups: dict[str, Rows] = {}
     for r in rows:
@@ -507,13 +507,13 @@ def _experiment(prefixes: Iterable[str]) -> str:
 
 
 def _setting(row: dict[str, Any]) -> str:
-    """What was changed in a tuning run; "as it was" where nothing was."""
+    """What a tuning run changed; "as it was" if nothing."""
     setting = row.get("setting") or {}
     if not isinstance(setting, dict):
         return str(setting).replace("|", "/")
-    said = setting.get("change") or setting.get("variant")
-    said = said or ", ".join(f"{k}={v}" for k, v in setting.items())
-    return "as it was" if said in ("", "-") else said.replace("|", "/")
+    text = setting.get("change") or setting.get("variant")
+    text = text or ", ".join(f"{k}={v}" for k, v in setting.items())
+    return "as it was" if text in ("", "-") else text.replace("|", "/")
 
 
 LINKS = {
@@ -537,25 +537,25 @@ LINKS = {
 
 
 def repository() -> str:
-    """Where the repository is on the web: a project URL of pyproject.toml. Empty where there is none."""
+    """Address of the repository, a project URL of pyproject.toml; empty if there is none."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return str(project.get("urls", {}).get("Repository", "")).rstrip("/")
 
 
 def _links() -> str:
-    """The README's links. A page of a package index can follow whole ones only."""
-    lines, where = [], repository()
+    """The README's links. Pages of a package index need absolute ones."""
+    lines, address = [], repository()
     for name, path in LINKS.items():
         form = "raw" if path.endswith(".png") else "blob"
-        lines.append(f"[{name}]: {where}/{form}/main/{path}" if where else f"[{name}]: {path}")
+        lines.append(f"[{name}]: {address}/{form}/main/{path}" if address else f"[{name}]: {path}")
     return "\n".join(lines) + "\n"
 
 
 def cited(text: str) -> str:
-    """CITATION.cff with the repository, where it is known."""
+    """CITATION.cff with the repository, if its address is known."""
     text = re.sub(r"^repository-code:.*\n", "", text, flags=re.MULTILINE)
-    where = repository()
-    return text.replace("license:", f'repository-code: "{where}"\nlicense:', 1) if where else text
+    address = repository()
+    return text.replace("license:", f'repository-code: "{address}"\nlicense:', 1) if address else text
 
 
 _MADE: dict[str, Callable[[], str]] = {
@@ -578,21 +578,23 @@ _MADE: dict[str, Callable[[], str]] = {
 
 
 def _beside(rows: Rows) -> str:
-    """Products beside a kernel that holds multiprocessors: in time, and of a share's time."""
+    """Products concurrent with a kernel that occupies multiprocessors: time, and the time for the remaining
+    share."""
     lines = [
         _origin(rows[0]),
         "",
-        "| product | multiprocessors held | time | longer | their share | |",
+        "| product | SMs occupied | time | slowdown | by share of SMs | |",
         "|---|---|---:|---:|---:|---:|",
     ]
     alone = {r["name"]: r["us"] for r in rows if not r["held"]}
     for r in rows:
-        held = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
-        longer, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
+        occupied = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
+        slowdown, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
         if not r["held"]:
-            held, longer, share = "none", "", ""
+            occupied, slowdown, share = "none", "", ""
         lines.append(
-            f"| {r['name']} | {held} | {_time(r['us'])} | {longer} | {share} | {r['tflops']:.0f} TFLOP/s |"
+            f"| {r['name']} | {occupied} | {_time(r['us'])} | {slowdown} | {share} "
+            f"| {r['tflops']:.0f} TFLOP/s |"
         )
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,8 @@
-"""Transformer Engine's names of the permutation beside fp8moe's own, as a torch user calls them.
-``python -m fp8moe.benchmarks.transformer_engine [--out FILE]``, on CUDA.
+"""Transformer Engine's permutation functions of the adapter compared with fp8moe's own, as a torch user calls
+them. ``python -m fp8moe.benchmarks.transformer_engine [--out FILE]``, on CUDA.
 
-Device time: a CUDA graph of each call on inputs that take turns, so that none is in the L2 cache. Every
-result is compared with what plain torch makes of the same rows first.
+Device time: a CUDA graph of each call on several inputs in turn, so that none is in the L2 cache. Every
+result is first compared with that of plain torch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fp8moe.adapters import transformer_engine as te
 from fp8moe.benchmarks.harness import Cuda, append, routing
 from fp8moe.info import commit, versions
 
-SHAPE = 4096, 256, 7168, 8  # tokens, experts, hidden, top-k: DeepSeek-V3's
+SHAPE = 4096, 256, 7168, 8  # tokens, experts, hidden, top-k of DeepSeek-V3
 QUICK = 64, 8, 128, 2
-TURNS, ROUNDS, REPEATS = 3, 3, 15  # inputs that take turns, rounds of them in a graph, its replays
+TURNS, ROUNDS, REPEATS = 3, 3, 15  # number of inputs used in turn, rounds of them in a graph, replays of it
 
 
 class Inputs(NamedTuple):
     x: Tensor  # bfloat16 [T, H]
     ids: Tensor  # int32 [T, k]
     mask: Tensor  # bool [T, E]
-    probs: Tensor  # float32 [T, E], of which a sixteenth of the routed ones are 0
+    probs: Tensor  # float32 [T, E], with one sixteenth of the routed ones set to 0
     weights: Tensor  # float32 [T, k]
 
 
@@ -39,16 +39,17 @@ def inputs(shape: tuple[int, int, int, int], seed: int, device: str) -> Inputs:
     tokens, experts, hidden, topk = shape
     ids = torch.from_numpy(routing(tokens, experts, topk, seed)).to(device)
     random = torch.Generator(device).manual_seed(seed)
-    place: Any = {"device": device, "generator": random}
+    options: Any = {"device": device, "generator": random}
     mask = torch.zeros(tokens, experts, dtype=torch.bool, device=device).scatter_(1, ids.long(), True)
-    probs = torch.rand(tokens, experts, **place) * mask
-    probs *= torch.rand(tokens, experts, **place) < 15 / 16
-    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, **place)
-    return Inputs(x, ids, mask, probs, torch.rand(tokens, topk, **place))
+    probs = torch.rand(tokens, experts, **options) * mask
+    probs *= torch.rand(tokens, experts, **options) < 15 / 16
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, **options)
+    return Inputs(x, ids, mask, probs, torch.rand(tokens, topk, **options))
 
 
 class Case(NamedTuple):
-    """name, run: of one call. check: whether its result is right. nbytes: the fewest to move."""
+    """name, run: makes one call. check: whether its result is correct. nbytes: minimum number of bytes to
+    move."""
 
     name: str
     run: Callable[[], Any]
@@ -56,9 +57,9 @@ class Case(NamedTuple):
     nbytes: int
 
 
-def cases(given: Inputs) -> Iterator[Case]:
-    """Of one set of inputs."""
-    x, ids, mask, probs, weights = given
+def cases(inputs_of_case: Inputs) -> Iterator[Case]:
+    """Cases for one set of inputs."""
+    x, ids, mask, probs, weights = inputs_of_case
     (tokens, hidden), topk = x.shape, ids.shape[1]
     rows, shape, row = tokens * topk, x.shape, 2 * hidden
     token = mask.t().nonzero(as_tuple=True)[1]
@@ -68,46 +69,58 @@ def cases(given: Inputs) -> Iterator[Case]:
     row_map, moved = by_mask.row_id_map.clone(), torch_ops.permute(x, by_mask).data
     by_index, index_map = te.moe_permute(x, ids, rows, map_type="index")
     sums = topk * x.float()
-    there, back = (tokens + rows) * row, (rows + tokens) * row
+    permute_bytes, unpermute_bytes = (tokens + rows) * row, (rows + tokens) * row
 
-    def same(wanted: Tensor) -> Callable[[Any], bool]:
-        return lambda result: torch.equal(result if isinstance(result, Tensor) else result[0], wanted)
+    def is_equal(expected: Tensor) -> Callable[[Any], bool]:
+        return lambda result: torch.equal(result if isinstance(result, Tensor) else result[0], expected)
 
-    def near(wanted: Tensor) -> Callable[[Any], bool]:  # summed in float32, then rounded to bfloat16 once
-        return lambda y: bool(torch.allclose(y.float(), wanted, rtol=2.0**-8, atol=1e-3))
+    def is_close(
+        expected: Tensor,
+    ) -> Callable[[Any], bool]:  # summed in float32, then rounded to bfloat16 once
+        return lambda y: bool(torch.allclose(y.float(), expected, rtol=2.0**-8, atol=1e-3))
 
-    kept = routed * (weighted != 0).unsqueeze(1)
-    yield Case("torch_ops.permute", lambda: torch_ops.permute(x, by_mask).data, same(routed), there)
-    yield Case("moe_permute, mask", lambda: te.moe_permute(x, mask, rows), same(routed), there)
+    nonzero_rows = routed * (weighted != 0).unsqueeze(1)
     yield Case(
-        "moe_permute_with_probs", lambda: te.moe_permute_with_probs(x, probs, mask, rows), same(kept), there
+        "torch_ops.permute", lambda: torch_ops.permute(x, by_mask).data, is_equal(routed), permute_bytes
+    )
+    yield Case("moe_permute, mask", lambda: te.moe_permute(x, mask, rows), is_equal(routed), permute_bytes)
+    yield Case(
+        "moe_permute_with_probs",
+        lambda: te.moe_permute_with_probs(x, probs, mask, rows),
+        is_equal(nonzero_rows),
+        permute_bytes,
     )
     yield Case(
         "moe_permute, index",
         lambda: te.moe_permute(x, ids, rows, map_type="index"),
         lambda result: torch.equal(result[0][result[1].long()], x.repeat(topk, 1)),
-        there,
+        permute_bytes,
     )
-    yield Case("torch_ops.unpermute", lambda: torch_ops.unpermute(moved, by_mask), near(sums), back)
     yield Case(
-        "moe_unpermute, mask", lambda: te.moe_unpermute(moved, row_map, restore_shape=shape), near(sums), back
+        "torch_ops.unpermute", lambda: torch_ops.unpermute(moved, by_mask), is_close(sums), unpermute_bytes
+    )
+    yield Case(
+        "moe_unpermute, mask",
+        lambda: te.moe_unpermute(moved, row_map, restore_shape=shape),
+        is_close(sums),
+        unpermute_bytes,
     )
     yield Case(
         "moe_unpermute, mask, probs",
         lambda: te.moe_unpermute(moved, row_map, probs, shape),
-        near(probs.sum(1, keepdim=True) * x.float()),
-        back,
+        is_close(probs.sum(1, keepdim=True) * x.float()),
+        unpermute_bytes,
     )
     yield Case(
         "moe_unpermute, index",
         lambda: te.moe_unpermute(by_index, index_map, weights, map_type="index"),
-        near(weights.sum(1, keepdim=True) * x.float()),
-        back,
+        is_close(weights.sum(1, keepdim=True) * x.float()),
+        unpermute_bytes,
     )
 
 
 def seconds(calls: list[Callable[[], Any]]) -> float:
-    """Median time of a call on the device."""
+    """Median device time of a call."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

@@ -10,8 +10,8 @@ import numpy as np
 import fp8moe
 from fp8moe.benchmarks.harness import Case, close, host, routing, tall
 
-TO = {"column": "", "block": " to blocks"}  # by target
-# rows, columns, groups: the FP8-Flow-MoE paper's, and DeepSeek-V3's permuted rows
+TO = {"column": "", "block": " to blocks"}  # suffix of the name, by target
+# rows, columns, groups: shapes of the FP8-Flow-MoE paper, and DeepSeek-V3's permuted rows
 SHAPES = [(6464, 7168, 8), (29_024, 1280, 16), (12_496, 5120, 20), (48_128, 7168, 256)]
 
 
@@ -19,7 +19,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [one_shape(640, 512, 4, 128)]
     mx = one_shape(12_496, 5120, 20, 32)
-    # as a plan with align_size=128 makes them
+    # as with a plan of align_size=128
     whole = [one_shape(48_128, 7168, 256, 128, 128, target) for target in ("column", "block")]
     gathered = [permuted(4096, 256, 7168, 8, target) for target in ("column", "block")]
     return [*(one_shape(*shape, 128) for shape in SHAPES), *whole, mx, *gathered]
@@ -31,7 +31,7 @@ def one_shape(
     rng = np.random.default_rng(0)
     x = tall(rows, columns) * np.exp2(rng.integers(-3, 4, (rows, 1))).astype(np.float32)
     q = fp8moe.quantize(x, block=(1, block))
-    # every group a multiple of 16 rows, as FP8 GEMMs without a grouped kernel want them, or of `align`
+    # every group has a multiple of 16 rows, as FP8 GEMMs without a grouped kernel require, or of `align`
     counts = align * np.bincount(rng.integers(0, groups, rows // align), minlength=groups)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
@@ -52,7 +52,7 @@ def one_shape(
 
 
 def back(t: Any, rows: int) -> np.ndarray:
-    """What the first rows stand for."""
+    """The first rows, dequantised."""
     strips = -(-rows // t.block[0])
     scales = host(t.scales[:, :strips] if t.transposed else t.scales[:strips]).copy()
     return fp8moe.dequantize(replace(t, data=host(t.data[:, :rows]).copy(), scales=scales))
@@ -65,9 +65,9 @@ def permuted(tokens: int, experts: int, columns: int, topk: int, target: str) ->
     rows = int(plan.expert_offsets[-1])
 
     def right(t: Any, *_: np.ndarray) -> bool:
-        wanted = fp8moe.permute(q, plan).data
+        expected = fp8moe.permute(q, plan).data
         return close(
-            back(t, 1280), fp8moe.dequantize(fp8moe.QuantTensor(wanted.data[:1280], wanted.scales[:1280]))
+            back(t, 1280), fp8moe.dequantize(fp8moe.QuantTensor(expected.data[:1280], expected.scales[:1280]))
         )
 
     return Case(
@@ -76,7 +76,7 @@ def permuted(tokens: int, experts: int, columns: int, topk: int, target: str) ->
         (q.data, q.scales, ids),
         lambda q, plan: fp8moe.permute_transpose(q, plan, target=target),
         right,
-        # one read of the permuted rows, as a transpose alone would, and one write
+        # one read of the permuted rows, as in a transpose alone, and one write
         nbytes=2 * rows * (columns + 4 * q.scales.shape[1]),
         prepare=lambda data, scales, ids: (
             fp8moe.QuantTensor(data, scales),

@@ -1,4 +1,4 @@
-"""Unpermute + unpad, and the backwards of both directions: sums over each token's rows."""
+"""Unpermute + unpad, and the backward of permute and unpermute: sums over each token's rows."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def one_shape(tokens: int, experts: int, hidden: int, topk: int, align: int) -> 
     ]
 
 
-def _close(y: Any, wanted: np.ndarray) -> bool:
-    """Equal rows are summed exactly in float32, then rounded to bfloat16 once."""
-    return bool(np.allclose(host(y).astype(np.float32), wanted, rtol=2.0**-8))
+def _close(y: Any, expected: np.ndarray) -> bool:
+    """Equal rows are summed exactly in float32, then rounded once to bfloat16."""
+    return bool(np.allclose(host(y).astype(np.float32), expected, rtol=2.0**-8))

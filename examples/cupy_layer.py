@@ -14,4 +14,4 @@ ids, probs = cp.ascontiguousarray(ids), cp.full((tokens, topk), 0.5, cp.float32)
 
 y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
 grads = fp8moe.moe_backward(saved, y)
-print(y.shape, grads.dw13.shape, f"{saved.nbytes:,} bytes kept")
+print(y.shape, grads.dw13.shape, f"{saved.nbytes:,} bytes saved for backward")

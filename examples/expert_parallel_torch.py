@@ -1,4 +1,4 @@
-"""The layer's experts on several ranks: a process for each GPU of this machine, or two on the CPU."""
+"""The layer with expert parallelism: one process per GPU of this machine, or two processes on the CPU."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_sharding import param_groups
 from fp8moe.adapters.torch_symmetric_memory import MOST_RANKS, SymmetricMemory, window_bytes
 
-TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 256, 256, 128, 8, 2  # of a rank; all ranks' experts
+TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 256, 256, 128, 8, 2  # tokens and experts per rank
 
 
 def train(rank: int, world: int, gpus: bool, store: str) -> None:
@@ -22,20 +22,20 @@ def train(rank: int, world: int, gpus: bool, store: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     ranks = dist.group.WORLD
     if gpus and world <= MOST_RANKS:
-        # straight into each other's memory, over NVLink; x and its gradient are float32 here
+        # ranks write directly to each other's memory over NVLink; x and its gradient are float32 here
         ranks = SymmetricMemory(None, window_bytes(world, TOKENS, HIDDEN, TOPK, itemsize=4))
-    torch.manual_seed(0)  # the same router everywhere
+    torch.manual_seed(0)  # the same router on all ranks
     layer = FP8FlowMoE(HIDDEN, FFN, EXPERTS * world, TOPK, process_group=ranks, device=device)
-    # experts are sharded DTensors, the router is a plain tensor: torch wants them in groups of their own
+    # the experts are sharded DTensors, the router is a plain tensor: torch requires separate groups
     optimizer = torch.optim.AdamW(param_groups(layer.parameters()), lr=1e-2)
     torch.manual_seed(rank)
     x = torch.randn(TOKENS, HIDDEN, device=device)
     for step in range(4):
         loss = (layer(x) - x.roll(1, dims=1)).float().square().mean()
         loss.backward()
-        router = layer.router.weight.grad  # every rank has all of it, and its own experts only
-        dist.all_reduce(router)
-        router /= world
+        router_grad = layer.router.weight.grad  # the router is replicated, the experts are not
+        dist.all_reduce(router_grad)
+        router_grad /= world
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss := loss.detach() / world)

@@ -1,6 +1,6 @@
 """Train a Qwen3-MoE of Hugging Face transformers with its own experts and with this library's, from the same
-weights on the same text: losses and tokens a second. A few steps of a toy on a CPU; on a GPU 8 layers of
-2048 x 768 with 128 experts. Needs ``pip install 'fp8moe[transformers]'``.
+weights on the same text, and print losses and tokens per second. On a CPU a few steps of a small model; on a
+GPU 8 layers of 2048 x 768 with 128 experts. Needs ``pip install 'fp8moe[transformers]'``.
 
     python examples/finetune_transformers.py [STEPS]
 """
@@ -39,22 +39,22 @@ def model(experts):
 
 
 def train(experts):
-    layers, starts = model(experts), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-4 if GPU else 3e-3, fused=True)
+    network, generator = model(experts), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4 if GPU else 3e-3, fused=True)
     losses, began = [], 0.0
     for step in range(STEPS):
         if step == min(2, STEPS - 1):  # the first steps compile kernels
             began = time.perf_counter() + (torch.cuda.synchronize() or 0 if GPU else 0)
-        at = torch.randint(len(TEXT) - LENGTH, (BATCH,), generator=starts)
-        ids = torch.stack([TEXT[i : i + LENGTH] for i in at.tolist()])
-        loss = layers(input_ids=ids, labels=ids).loss
+        starts = torch.randint(len(TEXT) - LENGTH, (BATCH,), generator=generator)
+        ids = torch.stack([TEXT[i : i + LENGTH] for i in starts.tolist()])
+        loss = network(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     seconds = (time.perf_counter() - began) / (STEPS - min(2, STEPS - 1))
     print(f"{experts:12} losses {' '.join(f'{v:.3f}' for v in losses[:: max(1, STEPS // 8)])}", end="")
-    print(f", {BATCH * LENGTH / seconds:,.0f} tokens a second")
+    print(f", {BATCH * LENGTH / seconds:,.0f} tokens per second")
 
 
 fp8moe_transformers.enable(recipe="fp8_flow")

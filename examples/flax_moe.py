@@ -1,6 +1,6 @@
-"""A Flax NNX layer of experts in MaxText's layout, trained by optax: `jax.lax.ragged_dot` and fp8moe in turn.
+"""A Flax NNX expert layer in MaxText's layout, trained with optax: with `jax.lax.ragged_dot` and with fp8moe.
 
-python examples/flax_moe.py [steps]   (pip install flax optax; on the CPU, or on CUDA where jax finds a GPU)
+python examples/flax_moe.py [steps]   (pip install flax optax; on the CPU, or on CUDA if jax finds a GPU)
 """
 
 import sys
@@ -15,11 +15,12 @@ from flax import nnx
 from fp8moe.adapters import jax_ops
 from fp8moe.demo.train import standard_library_text
 
-WINDOW, HIDDEN, FFN, EXPERTS, TOPK, BATCH = 16, 128, 96, 8, 2, 16  # 96: no multiple of 128, padded inside
+# an ffn of 96 is not a multiple of 128 and is padded internally
+WINDOW, HIDDEN, FFN, EXPERTS, TOPK, BATCH = 16, 128, 96, 8, 2, 16
 
 
 class Experts(nnx.Module):
-    """Top-k routed SwiGLU experts; parameters are float32 and named and laid out as MaxText's."""
+    """Top-k routed SwiGLU experts; float32 parameters with the names and layouts of MaxText."""
 
     def __init__(self, backend, rngs):
         init, last = nnx.initializers.lecun_normal(), nnx.initializers.lecun_normal(batch_axis=0)
@@ -38,7 +39,7 @@ class Experts(nnx.Module):
 
 
 def by_ragged_dot(x, wi_0, wi_1, wo, ids, probs):
-    """The same in bfloat16 by XLA: rows sorted by expert, three products, rows back."""
+    """The same layer in bfloat16 by XLA: sort rows by expert, three products, add rows to their tokens."""
     rows, experts = x.reshape(-1, HIDDEN), ids.reshape(-1)
     order = jnp.argsort(experts)
     sizes = jnp.bincount(experts, length=EXPERTS).astype(jnp.int32)
@@ -50,7 +51,7 @@ def by_ragged_dot(x, wi_0, wi_1, wo, ids, probs):
 
 
 class Model(nnx.Module):
-    """The next byte of each byte of a window, from itself and those before it."""
+    """Predicts the byte after each position of a window from the bytes up to it."""
 
     def __init__(self, backend, rngs):
         self.embed = nnx.Embed(256, HIDDEN, rngs=rngs)
@@ -82,14 +83,14 @@ def main():
     for backend in ("ragged_dot", "bf16", "fp8_flow"):
         model = Model(backend, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
-        starts = np.random.default_rng(0)
+        generator = np.random.default_rng(0)
         for i in range(steps):
-            at = starts.integers(0, len(source) - WINDOW - 1, (BATCH, 1))
-            text = jnp.asarray(source[at + np.arange(WINDOW + 1)].astype(np.int32))
+            starts = generator.integers(0, len(source) - WINDOW - 1, (BATCH, 1))
+            text = jnp.asarray(source[starts + np.arange(WINDOW + 1)].astype(np.int32))
             value = step(model, optimizer, text)
             if i in (0, steps - 1):
                 print(f"{backend:10} step {i:4} loss {value:.4f}")
-            if i == 0:  # compiled
+            if i == 0:  # after compilation
                 begin = time.perf_counter()
         if steps > 1:
             seconds = time.perf_counter() - begin

@@ -1,6 +1,6 @@
-"""A byte-level model around the expert layer in JAX: jitted steps, gradients through `moe_ffn`, bf16 and FP8.
+"""A byte-level model with the expert layer in JAX: jitted steps, gradients through `moe_ffn`, bf16 and FP8.
 
-python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU, or on CUDA where jax finds a GPU)
+python examples/jax_moe.py [steps]   (jax 0.10 or later; on the CPU, or on CUDA if jax finds a GPU)
 """
 
 import sys
@@ -34,7 +34,7 @@ def new_parameters(key):
 
 
 def loss(p, text, recipe):
-    """Mean loss of the byte after every window."""
+    """Mean loss of predicting the byte after each window."""
     x = p["embed"][text[:, :-1]].reshape(len(text), HIDDEN)
     probs, ids = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), TOPK)
     weights = [p["w13"], p["w2"]]
@@ -56,11 +56,11 @@ def main():
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     source = standard_library_text()
     for recipe in ("bf16", "fp8_flow"):
-        starts = np.random.default_rng(0)
+        generator = np.random.default_rng(0)
         p = new_parameters(jax.random.PRNGKey(0))
         for i in range(steps):
-            at = starts.integers(0, len(source) - WINDOW - 1, (TOKENS, 1))
-            text = jnp.asarray(source[at + np.arange(WINDOW + 1)].astype(np.int32))
+            starts = generator.integers(0, len(source) - WINDOW - 1, (TOKENS, 1))
+            text = jnp.asarray(source[starts + np.arange(WINDOW + 1)].astype(np.int32))
             value, p = step(p, text, recipe)
             if i in (0, steps - 1):
                 print(f"{recipe:9} step {i:4} loss {value:.4f}")

@@ -16,4 +16,4 @@ probs = np.full((tokens, topk), 0.5, np.float32)
 with fp8moe.trace() as traced:
     y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
     grads = fp8moe.moe_backward(saved, y)
-print(y.shape, grads.dw13.shape, f"{traced.casts} casts, {traced.saved_bytes:,} bytes kept")
+print(y.shape, grads.dw13.shape, f"{traced.casts} casts, {traced.saved_bytes:,} bytes saved for backward")

@@ -1,4 +1,4 @@
-"""The same layer in torch, with autograd; CUDA tensors work as CPU ones do once the kernels are there."""
+"""The experts in torch, with autograd. CUDA tensors work the same if the kernels are installed."""
 
 import torch
 

@@ -1,12 +1,12 @@
-"""A small GPT with MoE layers in Megatron-Core, trained with Megatron's own experts and with this library's
+"""A small GPT with MoE layers in Megatron-Core, trained with Megatron's own experts and with this library's,
 from the same weights and tokens.
 
     pip install 'megatron-core>=0.16'
-    python examples/train_moe_megatron.py                       # one process, a toy
+    python examples/train_moe_megatron.py                       # one process, small sizes
     torchrun --nproc-per-node 2 examples/train_moe_megatron.py --expert-parallel 2
     python examples/train_moe_megatron.py --width 1024 --ffn 2048 --layers 8 --steps 500
 
-What turns Megatron's layers into this library's is one line: ``spec = megatron.use_fp8_flow(spec)``.
+One line replaces Megatron's MoE layers by this library's: ``spec = megatron.use_fp8_flow(spec)``.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import warnings
 
 import torch
 
-warnings.filterwarnings("ignore")  # of what Megatron does not find beside it
+warnings.filterwarnings("ignore")  # Megatron warns about missing optional packages
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -30,8 +30,8 @@ from fp8moe.adapters import megatron  # noqa: E402
 VOCABULARY = 256
 
 
-def on_the_cpu():
-    """Megatron-Core asks for CUDA by name in a few places; a training run on GPUs needs none of this."""
+def emulate_cuda_on_cpu():
+    """Replaces direct uses of CUDA in Megatron-Core, for the CPU; not needed on GPUs."""
 
     class NoStates:
         def is_initialized(self):
@@ -47,7 +47,7 @@ def on_the_cpu():
 
 
 def model_of(a, recipe):
-    """recipe None: Megatron's own experts. Both draw the same weights from a seed."""
+    """recipe None: Megatron's own experts. A seed gives both the same weights."""
     config = TransformerConfig(
         num_layers=a.layers,
         hidden_size=a.width,
@@ -76,26 +76,26 @@ def model_of(a, recipe):
 
 
 def losses_of(model, a):
-    """Each rank its own tokens; gradients averaged as Megatron does it, experts' among those that share
-    them."""
+    """Trains with different tokens on each rank. As in Megatron, gradients are averaged over data-parallel
+    ranks, those of experts over the ranks that have the same experts."""
     rank, generator = parallel_state.get_data_parallel_rank(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    # a sequence that can be learnt: every token is the one before, times five and one more
-    first = torch.randint(0, VOCABULARY, (a.steps, 64, a.batch, 1), generator=generator)[:, rank]
+    # a learnable sequence: every token is five times the previous one plus one
+    first_tokens = torch.randint(0, VOCABULARY, (a.steps, 64, a.batch, 1), generator=generator)[:, rank]
     history = []
-    for start in first.to(a.device):
+    for start in first_tokens.to(a.device):
         tokens = start
         for _ in range(a.length):
             tokens = torch.cat((tokens, (5 * tokens[:, -1:] + 1) % VOCABULARY), dim=1)
-        places = torch.arange(a.length, device=a.device).expand(a.batch, a.length)
+        positions = torch.arange(a.length, device=a.device).expand(a.batch, a.length)
         mask = torch.ones(1, 1, a.length, a.length, dtype=torch.bool, device=a.device).triu(1)
-        loss = model(tokens[:, :-1].contiguous(), places, mask, labels=tokens[:, 1:].contiguous()).mean()
+        loss = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous()).mean()
         optimizer.zero_grad()
         loss.backward()
         for p in model.parameters():
             group = parallel_state.get_data_parallel_group()
             p.grad /= group.size()
-            if not getattr(p, "allreduce", True):  # an expert's are a sum over these ranks' tokens already
+            if not getattr(p, "allreduce", True):  # an expert's gradient already includes these ranks' tokens
                 group = parallel_state.get_expert_data_parallel_group()
             torch.distributed.all_reduce(p.grad, group=group)
         optimizer.step()
@@ -110,24 +110,24 @@ def main():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
-    alone = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    single_process = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     if a.device == "cpu":
-        on_the_cpu()
+        emulate_cuda_on_cpu()
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         a.device = torch.device("cuda", torch.cuda.current_device())
     torch.distributed.init_process_group(
-        "gloo" if a.device == "cpu" else "nccl", **({} if "RANK" in os.environ else alone)
+        "gloo" if a.device == "cpu" else "nccl", **({} if "RANK" in os.environ else single_process)
     )
     parallel_state.initialize_model_parallel(expert_model_parallel_size=a.expert_parallel)
     if a.device != "cpu":
         megatron_random.model_parallel_cuda_manual_seed(0)
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 asks for it where there is no Transformer Engine
-    first = torch.distributed.get_rank() == 0
+        moe_utils.te_general_gemm = None  # 0.16 reads it without Transformer Engine too
+    is_first_rank = torch.distributed.get_rank() == 0
     for recipe in (None, "bf16", "fp8_flow"):
         losses = losses_of(model_of(a, recipe), a)
-        if first:
+        if is_first_rank:
             name = "Megatron's experts" if recipe is None else recipe
             print(f"{name:20}" + " ".join(f"{x:.5f}" for x in losses[:4]) + f" ... {losses[-1]:.5f}")
     torch.distributed.destroy_process_group()

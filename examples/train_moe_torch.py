@@ -1,7 +1,7 @@
-"""A small decoder-only transformer with expert layers, trained on the Python standard library's source, byte
-by byte, in bf16, fp8_flow and fp8_blockwise from the same seeds.
+"""A small decoder-only transformer with expert layers, trained on the bytes of the Python standard library's
+source, in bf16, fp8_flow and fp8_blockwise from the same seeds.
 
-    python examples/train_moe_torch.py                     # a GPU: 2000 steps; a CPU: a few, of a toy
+    python examples/train_moe_torch.py                     # GPU: 2000 steps; CPU: a few small steps
     python examples/train_moe_torch.py --steps 500 --recipes bf16 fp8_flow --out run
 
 Prints the mean loss of the last tenth of the steps; writes losses and times to OUT.json and, with matplotlib,
@@ -30,8 +30,8 @@ BYTES = 256
 def standard_library():
     """The source of the Python standard library on this machine, with its tests, as bytes."""
     paths = sorted(Path(os.__file__).parent.rglob("*.py"))
-    ours = [p for p in paths if not {"site-packages", "dist-packages"} & set(p.parts)]
-    return torch.from_numpy(np.frombuffer(b"\n".join(p.read_bytes() for p in ours), np.uint8).copy())
+    library_paths = [p for p in paths if not {"site-packages", "dist-packages"} & set(p.parts)]
+    return torch.from_numpy(np.frombuffer(b"\n".join(p.read_bytes() for p in library_paths), np.uint8).copy())
 
 
 class Block(nn.Module):
@@ -56,21 +56,21 @@ class Model(nn.Module):
     def __init__(self, a, recipe, device):
         super().__init__()
         self.embed = nn.Embedding(BYTES, a.width, device=device)
-        self.place = nn.Embedding(a.length, a.width, device=device)
+        self.position = nn.Embedding(a.length, a.width, device=device)
         blocks = [Block(a.width, a.heads, a.experts, a.topk, a.ffn, recipe, device) for _ in range(a.layers)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(a.width, device=device)
         self.head = nn.Linear(a.width, BYTES, bias=False, device=device)
 
     def forward(self, text):
-        x = self.embed(text) + self.place.weight
+        x = self.embed(text) + self.position.weight
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
 def backward(model, text, micro_batches):
-    """This micro-batch's part of the loss, whose gradients are added up."""
+    """This micro-batch's share of the loss; gradients accumulate."""
     with torch.autocast(text.device.type, torch.bfloat16):
         logits = model(text[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten()) / micro_batches
@@ -79,24 +79,24 @@ def backward(model, text, micro_batches):
 
 
 def train(a, recipe, text, device):
-    """(losses, seconds) of one recipe; every recipe sees the same weights and the same batches."""
+    """(losses, seconds) of one recipe; all recipes have the same initial weights and batches."""
     torch.manual_seed(a.seed)
     model = Model(a, recipe, device)
-    # fused: what trainers use on CUDA; it changes the weights and counts no version of them
+    # fused, as usual on CUDA; it changes the weights without incrementing their version counters
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    starts = torch.Generator().manual_seed(a.seed)
+    generator = torch.Generator().manual_seed(a.seed)
     window = torch.arange(a.length + 1)
-    losses, begun = [], time.perf_counter()
+    losses, start = [], time.perf_counter()
     for step in range(a.steps):
-        warm, done = min(1.0, (step + 1) / a.warmup), step / a.steps
+        warmup, progress = min(1.0, (step + 1) / a.warmup), step / a.steps
         for group in optimizer.param_groups:
-            group["lr"] = a.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-        at = torch.randint(len(text) - a.length, (a.batch, 1), generator=starts)
-        batch = text[at + window].to(device).long()
+            group["lr"] = a.lr * warmup * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+        starts = torch.randint(len(text) - a.length, (a.batch, 1), generator=generator)
+        batch = text[starts + window].to(device).long()
         optimizer.zero_grad(set_to_none=True)
-        # between two optimizer steps the weights stay: one set of FP8 copies serves all micro-batches
+        # weights change only in optimizer steps, so one set of FP8 copies serves all micro-batches
         with weights_unchanged(model) if a.micro_batches > 1 else contextlib.nullcontext():
             loss = sum(backward(model, part, a.micro_batches) for part in batch.chunk(a.micro_batches))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -104,7 +104,7 @@ def train(a, recipe, text, device):
         losses.append(loss)
         if a.report and step % a.report == 0:
             print(f"{recipe:14} step {step:5} loss {loss.item():.4f}", flush=True)
-    return torch.stack(losses).tolist(), time.perf_counter() - begun
+    return torch.stack(losses).tolist(), time.perf_counter() - start
 
 
 def main():
@@ -159,11 +159,11 @@ def main():
 
 
 def picture(report, path):
-    """Loss of every recipe, mean of 20 steps."""
+    """Plots the loss of every recipe, as a mean over 20 steps."""
     try:
         import matplotlib
     except ImportError:
-        print(f"no picture: pip install matplotlib, for {path}")
+        print(f"no picture; to write {path}: pip install matplotlib")
         return
     matplotlib.use("svg")
     from matplotlib import pyplot

@@ -1,5 +1,5 @@
-"""Checks of a backend against another, which the CPU harness and the GPU tests both run: ``both(function,
-*arguments)`` gives the reference's result and the backend's."""
+"""Checks that compare two backends, used by the tests of the CPU harness and of the GPU:
+``both(function, *arguments)`` returns the results of the reference and of the other backend."""
 
 import itertools
 from dataclasses import replace
@@ -26,13 +26,13 @@ from fp8moe.record_trees import arrays_in, map_arrays
 
 
 def messages(both, rng, rows, columns, k, dtype):
-    """Rows side by side and apart again, quantised on the way or not, in whole vectors or not: ``both`` gives
-    the reference's result and a backend's."""
+    """Packs and unpacks rows of several arrays, with and without quantisation, with widths that are and are
+    not multiples of a vector. ``both`` returns the results of the reference and of the other backend."""
     x, probs = values(rng, (rows, columns), dtype), rng.random((rows, k)).astype(np.float32)
     ids = rng.integers(-1, 12, (rows, k))
     assert_same(*both(lambda i: expert_parallel.messages.rank_mask(i, 4, 3), ids))
-    local, theirs = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
-    assert_same(local, theirs)
+    local, actual = both(lambda i: expert_parallel.messages.local_ids(i, 4, 4), ids)
+    assert_same(local, actual)
     for ranks in (3, 70):
         mask = rng.random((rows, ranks)) < 0.3
         for capacity, topk in ((1, 5), (rows // 4, 2), (rows // 2, ranks), (rows + 3, 4)):
@@ -43,12 +43,12 @@ def messages(both, rng, rows, columns, k, dtype):
             assert_same(*both(fp8moe.unpermute, fp8moe.permute(x, limited[0]).data, limited[0]))
     q = fp8moe.quantize(x)
     for parts in ((x, local, probs), (q.data, q.scales, local, probs), (probs,), (x[:, :0], probs)):
-        message, theirs = both(expert_parallel.messages.pack, *parts)
-        assert_same(message, theirs)
+        message, actual = both(expert_parallel.messages.pack, *parts)
+        assert_same(message, actual)
         shapes = tuple((p.shape[1:], p.dtype.name) for p in parts)
-        apart, theirs = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
+        apart, actual = both(lambda m, shapes=shapes: expert_parallel.messages.unpack(m, shapes), message)
         assert_same(parts, apart)
-        assert_same(parts, theirs)
+        assert_same(parts, actual)
         more = partial(expert_parallel.messages.unpack_first, parts=shapes, size=rows + 5)
         for apart in both(more, message):
             zeros = tuple(np.zeros((5, *p.shape[1:]), p.dtype) for p in parts)
@@ -63,21 +63,22 @@ def messages(both, rng, rows, columns, k, dtype):
         for others in ((local, probs), ()):
             pack = expert_parallel.messages.quantize_and_pack
             assert_same(*both(lambda x, *p, fmt=fmt, pack=pack: pack(x, fmt, *p), x, *others))
-    # into three windows, by the plan of the ranks or as the rows lie, with rows around them that stay
+    # into three windows, with the plan of the ranks or in the rows' order, with rows around them that must
+    # not change
     plan = fp8moe.plan_routing_map(expert_parallel.messages.rank_mask(ids, 4, 3)[0], topk=min(k, 3))
     by_rank, sent = expert_parallel.messages.pack_by_rank, int(plan.tokens_per_expert.sum())
-    for given, fmt, others in (
+    for arguments, fmt, others in (
         (x, "e4m3", (local, probs)),
         (x, None, (local, probs)),
         (x, None, ()),
         (q, None, ()),
     ):
-        one = expert_parallel.messages.Message(given, fmt, others).pack()
-        found = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, False, *o), given, plan, *others)
-        for packed in found:  # rows that no token goes to are not written
+        one = expert_parallel.messages.Message(arguments, fmt, others).pack()
+        found = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, False, *o), arguments, plan, *others)
+        for packed in found:  # rows without a token are not written
             assert same_bits(np.asarray(packed)[:sent], fp8moe.permute(one, plan).data[:sent])
         limited = expert_parallel.messages.limit_rows(plan, max(rows // 4, 1))
-        filled = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, True, *o), given, limited, *others)
+        filled = both(lambda x, p, *o, fmt=fmt: by_rank(x, fmt, p, True, *o), arguments, limited, *others)
         assert_same(*filled)
         assert same_bits(filled[0], fp8moe.permute(one, limited).data)
     halves = np.array([rows // 2, 0, rows - rows // 2])
@@ -96,15 +97,15 @@ def messages(both, rng, rows, columns, k, dtype):
 
 
 def within(window):
-    """Without the first and the last row."""
+    """The window without its first and last row."""
     host = getattr(window, "host", None)
     return window[1:-1] if host is None else type(window)(host[1:-1])
 
 
 def wgrad_takes_any_scales(both, rng, offsets, dy, x):
-    """Scales far from 1 with the same products give a kernel's gradient the same bits; scales that are no
-    powers of two, here and there; NaN where it belongs. ``both`` gives the reference's result and a
-    backend's."""
+    """Scales far from 1 with the same products give bitwise equal gradients; some scales are not powers of
+    two; NaN appears only where expected. ``both`` returns the results of the reference and of the other
+    backend."""
 
     def run(*operands):
         return both(fp8moe.grouped_gemm_wgrad, *operands, offsets, backend="wgmma")
@@ -116,19 +117,19 @@ def wgrad_takes_any_scales(both, rng, offsets, dy, x):
     for far in (2.0**-70, 2.0**70):
         assert_same(run(times(dy, far), times(x, 1 / far))[1], plain)
     odd = [np.where(rng.random(q.scales.shape) < 0.01, 1.7, 1) for q in (dy, x)]
-    given = [times(q, f) for q, f in zip((dy, x), odd, strict=True)]
-    wanted, new = run(*given)
+    arguments = [times(q, f) for q, f in zip((dy, x), odd, strict=True)]
+    wanted, new = run(*arguments)
     assert relative(new, wanted) <= 2.0**-11  # the tensor cores' 14 bits, as in test_cuda.py
-    given[0].scales[-1, 3] = np.nan  # of the last block's rows, column 3
-    _, new = run(*given)
+    arguments[0].scales[-1, 3] = np.nan  # a scale of the last block's rows, column 3
+    _, new = run(*arguments)
     assert np.isnan(new[-1, 3]).all()
     assert not np.isnan(new[:-1]).any()
     assert not np.isnan(new[-1, :3]).any()
 
 
 def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, backend):
-    """Forward, dgrad and wgrad of bfloat16 or float16 against float64, NaN in rows that no expert has, before
-    the first and behind the last."""
+    """Forward, dgrad and wgrad of bfloat16 or float16 against float64, with NaN in rows before the first and
+    after the last expert."""
     offsets = (3 + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
     shapes = (int(offsets[-1]) + 5, depth), (len(counts), width, depth), (int(offsets[-1]) + 5, width)
     x, w, dy = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
@@ -140,8 +141,9 @@ def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, back
         wanted[lo:hi] = wide_x[lo:hi] @ wide_w[e].T
         wanted_dx[lo:hi] = wide_dy[lo:hi] @ wide_w[e]
         wanted_dw[e] = wide_dy[lo:hi].T @ wide_x[lo:hi]
-    # products are exact in float32; each that is added rounds a sum that is on average below the last one by
-    # at most 2^-23 of it, and the result is rounded to 8 or 11 significant bits, by less than one of the last
+    # products are exact in float32; each addition has a relative error of at most 2^-23 of the sum so far,
+    # which is on average below the final sum, and the result is rounded to 8 or 11 significant bits, with an
+    # error below one unit of the last
     rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
     bound = rounding[dtype.name] + max(width, depth) * 2.0**-23
     x, w, dy, offsets = map(upload, (x, w, dy, offsets))
@@ -160,14 +162,14 @@ def products_of_16_bits(upload, download, rng, dtype, counts, width, depth, back
 
 
 def products_of_scales_far_apart(upload, download, rng, backend):
-    """Products of codes against float64: scales from step to step up to 2^80 apart, some of them zero; NaN
-    goes to the sums of the lines that have it and to no others."""
+    """Products of codes against float64, with scales that differ between steps by up to 2^80, some of them
+    zero; NaN affects only the sums of its own lines."""
     offsets, width, depth = np.array([0, 384, 512], np.int32), 136, 272
     spans = list(itertools.pairwise(offsets))
 
     def far(q):
         scales = np.exp2(rng.integers(-40, 41, q.scales.shape)) * rng.uniform(1, 2, q.scales.shape)
-        near = rng.random(len(scales)) < 0.3  # lines whose steps are alike
+        near = rng.random(len(scales)) < 0.3  # lines with similar scales in all steps
         scales[near] = rng.uniform(1, 2, scales[near].shape)
         scales[rng.random(scales.shape) < 0.03] = 0
         return replace(q, scales=scales.astype(np.float32))
@@ -182,8 +184,8 @@ def products_of_scales_far_apart(upload, download, rng, backend):
         return codes * scales
 
     def check(got, pairs, terms, rounding):
-        """got[i]: the product of pairs[i], sums of ``terms`` products."""
-        # each product that is added rounds by at most 2^-23 of those so far, and four roundings a step of 128
+        """got[i]: the product of pairs[i], each a sum of ``terms`` products."""
+        # each addition has a relative error of at most 2^-23, with four additional roundings per step of 128
         bound = (terms + 4 * terms / 128) * 2.0**-23 + rounding
         for part, (a, b) in zip(got, pairs, strict=True):
             wanted, size = a @ b.T, np.abs(a) @ np.abs(b).T
@@ -211,7 +213,8 @@ def products_of_scales_far_apart(upload, download, rng, backend):
 
 
 def rows_without_room_are_left_out(upload, download, x, sizes, order):
-    """On CUDA, where nobody looks at the sizes: what has room is as it is with room enough."""
+    """On CUDA, where the host does not read the sizes: rows that have room are the same as with sufficient
+    room."""
     full = fp8moe.sort_chunks(x, sizes, order)
     rows = int(full.group_offsets[-1])
     cut = map_arrays(lambda _, a: a[: rows // 2].copy(), full.data)
@@ -221,12 +224,14 @@ def rows_without_room_are_left_out(upload, download, x, sizes, order):
         lambda _, a: np.concatenate([a[: rows // 2], np.zeros_like(a[rows // 2 :])]), full.data
     )
     wanted = fp8moe.sort_chunks_backward(zeros, sizes, order)
-    given = map(upload, (cut, sizes, order))
-    assert_same(download(fp8moe.sort_chunks_backward(*given, num_tokens=len(arrays_in(x)[0])))[0], wanted[0])
+    arguments = map(upload, (cut, sizes, order))
+    assert_same(
+        download(fp8moe.sort_chunks_backward(*arguments, num_tokens=len(arrays_in(x)[0])))[0], wanted[0]
+    )
 
 
 def rest_stays(upload, download, x, sizes, order):
-    """Rows past the chunks, where there is room for all of them and where there is not."""
+    """Rows after the chunks, with sufficient room and without."""
     assert sizes.sum() < len(arrays_in(x)[0])
     starts = np.cumsum(sizes) - sizes
     rows = [np.arange(starts[c], starts[c] + sizes[c]) for c in order]
@@ -243,7 +248,7 @@ def rest_stays(upload, download, x, sizes, order):
 
 
 def mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding):
-    """As above, with infinities and NaN, by every kernel that makes such scales."""
+    """MXFP8 rounding boundaries, including infinities and NaN, in every kernel that computes such scales."""
     rng = generator()
     x = blocks_of(at_boundaries(fmt, dtype), rng)
     special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], dtype)
@@ -260,32 +265,32 @@ def mxfp8_on_both_sides_of_every_boundary(both, dtype, fmt, rounding):
 
 
 def tiny_values_under_large_probabilities(both):
-    """Where a quantising factor times the probability is no float any more, the values, zeros among them, are
-    what they are all the same."""
+    """If the scale factor times the probability is not representable in float32, values are still exact,
+    including zeros."""
     h, grad = np.zeros((3, 256), BF16), np.zeros((3, 128), BF16)
     h[:, :5], h[:, 128:133], grad[:, :5] = 1e-20, [1e-17, 3e-18, 0, -1e-17, 1e-30], 1e-18
     probs = np.array([4, 16, 1e3], np.float32)
     rows = both(fp8moe.swiglu_quantize, h, probs)
     grads = both(fp8moe.swiglu_quantize_backward, grad, h, probs)
-    for ours, theirs in (rows, [g.dh for g in grads]):
-        assert same_bits(ours.scales, theirs.scales)
-        assert (ours.data != 0).any()
-        # a sigmoid within 2^-20 of itself may take a code to the other side
-        assert (np.abs(ours.data.astype(int) - theirs.data) <= 1).all()
+    for expected, actual in (rows, [g.dh for g in grads]):
+        assert same_bits(expected.scales, actual.scales)
+        assert (expected.data != 0).any()
+        # a sigmoid with relative error 2^-20 may change a code by one
+        assert (np.abs(expected.data.astype(int) - actual.data) <= 1).all()
 
 
 def products_beyond_float32(both):
-    """MXFP8's blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
+    """MXFP8 blocks of zeros, of values whose product with the probability is infinite, and of NaN."""
     a = np.zeros((4, 128), np.float32)
     a[1, :4] = 1.5 * 2.0**126, -1.5 * 2.0**126, 1.25 * 2.0**123, 1.25 * 2.0**40
     a[2, :2], a[3] = (np.nan, 1.0), a[1]
-    h = np.concatenate([np.full((4, 128), 64), a / 64], axis=1).astype(BF16)  # whose sigmoid is 1
+    h = np.concatenate([np.full((4, 128), 64), a / 64], axis=1).astype(BF16)  # with sigmoid 1
     probs = np.array([3, 8, 1, 1], np.float32)
     for options in ({}, {"columnwise": True}):
         options |= {"block": (1, 32)}
-        ours, theirs = both(fp8moe.swiglu_quantize, h, probs, **options)
-        assert_same(ours, theirs)
-        q = theirs.rowwise if "columnwise" in options else theirs
+        expected, actual = both(fp8moe.swiglu_quantize, h, probs, **options)
+        assert_same(expected, actual)
+        q = actual.rowwise if "columnwise" in options else actual
         assert q.scales.tolist() == [[0] * 4, [254, 0, 0, 0], [127, 0, 0, 0], [245, 0, 0, 0]]
         # 1.25 * 2^126 by 2^127 is 0.625; 1.5 * 2^126 by 2^118 is 384
         wanted = [[448, -448, 0.625, 0], [384, -384, 40, 0]]
@@ -295,18 +300,18 @@ def products_beyond_float32(both):
     assert same_bits(grads[0].dh.scales, grads[1].dh.scales)
 
 
-def same_but_for(ours, theirs, digits, near):
-    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+def same_but_for(expected, actual, digits, near):
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
     np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
     np.testing.assert_array_equal(a[~np.isfinite(a)], b[~np.isfinite(b)])
     with np.errstate(invalid="ignore"):
         assert (~np.isfinite(a) | (np.abs(a - b) <= 2.0 ** (1 - digits) * np.abs(a) + near)).all()
-    assert (a != b)[np.isfinite(a)].mean() < 0.01  # of 2^(20 - digits) one
+    assert (a != b)[np.isfinite(a)].mean() < 0.01  # one in 2^(20 - digits) of them
 
 
 def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
-    """Both ways from one pass are, bit for bit, the row-wise codes and their transpose, of rows of zeros, of
-    NaN and of scales far apart, too."""
+    """The column-wise codes written in the same pass are bitwise equal to the transpose of the row-wise
+    codes, also for rows of zeros, of NaN and of very different scales."""
     rng = generator()
     width, columns = 384, activation.columns(384)
     h, grad = rng.standard_normal((rows, columns)) * 4, rng.standard_normal((rows, width))
@@ -314,7 +319,7 @@ def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
     grad[rng.random(rows) < 0.2] *= 2.0 ** rng.integers(-60, 20)
     h[rng.random(rows) < 0.1] = 0
     h[rng.integers(0, rows, 2), rng.integers(0, columns, 2)] = np.nan, np.inf
-    h[: rows // 4, :128] = 0  # tiles of zeros only
+    h[: rows // 4, :128] = 0  # tiles that contain only zeros
     with np.errstate(over="ignore"):
         h, grad = h.astype(dtype), grad.astype(dtype)
     probs = rng.random(rows).astype(np.float32)
@@ -330,26 +335,26 @@ def transposed_in_the_same_pass(both, dtype, fmt, activation, rows, offsets):
         assert actual.columnwise.block == transposed.block
 
     for weights in ((probs,), ()):
-        given = (h, *weights)
+        arguments = (h, *weights)
         one, two = (
-            both(fp8moe.swiglu_quantize, *given, **options, **by_expert, transposed=t)[1]
+            both(fp8moe.swiglu_quantize, *arguments, **options, **by_expert, transposed=t)[1]
             for t in (True, False)
         )
         check(one, two)
         one, two = (
-            both(fp8moe.swiglu_quantize_backward, grad, *given, **options, **by_expert, transposed=t)[1]
+            both(fp8moe.swiglu_quantize_backward, grad, *arguments, **options, **by_expert, transposed=t)[1]
             for t in (True, False)
         )
         check(one.dh, two.dh)
         if not weights:
             assert one.dprobs is two.dprobs is None
             continue
-        # the same float32 parts in float64, in another order: a rounding to the other side
+        # the same float32 terms in float64, in another order: rounding may differ
         np.testing.assert_allclose(one.dprobs, two.dprobs, rtol=2.0**-22, atol=2.0**-149)
 
 
 def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
-    """As where blocks have many tiles: each takes its next one when it is free. All the same results."""
+    """With many tiles per block, blocks take tiles dynamically; all results must be equal."""
     from fp8moe.kernels_cuda import quantize
 
     monkeypatch.setattr(quantize, "MANY_TURNS", 0)
@@ -361,7 +366,8 @@ def tiles_are_taken_when_free(both, monkeypatch, counts, columns):
     for width in (128, 32):
         q = random_rowwise(rng, rows, columns, "e4m3", width, 5)
         block = {"block": (1, width), "columnwise": True}
-        assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets))  # one a block, however many
+        # one tile per block, however many there are
+        assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets))
         assert_same(*both(fp8moe.quantize, x, **block))
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block))
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **block, expert_offsets=offsets))
@@ -378,7 +384,8 @@ def check(q, got, ranges, target="column"):
 
 
 def every_code_under_every_difference(fmt, width):
-    """All 256 codes beside a row that fixes the target 0 to 40 powers of two above, and below, theirs."""
+    """All 256 codes in a block with a row that sets the target scale 0 to 40 powers of two above and below
+    their own."""
     every = np.arange(256, dtype=np.uint8)
     finite = np.isfinite(from_float8(every, fmt))
     largest = int(np.argmax(np.where(finite[:128], from_float8(every, fmt)[:128], -1)))
@@ -405,35 +412,37 @@ def error_inputs(seed):
 
 
 def unquantised(both, dtype, rows, width, activation, with_probs):
-    """A backend's values and gradients in 16 bits, `both` giving the reference's and them, of NaN, infinities
-    and far values too. Its sigmoid may be 2^-20 off, and some rounding errors of float32 come with it."""
+    """A backend's values and gradients in 16 bits, including NaN, infinities and large values; `both` returns
+    the reference's and the backend's. The backend's sigmoid may have a relative error of 2^-20, and float32
+    roundings are added."""
     rng = generator()
     h, grad = rng.standard_normal((rows, activation.columns(width))) * 4, rng.standard_normal((rows, width))
-    h[rng.random(h.shape) < 0.01] *= 100  # up to some 1600
+    h[rng.random(h.shape) < 0.01] *= 100  # up to about 1600
     h[0, :3], h[0, -width] = (np.nan, -np.inf, np.inf), np.nan
     h, grad = h.astype(dtype), grad.astype(dtype)
     probs = rng.random(rows).astype(np.float32) if with_probs else None
-    given = (h, probs) if with_probs else (h,)
-    digits = 8 if dtype == BF16 else 11  # a rounding to the other side is 2^(1 - digits) of the value
-    tiny = 2.0**-133 if dtype == BF16 else 2.0**-24  # the smallest there are
-    y, theirs = both(fp8moe.swiglu, *given, activation=activation)
-    same_but_for(y, theirs, digits, tiny)
-    ours, theirs = both(fp8moe.swiglu_backward, grad, *given, activation=activation)
-    # where da = grad p b (s + g (1 - s)) nearly cancels, 2^-20 is of its terms, which are up to 1 + |alpha a|
+    arguments = (h, probs) if with_probs else (h,)
+    digits = 8 if dtype == BF16 else 11  # one unit in the last place is 2^(1 - digits) of the value
+    tiny = 2.0**-133 if dtype == BF16 else 2.0**-24  # the smallest positive number
+    y, actual = both(fp8moe.swiglu, *arguments, activation=activation)
+    same_but_for(y, actual, digits, tiny)
+    expected, actual = both(fp8moe.swiglu_backward, grad, *arguments, activation=activation)
+    # where da = grad p b (s + g (1 - s)) nearly cancels, the error 2^-20 is relative to its terms, up to 1 +
+    # |alpha a|
     bare = np.where(np.isfinite(h), h, 0).astype(np.float64)
-    a, b = np.abs(bare[:, :width]), np.abs(bare[:, -width:]) + 1  # relu2: a b is more than its a^2
+    a, b = np.abs(bare[:, :width]), np.abs(bare[:, -width:]) + 1  # relu2: a b bounds its a^2
     terms = np.abs(grad.astype(np.float64)) * b * (1 + 2 * a)
     terms = np.concatenate([terms] * (1 + activation.gated), axis=1)
-    same_but_for(ours.dh, theirs.dh, digits, tiny + 2.0**-18 * terms)
-    assert (ours.dprobs is None) == (theirs.dprobs is None) == (not with_probs)
+    same_but_for(expected.dh, actual.dh, digits, tiny + 2.0**-18 * terms)
+    assert (expected.dprobs is None) == (actual.dprobs is None) == (not with_probs)
     if with_probs:
-        assert np.isnan(ours.dprobs[0])
-        assert np.isnan(theirs.dprobs[0])
-        far = np.abs(ours.dprobs[1:].astype(np.float64) - theirs.dprobs[1:])
+        assert np.isnan(expected.dprobs[0])
+        assert np.isnan(actual.dprobs[0])
+        far = np.abs(expected.dprobs[1:].astype(np.float64) - actual.dprobs[1:])
         assert (far <= 2.0**-18 * (np.abs(grad.astype(np.float64)) * a * b)[1:].sum(axis=1)).all()
 
 
-#: shapes [N, K] of an array of weights, in how many parts, and the rows of each and columns of the result
+#: shapes [N, K] of weights, number of parts, and rows of each part and columns of the result
 PARTS = (
     ([(128, 256), (128, 256)], 1, None, None),
     ([(100, 72), (100, 72)], 1, 128, 72),
@@ -444,7 +453,8 @@ PARTS = (
 
 
 def weights_in_parts(both, rng, dtype, transposed):
-    """In vectors of eight and not, at any alignment, with zeros past the values of each part."""
+    """Widths that are and are not multiples of eight, with any alignment, with zeros after the values of each
+    part."""
     for shapes, parts, rows, columns in PARTS:
         for fmt in ("e4m3", "e5m2"):
             arrays = [values(rng, (2, *shape), dtype, awkward=True) for shape in shapes]
@@ -460,14 +470,15 @@ def weights_in_parts(both, rng, dtype, transposed):
 
 
 def gradients_apart(both, ffn):
-    """Of w1, w3 and w2, which zeros fill up: those of w13 in one piece, bit for bit, new and added to."""
+    """Gradients of w1, w3 and padded w2: bitwise equal to those of w13 in one tensor, both new and
+    accumulated."""
     inputs, dy = layer_inputs(9, ffn=256)
     w13 = inputs.pop("w13")
     w1, w3 = (np.ascontiguousarray(w13[:, first : first + ffn]) for first in (0, 256))
     w2 = np.ascontiguousarray(inputs.pop("w2")[:, :, :ffn])
 
     def run(x, ids, probs, w1, w3, w2, dy, *into):
-        # in-place sums: the other backend gets the same arrays
+        # accumulated in place, so each backend gets copies
         into = [a.copy() if isinstance(a, np.ndarray) else a for a in into]
         w13, w2 = fp8moe.quantize_weights((w1, w3), rows=128), fp8moe.quantize_weights(w2, columns=128)
         _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
@@ -486,14 +497,15 @@ def gradients_apart(both, ffn):
 
 
 def in_blocked(result, offsets=None, **options):
-    """What was made with compact scales, converted."""
+    """The result of a call with compact scales, converted."""
     if isinstance(result, fp8moe.Quantized):
         return fp8moe.Quantized(in_blocked(result.rowwise), in_blocked(result.columnwise))
     return fp8moe.to_layout(result, "blocked_128x4", offsets, **options)
 
 
 def scales_in_both_layouts(both, rng, rows, columns, block, sizes=None):
-    """to_layout there and back; ``both`` gives the reference's result and a backend's."""
+    """to_layout in both directions; ``both`` returns the results of the reference and of the other
+    backend."""
     strips = sum(-(-s // 32) for s in (sizes or [rows]))
     shape = (rows, -(-columns // 32)) if block == (1, 32) else (max(strips, -(-rows // 32)), columns)
     codes = np.zeros((rows, columns) if block == (1, 32) else (columns, rows), np.uint8)
@@ -508,23 +520,23 @@ def scales_in_both_layouts(both, rng, rows, columns, block, sizes=None):
 
 
 def blocked_scales_of_quantise(both, x, **options):
-    """Written by quantize, and by its conversion."""
-    ours, theirs = both(fp8moe.quantize, x, **options, layout="blocked_128x4")
-    assert_same(ours, theirs)
-    assert_same(in_blocked(fp8moe.quantize(x, **options)), theirs)
+    """Blocked scales written by quantize equal its converted compact scales."""
+    expected, actual = both(fp8moe.quantize, x, **options, layout="blocked_128x4")
+    assert_same(expected, actual)
+    assert_same(in_blocked(fp8moe.quantize(x, **options)), actual)
 
 
 def blocked_scales_of_transposes(both, rng, sizes, columns, fmt, target):
-    """Written by the transpose, of rows of very different sizes, NaN and scales of NaN among them."""
+    """Blocked scales written by the transpose, with rows of very different magnitudes, NaN and NaN scales."""
     rows, offsets = (131, None) if sizes is None else (sum(sizes), np.cumsum([0, *sizes], dtype=np.int32))
     x = values(rng, (rows, columns), BF16, awkward=True)
     q = fp8moe.quantize(x, block=(1, 32), fmt=fmt)
     q.scales[rng.random(q.scales.shape) < 0.01] = 255
-    given = (q,) if offsets is None else (q, offsets)
+    arguments = (q,) if offsets is None else (q, offsets)
     options = {"target": target, "layout": "blocked_128x4"}
-    ours, theirs = both(lambda *a: fp8moe.scaling_aware_transpose(*a, **options), *given)
-    assert_same(ours, theirs)
-    assert_same(in_blocked(fp8moe.scaling_aware_transpose(*given, target=target), offsets), theirs)
+    expected, actual = both(lambda *a: fp8moe.scaling_aware_transpose(*a, **options), *arguments)
+    assert_same(expected, actual)
+    assert_same(in_blocked(fp8moe.scaling_aware_transpose(*arguments, target=target), offsets), actual)
 
 
 def blocked_scales_of_permute_transpose(both, rng, tokens, experts, columns, align_size):
@@ -532,25 +544,26 @@ def blocked_scales_of_permute_transpose(both, rng, tokens, experts, columns, ali
         rng.integers(-1, experts, (tokens, 2)).astype(np.int32), experts, align_size=align_size
     )
     q = fp8moe.quantize(values(rng, (tokens, columns), BF16, awkward=True), block=(1, 32))
-    ours, theirs = both(lambda q, p: fp8moe.permute_transpose(q, p, layout="blocked_128x4"), q, plan)
-    assert same_bits(ours.scales, theirs.scales)
-    used = plan.expert_offsets[-1]  # codes past it are unspecified
-    assert same_bits(ours.data[:, :used], theirs.data[:, :used])
+    expected, actual = both(lambda q, p: fp8moe.permute_transpose(q, p, layout="blocked_128x4"), q, plan)
+    assert same_bits(expected.scales, actual.scales)
+    used = plan.expert_offsets[-1]  # codes after it are undefined
+    assert same_bits(expected.data[:, :used], actual.data[:, :used])
 
 
 def blocked_scales_of_permute(both, rng, tokens, experts, columns, num_out_tokens=None):
-    """Written by permute, and by its conversion, rows that no token goes to among them."""
+    """Blocked scales written by permute equal its converted compact scales, including rows without a
+    token."""
     ids = rng.integers(-1, experts, (tokens, 2)).astype(np.int32)
     plan = fp8moe.plan_topk(ids, experts, align_size=128, num_out_tokens=num_out_tokens)
     q = fp8moe.quantize(values(rng, (tokens, columns), BF16), block=(1, 32))
     probs = rng.random((tokens, 2)).astype(np.float32)
-    ours, theirs = both(
+    expected, actual = both(
         lambda q, plan, probs: fp8moe.permute(q, plan, probs, layout="blocked_128x4"), q, plan, probs
     )
-    assert_same((ours.data, ours.probs), (theirs.data, theirs.probs))
+    assert_same((expected.data, expected.probs), (actual.data, actual.probs))
     compact = fp8moe.permute(q, plan, probs)
-    assert_same((in_blocked(compact.data), compact.probs), (ours.data, ours.probs))
-    assert_same(in_blocked(compact.data, plan.expert_offsets, align_size=128), ours.data)
+    assert_same((in_blocked(compact.data), compact.probs), (expected.data, expected.probs))
+    assert_same(in_blocked(compact.data, plan.expert_offsets, align_size=128), expected.data)
     call = both(lambda q, p: fp8moe.permute(q, p, fill_padding=False, layout="blocked_128x4").data, q, plan)
     there = fp8moe.permute(np.ones((tokens, 1), np.float32), plan).data[:, 0] == 1
     for filled in call:

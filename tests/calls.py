@@ -1,4 +1,4 @@
-"""A call of every public function that works, for tests that change one argument of it."""
+"""A valid call of every public function, for tests that change one of its arguments."""
 
 import numpy as np
 from cases import BF16
@@ -40,7 +40,7 @@ PERMUTED_LAYER = {
 }
 SAVED = fp8moe.moe_forward(**LAYER)[1]
 
-#: a call of every public function that works
+#: a valid call of every public function
 CALLS = {
     "plan_topk": {"topk_ids": IDS, "num_experts": E, "align_size": 16},
     "plan_routing_map": {"routing_map": np.ones((T, E), bool), "align_size": 16},

@@ -1,4 +1,4 @@
-"""One generator of inputs for all tests: routings, values with the awkward ones among them, oracles."""
+"""Random inputs for all tests: routings, values including special ones, oracles."""
 
 import os
 import secrets
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp8moe import Activation, QuantTensor
 from fp8moe.record_trees import arrays_in
 
-#: of the run: pytest prints it first, and the environment variable gives the same random values again
+#: seed of the run: pytest prints it, and the environment variable repeats the same random values
 SEED = int(os.environ.get("FP8MOE_TEST_SEED") or secrets.randbits(32))
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SIZES = (0, 1, 2, 127, 128, 129, 4096)
@@ -19,9 +19,9 @@ EXPERTS = (1, 3, 8, 64, 257)
 FLOAT8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 
-# What rounding to e4m3 leaves: steps of 1/8 to 1/16 of a value, whose errors have a standard deviation of
-# 1 / sqrt(12) of that, 0.026 of the value on average. y and each gradient come from at most five products of
-# two rounded operands, one after another: 0.026 * sqrt(10) = 0.08. Twice that is more than chance.
+# Error of rounding to e4m3: steps of 1/8 to 1/16 of a value, with a standard deviation of 1 / sqrt(12) of a
+# step, on average 0.026 of the value. y and each gradient are results of at most five successive products of
+# two rounded operands: 0.026 * sqrt(10) = 0.08. Twice that is a safe bound.
 FP8_NOISE = 0.16
 
 
@@ -49,12 +49,12 @@ def routings(draw, sizes=SIZES, experts=EXPERTS):
 
 
 def generator(repetition=0):
-    """Random numbers that are others in every run, and in every repetition of a test."""
+    """A random generator with different numbers in every run, and in every repetition of a test."""
     return np.random.default_rng((SEED, repetition) if repetition else SEED)
 
 
 def rows_by_expert(ids, num_experts):
-    """For each expert the (token, slot) entries in order: the whole meaning of a plan, by loops."""
+    """For each expert its (token, slot) entries in order: the definition of a plan, by loops."""
     lists = [[] for _ in range(num_experts)]
     for token, row in enumerate(ids.tolist()):
         for slot, expert in enumerate(row):
@@ -64,7 +64,7 @@ def rows_by_expert(ids, num_experts):
 
 
 def layout(ids, num_experts, align):
-    """[(row, token, slot, expert)] of every entry in a padded buffer, and the padded starts."""
+    """[(row, token, slot, expert)] of every entry in a padded buffer, and the padded expert offsets."""
     entries, start, starts = [], 0, [0]
     for expert, members in enumerate(rows_by_expert(ids, num_experts)):
         entries += [(start + i, t, s, expert) for i, (t, s) in enumerate(members)]
@@ -83,7 +83,7 @@ def mask_of(ids, num_experts):
 
 
 def unmask(mask):
-    """The expert ids of a mask, in ascending order, -1 after them."""
+    """Expert ids of a mask, in ascending order, followed by -1."""
     width = max(int(mask.sum(axis=1).max(initial=0)), 1)
     ids = np.full((len(mask), width), -1)
     for token in range(len(mask)):
@@ -93,20 +93,20 @@ def unmask(mask):
 
 
 def values(rng, shape, dtype=np.float32, awkward=False):
-    """Normal values over many magnitudes; ``awkward`` adds 0, -0, NaN, infinities and subnormals."""
+    """Normal values of many magnitudes; ``awkward`` adds 0, -0, NaN, infinities and subnormals."""
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-8, 9, shape))
     if awkward and x.size:
         special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-40, -1e-40, 3e38, 1e-30])
         where = rng.random(shape) < 0.02
         x = np.where(where, rng.choice(special, shape), x)
-        if x.ndim == 2:  # whole rows of zeros, and rows with nothing but a tiny value
+        if x.ndim == 2:  # whole rows of zeros, and rows with one tiny value
             x[rng.random(len(x)) < 0.1] = 0
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype)
 
 
 def poisoned(shape, dtype):
-    """An output buffer whose old content would be noticed: 0xA5 everywhere."""
+    """An output buffer filled with 0xA5, so that elements that are not written are detected."""
     out = np.empty(shape, dtype)
     out.reshape(-1).view(np.uint8)[:] = 0xA5
     return out
@@ -118,7 +118,7 @@ def same_bits(a, b):
 
 
 def to_float8(y, fmt):
-    """float64 -> codes by ml_dtypes, straight from float64: an encoder the library does not use."""
+    """float64 -> codes by ml_dtypes, directly from float64: an encoder independent of the library."""
     codes = np.clip(y, -MAX[fmt], MAX[fmt]).astype(FLOAT8[fmt]).view(np.uint8)
     return np.where(np.isnan(y), np.uint8(0x7F), codes)
 
@@ -127,20 +127,20 @@ def from_float8(codes, fmt):
     return codes.view(FLOAT8[fmt]).astype(np.float64)
 
 
-def assert_same(ours, theirs):
-    """Records of equal bits; codes of one may be bytes of the other."""
-    for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+def assert_same(expected, actual):
+    """Checks that records are bitwise equal; codes may be float8 in one and bytes in the other."""
+    for a, b in zip(arrays_in(expected), arrays_in(actual), strict=True):
         assert same_bits(a, b.view(a.dtype)), (a.shape, a.dtype)
 
 
-def assert_nearly_same(ours, theirs):
-    """A float32 sigmoid within 2^-20: a code in some 10^5 falls to the other side."""
-    for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+def assert_nearly_same(expected, actual):
+    """Allows for a float32 sigmoid with relative error 2^-20, which changes about one code in 10^5."""
+    for a, b in zip(arrays_in(expected), arrays_in(actual), strict=True):
         assert (a != b).mean() <= 1e-3
 
 
 def plan_with(plan, **arrays):
-    """A plan with other arrays in place of some of its own."""
+    """A plan with some of its arrays replaced."""
     changed = replace(plan, data=plan.data.copy())
     for name, array in arrays.items():
         part = getattr(changed, name)  # a view
@@ -173,7 +173,7 @@ def layer_inputs(seed, tokens=96, hidden=128, ffn=128, experts=4, k=2, dtype=BF1
 
 GPT_OSS = Activation(clamp=7.0, alpha=1.702, linear_offset=1.0)
 
-#: of experts whose rows begin at multiples of 128, or no experts
+#: offsets with experts at multiples of 128, or no experts
 TILE_OFFSETS = (None, np.array([0, 256, 256, 384], np.int32), np.array([128, 256, 512], np.int32))
 ACTIVATIONS = (
     Activation(),
@@ -187,9 +187,9 @@ ACTIVATIONS = (
 
 
 def random_rowwise(rng, rows, cols, fmt, width, spread):
-    """Any codes at all, NaN and infinities among them, under any power-of-two scales."""
+    """Random codes, including NaN and infinities, with random power-of-two scales."""
     codes = rng.integers(0, 256, (rows, cols), np.uint8)
-    if rng.random() < 0.7:  # mostly without NaN, which would set every block's scale to 1
+    if rng.random() < 0.7:  # NaN, which sets its block's scale to 1, only in 30 % of the cases
         codes[~np.isfinite(from_float8(codes, fmt))] = 0x80
     codes[rng.random(rows) < 0.15] = 0
     codes[:, rng.random(cols) < 0.1] = rng.choice([0x00, 0x80])

@@ -1,4 +1,4 @@
-"""Hypothesis settings, and the markers that need a GPU."""
+"""Hypothesis settings, seeds, and markers of tests that need GPUs."""
 
 import gc
 import importlib.util
@@ -16,10 +16,10 @@ settings.register_profile(
 settings.load_profile("fp8moe")
 
 
-# before `cases` reads it; workers that pytest starts have it from here
+# set before `cases` reads it, and inherited by pytest's worker processes
 os.environ.setdefault("FP8MOE_TEST_SEED", str(secrets.randbits(32)))
 
-# Inductor finds compiled code by the operators' names: an earlier version's results had other shapes.
+# Inductor caches compiled code by operator name; results of an earlier version could have other shapes
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="fp8moe-inductor-"))
 
 
@@ -32,7 +32,8 @@ SCHEDULES = int(os.environ.get("FP8MOE_SCHEDULES", 1))
 
 @pytest.fixture
 def schedule(request):
-    """Of a test of the kernels on a CPU: its number, of FP8MOE_SCHEDULES with other inputs and schedules."""
+    """For tests of kernels on the CPU: number of the repetition, of FP8MOE_SCHEDULES with other inputs and
+    schedules."""
     return request.param
 
 
@@ -44,7 +45,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def seeded(request):
-    """Every test begins with the run's seed, whichever ran before it."""
+    """Every test starts with the run's seed, independent of the tests before it."""
     import cases
 
     callspec = getattr(request.node, "callspec", None)
@@ -70,9 +71,9 @@ def _devices() -> int:
 
 @pytest.fixture(autouse=True)
 def no_garbage_collected_during_a_gpu_test(request):
-    """A JAX program or a torch graph that is destroyed while a stream is captured fails that capture, and all
-    that this process captures or draws afterwards: 125 tests of one run, where an earlier test's garbage was
-    collected in it."""
+    """Garbage collection of a JAX program or torch graph during stream capture makes that capture fail, and
+    all later captures and random number generation of the process: 125 tests of one run failed after garbage
+    of an earlier test was collected."""
     if not request.node.get_closest_marker("gpu"):
         yield
         return

@@ -1,4 +1,4 @@
-"""One rank of test_expert_parallel.py with CuPy alone: ``python cupy_nccl_rank.py RANK WORLD FILE``."""
+"""One rank of test_expert_parallel.py with CuPy only: ``python cupy_nccl_rank.py RANK WORLD FILE``."""
 
 import ast
 import sys
@@ -37,7 +37,7 @@ comm = Communicator(nccl.NcclCommunicator(WORLD, ast.literal_eval(FILE.read_text
 rng = np.random.default_rng(0)
 tokens, hidden, ffn, experts = 48, 256, 128, 2 * WORLD
 x, dy = (rng.standard_normal((tokens * WORLD, hidden)).astype(BF16) for _ in range(2))
-ids = rng.integers(-1, experts, (tokens * WORLD, 1))  # one expert a token: the same bits as on one GPU
+ids = rng.integers(-1, experts, (tokens * WORLD, 1))  # one expert per token, for the same bits as on one GPU
 probs = rng.random((tokens * WORLD, 1)).astype(np.float32)
 w13 = rng.standard_normal((experts, 2 * ffn, hidden)).astype(np.float32)
 w2 = rng.standard_normal((experts, hidden, ffn)).astype(np.float32)
@@ -45,8 +45,8 @@ own, local = slice(tokens * RANK, tokens * (RANK + 1)), slice(2 * RANK, 2 * RANK
 alone, kept = fp8moe.moe_forward(*map(put, (x, w13, w2, ids, probs)), recipe="fp8_flow")
 wanted = get(fp8moe.moe_backward(kept, put(dy)))
 for _ in range(3):
-    given = map(put, (x[own], w13[local], w2[local], ids[own], probs[own]))
-    y, saved = fp8moe.moe_forward(*given, recipe="fp8_flow", comm=comm)
+    arguments = map(put, (x[own], w13[local], w2[local], ids[own], probs[own]))
+    y, saved = fp8moe.moe_forward(*arguments, recipe="fp8_flow", comm=comm)
     grads = get(fp8moe.moe_backward(saved, put(dy[own]), comm=comm))
     assert_same(get(alone)[own], get(y))
     assert_same(wanted.dx[own], grads.dx)

@@ -1,5 +1,5 @@
-"""One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE,.. RANK WORLD FILE DEVICE``;
-CASE/peer: by writing into each other's memory."""
+"""One rank of test_expert_parallel.py: ``python expert_parallel_rank.py CASE,.. RANK WORLD FILE DEVICE``.
+CASE/peer: with writes to peer memory."""
 
 import copy
 import datetime
@@ -35,12 +35,12 @@ from fp8moe.expert_parallel import Capacity
 from fp8moe.record_trees import arrays_in, map_arrays
 
 CASE, RANK, WORLD, FILE, DEVICE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-H, F, E = 512, 128, 2 * WORLD  # H: quantised straight into messages from 512 on
+H, F, E = 512, 128, 2 * WORLD  # from H = 512 on, rows are quantised directly into messages
 RECIPES = [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", None), ("bf16", None)]
 
 
 def put(value):
-    """To this rank's device, as torch's tensors."""
+    """Copies to this rank's device as a torch tensor."""
 
     def one(_, a):
         if a.dtype == BF16:
@@ -59,7 +59,7 @@ def get(value):
 
 
 def problem(counts, k, ids_of, seed=0):
-    """All ranks' tokens, the same on every rank; a rank's own are a slice."""
+    """All ranks' tokens, the same on every rank; a rank's own tokens are a slice."""
     rng = np.random.default_rng(seed)
     tokens = sum(counts)
     x, dy = (rng.standard_normal((tokens, H)).astype(np.float32).astype(BF16) for _ in range(2))
@@ -86,7 +86,7 @@ def not_to_expert_1(rng, tokens, k):
 
 
 COUNTS = [21, 9, 30, 4][:WORLD]
-NONE_HERE = [0, 17, 5, 8][:WORLD]  # a rank without tokens
+NONE_HERE = [0, 17, 5, 8][:WORLD]  # one rank without tokens
 ROUTINGS = [
     (COUNTS, 1, anywhere),
     (COUNTS, 3, anywhere),
@@ -110,8 +110,8 @@ def layer(comm, counts, k, ids_of, recipe, recompute, seed):
     keywords = {"recipe": recipe, "recompute": recompute, "activation": Activation(clamp=3.0)}
     own_experts = slice(2 * RANK, 2 * RANK + 2)
     with fp8moe.trace() as counted:
-        given = map(put, (x[own], w13[own_experts], w2[own_experts], ids[own], probs[own]))
-        y, saved = fp8moe.moe_forward(*given, **keywords, comm=comm)
+        arguments = map(put, (x[own], w13[own_experts], w2[own_experts], ids[own], probs[own]))
+        y, saved = fp8moe.moe_forward(*arguments, **keywords, comm=comm)
         grads = get(fp8moe.moe_backward(saved, put(dy[own]), comm=comm))
     if recipe == "fp8_flow":
         assert counted.casts == 2
@@ -126,7 +126,7 @@ def layer(comm, counts, k, ids_of, recipe, recompute, seed):
     wanted = fp8moe.moe_backward(kept, dy if DEVICE == "cpu" else put(dy))
     if DEVICE != "cpu":
         alone, wanted = get(alone), get(wanted)
-    # the same rows in the same order at each expert: the same bits
+    # the same rows in the same order for each expert, so results are bitwise equal
     for name, a, b in (
         ("dw13", grads.dw13, wanted.dw13[own_experts]),
         ("dw2", grads.dw2, wanted.dw2[own_experts]),
@@ -137,15 +137,15 @@ def layer(comm, counts, k, ids_of, recipe, recompute, seed):
         if k == 1:
             assert same_bits(a, b), (name, recipe, RANK)
             continue
-        # each rank's sum is rounded once more, to bfloat16: half of 2^-7 of it, for at most k ranks whose
-        # sums are no larger than the largest row's
+        # each rank's sum is rounded once more, to bfloat16: an error of at most half of 2^-7 of it, for at
+        # most k ranks, whose sums are at most the largest row's
         far = np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0)
         assert far <= k * 2.0**-8 * 2 * max(np.abs(b.astype(np.float64)).max(initial=0), 1e-30), (name, far)
 
 
 def bounded(comm):
-    """With a capacity that is never too few, the same bits; with one that is, those of the routing without
-    what finds no room, which is counted."""
+    """A sufficient capacity gives bitwise equal results; an insufficient one gives the results of the routing
+    without the dropped entries, which are counted."""
     enough = ProcessGroup(capacity=Capacity(max(COUNTS)))
     for number, (counts, k, ids_of) in enumerate(ROUTINGS):
         for recipe, recompute in RECIPES if number == 1 else RECIPES[:1]:
@@ -163,32 +163,32 @@ def bounded(comm):
         x, dy, ids, probs, w13, w2, own = problem(COUNTS, 3, anywhere, number)
         if recipe == "bf16":
             w13, w2 = w13.astype(BF16), w2.astype(BF16)
-        here = slice(2 * RANK, 2 * RANK + 2)
+        own_experts = slice(2 * RANK, 2 * RANK + 2)
         align = 1 if recipe == "bf16" else 128
         fitting, rows_lost, entries_lost = with_room(ids, capacity, align)
         actual, few = [], ProcessGroup(capacity=capacity)
-        for way, chosen in ((few, ids), (comm, fitting)):
-            given = map(put, (x[own], w13[here], w2[here], chosen[own], probs[own]))
-            y, saved = fp8moe.moe_forward(*given, recipe=recipe, recompute=recompute, comm=way)
-            actual.append([y, *arrays_in(fp8moe.moe_backward(saved, put(dy[own]), comm=way))])
-            if way is few:
-                ((rows_told, entries_told),) = expert_parallel.overflow(saved)
-                told = [int(rows_told), int(entries_told)]
+        for transport, routed in ((few, ids), (comm, fitting)):
+            arguments = map(put, (x[own], w13[own_experts], w2[own_experts], routed[own], probs[own]))
+            y, saved = fp8moe.moe_forward(*arguments, recipe=recipe, recompute=recompute, comm=transport)
+            actual.append([y, *arrays_in(fp8moe.moe_backward(saved, put(dy[own]), comm=transport))])
+            if transport is few:
+                ((rows, entries),) = expert_parallel.overflow(saved)
+                overflow_counts = [int(rows), int(entries)]
         for a, b in zip(*map(get, (tuple(f) for f in actual)), strict=True):
             assert same_bits(a, b), (capacity, RANK)
-        assert told == [rows_lost[RANK], entries_lost[RANK]]
-        assert few.overflow(reset=True).tolist() == told
+        assert overflow_counts == [rows_lost[RANK], entries_lost[RANK]]
+        assert few.overflow(reset=True).tolist() == overflow_counts
         assert few.overflow().tolist() == [0, 0]
         lost += sum(rows_lost) * sum(entries_lost)
     assert lost > 0
     fitting, rows_lost, entries_lost = with_room(ids, Capacity(11, 9), 16)
     results = []
-    for way, chosen in ((ProcessGroup(capacity=Capacity(11, 9)), ids), (comm, fitting)):
-        leaves = [put(a).requires_grad_() for a in (x[own], w13[here], w2[here], probs[own])]
-        y = moe_experts(*leaves[:3], put(chosen[own]), leaves[3], **BF, comm=way)
+    for transport, routed in ((ProcessGroup(capacity=Capacity(11, 9)), ids), (comm, fitting)):
+        leaves = [put(a).requires_grad_() for a in (x[own], w13[own_experts], w2[own_experts], probs[own])]
+        y = moe_experts(*leaves[:3], put(routed[own]), leaves[3], **BF, comm=transport)
         results.append((y, *torch.autograd.grad(y, leaves, put(dy[own]))))
-        if chosen is ids:
-            assert way.overflow().tolist() == [rows_lost[RANK], entries_lost[RANK]]
+        if routed is ids:
+            assert transport.overflow().tolist() == [rows_lost[RANK], entries_lost[RANK]]
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
     module, same = seeded(process_group=few), torch.ones(30, H, device=DEVICE)
@@ -196,19 +196,19 @@ def bounded(comm):
     with torch.no_grad():
         some_lost = module(same)
         assert torch.equal(twin(same), some_lost)
-    assert len(some_lost.unique(dim=0)) > 1  # all would be the same, had the twin's and this none lost
+    assert len(some_lost.unique(dim=0)) > 1  # if nothing were dropped, all rows would be equal
     if WORLD > 1:
-        given = x[own], w13[here], w2[here], ids[own], probs[own]
+        arguments = x[own], w13[own_experts], w2[own_experts], ids[own], probs[own]
         few = ProcessGroup(capacity=Capacity(7 + RANK))
         with pytest.raises(ValueError, match=r"capacity.rows: rank .*nothing was sent"):
-            fp8moe.moe_forward(*map(put, given), **BF, comm=few)
+            fp8moe.moe_forward(*map(put, arguments), **BF, comm=few)
     with pytest.raises(TypeError, match=r"capacity: got int; wanted an fp8moe.*Capacity"):
         ProcessGroup(capacity=7)
     with pytest.raises(ValueError, match="rows: got 0"):
         Capacity(0)
     with pytest.raises(TypeError, match="saved: got Saved; wanted what moe_forward returned, with a"):
         expert_parallel.overflow(fp8moe.moe_forward(*map(put, (x, w13, w2, ids, probs)), **BF)[1])
-    with pytest.raises(RuntimeError, match="overflow: got no forward with a capacity"):
+    with pytest.raises(RuntimeError, match="overflow: got no forward with a capacity so far"):
         comm.overflow()
 
 
@@ -216,8 +216,8 @@ BF = {"recipe": "bf16"}
 
 
 def with_room(ids, capacity, align):
-    """Expert ids of all tokens, -1 where there is no room, and how many rows each rank did not send and
-    entries had no room for, by loops."""
+    """Expert ids of all tokens, -1 for dropped entries, and the number of rows that each rank did not send
+    and of entries that were dropped, by loops."""
     ids, rows_lost, entries_lost = ids.copy(), [0] * WORLD, [0] * WORLD
     for source in range(WORLD):
         start = sum(COUNTS[:source])
@@ -245,21 +245,22 @@ def with_room(ids, capacity, align):
 
 
 def chunks(comm):
-    """Tokens in chunks: the bits of one chunk, but for the weights' gradients, which are sums over chunks."""
+    """Tokens in chunks: bitwise equal to one chunk, except the weight gradients, which are sums over
+    chunks."""
     for number, (counts, k, ids_of) in enumerate(ROUTINGS):
         for recipe, recompute in RECIPES if number == 1 else RECIPES[:1]:
             x, dy, ids, probs, w13, w2, own = problem(counts, k, ids_of, number)
             if recipe == "bf16":
                 w13, w2 = w13.astype(BF16), w2.astype(BF16)
-            here, keywords = slice(2 * RANK, 2 * RANK + 2), {"recipe": recipe, "recompute": recompute}
-            given = [put(a) for a in (x[own], w13[here], w2[here], ids[own], probs[own])]
+            own_experts, keywords = slice(2 * RANK, 2 * RANK + 2), {"recipe": recipe, "recompute": recompute}
+            arguments = [put(a) for a in (x[own], w13[own_experts], w2[own_experts], ids[own], probs[own])]
             dy = put(dy[own])
-            y, saved = fp8moe.moe_forward(*given, **keywords, comm=comm)
+            y, saved = fp8moe.moe_forward(*arguments, **keywords, comm=comm)
             wanted = y, *arrays_in(fp8moe.moe_backward(saved, dy, comm=comm))
-            for way in in_chunks(comm, 2), in_chunks(comm, 3):
+            for transport in in_chunks(comm, 2), in_chunks(comm, 3):
                 with fp8moe.trace() as counted:
-                    y, saved = fp8moe.moe_forward(*given, **keywords, comm=way)
-                    grads = fp8moe.moe_backward(saved, dy, comm=way)
+                    y, saved = fp8moe.moe_forward(*arguments, **keywords, comm=transport)
+                    grads = fp8moe.moe_backward(saved, dy, comm=transport)
                 assert counted.saved_bytes == saved.nbytes
                 assert counted.weight_casts == (0 if recipe == "bf16" else 2)
                 actual = y, *arrays_in(grads)
@@ -268,20 +269,20 @@ def chunks(comm):
                         assert same_bits(a, b), (n, recipe, RANK)
                         continue
                     assert a.dtype == b.dtype
-                    # float32 sums in another order, and codes whose tiles have another largest value: those
-                    # below 2^-15 of it move by 2^-19 of it. The tensor cores keep 14 bits; a BLAS may sum a
-                    # row in another order, before it is rounded to bfloat16
+                    # float32 sums in another order, and codes of tiles with another largest value: values
+                    # below 2^-15 of it change by 2^-19 of it. The tensor cores keep 14 bits; a BLAS may sum a
+                    # row in another order before it rounds to bfloat16
                     bound = 2.0**-7 if recipe == "bf16" else 2.0**-11 if DEVICE == "cuda" else 2.0**-14
                     assert relative(a.astype(np.float64), b.astype(np.float64)) <= bound, (n, recipe, RANK)
-                of_inputs, operands = fp8moe.moe_backward_input(saved, dy, comm=way)
+                of_inputs, operands = fp8moe.moe_backward_input(saved, dy, comm=transport)
                 halves = *arrays_in(of_inputs), *arrays_in(fp8moe.moe_backward_weight(operands))
                 for a, b in zip(*map(get, (halves, actual[1:])), strict=True):
                     assert same_bits(a, b)
-                only = fp8moe.moe_backward(saved, dy, comm=way, gradients=("dw2",))
+                only = fp8moe.moe_backward(saved, dy, comm=transport, gradients=("dw2",))
                 assert only.dx is only.dw13 is None
                 assert same_bits(get(only.dw2), get(grads.dw2))
     with pytest.raises(ValueError, match="dtype: got 'bfloat16' with overlap_chunks"):
-        fp8moe.moe_backward(saved, dy, comm=way, dtype="bfloat16")
+        fp8moe.moe_backward(saved, dy, comm=transport, dtype="bfloat16")
     with pytest.raises(ValueError, match="dtype: got 'bfloat16' with overlap_chunks"):
         fp8moe.moe_backward_weight(operands, dtype="bfloat16")
     in_a_module()
@@ -309,10 +310,10 @@ def in_a_module():
             results.append([y, x.grad, *(whole(p.grad).float() for p in twin.parameters())])
             assert twin.w13.grad.dtype == torch.bfloat16
         for a, b in zip(*results, strict=True):
-            assert (a - b).norm() <= 2.0**-7 * b.norm()  # as above, and rounded to bfloat16
+            assert (a - b).norm() <= 2.0**-7 * b.norm()  # as above, with a rounding to bfloat16
     with pytest.raises(ValueError, match=r"overlap_chunks: got 2 without a process_group"):
         seeded(overlap_chunks=2)
-    with pytest.raises(ValueError, match=r"overlap_chunks: got 2 beside a ProcessGroup"):
+    with pytest.raises(ValueError, match=r"overlap_chunks: got 2 with a ProcessGroup"):
         seeded(process_group=ProcessGroup(), overlap_chunks=2)
     layer = pickle.loads(pickle.dumps(seeded(process_group=group, overlap_chunks=2)))
     layer.collect_stats = True
@@ -324,7 +325,7 @@ def in_a_module():
 
 
 def captured(comm):
-    """A training step with a capacity, of any routing in one CUDA graph, and nothing waits for the host."""
+    """A training step with a capacity in one CUDA graph, for any routing, without synchronisation."""
     for recipe, number in (("fp8_flow", 1), ("fp8_blockwise", 1), ("fp8_flow", 2)):
         bounded = ProcessGroup(capacity=Capacity(64), overlap_chunks=number)
         torch.manual_seed(3)
@@ -374,7 +375,7 @@ def captured(comm):
     few.overflow(reset=True)
     graph.replay()
     graph.replay()
-    assert few.overflow().tolist() == [2 * (64 - 16), 0]  # a row a token, of a world of one
+    assert few.overflow().tolist() == [2 * (64 - 16), 0]  # one row per token, in a world of one rank
 
 
 def capture(action):
@@ -390,12 +391,16 @@ def capture(action):
 
 
 def rows(comm):
-    """What arrives, row by row; a result that is waited for later; FP8 on the way back; bytes."""
+    """Received rows; a result that is waited for later; FP8 in combine; sent bytes."""
     x, _, ids, probs, _, _, own = problem(COUNTS, 3, anywhere, 7)
     q = fp8moe.quantize(x)
-    given = put(fp8moe.QuantTensor(q.data[own].copy(), q.scales[own].copy())), put(ids[own]), put(probs[own])
-    pending = expert_parallel.dispatch(*given, E, comm, async_op=True)
-    beside = put(x).float().sum()  # launched while rows travel
+    arguments = (
+        put(fp8moe.QuantTensor(q.data[own].copy(), q.scales[own].copy())),
+        put(ids[own]),
+        put(probs[own]),
+    )
+    pending = expert_parallel.dispatch(*arguments, E, comm, async_op=True)
+    beside = put(x).float().sum()  # launched during the exchange
     arrived = pending.wait()
     assert pending.wait() is arrived
     assert torch.isfinite(beside)
@@ -413,8 +418,8 @@ def rows(comm):
     ranks = [len({i // 2 for i in row if i >= 0}) for row in ids[own]]
     np.testing.assert_array_equal(back, expected(x[own], ranks))
     in_fp8 = get(expert_parallel.combine(y, arrived.route, comm, fmt="e4m3")).astype(np.float64)
-    # a code is within 2^-4 of its value, or of the smallest normal one, 2^-15 of its block's largest; then
-    # bfloat16
+    # the error of a code is at most 2^-4 of its value, or of the smallest normal one, 2^-15 of its block's
+    # largest; then a rounding to bfloat16
     assert (np.abs(in_fp8 - back) <= 2.0**-4 * np.abs(back) + 2.0**-13 * 8 * max(ranks, default=0)).all()
 
     wide = np.random.default_rng(1).standard_normal((16, 7168)).astype(BF16)
@@ -428,7 +433,7 @@ def rows(comm):
 
 
 def expected(x, ranks):
-    """The same row from each of a token's ranks: a sum in float32, rounded to bfloat16."""
+    """The same row from each of a token's ranks, summed in float32 and rounded to bfloat16."""
     total = x.astype(np.float32) * np.array(ranks, np.float32)[:, None]
     return total.astype(BF16).astype(np.float64)
 
@@ -451,12 +456,12 @@ def refusals(comm):
     no_group = types.SimpleNamespace(rank=RANK, world_size=WORLD, counts=print, exchange=print)
     with pytest.raises(TypeError, match="process_group: got SimpleNamespace without an attribute `group`"):
         FP8FlowMoE(H, F, E, 2, process_group=no_group)
-    again = expert_parallel.dispatch(x, ids, probs, E, comm)  # and all goes on
+    again = expert_parallel.dispatch(x, ids, probs, E, comm)  # a failed exchange does not affect the next one
     assert len(again.x) == (4 * WORLD if RANK == 0 else 0)
 
 
 def module(comm):
-    """The torch module, against one that holds all experts."""
+    """The torch module compared with one that has all experts."""
     group = dist.group.WORLD if type(comm) is ProcessGroup else comm
     for recipe in ("fp8_flow", "bf16"):
         torch.manual_seed(3)
@@ -487,7 +492,7 @@ def seeded(recipe="fp8_flow", **options):
 
 
 def stepped(layer):
-    """A layer and its optimizer after two steps along gradients that follow from the weights."""
+    """A layer and its optimizer after two steps with gradients computed from the weights."""
     optimizer = torch.optim.AdamW(torch_sharding.param_groups(layer.parameters()), lr=0.1, fused=True)
     for _ in range(2):
         for p in layer.parameters():
@@ -501,7 +506,7 @@ def whole(value):
 
 
 def same_state(layer, optimizer):
-    """As one process has it."""
+    """Checks for the state of a single process."""
     alone, wanted = stepped(seeded())
     for p, q in zip(layer.parameters(), alone.parameters(), strict=True):
         assert torch.equal(whole(p.detach()), q.detach())
@@ -510,13 +515,13 @@ def same_state(layer, optimizer):
 
 
 def meshes():
-    """Both ranks' kinds: along "dp" copies of the experts, along "ep" their shards."""
+    """Meshes of the ranks: experts are replicated along "dp" and sharded along "ep"."""
     mesh = init_device_mesh(DEVICE, (WORLD // 2, 2), mesh_dim_names=("dp", "ep"))
     return mesh, mesh["dp", "ep"]._flatten("all")
 
 
 def saved(comm):
-    """torch.distributed.checkpoint of the experts' weights and of their optimizer's state."""
+    """Saves the experts' weights and the optimizer's state with torch.distributed.checkpoint."""
     group = dist.group.WORLD if WORLD == 4 else meshes()[0]["ep"]
     layer, optimizer = stepped(seeded(process_group=group))
     same_state(layer, optimizer)
@@ -525,7 +530,7 @@ def saved(comm):
 
 
 def loaded(comm):
-    """By another number of ranks, with `fully_shard` over a second dimension of the mesh."""
+    """Loads them on another number of ranks, with `fully_shard` over a second dimension of the mesh."""
     layer = seeded(process_group=dist.group.WORLD)
     with torch.no_grad():
         layer.w13.zero_()
@@ -542,7 +547,8 @@ def restored(layer, folder):
 
 
 def composed(comm):
-    """Expert parallelism by `fully_shard`: forward, backward, norm, checkpoint as one process's."""
+    """Expert parallelism with `fully_shard`: forward, backward, norm and checkpoint equal those of one
+    process."""
     mesh, everybody = meshes()
     alone, layer = seeded(), seeded(process_group=mesh["ep"])
     fully_shard(layer.router, mesh=everybody)
@@ -550,16 +556,16 @@ def composed(comm):
     x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
     starts = [sum(COUNTS[:r]) for r in range(WORLD + 1)]
     own = slice(*starts[RANK : RANK + 2])
-    for copies in range(0, WORLD, 2):  # an expert's rows in tiles as there
+    for copies in range(0, WORLD, 2):  # an expert's rows form the same tiles as there
         rows = slice(starts[copies], starts[copies + 2])
         alone(x[rows]).backward(dy[rows])
-    for _ in range(2):  # of two micro-batches
+    for _ in range(2):  # two micro-batches
         layer(x[own]).backward(dy[own] / 2)
     for (name, p), q in zip(layer.named_parameters(), alone.parameters(), strict=True):
-        # the mean over the copies of a parameter, of which the tokens are apart
+        # the mean over the replicas of a parameter, which have different tokens
         copies = WORLD if name == "router.weight" else WORLD // 2
         far = (whole(p.grad) * copies - q.grad).abs().max()
-        # rows of a token are summed by rank, so that y and the router's gradient round in another order
+        # a token's rows are summed by rank, so y and the router's gradient are rounded in another order
         assert far <= (2.0**-6 if name == "router.weight" else 2.0**-20) * q.grad.abs().max(), (name, far)
         p.grad = torch.sin(p.detach())
         q.grad = torch.sin(q.detach())
@@ -576,7 +582,7 @@ def composed(comm):
 
 
 def copied(comm):
-    """An average of weights copies the layer; a copy exchanges rows with the same ranks. Pickles, too."""
+    """Weight averaging copies the layer; the copy uses the same ranks. Pickling works too."""
     layer = seeded(process_group=dist.group.WORLD)
     x = torch.randn(COUNTS[RANK], H, device=DEVICE)
     y = layer(x)
@@ -604,7 +610,7 @@ def copied(comm):
 
 
 def data_parallel(comm):
-    """torch's DistributedDataParallel: gradients are the ranks' mean, also of several micro-batches."""
+    """torch's DistributedDataParallel: gradients are the mean over ranks, also with several micro-batches."""
     layer, alone = seeded(), seeded()
     parallel = torch.nn.parallel.DistributedDataParallel(layer)
     x, dy = torch.randn(2, WORLD, 2, 24, H, device=DEVICE)
@@ -619,12 +625,12 @@ def data_parallel(comm):
     parallel(x[RANK, 1]).backward(dy[RANK, 1])
     for p, *grads in zip(layer.parameters(), *wanted, strict=True):
         mean = sum(g / WORLD for g in grads)
-        # WORLD float32 numbers, added in another order
+        # a sum of WORLD float32 numbers in another order
         assert (p.grad - mean).abs().max() <= WORLD * 2.0**-23 * mean.abs().max()
 
 
 def in_turn(comm):
-    """Two exchanges on their way, one after the other; no third; and what finds no room goes by NCCL."""
+    """Two exchanges may be pending, a third is an error, and exchanges that exceed the window use NCCL."""
     x, ids = put(np.full((64, H), RANK + 1.0).astype(BF16)), put(np.arange(128).reshape(64, 2) % E)
     probs = put(np.ones((64, 2), np.float32))
     for _ in range(3):
@@ -645,13 +651,13 @@ def lost(comm):
     x, ids, probs = put(np.ones((4, H)).astype(BF16)), put(np.zeros((4, 2), np.int32)), put(np.ones((4, 2)))
     expert_parallel.dispatch(x, ids, probs, E, comm)
     if DEVICE == "cuda":
-        torch.cuda.synchronize()  # what it sent last has arrived
+        torch.cuda.synchronize()  # its last rows have been received
     if RANK != 1:
         with pytest.raises(RankLost, match="lost rank 1, seen by rank") as error:
             expert_parallel.dispatch(x, ids, probs, E, comm)
         assert error.value.ranks == [1]
     print("right", flush=True)
-    os._exit(0)  # the group is broken: nothing to take down
+    os._exit(0)  # the group is broken and cannot be destroyed
 
 
 if DEVICE == "cuda":
@@ -688,4 +694,4 @@ for case in CASE.split(","):
         cases[case](ProcessGroup())
 dist.destroy_process_group()
 print("right", flush=True)
-os._exit(0)  # one run in some fifty aborted at Python's exit, on a thread of gloo's that was not joined
+os._exit(0)  # about one run in fifty aborted at Python's exit, in a gloo thread that was not joined

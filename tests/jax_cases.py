@@ -1,4 +1,4 @@
-"""Operations and their arguments, of the tests of the JAX adapter on the CPU and on CUDA."""
+"""Operations and their arguments for the tests of the JAX adapter on the CPU and on CUDA."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ import fp8moe
 from fp8moe import Activation
 
 jax = pytest.importorskip("jax")
-jax.config.update("jax_default_device", jax.devices("cpu")[0])  # where there is a GPU: test_jax_cuda.py
+# also on machines with a GPU, which test_jax_cuda.py tests
+jax.config.update("jax_default_device", jax.devices("cpu")[0])
 jnp = jax.numpy
 jax_ops = pytest.importorskip("fp8moe.adapters.jax_ops")
 
@@ -76,7 +77,7 @@ def weights(dtype=np.float32):
 
 
 def in_float8(x, offsets):
-    """Codes as JAX's own float8 array, in and on."""
+    """Codes as JAX's float8 array, as argument and as result."""
     q = jax_ops.quantize(x)
     codes = fp8moe.QuantTensor(jax.lax.bitcast_convert_type(q.data, jnp.float8_e4m3fn), q.scales)
     return jax_ops.dequantize(codes), jax_ops.scaling_aware_transpose(codes, offsets)

@@ -1,4 +1,4 @@
-"""The layer on several JAX devices against the layer on one: ``python jax_devices.py DEVICES``."""
+"""The layer on several JAX devices compared with one device: ``python jax_devices.py DEVICES``."""
 
 import functools
 import sys
@@ -41,7 +41,7 @@ def problem(ids, recipe):
 
 
 def step(ffn, **options):
-    """(y, gradients for x, w13, w2 and probs) of a layer."""
+    """(y, gradients of x, w13, w2 and probs) of a layer."""
 
     def run(x, w13, w2, probs, ids, dy):
         layer = functools.partial(ffn, topk_ids=ids, **options)
@@ -51,50 +51,50 @@ def step(ffn, **options):
     return run
 
 
-def on_all(given, **options):
+def on_all(arguments, **options):
     run = step(jax_expert_parallel.moe_ffn, axis_name="ep", **options)
     shards = {"mesh": MESH, "in_specs": (P("ep"),) * 6, "out_specs": P("ep"), "check_vma": False}
-    return [np.asarray(a) for a in jax.jit(jax.shard_map(run, **shards))(*given)]
+    return [np.asarray(a) for a in jax.jit(jax.shard_map(run, **shards))(*arguments)]
 
 
-def on_one(given, **options):
-    return [np.asarray(a) for a in jax.jit(step(jax_ops.moe_ffn, **options))(*given)]
+def on_one(arguments, **options):
+    return [np.asarray(a) for a in jax.jit(step(jax_ops.moe_ffn, **options))(*arguments)]
 
 
 def same_as_one(k, ids, recipe, recompute=None, transposed=False):
-    given, options = (
+    arguments, options = (
         problem(ids, recipe),
         {"recipe": recipe, "recompute": recompute, "activation": Activation(clamp=3.0)},
     )
     if transposed:
-        x, w13, w2, *rest = given
-        given = x, *(np.ascontiguousarray(w.swapaxes(1, 2)) for w in (w13, w2)), *rest
+        x, w13, w2, *rest = arguments
+        arguments = x, *(np.ascontiguousarray(w.swapaxes(1, 2)) for w in (w13, w2)), *rest
         options["transposed"] = True
-    results, wanted = on_all(given, **options), on_one(given, **options)
+    results, wanted = on_all(arguments, **options), on_one(arguments, **options)
     for name, a, b in zip(("y", "dx", "dw13", "dw2", "dprobs"), results, wanted, strict=True):
         if k == 1 or name.startswith(("dw", "dp")):
             assert same_bits(a, b), (name, recipe, k)
             continue
-        # each device's sum is rounded once more, to bfloat16: half of 2^-7 of it, for at most k devices whose
-        # sums are no larger than the largest row's
+        # each device's sum is rounded once more, to bfloat16: an error of at most half of 2^-7 of it, for at
+        # most k devices, whose sums are at most the largest row's
         far = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
         assert far <= k * 2.0**-8 * 2 * np.abs(b.astype(np.float64)).max(), (name, far)
 
 
 def left_out():
-    """Rows past the capacity: as if their ids were negative."""
+    """Rows beyond the capacity are dropped as if their ids were negative."""
     ids = to_one_device(2)
-    given = problem(ids, "fp8_flow")
-    results = on_all(given, recipe="fp8_flow", capacity=5)
+    arguments = problem(ids, "fp8_flow")
+    results = on_all(arguments, recipe="fp8_flow", capacity=5)
     kept = np.where((np.arange(COUNT * T) % T < 5)[:, None], ids, -1).astype(np.int32)
-    wanted = on_all((*given[:4], kept, given[5]), recipe="fp8_flow")
+    wanted = on_all((*arguments[:4], kept, arguments[5]), recipe="fp8_flow")
     for a, b in zip(results, wanted, strict=True):
         assert same_bits(a, b)
 
 
 def own_tokens_of_each(align):
-    """Transformer Engine's names where XLA spreads tokens over devices: each moves its own, counts and
-    paddings are those of all, and gradients are those of what was moved."""
+    """Transformer Engine's functions with tokens sharded over devices: each device permutes its own tokens,
+    counts and padding are those of all devices, and gradients are those of the permuted rows."""
     k, size = 2, 16
     mask = np.zeros((COUNT * T, E), bool)
     np.put_along_axis(mask, np.argsort(RNG.random(mask.shape), axis=1)[:, :k], True, axis=1)
@@ -103,12 +103,14 @@ def own_tokens_of_each(align):
     counts = mask.sum(0)
     padded = -(-counts // (align or 1)) * (align or 1)
     pads = np.cumsum(padded - counts) - (padded - counts)
-    asked = COUNT * T * k if align is None else COUNT * (T * k + E * align)
-    share = (asked if align is None else (asked + E * (align - 1)) // align * align) // COUNT
+    num_out_tokens = COUNT * T * k if align is None else COUNT * (T * k + E * align)
+    share = (
+        num_out_tokens if align is None else (num_out_tokens + E * (align - 1)) // align * align
+    ) // COUNT
     spread = [jax.device_put(a, jax.NamedSharding(MESH, P("ep"))) for a in (x, mask, probs, dy)]
 
     def run(x, mask, probs):
-        rows, moved, row_map, pads, total = te.token_dispatch(x, mask, asked, probs, align)
+        rows, moved, row_map, pads, total = te.token_dispatch(x, mask, num_out_tokens, probs, align)
         y = te.token_combine(rows * moved[:, None], row_map, None, pads)
         return rows, moved, total, y
 
@@ -127,7 +129,7 @@ def own_tokens_of_each(align):
                 if mask[t, e]:
                     wanted_rows[at + pads[e]], wanted_moved[at + pads[e]] = x[t], probs[t, e]
                     at += 1
-    # small integers: every sum is exact
+    # small integers, whose sums are exact
     np.testing.assert_array_equal(rows, wanted_rows)
     np.testing.assert_array_equal(moved, wanted_moved)
     weights = np.where(mask, probs, 0).sum(1, keepdims=True)

@@ -1,4 +1,5 @@
-"""Programs that XLA divides over four devices: refused by name, or each its own tokens, by token_sharding."""
+"""Programs that XLA partitions over four devices: rejected, or with token_sharding each device computes its
+own tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +36,23 @@ def step(x, wi, wo, ids, probs, dy, **options):
     return y, *back(dy)
 
 
-# Weights are spread over both axes, as fully sharded ones are; tokens over the one, or over both.
+# weights are sharded over both axes, as with full sharding; tokens over one axis or over both
 weights = tuple(put(w, None, "data", "model") for w in wi), put(wo, "model", "data")
 message = (
-    "got a program that XLA divides over 4 devices; wanted the arrays of one device, since XLA would do the "
-    "whole call on each; call it inside jax.shard_map over all axes of the mesh, or pass token_sharding to "
-    "jax_ops.moe_ffn"
+    "got a program that XLA partitions over 4 devices; wanted arrays of one device, because XLA would run "
+    "the whole call on each; call it inside jax.shard_map over all axes of the mesh, or pass token_sharding "
+    "to jax_ops.moe_ffn"
 )
 sharded = put(x, "data"), *weights, put(ids, "data"), put(probs, "data"), put(dy, "data")
 with pytest.raises(ValueError, match=f"quantize_weights: {message}"):
     jax.jit(step)(*sharded)
 with pytest.raises(ValueError, match=f"quantize: {message}"):
     jax.jit(lambda x: jax_ops.quantize(x.reshape(-1, H)))(put(x, "data"))
-# inside a shard_map that leaves an axis to XLA, too
+# also inside a shard_map with an axis that is left to XLA
 some = jax.shard_map(
     jax_ops.quantize, mesh=MESH, in_specs=P(), out_specs=P(), axis_names={"model"}, check_vma=False
 )
-with pytest.raises(ValueError, match="quantize: got a program that XLA divides over 2 devices"):
+with pytest.raises(ValueError, match="quantize: got a program that XLA partitions over 2 devices"):
     jax.jit(some)(put(x.reshape(-1, H), "data"))
 
 alone = [
@@ -66,11 +67,11 @@ for name, result, parts in (("y", y, 0), ("dx", dx, 1), ("dprobs", dprobs, 4)):
     assert same_bits(np.asarray(result), np.concatenate([part[parts] for part in alone])), name
     assert result.sharding.spec[0] == "data", (name, result.sharding)
 for result, first, second in zip((*dwi, dwo), *((*part[2], part[3]) for part in alone), strict=True):
-    # XLA adds halves of each, of two devices along "model", in an order of its own: three additions
+    # XLA adds halves of each, from two devices along "model", in an unknown order: three additions
     assert (np.abs(result - (first + second)) <= 3 * 2.0**-24 * (np.abs(first) + np.abs(second))).all()
 assert "all-gather" in run.lower(*sharded).compile().as_text()
 
-# batch and length both spread
+# batch and length both sharded
 both = NamedSharding(MESH, P("data", "model"))
 y = jax.jit(lambda *a: layer(*a, token_sharding=both))(
     *(jax.device_put(a, both) for a in (x,)), *weights, ids, probs
@@ -78,7 +79,7 @@ y = jax.jit(lambda *a: layer(*a, token_sharding=both))(
 assert same_bits(np.asarray(y), np.concatenate([part[0] for part in alone]))
 
 with pytest.raises(
-    ValueError, match=r"token_sharding: got .*; wanted the sharding of its leading dimensions alone"
+    ValueError, match=r"token_sharding: got .*; wanted the sharding of its leading dimensions only"
 ):
     layer(jnp.asarray(x), wi, wo, ids, probs, token_sharding=NamedSharding(MESH, P("data", None, "model")))
 print("right")

@@ -1,6 +1,6 @@
-"""A program that JAX's compilation cache and ``jax.export`` store: ``python jax_stored.py make|load FOLDER``.
+"""A program stored by JAX's compilation cache and ``jax.export``: ``python jax_stored.py make|load FOLDER``.
 
-Both print what a step gave and how often the cache had its program.
+Both commands print the results of a step and the number of cache hits.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ given = tuple(jnp.asarray(a) for a in arrays())
 if verb == "make":
     exported = jax.export.export(step, disabled_checks=jax_ops.EXPORT_CHECKS)(*given)
     (folder / "step").write_bytes(exported.serialize())
-else:  # before anything is traced here
+else:  # before anything is traced in this process
     show(jax.export.deserialize((folder / "step").read_bytes()).call(*given))
     hits.clear()
 show(step(*given))

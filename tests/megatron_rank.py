@@ -1,7 +1,8 @@
-"""One rank of two of Megatron-Core on the CPU: the layer beside Megatron's own experts. test_megatron.py runs
-`main` of it; what Megatron spawns to write a checkpoint would run a script anew.
+"""One of two ranks of Megatron-Core on the CPU: the layer compared with Megatron's own experts.
+test_megatron.py calls `main`; Megatron spawns processes to write a checkpoint, which would run a script
+again.
 
-Megatron's SequentialMLP is the oracle: the same weights, tokens and optimizer.
+Megatron's SequentialMLP is the oracle, with the same weights, tokens and optimizer.
 """
 
 import contextlib
@@ -36,13 +37,13 @@ RANK, WORLD, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 torch.set_num_threads(1)
-torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron asks for it by name
+torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron calls it directly
 
 E, HIDDEN, FFN, VOCAB, LENGTH = 4, 128, 128, 256, 16
 
 
 class NoTracker:
-    """In place of the states of CUDA's generators."""
+    """Replaces the states of CUDA's random generators."""
 
     def is_initialized(self):
         return True
@@ -64,7 +65,7 @@ megatron_random._get_cuda_rng_state = megatron_random._set_cuda_rng_state = lamb
 megatron_random._CUDA_RNG_STATE_TRACKER = NoTracker()
 megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # 0.16 asks for it where there is no Transformer Engine
+    moe_utils.te_general_gemm = None  # 0.16 reads it without Transformer Engine too
 
 
 def parallel(ep):
@@ -99,7 +100,7 @@ def config(**options):
 
 
 def gpt(recipe=None, dispatcher="fp8moe", seed=0, **options):
-    """Megatron's own experts without a recipe."""
+    """A model with Megatron's own experts if recipe is None."""
     experts = parallel_state.get_expert_model_parallel_world_size()
     torch.manual_seed(seed + (RANK if experts > 1 else 0))
     spec = get_gpt_layer_local_spec(num_experts=E, moe_grouped_gemm=False)
@@ -109,7 +110,7 @@ def gpt(recipe=None, dispatcher="fp8moe", seed=0, **options):
     for name, p in model.named_parameters():
         if (
             "experts" not in name or "shared" in name
-        ):  # every rank's own drawing is wanted of the others alone
+        ):  # only the other parameters must be initialised differently on each rank
             torch.distributed.broadcast(p.data, 0)
     return model
 
@@ -128,7 +129,7 @@ def loss_of(model, step):
 
 
 def trained(model, steps=2):
-    """Losses of a few steps, and the first step's gradients by the names that Megatron's experts have."""
+    """Losses of a few steps, and the first step's gradients by the parameter names of Megatron's experts."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads = [], {}
     for step in range(steps):
@@ -158,7 +159,7 @@ def by_expert(tensors):
 
 
 def losses(ep):
-    """The first losses and gradients against SequentialMLP's."""
+    """Compares the first losses and gradients with SequentialMLP's."""
     parallel(ep)
     wanted, grads = trained(gpt())
     kinds = [(recipe, "fp8moe", {}) for recipe in ("bf16", "fp8_flow", "fp8_blockwise")]
@@ -176,20 +177,21 @@ def losses(ep):
         assert layer.experts.recompute == ("moe_expert" if "moe_act" in str(options) else None)
         assert layer.experts.weight1.allreduce == (ep == 1)
         actual, ours = trained(model)
-        # fp8_flow: what the layer's prototype showed; bf16 multiplies as the parameters are, in float32
+        # fp8_flow: measured with the layer's prototype; bf16 multiplies in the parameters' dtype, float32
         limit = 1e-6 if recipe == "bf16" else 1e-3
         for a, b in zip(actual, wanted, strict=True):
             assert abs(a - b) <= limit * b, (recipe, dispatcher, options, actual, wanted)
         print(f"EP {ep} {recipe} by {dispatcher}: {actual[0]:.5f} for {wanted[0]:.5f}")
         assert ours.keys() == grads.keys()
         for name, g in grads.items():
-            # six factors of dw13 are FP8 codes, each off by 2^-4 / sqrt(3) or less in the mean square
+            # dw13 depends on six FP8 operands, each with an error of at most 2^-4 / sqrt(3) in the mean
+            # square
             far = torch.linalg.norm(ours[name] - g) / torch.linalg.norm(g)
             assert far <= (1e-4 if recipe == "bf16" else 0.1), (recipe, name, far)
 
 
 def in_bfloat16(ep):
-    """Parameters as a training run has them: the losses that the layer's prototype was asked for."""
+    """bfloat16 parameters, as in training: the losses are within the bounds set for the layer's prototype."""
     parallel(ep)
     options = {"params_dtype": torch.bfloat16, "bf16": True}
     wanted, _ = trained(gpt(**options), steps=1)
@@ -200,11 +202,11 @@ def in_bfloat16(ep):
 
 
 def dropped():
-    """Tokens beyond an expert's capacity: no expert, on both sides."""
+    """Tokens beyond an expert's capacity have no expert, in both layers."""
     parallel(1)
     options = {"moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 0.5}
     model, plain = gpt("bf16", **options), gpt()
-    plain.config.moe_expert_capacity_factor = 0.5  # its router reads it; "alltoall" wants CUDA streams
+    plain.config.moe_expert_capacity_factor = 0.5  # read by its router; "alltoall" requires CUDA streams
     (a, ours), (b, theirs) = trained(model), trained(plain)
     for one, other in zip(a, b, strict=True):
         assert abs(one - other) <= 1e-6 * other
@@ -213,14 +215,14 @@ def dropped():
     probs = torch.tensor([[0.5, 0.0, 0.25, 0.0], [0.0, 0.0, 0.0, 0.0]], requires_grad=True)
     mask = torch.tensor([[True, True, False, False], [False, False, True, False]])
     ids, chosen_probs = chosen(mask, probs, 2)
-    assert ids[0].tolist() == [0, 1]  # a choice although its probability is 0
+    assert ids[0].tolist() == [0, 1]  # selected although its probability is 0
     assert sorted(ids[1].tolist()) == [-1, 2]
     chosen_probs.sum().backward()
     assert probs.grad.tolist() == [[1, 1, 0, 0], [0, 0, 1, 0]]
 
 
 def pieces(model, metadata=None):
-    """Of a checkpoint: by key and place, what Megatron writes."""
+    """What Megatron writes to a checkpoint, by key and offset."""
     state = model.sharded_state_dict(metadata=metadata)
     apply_factories(state)
     actual = {}
@@ -247,7 +249,7 @@ def same_pieces(ep):
 
 
 def saved_and_loaded():
-    """By one number of ranks and kind of experts, into the others."""
+    """Saved with one number of ranks and kind of experts, loaded with the others."""
     kinds = [(ep, recipe) for ep in (1, 2) for recipe in (None, "fp8_flow")]
     for ep, recipe in kinds:
         parallel(ep)
@@ -274,7 +276,7 @@ def saved_and_loaded():
 
 
 def gathered(model):
-    """All experts' weights, by their numbers among all ranks'."""
+    """All experts' weights, by global expert id."""
     group = parallel_state.get_expert_model_parallel_group()
     ranks, tensors = group.size(), by_expert(dict(model.named_parameters()))
     actual = {}
@@ -292,7 +294,7 @@ def gathered(model):
 
 
 def wrapped(recipe, overlap):
-    """In Megatron's wrapper, with its distributed optimizer: weights after two steps of two micro-batches."""
+    """Weights after two steps of two micro-batches in Megatron's wrapper, with its distributed optimizer."""
     model = gpt(recipe, params_dtype=torch.float32)
     options = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": overlap}
     ddp = DistributedDataParallel(
@@ -323,17 +325,18 @@ def distributed_optimizer(ep, overlap):
         assert abs(a - b) <= 1e-6 * b
     start = gathered(gpt())
     for name, value in wanted.items():
-        # Adam's first steps are the gradients' signs: where these are 0 but for roundings, any
+        # Adam's first steps follow the gradients' signs, which are arbitrary for gradients that are rounding
+        # errors
         moved = torch.linalg.norm(value - start[name])
         assert torch.linalg.norm(ours[name] - value) <= 1e-2 * moved, name
     flow, *_, ddp, optimizer = wrapped("fp8_flow", overlap)
     assert ddp.module.decoder.layers[0].mlp.experts.weight1.grad_added_to_main_grad
-    assert abs(flow[0] - losses[0]) <= 1e-3 * losses[0]  # Adam's first step is by the gradients' signs
+    assert abs(flow[0] - losses[0]) <= 1e-3 * losses[0]  # Adam's first step follows the gradients' signs
     optimizers_saved(ep, overlap, ddp, optimizer)
 
 
 def optimizers_saved(ep, overlap, *ours):
-    """The optimizer's state of Megatron's experts loads, and this layer's loads into Megatron's."""
+    """The optimizer state of Megatron's experts can be loaded by this layer, and the reverse."""
     *_, wanted, plain = wrapped(None, overlap)
     theirs = wanted, plain
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -367,7 +370,8 @@ def optimizers_saved(ep, overlap, *ours):
 
 
 def keep_step(optimizer):
-    """torch's Adam has one, which Megatron neither saves nor expects: its own is Transformer Engine's."""
+    """torch's Adam stores a step count, which Megatron neither saves nor expects, as it uses Transformer
+    Engine's."""
     original = optimizer._set_main_param_and_optimizer_states
 
     def set_states(p, tensors):
@@ -378,7 +382,7 @@ def keep_step(optimizer):
 
 
 def moments(ddp, optimizer):
-    """Adam's of every parameter, expert by expert: each rank has ranges of them."""
+    """Adam's moments of every parameter, by expert; each rank has ranges of them."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     actual = {}
     for kind in ("exp_avg", "exp_avg_sq"):
@@ -411,7 +415,7 @@ CASES = {
 
 
 class OnTheCpu(torch.overrides.TorchFunctionMode):
-    """Megatron's distributed optimizer makes tensors on CUDA, and takes none from elsewhere."""
+    """Megatron's distributed optimizer creates tensors on CUDA and accepts no others."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -432,6 +436,6 @@ def main():
         for case in sys.argv[5].split(","):
             CASES[case]()
     print("right", flush=True)
-    for child in multiprocessing.active_children():  # Megatron's writers of checkpoints
+    for child in multiprocessing.active_children():  # Megatron's processes that write checkpoints
         child.kill()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The lowest versions that pyproject.toml claims, for pip: ``python tests/minimum.py EXTRA``."""
+"""Prints the minimum versions of pyproject.toml, for pip: ``python tests/minimum.py EXTRA``."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def requirements(names: list[str]) -> list[str]:
-    """Those of the package and of its extras, with those of the extras that these name."""
+    """Requirements of the package and of these extras, including extras that they refer to."""
     project = tomllib.loads(SETTINGS.read_text())["project"]
     lines = list(project["dependencies"])
     for name in names:
@@ -20,7 +20,7 @@ def requirements(names: list[str]) -> list[str]:
 
 
 def lowest(line: str) -> str | None:
-    """``name==version`` of a requirement with a lower bound."""
+    """``name==version`` for a requirement with a lower bound."""
     requirement = re.match(r"([\w.-]+)(?:\[.*?\])?\s*>=\s*([\w.]+)", line)
     return f"{requirement[1]}=={requirement[2]}" if requirement else None
 

@@ -1,4 +1,4 @@
-"""Independent oracles: what an operation gives, by exact rationals, float64 or torch, not by the library."""
+"""Independent oracles: expected results by exact fractions, float64 or torch, without the library."""
 
 import math
 from fractions import Fraction
@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from cases import MAX, from_float8, generator, to_float8
 
-EXPONENTS = np.arange(-127, 128)  # of E8M0, whose byte is the index
+EXPONENTS = np.arange(-127, 128)  # of E8M0; the index is the byte
 
 
 def e8m0(amax, fmt, rounding="up"):
-    """Bytes of MXFP8's scales for float32 ``amax``, by tables in float64, in which every entry is exact.
+    """Scale bytes of MXFP8 for float32 ``amax``, by tables in float64, whose entries are exact.
 
-    "up": the least scale under which the largest code holds amax. Transformer Engine divides in float32,
-    whose steps are 2^-149 below 2^-126, so 2^-127 has what lies up to half a step above it, too.
-    "floor": the largest power of two within amax, by the format's largest.
+    "up": the smallest scale for which the largest code is at least amax. Transformer Engine divides in
+    float32, whose steps below 2^-126 are 2^-149, so 2^-127 also covers values up to half a step above it.
+    "floor": the largest power of two within amax, divided by the format's largest power of two.
     """
     amax = np.asarray(amax, np.float64)
     if rounding == "up":
@@ -31,8 +31,8 @@ def e8m0(amax, fmt, rounding="up"):
 
 
 def at_boundaries(fmt, dtype):
-    """Magnitudes on both sides of every one at which a block's exponent changes, by either rounding: five
-    successive bit patterns around each; the smallest, the largest and random ones."""
+    """Magnitudes on both sides of every boundary where a block's exponent changes, with either rounding: five
+    successive bit patterns around each, the smallest, the largest and random ones."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
     largest = int(np.array(ml_dtypes.finfo(dtype).max, dtype).view(unsigned))
     edges = np.concatenate([np.exp2(EXPONENTS) * MAX[fmt], np.exp2(np.arange(-149.0, 128))])
@@ -44,19 +44,20 @@ def at_boundaries(fmt, dtype):
 
 
 def blocks_of(amax, rng):
-    """[N, 32]: in each row its amax, anywhere and of any sign, and numbers no larger."""
+    """[N, 32]: each row contains its amax, at a random position and with a random sign, and smaller
+    numbers."""
     x = (amax.astype(np.float64)[:, None] * rng.uniform(-1, 1, (len(amax), 32))).astype(amax.dtype)
     x[np.arange(len(amax)), rng.integers(0, 32, len(amax))] = amax * rng.choice([-1, 1], len(amax))
     return x
 
 
 def quantized_scale(amax, fmt, pow2, mx, rounding="up"):
-    """The scale of one block from exact fractions; None means 1."""
+    """The scale of one block by exact fractions; None means 1."""
     if mx:
         return 2.0 ** (float(e8m0(amax, fmt, rounding)) - 127)
     if amax == 0 or not math.isfinite(amax):
         return 1.0
-    if pow2:  # the smallest power of two that is at least amax / max: no division, no float
+    if pow2:  # the smallest power of two that is at least amax / max, without division or floats
         ratio, exponent = Fraction(float(amax)) / Fraction(MAX[fmt]), -126
         while Fraction(2) ** exponent < ratio:
             exponent += 1
@@ -81,10 +82,10 @@ def quantized(x, fmt, block, pow2=True, eps=0.0, rounding="up"):
             amax = amax if np.isnan(amax) else max(amax, np.float32(eps))
             scale = scales[i, j] = quantized_scale(float(amax), fmt, pow2, mx, rounding)
             if mx or pow2:
-                y = x32[part].astype(np.float64) / scale  # a power of two: exact
+                y = x32[part].astype(np.float64) / scale  # a power of two, so this is exact
             else:
                 inv = min(np.float32(MAX[fmt]) / amax, np.float32(2.0**126)) if scale != 1 else np.float32(1)
-                y = x32[part] * inv  # rounded to float32, as SPEC has it
+                y = x32[part] * inv  # rounded to float32, as in the specification
             codes[part] = to_float8(y, fmt)
     return codes, scales
 

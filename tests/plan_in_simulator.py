@@ -1,4 +1,5 @@
-"""Run by test_plan.py in its own process: the CUDA plan kernels in Numba's simulator against the oracle."""
+"""Runs the CUDA plan kernels in Numba's simulator and compares with the oracle; test_plan.py starts it as a
+process."""
 
 import importlib
 
@@ -25,14 +26,14 @@ def compare(verb, routing, spec):
         np.testing.assert_array_equal(a, b)
 
 
-# Sizes at which a simulator shows several chunks, several steps in a chunk, and several words of bits.
+# sizes with several chunks, several steps per chunk and several words of bits, small enough for the simulator
 rng = generator()
 SMALL = ((0, 3, 2), (1, 1, 1), (9, 4, 3), (14, 9, 2), (5, 40, 6), (4, 70, 9))
-for chunk, block, most, words, shapes in (
+for chunk, block, slots, words, shapes in (
     (8, 4, 128, 8192, SMALL),
     (40, 40, 2, 9, ((75, 5, 2), (40, 16, 3))),
 ):
-    kernels.CHUNK, kernels.BLOCK, kernels.MAX_CHUNKS, kernels.BITS = chunk, block, most, words
+    kernels.CHUNK, kernels.BLOCK, kernels.MAX_CHUNKS, kernels.BITS = chunk, block, slots, words
     for tokens, experts, k in shapes:
         ids = rng.integers(-2, experts + 2, (tokens, k)).astype(np.int32)
         for align, capacity in ((1, None), (4, tokens)):

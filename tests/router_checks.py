@@ -1,4 +1,5 @@
-"""What the router chooses and weights by torch in float64, and a check of a backend against the reference."""
+"""The router's selection and probabilities by torch in float64, and a check of a backend against the
+reference."""
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ SIZES = [
     (7, 128, CONFIGS[1]),
 ]
 LARGE = [(4096, 256, DEEPSEEK), (5000, 128, CONFIGS[1]), (16_384, 128, RouterConfig(8))]
-UNIT = 2.0**-24  # the largest relative error of a rounding to float32
+UNIT = 2.0**-24  # the largest relative error of rounding to float32
 
 
 def random_logits(rng, tokens, experts, biased):
@@ -39,7 +40,7 @@ def scores_of(logits, config):
 
 
 def choice_of(logits, config, bias):
-    """What torch chooses by in float64, with minus infinity for experts of other groups."""
+    """Scores by which experts are selected, in float64, with minus infinity for experts of other groups."""
     choice = scores_of(logits, config)
     choice = choice if bias is None else choice + bias
     groups = choice.unflatten(1, (config.num_groups, -1))
@@ -66,45 +67,46 @@ def losses_of(logits, ids, config, sequences):
 
 
 def router_agrees(rng, both, tokens, experts, config, biased, sequences):
-    """The CUDA backend's choice, weights, losses and gradient within the bounds of float32 arithmetic."""
+    """The CUDA backend's selection, probabilities, losses and gradient, within the bounds of float32
+    arithmetic."""
     logits, bias = random_logits(rng, tokens, experts, biased)
     options = {"expert_bias": bias, "num_sequences": sequences}
-    ours, theirs = both(lambda x, **o: fp8moe.route(x, config, **o), logits, **options)
+    expected, actual = both(lambda x, **o: fp8moe.route(x, config, **o), logits, **options)
     spread = np.ptp(logits, axis=1).max(initial=0)
-    # expf is within 2 units, its argument is rounded; a sum of a lane's experts and of 32 lanes; a reciprocal
-    # (approximate: 2 units) and a product.
-    # Twice that for scores divided by their sum (8 and 32 terms more at most), and the last product.
+    # expf has an error of 2 units, and its argument is rounded; then a sum of a lane's experts and of 32
+    # lanes, a reciprocal (approximate: 2 units) and a product. Twice that for scores divided by their sum (at
+    # most 8 and 32 more terms) and the last product.
     score_units = 2 * (2 + spread) + experts / 32 + 5 + 5
     bound = (2 * score_units + 5 + 3) * UNIT
-    if biased or config.num_groups > 1:  # of values up to 2 that are rounded differently
+    if biased or config.num_groups > 1:  # values up to 2 are rounded differently
         x = torch.tensor(logits).double()
         choice = choice_of(x, config, None if bias is None else torch.tensor(bias).double())
-        chosen = choice.gather(1, torch.tensor(theirs.topk_ids).long())
+        chosen = choice.gather(1, torch.tensor(actual.topk_ids).long())
         wanted = choice.topk(config.topk, dim=-1).values
         torch.testing.assert_close(chosen, wanted, rtol=0, atol=2 * bound)
-        same = (ours.topk_ids == theirs.topk_ids).all(axis=1)
+        same = (expected.topk_ids == actual.topk_ids).all(axis=1)
         assert same.mean() > 0.9
     else:
-        assert same_bits(ours.topk_ids, theirs.topk_ids)
+        assert same_bits(expected.topk_ids, actual.topk_ids)
         same = np.ones(tokens, bool)
-    np.testing.assert_allclose(theirs.topk_probs[same], ours.topk_probs[same], rtol=bound)
+    np.testing.assert_allclose(actual.topk_probs[same], expected.topk_probs[same], rtol=bound)
     losses = {}
     if sequences is not None:
         if same.all():
-            assert same_bits(ours.tokens_per_expert, theirs.tokens_per_expert)
-            # besides: a warp's sum of its tokens, 8 warps', 2 more roundings
+            assert same_bits(expected.tokens_per_expert, actual.tokens_per_expert)
+            # and the sum of a warp's tokens, of 8 warps, and 2 more roundings
             more = (tokens / sequences + 8 + 2) * UNIT
-            np.testing.assert_allclose(theirs.aux_loss, ours.aux_loss, rtol=bound + more)
-            np.testing.assert_allclose(theirs.z_loss, ours.z_loss, rtol=bound + more)
-        losses = {"tokens_per_expert": ours.tokens_per_expert}
+            np.testing.assert_allclose(actual.aux_loss, expected.aux_loss, rtol=bound + more)
+            np.testing.assert_allclose(actual.z_loss, expected.z_loss, rtol=bound + more)
+        losses = {"tokens_per_expert": expected.tokens_per_expert}
         losses["grad_aux_loss"] = rng.standard_normal(1).astype(np.float32)
         losses["grad_z_loss"] = rng.standard_normal(1).astype(np.float32)
-    grads = rng.standard_normal(ours.topk_probs.shape).astype(np.float32)
-    arguments = grads, logits, ours.topk_ids
-    ours, theirs = both(
+    grads = rng.standard_normal(expected.topk_probs.shape).astype(np.float32)
+    arguments = grads, logits, expected.topk_ids
+    expected, actual = both(
         lambda g, x, i, **o: fp8moe.route_backward(g, x, i, config, **o), *arguments, **losses
     )
-    # terms by their magnitudes: what is subtracted from each other is as large as the largest of them
+    # bounded by the terms' magnitudes, because differences may cancel
     wide = torch.from_numpy(logits.astype(np.float64))
     scores = scores_of(wide, config).numpy()
     chosen = np.take_along_axis(scores, arguments[2].astype(np.int64), 1)
@@ -123,10 +125,10 @@ def router_agrees(rng, both, tokens, experts, config, biased, sequences):
         size = size + shares * (counts + (counts * shares).sum(axis=1, keepdims=True))
         z = (wide.logsumexp(1, keepdim=True).abs() * wide.softmax(1)).numpy()
         size = size + z * abs(losses["grad_z_loss"][0]) * 2 / max(tokens, 1)
-    assert (np.abs(theirs - ours) <= 4 * bound * size + 1e-38).all()
+    assert (np.abs(actual - expected) <= 4 * bound * size + 1e-38).all()
     split, parts = both(
         lambda g, *a, **o: fp8moe.route_backward(g, *a, config, split=True, **o), *arguments, **losses
     )
     assert parts.dtype == split.dtype
     parts = parts.astype(np.float64).reshape(tokens, 3, experts).sum(axis=1)
-    np.testing.assert_allclose(parts, theirs.astype(np.float64), rtol=0, atol=2.0**-133)
+    np.testing.assert_allclose(parts, actual.astype(np.float64), rtol=0, atol=2.0**-133)

@@ -1,5 +1,6 @@
-"""Offsets, counts, scales and row maps are held to what they index: refused by name where values can be read,
-and on CUDA, where they cannot, bounded by the kernels."""
+"""Bounds of offsets, counts, scales and row maps: out-of-range values raise an error naming the argument
+where the host can read them, and on CUDA, where it cannot, the kernels never access memory outside the
+arrays."""
 
 import importlib.util
 import inspect
@@ -209,15 +210,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_out_of_range_indices_are_refused(case):
+def test_out_of_range_indices_raise(case):
     call, words = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=words):
         call()
 
 
-def test_offsets_may_leave_rows_out():
-    """Before, after, and past the rows there are: a plan with too little room says what the routing asks
-    for."""
+def test_offsets_may_exclude_rows():
+    """Offsets may start after row 0 and end before or after the last row; a plan with too few rows has the
+    offsets of the full routing."""
     for offsets in (ints(4, 8, 12), ints(0, 4, 4), ints(0, 8, 400), ints(0, 64, 64)):
         h = RNG.standard_normal((60, 256)).astype(np.float32)
         got = fp8moe.swiglu_quantize(h, columnwise=True, expert_offsets=offsets, align_size=4)
@@ -254,7 +255,7 @@ def test_maps_of_some_rows_are_merged():
 
 @pytest.mark.parametrize("by_mask", [False, True])
 def test_no_experts(by_mask):
-    """Every token gives zeros, and every gradient is there, empty or zero."""
+    """Without experts the sums are zeros, and all gradients exist, empty or zero."""
     if by_mask:
         plan = fp8moe.plan_routing_map(np.ones((3, 0), bool), num_out_tokens=8)
     else:
@@ -276,7 +277,7 @@ def test_no_experts(by_mask):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
-def test_a_layer_of_no_experts(recipe):
+def test_layer_without_experts(recipe):
     x, probs = np.ones((4, 128), BF16), np.ones((4, 2), np.float32)
     w13, w2 = np.ones((0, 256, 128), BF16), np.ones((0, 128, 128), BF16)
     y, saved = fp8moe.moe_forward(x, w13, w2, np.full((4, 2), -1, np.int32), probs, recipe=recipe)
@@ -290,7 +291,7 @@ def test_a_layer_of_no_experts(recipe):
 
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
-def test_no_columns(columnwise, block):
+def test_rows_without_columns(columnwise, block):
     h, grad, probs = np.ones((4, 0), np.float32), np.ones((4, 0), np.float32), np.ones(4, np.float32)
     options = {"columnwise": columnwise, "block": block}
     got = fp8moe.swiglu_quantize_backward(grad, h, probs, **options)
@@ -332,7 +333,7 @@ OVERLAPS = {
 
 
 @pytest.mark.parametrize("case", OVERLAPS)
-def test_outputs_may_not_overlap_other_arguments(case):
+def test_outputs_that_overlap_other_arguments_raise(case):
     call, words = OVERLAPS[case]
     before = X.copy(), X32.copy()
     with pytest.raises(ValueError, match=words):
@@ -365,7 +366,7 @@ def sums(*shape):
         ({"dy": np.ones((4, 128), np.float16)}, "dy: got dtype float16; wanted bfloat16"),
     ],
 )
-def test_a_backward_is_checked_before_anything_is_written(recipe, given, words):
+def test_backward_validates_before_it_writes(recipe, given, words):
     y, saved = fp8moe.moe_forward(**LAYER, recipe=recipe)
     arguments = {"dy": y, "dw13": sums(2, 256, 128), "dw2": sums(2, 128, 128), **given}
     with pytest.raises((ValueError, TypeError), match=words):
@@ -374,7 +375,7 @@ def test_a_backward_is_checked_before_anything_is_written(recipe, given, words):
     assert not arguments["dw2"].any()
 
 
-def test_sums_of_a_backward_do_not_overlap():
+def test_overlapping_gradient_outputs_raise():
     y, saved = fp8moe.moe_forward(**LAYER, recipe="fp8_flow")
     memory = sums(2 * 256 * 128 + 100)
     dw13, dw2 = memory[: 2 * 256 * 128].reshape(2, 256, 128), memory[-2 * 128 * 128 :].reshape(2, 128, 128)
@@ -383,26 +384,27 @@ def test_sums_of_a_backward_do_not_overlap():
     assert not memory.any()
 
 
-def test_weights_whose_sides_do_not_fit_are_refused():
+def test_weights_with_inconsistent_orientations_raise():
     w13, w2 = (fp8moe.quantize_weights(LAYER[name]) for name in ("w13", "w2"))
     torn = replace(w13, columnwise=w2.columnwise)
     with pytest.raises(ValueError, match=r"w13.columnwise: got shape"):
         fp8moe.moe_forward(**{**LAYER, "w13": torn, "w2": w2}, recipe="fp8_flow")
 
 
-@pytest.mark.parametrize("given", [np.uint8, np.int8, np.uint16, np.int64])
-def test_narrow_integer_dtypes_keep_their_values(given):
-    """Of every public function's options: 100 and 120, with which products and sums leave 8 bits."""
+@pytest.mark.parametrize("integer_type", [np.uint8, np.int8, np.uint16, np.int64])
+def test_narrow_integer_dtypes_keep_their_values(integer_type):
+    """Options of every public function as narrow integers: with 100 and 120, products and sums exceed 8
+    bits."""
     sizes, order, many = ints(10, 20, 10), ints(2, 0, 1), np.ones((40, 256), np.float32)
     for align in (100, 120):
-        few = given(align)
+        few = integer_type(align)
         assert_same(
-            fp8moe.sort_chunks(many, sizes, order, align_size=few, chunks_per_group=given(1)),
+            fp8moe.sort_chunks(many, sizes, order, align_size=few, chunks_per_group=integer_type(1)),
             fp8moe.sort_chunks(many, sizes, order, align_size=align),
         )
         padded = fp8moe.sort_chunks(many, sizes, order, align_size=align).data
         assert_same(
-            fp8moe.sort_chunks_backward(padded, sizes, order, align_size=few, num_tokens=given(40)),
+            fp8moe.sort_chunks_backward(padded, sizes, order, align_size=few, num_tokens=integer_type(40)),
             fp8moe.sort_chunks_backward(padded, sizes, order, align_size=align, num_tokens=40),
         )
         assert_same(fp8moe.pad(many, sizes, few), fp8moe.pad(many, sizes, align))
@@ -415,13 +417,21 @@ def test_narrow_integer_dtypes_keep_their_values(given):
         assert_same(*(fp8moe.scaling_aware_transpose(q, ints(0, 40), align_size=a) for a in (few, align)))
         h = {"expert_offsets": ints(0, 40), "columnwise": True}
         assert_same(*(fp8moe.swiglu_quantize(many, align_size=a, **h) for a in (few, align)))
-    block = (given(1), given(127) + given(1)) if given is not np.int8 else (given(1), given(32))
+    block = (
+        (integer_type(1), integer_type(127) + integer_type(1))
+        if integer_type is not np.int8
+        else (integer_type(1), integer_type(32))
+    )
     q = fp8moe.quantize(many, block=block)
     assert [type(n) for n in q.block] == [int, int]
-    assert fp8moe.fsdp.plan_buckets([("w", (given(8), given(100)), True)], given(100)).numel == 800
+    assert (
+        fp8moe.fsdp.plan_buckets([("w", (integer_type(8), integer_type(100)), True)], integer_type(100)).numel
+        == 800
+    )
 
 
-# ---------------------------------------------------------------- on CUDA: bounded, whatever the values are
+# ---------------------------------------------------------------- on CUDA: memory accesses are bounded for
+# all values
 
 GUARD = 1 << 16  # bytes before and after every array
 needs_emulation = pytest.mark.skipif(
@@ -430,14 +440,14 @@ needs_emulation = pytest.mark.skipif(
 
 
 class Memory:
-    """Every array lies between two pieces of memory that are nobody's, which hold numbers by ``junk``."""
+    """Allocates every array between two guard regions, filled with numbers by ``junk``."""
 
     def __init__(self, junk):
         self.junk, self.made = junk, []
 
     def array(self, shape, dtype):
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        # small integers: what is read of them leads no further away
+        # small integers, so that offsets read from here lead to no distant address
         number = (
             self.junk if dtype.kind == "i" else 0x38 + self.junk if dtype.kind == "u" else 1.0 + self.junk
         )
@@ -462,8 +472,8 @@ class Memory:
 
 
 def stays_inside(function, *arguments, alike=True, **options):
-    """The CUDA backend's result: nothing around the arrays is written, and (``alike``) the same whatever lies
-    there."""
+    """The result of the CUDA backend; checks that the guard regions are unchanged and, with ``alike``, that
+    the result does not depend on their contents."""
     results = []
     for junk in range(1 + alike):
         memory = Memory(junk)
@@ -482,11 +492,11 @@ def stays_inside(function, *arguments, alike=True, **options):
     return results[0]
 
 
-FAR = (-(2**31), -1000, 3000, 2**31 - 1)  # no two of which make up for each other
+FAR = (-(2**31), -1000, 3000, 2**31 - 1)  # no two of them cancel
 
 
 def ruined(array, wrong=FAR, rate=0.3):
-    """Some of an array's integers replaced."""
+    """Replaces some of an array's integers."""
     array = array.copy()
     which = RNG.random(array.shape) < rate
     array[which] = RNG.choice(wrong, which.sum())
@@ -494,7 +504,7 @@ def ruined(array, wrong=FAR, rate=0.3):
 
 
 def ruined_plan(plan):
-    """No two entries get the same row: which of them it has would be a matter of chance."""
+    """Invalid entries in which no two map to the same row: which one is written last would be undefined."""
     names = ["pad_offsets", "tokens_per_expert", "expert_offsets", *["slots"] * (plan.slots is not None)]
     row_id_map = ruined(plan.row_id_map, (*FAR, -1))
     return plan_with(plan, row_id_map=row_id_map, **{name: ruined(getattr(plan, name)) for name in names})
@@ -523,7 +533,7 @@ def test_plans_of_random_values_write_only_their_outputs(columns, dtype):
         stays_inside(fp8moe.unpermute, rows, plan)
         stays_inside(fp8moe.unpermute, rows, plan, probs)
         stays_inside(fp8moe.permute_backward, rows, plan, grads)
-        # what is taken for padding may be a row, too, and then either is written last
+        # rows treated as padding may also be mapped, and either may be written last
         stays_inside(lambda x, p, w: cut(fp8moe.permute(x, p, w)), x, plan, probs, alike=False)
         stays_inside(fp8moe.unpermute_backward, x, plan, alike=False)
         stays_inside(fp8moe.unpermute_backward, x, plan, rows, probs, alike=False)
@@ -545,7 +555,7 @@ def test_random_offsets_write_only_their_outputs(ascending):
     offsets = ruined(np.sort(RNG.integers(0, rows + 1, 6)).astype(np.int32), (*FAR, 3, 130), 0.4)
     if ascending:
         offsets.sort()
-    else:  # experts that overlap: whose rows are written last is a matter of chance
+    else:  # overlapping experts, where it is undefined whose rows are written last
         offsets = offsets[::-1].copy()
 
     def inside(function, *arguments, **options):
@@ -595,8 +605,9 @@ def test_random_offsets_write_only_their_blocked_scales(ascending):
 
 @needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
-def test_scales_that_are_missing_are_nan(backend):
-    """Offsets in device memory that ask for more blocks than there are scales: what is without is NaN."""
+def test_codes_without_scales_are_nan(backend):
+    """Offsets in device memory that require more scale blocks than there are: codes without a scale become
+    NaN."""
     x = RNG.standard_normal((272, 128)).astype(np.float32)
     columns, offsets = (
         fp8moe.quantize(x, block=(128, 1)),
@@ -608,7 +619,7 @@ def test_scales_that_are_missing_are_nan(backend):
     got = stays_inside(fp8moe.grouped_gemm_wgrad, columns, columns, offsets, backend=backend)
     assert np.isfinite(got[:3]).all()
     assert np.isnan(got[3]).all()
-    # and whose first row lies inside of a block has no scale either
+    # a block whose first row is inside another expert's block has no scale either
     blocks = fp8moe.scaling_aware_transpose(fp8moe.quantize(x), target="block")
     got = stays_inside(fp8moe.grouped_gemm_wgrad, blocks, blocks, ints(0, 128, 200, 272), backend=backend)
     assert np.isfinite(got[:2]).all()
@@ -617,8 +628,8 @@ def test_scales_that_are_missing_are_nan(backend):
 
 @needs_emulation
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "plain"])
-def test_both_devices_refuse_offsets_that_ask_for_more_scales(monkeypatch, backend):
-    """By the same words, where CUDA is asked to look at values."""
+def test_both_devices_reject_offsets_beyond_the_scales(monkeypatch, backend):
+    """CUDA raises the same errors as the CPU if value checks are enabled."""
     columns = fp8moe.quantize(RNG.standard_normal((256, 128)).astype(np.float32), block=(128, 1))
     offsets = ints(0, 10, 20, 30, 256)
     options = {"backend": backend}
@@ -652,7 +663,7 @@ def test_random_chunk_sizes_write_only_their_outputs(columns):
 
 
 @needs_emulation
-def test_sizes_beyond_the_devices_limits_are_refused(monkeypatch):
+def test_sizes_beyond_device_limits_raise(monkeypatch):
     cuda_on_cpu.install(monkeypatch, shared_limit=64 << 10)
     x, sizes = cuda_on_cpu.upload(X), cuda_on_cpu.upload(np.zeros(4000, np.int32))
     with pytest.raises(ValueError, match="split_sizes: got 4000 chunks; wanted at most"):
@@ -667,16 +678,16 @@ def test_sizes_beyond_the_devices_limits_are_refused(monkeypatch):
 
 @needs_emulation
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_cached_launch_plan_does_not_write_into_its_inputs(monkeypatch, by_name):
+def test_cached_launch_plan_does_not_write_to_its_inputs(monkeypatch, by_name):
     cuda_on_cpu.install(monkeypatch)
     offsets = cuda_on_cpu.upload(ints(0, 100, 512))
 
     def add(dy, x, out):
-        given = [cuda_on_cpu.upload(a) for a in (dy, x)]
+        arguments = [cuda_on_cpu.upload(a) for a in (dy, x)]
         out = cuda_on_cpu.Array(out)
         if by_name:
-            return fp8moe.grouped_gemm_wgrad(*given, offsets, out=out)
-        return fp8moe.grouped_gemm_wgrad(*given, offsets, out)
+            return fp8moe.grouped_gemm_wgrad(*arguments, offsets, out=out)
+        return fp8moe.grouped_gemm_wgrad(*arguments, offsets, out)
 
     sums = [add(X32, X32.copy(), np.zeros((2, 128, 128), np.float32)).host for _ in range(4)]
     assert [type(plan) for _, plan in fp8moe.dispatch.cached_plans()] == [fp8moe.launch_plan.LaunchPlan]
@@ -688,7 +699,7 @@ def test_a_cached_launch_plan_does_not_write_into_its_inputs(monkeypatch, by_nam
 
 
 @needs_emulation
-def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
+def test_values_on_cuda_are_validated_on_request(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     rows, plan = cuda_on_cpu.upload(ROWS), cuda_on_cpu.upload(mapped((1, 0), 12))
@@ -698,15 +709,16 @@ def test_values_on_cuda_are_looked_at_when_asked(monkeypatch):
         fp8moe.grouped_gemm_wgrad(rows, rows, cuda_on_cpu.upload(ints(0, 9, 6)))
     with pytest.raises(ValueError, match="tokens_per_expert: got sizes that sum to 20"):
         fp8moe.pad(rows, cuda_on_cpu.upload(ints(0, 20)), 4)
-    here = ints(0, 4, -1).reshape(3, 1)
-    for ids in (here, cuda_on_cpu.upload(here)):
+    expert_ids = ints(0, 4, -1).reshape(3, 1)
+    for ids in (expert_ids, cuda_on_cpu.upload(expert_ids)):
         with pytest.raises(
             ValueError, match="topk_ids: got an expert id of 4; wanted ids below num_experts=3"
         ):
             fp8moe.plan_topk(ids, 3)
 
 
-# ---------------------------------------------------------------- any arguments: a right answer, or a name
+# ---------------------------------------------------------------- random arguments: a correct result or an
+# error that names an argument
 
 NUMBERS = (-1, 0, 1, 2, 3, 5, 16, 100, 128, 2**30, 2**31 - 1, 2**31, 2**63, 1.5, np.nan, np.inf, 10**400)
 OTHERS = (
@@ -727,7 +739,7 @@ DTYPES = (np.int32, np.int64, np.uint8, np.float32, np.float64, np.float16, BF16
 
 
 def another_array(draw, array):
-    """Another shape, dtype or values of an array."""
+    """Changes the shape, dtype or values of an array."""
     change = draw(
         st.sampled_from(("values", "values", "values", "shape", "dtype", "empty", "masked", "strided"))
     )
@@ -755,7 +767,7 @@ def another_array(draw, array):
 
 @st.composite
 def calls(draw):
-    """A call of a public function that works, one to three of its arguments, or fields of them, changed."""
+    """A valid call of a public function with one to three arguments, or fields of them, changed."""
     function = draw(st.sampled_from(sorted(CALLS)))
     call = dict(CALLS[function])
     names = list(inspect.signature(getattr(fp8moe, function)).parameters)
@@ -777,7 +789,7 @@ def calls(draw):
 
 
 def outcome(function, call, junk):
-    """What a call returns, or how it fails, when all new memory holds junk."""
+    """The result of a call, or its error, with all new memory filled with junk."""
     memory = Memory(junk)
 
     def empty(self, spec, device):
@@ -794,7 +806,7 @@ def outcome(function, call, junk):
         copied[...] = array
         return copied
 
-    given = {
+    arguments = {
         k: v if k == "saved" else map_arrays(placed, v) if is_array_or_record(v) else v
         for k, v in call.items()
     }
@@ -802,7 +814,7 @@ def outcome(function, call, junk):
         warnings.simplefilter("ignore")
         patch.setattr(fp8moe.interop.Framework, "empty", empty)
         try:
-            result = getattr(fp8moe, function)(**given)
+            result = getattr(fp8moe, function)(**arguments)
         except (ValueError, TypeError, MemoryError) as error:
             return error
     memory.assert_untouched()
@@ -815,7 +827,7 @@ def is_array_or_record(value):
 
 @given(calls())
 @settings(max_examples=1000)
-def test_random_arguments_give_a_result_or_an_error_naming_an_argument(case):
+def test_random_arguments_give_a_result_or_an_error_naming_the_argument(case):
     function, call = case
     first, second = (outcome(function, call, junk) for junk in (0, 1))
     if isinstance(first, MemoryError):

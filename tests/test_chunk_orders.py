@@ -1,4 +1,4 @@
-"""Orders of chunks and static blocks, in NumPy and in JAX, against the worked examples and loops."""
+"""Orders of chunks and fixed-size blocks, in NumPy and in JAX, against worked examples and loops."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,8 @@ def test_exchange_of_the_example(xp):
 
 
 def test_exchange_moves_every_row():
-    """Rows that carry their source and number, sent by the offsets: each target has them source by source."""
+    """Rows that contain their source and number, sent by the offsets: every target receives them ordered by
+    source."""
     random = np.random.default_rng(SEED)
     shards = 3
     rows = random.integers(0, 5, (shards, shards))
@@ -52,10 +53,10 @@ def test_exchange_moves_every_row():
 
 def test_orders_of_groups_and_back(xp):
     for groups, chunks in ((2, 3), (4, 1), (1, 5)):
-        there = np.asarray(chunk_orders.transposed_order(xp, groups, chunks))
+        transposed = np.asarray(chunk_orders.transposed_order(xp, groups, chunks))
         back = np.asarray(chunk_orders.transposed_order(xp, chunks, groups))
-        assert there.tolist() == [g * chunks + c for c in range(chunks) for g in range(groups)]
-        assert there[back].tolist() == list(range(groups * chunks))
+        assert transposed.tolist() == [g * chunks + c for c in range(chunks) for g in range(groups)]
+        assert transposed[back].tolist() == list(range(groups * chunks))
 
 
 def test_moved_rows_are_those_of_sort_chunks(xp):
@@ -89,7 +90,7 @@ def test_selected_experts_of_a_mask(xp):
     assert chunk_orders.selected_experts(xp, mask, 2).tolist() == [[1, 3], [0, 1]]
 
 
-# ---------------------------------------------------------------- blocks of static size
+# ---------------------------------------------------------------- fixed-size blocks
 
 
 def test_blocks_of_the_example(xp):

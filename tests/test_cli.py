@@ -1,4 +1,4 @@
-"""The command line as a user calls it."""
+"""The command line, as a user calls it."""
 
 import itertools
 import json
@@ -41,7 +41,7 @@ def test_info(capsys):
 
 
 @pytest.mark.parametrize(("architecture", "fp8"), [("sm_86", "mma"), ("sm_90a", "wgmma"), ("sm_120a", "mma")])
-def test_info_says_by_what_products_are_made(monkeypatch, architecture, fp8):
+def test_info_lists_the_backend_of_each_product(monkeypatch, architecture, fp8):
     pytest.importorskip("cupy")
     from fp8moe.kernels_cuda import driver
 
@@ -76,8 +76,8 @@ def test_selftest_passes_on_fresh_inputs(capsys):
         "unpack_rows",
     ],
 )
-def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
-    """A backend that leaves its output as it was allocated must be found by every check that uses it."""
+def test_selftest_detects_a_wrong_backend(verb, capsys, monkeypatch):
+    """Every check of the selftest detects a backend that does not write its output."""
     run = fp8moe.dispatch.Call.run
 
     def broken(self, room, name, *args, out, **options):
@@ -92,7 +92,7 @@ def test_selftest_finds_a_wrong_backend(verb, capsys, monkeypatch):
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_cuda_selftest_without_cuda_says_what_to_install():
+def test_cuda_selftest_without_cuda_names_the_package():
     got = call("selftest", "--device", "cuda")
     if got.returncode != 0:
         assert got.returncode == 2
@@ -100,7 +100,7 @@ def test_cuda_selftest_without_cuda_says_what_to_install():
 
 
 @pytest.mark.parametrize("verb", [("bench", "plan", "--quick"), ("demo", "--steps", "1")])
-def test_cuda_without_a_device_is_said_in_a_line(verb, capsys):
+def test_cuda_without_a_device_is_reported_in_one_line(verb, capsys):
     if info.cuda_is_ready():
         pytest.skip("there is a device")
     assert main([*verb, "--device", "cuda"]) == 2
@@ -119,7 +119,7 @@ def test_cuda_without_a_device_is_said_in_a_line(verb, capsys):
         (["compile", "--arch", "hopper"], "argument --arch: got hopper; wanted one such as sm_90a"),
     ],
 )
-def test_arguments_that_are_refused_by_name(arguments, words, capsys):
+def test_invalid_arguments_are_named(arguments, words, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2
@@ -141,7 +141,7 @@ def test_bench_writes_json_lines(tmp_path, capsys):
     assert "knitting" in capsys.readouterr().err
 
 
-def test_bench_refuses_to_time_a_wrong_result(monkeypatch, capsys):
+def test_bench_does_not_time_wrong_results(monkeypatch, capsys):
     from dataclasses import replace
 
     from fp8moe.benchmarks import quantize
@@ -152,7 +152,7 @@ def test_bench_refuses_to_time_a_wrong_result(monkeypatch, capsys):
     assert "WRONG RESULT" in capsys.readouterr().out
 
 
-def test_inputs_and_results_take_turns_until_caches_are_passed():
+def test_benchmark_uses_more_memory_than_the_cache():
     class Machine(harness.Cpu):
         max_sets = 32
 
@@ -160,39 +160,39 @@ def test_inputs_and_results_take_turns_until_caches_are_passed():
             self.inputs = [call.args[0] for call in calls]
             return 1.0
 
-    x = np.zeros(4_000_000, np.uint8)  # with its result 16 MB: 25 of them are the 400 MB of a cycle
+    x = np.zeros(4_000_000, np.uint8)  # with its result 16 MB; 25 of them are the 400 MB of a cycle
     case = harness.Case("copy", "", (x,), lambda a: np.empty(12_000_000, np.uint8), lambda *_: True)
     machine = Machine()
     assert harness.measure("copy", case, machine, 1e9, 1) is not None
     assert len({a.ctypes.data for a in machine.inputs}) == len(machine.inputs) == 25
 
 
-def test_a_result_lives_until_each_other_call_has_made_its_next():
-    alive, most = set(), []
+def test_benchmark_keeps_results_alive_for_one_round():
+    alive, alive_counts = set(), []
 
     class Buffer:
         def __init__(self, number):
             self.number = number
             alive.add(number)
-            most.append(set(alive))
+            alive_counts.append(set(alive))
 
         def __del__(self):
             alive.discard(self.number)
 
     numbers = itertools.count()
     harness.make_in_turn([lambda: Buffer(next(numbers))] * 3, 4)
-    assert most[2:] == [set(range(max(0, n - 3), n + 1)) for n in range(2, 12)]
+    assert alive_counts[2:] == [set(range(max(0, n - 3), n + 1)) for n in range(2, 12)]
     assert not alive
 
 
-def test_the_allocator_is_an_option_on_cuda_alone(capsys):
+def test_allocator_option_requires_cuda(capsys):
     for arguments in (["plan", "--quick", "--device", "cpu"], ["compare"]):
         assert main(["bench", *arguments, "--allocator", "torch"]) == 2
         assert "--allocator: got" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_bench_with_arrays_of_torchs_allocator(capsys):
+def test_bench_with_torchs_allocator(capsys):
     torch = pytest.importorskip("torch")
     before = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
     assert main(["bench", "quantize", "--device", "cuda", "--quick", "--allocator", "torch"]) == 0
@@ -200,7 +200,7 @@ def test_bench_with_arrays_of_torchs_allocator(capsys):
 
 
 @pytest.mark.parametrize("topic", ["plan", "transpose", "swiglu", "router", "grouped_gemm", "moe"])
-def test_every_benchmark_is_right(topic):
+def test_every_benchmark_case_is_correct(topic):
     assert main(["bench", topic, "--device", "cpu", "--quick"]) == 0
 
 
@@ -211,7 +211,7 @@ def test_a_short_demo(tmp_path, capsys):
     for recipe, casts in (("bf16", 0), ("fp8_blockwise", 12), ("fp8_flow", 2)):
         run = report["runs"][recipe]
         assert len(run["losses"]) == 15
-        assert run["losses"][-1] < 0.8 * run["losses"][0]  # it learns from the first steps on
+        assert run["losses"][-1] < 0.8 * run["losses"][0]  # the loss decreases from the first steps on
         assert run["casts"] == casts
     flow, bf16 = (report["runs"][r] for r in ("fp8_flow", "bf16"))
     assert abs(flow["final"] / bf16["final"] - 1) < 0.01
@@ -220,7 +220,7 @@ def test_a_short_demo(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "fp8_flow writes" in text
     assert "vs bf16" in text
-    assert main(arguments) == 1  # 15 steps cannot keep what the demo promises, and it says so
+    assert main(arguments) == 1  # 15 steps are too few for the demo's bounds, so it reports a failure
     assert "NOT OK" in capsys.readouterr().out
 
 
@@ -236,7 +236,7 @@ def test_demo_validation_errors(tmp_path, capsys):
         main(["demo", "--steps", "0"])
 
 
-def test_the_text_is_real_source():
+def test_demo_text_is_python_source():
     text = bytes(standard_library_text())
     assert len(text) > 1_000_000
     assert b"def __init__(self" in text

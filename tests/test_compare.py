@@ -1,4 +1,5 @@
-"""The comparison with other libraries: right results are timed, wrong ones refused, missing ones named."""
+"""The comparison with other libraries: correct results are timed, wrong ones are not, missing libraries are
+listed."""
 
 import functools
 import json
@@ -25,7 +26,7 @@ def small(monkeypatch):
     monkeypatch.setattr(compare, "ON_THE_CPU", [SHAPE])
 
 
-def test_what_is_installed_is_compared(small, tmp_path, capsys):
+def test_installed_libraries_are_compared(small, tmp_path, capsys):
     out, picture = tmp_path / "rows.jsonl", tmp_path / "pictures" / "layer.svg"
     arguments = ["bench", "compare", "--device", "cpu", "--out", str(out), "--picture", str(picture)]
     assert main(arguments) == 0
@@ -45,7 +46,8 @@ def test_what_is_installed_is_compared(small, tmp_path, capsys):
     text = capsys.readouterr().out
     for part in compare.PARTS:
         for contender in part.contenders:
-            assert not contender.needs or contender.install  # the command, where it can be missing
+            # the installation command, for optional libraries
+            assert not contender.needs or contender.install
             if contender.missing():
                 assert any(contender.name in line and contender.install in line for line in text.splitlines())
     assert "fp8_flow" in picture.read_text()
@@ -54,7 +56,7 @@ def test_what_is_installed_is_compared(small, tmp_path, capsys):
 @pytest.mark.parametrize("output", range(5), ids=compare_layer.LAYER.outputs)
 @pytest.mark.parametrize("value", [1.25, float("nan")])
 def test_a_wrong_result_is_not_timed(output, value, small, tmp_path, capsys):
-    """Of two contenders, the one of which one output has one row that is wrong."""
+    """One of two contenders returns one output with one wrong row."""
 
     def wrong(inputs):
         step = compare_layer.by_torch(inputs)
@@ -78,7 +80,7 @@ def test_a_wrong_result_is_not_timed(output, value, small, tmp_path, capsys):
     assert "WRONG RESULT, not timed" in capsys.readouterr().out
 
 
-def test_what_fails_is_said_and_the_others_go_on(small, capsys):
+def test_failures_are_reported_and_the_others_continue(small, capsys):
     def fails(inputs):
         raise RuntimeError("needs another GPU\nand more")
 
@@ -92,7 +94,7 @@ def test_what_fails_is_said_and_the_others_go_on(small, capsys):
     assert compare.main("cpu", parts=[ours]) == 1
     text = capsys.readouterr().out
     assert "does not run here: RuntimeError: needs another GPU\n" in text
-    assert " ms " in text  # the one after it was timed all the same
+    assert " ms " in text  # contenders after a failed one are still timed
 
 
 def held_to_float64(contender, part, shape=SHAPE):
@@ -104,7 +106,8 @@ def held_to_float64(contender, part, shape=SHAPE):
 
 @pytest.mark.parametrize("tokens", [3, 48])
 def test_padded_rows_give_the_same_layer(tokens):
-    """What torchao's and Transformer Engine's FP8 products need; with 3 tokens an expert has no row."""
+    """Padding for the FP8 products of torchao and Transformer Engine; with 3 tokens, some experts have no
+    rows."""
     layer = compare_layer.around(compare_layer.experts_by(compare_layer.torch_product), align=16)
     padded = Contender("padded", lambda i: compare_layer.step_of(i, layer), compare_layer.BFLOAT16)
     held_to_float64(padded, compare_layer.LAYER, (tokens, 8, 128, 128, 2))
@@ -113,8 +116,8 @@ def test_padded_rows_give_the_same_layer(tokens):
 @pytest.mark.parametrize(
     "shape", [*compare.SHAPES, *compare.QUICK, *compare.ON_THE_CPU], ids=compare.described
 )
-def test_every_shape_that_is_timed_can_be_routed(shape):
-    """Also where every expert is chosen, as by 8 experts and top-8."""
+def test_every_timed_shape_can_be_routed(shape):
+    """Includes shapes where every expert is selected, as with 8 experts and top-8."""
     _, count, _, _, topk = shape
     ids = routing(64, count, topk)
     assert ids.shape == (64, topk)
@@ -122,7 +125,7 @@ def test_every_shape_that_is_timed_can_be_routed(shape):
 
 
 @pytest.mark.parametrize("part", compare.PARTS, ids=lambda part: part.name)
-def test_every_expert_chosen(part):
+def test_every_expert_selected(part):
     for contender in part.contenders:
         if not contender.cuda_only and not contender.missing():
             held_to_float64(contender, part, (24, 4, 128, 128, 4))
@@ -132,15 +135,15 @@ def named(part, name):
     return next(c for c in part.contenders if c.name == name)
 
 
-def test_what_is_compiled_is_one_graph(monkeypatch):
-    """Traced by Dynamo and differentiated as on a GPU, by torch's own operations in place of Inductor's."""
+def test_compiled_contenders_are_one_graph(monkeypatch):
+    """Traced by Dynamo and differentiated as on a GPU, with torch's operations in place of Inductor's."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     held_to_float64(named(compare_layer.LAYER, "torch grouped_mm compiled, bf16"), compare_layer.LAYER)
     held_to_float64(named(compare_operations.QUANTIZE, "torch compiled"), compare_operations.QUANTIZE)
 
 
 def test_the_call_of_transformer_engine(monkeypatch):
-    """By a stand-in with the documented signatures."""
+    """With a stub that has the documented signatures."""
 
     class GroupedLinear(torch.nn.Module):
         def __init__(self, num_gemms, in_features, out_features, bias, params_dtype):
@@ -182,8 +185,9 @@ def test_the_call_of_torchao(monkeypatch):
     prototype = ModuleType("torchao.prototype")
 
     def product(A, B_t, offs, pad_token_groups_for_grouped_mm=True):
-        assert not pad_token_groups_for_grouped_mm  # 0.18 does not implement it
-        if not torch.compiler.is_compiling():  # a value would break the graph, which the library's does not
+        assert not pad_token_groups_for_grouped_mm  # not implemented in 0.18
+        # reading values would break the graph, which the library avoids
+        if not torch.compiler.is_compiling():
             assert not (torch.diff(offs, prepend=offs.new_zeros(1)) % 16).any()
         return compare_layer.torch_product(A, B_t, offs)
 
@@ -228,7 +232,7 @@ def test_the_call_of_tile_kernels(monkeypatch):
     held_to_float64(named(compare_operations.QUANTIZE, "TileKernels"), compare_operations.QUANTIZE)
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path):
+def test_draw_requires_layer_rows_of_one_device(tmp_path):
     row = {
         "part": "layer",
         "name": "a",
@@ -247,7 +251,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("option", [["--picture", "p.svg"], ["--part", "layer"]], ids=lambda o: o[0])
-def test_options_of_compare_are_no_other_benchmarks(option, capsys):
+def test_options_of_compare_are_rejected_by_other_benchmarks(option, capsys):
     assert main(["bench", "plan", "--quick", "--device", "cpu", *option]) == 2
     assert option[0] in capsys.readouterr().err
 
@@ -261,14 +265,14 @@ def test_one_part_alone(small, tmp_path, capsys):
     assert "--part: got 'layers'; wanted one of 'layer', 'grouped product'" in capsys.readouterr().err
 
 
-def test_the_version_of_what_is_no_distribution_is_the_modules(monkeypatch):
+def test_version_falls_back_to_the_modules_attribute(monkeypatch):
     monkeypatch.setitem(sys.modules, "built_here", SimpleNamespace(__version__="2.6.1"))
     contender = Contender("other", lambda inputs: None, 1.0, ("built_here", "not_here"))
     versions = compare.packages(contender)
     assert (versions["built_here"], versions["not_here"]) == ("2.6.1", "unknown")
 
 
-def test_without_torch_the_extra_is_named(monkeypatch, capsys):
+def test_missing_torch_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "compare", "--device", "cpu"]) == 2
     assert "torch, which is missing: pip install 'fp8moe[bench,torch]'\n" in capsys.readouterr().err
@@ -276,7 +280,7 @@ def test_without_torch_the_extra_is_named(monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_the_layer_on_a_gpu(monkeypatch, tmp_path):
-    """One small shape, every contender that is installed there."""
+    """One small shape, with every installed contender."""
     monkeypatch.setattr(compare, "WARM", 0.01)
     monkeypatch.setattr(compare, "TIMED", 0.01)
     out = tmp_path / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md: how each product is made on each architecture, and every kernel."""
+"""The tables of docs/compatibility.md: the backend of each product on each architecture, and every kernel."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ OPERANDS = {
 
 
 def table_of(title):
-    """Rows of the section's table: what comes before the architectures, and a cell for each of them."""
+    """Rows of a section's table: the first columns, and one cell per architecture."""
     section = TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -49,9 +49,9 @@ def test_every_kernel_is_listed():
     for (name, _), cells in table.items():
         for architecture, cell in cells.items():
             compiled = {path.name for path in compiler.sources(architecture)} | {"plan.py"}
-            there = name.split()[0].strip("`") in compiled
+            is_compiled = name.split()[0].strip("`") in compiled
             may_be = {"compiled", "run"} if architecture == "sm_90a" else {"compiled"}
-            assert cell in (may_be if there else {"-"}), name
+            assert cell in (may_be if is_compiled else {"-"}), name
 
 
 def test_every_operation_is_listed():

@@ -1,4 +1,5 @@
-"""The cache of compiled kernels, and every kernel for every architecture, without a GPU."""
+"""The cache of compiled kernels, and the compilation of every kernel for every architecture, without a
+GPU."""
 
 import gc
 import hashlib
@@ -35,7 +36,7 @@ def entry(tmp_path):
     return entry
 
 
-def test_a_cache_entry_depends_on_all_that_decides_the_code():
+def test_cache_entries_depend_on_key_and_architecture():
     assert cached(b"one") == (b"one", 1)
     assert cached(b"two") == (b"one", 0)
     assert cached(b"two", key="another key") == (b"two", 1)
@@ -43,7 +44,7 @@ def test_a_cache_entry_depends_on_all_that_decides_the_code():
 
 
 @pytest.mark.parametrize("keep", [0, 1, 31, 32, 40, -1])
-def test_an_entry_cut_short_is_compiled_again(tmp_path, keep):
+def test_truncated_cache_entry_is_recompiled(tmp_path, keep):
     cached(b"code" * 100)
     content = entry(tmp_path).read_bytes()
     entry(tmp_path).write_bytes(content[:keep])
@@ -52,7 +53,7 @@ def test_an_entry_cut_short_is_compiled_again(tmp_path, keep):
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 200, -1])
-def test_an_entry_with_a_wrong_byte_is_compiled_again(tmp_path, at):
+def test_corrupt_cache_entry_is_recompiled(tmp_path, at):
     cached(b"code" * 100)
     content = bytearray(entry(tmp_path).read_bytes())
     content[at] ^= 1
@@ -60,14 +61,14 @@ def test_an_entry_with_a_wrong_byte_is_compiled_again(tmp_path, at):
     assert cached(b"again") == (b"again", 1)
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+def test_unwritable_cache_is_not_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FP8MOE_CACHE_DIR", str(tmp_path / "file"))
     assert cached(b"code") == (b"code", 1)
     assert cached(b"code") == (b"code", 1)
 
 
-def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
+def test_common_kernels_are_prefetched_with_the_first(tmp_path, monkeypatch):
     pytest.importorskip("cupy")
     compiled = []
 
@@ -78,7 +79,7 @@ def test_the_usual_kernels_are_compiled_beside_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "compile_source", compile_source)
     monkeypatch.setattr(
         compiler, "OPTIONS", (*compiler.OPTIONS, f"-I{tmp_path}")
-    )  # another key than other tests'
+    )  # another key than in other tests
     path = compiler.SOURCES / "permute.cu"
     assert compiler.cubin(path, "sm_90a") == b"code of permute"
     deadline = time.monotonic() + 60
@@ -116,7 +117,7 @@ def _one_process(folder, seed):
     for turn in range(40):
         code = hashlib.sha256(bytes([turn])).digest() * 2000
         assert compiler.cached("kernel", "sm_90a", str(turn), lambda code=code: code) == code
-        if turn % 3 == seed % 3:  # somebody clears the cache meanwhile
+        if turn % 3 == seed % 3:  # another process clears the cache
             for entry in list(os.scandir(folder)):
                 if entry.name.startswith("kernel"):
                     try:
@@ -125,15 +126,15 @@ def _one_process(folder, seed):
                         continue
 
 
-def test_many_processes_at_once(tmp_path):
+def test_concurrent_processes_share_the_cache(tmp_path):
     folder = str(tmp_path / "cache")
     with multiprocessing.get_context("spawn").Pool(6) as pool:
         pool.starmap(_one_process, [(folder, seed) for seed in range(6)])
-    assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no halves are left
+    assert all(name.name.startswith("kernel") for name in os.scandir(folder))  # no incomplete files
 
 
-# architectures that differ from another one only in what the products by mma.sync make of their tensor cores
-# and shared memory: other sources are the same for them as for sm_80, sm_120a and sm_100a
+# architectures that differ from another one only in the use of tensor cores and shared memory by the mma.sync
+# products: for other sources they are equal to sm_80, sm_120a and sm_100a
 RELATED = ("sm_86", "sm_89", "sm_103a")
 
 
@@ -148,8 +149,9 @@ RELATED = ("sm_86", "sm_89", "sm_103a")
     ids=lambda value: getattr(value, "stem", value),
 )
 def test_every_kernel_compiles_without_spills(path, architecture):
-    """In every variant for sm_90a, which they are tuned for; in the first and the last for the others. Of the
-    products by mma.sync, two formats are as good as one: only a conversion's name differs."""
+    """Every variant for sm_90a, for which the kernels are tuned; the first and the last variant for other
+    architectures. For the mma.sync products, two formats are tested as one: they differ only in the name of a
+    conversion."""
     pytest.importorskip("cupy")
     variants = compiler.variants(path)
     if architecture != "sm_90a":
@@ -182,7 +184,7 @@ def test_the_command_lists_registers_and_spills(monkeypatch, capsys, spills, sta
     assert last.startswith(f"1 kernels, {status} with spills, 0 variants")
 
 
-def test_tiles_declare_no_more_shared_memory_than_launchers_reckon_with():
+def test_static_shared_memory_is_within_the_launchers_estimate():
     pytest.importorskip("cupy")
     from fp8moe.kernels_cuda.quantize import DECLARED
 
@@ -216,8 +218,8 @@ def test_the_plans_kernels_compile(architecture, monkeypatch):
 
 
 def launched_by_plans(monkeypatch):
-    """The kernels that plans launch, of ids and of masks with and without whole words, with their arguments'
-    kinds."""
+    """The kernels that plans launch, for ids and for masks with and without whole words, and the types of
+    their arguments."""
     from fp8moe.kernels_cuda import numba_cuda, plan
 
     launched = []
@@ -242,7 +244,7 @@ def launched_by_plans(monkeypatch):
 
 @pytest.mark.parametrize("collects", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects, fails):
+def test_numba_compilation_restores_garbage_collection(monkeypatch, collects, fails):
     pytest.importorskip("cupy")
     numba_cuda = pytest.importorskip("fp8moe.kernels_cuda.numba_cuda")
     kernel, _ = launched_by_plans(monkeypatch)[0]
@@ -273,7 +275,7 @@ def test_python_collects_as_before_when_numba_has_compiled(monkeypatch, collects
 def test_every_kernel_that_is_launched_exists():
     launched = set()
     for path in compiler.SOURCES.glob("*.py"):
-        # a launcher's own `_launch` takes the operation's name first
+        # the first argument of a launcher's own `_launch` is the operation's name
         for call in (r'\blaunch\(\s*"(\w+)",\s*"(\w+)"', r'\b_launch\(\s*"\w+",\s*"(\w+)",\s*"(\w+)"'):
             launched |= set(re.findall(call, path.read_text()))
     assert len(launched) > 15

@@ -1,4 +1,4 @@
-"""Launch configurations, from shapes and numbers of a device, without one."""
+"""Launch configurations, from shapes and device properties, without a device."""
 
 import re
 import subprocess
@@ -25,22 +25,23 @@ from fp8moe.kernels_cuda import (
 from fp8moe.kernels_cuda.product import Product
 
 H200 = {"multiprocessors": 132, "shared": 228 << 10, "block": 227 << 10}
-BLOCK_RESERVES = 1 << 10  # bytes of shared memory that the system takes of every block
+BLOCK_RESERVES = 1 << 10  # bytes of shared memory per block that the system reserves
 ROWS = (16, 32, 128, 512, 2048, 4096, 4112, 7168, 14_336, 16_384, 16_400, 57_344)  # bytes
 
 
 def constants(header):
-    """The numbers that a source or header defines, of those that stand there as numbers."""
+    """Constants of a source or header that are defined as literal numbers."""
     text = (compiler.SOURCES / header).read_text()
     return {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+) *(?://.*)?\n", text)}
 
 
-def test_launchers_have_the_numbers_of_their_kernels():
+def test_launcher_constants_match_kernel_constants():
     wgmma, tile = constants("wgmma_tiles.cuh"), constants("tile_order.cuh")
     assert wgmma["COLUMNS"] == grouped_gemm_wgmma_fp8.TILE_COLUMNS
     assert constants("wgmma_pipeline.cuh")["STAGES"] == grouped_gemm_wgmma_fp8.STAGES
     assert wgmma["CLUSTER"] == grouped_gemm_wgmma_fp8.CLUSTER
-    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma_fp8.THREADS  # a third warpgroup serves the two
+    # a third warpgroup loads for the two that multiply
+    assert wgmma["MULTIPLIERS"] + 128 == grouped_gemm_wgmma_fp8.THREADS
     assert (wgmma["ROWS"] // 2, wgmma["COLUMNS"] // 2) == grouped_gemm_wgmma_fp8.BOXES
     sides = grouped_gemm_wgmma16.TILE_ROWS, grouped_gemm_wgmma16.TILE_COLUMNS
     assert (wgmma["ROWS"], wgmma["COLUMNS"]) == sides
@@ -72,25 +73,25 @@ def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(verb, kernel, ex
     assert configuration.blocks % wgmma["CLUSTER"] == 0
     assert multiprocessors - wgmma["CLUSTER"] < configuration.blocks <= multiprocessors
     sides = wgmma["ROWS"] + wgmma["COLUMNS"]
-    stage = sides * wgmma["STEP"] + 4 * sides + 2 * 8  # codes, a scale of each row, two barriers
+    stage = sides * wgmma["STEP"] + 4 * sides + 2 * 8  # codes, one scale per row, two barriers
     turns = wgmma["TURNS"] * (2 * 8 + 16)  # two barriers and a WorkTile each
-    table = (2 * 4 + wgmma["HALF_TILES"]) * (experts + 1)  # a byte more where last tiles may be halves
+    table = (2 * 4 + wgmma["HALF_TILES"]) * (experts + 1)  # one more byte if last tiles may be halves
     assert configuration.shared == wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + turns + table
     assert configuration.shared <= H200["block"]
 
 
 @pytest.mark.parametrize(("verb", "kernel"), FP8_KERNELS)
-def test_grouped_gemm_asks_for_no_more_experts_than_fit(verb, kernel):
+def test_grouped_gemm_expert_limit_fits_shared_memory(verb, kernel):
     wgmma = constants("wgmma_pipeline.cuh") | constants(kernel)
-    most = grouped_gemm_wgmma_fp8.TABLE_BYTES // (8 + wgmma["HALF_TILES"]) - 1
-    product = Product(verb, ("e4m3", "e4m3"), "bfloat16", most, 4096, 512, 256)
+    largest = grouped_gemm_wgmma_fp8.TABLE_BYTES // (8 + wgmma["HALF_TILES"]) - 1
+    product = Product(verb, ("e4m3", "e4m3"), "bfloat16", largest, 4096, 512, 256)
     assert grouped_gemm_wgmma_fp8.takes(product, "sm_90a") == []
-    assert grouped_gemm_wgmma_fp8.tiles_configuration(verb, most, 132).shared <= H200["block"]
-    reasons = grouped_gemm_wgmma_fp8.takes(product._replace(experts=most + 1), "sm_90a")
-    assert reasons == [f"{most + 1} experts are too many"]
+    assert grouped_gemm_wgmma_fp8.tiles_configuration(verb, largest, 132).shared <= H200["block"]
+    reasons = grouped_gemm_wgmma_fp8.takes(product._replace(experts=largest + 1), "sm_90a")
+    assert reasons == [f"{largest + 1} experts are too many"]
 
 
-# bytes of shared memory a block may have, of CUDA's table of compute capabilities
+# maximum shared memory per block in KiB, from CUDA's table of compute capabilities
 SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227}
 SHARED_MEMORY |= {"sm_120a": 99}
 
@@ -104,7 +105,7 @@ def product(operands="bfloat16", verb="grouped_gemm", out=None, width=4096, dept
 @pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("operands", ["bfloat16", "e4m3"])
 @pytest.mark.parametrize("verb", ["grouped_gemm", "grouped_gemm_wgrad"])
-def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands, verb):
+def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb):
     before_pipeline = (
         (compiler.SOURCES / f"{verb}_mma.cu").read_text().partition('#include "mma_pipeline.cuh"')[0]
     )
@@ -112,25 +113,26 @@ def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands, 
     directives = re.findall(r"^#(?!pragma|include).*", text, re.M)
     number = "".join(filter(str.isdigit, architecture))
     wanted = "COLUMNS, ROWS, THREADS, STAGES * STAGE_BYTES"
-    given = [f"-D__CUDA_ARCH__={number}0", *(["-DKIND=BF16"] if operands == "bfloat16" else [])]
+    arguments = [f"-D__CUDA_ARCH__={number}0", *(["-DKIND=BF16"] if operands == "bfloat16" else [])]
     completed = subprocess.run(
-        ["g++", "-E", "-P", "-x", "c++", *given, "-"],
+        ["g++", "-E", "-P", "-x", "c++", *arguments, "-"],
         input="\n".join([*directives, wanted]),
         capture_output=True,
         text=True,
         check=True,
     )
     columns, rows, threads, shared = eval(completed.stdout.replace("/", "//"))
-    here = grouped_gemm_mma.configuration(product(operands, verb), architecture)
-    assert (here.threads, here.shared) == (threads, shared)
-    assert here.shared + BLOCK_RESERVES <= SHARED_MEMORY[architecture] << 10  # and what the kernel declares
+    configuration = grouped_gemm_mma.configuration(product(operands, verb), architecture)
+    assert (configuration.threads, configuration.shared) == (threads, shared)
+    # and what the kernel declares statically
+    assert configuration.shared + BLOCK_RESERVES <= SHARED_MEMORY[architecture] << 10
     if verb == "grouped_gemm":
-        assert here.blocks == (32_768 // rows + 8) * (4096 // columns)
+        assert configuration.blocks == (32_768 // rows + 8) * (4096 // columns)
     else:
-        assert here.blocks == 8 * (4096 // rows) * (7168 // columns)
+        assert configuration.blocks == 8 * (4096 // rows) * (7168 // columns)
 
 
-# the fastest that takes a product, by architecture: of FP8 and of 16-bit operands
+# the fastest backend that supports a product, by architecture: (FP8, 16-bit operands)
 FASTEST = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a"), ("mma", "mma")),
     "sm_90a": ("wgmma", "wgmma"),
@@ -140,45 +142,45 @@ FASTEST = {
 
 @pytest.mark.parametrize("verb", ["grouped_gemm", "grouped_gemm_wgrad"])
 @pytest.mark.parametrize("architecture", FASTEST)
-def test_the_fastest_backend_that_takes_a_product_makes_it(architecture, verb):
+def test_fastest_supported_backend_is_selected(architecture, verb):
     for operands, wanted in zip(("e4m3", "bfloat16"), FASTEST[architecture], strict=True):
-        asked = product(operands, verb)
-        small = asked._replace(rows=16, width=16, depth=64)
+        requested = product(operands, verb)
+        small = requested._replace(rows=16, width=16, depth=64)
         if wanted is None:
             with pytest.raises(
                 ValueError, match=r"1\.92e\+03 GFLOP.*mma: the device is sm_75.*backend='cublas'"
             ):
-                grouped_gemm.choose(asked, architecture, None)
+                grouped_gemm.choose(requested, architecture, None)
             assert grouped_gemm.choose(small, architecture, None).backend == "plain"
         else:
-            assert grouped_gemm.choose(asked, architecture, None).backend == wanted
+            assert grouped_gemm.choose(requested, architecture, None).backend == wanted
             assert grouped_gemm.choose(small, architecture, None).backend == wanted
-            assert grouped_gemm.choose(asked, architecture, wanted) == (wanted, ())
+            assert grouped_gemm.choose(requested, architecture, wanted) == (wanted, ())
         for backend in ("plain", "cublas"):
-            assert grouped_gemm.choose(asked, architecture, backend) == (backend, ())
+            assert grouped_gemm.choose(requested, architecture, backend) == (backend, ())
         if architecture not in ("sm_90a", "sm_75"):
             with pytest.raises(ValueError, match="backend: got 'wgmma'"):
-                grouped_gemm.choose(asked, architecture, "wgmma")
+                grouped_gemm.choose(requested, architecture, "wgmma")
         if architecture == "sm_75":
             with pytest.raises(
                 ValueError, match=r"backend: got 'mma' .*the device is sm_75, not sm_80 or later"
             ):
-                grouped_gemm.choose(asked, architecture, "mma")
+                grouped_gemm.choose(requested, architecture, "mma")
 
 
 @pytest.mark.parametrize("architecture", FASTEST)
 @pytest.mark.parametrize("operands", ["float32", "float64"])
-def test_large_products_go_to_the_plain_kernel_only_when_that_is_said(architecture, operands):
-    asked = product(operands, out=operands)
+def test_large_products_use_the_plain_kernel_only_on_request(architecture, operands):
+    requested = product(operands, out=operands)
     with pytest.raises(
         ValueError, match=f"backend: got None .*the operands are {operands}.*'plain', which says"
     ):
-        grouped_gemm.choose(asked, architecture, None)
-    assert grouped_gemm.choose(asked, architecture, "plain") == ("plain", ())
-    most = asked._replace(rows=1000, width=1000, depth=500)
-    assert grouped_gemm.choose(most, architecture, None).backend == "plain"
+        grouped_gemm.choose(requested, architecture, None)
+    assert grouped_gemm.choose(requested, architecture, "plain") == ("plain", ())
+    largest = requested._replace(rows=1000, width=1000, depth=500)
+    assert grouped_gemm.choose(largest, architecture, None).backend == "plain"
     with pytest.raises(ValueError, match="GFLOP"):
-        grouped_gemm.choose(most._replace(depth=501), architecture, None)
+        grouped_gemm.choose(largest._replace(depth=501), architecture, None)
 
 
 LAYER = {"experts": 8, "hidden": 512, "columns": 512, "width": 256, "ffn": 256}
@@ -187,12 +189,12 @@ GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 
 @pytest.mark.parametrize("operands", ["e4m3", "bfloat16"])
 @pytest.mark.parametrize("architecture", FASTEST)
-def test_a_backend_that_does_not_make_a_layer_is_refused(monkeypatch, architecture, operands):
+def test_unsupported_backend_of_a_layer_raises(monkeypatch, architecture, operands):
     monkeypatch.setattr(driver, "architecture", lambda device: architecture)
     layer = {"operands": operands, "gradients": GRADIENTS, **LAYER}
     has = {"wgmma": architecture == "sm_90a", "mma": architecture != "sm_75", "plain": True, "cublas": True}
-    for backend, known in has.items():
-        if known:
+    for backend, supported in has.items():
+        if supported:
             grouped_gemm.check_layer(backend, None, 0, **layer)
         else:
             with pytest.raises(ValueError, match=f"backend: got '{backend}'.*the device is {architecture}"):
@@ -201,7 +203,7 @@ def test_a_backend_that_does_not_make_a_layer_is_refused(monkeypatch, architectu
 
 @pytest.mark.parametrize("operands", ["e4m3", "bfloat16", "float32"])
 @pytest.mark.parametrize("architecture", FASTEST)
-def test_a_limit_that_a_layer_does_not_keep_to_is_refused(monkeypatch, architecture, operands):
+def test_unsupported_sm_limit_of_a_layer_raises(monkeypatch, architecture, operands):
     monkeypatch.setattr(driver, "architecture", lambda device: architecture)
     monkeypatch.setattr(driver, "multiprocessors", lambda device: 132)
     layer = {"operands": operands, "gradients": GRADIENTS, **LAYER}
@@ -215,7 +217,7 @@ def test_a_limit_that_a_layer_does_not_keep_to_is_refused(monkeypatch, architect
             grouped_gemm.check_layer(backend, 2, 0, **odd)
     others = {"mma": architecture != "sm_75" and operands != "float32", "plain": True, "cublas": True}
     others[None] = architecture != "sm_90a" or operands == "float32"
-    for backend in (name for name, there in others.items() if there):
+    for backend in (name for name, available in others.items() if available):
         with pytest.raises(ValueError, match="num_sms: got 2 for a product by"):
             grouped_gemm.check_layer(backend, 2, 0, **layer)
 
@@ -236,8 +238,8 @@ def test_a_limit_that_a_layer_does_not_keep_to_is_refused(monkeypatch, architect
         ),
     ],
 )
-def test_each_product_of_a_layer_is_looked_at(monkeypatch, operands, backend, change, gradients, reason):
-    """Those of gradients only where they are asked for."""
+def test_each_product_of_a_layer_is_checked(monkeypatch, operands, backend, change, gradients, reason):
+    """Products of gradients are checked only if those gradients are requested."""
     monkeypatch.setattr(driver, "architecture", lambda device: "sm_90a")
     layer = {"operands": operands, **LAYER, **change}
     with pytest.raises(ValueError, match=f"backend: got '{backend}'.*{reason}"):
@@ -253,8 +255,8 @@ def test_cublas_has_no_float64():
 
 
 @pytest.mark.parametrize("backend", ["wgmma", "mma"])
-def test_a_named_backend_takes_no_rows_at_all(backend):
-    """A rank without tokens: the weights' gradients are zeros, and not an error."""
+def test_explicit_backend_accepts_zero_rows(backend):
+    """On a rank without tokens, weight gradients are zeros instead of an error."""
     none = product("bfloat16", "grouped_gemm_wgrad", rows=0)
     assert grouped_gemm.choose(none, "sm_90a", backend).backend == "plain"
 
@@ -268,13 +270,13 @@ def test_a_named_backend_takes_no_rows_at_all(backend):
         ({"experts": 2000}, "2000 experts are too many"),
     ],
 )
-def test_what_wgmma_refuses_is_multiplied_by_mma_with_the_reason(change, reason):
-    asked = product("e4m3")._replace(**change)
-    backend, reasons = grouped_gemm.choose(asked, "sm_90a", None)
+def test_products_unsupported_by_wgmma_use_mma_with_a_reason(change, reason):
+    requested = product("e4m3")._replace(**change)
+    backend, reasons = grouped_gemm.choose(requested, "sm_90a", None)
     assert backend == "mma"
     assert any(reason in one for one in reasons)
     with pytest.raises(ValueError, match=f"backend: got 'wgmma'.*{reason}"):
-        grouped_gemm.choose(asked, "sm_90a", "wgmma")
+        grouped_gemm.choose(requested, "sm_90a", "wgmma")
 
 
 @pytest.mark.parametrize("architecture", FASTEST)
@@ -306,13 +308,13 @@ def test_the_choice_is_described_for_every_architecture(architecture):
 )
 def test_products_of_16_bits_have_as_many_stages_as_fit(verb, experts, stages):
     header = constants("wgmma_tiles.cuh") | constants("wgmma16_pipeline.cuh")
-    here = grouped_gemm_wgmma16.tiles_configuration(verb, experts, 132)
-    print(here)
+    configuration = grouped_gemm_wgmma16.tiles_configuration(verb, experts, 132)
+    print(configuration)
     assert grouped_gemm_wgmma16.stages(verb, experts) == stages
     stage = (header["ROWS"] + header["COLUMNS"]) * header["STEP_BYTES"] + 2 * 8  # and two barriers
     rest = header["PARTS"] * 2 * 8 + header["TURNS"] * (2 * 8 + 16) + 2 * 4 * (experts + 1)
     needed = stages * stage + {4: 1, 3: 2}[stages] * header["PART_BYTES"] + rest
-    assert needed <= here.shared <= H200["block"]
+    assert needed <= configuration.shared <= H200["block"]
     four_fit = 4 * stage + header["PART_BYTES"] + rest <= H200["block"]
     assert stages == 4 or verb == "grouped_gemm_wgrad" or not four_fit
 
@@ -323,7 +325,7 @@ PRODUCT = Product("grouped_gemm", ("bfloat16", "bfloat16"), "bfloat16", 8, 4096,
 @pytest.mark.parametrize(
     "architecture", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"]
 )
-def test_wgmma_is_hoppers(architecture):
+def test_wgmma_requires_hopper(architecture):
     reasons = grouped_gemm_wgmma16.takes(PRODUCT, architecture)
     assert reasons == ([] if architecture == "sm_90a" else [f"the device is {architecture}, not sm_90a"])
 
@@ -351,7 +353,7 @@ def test_wgmma_is_hoppers(architecture):
         ({"rows": 2**31, "width": 8192}, "2147483648 rows of 8 experts are too many"),
     ],
 )
-def test_what_wgmma_takes_of_16_bits(change, reason):
+def test_16_bit_products_supported_by_wgmma(change, reason):
     reasons = grouped_gemm_wgmma16.takes(PRODUCT._replace(**change), "sm_90a")
     assert len(reasons) == (reason is not None)
     assert reason is None or reasons[0].startswith(reason)
@@ -361,7 +363,7 @@ def test_what_wgmma_takes_of_16_bits(change, reason):
 @pytest.mark.parametrize("experts", [None, 0, 8, 256])
 @pytest.mark.parametrize("value_bytes", [2, 4])
 @pytest.mark.parametrize("strips", [1, 96, 376, 4096])
-def test_tiles_are_shared_out_among_resident_blocks(strips, value_bytes, experts, mx):
+def test_tiles_are_distributed_over_resident_blocks(strips, value_bytes, experts, mx):
     columns, multiprocessors = 7168, H200["multiprocessors"]
     configuration, when_free = quantize.tiles_configuration(
         strips, columns, value_bytes, experts, mx=mx, multiprocessors=multiprocessors
@@ -385,14 +387,14 @@ def test_pieces_cover_a_row(row_bytes, scale_bytes, fill):
     moved = permute.permute_pieces(tokens, row_bytes, scale_bytes, fill=fill)
     sorted_ = permute.sort_chunks_pieces(tokens, row_bytes, scale_bytes)
     print(moved, sorted_, sep="\n")
-    for pieces, most in ((moved, permute.PIECE), (sorted_, permute.UNIT)):
+    for pieces, largest in ((moved, permute.PIECE), (sorted_, permute.UNIT)):
         assert pieces.nbytes % 16 == 0
-        assert pieces.nbytes <= most
+        assert pieces.nbytes <= largest
         assert (pieces.per_row - 1) * pieces.nbytes < row_bytes <= pieces.per_row * pieces.nbytes
         units = -(-tokens // pieces.together)
         assert pieces.blocks == units * pieces.per_row
         room = pieces.zeros + pieces.together * (pieces.nbytes + scale_bytes) + 16
-        assert room <= pieces.shared <= 48 << 10  # also on devices that have little
+        assert room <= pieces.shared <= 48 << 10  # also on devices with little shared memory
     assert fill or moved.zeros == 0
     assert sorted_.together == 1 or sorted_.together * (row_bytes + scale_bytes) <= permute.UNIT
 
@@ -415,7 +417,7 @@ def test_threads_cover_all_rows_and_no_block_is_idle():
     assert permute.sort_chunks_configuration(0, 9).blocks == 1
 
 
-def test_there_is_a_block_for_each_tile():
+def test_grid_has_one_block_per_tile():
     rows, columns = 4096, 7168
     tiles = rows * columns // 128**2
     assert swiglu.transposed_configuration(rows, columns).blocks == tiles
@@ -429,7 +431,7 @@ def test_there_is_a_block_for_each_tile():
 @pytest.mark.parametrize("width", [0, 1, 2, 8, 300, 1024])
 @pytest.mark.parametrize("experts", [0, 1, 8, 257, 4096])
 @pytest.mark.parametrize("tokens", [0, 1, 511, 4096, 1_000_000])
-def test_a_plans_chunks_hold_all_tokens_and_its_bits_a_whole_piece(tokens, experts, width):
+def test_plan_sizes_cover_all_tokens_and_fit_a_block(tokens, experts, width):
     plan = pytest.importorskip("fp8moe.kernels_cuda.plan")
     sizes = plan.plan_sizes(fp8moe.PermutationPlan(None, tokens, experts, width, True, 0, 1))
     assert 1 <= sizes.chunks <= plan.MAX_CHUNKS

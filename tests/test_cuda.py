@@ -1,4 +1,5 @@
-"""The CUDA backend against the reference: the same public calls on the GPU's arrays, outputs poisoned."""
+"""The CUDA backend compared with the reference: the same public calls with GPU arrays and poisoned
+outputs."""
 
 import contextlib
 import gc
@@ -53,7 +54,7 @@ from oracles import exact
 
 import fp8moe
 from fp8moe import Activation, row_maps
-from fp8moe.benchmarks.beside import held
+from fp8moe.benchmarks.beside import occupied
 from fp8moe.record_trees import arrays_in, map_arrays
 from fp8moe.records import DeviceArray, QuantTensor
 
@@ -63,7 +64,7 @@ KINDS = (BF16, np.dtype(np.float16), np.dtype(np.float32))
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    """Everything the border allocates on the device starts as 0xA5."""
+    """All device memory that the library allocates for outputs is filled with 0xA5."""
     cupy = pytest.importorskip("cupy")
     for kind in {type(f) for f in fp8moe.interop.FRAMEWORKS.values()}:
         if "empty" not in vars(kind):
@@ -101,10 +102,10 @@ def download(value):
 
 
 def both(function, *arguments, **options):
-    """(result on the CPU, result on CUDA brought back)."""
-    ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
-    theirs = function(*(upload(a) for a in arguments), **{k: upload(v) for k, v in options.items()})
-    return ours, download(theirs)
+    """(result on the CPU, result on CUDA copied to the host)."""
+    expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
+    actual = function(*(upload(a) for a in arguments), **{k: upload(v) for k, v in options.items()})
+    return expected, download(actual)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +122,15 @@ def test_router(tokens, experts, config, biased, sequences):
     ("tokens", "experts"), [(3000, 256), (700, 512), (90, 1000), (5000, 7), (33, 4096), (0, 256), (40, 31)]
 )
 def test_plans_of_whole_masks(tokens, experts, dtype):
-    """Maps as wide as there are experts, from the mask and from the map itself."""
+    """Maps with a slot per expert, from the mask and from the map itself."""
     rng = generator()
     mask = (rng.random((tokens, experts)) < rng.random((tokens, 1)) * min(1, 20 / experts)).astype(dtype)
     for rows in ("exact", 3 * tokens):
-        ours, theirs = both(fp8moe.plan_routing_map, mask, align_size=16, num_out_tokens=rows)
-        assert_same(ours, theirs)
-        for pads in (ours.pad_offsets, None):
-            options = {"num_out_tokens": ours.num_out_tokens}
-            assert_same(*both(fp8moe.plan_row_map, ours.row_id_map, pads, **options))
+        expected, actual = both(fp8moe.plan_routing_map, mask, align_size=16, num_out_tokens=rows)
+        assert_same(expected, actual)
+        for pads in (expected.pad_offsets, None):
+            options = {"num_out_tokens": expected.num_out_tokens}
+            assert_same(*both(fp8moe.plan_row_map, expected.row_id_map, pads, **options))
 
 
 @pytest.mark.parametrize("topk", [1, 8, 40])
@@ -148,7 +149,7 @@ def test_plans_of_index_maps(topk):
 def test_rows_of_probabilities_of_zero(columns):
     rng = generator()
     ids = np.argsort(rng.random((300, 20)), axis=1)[:, :4].astype(np.int32)
-    plan = fp8moe.plan_topk(ids, 20, align_size=16, num_out_tokens=1200)  # some have no room
+    plan = fp8moe.plan_topk(ids, 20, align_size=16, num_out_tokens=1200)  # too few rows for all entries
     probs = rng.random(ids.shape).astype(np.float32) * (rng.random(ids.shape) < 0.5)
     for x in (values(rng, (300, columns), BF16), fp8moe.quantize(values(rng, (300, 256), BF16))):
         assert_same(*both(lambda x, p, w: fp8moe.permute(x, p, w, zero_unweighted=True), x, plan, probs))
@@ -163,21 +164,21 @@ def test_plans_and_permutation(case, by_mask):
         mask = np.zeros((len(ids), experts), bool)
         for t, row in enumerate(ids):
             mask[t, row[(row >= 0) & (row < experts)]] = True
-        ours, theirs = both(fp8moe.plan_routing_map, mask, align_size=align, topk=min(4, experts))
+        expected, actual = both(fp8moe.plan_routing_map, mask, align_size=align, topk=min(4, experts))
     else:
-        ours, theirs = both(fp8moe.plan_topk, ids, experts, align_size=align)
-    assert_same(ours, theirs)
+        expected, actual = both(fp8moe.plan_topk, ids, experts, align_size=align)
+    assert_same(expected, actual)
     x = values(rng, (len(ids), 24), BF16)
-    probs = rng.random((len(ids), ours.prob_columns)).astype(np.float32)
-    assert_same(*both(lambda *a: fp8moe.permute(*a), x, ours, probs))
-    rows = values(rng, (ours.num_out_tokens, 24), BF16)
-    assert_same(*both(fp8moe.unpermute, rows, ours, probs))
-    grads = rng.random(ours.num_out_tokens).astype(np.float32)
-    assert_same(*both(fp8moe.permute_backward, rows, ours, grads))
-    cpu, cuda = both(fp8moe.unpermute_backward, x, ours, rows, probs)
+    probs = rng.random((len(ids), expected.prob_columns)).astype(np.float32)
+    assert_same(*both(lambda *a: fp8moe.permute(*a), x, expected, probs))
+    rows = values(rng, (expected.num_out_tokens, 24), BF16)
+    assert_same(*both(fp8moe.unpermute, rows, expected, probs))
+    grads = rng.random(expected.num_out_tokens).astype(np.float32)
+    assert_same(*both(fp8moe.permute_backward, rows, expected, grads))
+    cpu, cuda = both(fp8moe.unpermute_backward, x, expected, rows, probs)
     assert_same(cpu[0], cuda[0])
-    # a thread sums up to 32 products in float32, the rest is float64: 32 * 2^-24 of the sum of magnitudes,
-    # which is at most 24 * 2^16 here
+    # a thread sums up to 32 products in float32, the rest is float64: an error of 32 * 2^-24 of the sum of
+    # magnitudes, which is at most 24 * 2^16 here
     np.testing.assert_allclose(cuda[1], cpu[1], rtol=2.0**-23, atol=32 * 2.0**-24 * 24 * 2.0**16)
 
 
@@ -194,9 +195,9 @@ def test_quantised_rows(kind):
         ),
     }[kind]
     plan = fp8moe.plan_topk(rng.integers(-1, 5, (37, 3)).astype(np.int32), 5, align_size=16)
-    ours, theirs = both(lambda q, p: fp8moe.permute(q, p).data, q, plan)
-    assert_same(ours, theirs)
-    a, b = both(fp8moe.unpermute, ours, plan)
+    expected, actual = both(lambda q, p: fp8moe.permute(q, p).data, q, plan)
+    assert_same(expected, actual)
+    a, b = both(fp8moe.unpermute, expected, plan)
     nan = np.isnan(a.astype(np.float32))
     assert (nan == np.isnan(b.astype(np.float32))).all()
     assert (nan | (a.view(np.uint16) == b.view(np.uint16))).all()
@@ -218,19 +219,20 @@ def test_chunks_and_padding(sizes, align, group, seed):
     x, probs = values(rng, (sum(sizes), 5)), rng.random(sum(sizes)).astype(np.float32)
     options = {"align_size": align, "chunks_per_group": group}
     sizes = np.array(sizes)
-    ours, theirs = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
-    assert_same(ours, theirs)
+    expected, actual = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
+    assert_same(expected, actual)
     options["num_tokens"] = len(x)
-    assert_same(*both(fp8moe.sort_chunks_backward, ours.data, sizes, order, ours.probs, **options))
-    padded, theirs = both(fp8moe.pad, x, sizes, align)
-    assert_same(padded, theirs)
+    assert_same(*both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options))
+    padded, actual = both(fp8moe.pad, x, sizes, align)
+    assert_same(padded, actual)
     assert_same(*both(fp8moe.unpad, padded, sizes, align))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "wide", "1x128", "mxfp8"])
 @pytest.mark.parametrize("chunks", [1, 7, 300])
-def test_chunks_of_whole_vectors(kind, chunks):
-    """Rows of multiples of 16 bytes travel by bulk copies; empty chunks, padding, a tail."""
+def test_sort_chunks_of_whole_vectors(kind, chunks):
+    """Rows of multiples of 16 bytes are moved by bulk copies; with empty chunks, padding and rows after the
+    last chunk."""
     rng = np.random.default_rng(chunks)
     sizes = rng.integers(0, 6, chunks) * (rng.random(chunks) < 0.7)
     order = rng.permutation(chunks).astype(np.int32)
@@ -244,12 +246,14 @@ def test_chunks_of_whole_vectors(kind, chunks):
     probs = rng.random(rows).astype(np.float32)
     for align, tokens in ((1, None), (16, None), (4, rows + 4 * chunks)):
         options = {"align_size": align, "num_out_tokens": tokens}
-        ours, theirs = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
-        assert_same(ours, theirs)
+        expected, actual = both(fp8moe.sort_chunks, x, sizes, order, probs, **options)
+        assert_same(expected, actual)
         options = {"align_size": align, "num_tokens": rows}
-        assert_same(*both(fp8moe.sort_chunks_backward, ours.data, sizes, order, ours.probs, **options))
+        assert_same(
+            *both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
+        )
         assert_same(*both(fp8moe.pad, x, sizes, align, num_out_tokens=tokens))
-        assert_same(*both(fp8moe.unpad, ours.data, sizes, align, num_out_tokens=rows))
+        assert_same(*both(fp8moe.unpad, expected.data, sizes, align, num_out_tokens=rows))
     rows_without_room_are_left_out(upload, download, x, sizes, order)
     rest_stays(upload, download, x, sizes // 2, order)
 
@@ -270,12 +274,12 @@ def test_quantize(rows, columns, fmt, block, dtype, pow2, rounding, seed):
     options = {"fmt": fmt, "block": block, "pow2": pow2}
     if block in ((1, 32), (32, 1)):
         options["scale_rounding"] = rounding
-    ours, theirs = both(fp8moe.quantize, x, **options)
-    assert_same(ours, theirs)
+    expected, actual = both(fp8moe.quantize, x, **options)
+    assert_same(expected, actual)
     if block in ((1, 128), (1, 32)):
         assert_same(*both(fp8moe.quantize, x, **options, columnwise=True))
     for out in ("float32", "bfloat16"):
-        a, b = both(fp8moe.dequantize, ours, dtype=out)
+        a, b = both(fp8moe.dequantize, expected, dtype=out)
         np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
 
 
@@ -294,7 +298,7 @@ def test_every_bfloat16_value():
 
 
 @pytest.mark.parametrize("block", [(1, 32), (32, 1)])
-def test_blocked_scales_there_and_back(block):
+def test_blocked_scales_round_trip(block):
     rng = generator()
     for rows, columns in [(1, 32), (130, 96), (4096, 2048), (3000, 7168), (257, 200)]:
         scales_in_both_layouts(both, rng, rows, columns, block)
@@ -333,9 +337,9 @@ def test_transposes_write_blocked_scales(target):
 def test_layouts_and_weights():
     rng = np.random.default_rng(2)
     x = values(rng, (130, 300), BF16)
-    ours, theirs = both(fp8moe.quantize, x, layout="gemm_ready")
-    assert_same(ours, theirs)
-    assert_same(*both(fp8moe.to_layout, ours, layout="compact"))
+    expected, actual = both(fp8moe.quantize, x, layout="gemm_ready")
+    assert_same(expected, actual)
+    assert_same(*both(fp8moe.to_layout, expected, layout="compact"))
     assert_same(*both(fp8moe.to_layout, fp8moe.quantize(x), layout="gemm_ready"))
     assert_same(*both(fp8moe.quantize, x, columnwise=True))
     for shape in ((3, 200, 136), (3, 256, 384), (2, 1152, 640), (1, 128, 128)):
@@ -352,7 +356,7 @@ def test_weights_in_parts(dtype, transposed):
 
 
 @pytest.mark.parametrize("ffn", [128, 72])
-def test_gradients_of_w1_and_w3_apart(ffn):
+def test_gradients_of_w1_and_w3_as_a_pair(ffn):
     gradients_apart(both, ffn)
 
 
@@ -382,7 +386,8 @@ def test_transpose(counts, width, fmt, target, seed):
 )
 @settings(max_examples=80)
 def test_transpose_by_tiles(counts, columns, width, fmt, target, spread, seed):
-    """Columns in multiples of 16; strips inside a tile; scales that float32 holds together, and not."""
+    """Columns in multiples of 16; blocks that cross tiles; scales within float32's range of each other, and
+    beyond it."""
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     q = random_rowwise(np.random.default_rng(seed), int(offsets[-1]), columns, fmt, width, spread)
     assert_same(*both(fp8moe.scaling_aware_transpose, q, offsets, target=target))
@@ -402,14 +407,14 @@ def test_transpose_to_blocks(counts, first, columns, fmt, spread, seed):
     offsets = (first + np.concatenate(([0], np.cumsum(counts)))).astype(np.int32)
     end = int(offsets[-1])
     q = random_rowwise(np.random.default_rng(seed), end + 37, columns, fmt, 128, spread)
-    ours, theirs = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
-    assert same_bits(ours.data[:, first:end], theirs.data[:, first:end])
-    assert same_bits(ours.scales, theirs.scales)
+    expected, actual = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
+    assert same_bits(expected.data[:, first:end], actual.data[:, first:end])
+    assert same_bits(expected.scales, actual.scales)
     assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
 def test_many_tiles_are_scheduled_dynamically(monkeypatch):
-    counts = generator().integers(0, 400, 40)  # some 70 rows of tiles
+    counts = generator().integers(0, 400, 40)  # about 70 rows of tiles
     tiles_are_taken_when_free(both, monkeypatch, counts, 18 * 128)
 
 
@@ -418,15 +423,15 @@ def test_transpose_of_many_experts():
     counts = rng.integers(0, 3, 700) * rng.integers(0, 70, 700)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     q = random_rowwise(rng, int(offsets[-1]) + 37, 32, "e4m3", 128, 3)
-    ours, theirs = both(fp8moe.scaling_aware_transpose, q, offsets)
-    assert same_bits(ours.data[:, : offsets[-1]], theirs.data[:, : offsets[-1]])
-    assert same_bits(ours.scales, theirs.scales)
+    expected, actual = both(fp8moe.scaling_aware_transpose, q, offsets)
+    assert same_bits(expected.data[:, : offsets[-1]], actual.data[:, : offsets[-1]])
+    assert same_bits(expected.scales, actual.scales)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("width", [128, 32])
 def test_every_code_under_every_scale_difference_on_cuda(fmt, width):
-    """Against float64, as on the CPU: test_transpose has the oracle."""
+    """Against float64, as on the CPU; the oracle is in test_transpose."""
     for q in every_code_under_every_difference(fmt, width):
         for target in ("column", "tile"):
             got = download(fp8moe.scaling_aware_transpose(upload(q), target=target))
@@ -435,7 +440,7 @@ def test_every_code_under_every_scale_difference_on_cuda(fmt, width):
 
 @pytest.mark.parametrize(("fmt", "block"), [("e4m3", 128), ("e5m2", 128), ("e4m3", 32), ("e5m2", 32)])
 def test_the_error_table_on_cuda(fmt, block):
-    """As test_transpose's, whose limits e5m2 keeps, too."""
+    """The error bounds of test_transpose, which e5m2 satisfies too."""
     limits = {"rows * 2^U[-6,6]": 2.6e-6, "lognormal rows": 4.0e-6, "one zero row": 0.0}
     for kind, limit in limits.items():
         errors = {"column": [], "tile": []}
@@ -444,8 +449,8 @@ def test_the_error_table_on_cuda(fmt, block):
             q = fp8moe.quantize(x, fmt=fmt, block=(1, block))
             rowwise = exact(q)
             for target, actual in errors.items():
-                ours, transposed = both(fp8moe.scaling_aware_transpose, q, target=target)
-                assert_same(ours, transposed)
+                expected, transposed = both(fp8moe.scaling_aware_transpose, q, target=target)
+                assert_same(expected, transposed)
                 back = fp8moe.dequantize(transposed).astype(np.float64)
                 actual.append(np.linalg.norm(back - rowwise) / np.linalg.norm(rowwise))
         column, tile = (np.array(actual) for actual in errors.values())
@@ -491,10 +496,10 @@ def test_permute_transpose_and_checked_scales(monkeypatch):
     ):
         q = fp8moe.quantize(values(rng, (50, columns), BF16))
         plan = fp8moe.plan_topk(rng.integers(-1, 4, (50, 2)).astype(np.int32), 4, align_size=align)
-        ours, theirs = both(fp8moe.permute_transpose, q, plan, target=target)
-        end = plan.expert_offsets[-1]  # what lies past it is nobody's
-        assert same_bits(ours.data[:, :end], theirs.data[:, :end])
-        assert same_bits(ours.scales, theirs.scales)
+        expected, actual = both(fp8moe.permute_transpose, q, plan, target=target)
+        end = plan.expert_offsets[-1]  # values after it are undefined
+        assert same_bits(expected.data[:, :end], actual.data[:, :end])
+        assert same_bits(expected.scales, actual.scales)
     q = fp8moe.quantize(values(rng, (50, 72), BF16))
     monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
     bad = QuantTensor(q.data, np.full_like(q.scales, 0.3))
@@ -523,25 +528,25 @@ def test_swiglu(rows, block, activation, dtype, seed):
     rng = np.random.default_rng(seed)
     h = values(rng, (rows, activation.columns(128))).clip(-30, 30).astype(dtype)
     grad, probs = values(rng, (rows, 128)).clip(-30, 30).astype(dtype), rng.random(rows).astype(np.float32)
-    # Two float64 exponentials may differ in their last bit, so a float32 sigmoid in some 10^8 may: one code
-    # beside, and with it a scale when it is the block's largest. Seen here: none.
+    # Two float64 exponentials may differ in their last bit, so about one float32 sigmoid in 10^8 may: one
+    # code differs by one, and a scale if it is the largest value of its block. None was observed here.
     for function, arguments in (
         (fp8moe.swiglu_quantize, (h, probs)),
         (fp8moe.swiglu_quantize_backward, (grad, h, probs)),
     ):
-        ours, theirs = both(function, *arguments, block=block, columnwise=True, activation=activation)
-        for a, b in zip(arrays_in(ours), arrays_in(theirs), strict=True):
+        expected, actual = both(function, *arguments, block=block, columnwise=True, activation=activation)
+        for a, b in zip(arrays_in(expected), arrays_in(actual), strict=True):
             if function is fp8moe.swiglu_quantize or a.ndim > 1:  # not dprobs
                 assert (a != b).mean() <= 1e-4
     assert_close(both(fp8moe.swiglu, h, probs, activation=activation), 2.0**-7)
-    ours, theirs = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
-    assert_close((ours.dh, theirs.dh), 2.0**-7)
-    # as in `unquantised`, of the magnitudes that are summed, which may cancel; float32's sigmoid is the
-    # reference's, and a product errs by a few roundings
+    expected, actual = both(fp8moe.swiglu_backward, grad, h, probs, activation=activation)
+    assert_close((expected.dh, actual.dh), 2.0**-7)
+    # as in `unquantised`, relative to the magnitudes of the summands, which may cancel; the float32 sigmoid
+    # is the reference's, and a product has a few roundings
     a, b = np.abs(h.astype(np.float64))[:, :128], np.abs(h.astype(np.float64))[:, -128:]  # relu2: both are h
     terms = (np.abs(grad.astype(np.float64)) * a * (b + 1)).sum(axis=1)
     bound = 2.0**-20 if dtype == np.float32 else 2.0**-18
-    assert (np.abs(ours.dprobs.astype(np.float64) - theirs.dprobs) <= bound * terms).all()
+    assert (np.abs(expected.dprobs.astype(np.float64) - actual.dprobs) <= bound * terms).all()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -553,19 +558,19 @@ def test_swiglu_unquantised(dtype, rows, width, activation, with_probs):
     unquantised(both, dtype, rows, width, activation, with_probs)
 
 
-UNDERFLOW = 2.0**-110  # float32's sigmoid ends at 2^-149, and factors of up to 2^39 come to it here
+UNDERFLOW = 2.0**-110  # float32's sigmoid ends at 2^-149, and is multiplied by factors of up to 2^39 here
 
 
 def swiglu_in_float64(h, probs, activation, grad=None):
-    """(value, how far float32 with a sigmoid within 2^-20.4 may be from it), of y, or of dh.
+    """(value, bound of the error of float32 with a sigmoid of relative error 2^-20.4), of y or of dh.
 
-    A product of n float32 factors errs by n - 1 roundings of 2^-24 and what its factors err by: at most
-    2^-20 for these; the sum in da by that of the magnitudes of its two terms. Of "geglu", erfc and exp take
-    arguments of -a / sqrt(2) and -a^2 / 2 with two roundings each, and answer with a^2 times their relative
-    error.
+    The error of a product of n float32 factors is n - 1 roundings of 2^-24 plus the errors of its factors: at
+    most 2^-20 here. The error of the sum in da is relative to the magnitudes of its two terms. In "geglu" the
+    arguments of erfc and exp, -a / sqrt(2) and -a^2 / 2, have two roundings each, which the functions amplify
+    by a^2.
     """
     h, width = h.astype(np.float64), activation.width(h.shape[1])
-    if activation.kind == "relu2":  # products of factors that are exact
+    if activation.kind == "relu2":  # products of exact factors
         a, p = np.maximum(h, 0), probs.astype(np.float64)[:, None]
         y = a * a * p if grad is None else grad.astype(np.float64) * p * 2 * a
         return y, np.abs(y) * 2.0**-20 + UNDERFLOW
@@ -576,7 +581,7 @@ def swiglu_in_float64(h, probs, activation, grad=None):
     a, b = np.minimum(a, limit), np.clip(b, -limit, limit) + activation.linear_offset
     line = 2 * np.sqrt(2 / np.pi)
     z = a * (line + line * 0.044715 * a**2) if kind == "geglu_tanh" else alpha * a
-    with np.errstate(over="ignore"):  # to infinity, of which s is 0
+    with np.errstate(over="ignore"):  # overflow to infinity, for which s is 0
         s = 1 / (1 + np.exp(-z))
     if kind == "geglu":
         s = np.array([math.erfc(-v * math.sqrt(0.5)) / 2 for v in a.ravel()]).reshape(a.shape)
@@ -590,7 +595,7 @@ def swiglu_in_float64(h, probs, activation, grad=None):
     inner = by * a * s * (1 - s)
     if kind == "geglu":
         inner = a * np.exp(-(a**2) / 2) / np.sqrt(2 * np.pi)
-    # 1 - s cancels: its error is that of s, whatever is left
+    # 1 - s cancels: its error is that of s, however small the difference
     slack = s * rounding + np.abs(by * a * s) * (np.abs(1 - s) + s) * rounding
     dh = np.concatenate([free_a * scaled * b * (s + inner), free_b * scaled * a * s], axis=1)
     error = np.concatenate([free_a * np.abs(scaled * b) * slack, np.abs(dh[:, width:]) * rounding], axis=1)
@@ -598,7 +603,7 @@ def swiglu_in_float64(h, probs, activation, grad=None):
 
 
 def assert_rounded(q, exact, error):
-    """Every scale is that of its block's largest magnitude, every code the nearest, up to ``error``."""
+    """Every scale is that of its block's largest magnitude, every code the nearest one, up to ``error``."""
     (_, width), fmt = q.block, q.fmt
     top = {"e4m3": 448.0, "e5m2": 57344.0}[fmt]
     blocks = exact.reshape(len(exact), -1, width)
@@ -638,7 +643,7 @@ def assert_rounded(q, exact, error):
 @settings(max_examples=30)
 def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype, seed):
     rng = np.random.default_rng(seed)
-    # seven standard deviations of 4: from -28 to 28, and a few far out, where the exponential runs over
+    # seven standard deviations of 4: from -28 to 28, and a few values beyond, where the exponential overflows
     h = (rng.standard_normal((rows, activation.columns(width))) * 4).astype(dtype)
     h[rng.random(h.shape) < 0.01] = -75
     grad, probs = rng.standard_normal((rows, width)).astype(dtype), rng.random(rows).astype(np.float32)
@@ -656,7 +661,7 @@ def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype
     assert_same(whole.rowwise, q)
     y, error = swiglu_in_float64(h, probs, activation=activation)
     for lo in range(0, rows, block[1]):
-        # a strip of the columns, as rows of one block each
+        # a column block, as rows of one block each
         strip, slack = (np.zeros((width, block[1])) for _ in range(2))
         here = slice(lo, min(lo + block[1], rows))
         strip[:, : here.stop - lo], slack[:, : here.stop - lo] = y[here].T, error[here].T
@@ -664,7 +669,7 @@ def test_swiglu_quantised_in_one_pass(rows, width, block, fmt, activation, dtype
         codes[:, : here.stop - lo] = whole.columnwise.data[:, here]
         scales = np.ascontiguousarray(whole.columnwise.scales[lo // block[1]][:, None])
         assert_rounded(QuantTensor(codes, scales, fmt, block), strip, slack)
-    # rows past the last offset are zeros
+    # rows after the last offset are zeros
     offsets = np.array([rows // 5, rows // 2], np.int32)
     q = download(fp8moe.swiglu_quantize(upload(h), upload(probs), expert_offsets=upload(offsets), **options))
     assert not q.data[rows // 2 :].any()
@@ -678,8 +683,8 @@ def test_swiglu_of_nan_and_far_values():
     h = np.zeros((2, 256), np.float32)
     h[0, :4], h[0, 128:132] = [-100, -88, 90, np.nan], 1
     h[1, :3], h[1, 128:131] = [-1e4, 1e4, np.inf], 1
-    ours, theirs = both(fp8moe.swiglu_quantize, h)
-    assert_same(ours, theirs)
+    expected, actual = both(fp8moe.swiglu_quantize, h)
+    assert_same(expected, actual)
 
 
 @pytest.mark.parametrize("offsets", TILE_OFFSETS)
@@ -711,18 +716,18 @@ def skip_where_not(backend):
 
 
 def wgrad_agrees(transposed, offsets, backend):
-    """New and added to, in both dtypes."""
+    """New and accumulated gradients, in both dtypes."""
     rng = np.random.default_rng(25)
-    # the tensor cores sum with some 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): 2^-13 of the sum
-    # so far, at each of four additions
+    # the tensor cores sum with about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2): an error of
+    # 2^-13 of the sum so far, at each of four additions
     bound = 2.0**-11 if backend == "wgmma" else 1e-5
     for dtype, rounding in (("float32", 0.0), ("bfloat16", 2.0**-8)):
         new = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend=backend, dtype=dtype)
         assert_close(new, bound + rounding)
         into = rng.standard_normal(new[0].shape).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*transposed, offsets, into.copy())
-        theirs = fp8moe.grouped_gemm_wgrad(*map(upload, (*transposed, offsets, into)), backend=backend)
-        assert_close((ours, download(theirs)), bound + rounding)
+        expected = fp8moe.grouped_gemm_wgrad(*transposed, offsets, into.copy())
+        actual = fp8moe.grouped_gemm_wgrad(*map(upload, (*transposed, offsets, into)), backend=backend)
+        assert_close((expected, download(actual)), bound + rounding)
 
 
 @pytest.mark.parametrize("backend", ["plain", "mma", "wgmma", "cublas"])
@@ -738,8 +743,8 @@ def test_grouped_gemm(counts, width, depth, backend):
         fp8moe.quantize_weights(values(rng, (3, width, depth))),
     )
     dy = fp8moe.quantize(values(rng, (rows, width)), fmt="e5m2")
-    x.data[offsets[-1] :] = dy.data[offsets[-1] :] = 0x7F  # NaN past the last expert
-    # sums in another order: float32 partial sums, then one bfloat16 rounding
+    x.data[offsets[-1] :] = dy.data[offsets[-1] :] = 0x7F  # NaN after the last expert
+    # sums in another order: float32 partial sums, then one rounding to bfloat16
     for a in (x, fp8moe.to_layout(x, "gemm_ready")):
         pair = both(fp8moe.grouped_gemm, a, w.rowwise, offsets, backend=backend)
         assert_close(pair, 2.0**-8)
@@ -759,13 +764,13 @@ def test_grouped_gemm_wgrad_of_blocks(counts, width, depth, backend):
         fp8moe.quantize(values(rng, (int(offsets[-1]) + 48, n)), fmt=fmt)
         for n, fmt in ((depth, "e4m3"), (width, "e5m2"))
     )
-    for q in (x, dy):  # NaN where no expert has rows
+    for q in (x, dy):  # NaN in rows without an expert
         q.data[:128] = q.data[offsets[-1] :] = 0x7F
     transposed = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
     wgrad_agrees(transposed, offsets, backend)
 
 
-def test_grouped_gemm_wgrad_takes_any_scales():
+def test_grouped_gemm_wgrad_accepts_any_scales():
     skip_where_not("wgmma")
     rng = np.random.default_rng(14)
     offsets = np.array([0, 5, 135, 136, 1000], np.int32)
@@ -776,7 +781,8 @@ def test_grouped_gemm_wgrad_takes_any_scales():
 @pytest.mark.parametrize("counts", [[8, 888] * 40, [9, 29, 92, 21, 46, 2, 89] * 40])
 @pytest.mark.parametrize("num_sms", [2, None])
 def test_grouped_gemm_wgrad_where_some_experts_begin_at_no_multiple_of_16(num_sms, counts):
-    """Tiles by TMA after tiles without: what fetches must neither run ahead of those nor fall behind."""
+    """Tiles loaded by TMA after tiles loaded without it: the loading warp must stay in step with the
+    others."""
     rng = np.random.default_rng(7)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     rows = (int(offsets[-1]) + 15) // 16 * 16
@@ -799,7 +805,7 @@ def test_products_of_scales_far_apart(backend):
 @pytest.mark.parametrize("counts", [[128, 0, 256], [5, 130, 0], [0, 0, 0], [1000, 1, 700]])
 @pytest.mark.parametrize(("width", "depth"), [(200, 304), (1024, 1280), (21, 35), (40, 30)])
 def test_grouped_gemm_of_plain_arrays(width, depth, counts, dtype, backend):
-    """Rows of no expert, NaN among them, in front of the first and behind the last."""
+    """Rows without an expert, including NaN, before the first and after the last expert."""
     rng = np.random.default_rng(5)
     offsets = 3 + np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     rows = int(offsets[-1]) + 6
@@ -826,7 +832,7 @@ def test_grouped_gemm_of_plain_arrays(width, depth, counts, dtype, backend):
         ([2000, 1, 700], 1024, 1280),
         ([4200, 300, 0], 1152, 72),
         ([640], 2048, 8),
-        ([33] * 300, 256, 136),  # more experts than four stages leave room for
+        ([33] * 300, 256, 136),  # more experts than fit beside four stages
     ],
 )
 def test_products_of_16_bits_by_wgmma(dtype, counts, width, depth):
@@ -837,7 +843,8 @@ def test_products_of_16_bits_by_wgmma(dtype, counts, width, depth):
 @pytest.mark.parametrize("align_size", [1, 16, 128])
 @pytest.mark.parametrize(("width", "depth"), [(256, 272), (520, 512), (2064, 144)])
 def test_products_of_padded_rows(align_size, width, depth):
-    """Last tiles of an expert of which no more than a half is multiplied: the same bits, zeros in padding."""
+    """Last tiles of an expert with at most half a tile of rows use a smaller product: same bits, zeros in
+    padding."""
     skip_where_not("wgmma")
     rng = generator()
     counts = np.concatenate(
@@ -854,21 +861,21 @@ def test_products_of_padded_rows(align_size, width, depth):
     wanted = download(fp8moe.grouped_gemm(q, wq, offsets, backend="plain"))
     got = [download(fp8moe.grouped_gemm(q, wq, offsets, n, backend="wgmma")) for n in (None, all_rows)]
     assert_same(got[1], got[0])
-    # both round float32 sums of the same products, in another order: a step of bfloat16 at most
+    # both round float32 sums of the same products in another order: a difference of one bfloat16 step
     assert relative(got[0], wanted.astype(np.float64)) < 2.0**-7
     assert not got[0][len(real) :].any()
     assert not got[0][: len(real)][~real].any()
 
 
 def fewer(divisor):
-    """An even number: of the device's multiprocessors, divided by this."""
+    """The device's number of multiprocessors over this divisor, as an even number."""
     import cupy
 
     return cupy.cuda.Device().attributes["MultiProcessorCount"] // divisor // 2 * 2
 
 
 def products_of_wgmma(rng, counts, width, depth):
-    """All its products of some operands, FP8 and bfloat16, as a function of num_sms."""
+    """All wgmma products of some operands, FP8 and bfloat16, as a function of num_sms."""
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     x, dy = (rng.standard_normal((int(offsets[-1]), n)).astype(BF16) for n in (depth, width))
     w = rng.standard_normal((len(counts), width, depth)).astype(BF16)
@@ -901,8 +908,9 @@ def products_of_wgmma(rng, counts, width, depth):
     ("counts", "width", "depth"),
     [([256, 0, 128, 640], 528, 272), ([128] * 40, 272, 144), ([0, 4096, 2048], 2064, 528)],
 )
-def test_products_on_any_multiprocessors(counts, width, depth):
-    """The same bits on all, on a few, and beside a kernel that holds some; by turns, and in graphs."""
+def test_products_with_sm_limits(counts, width, depth):
+    """Results are bitwise equal on all multiprocessors, on a few, and next to a kernel that occupies some;
+    repeatedly, and in graphs."""
     skip_where_not("wgmma")
     import cupy
 
@@ -916,7 +924,7 @@ def test_products_on_any_multiprocessors(counts, width, depth):
         captured = [run(), run(8)]
         graph = stream.end_capture()
     for blocks, cluster in ((1, 1), (8, 4), (33, 1), (64, 1)):
-        with held(blocks, cluster), cupy.cuda.Stream(non_blocking=True) as stream:
+        with occupied(blocks, cluster), cupy.cuda.Stream(non_blocking=True) as stream:
             actual = run()
             graph.launch(stream)
             stream.synchronize()
@@ -927,8 +935,8 @@ def test_products_on_any_multiprocessors(counts, width, depth):
         cupy.cuda.Device().synchronize()
 
 
-def test_products_of_several_streams_share_nothing():
-    """Many at a time, of which each takes tiles by a counter of its own."""
+def test_products_on_several_streams_are_independent():
+    """Concurrent products on several streams, each with its own tile counter."""
     skip_where_not("wgmma")
     import cupy
 
@@ -959,10 +967,10 @@ def test_layer(recipe, recompute):
         return y, g.dx, g.dprobs, g.dw13, g.dw2
 
     casts = []
-    ours, theirs = both(run, *inputs.values(), dy)
+    expected, actual = both(run, *inputs.values(), dy)
     assert casts[0] == casts[1]
-    for pair in zip(ours, theirs, strict=True):
-        # bfloat16 between the kernels, rounded from sums in another order, then codes on the other side
+    for pair in zip(expected, actual, strict=True):
+        # bfloat16 between the kernels is rounded from sums in another order, and then codes may differ
         assert_close(pair, 0.02)
 
 
@@ -1061,11 +1069,11 @@ def test_rows_of_real_widths(hidden, align):
     rows = rng.standard_normal((plan.num_out_tokens, hidden)).astype(BF16)
     assert_same(*both(fp8moe.unpermute, rows, plan, probs))
     assert_same(*both(fp8moe.unpermute, rows, plan))
-    ours, theirs = both(fp8moe.unpermute_backward, x, plan, rows, probs)
-    assert_same(ours[0], theirs[0])
-    # 32 products in float32 at most a thread, of magnitude below 6 * 6; float64 after that
+    expected, actual = both(fp8moe.unpermute_backward, x, plan, rows, probs)
+    assert_same(expected[0], actual[0])
+    # at most 32 products per thread in float32, of magnitudes below 6 * 6; then float64
     bound = 32 * 2.0**-24 * np.sqrt(hidden) * 36
-    np.testing.assert_allclose(theirs[1], ours[1], rtol=2.0**-22, atol=bound)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=2.0**-22, atol=bound)
 
 
 def test_a_small_capacity_writes_nothing_outside():
@@ -1108,12 +1116,12 @@ def test_past_two_to_the_31_elements():
     last = int(host.expert_offsets[-1])
     assert not bool(rows[last:].view(np.uint16).any())
     merged = fp8moe.unpermute(rows, plan)
-    # eight equal rows: times eight, exact in bfloat16
+    # the sum of eight equal rows is eight times the row, exact in bfloat16
     wanted = x[entries].astype(cupy.float32) * 8
     assert bool((merged[entries].astype(cupy.float32) == wanted).all())
 
 
-def test_arrays_on_both_devices_are_refused():
+def test_arrays_on_cpu_and_cuda_raise():
     x, ids = np.ones((4, 128), np.float32), np.zeros((4, 1), np.int32)
     plan = fp8moe.plan_topk(ids, 2)
     with pytest.raises(TypeError, match="got an array on the CPU; wanted CUDA device 0"):
@@ -1127,14 +1135,14 @@ def test_an_exact_plan_waits_for_the_callers_stream():
     ids = torch.zeros(64, 2, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(200_000_000)  # the ids below come late
+        torch.cuda._sleep(200_000_000)  # delays the write of the ids below
         ids.copy_(torch.arange(128, device="cuda").reshape(64, 2) % 8)
         plan = fp8moe.plan_topk(ids, 8, align_size=16, num_out_tokens="exact")
     assert plan.num_out_tokens == 128
     assert plan.tokens_per_expert.tolist() == [16] * 8
 
 
-def test_nan_in_padding_and_tail_reaches_nobody():
+def test_nan_in_padding_and_tail_is_never_read():
     rng = np.random.default_rng(13)
     ids = rng.integers(-1, 6, (50, 3)).astype(np.int32)
     plan = fp8moe.plan_topk(ids, 6, align_size=16)
@@ -1150,7 +1158,7 @@ def test_nan_in_padding_and_tail_reaches_nobody():
         assert_same(y, download(fp8moe.unpermute(upload(x), upload(plan))))
 
 
-def test_a_cupy_graph_keeps_its_scratch():
+def test_cupy_graph_keeps_its_scratch_memory():
     import cupy
 
     rng = np.random.default_rng(14)
@@ -1166,7 +1174,7 @@ def test_a_cupy_graph_keeps_its_scratch():
         stream.begin_capture()
         captured = run()
         graph = stream.end_capture()
-        others = [cupy.full(1600, 7, cupy.int32) for _ in range(50)]  # takes what the pool holds
+        others = [cupy.full(1600, 7, cupy.int32) for _ in range(50)]  # uses up the memory in the pool
         ids[...] = upload(rng.integers(0, 8, (400, 2)).astype(np.int32))
         graph.launch(stream)
         stream.synchronize()
@@ -1188,23 +1196,24 @@ def test_a_cupy_graph_keeps_its_scratch():
     assert kept_by_both > kept
     del first, second
     gc.collect()
-    assert capture()[1] == kept  # what the two graphs held is gone
+    assert capture()[1] == kept  # memory of the two graphs has been released
 
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_launches_wait_for_each_other(monkeypatch, captured):
-    """Blocks start before the launch in front of theirs is done. What they read was just written, what they
-    write over was just read; in front of them is a kernel, a copy on this stream, or one on another."""
+    """Blocks may start before the previous launch is complete, while data they read is still being written
+    and data they overwrite is still being read. The previous operation is a kernel, a copy on the same
+    stream, or a copy on another stream."""
     import cupy
 
     from fp8moe.kernels_cuda import driver
 
-    monkeypatch.undo()  # filling outputs would part the launches
+    monkeypatch.undo()  # filling outputs would separate the launches
     rng = np.random.default_rng(15)
     xs = [upload((rng.standard_normal((4096, 2048)) * 2.0**i).astype(BF16)) for i in range(2)]
     ids = upload(rng.integers(0, 8, (4096, 2)).astype(np.int32))
     x, q = cupy.empty_like(xs[0]), fp8moe.quantize(xs[0])
-    end = int(fp8moe.plan_topk(ids, 8, align_size=128).expert_offsets[-1])  # what lies past it is nobody's
+    end = int(fp8moe.plan_topk(ids, 8, align_size=128).expert_offsets[-1])  # values after it are undefined
 
     def chain():
         plan = fp8moe.plan_topk(ids, 8, align_size=128)
@@ -1307,7 +1316,7 @@ def test_torch_cuda_graph_of_forward_and_backward():
 
 
 def fp8_there_and_back(ids, x):
-    """Quantise, permute with the scales, transpose, and sum the rows again."""
+    """Quantise, permute with scales, transpose, and sum the rows back."""
     from fp8moe.adapters import torch_ops
 
     q = torch_ops.quantize(x)
@@ -1348,14 +1357,14 @@ def test_float8_dtypes_are_views():
     viewed = torch_ops.as_float8(q)
     assert viewed.data.dtype == torch.float8_e4m3fn
     assert viewed.data.data_ptr() == q.data.data_ptr()
-    ours, theirs = (fp8moe.scaling_aware_transpose(a) for a in (q, viewed))
-    assert torch.equal(ours.data, theirs.data)
+    expected, actual = (fp8moe.scaling_aware_transpose(a) for a in (q, viewed))
+    assert torch.equal(expected.data, actual.data)
     assert torch.equal(fp8moe.dequantize(viewed), fp8moe.dequantize(q))
 
 
 @pytest.fixture
 def first_device():
-    """JAX leaves the last device current in the thread that initialises it."""
+    """Restores the current device: JAX's initialisation leaves the last device current in its thread."""
     runtime = pytest.importorskip("cupy").cuda.runtime
     before = runtime.getDevice()
     runtime.setDevice(0)
@@ -1369,16 +1378,16 @@ def test_the_second_device():
     torch = pytest.importorskip("torch")
     _, ids, x, probs = torch_case(False)
     assert x.get_device() == 0
-    there = [t.to("cuda:1") for t in (ids, x, probs)]
+    inputs_on_second = [t.to("cuda:1") for t in (ids, x, probs)]
     for _ in range(4):  # launch plans are cached by device
-        assert torch.equal(there_and_back(*there).cpu(), there_and_back(ids, x, probs).cpu())
+        assert torch.equal(there_and_back(*inputs_on_second).cpu(), there_and_back(ids, x, probs).cpu())
         assert torch.cuda.current_device() == 0
-        ours, theirs = (fp8moe.quantize(t.detach(), columnwise=True) for t in (x, there[1]))
-        assert theirs.rowwise.data.device == there[1].device
-        transposed = [fp8moe.scaling_aware_transpose(q.rowwise).data.cpu() for q in (ours, theirs)]
+        expected, actual = (fp8moe.quantize(t.detach(), columnwise=True) for t in (x, inputs_on_second[1]))
+        assert actual.rowwise.data.device == inputs_on_second[1].device
+        transposed = [fp8moe.scaling_aware_transpose(q.rowwise).data.cpu() for q in (expected, actual)]
         assert torch.equal(*transposed)
     with torch.cuda.device(1):
-        assert torch.equal(fp8moe.quantize(x.detach()).data, ours.rowwise.data)
+        assert torch.equal(fp8moe.quantize(x.detach()).data, expected.rowwise.data)
         assert torch.cuda.current_device() == 1
 
 
@@ -1406,12 +1415,12 @@ def test_an_eager_plan_in_a_compiled_function():
     torch, ids, x, probs = torch_case()
     plan = torch_ops.plan_topk(ids, 8, align_size=16)
 
-    def there(x, probs):
+    def permute_and_unpermute(x, probs):
         moved = torch_ops.permute(x, plan, probs)
         return torch_ops.unpermute(moved.data, plan, probs) + moved.probs.sum()
 
-    got = torch.compile(there, fullgraph=True, backend="aot_eager")(x, probs)
-    assert torch.equal(got, there(x, probs))
+    got = torch.compile(permute_and_unpermute, fullgraph=True, backend="aot_eager")(x, probs)
+    assert torch.equal(got, permute_and_unpermute(x, probs))
 
 
 def test_a_plan_survives_copies_and_pickles():
@@ -1434,9 +1443,9 @@ def test_a_plan_survives_copies_and_pickles():
 
 @pytest.mark.parametrize("scope", [False, True])
 def test_the_torch_module_in_a_cuda_graph(scope):
-    """Forward and backward captured, replayed on other tokens and with weights that others have written. A
-    captured forward makes its FP8 copies itself; captured in a scope it reads those that quantize_weights()
-    makes."""
+    """Captured forward and backward, replayed with other tokens and modified weights. A captured forward
+    quantises the weights itself; captured in a weights_unchanged context it reads the copies of
+    quantize_weights()."""
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
     from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 
@@ -1490,11 +1499,12 @@ def test_the_torch_module_in_a_cuda_graph(scope):
         wanted = step(new, tokens.clone().requires_grad_())
         for a, b in zip(actual, wanted, strict=True):
             assert torch.equal(a, b)
-        step(layer, tokens.clone().requires_grad_())  # eager forwards leave alone what the graph reads
+        # eager forwards must not modify copies that the graph reads
+        step(layer, tokens.clone().requires_grad_())
 
 
 def test_micro_batches_in_one_cuda_graph():
-    """A scope inside of a captured step makes one set of copies for all of it, at every replay."""
+    """A weights_unchanged context inside a captured step makes one set of copies per replay."""
     torch = pytest.importorskip("torch")
     from fp8moe.adapters.torch_moe import FP8FlowMoE, weights_unchanged
 
@@ -1534,7 +1544,7 @@ def test_micro_batches_in_one_cuda_graph():
         with torch.cuda.graph(side_graph):
             scope.enter_context(weights_unchanged(other))
             other(batch[0])
-        # copies that only a replay fills are not for eager forwards
+        # copies that only a replay fills must not be used by eager forwards
         assert torch.equal(other(batch[0]), new(batch[0]))
 
 
@@ -1557,7 +1567,7 @@ def test_the_torch_module_compiled_as_one_graph(recipe):
 
 
 def test_a_new_thread_launches():
-    """As autograd's do: what was done before in the main thread makes no context in this one."""
+    """As in autograd's threads: a new thread has no current CUDA context."""
     torch = pytest.importorskip("torch")
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
     wanted = fp8moe.quantize(x).data

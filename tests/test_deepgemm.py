@@ -1,4 +1,4 @@
-"""What the DeepGEMM adapter hands over, by a stand-in that multiplies what it is given."""
+"""Operands of the DeepGEMM adapter, tested with a stub that multiplies them."""
 
 import sys
 import types
@@ -15,7 +15,7 @@ RNG = np.random.default_rng(1)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a, b, out, m_indices):
-    """DeepGEMM's own checks of its operands, and a product in float32."""
+    """DeepGEMM's checks of its operands, and the product in float32."""
     (x, sx), (w, sw) = a, b
     assert x.dtype == w.dtype == torch.float8_e4m3fn
     assert sx.dtype == sw.dtype == torch.float32
@@ -38,7 +38,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["compact", "gemm_ready"])
-def test_the_product(layout, installed):
+def test_product_matches_grouped_gemm(layout, installed):
     offsets = torch.from_numpy(offsets_of([128, 0, 256]))
     x = fp8moe.quantize(torch.randn(384 + 6, 256), layout=layout)
     w = fp8moe.quantize_weights(torch.randn(3, 128, 256))

@@ -1,4 +1,4 @@
-"""Arrays of every framework come in without a copy and results leave as the caller's kind."""
+"""Arrays of every framework are used without copies, and results have the caller's framework."""
 
 import os
 import subprocess
@@ -60,13 +60,13 @@ def test_jax_in_and_out(dtype):
     assert (back == x).all()
 
 
-def test_a_traced_jax_value_is_refused():
+def test_traced_jax_value_raises():
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"x: got .*Tracer.*outside jax\.jit"):
         jax.jit(fp8moe.quantize)(jax.numpy.ones((2, 4)))
 
 
-def test_every_operation_answers_in_the_callers_kind():
+def test_every_operation_returns_the_callers_array_type():
     rng = np.random.default_rng(0)
     x = values(rng, (20, 128), BF16)
     ids = rng.integers(0, 4, (20, 2)).astype(np.int32)
@@ -83,7 +83,7 @@ def test_every_operation_answers_in_the_callers_kind():
 
 
 class Exported:
-    """An array of no known framework: only the protocol."""
+    """An array of an unknown framework, with the DLPack protocol only."""
 
     def __init__(self, array, versioned=True):
         self.array, self.versioned = array, versioned
@@ -127,7 +127,7 @@ def test_c_contiguity_ignores_strides_of_single_elements():
 
 
 class OnDevice:
-    """Says that it lies on a device."""
+    """An array that reports a CUDA device."""
 
     def __init__(self, shape, typestr, read_only=False, **more):
         self.shape, self.typestr, self.read_only, self.more = shape, typestr, read_only, more
@@ -139,7 +139,7 @@ class OnDevice:
 
 
 class OnlyCapsules:
-    """Has half of the protocol."""
+    """An array with half of the DLPack protocol."""
 
     def __dlpack__(self, **options):
         return np.ones(3).__dlpack__()
@@ -160,7 +160,7 @@ def jagged():
 
 
 class Named(torch.Tensor):
-    """A subclass that is its memory."""
+    """A subclass with ordinary memory."""
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_tensor_subclasses_with_memory_of_their_own_are_accepted():
     assert fp8moe.quantize(torch.nn.Parameter(x, requires_grad=False)).data.shape == (4, 128)
 
 
-def test_dtensors_are_refused_with_their_fix():
+def test_dtensors_raise_with_a_fix():
     from torch.distributed import HashStore, destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
@@ -234,14 +234,14 @@ def test_dtensors_are_refused_with_their_fix():
 
 
 def test_no_results_in_fake_tensor_mode():
-    """A fake tensor's address is null, which a kernel would write to."""
+    """A fake tensor's address is null, to which a kernel would write."""
     family = interop.FRAMEWORKS["torch"]
     spec = fp8moe.records.ArraySpec((4, 128), np.dtype(np.uint8))
     with FakeTensorMode(), pytest.raises(TypeError, match="a result: torch made a FakeTensor"):
         family.empty(spec, 0)
 
 
-# ---------------------------------------------------------------- what is written to
+# ---------------------------------------------------------------- arrays that are written to
 
 
 def read_only(x):
@@ -262,7 +262,7 @@ def written_to():
 
 
 @pytest.mark.parametrize("kind", ["numpy", "dlpack", "jax", "cuda_array_interface"])
-def test_memory_that_is_read_only_is_not_written_to(kind, request):
+def test_read_only_outputs_raise(kind, request):
     out, x, dy = written_to()[kind], np.ones((3, 128), np.float32), np.ones((3, 8), np.float32)
     offsets = np.array([0, 3], np.int32)
     if kind == "cuda_array_interface":
@@ -273,7 +273,7 @@ def test_memory_that_is_read_only_is_not_written_to(kind, request):
             fp8moe.grouped_gemm_wgrad(dy, x, offsets, out)
 
 
-def test_parts_of_records_are_not_written_to_either():
+def test_read_only_outputs_in_records_raise():
     x = np.ones((3, 128), np.float32)
     q = fp8moe.quantize(x)
     q = fp8moe.QuantTensor(q.data, read_only(q.scales))
@@ -281,7 +281,7 @@ def test_parts_of_records_are_not_written_to_either():
         fp8moe.quantize(x, out=q)
     writable = fp8moe.quantize(x)
     assert fp8moe.quantize(x, out=writable) is writable
-    assert fp8moe.quantize(Exported(read_only(x))).data.any()  # what is only read may be
+    assert fp8moe.quantize(Exported(read_only(x))).data.any()  # read-only arrays may be read
 
 
 # ---------------------------------------------------------------- streams
@@ -289,7 +289,7 @@ def test_parts_of_records_are_not_written_to_either():
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """CUDA's runtime, as far as streams are concerned."""
+    """A stub of CUDA's runtime, for streams."""
     driver = pytest.importorskip("fp8moe.kernels_cuda.driver")
 
     runtime = cuda_on_cpu.Runtime()
@@ -309,13 +309,14 @@ def test_the_stream_of_a_cuda_array_interface_is_waited_for(runtime, stream, wai
     assert runtime.waits == waits
 
 
-def test_stream_zero_is_refused(runtime):
+def test_stream_zero_raises(runtime):
     with pytest.raises(ValueError, match="x: got stream 0"):
         dispatch.enter(x=OnDevice((2, 2), "<i4", stream=0))
 
 
 def test_arrays_on_two_streams_are_ordered(runtime, monkeypatch):
-    """The call runs on the first one's; what is captured in a graph cannot wait for what is not in it."""
+    """The call runs on the first array's stream and waits for the other; a captured stream cannot wait for an
+    uncaptured one."""
 
     class OnStream(interop.Framework):
         def __init__(self, number):
@@ -354,14 +355,14 @@ def test_cupys_stream_is_that_of_the_arrays_device(monkeypatch):
 
 
 def in_jax(code, **environment):
-    """Run with several CPU devices, which JAX has to be told before it starts."""
+    """Runs code in a process with several CPU devices, which must be set before JAX starts."""
     pytest.importorskip("jax")
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     code = "import jax, jax.numpy as jnp, numpy as np, fp8moe\n" + code
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **flags, **environment})
 
 
-def test_jax_results_lie_where_their_input_does_and_compile_nothing():
+def test_jax_results_are_on_the_inputs_device_without_compilation():
     in_jax(
         "from jax._src import monitoring\n"
         "import re\n"
@@ -387,7 +388,7 @@ def test_jax_results_lie_where_their_input_does_and_compile_nothing():
     )
 
 
-def test_deleted_jax_arrays_and_keys_are_refused():
+def test_deleted_jax_arrays_and_keys_raise():
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
     deleted = jnp.ones((4, 128))
@@ -405,7 +406,7 @@ def test_deleted_jax_arrays_and_keys_are_refused():
         fp8moe.grouped_gemm_wgrad(x, x, jnp.array([0, 3], jnp.int32), dtype="float64")
 
 
-def test_jax_arrays_on_several_devices_are_refused():
+def test_jax_arrays_on_several_devices_raise():
     in_jax(
         "from jax.sharding import PartitionSpec as P\n"
         "mesh = jax.make_mesh((2,), ('x',))\n"
@@ -419,7 +420,7 @@ def test_jax_arrays_on_several_devices_are_refused():
     )
 
 
-def test_a_tensor_that_requires_grad_is_fine_without_grad():
+def test_tensors_that_require_grad_are_accepted_under_no_grad():
     x = torch.ones(2, 128, requires_grad=True)
     with torch.no_grad():
         assert fp8moe.quantize(x).data.shape == (2, 128)
@@ -448,8 +449,8 @@ def test_a_torch_caller_imports_only_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_arrays_on_two_devices_are_refused(monkeypatch):
-    """Device 0 is a device like any other, not the absence of one."""
+def test_arrays_on_two_devices_raise(monkeypatch):
+    """Device 0 is an ordinary device, not the absence of one."""
 
     class Elsewhere(interop.Framework):
         def view(self, x, name):
@@ -476,7 +477,7 @@ def test_arrays_on_two_devices_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_tensors_storage_can_be_freed_after_a_call(dtype):
-    """As FSDP frees the parameters that it gathered."""
+    """As FSDP frees gathered parameters."""
     x = torch.randn(4, 128).to(dtype)
     wanted = fp8moe.quantize(x.clone())
     q = fp8moe.quantize(x)

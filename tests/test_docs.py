@@ -1,4 +1,5 @@
-"""The documentation: the site builds strictly, public names are in it, programs run, figures have rows."""
+"""The documentation: a strict build of the site, complete API reference, runnable programs, figures from
+results."""
 
 import ast
 import importlib
@@ -21,7 +22,7 @@ from fp8moe.benchmarks import roofline, step, table
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-# a program that no test runs says why in front of it; one that needs a GPU likewise
+# programs that no test runs have a comment with the reason before them, as have programs that need a GPU
 FENCE = re.compile(r"(?:<!-- (not run|gpu): .+? -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
@@ -40,13 +41,14 @@ def site(tmp_path_factory):
 
 
 def names_in(site):
-    """Every name with an anchor in the API reference, by its whole path."""
+    """Every name with an anchor in the API reference, with its full path."""
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     return {line.split(" ")[0] for line in zlib.decompress(inventory).decode().splitlines()}
 
 
 def public_names():
-    """Whole paths of the public names, as griffe knows them: a function of its module's name stands in it."""
+    """Full paths of the public names as griffe resolves them: a function with its module's name is inside the
+    module."""
     for package in (fp8moe, expert_parallel):
         for name in package.__all__:
             module = sys.modules.get(f"{package.__name__}.{name}")
@@ -67,8 +69,8 @@ def test_the_operations_of_adapters_are_in_the_reference(site, module):
     assert not {f"{path}.{name}" for name in operations} - names_in(site)
 
 
-def test_what_programs_import_from_adapters_is_in_the_reference(site):
-    """Names that the pages, the README and the examples take from an adapter are public."""
+def test_adapter_names_used_in_programs_are_in_the_reference(site):
+    """Names that the pages, the README and the examples import from an adapter are public."""
     sources = [code for page in PAGES for _, code in FENCE.findall(page.read_text())]
     sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     used = {
@@ -77,7 +79,7 @@ def test_what_programs_import_from_adapters_is_in_the_reference(site):
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8moe.adapters")
         for alias in node.names
-        if not alias.name.isupper()  # a constant
+        if not alias.name.isupper()  # not a constant
     }
     assert len(used) > 10
     assert not used - names_in(site)
@@ -86,16 +88,17 @@ def test_what_programs_import_from_adapters_is_in_the_reference(site):
 def test_every_adapter_is_documented_or_internal(site):
     internal = {"docstrings", "jax_calls", "jax_ffi", "jax_tokens"}
     internal |= {"torch_experts", "torch_grouped", "torch_halves", "torch_library", "torch_operation"}
-    found = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
+    matches = {path.stem for path in (ROOT / "adapters").glob("*.py")} - {"__init__"}
     documented = {name.split(".")[2] for name in names_in(site) if name.startswith("fp8moe.adapters.")}
-    assert documented == found - internal
+    assert documented == matches - internal
 
 
 def test_every_link_of_the_readme_is_a_file():
     text = (ROOT / "README.md").read_text()
     for name in re.findall(r"\]\[([a-z]+)\]", text):
         assert (ROOT / table.LINKS[name]).exists(), name
-    assert not re.findall(r"\]\((?!https://)", text)  # all by the generated list, which makes them whole
+    # links are in the generated list, which can make them absolute
+    assert not re.findall(r"\]\((?!https://)", text)
 
 
 def test_the_site_links_to_the_repository_that_pyproject_names(tmp_path):
@@ -112,7 +115,7 @@ def test_the_site_links_to_the_repository_that_pyproject_names(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_tables_are_those_of_the_results(page):
+def test_tables_match_the_results(page):
     text = page.read_text()
     assert table.render(text) == text
     assert text.count("<!-- table ") == text.count("<!-- end -->")
@@ -122,14 +125,15 @@ MEASURED = [ROOT / "README.md", *sorted(DOCS.glob("performance/*.md"))]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda p: str(p.relative_to(ROOT)))
-def test_figures_come_from_the_generator(page):
-    """Outside of made tables no time, rate, size or share stands in the text but the paper's."""
+def test_figures_are_only_in_generated_tables(page):
+    """Outside generated tables, the text contains no times, rates, sizes or percentages except the
+    paper's."""
     text = re.sub(
         r"<!-- table \S+ -->.*?<!-- end -->|```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL
     )
     lines = [line for line in text.splitlines() if not line.startswith("|")]
-    found = [line for line in lines if re.search(r"\d ?(us|ms|%|TFLOP/s|[GT]B/s|[MG]iB)(?!\w)", line)]
-    assert [line for line in found if not line.startswith("The paper")] == []
+    matches = [line for line in lines if re.search(r"\d ?(us|ms|%|TFLOP/s|[GT]B/s|[MG]iB)(?!\w)", line)]
+    assert [line for line in matches if not line.startswith("The paper")] == []
 
 
 def test_every_results_file_has_a_table():
@@ -142,8 +146,8 @@ def test_every_results_file_has_a_table():
     assert shown == topics
 
 
-def test_the_pictures_are_those_of_the_results():
-    """They hold a digest of the rows they were drawn from; python -m fp8moe.benchmarks.table draws them."""
+def test_pictures_match_the_results():
+    """The pictures contain a digest of their rows; python -m fp8moe.benchmarks.table redraws them."""
     assert step.digest().encode() in step.PICTURE.read_bytes()
     assert roofline.digest("h200") in roofline.picture("h200").read_text()
 
@@ -153,7 +157,7 @@ def test_the_picture_is_drawn(tmp_path):
     assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_comparison_is_what_the_picture_shows(tmp_path, monkeypatch):
+def test_picture_shows_the_comparison(tmp_path, monkeypatch):
     (tmp_path / "model-h200.jsonl").write_bytes((table.RESULTS / "model-h200.jsonl").read_bytes())
     (tmp_path / "layer-h200.jsonl").write_bytes((table.RESULTS / "layer-h200.jsonl").read_bytes())
     monkeypatch.setattr(table, "RESULTS", tmp_path)
@@ -170,13 +174,13 @@ def test_a_comparison_is_what_the_picture_shows(tmp_path, monkeypatch):
     assert step.digest().encode() in (tmp_path / "step.png").read_bytes()
 
 
-def test_rows_of_a_later_run_take_the_place_of_earlier_ones():
+def test_later_rows_replace_earlier_ones():
     rows = [{"shape": s, "name": n, "ms": ms} for s, n, ms in (("a", "x", 3), ("b", "x", 2), ("a", "x", 1))]
     assert [(r["shape"], r["ms"]) for r in table.newest(rows)] == [("a", 1), ("b", 2)]
 
 
 def test_a_comparison_is_shown(tmp_path, monkeypatch):
-    """Its rows are those of benchmarks/compare.py; of two runs the later."""
+    """Rows of benchmarks/compare.py; of two runs, the later one."""
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     assert "Not measured yet" in table.table("compare")
     row = {"part": "layer", "shape": "8 tokens", "device": "H200", "tflops": None, "error": 1e-3}
@@ -192,7 +196,7 @@ def test_a_comparison_is_shown(tmp_path, monkeypatch):
     assert "torch 2.11; commit abc" in lines[0]
 
 
-# ---------------------------------------------------------------- what the pages say
+# ---------------------------------------------------------------- statements of the pages
 
 
 def test_every_environment_variable_is_documented():
@@ -216,13 +220,13 @@ def test_every_verb_of_the_command_line_is_documented():
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """What torchrun sets, for a program that is a process group of its own."""
+    """Environment variables of torchrun, for a program with a process group of one rank."""
     torch_distributed = importlib.import_module("torch.distributed")
     store = torch_distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": store.port}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # the port is taken: by this store
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # use the existing store at this port
     yield
     if torch_distributed.is_initialized():
         torch_distributed.destroy_process_group()
@@ -237,7 +241,7 @@ def programs_of(page, marked=None):
 
 
 def run(page, line, code, names):
-    """As printed, at its own lines of the page. CuPy's programs run with NumPy where there is no GPU."""
+    """Runs a program with its own line numbers. Without a GPU, CuPy's programs run with NumPy."""
     code = code.replace("import cupy as cp", "import numpy as cp")
     exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
 
@@ -256,7 +260,8 @@ WITH_PROGRAMS = [page for page in PAGES[1:] if list(programs_of(page)) and page.
 
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda p: str(p.relative_to(DOCS)))
 def test_the_programs_of_the_docs_run(page, one_rank):
-    """Those of one page follow each other; how-to/jax.md's run on four devices in tests/test_jax_layer.py."""
+    """Programs of a page share variables; those of how-to/jax.md run on four devices in
+    tests/test_jax_layer.py."""
     names = {"__name__": "__main__"}
     for line, code in programs_of(page):
         run(page, line, code, names)

@@ -1,6 +1,7 @@
-"""Public docstrings follow one template (numpydoc's), agree with the signatures, and their examples run.
+"""Public docstrings follow one template (numpydoc's) and agree with the signatures, and their examples run.
 
-Public is what a module of `MODULES` has in ``__all__``: functions, records, and classes with their methods.
+Public objects are those in ``__all__`` of the modules of `MODULES`: functions, records, and classes with
+their methods.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import pytest
 
 import fp8moe
 
-#: a module to a line; one whose framework is not installed is left out
+#: modules to test; those whose framework is not installed are skipped
 MODULES = [
     "fp8moe",
     "fp8moe.adapters.deep_ep",
@@ -39,12 +40,12 @@ MODULES = [
 SECTIONS = ["Parameters", "Attributes", "Returns", "Raises", "Notes", "Examples"]
 ERRORS = {"TypeError", "ValueError", "RuntimeError", "NotImplementedError", "ImportError"}
 STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-#: modules of operations on arrays, which check them all
+#: modules of operations on arrays, which validate all arguments
 OPERATIONS = ("fp8moe", "fp8moe.adapters.torch_ops")
 
 
 def _public():
-    """(module, name, object) of all that is documented."""
+    """(module, name, object) of all public objects."""
     for module in MODULES:
         try:
             namespace = importlib.import_module(module)
@@ -60,7 +61,7 @@ PUBLIC = list(_public())
 
 
 def _methods(module, name, public):
-    """Those that a class documents; what it overrides without a docstring is documented by the base."""
+    """Documented methods of a class; overrides without a docstring are documented by the base class."""
     for attribute, value in vars(public).items():
         inherited = any(hasattr(base, attribute) for base in public.__mro__[1:])
         if inspect.isfunction(value) and attribute[0] != "_" and (value.__doc__ or not inherited):
@@ -84,7 +85,7 @@ def parametrize(items):
 
 
 def sections_of(public):
-    """Section -> its lines, in order; "" is the summary and what follows it."""
+    """Section -> its lines, in order; "" is the summary and the paragraphs after it."""
     sections, current = {"": []}, ""
     lines = inspect.getdoc(public).split("\n")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -98,7 +99,8 @@ def sections_of(public):
 
 
 def items_of(lines):
-    """(name, type) of each entry of a section, ("", type) where it has no name; every one is described."""
+    """(name, type) of each entry of a section, ("", type) for unnamed entries; every entry must have a
+    description."""
     entries = [(n, line) for n, line in enumerate(lines) if line and not line.startswith(" ")]
     for n, line in entries:
         assert lines[n + 1].startswith("    "), line

@@ -1,4 +1,4 @@
-"""Expert parallelism: ranks as processes, each of which compares itself with the layer on one."""
+"""Expert parallelism: processes as ranks, each of which compares its results with the layer on one rank."""
 
 import datetime
 import importlib
@@ -33,7 +33,7 @@ def ranks(case, world, tmp_path, device="cpu", limit=300):
 
 
 def together(world, arguments, limit):
-    """A process for each rank; each must say that it was right."""
+    """Runs a process per rank; each must report success."""
     running = [
         subprocess.Popen(
             [sys.executable, *arguments(r)],
@@ -45,9 +45,9 @@ def together(world, arguments, limit):
     ]
     try:
         for rank, process in enumerate(running):
-            said, _ = process.communicate(timeout=limit)
-            assert process.returncode == 0, f"rank {rank}:\n{said[-4000:]}"
-            assert "right" in said, f"rank {rank}:\n{said[-4000:]}"
+            output, _ = process.communicate(timeout=limit)
+            assert process.returncode == 0, f"rank {rank}:\n{output[-4000:]}"
+            assert "right" in output, f"rank {rank}:\n{output[-4000:]}"
     finally:
         for process in running:
             process.kill()
@@ -87,12 +87,12 @@ def test_several_gpus(cases, world, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cases", ["captured", "layers,bounded,chunks"])
-def test_a_world_of_one_gpu_and_a_training_step_in_a_cuda_graph(cases, tmp_path):
+def test_single_gpu_and_a_training_step_in_a_cuda_graph(cases, tmp_path):
     ranks(cases, 1, tmp_path, "cuda", 200)
 
 
 class Board(dict):
-    """What a process group keeps its words in."""
+    """A stub of a process group's store."""
 
     set = dict.__setitem__
 
@@ -100,18 +100,18 @@ class Board(dict):
         return all(name in self for name in names)
 
 
-def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
-    """As NCCL's ranks see it: rank 0 waits for 1, which is there, and for 2, which is not."""
+def test_timeout_names_the_missing_rank(monkeypatch):
+    """With NCCL: rank 0 waits for rank 1, which is alive, and for rank 2, which is not."""
     module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
-    board, asked = Board(), []
+    board, queries = Board(), []
 
     class Never:
         def record_event(self):
             return self
 
         def query(self):
-            asked.append(1)
-            if len(asked) == 2:
+            queries.append(1)
+            if len(queries) == 2:
                 board["fp8moe/[0, 1, 2]/4/1"] = "alive"
             return False
 
@@ -134,12 +134,12 @@ def test_a_device_that_never_finishes_names_who_is_missing(monkeypatch):
         watch.wait_for(torch.device("cuda"))
     assert error.value.ranks == [2]
     assert board["fp8moe/[0, 1, 2]/4/0"] == "alive"
-    assert len(asked) > 2
+    assert len(queries) > 2
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("cases", ["lost", "lost/peer"])
-def test_a_gpu_that_is_lost(cases, tmp_path):
+def test_lost_gpu_is_named(cases, tmp_path):
     ranks(cases, 2, tmp_path, "cuda", 60)
 
 
@@ -150,7 +150,7 @@ def test_cupy_alone_on_two_gpus(tmp_path):
 
 
 class Threads:
-    """A rank of a world of threads."""
+    """A transport between threads as ranks."""
 
     def __init__(self, rank, board, barrier):
         self.rank, self.world_size = rank, len(board)
@@ -178,12 +178,12 @@ class Threads:
 
 
 def alone():
-    """A world of one."""
+    """A world of one rank."""
     return Threads(0, [None], threading.Barrier(1))
 
 
 class ThreadsPeers(Threads):
-    """The same, writing into each other's memory, of which two windows are used in turn."""
+    """Like `Threads`, with writes to peer memory, in two windows used alternately."""
 
     room = 1 << 16
 
@@ -199,7 +199,7 @@ class ThreadsPeers(Threads):
         arriving = sum(row[self.rank] for row in counts)
         own = np.full((arriving, row_bytes), 0xA5, np.uint8)
         self.windows.append(own)
-        for before in self.windows[:-2]:  # written again
+        for before in self.windows[:-2]:  # windows that are overwritten
             before[:] = 0x5A
         windows = []
         for rank, theirs in enumerate(self.all_of(own)):
@@ -221,7 +221,7 @@ def test_windows_have_room_for_every_message(dtype, itemsize):
 
 
 def in_threads(kind, world, action):
-    """What action(comm) returns on each rank."""
+    """Results of action(comm) on each rank."""
     board, barrier = [None] * world, threading.Barrier(world, timeout=60)
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(lambda rank: action(kind(rank, board, barrier)), range(world)))
@@ -229,8 +229,8 @@ def in_threads(kind, world, action):
 
 @pytest.mark.parametrize("fmt", [None, "e4m3"])
 @pytest.mark.parametrize(("world", "k"), [(2, 3), (3, 2), (3, 1)])
-@pytest.mark.parametrize("room", [1 << 30, 8 << 10])  # for all, and for some of the exchanges
-def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
+@pytest.mark.parametrize("room", [1 << 30, 8 << 10])  # sufficient for all, and for some of the exchanges
+def test_peer_memory_equals_the_exchange(world, k, fmt, room, monkeypatch):
     monkeypatch.setattr(ThreadsPeers, "room", room)
     rng = generator()
     tokens = [int(rng.integers(0, 20)) for _ in range(world)]
@@ -246,7 +246,7 @@ def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
             back = expert_parallel.combine(x.astype(BF16), dispatched.route, comm, fmt=fmt)
             dy = expert_parallel.combine_backward(dys[r], dispatched.route, comm, fmt=fmt)
             dx = expert_parallel.dispatch_backward(x, dispatched.topk_probs, dispatched.route, comm)
-            for _ in range(2):  # what came before stays as it is
+            for _ in range(2):  # earlier results must not change
                 expert_parallel.combine_backward(-dys[r], dispatched.route, comm, fmt=fmt)
         arrays = (dispatched.x, dispatched.topk_ids, dispatched.topk_probs, back, dy, dx)
         return arrays, (dispatched.num_entries, counted.sent_bytes, counted.casts)
@@ -258,7 +258,7 @@ def test_peers_memory_is_as_the_exchange(world, k, fmt, room, monkeypatch):
 
 @pytest.mark.parametrize("kind", [Threads, ThreadsPeers])
 def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
-    """Two on their way at most, which is what windows that are written again allow; the bits of one chunk."""
+    """At most two exchanges are pending, which two windows allow; bitwise equal to one chunk."""
     monkeypatch.setattr(ThreadsPeers, "room", 1 << 24)
     world, rng = 2, generator()
     tokens = [37, 5]
@@ -280,8 +280,8 @@ def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
             assert_same(ours, theirs)
 
 
-def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
-    """What is begun, computed and waited for, in order: forward, then backward."""
+def test_exchange_of_a_chunk_overlaps_products_of_another(monkeypatch):
+    """The order of starts, computations and waits, forward and then backward."""
     log, products = [], importlib.import_module("fp8moe.reference.grouped_gemm")
     for verb, word in (("grouped_gemm", "product"), ("grouped_gemm_wgrad", "weights")):
         real = getattr(products, verb)
@@ -304,7 +304,7 @@ def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
     comm.overlap_chunks = 1
     fp8moe.moe_backward(fp8moe.moe_forward(**inputs, recipe="fp8_flow", comm=comm)[1], dy, comm=comm)
     forward = ["send", "wait", *two, "send", "wait"]
-    # the rows' gradients travel beside the weights' products
+    # the rows' gradients are sent while the weight gradients are computed
     assert log == [*forward, "send", "wait", *two, "send", "weights", "weights", "wait"]
     log.clear()
     fp8moe.moe_backward(saved, dy, comm=comm)
@@ -312,18 +312,18 @@ def test_rows_of_a_chunk_travel_beside_products_of_another(monkeypatch):
     assert log == [*first, "wait", *two, "wait", "send", "weights", "weights", "wait"]
 
 
-def test_spare_rows_are_few():
+def test_number_of_spare_rows_is_small():
     rows = np.arange(1 << 17)
-    found = np.array([with_spare(int(n)) for n in rows])
-    assert found[0] == 0
-    assert ((found >= rows) & (found % 16 == 0)).all()
-    assert ((found - rows <= 15) | (found - rows <= rows / 32)).all()
+    spare_rows = np.array([with_spare(int(n)) for n in rows])
+    assert spare_rows[0] == 0
+    assert ((spare_rows >= rows) & (spare_rows % 16 == 0)).all()
+    assert ((spare_rows - rows <= 15) | (spare_rows - rows <= rows / 32)).all()
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
 @pytest.mark.parametrize("kind", [Threads, ThreadsPeers])
 def test_steps_with_nearly_as_many_rows_have_the_same_shapes(kind, recipe, monkeypatch):
-    """Their launches are planned once; what is computed is what the layer on one process computes."""
+    """Their launches are planned once; results equal the layer on one process."""
     monkeypatch.setattr(ThreadsPeers, "room", 1 << 24)
     rng, tokens = generator(), 60
     x, dy = (values(rng, (tokens, 128), BF16) for _ in range(2))
@@ -343,10 +343,11 @@ def test_steps_with_nearly_as_many_rows_have_the_same_shapes(kind, recipe, monke
     assert shapes[0] == shapes[1] == shapes[2]
 
 
-def test_a_world_of_one_is_the_layer():
+def test_single_rank_equals_the_layer():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((20, 128)).astype(np.float32)
-    ids, probs = rng.integers(-1, 5, (20, 2)), rng.random((20, 2)).astype(np.float32)  # 3 and 4: no expert
+    # 3 and 4 are no experts
+    ids, probs = rng.integers(-1, 5, (20, 2)), rng.random((20, 2)).astype(np.float32)
     arrived = expert_parallel.dispatch(x, ids, probs, 3, alone())
     routed = ((ids >= 0) & (ids < 3)).any(axis=1)
     np.testing.assert_array_equal(arrived.x, x[routed])
@@ -355,7 +356,7 @@ def test_a_world_of_one_is_the_layer():
     np.testing.assert_array_equal(back, np.where(routed[:, None], x, 0))
 
 
-def test_what_is_refused():
+def test_validation_errors():
     x, ids, probs = np.ones((4, 128), np.float32), np.zeros((4, 2), np.int32), np.ones((4, 2), np.float32)
     with pytest.raises(ValueError, match=r"topk_probs: got shape \[3, 2\]"):
         expert_parallel.dispatch(x, ids, probs[:3], 3, alone())
@@ -368,7 +369,7 @@ def test_what_is_refused():
 
 
 class ElasticBuffer:
-    """DeepEP V2's, of one rank, by loops. Signatures of `dispatch` and `combine` are those of
+    """DeepEP V2's buffer for one rank, by loops. The signatures of `dispatch` and `combine` are those of
     deep_ep/buffers/elastic.py at commit dd758caf (36 after v1.2.1)."""
 
     allow_multiple_reduction, group, rank_idx, num_ranks = True, "group", 0, 1
@@ -450,14 +451,14 @@ class ElasticBuffer:
         if topk_weights is not None:
             assert topk_weights.dtype == torch.float32
             assert topk_weights.dim() == 1
-            probs = torch.full(handle.topk_idx.shape, torch.nan)  # nothing is promised of an id of -1
+            probs = torch.full(handle.topk_idx.shape, torch.nan)  # undefined for ids of -1
             probs[token, slot] = topk_weights[there]
         return out, probs, "event"
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
-def test_by_deep_ep(recipe):
-    """The layer through the stand-in is the layer without it; fp8_flow's rows travel in FP8."""
+def test_layer_with_deep_ep(recipe):
+    """The layer with the stub equals the layer without; fp8_flow sends rows in FP8."""
     comm = deep_ep.Engine(ElasticBuffer())
     x, dy = torch.randn(2, 20, 128).bfloat16()
     ids, probs = torch.randint(-1, 4, (20, 2)), torch.rand(20, 2)  # 3 is no expert either
@@ -470,7 +471,7 @@ def test_by_deep_ep(recipe):
     wanted = fp8moe.moe_backward(kept, dy)
     pairs = list(zip((y, *arrays_in(grads)), (wanted_y, *arrays_in(wanted)), strict=True))
     for a, b in pairs:
-        if recipe == "bf16":  # a BLAS sums in another order where there are zeros behind
+        if recipe == "bf16":  # a BLAS sums in another order if zeros follow
             assert (a.float() - b.float()).abs().max() <= 2.0**-6 * b.abs().max()
         else:
             assert torch.equal(a, b)
@@ -481,7 +482,7 @@ def test_by_deep_ep(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
-def test_torch_by_deep_ep(recipe):
+def test_torch_layer_with_deep_ep(recipe):
     x, dy = torch.randn(2, 20, 128).bfloat16()
     ids, probs = torch.randint(-1, 3, (20, 2)), torch.rand(20, 2)
     weights = torch.randn(3, 256, 128).bfloat16(), torch.randn(3, 128, 128).bfloat16()
@@ -497,7 +498,7 @@ def test_torch_by_deep_ep(recipe):
             assert torch.equal(a, b)
 
 
-def test_other_buffers_of_deep_ep_are_refused():
+def test_other_deep_ep_buffers_raise():
     with pytest.raises(TypeError, match=r"buffer: got SimpleNamespace; wanted DeepEP V2's"):
         deep_ep.Engine(types.SimpleNamespace(group="group"))
     buffer = ElasticBuffer()

@@ -1,4 +1,4 @@
-"""Bucket planning against the figures published for Megatron-FSDP and Megatron-LM PR #4979."""
+"""Bucket planning compared with the numbers published for Megatron-FSDP and Megatron-LM PR #4979."""
 
 import math
 import types
@@ -45,7 +45,7 @@ shapes = st.lists(st.integers(0, 40), min_size=0, max_size=4).map(tuple)
 
 
 @given(st.lists(st.tuples(shapes, st.booleans()), max_size=8), st.integers(1, 64))
-def test_min_is_never_worse_and_every_bucket_divides(params, ranks):
+def test_min_policy_is_optimal_and_buckets_are_divisible(params, ranks):
     named = [(f"p{i}", shape, is_expert) for i, (shape, is_expert) in enumerate(params)]
     plans = {policy: plan_buckets(named, ranks, policy) for policy in POLICIES}
     assert plans["min"].padded_numel == min(p.padded_numel for p in plans.values())
@@ -54,7 +54,7 @@ def test_min_is_never_worse_and_every_bucket_divides(params, ranks):
         assert plan.numel == sum(math.prod(shape) for _, shape, _ in named)
         for bucket in plan.buckets:
             assert bucket.padded_numel % (ranks * bucket.factor) == 0
-            # gaps: less than a chunk for each parameter; then the padding
+            # gaps of less than a chunk per parameter, then the padding
             gaps = bucket.factor * len(bucket.names)
             assert 0 <= bucket.padded_numel - bucket.numel < ranks * bucket.factor + gaps
             assert len({is_expert for n, _, is_expert in named if n in bucket.names}) == 1
@@ -63,7 +63,7 @@ def test_min_is_never_worse_and_every_bucket_divides(params, ranks):
 
 @given(st.lists(shapes.filter(len), min_size=1, max_size=6), st.integers(1, 64))
 def test_merge_is_megatron_fsdps_own_layout(shapes, ranks):
-    """The size of the bucket that the installed package builds, its chunk-size factor given."""
+    """The size of the bucket that the installed package builds with the given chunk-size factor."""
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -84,7 +84,7 @@ def test_merge_is_megatron_fsdps_own_layout(shapes, ranks):
 
 
 def theirs(torch, buffers, params):
-    """The groups that megatron-fsdp makes of experts' parameters, however large."""
+    """The groups that megatron-fsdp makes of expert parameters of any size."""
     module = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"experts": torch.nn.ParameterList(params)})})
     policy = buffers.BucketingPolicy(suggested_bucket_size=None)
     return buffers._get_parameter_groups(module, policy, {})[0]
@@ -114,6 +114,6 @@ def test_malformed_params(params):
     ("params", "words"),
     [(None, "params: got NoneType"), ([("a", 5, True)], r"params\[0\]: got \('a', 5, True\)")],
 )
-def test_what_is_no_list_of_parameters_is_refused_by_name(params, words):
+def test_invalid_parameter_lists_are_named(params, words):
     with pytest.raises(TypeError, match=words):
         plan_buckets(params, 8)

@@ -1,4 +1,4 @@
-"""Grouped GEMM against float64 products of the dequantised operands, and torch in bfloat16."""
+"""Grouped GEMM compared with float64 products of the dequantised operands, and with torch in bfloat16."""
 
 import itertools
 
@@ -21,13 +21,13 @@ def test_fp8_forward(counts, width, depth, seed):
     rows = int(offsets[-1]) + 7
     x = fp8moe.quantize(values(rng, (rows, depth)))
     w = fp8moe.quantize(values(rng, (len(counts), width, depth)), block=(128, 128))
-    x.data[offsets[-1] :] = 0x7F  # NaN past the last expert
+    x.data[offsets[-1] :] = 0x7F  # NaN after the last expert
     got = fp8moe.grouped_gemm(x, w, offsets)
     wide_x, wide_w = (fp8moe.dequantize(q).astype(np.float64) for q in (x, w))
     wanted = np.zeros((rows, width))
     for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
         wanted[lo:hi] = wide_x[lo:hi] @ wide_w[e].T
-    # bfloat16 (8 significant bits) rounds each value by at most 2^-8 of it; float32 sums add some 1e-6
+    # bfloat16 (8 significant bits) rounds each value by at most 2^-8 of it; float32 sums add about 1e-6
     assert relative(got, wanted) < 2.0**-8 + 1e-5
     assert got.dtype == BF16
     ready = fp8moe.grouped_gemm(fp8moe.to_layout(x, "gemm_ready"), w, offsets)
@@ -36,7 +36,8 @@ def test_fp8_forward(counts, width, depth, seed):
 
 @given(COUNTS, st.sampled_from((1, 16, 128)), st.booleans(), st.integers(0, 2**32 - 1))
 def test_products_of_padded_rows(counts, align_size, quantized, seed):
-    """Rows of padding are zeros, whatever the weights; the others are those of a product of all rows."""
+    """Padding rows of the result are zeros, for any weights; the others equal those of a product of all
+    rows."""
     rng = np.random.default_rng(seed)
     padded = [-(-n // align_size) * align_size for n in counts]
     offsets, real = offsets_of(padded), np.array(counts, np.int32)
@@ -61,7 +62,7 @@ def test_counts_of_tokens_are_checked():
         fp8moe.grouped_gemm(x, w, offsets, np.array([3, 2]))
     with pytest.raises(ValueError, match=r"tokens_per_expert: got shape \[3\]; wanted \[2\]"):
         fp8moe.grouped_gemm(x, w, offsets, np.array([3, 2, 0], np.int32))
-    # of more rows than there are, or fewer than none
+    # counts larger than the number of rows, and negative counts
     got = fp8moe.grouped_gemm(x, w, offsets, np.array([9, -1], np.int32))
     assert (got[:3] == 4).all()
     assert not got[3:].any()
@@ -77,7 +78,7 @@ def test_fp8_weights_are_contracted_along_their_codes():
     wide_dy, wide_w = fp8moe.dequantize(dy).astype(np.float64), fp8moe.dequantize(both.rowwise)
     for e, (lo, hi) in enumerate(itertools.pairwise(offsets)):
         wanted[lo:hi] = wide_dy[lo:hi] @ wide_w[e].astype(np.float64)
-    # as in test_fp8: bfloat16's rounding and that of float32 sums
+    # as in test_fp8: rounding to bfloat16 and of float32 sums
     assert relative(fp8moe.grouped_gemm(dy, both.columnwise, offsets), wanted) < 2.0**-8 + 1e-5
     with pytest.raises(ValueError, match=r"w: got shape \[3, 192, 128\]"):
         fp8moe.grouped_gemm(dy, both.rowwise, offsets)
@@ -109,7 +110,7 @@ def test_fp8_wgrad(counts, accumulate, seed):
     st.lists(st.sampled_from((0, 128, 256)), min_size=1, max_size=4), st.booleans(), st.integers(0, 2**32 - 1)
 )
 def test_fp8_wgrad_of_blocks(counts, accumulate, seed):
-    """The same products as of tiles whose scale every column repeats."""
+    """Operands with (128, 128) blocks equal those with (128, 1) blocks of repeated scales."""
     rng = np.random.default_rng(seed)
     offsets = offsets_of(counts)
     q = [fp8moe.quantize(values(rng, (int(offsets[-1]) + 16, n))) for n in (65, 140)]
@@ -118,13 +119,13 @@ def test_fp8_wgrad_of_blocks(counts, accumulate, seed):
         for target in ("block", "tile")
     )
     for a in blocks:
-        a.data[:, offsets[-1] :] = 0x7F  # NaN past the last expert
+        a.data[:, offsets[-1] :] = 0x7F  # NaN after the last expert
     out = rng.standard_normal((len(counts), 65, 140)).astype(np.float32) if accumulate else None
     wanted = fp8moe.grouped_gemm_wgrad(*tiles, offsets, None if out is None else out.copy())
     assert_same(fp8moe.grouped_gemm_wgrad(*blocks, offsets, out), wanted)
 
 
-def test_fp8_wgrad_of_blocks_refuses_other_offsets():
+def test_fp8_wgrad_of_blocks_rejects_unaligned_offsets():
     q = fp8moe.scaling_aware_transpose(fp8moe.quantize(np.ones((256, 128), np.float32)), target="block")
     with pytest.raises(ValueError, match="expert_offsets: got 100"):
         fp8moe.grouped_gemm_wgrad(q, q, np.array([0, 100, 256], np.int32))
@@ -154,8 +155,8 @@ def test_plain_arrays_match_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
-def test_products_too_large_are_infinite(dtype):
-    """And nothing warns, as nothing does on a GPU."""
+def test_overflowing_products_are_infinite(dtype):
+    """Overflow gives infinities, without warnings, as on a GPU."""
     large, offsets = 6e4 if dtype == np.float16 else 3e38, np.array([0, 2], np.int32)
     x, w = np.full((2, 16), large, dtype), np.full((1, 16, 16), 2, dtype)
     assert np.isposinf(fp8moe.grouped_gemm(x, w, offsets).astype(np.float32)).all()
@@ -168,7 +169,7 @@ def test_products_too_large_are_infinite(dtype):
     assert np.isposinf(fp8moe.grouped_gemm(q, wq, offsets).astype(np.float32)).all()
 
 
-def test_offsets_past_the_rows_are_cut():
+def test_offsets_beyond_the_rows_are_clamped():
     x = np.ones((5, 4), np.float32)
     w = np.ones((2, 3, 4), np.float32)
     got = fp8moe.grouped_gemm(x, w, np.array([0, 3, 9], np.int32))
@@ -176,7 +177,7 @@ def test_offsets_past_the_rows_are_cut():
     assert (got == 4).all()
 
 
-def test_limits_are_of_multiprocessors():
+def test_sm_limit_is_validated():
     x, w, offsets = np.ones((5, 4), np.float32), np.ones((2, 3, 4), np.float32), np.array([0, 3, 5], np.int32)
     dy = np.ones((5, 3), np.float32)
     for call in (fp8moe.grouped_gemm, fp8moe.grouped_gemm_wgrad):

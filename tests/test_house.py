@@ -1,4 +1,4 @@
-"""The house: who may import whom, the two backends' equal signatures, no file without a room."""
+"""The architecture: allowed imports, equal signatures of the two backends, complete lists of modules."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ ROOMS = ("plan", "permute", "quantize", "layout", "transpose", "swiglu", "groupe
 
 
 def imports_of(path):
-    """Top-level names and dotted modules a file imports, wherever in it."""
+    """Top-level names and dotted modules that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -42,42 +42,42 @@ def below(name, *prefixes):
     [p for folder in ("fp8moe", "fp8moe/expert_parallel", "fp8moe/reference") for p in files(folder)],
     ids=lambda p: p.stem,
 )
-def test_the_library_names_no_framework(path):
+def test_library_imports_no_framework(path):
     roots = {name.partition(".")[0] for name in imports_of(path)}
     assert not roots & FRAMEWORKS
 
 
 @pytest.mark.parametrize("path", files("fp8moe/reference"), ids=lambda p: p.stem)
-def test_the_reference_sees_only_the_records(path):
+def test_reference_imports_only_records(path):
     modules = {n for n in imports_of(path) if below(n, "fp8moe")}
     allowed = ("fp8moe.reference", "fp8moe.activation", "fp8moe.records", "fp8moe.formats")
     assert all(below(n, *allowed) for n in modules), modules
 
 
 @pytest.mark.parametrize("path", files("kernels_cuda"), ids=lambda p: p.stem)
-def test_the_kernels_see_only_the_records(path):
+def test_kernels_import_only_records(path):
     modules = {n for n in imports_of(path) if below(n, "fp8moe")}
     records = "fp8moe.activation", "fp8moe.records", "fp8moe.record_trees", "fp8moe.formats"
     allowed = ("fp8moe.kernels_cuda", *records)
     assert all(below(n, *allowed) for n in modules), modules
 
 
-def test_launching_has_its_rooms():
-    """The driver knows no calls, encodings need no CUDA, and only launches know both."""
+def test_layers_of_the_launch_code_are_separate():
+    """The driver does not import the library, encodings do not import CUDA; only launch.py imports both."""
     imports = {name: imports_of(ROOT / "kernels_cuda" / f"{name}.py") for name in ("driver", "encodings")}
     assert not any(below(n, "fp8moe") for n in imports["driver"])
     assert not any(below(n, "cupy", "fp8moe.kernels_cuda") for n in imports["encodings"])
 
 
 @pytest.mark.parametrize("path", files("fp8moe") + files("fp8moe/expert_parallel"), ids=lambda p: p.stem)
-def test_nothing_looks_up_to_the_adapters(path):
+def test_library_does_not_import_adapters(path):
     if path.stem in ("__main__", "info"):
         pytest.skip("the command line reports on the adapters")
     assert not any(below(n, "fp8moe.adapters") for n in imports_of(path))
 
 
 def functions_of(path):
-    """Name -> parameter names of the functions of a file, which need not be importable here."""
+    """Name -> parameter names of the functions of a file, without importing it."""
     tree = ast.parse(path.read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     return {
@@ -86,7 +86,7 @@ def functions_of(path):
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_the_backends_agree(room):
+def test_backends_have_equal_signatures(room):
     """Every public operation of the kernels has the reference's name and parameters."""
     reference = functions_of(ROOT / "fp8moe/reference" / f"{room}.py")
     kernels = functions_of(ROOT / "kernels_cuda" / f"{room}.py")
@@ -96,7 +96,7 @@ def test_the_backends_agree(room):
         assert kernels.get(name) == reference[name], name
 
 
-def test_every_public_name_says_what_it_does():
+def test_every_public_name_has_a_docstring():
     for name in fp8moe.__all__:
         value = getattr(fp8moe, name)
         if inspect.isfunction(value) or inspect.isclass(value):
@@ -104,8 +104,8 @@ def test_every_public_name_says_what_it_does():
             assert "Array" not in name
 
 
-def test_the_backends_agree_on_messages_between_ranks():
-    """Their functions are no public names, so all that the reference has count."""
+def test_backends_have_equal_signatures_for_messages():
+    """These functions are not public, so all functions of the reference are compared."""
     reference = functions_of(ROOT / "fp8moe/reference/expert_parallel.py")
     kernels = functions_of(ROOT / "kernels_cuda/expert_parallel.py")
     operations = {name for name in reference if not name.startswith("_")}
@@ -119,20 +119,20 @@ def test_info_imports_every_topic_of_the_reference():
     assert set(info.ROOMS) == {p.stem for p in files("fp8moe/reference")} - {"__init__", "numerics"}
 
 
-def test_expert_parallelism_has_its_rooms():
+def test_modules_of_expert_parallelism():
     stems = {path.stem for path in files("fp8moe/expert_parallel")}
     assert stems == {"__init__", "protocols", "messages", "exchange", "overlap", "blocks"}
 
 
 def test_every_package_is_in_the_wheel():
-    """Folders with Python files, in ``packages`` of pyproject.toml."""
+    """All folders with Python files are in ``packages`` of pyproject.toml."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = settings["tool"]["setuptools"]["packages"]
     packages = {f"fp8moe.{path.parent.name}" for path in (ROOT / "fp8moe").glob("*/__init__.py")}
     assert set(listed) == packages | {"fp8moe"}
 
 
-def test_every_row_has_its_rooms():
+def test_every_topic_has_its_modules():
     for room in ROOMS:
         assert (ROOT / "fp8moe" / f"{room}.py").exists()
         assert (ROOT / "fp8moe/reference" / f"{room}.py").exists()
@@ -163,10 +163,11 @@ def test_every_adapter_is_reported():
     assert set(ADAPTERS) == {p.stem for p in files("adapters")} - {"__init__"}
 
 
-def test_every_kernel_begins_after_the_launch_in_front_of_it():
-    """What is launched may start early (launch.launch_loaded), and would read what is not yet written."""
+def test_every_kernel_waits_for_the_previous_launch():
+    """A kernel may start before the previous one is complete (launch.launch_loaded), so it must call pdl_wait
+    first."""
     kernel = re.compile(r'extern "C" __global__ void(?:\s+__\w+__\(.*\))*\s+(\w+)\([^{]*?\) \{\n(.*)')
-    later = {  # the second of two launches: what they do first may begin beside the other
+    later = {  # the second of two launches: their first statements may overlap with the first launch
         "sort_chunks_rows": "  DYNAMIC_SHARED(shared);",
         "quantize_tiles": "  if (!taken) pdl_wait();",
         "swiglu_quantize_tiles": "  if (!taken) pdl_wait();",
@@ -179,5 +180,5 @@ def test_every_kernel_begins_after_the_launch_in_front_of_it():
 
 
 @pytest.mark.parametrize("path", files("tests"), ids=lambda p: p.stem)
-def test_shared_checks_lie_in_modules_of_their_own(path):
+def test_tests_do_not_import_each_other(path):
     assert not any(name.startswith("test_") for name in imports_of(path))

@@ -1,4 +1,5 @@
-"""Inside ``jax.jit`` on CUDA: the same bits as the kernels give eagerly, which test_cuda.py compares."""
+"""``jax.jit`` on CUDA gives bitwise the same results as eager calls of the kernels, which test_cuda.py
+tests."""
 
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests want memory, too
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # other tests need memory too
 
 from cases import BF16, assert_same
 from jax_cases import (
@@ -70,8 +71,8 @@ def test_operations_under_jit_equal_the_kernels(name, put):
     @jax.jit
     def function(arrays, options):
         following = iter(arrays)
-        given = [a if i in static else next(following) for i, a in enumerate(args)]
-        return getattr(jax_ops, verb)(*given, **plain, **options)
+        arguments = [a if i in static else next(following) for i, a in enumerate(args)]
+        return getattr(jax_ops, verb)(*arguments, **plain, **options)
 
     plain = {k: v for k, v in options.items() if map_arrays(lambda _, a: None, v) is v}
     arrays = {k: put(v) for k, v in options.items() if k not in plain}
@@ -82,7 +83,7 @@ def test_operations_under_jit_equal_the_kernels(name, put):
 
 
 def specified(verb, result):
-    """Without what lies past the last expert, which a transpose leaves as it was."""
+    """The result without values after the last expert, which a transpose does not write."""
     if verb == "permute_transpose":
         return result.data[:, : PLAN.expert_offsets[-1]], result.scales
     return result
@@ -92,8 +93,8 @@ def specified(verb, result):
 @pytest.mark.parametrize("backend", ["mma", "cublas", "plain"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_backend_of_the_layer(recipe, backend, put):
-    """The bits of the library's own call by the same backend, in both directions; what no device takes is an
-    error of the program with the reason in it."""
+    """In both directions bitwise equal to the library's own call with the same backend; an unsupported
+    backend is an error of the program that contains the reason."""
     w13, w2 = weights(BF16 if recipe == "bf16" else np.float32)
     ids = put(IDS)
 
@@ -115,7 +116,7 @@ def test_backend_of_the_layer(recipe, backend, put):
             np.testing.assert_array_equal(np.asarray(a), b.astype(a.dtype))
 
 
-def test_backend_that_cannot_multiply_is_named(put):
+def test_unsupported_backend_is_named(put):
     wide = [put(a.astype(np.float32)) for a in (X, *weights(), PROBS)]
 
     def layer(x, w13, w2, probs):
@@ -182,8 +183,8 @@ def test_array_to_add_to_is_not_changed(put):
     function = jax.jit(jax_ops.grouped_gemm_wgrad)
     once = np.asarray(function(rows, rows, offsets, into))
     np.testing.assert_array_equal(np.asarray(into), 1)
-    given = jax.jit(jax_ops.grouped_gemm_wgrad, donate_argnums=3)
-    np.testing.assert_array_equal(once, np.asarray(given(rows, rows, offsets, into)))
+    arguments = jax.jit(jax_ops.grouped_gemm_wgrad, donate_argnums=3)
+    np.testing.assert_array_equal(once, np.asarray(arguments(rows, rows, offsets, into)))
     np.testing.assert_allclose(once[0], 1 + np.asarray(rows).T @ np.asarray(rows), rtol=1e-4, atol=1e-3)
 
 
@@ -204,7 +205,8 @@ def test_eager_calls_equal_the_kernels(put):
 
 
 def test_program_captured_in_a_cuda_graph(put, monkeypatch):
-    """Six layers and a plan in one jitted function: as eagerly for every input, Python asleep between."""
+    """Six layers and a plan in one jitted function: equal to eager results for every input, without Python
+    during replays."""
     w13, w2 = map(put, weights())
     ids, probs = put(IDS), put(PROBS)
     calls = []
@@ -226,18 +228,19 @@ def test_program_captured_in_a_cuda_graph(put, monkeypatch):
         plan = fp8moe.plan_topk(upload(IDS), E, align_size=16)
         wanted = download(fp8moe.permute(y, plan).data)
         assert_same(wanted, download(program(put(x), ids)))
-    given = put(X)
+    arguments = put(X)
     for _ in range(3):
-        jax.block_until_ready(program(given, ids))
+        jax.block_until_ready(program(arguments, ids))
     before = len(calls)
     for _ in range(5):
-        jax.block_until_ready(program(given, ids))
+        jax.block_until_ready(program(arguments, ids))
     if jax_calls.GRAPHS:
         assert len(calls) - before < 5 * 8
 
 
 def test_descriptions_of_a_program_are_decoded_once(put):
-    """XLA hands over a place's string at one address in every call; each place has scratch of its own."""
+    """XLA passes a call site's string at the same address in every call; each call site has its own scratch
+    memory."""
     w13, w2 = map(put, weights())
     ids, probs, x = put(IDS), put(PROBS), put(X)
 
@@ -258,7 +261,7 @@ def test_descriptions_of_a_program_are_decoded_once(put):
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_layouts_of_weights(recipe, put):
-    """MaxText's against the library's own: the same bits."""
+    """MaxText's layout and the library's give bitwise equal results."""
     w13, w2 = weights()
     ids, probs = put(IDS), put(PROBS)
     dy = put(RNG.standard_normal((T, H)).astype(np.float32))
@@ -283,7 +286,7 @@ def test_layouts_of_weights(recipe, put):
 
 
 def test_program_is_cached_and_exported(tmp_path):
-    """JAX's compilation cache has it in the next process, and what ``jax.export`` wrote runs there."""
+    """The next process finds it in JAX's compilation cache, and can run what ``jax.export`` wrote."""
     pytest.importorskip("flatbuffers")
 
     def run(verb):
@@ -302,7 +305,7 @@ def test_program_is_cached_and_exported(tmp_path):
 
 
 def test_error_of_a_call_reaches_the_caller(put, monkeypatch):
-    """It reaches the caller by XLA, with its words, and the next call works."""
+    """The caller gets the error's text from XLA, and the next call works."""
     program = jax.jit(jax_ops.quantize)
     monkeypatch.setattr(workspace.Layout, "run", lambda *a: 1 / 0)
     with pytest.raises(Exception, match="ZeroDivisionError: division by zero"):

@@ -1,4 +1,4 @@
-"""`jax_ops.moe_ffn` as JAX's stacks call it: their layouts, dtypes and widths, stored programs, devices."""
+"""`jax_ops.moe_ffn` as JAX training frameworks call it: layouts, dtypes, widths, stored programs, devices."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ FP8 = ("fp8_flow", "fp8_blockwise")
 
 
 def problem(hidden=H, ffn=128, dtype=np.float32):
-    """x, w1, w3, w2, ids, probs and dy, masters and x of one dtype."""
+    """x, w1, w3, w2, ids, probs and dy, with master weights and x of the same dtype."""
     rng = generator()
     x, dy = (rng.standard_normal((2, T // 2, hidden)).astype(dtype) for _ in range(2))
     w1, w3 = (
@@ -30,7 +30,7 @@ def problem(hidden=H, ffn=128, dtype=np.float32):
         for _ in range(2)
     )
     w2 = (rng.standard_normal((E, hidden, ffn)) / ffn**0.5).astype(dtype)
-    ids = rng.integers(-1, E + 1, (2, T // 2, K)).astype(np.int32)  # -1 and E: no expert
+    ids = rng.integers(-1, E + 1, (2, T // 2, K)).astype(np.int32)  # -1 and E are no experts
     return x, w1, w3, w2, ids, rng.random(ids.shape).astype(np.float32), dy
 
 
@@ -41,7 +41,7 @@ def in_layout(w1, w3, w2, transposed, apart):
 
 
 def by_the_library(x, w1, w3, w2, ids, probs, dy, recipe, recompute=None):
-    """y, dx, dprobs, dw1, dw3, dw2 by NumPy, ffn padded by hand."""
+    """y, dx, dprobs, dw1, dw3, dw2 with NumPy, with ffn padded explicitly."""
     ffn, rows = w1.shape[1], (-1, x.shape[-1])
     dtype = x.dtype if recipe == "bf16" else BF16
     missing = 0 if recipe == "bf16" else -ffn % 128
@@ -77,8 +77,8 @@ def step(layer):
     return run
 
 
-def by_jax(given, transposed=False, apart=False, **options):
-    x, w1, w3, w2, ids, probs, dy = given
+def by_jax(arguments, transposed=False, apart=False, **options):
+    x, w1, w3, w2, ids, probs, dy = arguments
     w13, w2 = in_layout(w1, w3, w2, transposed, apart)
     layer = step(lambda *a: jax_ops.moe_ffn(*a, transposed=transposed, **options))
     arrays = jax.tree.map(jnp.asarray, (x, w13, w2, ids, probs, dy))
@@ -102,24 +102,24 @@ def check(results, wanted):
     ("recipe", "recompute"), [("fp8_flow", None), ("fp8_flow", "moe_expert"), ("fp8_blockwise", None)]
 )
 def test_weight_layouts_give_the_same_bits(recipe, recompute, apart, transposed):
-    """Float32 masters and x of three dimensions: the same bits whatever the layout of the weights."""
-    given = problem()
+    """Float32 master weights and three-dimensional x: bitwise equal results for all weight layouts."""
+    arguments = problem()
     options = {"recipe": recipe, "recompute": recompute}
-    check(by_jax(given, transposed, apart, **options), by_the_library(*given, **options))
+    check(by_jax(arguments, transposed, apart, **options), by_the_library(*arguments, **options))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weight_layouts_without_fp8(transposed):
-    given = problem(hidden=24, ffn=40)
-    check(by_jax(given, transposed, apart=True, recipe="bf16"), by_the_library(*given, recipe="bf16"))
+    arguments = problem(hidden=24, ffn=40)
+    check(by_jax(arguments, transposed, apart=True, recipe="bf16"), by_the_library(*arguments, recipe="bf16"))
 
 
-def test_masters_in_another_dtype_than_x():
-    given = [a.astype(BF16) if i in (0, 6) else a for i, a in enumerate(problem())]
+def test_master_weights_with_another_dtype_than_x():
+    arguments = [a.astype(BF16) if i in (0, 6) else a for i, a in enumerate(problem())]
     wanted = by_the_library(
-        *(a.astype(BF16) if i in (1, 2, 3) else a for i, a in enumerate(given)), recipe="bf16"
+        *(a.astype(BF16) if i in (1, 2, 3) else a for i, a in enumerate(arguments)), recipe="bf16"
     )
-    results = by_jax(given, recipe="bf16")
+    results = by_jax(arguments, recipe="bf16")
     assert [a.dtype for a in results[3:]] == [np.float32] * 3
     check([a.astype(b.dtype) for a, b in zip(results, wanted, strict=True)], wanted)
 
@@ -127,13 +127,13 @@ def test_masters_in_another_dtype_than_x():
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("recipe", FP8)
-def test_widths_that_are_no_multiples_of_128(recipe, apart, transposed):
-    given = problem(hidden=144, ffn=72)
-    check(by_jax(given, transposed, apart, recipe=recipe), by_the_library(*given, recipe=recipe))
+def test_widths_that_are_not_multiples_of_128(recipe, apart, transposed):
+    arguments = problem(hidden=144, ffn=72)
+    check(by_jax(arguments, transposed, apart, recipe=recipe), by_the_library(*arguments, recipe=recipe))
 
 
 def test_padded_widths_against_float64():
-    """Against float64 without padding."""
+    """Compared with float64 without padding."""
     x, w1, w3, w2, ids, probs, dy = problem(hidden=144, ffn=72)
     y = by_jax((x, w1, w3, w2, ids, probs, dy), recipe="fp8_flow")[0]
     wide = [a.astype(np.float64) for a in (x, w1, w3, w2)]
@@ -142,13 +142,14 @@ def test_padded_widths_against_float64():
         a, b = (wide[0] @ w[e].T for w in wide[1:3])
         share = np.where(ids == e, probs, 0).sum(-1, keepdims=True)
         wanted += share * (a / (1 + np.exp(-a)) * b @ wide[3][e].T)
-    # e4m3 rounds a value by 2^-4 of it at most, and so five times between x and y (x, w1 and w3, which are
+    # e4m3 rounds a value by at most 2^-4 of it, five times between x and y (x, w1 and w3, which are
     # multiplied, the activation and w2); errors of a sum's terms differ in sign
     assert np.linalg.norm(y - wanted) < 5 * 2.0**-4 / 2 * np.linalg.norm(wanted)
 
 
 def test_codes_of_transposed_weights():
-    """Quantised once in their own layout, for several steps: as the weights, without a gradient."""
+    """Weights quantised once in their own layout, for several steps, give the same result without a
+    gradient."""
     x, w1, w3, w2, ids, probs, dy = problem(ffn=72)
     (wi_0, wi_1), wo = jax.tree.map(jnp.asarray, in_layout(w1, w3, w2, transposed=True, apart=True))
     codes = [
@@ -164,7 +165,7 @@ def test_codes_of_transposed_weights():
 
 
 def test_the_flax_layer_against_ragged_dot():
-    """In float32, where both are sums of some hundred products."""
+    """In float32, where both are sums of about a hundred products."""
     pytest.importorskip("flax")
     spec = importlib.util.spec_from_file_location("flax_moe", HERE.parent / "examples/flax_moe.py")
     flax_moe = importlib.util.module_from_spec(spec)
@@ -187,7 +188,8 @@ def test_the_flax_layer_against_ragged_dot():
         y, back = jax.jit(lambda *a, layer=layer: jax.vjp(layer, *a))(*map(jnp.asarray, (*arrays, probs)))
         results.append((y, *back(dy)))
     for result, wanted in zip(*(map(np.asarray, r) for r in results), strict=True):
-        # three sums of at most 128 float32 products in a row, each off by 128 * 2^-24 of its terms at most
+        # three successive sums of at most 128 float32 products, each with an error of at most 128 * 2^-24 of
+        # its terms
         assert np.linalg.norm(result - wanted) <= 3 * 128 * 2.0**-24 * np.linalg.norm(wanted)
 
 
@@ -208,7 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_misfits_are_refused(name):
+def test_inconsistent_arguments_raise(name):
     weights, kind, message = REFUSED[name]
     x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
     with pytest.raises(kind, match=message):
@@ -221,7 +223,7 @@ def test_misfits_are_refused(name):
 
 
 def gradient_by(backend, axis_name=None, num_sms=None):
-    """A program of the layer's gradient, and its arguments."""
+    """A program that computes the layer's gradient, and its arguments."""
     _, w1, w3, w2, *_ = problem()
     w13, ids = jnp.asarray(np.concatenate([w1, w3], 1)), jnp.zeros((T, 1), jnp.int32)
     arrays = jnp.ones((T, H)), w13, jnp.asarray(w2), ids, jnp.ones((T, 1))
@@ -237,8 +239,8 @@ def gradient_by(backend, axis_name=None, num_sms=None):
     [(None, None), ("wgmma", None), ("mma", None), ("cublas", None), ("plain", None), (None, 8)],
 )
 def test_backend_and_limit_of_both_directions(backend, num_sms, axis_name):
-    """What a program for CUDA is made of: every product by the backend, and in no graph where that reads the
-    offsets back; of so many multiprocessors at most."""
+    """The lowered CUDA program contains the backend and the SM limit for all products, and no CUDA graph if
+    the backend reads the offsets back."""
     gradient, arrays = gradient_by(backend, axis_name, num_sms)
     if axis_name is not None:
         mesh = jax.make_mesh((1,), (axis_name,), devices=jax.devices("cpu")[:1])
@@ -256,7 +258,7 @@ def test_backend_and_limit_of_both_directions(backend, num_sms, axis_name):
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "cublas", "plain"])
-def test_backend_on_the_cpu_is_refused(backend, jit):
+def test_backend_on_the_cpu_raises(backend, jit):
     gradient, arrays = gradient_by(backend)
     run = jax.jit(gradient) if jit else gradient
     with pytest.raises(ValueError, match=f"backend: got '{backend}' for arrays on the CPU; wanted None"):
@@ -264,7 +266,7 @@ def test_backend_on_the_cpu_is_refused(backend, jit):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_limit_on_the_cpu_is_refused(jit):
+def test_sm_limit_on_the_cpu_raises(jit):
     gradient, arrays = gradient_by(None, num_sms=4)
     run = jax.jit(gradient) if jit else gradient
     with pytest.raises(ValueError, match="num_sms: got 4 for arrays on the CPU; wanted None"):
@@ -274,13 +276,13 @@ def test_limit_on_the_cpu_is_refused(jit):
 
 
 @pytest.mark.parametrize("axis_name", [None, "ep"])
-def test_unknown_backend_is_refused(axis_name):
+def test_unknown_backend_raises(axis_name):
     gradient, arrays = gradient_by("wmma", axis_name)
     with pytest.raises(ValueError, match="backend: got 'wmma'; wanted one of None, 'wgmma', 'mma', 'cublas'"):
         gradient(*arrays)
 
 
-# ---------------------------------------------------------------- gradients that do not exist
+# ---------------------------------------------------------------- missing gradients
 
 WITHOUT = {
     "quantize_weights": (lambda w: jax_ops.quantize_weights(w).rowwise.scales, "pass the float arrays to"),
@@ -292,20 +294,20 @@ WITHOUT = {
     ),
     "swiglu_backward": (
         lambda w: jax_ops.swiglu_backward(w[0, :, :64], w[0]).dh,
-        "it computes a gradient, which has none here",
+        "it computes a gradient, and has no second derivative",
     ),
 }
 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", WITHOUT)
-def test_missing_gradients_are_refused(name, jit):
+def test_non_differentiable_operations_raise(name, jit):
     function, instead = WITHOUT[name]
     w = jnp.asarray(generator().standard_normal((2, 128, 128)).astype(np.float32))
     run = jax.jit(function) if jit else function
     with pytest.raises(TypeError, match=f"{name}: got arrays that are differentiated.*{instead}"):
         jax.grad(lambda w: run(w).sum())(w)
-    jax.grad(lambda w: run(jax.lax.stop_gradient(w)).sum())(w)  # as the message says
+    jax.grad(lambda w: run(jax.lax.stop_gradient(w)).sum())(w)  # as the message suggests
 
 
 # ---------------------------------------------------------------- stored programs, several devices
@@ -324,7 +326,7 @@ def run_script(*arguments, **environment):
 
 
 def test_program_is_cached_and_exported(tmp_path):
-    """JAX's compilation cache has it in the next process, and what ``jax.export`` wrote runs there."""
+    """The next process finds it in JAX's compilation cache, and can run what ``jax.export`` wrote."""
     pytest.importorskip("flatbuffers")
     script = HERE / "jax_stored.py"
     digest, hits = run_script(script, "make", tmp_path)
@@ -334,7 +336,7 @@ def test_program_is_cached_and_exported(tmp_path):
     assert hits == "1"
 
 
-def test_program_of_another_version_is_refused(monkeypatch):
+def test_program_of_another_version_raises(monkeypatch):
     exported = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)(
         jnp.ones((8, 128))
     )
@@ -348,7 +350,7 @@ def test_program_partitioned_over_devices():
 
 
 def test_process_that_exits_before_its_results():
-    """Nobody waits for the gradient, whose calls XLA's threads are still to make when Python ends."""
+    """The gradient is not waited for, so XLA's threads still have to make its calls when Python exits."""
     program = (
         "import jax, jax.numpy as jnp\nfrom fp8moe.adapters import jax_ops\nx = jnp.ones((16, 128))\n"
         "w13, w2 = jnp.ones((4, 256, 128)), jnp.ones((4, 128, 128))\nids = jnp.zeros((16, 1), int)\n"

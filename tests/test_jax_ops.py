@@ -1,4 +1,4 @@
-"""The JAX adapter on the CPU: under jit the same bits as the library, gradients, JAX's transformations."""
+"""The JAX adapter on the CPU: bitwise equal results under jit, gradients, JAX's transformations."""
 
 import os
 import subprocess
@@ -43,12 +43,12 @@ def to_numpy(value):
 
 
 def jitted(function, *args, **options):
-    """Every array of args traced."""
+    """Calls the function with all arrays of args traced."""
     return to_numpy(jax.jit(lambda *a: function(*a, **options))(*map(to_jax, args)))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_under_jit_equal_the_librarys(name):
+def test_operations_under_jit_equal_eager_ones(name):
     args, options = OPERATIONS[name]
     verb = name.split()[0]
     wanted = getattr(fp8moe, verb)(*args, **options)
@@ -57,8 +57,8 @@ def test_operations_under_jit_equal_the_librarys(name):
 
     def function(*arrays):
         following = iter(arrays)
-        given = [a if i in static else next(following) for i, a in enumerate(args)]
-        return getattr(jax_ops, verb)(*given, **{k: to_jax(v) for k, v in options.items()})
+        arguments = [a if i in static else next(following) for i, a in enumerate(args)]
+        return getattr(jax_ops, verb)(*arguments, **{k: to_jax(v) for k, v in options.items()})
 
     assert_same(wanted, jitted(function, *traced))
     eager = function(*map(to_jax, traced))
@@ -96,8 +96,8 @@ def test_the_layers_gradients(recipe, recompute):
 IDS_ON_JAX = jnp.asarray(IDS)
 
 
-def test_a_jitted_step_sees_the_weights_it_is_given():
-    """Compiled once, given other weights at every step, in memory that is donated: never those before."""
+def test_jitted_step_uses_the_current_weights():
+    """Compiled once, with different weights in every step, in donated memory: never uses earlier weights."""
 
     def step(w13, w2, x, probs):
         def loss(w13, w2):
@@ -115,13 +115,13 @@ def test_a_jitted_step_sees_the_weights_it_is_given():
         y, saved = fp8moe.moe_forward(X, *known, IDS, PROBS, recipe="fp8_flow")
         grads = fp8moe.moe_backward(saved, np.ones_like(y))
         for updated, w, grad in zip(held, known, (grads.dw13, grads.dw2), strict=True):
-            # w - 10 * grad is one rounding or two, as XLA fuses it
+            # w - 10 * grad has one rounding or two, depending on XLA's fusion
             np.testing.assert_allclose(updated, w - 10 * grad, rtol=2.0**-22, atol=2.0**-22 * np.abs(w).max())
         values.append(float(value))
     assert len(set(values)) == 3
 
 
-def test_weights_quantised_before_have_no_gradient():
+def test_quantised_weights_have_no_gradient():
     w13, w2 = (to_jax(fp8moe.quantize_weights(w)) for w in weights())
 
     def loss(x, w13, w2):
@@ -136,7 +136,8 @@ def test_weights_quantised_before_have_no_gradient():
 
 
 def test_gradients_of_moved_rows():
-    """Linear in x and in probs: the gradient's product with a step is the step's product with the result."""
+    """For a linear function, the gradient times a step equals the incoming gradient times the function of the
+    step."""
     g, s = (RNG.standard_normal((PLAN.num_out_tokens, H)).astype(np.float32) for _ in range(2))
     x, dx = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))
     plan = to_jax(PLAN)
@@ -204,18 +205,18 @@ def test_float8_arrays_are_codes(jit):
 def test_array_to_add_to_is_not_changed(jit):
     a, b = (RNG.standard_normal((T, H)).astype(np.float32) for _ in range(2))
     into = np.ones((E, H, H), np.float32)
-    given = to_jax((a, b, OFFSETS, into))
+    arguments = to_jax((a, b, OFFSETS, into))
 
     def function(a, b, offsets, into):
         return jax_ops.grouped_gemm_wgrad(a, b, offsets, into), into
 
-    total, same = to_numpy((jax.jit(function) if jit else function)(*given))
+    total, same = to_numpy((jax.jit(function) if jit else function)(*arguments))
     np.testing.assert_array_equal(total, fp8moe.grouped_gemm_wgrad(a, b, OFFSETS, into.copy()))
-    for untouched in (same, given[3]):
+    for untouched in (same, arguments[3]):
         np.testing.assert_array_equal(untouched, into)
 
 
-def test_weights_into_memory_that_is_given():
+def test_quantize_weights_with_out():
     w = weights()[0]
     again = jitted(lambda w, q: jax_ops.quantize_weights(w, out=q), w, fp8moe.quantize_weights(w * 3))
     assert_same(fp8moe.quantize_weights(w), again)
@@ -223,12 +224,12 @@ def test_weights_into_memory_that_is_given():
     assert_same(fp8moe.quantize_weights(w), to_numpy(eager))
 
 
-def test_reading_values_while_tracing_is_refused():
+def test_reading_values_while_tracing_raises():
     with pytest.raises(TypeError, match="pass num_out_tokens as a number"):
         jax.jit(lambda i: jax_ops.plan_topk(i, E, num_out_tokens="exact"))(IDS_ON_JAX)
 
 
-def test_misfits_are_refused_while_tracing():
+def test_inconsistent_arguments_raise_while_tracing():
     with pytest.raises(ValueError, match="x"):
         jax.jit(lambda x: jax_ops.permute(x, to_jax(PLAN)))(jnp.ones((T + 1, H)))
 
@@ -280,7 +281,7 @@ def test_import_without_jax_names_the_fix():
 
 
 def plain_dispatch(x, mask, probs, align, rows):
-    """Row by row, in NumPy."""
+    """Dispatch row by row in NumPy."""
     out, moved, place, starts = np.zeros((rows, x.shape[1]), x.dtype), np.zeros(rows, np.float32), {}, []
     at = 0
     for e in range(mask.shape[1]):
@@ -347,31 +348,31 @@ def test_transformer_engines_chunk_sort(jit):
 
 
 def test_nan_reaches_its_token():
-    """A NaN of a routed row reaches its token, and one in the padding reaches nobody."""
+    """NaN in a token's row reaches the token's sum; NaN in padding reaches no sum."""
     from fp8moe.adapters import transformer_engine_jax as te
 
     mask = jnp.asarray(np.eye(4, dtype=np.int32))
     x = jnp.ones((4, 8))
     rows, _, row_map, pads, _ = te.token_dispatch(x, mask, 4, align_size=2)
-    poisoned = rows.at[1].set(jnp.nan)  # padding of the first expert
+    poisoned = rows.at[1].set(jnp.nan)  # a padding row of the first expert
     assert np.isfinite(np.asarray(te.token_combine(poisoned, row_map, None, pads))).all()
     broken = np.asarray(te.token_combine(rows.at[2].set(jnp.nan), row_map, mask * 0.0, pads))
     assert np.isnan(broken[1]).all()
     assert np.isfinite(broken[[0, 2, 3]]).all()
 
 
-def test_dispatch_without_a_count_is_refused():
+def test_dispatch_without_a_count_raises():
     from fp8moe.adapters import transformer_engine_jax as te
 
     with pytest.raises(ValueError, match="num_out_tokens: got -1"):
         te.token_dispatch(jnp.ones((4, 8)), jnp.ones((4, 2)), -1)
 
 
-# ---------------------------------------------------------------- Transformer Engine's other names
+# ---------------------------------------------------------------- Transformer Engine's other functions
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_rows_past_the_chunks_stay(jit):
+def test_rows_after_the_chunks_are_unchanged(jit):
     from fp8moe.adapters import transformer_engine_jax as te
 
     sizes, order = np.array([3, 0, 4, 2], np.int32), np.array([2, 3, 1, 0], np.int32)
@@ -394,7 +395,7 @@ def test_rows_past_the_chunks_stay(jit):
 @pytest.mark.parametrize("align", [0, 1, 4])
 @pytest.mark.parametrize("first", [None, 2])
 def test_dispatch_by_sorting(align, first):
-    """Against loops; gradients against those of the same sums over rows that are picked one by one."""
+    """Compared with loops; gradients with those of the same sums over rows selected one by one."""
     from fp8moe.adapters import transformer_engine_jax as te
 
     experts, k, hidden, batch = 5, 2, 8, (2, 7)
@@ -438,13 +439,13 @@ def test_dispatch_by_sorting(align, first):
             wanted_dw[t, s] = (dy[t].astype(np.float64) * flat[t] * factors[row]).sum()
     _, back = jax.vjp(lambda x, w: run(x, w)[2], jnp.asarray(x), weights)
     dx, dw = back(jnp.asarray(dy.reshape(*batch, hidden)))
-    # sums of at most 8 products of float32, of values below some 30
+    # sums of at most 8 float32 products of values below about 30
     for result, true in ((y, wanted_y), (dx, wanted_dx), (dw, wanted_dw)):
         np.testing.assert_allclose(np.asarray(result).reshape(true.shape), true, rtol=0, atol=1e-4)
 
 
 def test_parameters_of_a_ragged_all_to_all():
-    """Every row comes to the shard of its expert, lies there with the expert's others, and comes back."""
+    """Every row is sent to its expert's shard, sorted by expert there, and sent back."""
     from fp8moe.adapters import transformer_engine_jax as te
 
     shards, local = 3, 2
@@ -457,7 +458,7 @@ def test_parameters_of_a_ragged_all_to_all():
     room = int(table.sum()) + 2
 
     def exchange(buffers, params):
-        """jax.lax.ragged_all_to_all, as it is documented."""
+        """jax.lax.ragged_all_to_all as documented."""
         out = [np.full((room, 3), -1) for _ in range(shards)]
         for source, (starts, sizes, places, _) in enumerate(params):
             for target in range(shards):

@@ -1,4 +1,5 @@
-"""The CUDA backend against the reference, without a GPU: `cuda_on_cpu` says how, and what it cannot show."""
+"""The CUDA backend compared with the reference without a GPU; `cuda_on_cpu` documents the method and its
+limits."""
 
 import collections
 import contextlib
@@ -52,13 +53,13 @@ ACTIVATIONS = Activation(), GPT_OSS, Activation("geglu"), Activation("geglu_tanh
 
 
 def both(function, *arguments, architecture="sm_90a", **options):
-    """(the reference's result, the CUDA backend's)."""
-    ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
+    """(the reference's result, the CUDA backend's result)."""
+    expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.install(patch, architecture=architecture)
         uploaded = [cuda_on_cpu.upload(a) for a in arguments]
-        theirs = function(*uploaded, **{k: cuda_on_cpu.upload(v) for k, v in options.items()})
-        return ours, cuda_on_cpu.download(theirs)
+        actual = function(*uploaded, **{k: cuda_on_cpu.upload(v) for k, v in options.items()})
+        return expected, cuda_on_cpu.download(actual)
 
 
 def a_plan(tokens, experts, k, align, by_mask=False):
@@ -95,7 +96,7 @@ def test_plans_of_row_maps(experts):
 def test_plans_of_index_maps(topk):
     rows = RNG.permutation(21 * topk).astype(np.int32)
     rows[RNG.random(rows.size) < 0.3] = -1
-    rows[-2:] = 5  # one that is named twice
+    rows[-2:] = 5  # a row that two entries refer to
     options = {"num_out_tokens": rows.size}
     assert_same(*both(lambda m: fp8moe.plan_index_map(m, topk, **options), rows))
     order = RNG.permutation(21 * topk)
@@ -123,15 +124,15 @@ def test_rows_of_probabilities_of_zero(by_mask, columns):
 
 
 def test_rows_of_probabilities_of_zero_without_room_for_a_row():
-    """One scale a tensor, which is copied also where no row is."""
+    """One scale per tensor, which is copied even if there are no rows."""
     plan = fp8moe.plan_topk(np.zeros((3, 1), np.int32), 1, num_out_tokens=0)
     q = fp8moe.quantize(values(RNG, (3, 128), BF16), block=None)
     probs = np.zeros((3, 1), np.float32)
     assert_same(*both(lambda q, p, w: cut(fp8moe.permute(q, p, w, zero_unweighted=True)), q, plan, probs))
 
 
-def test_row_maps_of_no_plan():
-    """What names no expert, and a count beyond the map's width, are read nowhere else."""
+def test_row_maps_that_no_plan_produces():
+    """Invalid expert ids, and a count beyond the map's width, do not lead to other accesses."""
     row_map = RNG.integers(-9, 9, (30, 11)).astype(np.int32)
     assert_same(*both(lambda m: fp8moe.plan_row_map(m, num_out_tokens=9), row_map))
 
@@ -146,23 +147,24 @@ def rows_there_and_back(plan, columns):
     assert_same(*both(fp8moe.unpermute, rows, plan))
     for dtype in (np.float32, BF16, np.float64):
         assert_same(*both(fp8moe.permute_backward, rows, plan, grads.astype(dtype)))
-    ours, theirs = both(fp8moe.unpermute_backward, x, plan, rows, probs)
-    assert_same(ours[0], theirs[0])
+    expected, actual = both(fp8moe.unpermute_backward, x, plan, rows, probs)
+    assert_same(expected[0], actual[0])
     # at most 32 products in float32 before float64, of magnitudes up to 2^16 here
     bound = 32 * 2.0**-24 * np.sqrt(columns) * 2.0**16
-    np.testing.assert_allclose(theirs[1], ours[1], rtol=2.0**-22, atol=bound)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=2.0**-22, atol=bound)
 
 
 @pytest.mark.parametrize("columns", [512, 6200])
 def test_padding_is_zeros_where_there_are_no_bulk_copies(columns):
-    """Compute capabilities below 9.0 have no copies from shared memory, which zeros come from elsewhere."""
+    """Below compute capability 9.0 there are no bulk copies from shared memory; zeros are written
+    differently."""
     plan = a_plan(21, 5, 3, 16)
     x = values(RNG, (21, columns), BF16)
     assert_same(*both(lambda x, p: cut(fp8moe.permute(x, p)), x, plan, architecture="sm_80"))
 
 
 def cut(moved):
-    """Without the plan."""
+    """The result without its plan."""
     return moved.data, moved.probs
 
 
@@ -184,12 +186,14 @@ def test_chunks(chunks, columns):
     x = values(RNG, (int(sizes.sum()) + 3, columns), BF16)
     probs = RNG.random(len(x)).astype(np.float32)
     for align in (1, 8):
-        ours, theirs = both(fp8moe.sort_chunks, x, sizes, order, probs, align_size=align)
-        assert_same(ours, theirs)
+        expected, actual = both(fp8moe.sort_chunks, x, sizes, order, probs, align_size=align)
+        assert_same(expected, actual)
         options = {"align_size": align, "num_tokens": len(x)}
-        assert_same(*both(fp8moe.sort_chunks_backward, ours.data, sizes, order, ours.probs, **options))
+        assert_same(
+            *both(fp8moe.sort_chunks_backward, expected.data, sizes, order, expected.probs, **options)
+        )
         assert_same(*both(fp8moe.pad, x, sizes, align))
-        assert_same(*both(fp8moe.unpad, ours.data, sizes, align))
+        assert_same(*both(fp8moe.unpad, expected.data, sizes, align))
     q = fp8moe.quantize(values(RNG, (int(sizes.sum()), 512), BF16))
     if q.data.size:
         assert_same(*both(fp8moe.sort_chunks, q, sizes, order))
@@ -213,16 +217,16 @@ def test_quantize(fmt, rows, columns):
         assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=block, pow2=pow2))
     assert_same(*both(fp8moe.quantize, x, fmt=fmt, columnwise=True))
     assert_same(*both(fp8moe.quantize, x, fmt=fmt, block=(1, 32), columnwise=True))
-    ours, theirs = both(fp8moe.quantize, x, fmt=fmt, layout="gemm_ready")
-    assert_same(ours, theirs)
-    for q in (ours, fp8moe.quantize(x, fmt=fmt, block=(1, 32)), fp8moe.quantize(x, fmt=fmt)):
+    expected, actual = both(fp8moe.quantize, x, fmt=fmt, layout="gemm_ready")
+    assert_same(expected, actual)
+    for q in (expected, fp8moe.quantize(x, fmt=fmt, block=(1, 32)), fp8moe.quantize(x, fmt=fmt)):
         for dtype in ("float32", "bfloat16"):
-            ours, theirs = both(fp8moe.dequantize, q, dtype=dtype)
-            np.testing.assert_array_equal(theirs.astype(np.float64), ours.astype(np.float64))
+            expected, actual = both(fp8moe.dequantize, q, dtype=dtype)
+            np.testing.assert_array_equal(actual.astype(np.float64), expected.astype(np.float64))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
-def test_one_scale_of_no_values(shape):
+def test_scale_per_tensor_of_an_empty_tensor(shape):
     for eps in (0.0, 2.0):
         assert_same(*both(fp8moe.quantize, np.empty(shape, BF16), block=None, eps=eps))
 
@@ -238,7 +242,7 @@ def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_weights(dtype, fmt):
-    """Blocks without a remainder go through quantize_weights, others through the slower kernels."""
+    """Blocks without a remainder use quantize_weights, others the slower kernels."""
     for shape in ((2, 256, 384), (128, 128), (3, 384, 128), (2, 200, 136), (0, 128, 128), (2, 0, 128)):
         w = values(RNG, shape, dtype, awkward=True)
         for pow2, eps in ((True, 0.0), (False, 0.0), (True, 2.0)):
@@ -257,7 +261,7 @@ def test_weights_in_parts(dtype, transposed):
 @pytest.mark.parametrize("width", [128, 32])
 def test_transpose(fmt, width):
     odd = 208 if width == 128 else 128
-    # lines of a result's columns are complete within a tile, across tiles, or experts begin anywhere
+    # lines of a result's columns are complete within a tile, across tiles, or experts start at arbitrary rows
     lines, across = ([128, 0, 256], odd, 5), ([144, 0, 176, 16, 32, 16], odd + 128, 30)
     for counts, columns, spread in (
         lines,
@@ -265,7 +269,7 @@ def test_transpose(fmt, width):
         ([130, 0, 16, 5], 256, 5),
         ([20, 44], odd, 100),
         ([20, 0, 33], 40, 60),
-        ([0, 16] * 20, 128, 5),  # more experts than lanes, and more than a warp looks at at a time
+        ([0, 16] * 20, 128, 5),  # more experts than lanes, and than a warp examines at a time
         ([16, *[0] * 130, 5, 20], 128, 5),
     ):
         offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
@@ -277,19 +281,19 @@ def test_transpose(fmt, width):
             continue
         plan = a_plan(30, 3, 2, align)
         q = fp8moe.quantize(values(RNG, (30, 128), BF16), fmt=fmt, block=(1, width))
-        ours, theirs = both(fp8moe.permute_transpose, q, plan, target=target)
+        expected, actual = both(fp8moe.permute_transpose, q, plan, target=target)
         end = plan.expert_offsets[-1]
-        assert same_bits(ours.data[:, :end], theirs.data[:, :end])
-        assert same_bits(ours.scales, theirs.scales)
+        assert same_bits(expected.data[:, :end], actual.data[:, :end])
+        assert same_bits(expected.scales, actual.scales)
 
 
 @pytest.mark.parametrize("shape", [(200, 136), (3, 256, 128), (2, 130, 200)])
 def test_dequantize_transposed_blocks(shape):
     weights = fp8moe.quantize(values(RNG, shape, BF16), block=(128, 128), columnwise=True)
     for dtype in ("float32", "bfloat16"):
-        ours, theirs = both(fp8moe.dequantize, weights.columnwise, dtype=dtype)
-        assert_same(ours, theirs)
-        assert same_bits(theirs, fp8moe.dequantize(weights.rowwise, dtype=dtype))
+        expected, actual = both(fp8moe.dequantize, weights.columnwise, dtype=dtype)
+        assert_same(expected, actual)
+        assert same_bits(actual, fp8moe.dequantize(weights.rowwise, dtype=dtype))
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -298,9 +302,9 @@ def test_transpose_to_blocks(fmt, columns):
     offsets = np.array([128, 256, 256, 512], np.int32)
     for spread in (0, 4, 20, 60):
         q = random_rowwise(RNG, 560, columns, fmt, 128, spread)
-        ours, theirs = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
-        assert same_bits(ours.data[:, 128:512], theirs.data[:, 128:512])
-        assert same_bits(ours.scales, theirs.scales)
+        expected, actual = both(fp8moe.scaling_aware_transpose, q, offsets, target="block", align_size=128)
+        assert same_bits(expected.data[:, 128:512], actual.data[:, 128:512])
+        assert same_bits(expected.scales, actual.scales)
         assert_same(*both(fp8moe.scaling_aware_transpose, q, target="block"))
 
 
@@ -308,7 +312,7 @@ def test_transpose_to_blocks(fmt, columns):
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 def test_swiglu(activation, block):
     h = RNG.standard_normal((140, activation.columns(128))) * 4
-    h[RNG.random(h.shape) < 0.01] *= 100  # far from where the quick sigmoid serves
+    h[RNG.random(h.shape) < 0.01] *= 100  # outside the range of the fast sigmoid
     h = h.astype(BF16)
     grad, probs = RNG.standard_normal((140, 128)).astype(BF16), RNG.random(140).astype(np.float32)
     options = {"block": block, "activation": activation}
@@ -316,25 +320,25 @@ def test_swiglu(activation, block):
         options["expert_offsets"] = offsets
         for columnwise in (False, True):
             options["columnwise"] = columnwise
-            ours, theirs = both(fp8moe.swiglu_quantize, h, probs, **options)
-            assert_nearly_same(*(known(r, offsets) for r in (ours, theirs)))
+            expected, actual = both(fp8moe.swiglu_quantize, h, probs, **options)
+            assert_nearly_same(*(known(r, offsets) for r in (expected, actual)))
         options["columnwise"] = False
-        ours, theirs = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
-        assert_nearly_same(ours.dh, theirs.dh)
-        assert np.linalg.norm(ours.dprobs - theirs.dprobs) <= 2.0**-19 * np.linalg.norm(ours.dprobs)
+        expected, actual = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
+        assert_nearly_same(expected.dh, actual.dh)
+        assert np.linalg.norm(expected.dprobs - actual.dprobs) <= 2.0**-19 * np.linalg.norm(expected.dprobs)
 
 
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
 @pytest.mark.parametrize("width", [640, 1408, 4224])
 def test_swiglu_rows_of_several_blocks(width, block):
-    """Rows that end within what a warp makes at a time, and rows longer than that."""
+    """Rows shorter than a warp's step, and rows longer than it."""
     h, grad = (RNG.standard_normal((5, n)).astype(BF16) for n in (2 * width, width))
     probs, last = RNG.random(5).astype(np.float32), np.array([0, 4], np.int32)
     for offsets in (None, last):
         options = {"block": block, "expert_offsets": offsets}
         assert_nearly_same(*both(fp8moe.swiglu_quantize, h, probs, **options))
-        ours, theirs = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
-        assert_nearly_same(ours.dh, theirs.dh)
+        expected, actual = both(fp8moe.swiglu_quantize_backward, grad, h, probs, **options)
+        assert_nearly_same(expected.dh, actual.dh)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -395,7 +399,7 @@ def test_swiglu_uses_vector_accesses_where_aligned(monkeypatch):
 
 
 def test_calls_on_results_of_cached_launch_plans(monkeypatch):
-    """All of them by one plan."""
+    """Several calls share one plan."""
     transpose = fp8moe.scaling_aware_transpose
     inputs = [values(RNG, (40, 256), BF16) for _ in range(5)]
     wanted = [transpose(fp8moe.quantize(x)) for x in inputs]
@@ -408,25 +412,26 @@ def test_calls_on_results_of_cached_launch_plans(monkeypatch):
 
 
 def known(result, offsets):
-    """Its arrays without what no expert has, which is unspecified in column-wise codes."""
+    """Its arrays without values after the last expert, which are undefined in column-wise codes."""
     unknown = offsets is not None
     return tuple(
         a[:, offsets[0] : offsets[-1]] if unknown and a.shape == (128, 140) else a for a in arrays_in(result)
     )
 
 
-# the second: more experts than a block looks at at a time
+# the second: more experts than a block examines at a time
 @pytest.mark.parametrize("counts", [[144, 0, 176, 16, 33], [16, *[0] * 290, 5, 20]])
 def test_tiles_are_scheduled_dynamically(monkeypatch, counts):
     tiles_are_taken_when_free(both, monkeypatch, counts, 256)
 
 
 def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
-    """Float32 SwiGLU tiles take 144 KB, which not every device has; the results are the same."""
+    """Float32 SwiGLU tiles need 144 KB of shared memory; on devices with less, the plain kernel gives the
+    same results."""
     from fp8moe.kernels_cuda import launch
 
     h, q = values(RNG, (40, 256), np.float32), fp8moe.quantize(values(RNG, (40, 128), BF16))
-    ours = (
+    expected = (
         fp8moe.quantize(h, columnwise=True),
         fp8moe.scaling_aware_transpose(q),
         fp8moe.swiglu_quantize(h, columnwise=True),
@@ -435,14 +440,14 @@ def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
     launched, load = set(), launch.load_kernel
     monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.add(a[1]) or load(*a))
     h, q = cuda_on_cpu.upload(h), cuda_on_cpu.upload(q)
-    theirs = (
+    actual = (
         fp8moe.quantize(h, columnwise=True),
         fp8moe.scaling_aware_transpose(q),
         fp8moe.swiglu_quantize(h, columnwise=True),
     )
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
-    assert "scaling_aware_transpose" in launched  # whose tiles are small
+    assert "scaling_aware_transpose" in launched  # with smaller tiles
     assert not {"quantize_tiles", "swiglu_quantize_tiles"} & launched
 
 
@@ -452,34 +457,34 @@ def test_quantize_weights_into_given_memory():
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.install(patch)
         q = fp8moe.quantize_weights(cuda_on_cpu.upload(weights[0] * 3))
-        for w, new in zip(weights, wanted, strict=True):  # from the third on as it is remembered
+        for w, new in zip(weights, wanted, strict=True):  # from the third call on by the cached launch plan
             assert fp8moe.quantize_weights(cuda_on_cpu.upload(w), out=q) is q
             assert_same(new, cuda_on_cpu.download(q))
 
 
 def wgrad_agrees(transposed, offsets, backend):
-    """New and added to, in both dtypes."""
+    """New and accumulated gradients, in both dtypes."""
     for dtype, bound in (("float32", 1e-5), ("bfloat16", 2.0**-8)):
         new = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend=backend, dtype=dtype)
         assert relative(*new[::-1]) <= bound
         assert new[1].dtype.name == dtype
         into = RNG.standard_normal(new[0].shape).astype(new[0].dtype)
-        ours = fp8moe.grouped_gemm_wgrad(*transposed, offsets, into.copy())
+        expected = fp8moe.grouped_gemm_wgrad(*transposed, offsets, into.copy())
         with pytest.MonkeyPatch.context() as patch:
             cuda_on_cpu.install(patch)
             arguments = [cuda_on_cpu.upload(a) for a in (*transposed, offsets, into)]
-            theirs = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
-        assert relative(cuda_on_cpu.download(theirs), ours) <= bound
+            actual = fp8moe.grouped_gemm_wgrad(*arguments, backend=backend)
+        assert relative(cuda_on_cpu.download(actual), expected) <= bound
 
 
 class OnHarness:
-    """What `selftest.CudaCheck` takes from CuPy, for kernels that run on the CPU."""
+    """The parts of CuPy that `selftest.CudaCheck` uses, for kernels that run on the CPU."""
 
     asarray, asnumpy = staticmethod(cuda_on_cpu.upload), staticmethod(cuda_on_cpu.download)
 
 
 @pytest.mark.parametrize("wrong", [None, "wgmma", "mma", "plain"])
-def test_cuda_selftest_of_products_finds_a_wrong_backend(monkeypatch, wrong):
+def test_cuda_selftest_of_products_detects_a_wrong_backend(monkeypatch, wrong):
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(selftest, "PRODUCT_ROWS", 144)
     make = grouped_gemm.grouped_gemm_wgrad
@@ -498,7 +503,8 @@ def test_cuda_selftest_of_products_finds_a_wrong_backend(monkeypatch, wrong):
 
 
 def test_wgrad_where_some_experts_begin_at_no_multiple_of_16(monkeypatch):
-    """A multiprocessor makes tiles by TMA after tiles without: what fetches must not run ahead of those."""
+    """A block computes tiles loaded by TMA after tiles loaded without: the loading warp must not run
+    ahead."""
     from fp8moe.kernels_cuda import driver
 
     x, _, dy, offsets = random_operands([8, 888] * 3, 24, 40, ("e4m3", "e4m3"))
@@ -513,15 +519,15 @@ def test_wgrad_where_some_experts_begin_at_no_multiple_of_16(monkeypatch):
 
 @pytest.mark.parametrize("offsets", [(9, 38, 130, 151, 197, 199), (51, 102, 193, 210, 262, 2**31 - 1)])
 def test_wgrad_where_no_expert_begins_at_a_multiple_of_16(offsets):
-    """Nothing goes by TMA then; the warp that would issue it must not fall a round of stages behind, which
-    ended in a deadlock."""
+    """No tile is loaded by TMA; the warp that would issue the loads must not fall behind by a round of
+    stages, which caused a deadlock."""
     offsets = np.array(offsets, np.int32)
     dy, x = (
         fp8moe.scaling_aware_transpose(fp8moe.quantize(values(RNG, (272, 128))), offsets) for _ in range(2)
     )
-    for _ in range(10):  # the threads' order is another each time
-        ours, theirs = both(fp8moe.grouped_gemm_wgrad, dy, x, offsets, backend="wgmma")
-        assert relative(theirs, ours) <= 1e-5
+    for _ in range(10):  # in another thread order each time
+        expected, actual = both(fp8moe.grouped_gemm_wgrad, dy, x, offsets, backend="wgmma")
+        assert relative(actual, expected) <= 1e-5
 
 
 def random_operands(counts, width, depth, fmts):
@@ -531,7 +537,7 @@ def random_operands(counts, width, depth, fmts):
         fp8moe.quantize(values(RNG, (rows, n)), fmt=f) for n, f in zip((depth, width), fmts, strict=True)
     )
     w = fp8moe.quantize(values(RNG, (len(counts), width, depth)), block=(128, 128))
-    x.data[offsets[-1] :] = dy.data[offsets[-1] :] = 0x7F  # NaN past the last expert
+    x.data[offsets[-1] :] = dy.data[offsets[-1] :] = 0x7F  # NaN after the last expert
     return x, w, dy, offsets
 
 
@@ -569,12 +575,12 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
 )
 def test_wgrad_of_blocks(backend, counts, width, depth, fmts, blas):
     x, _, dy, offsets = random_operands(counts, width, depth, fmts)
-    offsets[0] = 128 * (backend == "wgmma")  # rows of no expert in front
+    offsets[0] = 128 * (backend == "wgmma")  # rows without an expert before the first one
     transposed = [fp8moe.scaling_aware_transpose(q, target="block") for q in (dy, x)]
     wgrad_agrees(transposed, offsets, backend)
 
 
-def test_wgrad_takes_any_scales():
+def test_wgrad_accepts_any_scales():
     offsets = offsets_of([5, 130, 1, 200])
     x, dy = (fp8moe.quantize(RNG.standard_normal((336, n)).astype(np.float32)) for n in (144, 264))
     transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
@@ -591,7 +597,8 @@ def test_wgrad_takes_any_scales():
     ],
 )
 def test_grouped_gemm_of_16_bits(dtype, counts, width, depth):
-    """By mma.sync: rows of no expert, with NaN, in front of the first and behind the last."""
+    """mma.sync products with rows that have no expert, including NaN, before the first and after the last
+    expert."""
     offsets = 2 + offsets_of(counts)
     rows, experts = int(offsets[-1]) + 7, len(counts)
     x, dy, w, wt = (
@@ -601,41 +608,41 @@ def test_grouped_gemm_of_16_bits(dtype, counts, width, depth):
     for a in (x, dy):
         a[:2] = a[offsets[-1] :] = np.nan
     for b, transpose_w in ((w, False), (wt, True)):
-        ours, theirs = both(fp8moe.grouped_gemm, x, b, offsets, transpose_w=transpose_w, backend="mma")
+        expected, actual = both(fp8moe.grouped_gemm, x, b, offsets, transpose_w=transpose_w, backend="mma")
         # float32 sums in another order, then one rounding
-        wide = [a.astype(np.float64) for a in (theirs, ours)]  # squares of float16 overflow
+        wide = [a.astype(np.float64) for a in (actual, expected)]  # squares of float16 would overflow
         assert relative(*wide) <= (2.0**-8 if dtype is BF16 else 2.0**-11)
-        assert not theirs[:2].any()
-        assert not theirs[offsets[-1] :].any()
+        assert not actual[:2].any()
+        assert not actual[offsets[-1] :].any()
     wgrad_agrees((dy, x), offsets, "mma")
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89"])
 def test_grouped_gemm_on_other_tensor_cores(architecture):
-    """Codes decoded by integer steps, and multiplied as they are."""
+    """Codes decoded by integer operations, and codes multiplied directly."""
     x, w, dy, offsets = random_operands([3, 130], 136, 144, ("e5m2", "e4m3"))
-    ours, theirs = both(fp8moe.grouped_gemm, x, w, offsets, architecture=architecture)
-    assert relative(theirs, ours) <= 2.0**-8
+    expected, actual = both(fp8moe.grouped_gemm, x, w, offsets, architecture=architecture)
+    assert relative(actual, expected) <= 2.0**-8
     transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
-    ours, theirs = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, architecture=architecture)
-    assert relative(theirs, ours) <= 1e-5  # float32 sums in another order
+    expected, actual = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, architecture=architecture)
+    assert relative(actual, expected) <= 1e-5  # float32 sums in another order
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_every_code_is_multiplied_exactly(fmt, architecture):
-    """Each code by one: NaN and infinity among them, and all subnormals."""
+    """Each code multiplied by one, including NaN, infinities and all subnormals."""
     codes = np.arange(256, dtype=np.uint8)
     x = fp8moe.QuantTensor(np.zeros((256, 128), np.uint8), np.ones((256, 1), np.float32), fmt, (1, 128))
     x.data[:, 5] = codes
     one = np.zeros((1, 8, 128), np.float32)
     one[0, :, 5] = 1
     w = fp8moe.quantize(one, block=(128, 128))
-    ours, theirs = both(
+    expected, actual = both(
         fp8moe.grouped_gemm, x, w, np.array([0, 256], np.int32), architecture=architecture, backend="mma"
     )
-    np.testing.assert_array_equal(theirs.astype(np.float32), ours.astype(np.float32))
-    assert np.isnan(ours).any()
+    np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
+    assert np.isnan(expected).any()
 
 
 @pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
@@ -662,8 +669,9 @@ def test_products_of_16_bits(monkeypatch, dtype, counts, width, depth, stages):
     products_of_16_bits(upload, download, RNG, dtype, counts, width, depth, "wgmma")
 
 
-def test_products_on_a_few_multiprocessors(monkeypatch):
-    """The same bits, whoever takes which tiles; only the kernels that share tiles out can be limited."""
+def test_products_with_an_sm_limit(monkeypatch):
+    """Bitwise equal for any assignment of tiles; only kernels that distribute tiles dynamically support a
+    limit."""
     from fp8moe.kernels_cuda import driver
 
     cuda_on_cpu.install(monkeypatch)
@@ -681,7 +689,7 @@ def test_products_on_a_few_multiprocessors(monkeypatch):
 
 
 def of_grouped_products(monkeypatch):
-    """Blocks of every launch of a grouped product from now on."""
+    """Records the number of blocks of every grouped product launched from now on."""
     from fp8moe.kernels_cuda import launch
 
     run, blocks = launch.launch_with_tensor_maps, []
@@ -696,8 +704,9 @@ def of_grouped_products(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
-def test_a_layer_on_a_few_multiprocessors(monkeypatch, recipe):
-    """Every product of both passes keeps to the limit, calls with launch plans, too, and bits stay."""
+def test_layer_with_an_sm_limit(monkeypatch, recipe):
+    """Every product of both passes respects the limit, also with launch plans, and results are bitwise
+    equal."""
     from fp8moe.kernels_cuda import driver
 
     cuda_on_cpu.install(monkeypatch)
@@ -735,8 +744,8 @@ def test_a_layer_on_a_few_multiprocessors(monkeypatch, recipe):
         fp8moe.moe_forward_permuted(*layer, recipe=recipe, num_sms=2, backend="mma")
 
 
-def test_a_limit_of_a_rank_without_rows():
-    """Nothing is multiplied, and the weights' gradients are zeros."""
+def test_sm_limit_on_a_rank_without_rows():
+    """No products are computed, and the weight gradients are zeros."""
     x, w = values(RNG, (0, 128), BF16), values(RNG, (2, 128, 128), BF16)
     offsets = np.zeros(3, np.int32)
     for options in ({}, {"num_sms": 2}):
@@ -748,7 +757,7 @@ def test_a_limit_of_a_rank_without_rows():
             assert not cuda_on_cpu.download(dw).any()
 
 
-def test_what_wgmma_does_not_take_is_multiplied_by_mma():
+def test_products_unsupported_by_wgmma_use_mma():
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with fp8moe.trace() as traced:
         assert relative(*both(fp8moe.grouped_gemm, x, w, offsets)[::-1]) <= 2.0**-8
@@ -756,12 +765,12 @@ def test_what_wgmma_does_not_take_is_multiplied_by_mma():
     with pytest.raises(ValueError, match=r"backend: got 'wgmma'.*N is 20, no multiple of 8"):
         both(fp8moe.grouped_gemm, x, w, offsets, backend="wgmma")
     transposed = fp8moe.scaling_aware_transpose(x, offsets)
-    odd = np.zeros(2 * 128 * 128 + 1, np.float32)[1:].reshape(2, 128, 128)  # not at a multiple of 16 bytes
-    _, theirs = both(fp8moe.grouped_gemm_wgrad, transposed, transposed, offsets, odd)
-    assert theirs.any()
+    odd = np.zeros(2 * 128 * 128 + 1, np.float32)[1:].reshape(2, 128, 128)  # not aligned to 16 bytes
+    _, actual = both(fp8moe.grouped_gemm_wgrad, transposed, transposed, offsets, odd)
+    assert actual.any()
 
 
-def test_large_products_by_a_slow_kernel_are_refused_or_announced(monkeypatch):
+def test_large_products_with_a_slow_kernel_raise_or_warn(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "MANY", 1000)
     x, w, _, offsets = random_operands([3, 4], 20, 128, ("e4m3", "e4m3"))
     with pytest.warns(RuntimeWarning, match=r"grouped_gemm: mma multiplies.*N is 20, no multiple of 8"):
@@ -773,8 +782,8 @@ def test_large_products_by_a_slow_kernel_are_refused_or_announced(monkeypatch):
     assert_same(*both(fp8moe.grouped_gemm, *wide, backend="plain"))
 
 
-def test_a_new_thread_asks_for_the_devices_context(monkeypatch):
-    """Autograd's threads have none, and a launch without one is refused by the driver."""
+def test_new_thread_sets_the_devices_context(monkeypatch):
+    """Autograd's threads have no CUDA context, and the driver rejects launches without one."""
     runtime = cuda_on_cpu.install(monkeypatch)
     x = cuda_on_cpu.upload(values(RNG, (3, 128), BF16))
 
@@ -790,7 +799,7 @@ def test_a_new_thread_asks_for_the_devices_context(monkeypatch):
 
 
 def test_repeated_calls_replay_their_launch_plan(monkeypatch):
-    """From the third call on with the same shapes: other arrays, other results, nothing shared."""
+    """From the third call on with the same shapes: other arrays, other results, no shared memory."""
     plans = [a_plan(21, 5, 3, 4) for _ in range(4)]
     inputs = [(values(RNG, (21, 256), BF16), plan, RNG.random((21, 3)).astype(np.float32)) for plan in plans]
 
@@ -805,14 +814,15 @@ def test_repeated_calls_replay_their_launch_plan(monkeypatch):
 
     wanted = [work(*i) for i in inputs]
     cuda_on_cpu.install(monkeypatch)
-    got = [work(*map(cuda_on_cpu.upload, i)) for i in inputs]  # all are kept: none may share memory
+    # results are kept alive, so none may share memory
+    got = [work(*map(cuda_on_cpu.upload, i)) for i in inputs]
     assert [type(plan) for _, plan in dispatch.cached_plans()] == [LaunchPlan] * 6
     for a, b in zip(wanted, got, strict=True):
         assert_same(a, cuda_on_cpu.download(b))
 
 
 @pytest.mark.parametrize("elsewhere", ["x", "probs"])
-def test_a_cached_launch_plan_refuses_arrays_on_two_devices(monkeypatch, elsewhere):
+def test_cached_launch_plan_rejects_arrays_on_two_devices(monkeypatch, elsewhere):
     arrays = {"x": values(RNG, (9, 64), BF16), "probs": RNG.random((9, 2)).astype(np.float32)}
     plan = a_plan(9, 4, 2, 4)
     cuda_on_cpu.install(monkeypatch)
@@ -830,16 +840,16 @@ def test_calls_whose_launch_plans_are_not_cached(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     upload = cuda_on_cpu.upload
     plan, x = upload(plan), upload(values(RNG, (9, 64), np.float32))
-    for _ in range(4):  # what is refused is refused again
+    for _ in range(4):  # errors are raised in every call
         with pytest.raises(ValueError, match="probs: got shape"):
             fp8moe.permute(x, plan, upload(np.ones((9, 3), np.float32)))
-    for align in (1, 1, 1, True):  # True equals 1, and is no alignment
+    for align in (1, 1, 1, True):  # True equals 1 but is not a valid alignment
         if align is True:
             with pytest.raises(TypeError, match="bool"):
                 fp8moe.pad(x, upload(np.array([4, 5])), align)
         else:
             fp8moe.pad(x, upload(np.array([4, 5])), align)
-    for _ in range(4):  # its rows depend on what it reads
+    for _ in range(4):  # its number of rows depends on values
         counts = RNG.multinomial(9, [0.5, 0.5])
         padded = fp8moe.pad(x, upload(counts), 4, num_out_tokens="exact")
         assert len(padded.host) == sum(-(-c // 4) * 4 for c in counts)
@@ -851,7 +861,7 @@ def test_calls_whose_launch_plans_are_not_cached(monkeypatch):
 
 
 def test_cached_launch_plans_take_other_arguments_of_the_same_shape(monkeypatch):
-    """Aliased arguments after calls with separate ones, options by keyword, an output that is an argument."""
+    """Aliased arguments after calls with separate ones, keyword options, and an argument as output."""
     x, y = (RNG.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
     offsets = np.array([0, 40, 64], np.int32)
     cuda_on_cpu.install(monkeypatch)
@@ -872,7 +882,7 @@ def test_messages_between_ranks(columns, k, dtype):
     messages(both, RNG, 11, columns, k, dtype)
 
 
-def test_windows_that_do_not_fit_the_rows_or_the_kernel_are_refused(monkeypatch):
+def test_invalid_windows_raise(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     rows, *windows = (cuda_on_cpu.upload(np.zeros((n, 16), np.uint8)) for n in (9, *[1] * 9))
     with pytest.raises(ValueError, match="windows: got 9; wanted at most 8"):
@@ -886,7 +896,7 @@ def test_windows_that_do_not_fit_the_rows_or_the_kernel_are_refused(monkeypatch)
 
 
 def column_major(address, dtype, rows, columns, stride):
-    """A matrix as BLAS sees memory."""
+    """A matrix as BLAS interprets memory."""
     memory = (ctypes.c_char * (((columns - 1) * stride + rows) * dtype.itemsize)).from_address(address)
     flat = np.frombuffer(memory, dtype)
     return np.lib.stride_tricks.as_strided(
@@ -895,7 +905,7 @@ def column_major(address, dtype, rows, columns, stride):
 
 
 class Blas:
-    """What cublas.py asks of cuBLAS, in NumPy."""
+    """The cuBLAS functions that cublas.py uses, in NumPy."""
 
     def gemmEx(self, handle, op_a, op_b, m, n, k, alpha, *rest):
         a, a_type, a_stride, b, b_type, b_stride, beta, c, c_type, c_stride, compute, algorithm = rest
@@ -919,17 +929,17 @@ def blas(monkeypatch):
 
 
 @pytest.mark.parametrize("counts", [[16, 0, 32], [0, 48, 16]])
-def test_an_expert_at_a_time_by_cublas(counts, blas):
+def test_cublas_backend_multiplies_expert_by_expert(counts, blas):
     offsets = offsets_of([*counts, 0])
     rows, width, depth, experts = sum(counts) + 8, 40, 128, len(counts) + 1
     a, dy = (fp8moe.quantize(RNG.standard_normal((rows, n)).astype(BF16)) for n in (depth, width))
     w = RNG.standard_normal((experts, width, depth)).astype(np.float32)
     q = fp8moe.quantize(w, block=(128, 128))
-    ours, theirs = both(fp8moe.grouped_gemm, a, q, offsets, backend="cublas")
-    assert relative(theirs, ours) < 2.0**-8  # two float32 sums, each rounded to bfloat16
+    expected, theirs = both(fp8moe.grouped_gemm, a, q, offsets, backend="cublas")
+    assert relative(theirs, expected) < 2.0**-8  # two float32 sums, each rounded to bfloat16
     transposed = [fp8moe.scaling_aware_transpose(v, offsets) for v in (dy, a)]
-    ours, theirs = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend="cublas")
-    assert relative(theirs, ours) < 1e-5
+    expected, theirs = both(fp8moe.grouped_gemm_wgrad, *transposed, offsets, backend="cublas")
+    assert relative(theirs, expected) < 1e-5
     x = RNG.standard_normal((rows, depth)).astype(np.float32)
     y = RNG.standard_normal((rows, width)).astype(np.float32)
     assert relative(*reversed(both(fp8moe.grouped_gemm, x, w, offsets, backend="cublas"))) < 1e-5
@@ -939,6 +949,6 @@ def test_an_expert_at_a_time_by_cublas(counts, blas):
     wanted = fp8moe.grouped_gemm_wgrad(y, x, offsets, into.copy())
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.install(patch)
-        given = [cuda_on_cpu.upload(v) for v in (y, x, offsets, into.copy())]
-        actual = fp8moe.grouped_gemm_wgrad(*given, backend="cublas")
+        arguments = [cuda_on_cpu.upload(v) for v in (y, x, offsets, into.copy())]
+        actual = fp8moe.grouped_gemm_wgrad(*arguments, backend="cublas")
     assert relative(actual.host, wanted) < 1e-5

@@ -1,5 +1,5 @@
-"""Launch plans: done on any arrays of the same shapes, they do what the first call did; records follow their
-tensors, and calls are told apart by the types of their options."""
+"""Launch plans: replayed with other arrays of the same shapes they compute what the first call did; records
+follow their tensors, and calls with options of different types have different plans."""
 
 import functools
 import importlib
@@ -27,11 +27,12 @@ A_PLAN = fp8moe.plan_topk(RNG.integers(0, 3, (6, 2)).astype(np.int32), 3, align_
 
 
 class TorchOnDevice(interop.torch.Torch):
-    """Torch's tensors, in the CPU's memory, as if they lay on a device; with as many Python calls."""
+    """Torch tensors in CPU memory treated as if they were on a device; with the same number of Python
+    calls."""
 
     def view(self, x, name):
         if not x.data_ptr() or not x.is_contiguous():
-            super().view(x, name)  # refuses it
+            super().view(x, name)  # which this call rejects
         dtype = interop.dtype_named(str(x.dtype).removeprefix("torch."), name)
         return DeviceArray(x.data_ptr(), x.shape, dtype, 0, x)  # .numpy() would fix its memory
 
@@ -81,7 +82,7 @@ def tensor(x):
 
 
 def on_cpu(record):
-    """The same record of NumPy arrays, which remembers nothing."""
+    """The same record with NumPy arrays, without cached state."""
     arrays = {n: getattr(record, n) for n in ("data", "scales")}
     return fp8moe.QuantTensor(
         *(a.clone().numpy() for a in arrays.values()), record.fmt, record.block, record.layout
@@ -102,7 +103,7 @@ def resized(q, to):
 
 
 def freed_and_back(x):
-    """As FSDP does between uses of a parameter: the memory comes back somewhere else."""
+    """As FSDP does between uses of a parameter: the memory is freed and allocated at another address."""
     storage = x.untyped_storage()
     size, before = storage.nbytes(), storage.data_ptr()
     storage.resize_(0)
@@ -140,7 +141,7 @@ def test_records_follow_their_tensors(change, seen):
 
 
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize("change", CHANGES[:-1])  # three dimensions are not transposed by t_
+@pytest.mark.parametrize("change", CHANGES[:-1])  # t_ does not transpose three dimensions
 def test_records_inside_of_records_follow_their_tensors(change):
     weights = [tensor(values(RNG, (2, 128, 128), BF16)) for _ in range(4)]
     *_, other = [fp8moe.quantize_weights(w) for w in weights]
@@ -154,7 +155,7 @@ def test_records_inside_of_records_follow_their_tensors(change):
 
 
 @pytest.mark.usefixtures("on_device")
-def test_tensors_whose_memory_was_freed_are_refused():
+def test_tensors_with_freed_memory_raise():
     records = [fp8moe.quantize(tensor(values(RNG, (5, 128), BF16))) for _ in range(4)]
     for q in records:
         q.data.untyped_storage().resize_(0)
@@ -164,7 +165,7 @@ def test_tensors_whose_memory_was_freed_are_refused():
 
 @pytest.mark.usefixtures("on_device")
 def test_results_that_share_memory_with_an_argument_follow_it():
-    """One scale a tensor is handed on as it is, by a record that nobody has asked for it."""
+    """One scale per tensor is returned as it is, in a record whose plan was never requested."""
     for _ in range(4):
         plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
         x = torch.tensor(RNG.integers(0, 120, (6, 64)).astype(np.uint8))
@@ -188,7 +189,7 @@ def test_records_on_the_cpu_follow_their_tensors():
 
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("part", [object(), [1.0], np.float32(1)])
-def test_parts_of_records_that_are_no_arrays_are_refused_by_name(part):
+def test_invalid_fields_of_records_are_named(part):
     q = fp8moe.QuantTensor(torch.zeros(4, 128, dtype=torch.uint8), part)
     for _ in range(2):
         with pytest.raises(TypeError, match=r"q\.scales: got .*; wanted an array"):
@@ -199,8 +200,8 @@ def test_parts_of_records_that_are_no_arrays_are_refused_by_name(part):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-@pytest.mark.parametrize("given", [4, 4.0, np.float64(4), True, np.True_, "4", None])
-def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
+@pytest.mark.parametrize("align_size", [4, 4.0, np.float64(4), True, np.True_, "4", None])
+def test_later_calls_raise_the_errors_of_first_calls(monkeypatch, align_size):
     cuda_on_cpu.install(monkeypatch)
     x, counts = (
         cuda_on_cpu.upload(np.ones((3, 8), np.float32)),
@@ -209,7 +210,7 @@ def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
 
     def outcome():
         try:
-            return fp8moe.pad(x, counts, given).host.shape
+            return fp8moe.pad(x, counts, align_size).host.shape
         except Exception as error:
             return type(error), str(error)
 
@@ -222,8 +223,8 @@ def test_later_calls_refuse_what_first_calls_refuse(monkeypatch, given):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
-    """Also where a writable array came first; of a framework that has both, no call is planned."""
+def test_planned_calls_reject_read_only_outputs(monkeypatch):
+    """Also if the plan was made with a writable array; frameworks with both kinds of arrays have no plans."""
     cuda_on_cpu.install(monkeypatch)
     dy, x, offsets = (
         cuda_on_cpu.upload(a)
@@ -248,14 +249,16 @@ def test_planned_calls_write_to_nothing_that_is_read_only(monkeypatch):
         fp8moe.grouped_gemm_wgrad(dy, x, offsets, cuda_on_cpu.Array(out))
         assert (out == 3 * n).all()
     assert len(dispatch.cached_plans()) == 1
-    for given in ((ReadOnly(out),), ()):
+    for arguments in ((ReadOnly(out),), ()):
         with pytest.raises(ValueError, match=r"out: got .*ReadOnly, which is read-only"):
-            fp8moe.grouped_gemm_wgrad(dy, x, offsets, *given, **({} if given else {"out": ReadOnly(out)}))
+            fp8moe.grouped_gemm_wgrad(
+                dy, x, offsets, *arguments, **({} if arguments else {"out": ReadOnly(out)})
+            )
     assert (out == 12).all()
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_plans_tell_types_apart(monkeypatch):
+def test_launch_plans_depend_on_option_types(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
 
     @dispatch.operation
@@ -286,7 +289,7 @@ def test_plans_tell_types_apart(monkeypatch):
 
 
 class Counted(cuda_on_cpu.Device):
-    """Counts the bytes that its arrays hold now, and at most."""
+    """Counts the bytes that its arrays hold, and their maximum."""
 
     now = most = made = 0
 
@@ -303,7 +306,7 @@ class Counted(cuda_on_cpu.Device):
 
 @dispatch.operation
 def several(x, offsets):
-    """Operations as one, with temporaries of different lengths of life."""
+    """Several operations as one, with temporaries of different lifetimes."""
     q = fp8moe.quantize(x)
     transposed = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
     back = fp8moe.dequantize(q, dtype="bfloat16")
@@ -315,7 +318,7 @@ def several(x, offsets):
 
 @dispatch.operation
 def discarding(x, offsets):
-    """Each result is released before the next is allocated."""
+    """Each result is released before the next one is allocated."""
     q = fp8moe.quantize(x)
     fp8moe.dequantize(q)
     return fp8moe.dequantize(q), offsets
@@ -323,9 +326,9 @@ def discarding(x, offsets):
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("function", [several, discarding])
-def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
-    """The most memory at a time, and what is left, are those of the call without a plan: temporaries are
-    allocated when they are needed and not before."""
+def test_launch_plan_frees_temporaries_like_a_direct_call(monkeypatch, function):
+    """Peak memory and remaining memory equal those of a call without a plan: temporaries are allocated only
+    when they are needed."""
     x, offsets = values(RNG, (32, 256), BF16), np.array([0, 8, 32], np.int32)
     cuda_on_cpu.install(monkeypatch)
     counted, others = Counted(), interop.framework_of_type
@@ -341,7 +344,7 @@ def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
         assert same is offsets
         return counted.made, counted.most, counted.now, cuda_on_cpu.download(tuple(result))
 
-    *wanted, arrays = measured(True)  # nothing is planned
+    *wanted, arrays = measured(True)  # without a plan
     for _ in range(3):
         *got, again = measured(False)
         assert got == wanted
@@ -350,7 +353,7 @@ def test_a_plan_frees_what_its_call_frees(monkeypatch, function):
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
-def test_shapes_that_come_once_do_not_fill_the_table(monkeypatch):
+def test_number_of_cached_launch_plans_is_limited(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(dispatch, "PLANS_KEPT", 4)
     for rows in range(1, 10):
@@ -360,7 +363,7 @@ def test_shapes_that_come_once_do_not_fill_the_table(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_result_without_memory_is_refused(monkeypatch):
+def test_result_without_memory_raises(monkeypatch):
     x = torch.randn(3, 128)
     fp8moe.quantize(x)
     monkeypatch.setattr(TorchOnDevice, "address", staticmethod(lambda made: 0))
@@ -371,7 +374,8 @@ def test_a_result_without_memory_is_refused(monkeypatch):
 
 @pytest.mark.usefixtures("on_device")
 def test_calls_of_python_functions_between_user_and_kernel():
-    """Loading kernels apart; this machine's stand-ins for CUDA make as many calls as what they stand for."""
+    """Without loading of kernels; this machine's stubs for CUDA make the same number of calls as the
+    originals."""
     plan, probs = map_arrays(lambda _, a: torch.tensor(a), A_PLAN), torch.ones(6, 2)
     counted = []
     for width in (128, 256, 256):
@@ -392,7 +396,8 @@ def test_calls_of_python_functions_between_user_and_kernel():
 
 
 def test_threads_share_launch_plans(monkeypatch):
-    """More shapes than are kept, so that plans are made, used and dropped at once; each result is its own."""
+    """With more shapes than are cached, plans are made, used and dropped concurrently; all results are
+    correct."""
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
     inputs = [values(RNG, (rows, 128), np.float32) for rows in range(1, 9)]
@@ -401,7 +406,7 @@ def test_threads_share_launch_plans(monkeypatch):
     launch = importlib.import_module("fp8moe.kernels_cuda.launch")
     launch_packed, running = launch.launch_packed, threading.Lock()
 
-    def one_at_a_time(*arguments):  # kernels on the CPU have global variables
+    def one_at_a_time(*arguments):  # kernels on the CPU use global variables
         with running:
             launch_packed(*arguments)
 

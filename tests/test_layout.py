@@ -1,4 +1,4 @@
-"""MXFP8 scales in the 128x4 blocked layout, against torch's own description of it."""
+"""MXFP8 scales in the 128x4 blocked layout, compared with torch's own implementation."""
 
 import importlib.util
 from dataclasses import replace
@@ -52,7 +52,7 @@ def by_torch(scales):
 
 
 def by_torch_of_groups(q, sizes):
-    """The same of each expert, one after another, as scaled_grouped_mm reads them."""
+    """torch's layout of each expert's scales, concatenated, as scaled_grouped_mm reads them."""
     parts, row, strip = [], 0, 0
     for size in sizes:
         strips = -(-size // 32)
@@ -64,7 +64,7 @@ def by_torch_of_groups(q, sizes):
 
 @pytest.mark.parametrize("block", [ROW, COLUMN])
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_the_blocked_layout_is_torchs(rows, columns, block):
+def test_blocked_layout_equals_torchs(rows, columns, block):
     q = tensor(rows, columns, block)
     blocked = fp8moe.to_layout(q, "blocked_128x4")
     assert blocked.data is q.data
@@ -78,10 +78,11 @@ def test_the_blocked_layout_is_torchs(rows, columns, block):
 
 
 def test_the_index_formula_of_cublas():
-    """Offset in the tile (outer % 32) * 16 + (outer / 32) * 4 + inner, tiles of a row of them successive."""
+    """Offset in a tile: (outer % 32) * 16 + (outer / 32) * 4 + inner; tiles of a row of tiles are
+    consecutive."""
     q = tensor(300, 300, ROW)
     blocked = fp8moe.to_layout(q, "blocked_128x4").scales.ravel()
-    across = 3  # 10 blocks of 32, by fours
+    across = 3  # 10 blocks of 32, in fours
     for r, b in zip(RNG.integers(0, 300, 100).tolist(), RNG.integers(0, 10, 100).tolist(), strict=True):
         tile = (r // 128) * across + b // 4
         assert blocked[tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + b % 4] == q.scales[r, b]
@@ -123,9 +124,9 @@ def test_kernels(block):
 
 
 @needs_compiler
-def test_kernels_write_nothing_past_the_tiles_there_are(monkeypatch):
-    """On a device offsets are not looked at: what they ask for beyond the room there is, is left out."""
-    q, offsets = tensor(384, 160, COLUMN), np.array([0, 100, 384], np.int32)  # 4 tiles, where 3 are
+def test_kernels_write_only_existing_tiles(monkeypatch):
+    """On a device offsets are not checked: scales beyond the available tiles are dropped."""
+    q, offsets = tensor(384, 160, COLUMN), np.array([0, 100, 384], np.int32)  # needs 4 tiles, has 3
     guards = []
 
     def guarded(self, spec, device):
@@ -207,7 +208,7 @@ def test_quantise_on_cuda(options):
 
 
 def rowwise(rows, columns, fmt="e4m3"):
-    """Rows of very different sizes, NaN and scales of NaN among them."""
+    """Rows of very different magnitudes, including NaN and NaN scales."""
     q = fp8moe.quantize(values(RNG, (rows, columns), BF16, awkward=True), block=ROW, fmt=fmt)
     q.scales[RNG.random(q.scales.shape) < 0.01] = 255
     return q
@@ -259,7 +260,7 @@ def test_permute_on_cuda(columns, num_out_tokens):
 
 @needs_compiler
 def test_permute_before_bulk_copies():
-    """As compute capabilities below 9.0 have it."""
+    """The kernels for compute capabilities below 9.0."""
 
     def both(function, *arguments):
         with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,5 @@
-"""Inside the real megatron-core: the permutation, ``fused=True`` against its ``fused=False``; the MoE layer
-beside Megatron's own experts."""
+"""The adapter inside megatron-core: the permutation, ``fused=True`` compared with ``fused=False``, and the
+MoE layer compared with Megatron's own experts."""
 
 import copy
 import importlib
@@ -39,17 +39,19 @@ def inputs(device, seed=0):
     torch.manual_seed(seed)
     mask = torch.rand(T, E) < 0.4
     mask[3] = False  # a token without an expert
-    mask[:, 2] = False  # and the other way round
+    mask[:, 2] = False  # an expert without tokens
     probs = torch.rand(T, E) * mask
     return [t.to(device) for t in (torch.randn(T, H), mask, probs)]
 
 
 def run(fused, device, with_probs, dtype):
-    """Rows there and back through Megatron's own functions: results and gradients."""
+    """Permutes and unpermutes rows by Megatron's functions; returns results and gradients."""
     x, mask, probs = inputs(device)
     x, probs = x.to(dtype).requires_grad_(), probs.requires_grad_()
-    given = probs if with_probs else None
-    rows, moved, indices, *_ = moe_utils.permute(x, mask, probs=given, num_out_tokens=mask.sum(), fused=fused)
+    arguments = probs if with_probs else None
+    rows, moved, indices, *_ = moe_utils.permute(
+        x, mask, probs=arguments, num_out_tokens=mask.sum(), fused=fused
+    )
     merging = None if with_probs else probs
     back = moe_utils.unpermute(rows * 2, indices, x.shape, probs=merging, routing_map=mask, fused=fused)
     loss = (back * torch.arange(H, device=device)).sum()
@@ -60,7 +62,7 @@ def run(fused, device, with_probs, dtype):
 
 
 def same(ours, theirs, dtype):
-    # sums of at most five rows, in float32 here and in the rows' dtype there: half a last place for each
+    # sums of at most five rows, in float32 or in the rows' dtype: half a unit in the last place for each
     eps = 5 * torch.finfo(dtype).eps
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -77,7 +79,7 @@ def test_permute_and_unpermute(device, with_probs, dtype):
     theirs = run(False, device, with_probs, dtype)
     with megatron.enable():
         ours = run(True, device, with_probs, dtype)
-    for moved in (0, 1):  # what only moves is the same to the bit
+    for moved in (0, 1):  # permuted values are bitwise equal
         assert theirs[moved] is ours[moved] is None or torch.equal(ours[moved], theirs[moved])
     same(ours, theirs, dtype)
 
@@ -122,20 +124,20 @@ def test_strided_arguments():
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_padded(device, align, counts_on_cpu):
-    """What versions from 0.17 on call: the unpadded rows, each expert's followed by zeros, and back."""
+    """Called by versions from 0.17 on: unpadded rows with zeros after each expert's rows, and the inverse."""
     x, mask, probs = inputs(device)
     counts = mask.sum(0)
     rows, moved, *_ = moe_utils.permute(x, mask, probs=probs, num_out_tokens=counts.sum())
-    given = counts.cpu() if counts_on_cpu else counts
+    arguments = counts.cpu() if counts_on_cpu else counts
     with megatron.enable():
         if PADS:
-            options = {"tokens_per_expert": given, "align_size": align, "num_out_tokens": counts.sum()}
+            options = {"tokens_per_expert": arguments, "align_size": align, "num_out_tokens": counts.sum()}
             actual = moe_utils.permute(x, mask, probs=probs, fused=True, **options)
         else:
-            actual = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, given, align)
+            actual = moe_utils.fused_permute_and_pad_with_probs(x, probs, mask, arguments, align)
         padded, padded_probs, row_map, pads, sizes = actual
         assert sizes.tolist() == [-(-c // align) * align for c in counts.tolist()]
-        assert sizes.device == given.device
+        assert sizes.device == arguments.device
         start = at = 0
         for count, size in zip(counts.tolist(), sizes.tolist(), strict=True):
             assert torch.equal(padded[at : at + count], rows[start : start + count])
@@ -157,7 +159,7 @@ def test_disable_restores_megatron():
     enabled = megatron.enable()
     assert moe_utils.fused_permute is megatron.permute
     assert moe_utils.te_general_gemm is None or "te_general_gemm" in before
-    with pytest.raises(RuntimeError, match="in force already"):
+    with pytest.raises(RuntimeError, match="while the first is in force"):
         megatron.enable()
     enabled.disable()
     assert vars(moe_utils) == before
@@ -319,8 +321,9 @@ print("right")
 
 @pytest.mark.parametrize(("overlap", "compiled"), [(True, False), (True, True), (False, False)])
 def test_the_gradients_of_distributed_data_parallel(overlap, compiled):
-    """FP8FlowMoE in Megatron's wrapper, which reduces ``main_grad`` as soon as a parameter has its gradient:
-    the mean over two ranks of two micro-batches, as one process without ``main_grad`` finds it."""
+    """FP8FlowMoE in Megatron's wrapper, which reduces ``main_grad`` as soon as a parameter's gradient is
+    complete: the mean over two ranks of two micro-batches equals that of one process without
+    ``main_grad``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -343,8 +346,9 @@ def test_the_gradients_of_distributed_data_parallel(overlap, compiled):
 
 
 @pytest.mark.parametrize("cases", ["losses,dropped,pieces,saved", "optimizer"])
-def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
-    """Losses, gradients, checkpoints, the distributed optimizer; with one rank of experts and with two."""
+def test_layer_matches_megatrons_own_experts(cases, tmp_path):
+    """Losses, gradients, checkpoints and the distributed optimizer, with one expert-parallel rank and with
+    two."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -355,7 +359,7 @@ def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
     for rank in range(2):
         with (tmp_path / f"{rank}.txt").open(
             "w"
-        ) as output:  # no pipe, which Megatron's children would hold open
+        ) as output:  # not a pipe, which Megatron's child processes would keep open
             running.append(
                 subprocess.Popen(
                     [sys.executable, "-c", code, str(rank), "2", port, str(tmp_path), cases],
@@ -376,7 +380,7 @@ def test_the_layer_beside_megatrons_own_experts(cases, tmp_path):
 
 
 def groups(**sizes):
-    """Process groups of these sizes, whose rank is 0."""
+    """Process groups of these sizes, with rank 0."""
     names = {"ep": 1, "tp": 1, "expt_tp": 1, "expt_dp": 1, **sizes}
     parts = {n: types.SimpleNamespace(size=lambda s=s: s, rank=lambda: 0) for n, s in names.items()}
     return types.SimpleNamespace(**parts)
@@ -404,7 +408,7 @@ class Product(torch.nn.Module):
 
 
 def plain_quick_gelu(x):
-    """Megatron's, which it compiles."""
+    """Megatron's function, which it compiles."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -421,7 +425,7 @@ def plain_quick_gelu(x):
     ],
 )
 def test_activations(options, activation):
-    """Those of the config are Megatron's own, by its MLP."""
+    """The config's activations equal those of Megatron's own MLP."""
     given_config = moe_config(moe_ffn_hidden_size=128, **options)
     experts = megatron.FP8FlowExperts(2, given_config, pg_collection=groups(), recipe="bf16")
     assert experts.activation == activation
@@ -471,10 +475,10 @@ def test_activations(options, activation):
         ("num_sms", {"own": {"num_sms": 3}}, {}),
     ],
 )
-def test_what_is_not_done_is_refused_when_the_layer_is_made(name, options, sizes):
+def test_unsupported_options_raise_in_the_constructor(name, options, sizes):
     then, own = options.get("then", {}), options.get("own", {})
     given_config = moe_config(**{n: v for n, v in options.items() if n not in ("then", "own")})
-    for field, value in then.items():  # whose other conditions do not matter here
+    for field, value in then.items():  # whose other requirements do not matter here
         setattr(given_config, field, value)
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name}[a-z_0-9]*: got"):
         megatron.FP8FlowMoELayer(given_config, pg_collection=groups(**sizes), **own)
@@ -493,7 +497,7 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
 
 
 def test_layer_specs():
-    """Every MoE layer in a spec, whatever it is made of; shared experts, router and all else stay."""
+    """Replaces every MoE layer in a spec of any kind; shared experts, router and everything else are kept."""
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
     for dispatcher in ("fp8moe", "megatron"):
         options = {"recipe": "fp8_blockwise", "backend": "wgmma", "num_sms": 8}
@@ -548,8 +552,8 @@ def test_without_megatron():
         assert "pip install 'megatron-core>=0.16'" in done.stderr
 
 
-def test_the_rows_a_caller_counts_are_enough():
-    """A tensor of one number, or none at all."""
+def test_permute_accepts_any_form_of_num_out_tokens():
+    """num_out_tokens as a tensor of one number, and as None."""
     x, mask, _ = inputs("cpu")
     wanted = fp8moe.permute(x.numpy(), fp8moe.plan_routing_map(mask.numpy())).data[: int(mask.sum())]
     for rows in (None, int(mask.sum()), mask.sum()):

@@ -1,4 +1,5 @@
-"""The layer against a dense float64 torch layer and its autograd; what each recipe casts and keeps."""
+"""The layer compared with a dense float64 torch layer and its autograd; casts and saved tensors of each
+recipe."""
 
 import functools
 import importlib
@@ -23,7 +24,7 @@ from fp8moe.records import ArraySpec
 
 
 def torch_layer(inputs, dy, activation=SWIGLU):
-    """Every expert on every token, then the sum of those chosen: float64, no routing tricks."""
+    """Every expert applied to every token, then the sum over the selected ones, in float64."""
     x, w13, w2, probs = (
         torch.tensor(inputs[n].astype(np.float64), requires_grad=True)
         for n in ("x", "w13", "w2", "topk_probs")
@@ -62,16 +63,17 @@ def test_float64_layer_equals_torch_autograd(seed, dropped, activation):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a.clamp != 0.5])  # its step shows roundings
+# its discontinuity amplifies rounding errors
+@pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a.clamp != 0.5])
 def test_recipes_stay_within_their_precision(recipe, activation):
     inputs, dy = layer_inputs(1, dropped=0.1)
     inputs["w13"] = inputs["w13"][:, : activation.columns(128)].copy()
     exact = torch_layer(inputs, dy, activation=activation)
     got, _ = run(inputs, dy, recipe, activation=activation)
-    # A rounding to p significant bits is off by 2^-p / sqrt(3) in the mean square or less: e4m3 2^-4,
-    # bfloat16 2^-8. The longest chain of factors, dw13, holds six roundings of operands (x, w13, a, dy,
-    # w2, dh), and sigmoid's slope at most doubles those of h; errors add in squares:
-    # sqrt(6 + 3 * 2) * 2^-4 / sqrt(3).
+    # The mean square error of a rounding to p significant bits is at most 2^-p / sqrt(3): e4m3 2^-4, bfloat16
+    # 2^-8. The longest chain of factors, dw13, has six roundings of operands (x, w13, a, dy, w2, dh), and the
+    # slope of the sigmoid at most doubles those of h; errors add in squares: sqrt(6 + 3 * 2) * 2^-4 /
+    # sqrt(3).
     bits = 8 if recipe == "bf16" else 4
     bound = 12**0.5 * 2.0**-bits / 3**0.5
     for a, b in zip(got, exact, strict=True):
@@ -79,7 +81,7 @@ def test_recipes_stay_within_their_precision(recipe, activation):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-def test_recompute_changes_no_bit_and_keeps_less(recipe):
+def test_recompute_is_bitwise_equal_and_saves_memory(recipe):
     inputs, dy = layer_inputs(2)
     plain, saved = run(inputs, dy, recipe)
     again, small = run(inputs, dy, recipe, "moe_expert")
@@ -121,10 +123,10 @@ def test_casts_launches_and_bytes():
     assert kept["fp8_flow", "moe_expert"] < kept["bf16", "moe_expert"]
     with fp8moe.trace() as t:
         run(inputs, dy, "fp8_flow", "moe_expert")
-    assert t.launches["permute"] == 2  # one forward, one of the gradient: recompute repeats none
+    assert t.launches["permute"] == 2  # one in the forward, one for the gradient; recompute repeats none
 
 
-def test_weights_quantised_once_serve_many_micro_batches():
+def test_micro_batches_can_share_quantised_weights():
     inputs, dy = layer_inputs(4)
     plain, _ = run(inputs, dy, "fp8_flow")
     for name in ("w13", "w2"):
@@ -136,7 +138,7 @@ def test_weights_quantised_once_serve_many_micro_batches():
         assert same_bits(a, b)
 
 
-#: what each half of the backward may launch; casts are those of "fp8_blockwise" alone but for dy's
+#: launches allowed in each half of the backward; "fp8_blockwise" has casts other than dy's
 OF_INPUTS = {
     "quantize",
     "permute",
@@ -159,8 +161,9 @@ SUBSETS = [
 
 @pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
-    """Bits, launches and casts, whichever gradients are wanted; each half does only its own."""
+def test_halves_of_the_backward_equal_the_whole(recipe, recompute):
+    """The same bits, launches and casts for any set of gradients; each half launches only its own
+    operations."""
     inputs, dy = layer_inputs(12, dropped=0.1)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute)
     for gradients in SUBSETS:
@@ -193,8 +196,9 @@ def test_the_halves_of_the_backward_are_the_whole(recipe, recompute):
 
 @pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_weights_that_need_no_gradient_cost_no_transpose(recipe, recompute):
-    """Frozen weights, as of LoRA: forward and backward launch no wgrad and no transpose, and keep less."""
+def test_frozen_weights_need_no_transpose(recipe, recompute):
+    """Frozen weights, as with LoRA: forward and backward launch no wgrad and no transpose, and save less
+    memory."""
     inputs, dy = layer_inputs(13)
     options = {"recipe": recipe, "recompute": recompute}
     whole, kept = run(inputs, dy, **options)
@@ -214,7 +218,7 @@ def test_weights_that_need_no_gradient_cost_no_transpose(recipe, recompute):
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", fp8moe.moe.RECIPES)
 def test_memory_between_the_halves_of_the_backward(recipe, recompute):
-    """The bytes that `SavedForWeights` tells of, to the byte; nothing of the weights or of h."""
+    """The exact number of bytes of `SavedForWeights`; no weights and no h are kept."""
     tokens, hidden, ffn = 96, 256, 128
     inputs, dy = layer_inputs(14, tokens, hidden, ffn)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute)
@@ -233,7 +237,7 @@ def test_memory_between_the_halves_of_the_backward(recipe, recompute):
     assert operands.nbytes == wanted + scales + operands.plan.data.nbytes
 
 
-def test_the_weights_half_adds_and_refuses_as_the_whole():
+def test_weights_half_accumulates_and_validates():
     inputs, dy = layer_inputs(15, ffn=256)
     _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
     _, operands = fp8moe.moe_backward_input(saved, dy)
@@ -267,7 +271,7 @@ def test_the_weights_half_adds_and_refuses_as_the_whole():
     _, of_w2 = fp8moe.moe_backward_input(saved, dy, gradients=("dx", "dw2"))
     with pytest.raises(ValueError, match="dw13: got an array to add to, and gradients without 'dw13'"):
         fp8moe.moe_backward_weight(of_w2, dw13=np.zeros((4, 512, 128), np.float32))
-    # rows that are in place already: dy is the operand itself
+    # rows that need no permutation: dy itself is the operand
     memory, counts = np.zeros((4, 128, 128), np.float32), np.full(4, 24, np.int32)
     rows = memory.reshape(-1)[: 96 * 128].reshape(96, 128)
     weights = {n: inputs[n][:, :256, :128].astype(np.float32) for n in ("w13", "w2")}
@@ -281,8 +285,9 @@ def test_the_weights_half_adds_and_refuses_as_the_whole():
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("ffn", [128, 72])
-def test_gradients_of_w1_and_w3_apart(ffn, recompute):
-    """Those of w13 in one piece, of padded weights without the zeros; new, and added to what is there."""
+def test_gradients_of_w1_and_w3_as_a_pair(ffn, recompute):
+    """Gradients of w1 and w3 as a pair equal those of w13, without the zeros of padded weights; new and
+    accumulated."""
     inputs, dy = layer_inputs(9, ffn=256)
     w13, w2 = inputs.pop("w13")[:, :512], inputs.pop("w2")
     w1, w3 = (np.ascontiguousarray(w13[:, first : first + ffn]) for first in (0, 256))
@@ -300,7 +305,7 @@ def test_gradients_of_w1_and_w3_apart(ffn, recompute):
         assert same_bits(getattr(apart, name), getattr(whole, name))
     for actual, true in zip((*apart.dw13, apart.dw2), wanted, strict=True):
         assert actual.shape == true.shape
-        # sums of 128 products in float32, which a BLAS orders by the shape
+        # sums of 128 float32 products, whose order in a BLAS depends on the shape
         assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
     into = [np.random.default_rng(10).standard_normal(w.shape).astype(np.float32) for w in wanted]
     before = [w.copy() for w in into]
@@ -327,7 +332,7 @@ def test_gradients_of_padded_weights_without_a_gate():
         fp8moe.moe_forward(**inputs, w13=w13, w2=w2, recipe="fp8_flow", activation=saved.activation)
 
 
-def test_gradients_apart_that_are_refused():
+def test_invalid_gradient_pairs_raise():
     inputs, dy = layer_inputs(9)
     _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow")
     with pytest.raises(ValueError, match="dw13: got one with ffn=100; wanted two, of w1 and w3"):
@@ -386,20 +391,20 @@ def test_validation_errors_name_the_argument():
         fp8moe.moe_forward(**{**inputs, "w13": quantised}, recipe="bf16")
 
 
-def test_weights_overwritten_before_the_backward_are_refused():
+def test_weights_overwritten_before_the_backward_raise():
     inputs, dy = layer_inputs(7)
     for name in ("w13", "w2"):
-        given = {**inputs, name: fp8moe.quantize_weights(inputs[name])}
+        arguments = {**inputs, name: fp8moe.quantize_weights(inputs[name])}
         for overwrite in (
             lambda w, q: fp8moe.quantize_weights(w, out=q),
             lambda w, q: fp8moe.quantize(w, block=(128, 128), columnwise=True, out=q),
         ):
-            _, saved = fp8moe.moe_forward(**given, recipe="fp8_flow")
+            _, saved = fp8moe.moe_forward(**arguments, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
-            overwrite(inputs[name] * 2, given[name])
+            overwrite(inputs[name] * 2, arguments[name])
             with pytest.raises(RuntimeError, match=f"{name}: got FP8 codes that quantize_weights overwrote"):
                 fp8moe.moe_backward(saved, dy)
-            _, saved = fp8moe.moe_forward(**given, recipe="fp8_flow")
+            _, saved = fp8moe.moe_forward(**arguments, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
 
 
@@ -418,8 +423,7 @@ def test_a_backward_without_gradients_gives_none(recipe, recompute):
 
 
 def on_descriptors(step, recipe, tokens, hidden, ffn, experts, k):
-    """What ``step`` returns of a layer's arguments, shapes alone, and the most bytes that it has allocated at
-    once."""
+    """The result of ``step`` for a layer's arguments as shapes only, and its peak memory."""
     arrays = [ArraySpec((tokens, hidden), BF16), ArraySpec((tokens, k), np.dtype(np.int32))]
     arrays.append(ArraySpec((tokens, k), np.dtype(np.float32)))
     for shape in ((experts, 2 * ffn, hidden), (experts, hidden, ffn)):
@@ -450,15 +454,15 @@ def on_descriptors(step, recipe, tokens, hidden, ffn, experts, k):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
-def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe, recompute):
+def test_inference_releases_temporaries_after_their_last_use(recipe, recompute):
     tokens, hidden, ffn, experts, k = 16_384, 2048, 768, 128, 8
     forward = functools.partial(fp8moe.moe_forward, recipe=recipe, recompute=recompute, gradients=())
     (y, saved), most = on_descriptors(forward, recipe, tokens, hidden, ffn, experts, k)
-    assert arrays_in(saved) == arrays_in(saved.plan)  # which tells how full the experts are
+    assert arrays_in(saved) == arrays_in(saved.plan)  # which contains the number of rows per expert
     rows = saved.plan.num_out_tokens
     wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
     first, second = 2 * narrow, wide  # results of the products
-    moved, activated = (n // 2 + n // 64 for n in (wide, narrow))  # codes, a float32 of every 128
+    moved, activated = (n // 2 + n // 64 for n in (wide, narrow))  # codes, and a float32 for every 128
     after = second + y.nbytes
     if recipe == "fp8_flow":
         x = tokens * hidden * (1 + 1 / 32)
@@ -467,14 +471,14 @@ def test_a_forward_without_gradients_holds_nothing_longer_than_it_is_read(recipe
         limit = max(wide + moved, moved + first, first + narrow + activated, activated + second, after)
     else:
         limit = max(wide + first, first + narrow, narrow + second, after)
-    # and a handful of numbers for each row and each entry
+    # and a few numbers per row and entry
     assert limit <= most <= limit + 32 * (rows + tokens * k)
     with pytest.raises(ValueError, match=r"saved: got that of a forward with gradients=\(\), which"):
         fp8moe.moe_backward(saved, y)
 
 
 @pytest.mark.parametrize("experts", [8, 128])
-def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
+def test_fp8_step_releases_temporaries_after_their_last_use(experts):
     def step(*layer):
         y, saved = fp8moe.moe_forward(*layer, recipe="fp8_flow")
         return y, saved, fp8moe.moe_backward(saved, y)
@@ -483,8 +487,9 @@ def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
     (y, saved, grads), most = on_descriptors(step, "fp8_flow", tokens, hidden, ffn, experts, k)
     rows = saved.plan.num_out_tokens
     wide, narrow = 2 * rows * hidden, 2 * rows * ffn  # bfloat16
-    moved, dh = (n // 2 + n // 64 for n in (wide, 2 * narrow))  # codes, a float32 of every 128
-    columns, x_columns, a_columns = (n // 2 + n // 2**13 for n in (2 * narrow, wide, narrow))  # of (128, 128)
+    moved, dh = (n // 2 + n // 64 for n in (wide, 2 * narrow))  # codes, and a float32 for every 128
+    # blocks of (128, 128)
+    columns, x_columns, a_columns = (n // 2 + n // 2**13 for n in (2 * narrow, wide, narrow))
     x = tokens * hidden * (1 + 1 / 32)
     saved_and_dy = x + 2 * narrow + a_columns + y.nbytes + x
     new = columns + grads.dx.nbytes
@@ -503,7 +508,7 @@ def test_a_step_in_fp8_holds_nothing_longer_than_it_is_read(experts):
     [("dw2", "dx", "h"), ("dw2", "dw13", "x"), ("dx", "dw2", "a"), ("dprobs", "dw13", "x")],
 )
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
-def test_what_was_not_kept_is_refused(recipe, kept, asked, name):
+def test_gradients_that_were_not_saved_for_raise(recipe, kept, asked, name):
     inputs, dy = layer_inputs(3)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, gradients=[kept])
     fp8moe.moe_backward(saved, dy, gradients=[kept])
@@ -512,7 +517,7 @@ def test_what_was_not_kept_is_refused(recipe, kept, asked, name):
 
 
 class AsOnCuda:
-    """A call on the CPU that says its arrays lie on a device."""
+    """A call on the CPU whose arrays report a CUDA device."""
 
     device = 0
 
@@ -525,7 +530,7 @@ class AsOnCuda:
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recipe, recompute):
+def test_backend_and_limit_reach_all_products(monkeypatch, recipe, recompute):
     used = []
     products = importlib.import_module("fp8moe.reference.grouped_gemm")
 
@@ -538,7 +543,7 @@ def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recip
 
     for verb in ("grouped_gemm", "grouped_gemm_wgrad"):
         monkeypatch.setattr(products, verb, recorded(getattr(products, verb)))
-    # as if these arrays lay on CUDA, where a backend can be chosen
+    # as if the arrays were on CUDA, where a backend can be selected
     choices = importlib.import_module("fp8moe.grouped_gemm")
     monkeypatch.setattr(choices, "enter", lambda **arrays: AsOnCuda(dispatch.enter(**arrays)))
     layer = importlib.import_module("fp8moe.moe")
@@ -550,7 +555,7 @@ def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recip
         _, saved = fp8moe.moe_forward(**inputs, **options, backend=backend, num_sms=num_sms)
         fp8moe.moe_backward(saved, dy)
         assert used == [(backend, num_sms)] * (7 if recompute else 6)
-    # another of the backward's, and of its halves
+    # a different limit for the backward and its halves
     _, saved = fp8moe.moe_forward(**inputs, **options, num_sms=8)
     used.clear()
     fp8moe.moe_backward(saved, dy, num_sms=4)
@@ -561,7 +566,7 @@ def test_one_backend_and_limit_of_all_products_of_both_passes(monkeypatch, recip
     assert [limit for _, limit in used] == [4] * whole + [6] * whole + [2] * 2
 
 
-def test_a_backend_is_refused_by_name_on_the_cpu():
+def test_backend_on_the_cpu_raises():
     inputs, _ = layer_inputs(3)
     with pytest.raises(ValueError, match=r"backend: got 'mma' for arrays on the CPU; wanted None"):
         fp8moe.moe_forward(**inputs, recipe="bf16", backend="mma")
@@ -571,13 +576,13 @@ def test_a_backend_is_refused_by_name_on_the_cpu():
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
-def test_a_limit_is_refused_by_name(recipe):
-    """Before anything is computed or added."""
+def test_invalid_sm_limit_raises(recipe):
+    """Raised before anything is computed or accumulated."""
     inputs, dy = layer_inputs(3)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe)
     _, operands = fp8moe.moe_backward_input(saved, dy)
     dw2 = np.full(inputs["w2"].shape, 3, np.float32)
-    nobody = types.SimpleNamespace(world_size=2)  # to whom nothing can be sent
+    nobody = types.SimpleNamespace(world_size=2)  # a transport that cannot send
     calls = (
         lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit),
         lambda limit: fp8moe.moe_forward(**inputs, recipe=recipe, num_sms=limit, comm=nobody),

@@ -1,5 +1,5 @@
-"""The layer on rows that somebody else permuted: against the layer with its own permutation, bit by bit, and
-against a float64 torch chain."""
+"""The layer for permuted rows, compared bitwise with the layer that permutes itself, and with a float64 torch
+implementation."""
 
 import warnings
 
@@ -26,8 +26,8 @@ RNG = generator()
 
 
 def permuted(inputs, dy, align_size, counts_padding, tail=0):
-    """What a dispatcher makes of the layer's inputs, and how its results come back; ``tail`` rows of NaN
-    behind."""
+    """The layer's inputs as a dispatcher permutes them, and the inverse for its results; ``tail`` rows of NaN
+    follow."""
     x, experts = inputs["x"], len(inputs["w13"])
     plan = fp8moe.plan_topk(inputs["topk_ids"], experts, align_size=align_size, num_out_tokens="exact")
     moved = fp8moe.permute(x, plan, inputs["topk_probs"])
@@ -51,7 +51,7 @@ def in_halves(saved, dy):
 
 
 def around(plan, results):
-    """Results for permuted rows as the tokens have them."""
+    """Results for permuted rows, in the order of the tokens."""
     y, dx, dprobs, *dw = results
     rows = plan.num_out_tokens
     for tail in (y[rows:], dx[rows:], dprobs[rows:]):
@@ -71,11 +71,12 @@ def around(plan, results):
     st.sampled_from((SWIGLU, Activation("geglu", clamp=0.5, linear_offset=1.0))),
 )
 @settings(max_examples=25)
-def test_the_layer_between_its_own_permutation(recipe, recompute, layout, padding, kind, seed, activation):
-    """Padded here or by the caller, who counts the padding or not; the tail belongs to no expert."""
+def test_permuted_layer_equals_the_layer(recipe, recompute, layout, padding, kind, seed, activation):
+    """Padded by the layer or by the caller, with counts that include the padding or not; the tail has no
+    expert."""
     align_size, tail = layout
     tokens = int(np.random.default_rng(seed).integers(0, 60))
-    # a BLAS sums in another order where an expert has other numbers of rows: float64 shows that it is no more
+    # a BLAS sums in another order for other numbers of rows; float64 shows that this is the only difference
     other_order = recipe == "bf16" and align_size > 1
     dtype = np.dtype(np.float64) if other_order else BF16
     inputs, dy = layer_inputs(seed, tokens, experts=5, dropped=0.4, dtype=dtype)
@@ -100,7 +101,7 @@ def test_the_layer_between_its_own_permutation(recipe, recompute, layout, paddin
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
 @pytest.mark.parametrize("align_size", [1, 128])
 def test_rows_in_fp8(recipe, align_size):
-    """They are not quantised again, in either direction."""
+    """FP8 rows are not quantised again, in either direction."""
     inputs, dy = layer_inputs(3)
     _, rows, counts, probs, dys = permuted(inputs, dy, align_size, False)
     weights = inputs["w13"], inputs["w2"]
@@ -116,7 +117,7 @@ def test_rows_in_fp8(recipe, align_size):
     assert casts[0] - casts[1] == 2
 
 
-def test_aligned_rows_are_not_moved():
+def test_aligned_rows_are_not_copied():
     inputs, dy = layer_inputs(4)
     _, rows, counts, probs, dys = permuted(inputs, dy, 128, False)
     q, of_dy = fp8moe.quantize(rows), fp8moe.quantize(dys)
@@ -128,7 +129,7 @@ def test_aligned_rows_are_not_moved():
     assert np.shares_memory(saved.x.data, q.data)
     assert np.shares_memory(saved.probs, probs)
     assert not moving & set(counted.launches)
-    assert counted.launches["sort_chunks"] == 1  # of no bytes: the experts' offsets
+    assert counted.launches["sort_chunks"] == 1  # without data: only the experts' offsets
 
 
 def exact(x, w13, w2, counts, probs, dy):
@@ -142,7 +143,7 @@ def exact(x, w13, w2, counts, probs, dy):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_float64_is_torch_autograd(recompute):
+def test_float64_equals_torch_autograd(recompute):
     counts = [3, 0, 130, 1]
     rows = sum(counts)
     x, dy = RNG.standard_normal((2, rows, 12))
@@ -153,7 +154,7 @@ def test_float64_is_torch_autograd(recompute):
     g = fp8moe.moe_backward(saved, dy, dtype="float64")
     actual = y, g.dx, g.dprobs, g.dw13, g.dw2
     for a, b in zip(actual, exact(x, w13, w2, counts, probs, dy), strict=True):
-        # three sums of at most 130 terms, one in the other; what cancels is at most ten times the largest sum
+        # three nested sums of at most 130 terms; terms that cancel are at most ten times the largest sum
         assert np.abs(a - b).max() <= 10 * 3 * 130 * 2.0**-53 * np.abs(b).max()
 
 
@@ -168,15 +169,15 @@ def test_precision(recipe):
     y, saved = fp8moe.moe_forward_permuted(x, w13, w2, np.array(counts), probs, recipe=recipe)
     g = fp8moe.moe_backward(saved, dy)
     actual = y, g.dx, g.dprobs, g.dw13, g.dw2
-    # a rounding to p significant bits is off by 2^-p / sqrt(3) in the mean square or less, e4m3 2^-4 and
-    # bfloat16 2^-8; the longest chain of factors, dw13, holds six roundings of operands, each of which may
-    # count twice through SwiGLU's product
+    # the mean square error of a rounding to p significant bits is at most 2^-p / sqrt(3), e4m3 2^-4 and
+    # bfloat16 2^-8; the longest chain of factors, dw13, has six roundings of operands, each of which may
+    # count twice in SwiGLU's product
     limit = 2 * 6**0.5 * (2.0**-8 if recipe == "bf16" else 2.0**-4) / 3**0.5
     for a, b in zip(actual, exact(x, w13, w2, counts, probs, dy), strict=True):
         assert np.linalg.norm(a.astype(np.float64) - b) <= limit * np.linalg.norm(b)
 
 
-def test_gradients_that_are_wanted_and_where_they_are_added():
+def test_requested_and_accumulated_gradients():
     inputs, dy = layer_inputs(5)
     _, rows, counts, probs, dys = permuted(inputs, dy, 1, False)
     weights = inputs["w13"], inputs["w2"]
@@ -200,8 +201,8 @@ def test_gradients_that_are_wanted_and_where_they_are_added():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("align_size", [1, 128])
-def test_nothing_looks_at_values(recipe, align_size):
-    """With shapes alone: what would synchronise refuses."""
+def test_no_values_are_read(recipe, align_size):
+    """A dry run with shapes only raises for any read of values."""
     inputs, dy = layer_inputs(6)
     _, rows, counts, probs, dys = permuted(inputs, dy, align_size, False)
     given_arrays = [rows, inputs["w13"], inputs["w2"], counts, probs, dys]
@@ -219,8 +220,8 @@ def test_nothing_looks_at_values(recipe, align_size):
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 @pytest.mark.parametrize(("given_align", "wanted"), [(1, 128), (1, 1), (128, 128), (256, 128)])
-def test_places_by_the_cuda_backend(monkeypatch, given_align, wanted, kind):
-    """Rows, probabilities and offsets there, and back."""
+def test_place_rows_by_the_cuda_backend(monkeypatch, given_align, wanted, kind):
+    """Permutation of rows, probabilities and offsets by the CUDA backend, and its inverse."""
     pytest.importorskip("cupy")
     counts = np.array([3, 0, 130, 1], kind)
     rows = int((-(-counts // given_align) * given_align).sum()) + given_align
@@ -230,28 +231,28 @@ def test_places_by_the_cuda_backend(monkeypatch, given_align, wanted, kind):
     back_probs = RNG.random(len(back)).astype(np.float32)
 
     @dispatch.operation
-    def there(x, counts, probs):
+    def place(x, counts, probs):
         return place_rows(x, counts, probs, given_align, wanted)
 
     @dispatch.operation
-    def here(x, probs, placed):
+    def unplace(x, probs, placed):
         return unpad_rows(x, placed, probs)
 
-    ours = there(q, counts, probs)
-    assert ours[2].num_out_tokens == len(back)
-    of_ours = here(back, back_probs, ours[2])
+    expected = place(q, counts, probs)
+    assert expected[2].num_out_tokens == len(back)
+    expected_back = unplace(back, back_probs, expected[2])
     cuda_on_cpu.install(monkeypatch)
     up, down = cuda_on_cpu.upload, cuda_on_cpu.download
-    theirs = there(up(q), up(counts), up(probs))
-    assert_same(ours, down(theirs))
-    assert_same(of_ours, down(here(up(back), up(back_probs), theirs[2])))
+    actual = place(up(q), up(counts), up(probs))
+    assert_same(expected, down(actual))
+    assert_same(expected_back, down(unplace(up(back), up(back_probs), actual[2])))
 
 
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("permuted_rows", [False, True])
 def test_backend_by_the_cuda_backend(monkeypatch, permuted_rows):
-    """It makes all products of both directions; one that the device does not have is refused before anything
-    is launched."""
+    """The backend computes all products of both directions; one that the device does not support raises
+    before any launch."""
     grouped_gemm = pytest.importorskip("fp8moe.kernels_cuda.grouped_gemm")
     inputs, dy = layer_inputs(6, 9, experts=3)
     if permuted_rows:
@@ -263,7 +264,7 @@ def test_backend_by_the_cuda_backend(monkeypatch, permuted_rows):
     inputs, dy = {name: cuda_on_cpu.upload(a) for name, a in inputs.items()}, cuda_on_cpu.upload(dy)
     choose, chosen = grouped_gemm.choose, []
     monkeypatch.setattr(grouped_gemm, "choose", lambda *of: chosen.append(choose(*of)) or chosen[-1])
-    if permuted_rows:  # the plan's kernels run in Numba's simulator only
+    if permuted_rows:  # the plan's kernels run only in Numba's simulator
         with monkeypatch.context() as patch:
             cuda_on_cpu.install(patch)
             _, saved = forward(**inputs, recipe="bf16", backend="plain")
@@ -277,7 +278,7 @@ def test_backend_by_the_cuda_backend(monkeypatch, permuted_rows):
         assert not counted.launches
 
 
-def test_refusals():
+def test_validation_errors():
     inputs, dy = layer_inputs(8)
     _, rows, counts, probs, _ = permuted(inputs, dy, 128, False)
     w13, w2 = inputs["w13"], inputs["w2"]
@@ -323,7 +324,7 @@ def test_refusals():
 
 def torch_problem(width=128, hidden=128):
     counts = torch.tensor([30, 0, 5, 64])
-    n = int(counts.sum()) + 3  # rows of no expert behind
+    n = int(counts.sum()) + 3  # rows without an expert at the end
     x, dy = torch.randn(2, n, hidden).bfloat16()
     w13, w2 = torch.randn(4, 2 * width, hidden) / 12, torch.randn(4, hidden, width) / 12
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor([*counts.tolist(), 3]))
@@ -341,14 +342,14 @@ def results(call, leaves, dy):
     ("recompute", "compiled"), [(None, False), ("moe_expert", False), ("moe_expert", True)]
 )
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_torch(recipe, recompute, compiled):
-    """As `moe_experts` with an id a row: gradients, halves, odd widths and biases."""
+def test_torch_function_equals_moe_experts(recipe, recompute, compiled):
+    """Like `moe_experts` with one id per row: gradients, halves, unaligned widths and biases."""
     x, w13, w2, counts, ids, probs, dy = torch_problem(width=72)
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
     leaves = [x, w13.to(dtype), w2.to(dtype), probs, torch.randn(4, 144).to(dtype), torch.randn(4, 128)]
     options = {"recipe": recipe, "recompute": recompute}
 
-    def ours(x, w13, w2, probs, bias13, bias2):
+    def actual(x, w13, w2, probs, bias13, bias2):
         biases = {"bias13": bias13, "bias2": bias2}
         return moe_experts_permuted(x, w13.chunk(2, 1), w2, counts, probs, **biases, **options)
 
@@ -356,7 +357,7 @@ def test_in_torch(recipe, recompute, compiled):
         biases = {"bias13": bias13, "bias2": bias2}
         return moe_experts(x, w13.chunk(2, 1), w2, ids, probs[:, None], **biases, **options)
 
-    call = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
+    call = torch.compile(actual, backend="aot_eager", fullgraph=True) if compiled else actual
     for a, b in zip(results(call, leaves, dy), results(wanted, leaves, dy), strict=True):
         assert torch.equal(a, b)
 
@@ -381,9 +382,9 @@ def test_weights_quantised_once():
     assert torch.equal(actual, moe_experts_permuted(x, w13, w2, counts, probs))
 
 
-def test_torch_refusals():
+def test_torch_validation_errors():
     x, w13, w2, counts, _, probs, _ = torch_problem()
-    with pytest.raises(TypeError, match="x: got a QuantTensor, through which no gradient goes"):
+    with pytest.raises(TypeError, match="x: got a QuantTensor, which has no gradient in torch"):
         moe_experts_permuted(fp8moe.quantize(x), w13, w2, counts, probs)
     with pytest.raises(ValueError, match="align_size"):
         moe_experts_permuted(x, w13, w2, counts, probs, align_size=0)
@@ -396,8 +397,8 @@ def test_torch_refusals():
 @pytest.mark.parametrize("align_size", [1, 128])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_cuda(recipe, align_size, recompute):
-    """As the layer between its own permutation there, bit by bit; again by its launch plan; no sync. The
-    backward's halves, of either, are the whole."""
+    """Bitwise equal to the layer that permutes itself, also by the launch plan, without synchronisation.
+    Halves of the backward give the same results as the whole."""
     inputs, dy = layer_inputs(9, tokens=200, hidden=256, ffn=128, dropped=0.2)
     plan, rows, counts, probs, dys = permuted(inputs, dy, align_size, False)
     put = {
@@ -413,11 +414,11 @@ def test_on_cuda(recipe, align_size, recompute):
     for _ in range(2):
         for a, b in zip(in_halves(saved, put["dy"]), wanted[1:], strict=True):
             assert torch.equal(a, b)
-    there = map_arrays(lambda _, a: torch.from_numpy(a).cuda(), plan)
+    place = map_arrays(lambda _, a: torch.from_numpy(a).cuda(), plan)
     torch.cuda.synchronize()
     for _ in range(2):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls this mode a prototype, once
+            warnings.simplefilter("ignore")  # torch warns once that this mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
             y, saved = fp8moe.moe_forward_permuted(
@@ -428,8 +429,8 @@ def test_on_cuda(recipe, align_size, recompute):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         actual = (
-            fp8moe.unpermute(y, there),
-            *fp8moe.permute_backward(g.dx, there, g.dprobs),
+            fp8moe.unpermute(y, place),
+            *fp8moe.permute_backward(g.dx, place, g.dprobs),
             g.dw13,
             g.dw2,
         )

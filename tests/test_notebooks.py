@@ -1,4 +1,5 @@
-"""The notebooks run from top to bottom on the CPU, hold what they say, and are committed without outputs."""
+"""The notebooks run from top to bottom on the CPU, their statements hold, and they are committed without
+outputs."""
 
 import ast
 import json
@@ -16,7 +17,7 @@ def cells(path, kind):
 
 
 def run(name):
-    """The variables that a notebook leaves. A notebook shows the value of a cell's last expression."""
+    """Runs a notebook's code cells and returns its variables."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     variables = {"__name__": "__main__"}
@@ -28,7 +29,7 @@ def run(name):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_is_stripped_and_plain(path):
-    """Outputs and numbers of executions would change with every run; magics run in a notebook only."""
+    """Outputs and execution counts would change with every run; magics work only in a notebook."""
     notebook = json.loads(path.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     identities = [cell["id"] for cell in notebook["cells"]]
@@ -50,7 +51,7 @@ def test_every_notebook_is_run_here():
 
 def test_quantisation_and_transpose(capsys):
     variables = run("quantisation_and_transpose.ipynb")
-    # half a step of E4M3's eight, for all but subnormal values
+    # half a step of E4M3's eight steps, except for subnormal values
     normal = abs(variables["x"]) > abs(variables["x"]).max() * 2.0**-6
     assert variables["relative"][normal].max() <= 2.0**-4
     assert variables["lost"][None] > 10 * variables["lost"][1, 128]
@@ -72,6 +73,6 @@ def test_train_three_ways():
 def test_bf16_checkpoint_to_fp8():
     pytest.importorskip("transformers")
     variables = run("bf16_checkpoint_to_fp8.ipynb")
-    assert 0 < variables["error"] < 0.16  # FP8's rounding, as tests/cases.py derives it
+    assert 0 < variables["error"] < 0.16  # FP8 rounding error, derived in tests/cases.py
     assert variables["losses"][-1] < variables["losses"][0]
     assert variables["before"] == pytest.approx(variables["after"], rel=0.01)

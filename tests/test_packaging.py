@@ -1,4 +1,5 @@
-"""The wheel and the source archive hold every file of the tree, with links or without, and work installed."""
+"""The wheel and the source archive contain every file of the tree, with or without symbolic links, and work
+when installed."""
 
 import importlib.metadata
 import os
@@ -25,7 +26,7 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def copy_of_the_tree(target, links):
-    """The files that a release is built from; links: "kept", "gone", or "text" as some unpackers do."""
+    """The files of a release; links: "kept", "gone", or "text" as some archive tools write them."""
     target.mkdir()
     for name in FILES:
         shutil.copy2(ROOT / name, target)
@@ -43,20 +44,23 @@ def copy_of_the_tree(target, links):
 
 
 def build(kind, tree, target):
-    """What a build front end calls, without its isolated environment, which would need a package index."""
+    """Calls the build backend as a build front end does, without isolation, which would need a package
+    index."""
     call = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
     done = subprocess.run([sys.executable, "-c", call], cwd=tree, capture_output=True, text=True, check=True)
     return target / done.stdout.splitlines()[-1]
 
 
 def real_files(folder):
-    """Names of its files, those behind links left out."""
+    """Names of the folder's files, without those behind links."""
     walk = os.walk(folder)
-    return sorted(str((Path(where) / name).relative_to(folder)) for where, _, names in walk for name in names)
+    return sorted(
+        str((Path(address) / name).relative_to(folder)) for address, _, names in walk for name in names
+    )
 
 
 def named_in_the_wheel():
-    """Name in the wheel -> path in the tree, of every file that the package needs."""
+    """Name in the wheel -> path in the tree, for every file that the package needs."""
     kinds = (".py", ".cu", ".cuh", ".typed")
     paths = [ROOT / folder / name for folder in ("fp8moe", *LINKS) for name in real_files(ROOT / folder)]
     packages = {path.relative_to(ROOT): path for path in paths if path.suffix in kinds}
@@ -77,7 +81,7 @@ def wheel(tmp_path_factory):
     return build("wheel", copy_of_the_tree(folder / "tree", "kept"), folder)
 
 
-def test_the_wheel_holds_the_tree(wheel):
+def test_wheel_contains_the_tree(wheel):
     wanted = {name: path.read_bytes() for name, path in named_in_the_wheel().items()}
     assert len([name for name in wanted if name.endswith(".cu")]) > 10
     assert contents(wheel) == wanted
@@ -85,12 +89,12 @@ def test_the_wheel_holds_the_tree(wheel):
 
 @pytest.mark.parametrize("links", ["gone", "text"])
 def test_a_tree_without_links_builds_the_same_wheel(links, wheel, tmp_path):
-    """As a Windows checkout without links, or a zip archive that was unpacked without them."""
+    """As in a Windows checkout without links, or a zip archive unpacked without them."""
     again = build("wheel", copy_of_the_tree(tmp_path / "tree", links), tmp_path)
     assert contents(again) == contents(wheel)
 
 
-def test_the_source_archive_holds_each_file_once_and_builds_the_same_wheel(wheel, tmp_path):
+def test_source_archive_contains_each_file_once_and_builds_the_same_wheel(wheel, tmp_path):
     tree = copy_of_the_tree(tmp_path / "tree", "kept")
     before = real_files(tree)
     archive = build("sdist", tree, tmp_path)
@@ -100,8 +104,8 @@ def test_the_source_archive_holds_each_file_once_and_builds_the_same_wheel(wheel
         packed.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     names = [member.name.partition("/")[2] for member in members if member.isfile()]
-    made = re.compile(r"PKG-INFO|setup\.cfg|fp8moe\.egg-info/.*")
-    assert sorted(name for name in names if not made.fullmatch(name)) == before
+    render = re.compile(r"PKG-INFO|setup\.cfg|fp8moe\.egg-info/.*")
+    assert sorted(name for name in names if not render.fullmatch(name)) == before
     assert contents(build("wheel", unpacked, tmp_path)) == contents(wheel)
 
 
@@ -111,37 +115,37 @@ def metadata(wheel):
         return archive.read(name).decode()
 
 
-def test_one_setting_makes_every_link_whole(tmp_path, monkeypatch):
-    """Where the repository is stands in pyproject.toml alone, and a package index can follow it."""
-    tree, where = copy_of_the_tree(tmp_path / "tree", "kept"), "https://example.com/owner/fp8moe"
+def test_repository_setting_makes_links_absolute(tmp_path, monkeypatch):
+    """The repository's address is only in pyproject.toml; with it, all links are absolute."""
+    tree, address = copy_of_the_tree(tmp_path / "tree", "kept"), "https://example.com/owner/fp8moe"
     settings = tree / "pyproject.toml"
     settings.write_text(
-        settings.read_text().replace("[project.urls]\n", f'[project.urls]\nRepository = "{where}"\n')
+        settings.read_text().replace("[project.urls]\n", f'[project.urls]\nRepository = "{address}"\n')
     )
     monkeypatch.setattr(table, "ROOT", tree)
-    for name, made in (("README.md", table.render), ("CITATION.cff", table.cited)):
-        text = made((tree / name).read_text())
-        assert made(text) == text  # a second run changes nothing
+    for name, render in (("README.md", table.render), ("CITATION.cff", table.cited)):
+        text = render((tree / name).read_text())
+        assert render(text) == text  # a second run changes nothing
         (tree / name).write_text(text)
-    assert f'\nrepository-code: "{where}"\n' in (tree / "CITATION.cff").read_text()
+    assert f'\nrepository-code: "{address}"\n' in (tree / "CITATION.cff").read_text()
     described = metadata(build("wheel", tree, tmp_path))
-    assert f"\nProject-URL: Repository, {where}\n" in described
+    assert f"\nProject-URL: Repository, {address}\n" in described
     links = re.findall(r"^\[(\w+)\]: (.*)$", described, re.MULTILINE)
     assert {name for name, _ in links} == set(table.LINKS)
     for name, link in links:
-        form, branch, path = link.removeprefix(f"{where}/").split("/", 2)
+        form, branch, path = link.removeprefix(f"{address}/").split("/", 2)
         assert (form, branch) == ("raw" if name == "picture" else "blob", "main")
         assert path in (*FILES, "CONTRIBUTING.md") or (tree / path).exists()
 
 
-def test_without_the_setting_links_are_of_the_tree(wheel):
+def test_links_are_relative_without_the_setting(wheel):
     assert "Project-URL" not in metadata(wheel) or table.repository()
     assert table.cited((ROOT / "CITATION.cff").read_text()) == (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A folder with the installed wheel and its command; dependencies are those of this environment."""
+    """A folder with the installed wheel and its command; dependencies come from this environment."""
     target = tmp_path_factory.mktemp("site-packages")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
@@ -149,17 +153,17 @@ def installed(wheel, tmp_path_factory):
 
 
 def call(installed, *words):
-    """From a folder that is no checkout, with the installed package before any other."""
+    """Runs the command outside the checkout, with the installed package first on the path."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     return subprocess.run(words, cwd=installed, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_the_installed_command_works(installed):
     command = str(installed / "bin" / "fp8moe")
-    told = call(installed, command, "--version")
-    assert told.stdout == f"fp8moe {fp8moe.__version__}\n"
-    where = "import fp8moe; from fp8moe.info import commit; print(fp8moe.__file__, commit())"
-    assert call(installed, sys.executable, "-c", where).stdout.split() == [
+    result = call(installed, command, "--version")
+    assert result.stdout == f"fp8moe {fp8moe.__version__}\n"
+    address = "import fp8moe; from fp8moe.info import commit; print(fp8moe.__file__, commit())"
+    assert call(installed, sys.executable, "-c", address).stdout.split() == [
         str(installed / "fp8moe" / "__init__.py"),
         "unknown",
     ]
@@ -171,7 +175,8 @@ def test_the_installed_command_works(installed):
 
 
 def test_an_installed_package_is_not_the_checkout_around_it(installed, tmp_path):
-    """A virtual environment often lies in another project's repository, whose commit is no commit of ours."""
+    """A virtual environment is often inside another project's repository, whose commit must not be
+    reported."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
     subprocess.run([*git, "init", "--quiet", str(tmp_path)], check=True)
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
@@ -181,7 +186,7 @@ def test_an_installed_package_is_not_the_checkout_around_it(installed, tmp_path)
 
 
 def requirements(extra):
-    """Of one extra, those of the extras that it names included, markers aside."""
+    """Requirements of an extra, including the extras that it refers to, without markers."""
     for text in SETTINGS["project"]["optional-dependencies"][extra]:
         requirement = Requirement(text)
         if requirement.name == "fp8moe":
@@ -191,7 +196,7 @@ def requirements(extra):
             yield requirement
 
 
-def test_an_extra_brings_what_its_adapters_need():
+def test_extras_install_what_their_adapters_import():
     from fp8moe.info import ADAPTERS
 
     distribution = {"megatron": "megatron-core", "cupy": "cupy-cuda13x"}
@@ -201,8 +206,8 @@ def test_an_extra_brings_what_its_adapters_need():
             assert wanted in {r.name for r in requirements(named.group(1))}, adapter
 
 
-def test_what_is_installed_here_is_what_the_extras_ask_for():
-    """A bound that this environment breaks is one that the suite does not test."""
+def test_installed_versions_satisfy_the_extras():
+    """If this environment violated a version bound, the suite would not test the declared versions."""
     for extra in ("torch", "jax", "transformers", "megatron", "torchtitan", "bench", "test"):
         for requirement in requirements(extra):
             try:
@@ -222,7 +227,7 @@ def test_the_citation_names_papers_that_the_code_names():
         assert paper in code, paper
 
 
-def test_constraints_are_the_lowest_versions():
+def test_constraints_are_the_minimum_versions():
     command = [sys.executable, str(ROOT / "tests" / "minimum.py"), "torch"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     wanted = [*SETTINGS["project"]["dependencies"], *SETTINGS["project"]["optional-dependencies"]["torch"]]

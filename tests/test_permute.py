@@ -1,4 +1,4 @@
-"""Row movement against torch's index_select, scatter and autograd, on poisoned outputs."""
+"""Permutation compared with torch's index_select, scatter and autograd, on poisoned outputs."""
 
 import importlib
 from dataclasses import replace
@@ -44,7 +44,7 @@ def bytes_of(x):
 
 
 def gathered(x, entries, rows):
-    """torch index_select by bytes, zeros elsewhere."""
+    """torch index_select of bytes, zeros elsewhere."""
     out = torch.zeros((rows, bytes_of(x).shape[1]), dtype=torch.uint8)
     if entries:
         at = torch.tensor([e[0] for e in entries])
@@ -59,7 +59,7 @@ def test_permute_moves_every_byte(case, dtype, width, fill, zero_unweighted):
     rng = np.random.default_rng(0)
     x = np.frombuffer(bytearray(rng.bytes(len(ids) * width * dtype.itemsize)), dtype).reshape(len(ids), width)
     probs = rng.random(ids.shape).astype(np.float32)
-    probs[rng.random(ids.shape) < 0.2] = 0  # a zero probability moves its row all the same
+    probs[rng.random(ids.shape) < 0.2] = 0  # rows with probability zero are still permuted
     plan = fp8moe.plan_topk(ids, experts, align_size=align)
     entries, _ = layout(ids, experts, align)
     out = poisoned_rows(x, plan, probs)
@@ -99,7 +99,7 @@ def test_mask_probs_follow_their_rows(case):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "1x128", "mxfp8", "nvfp4"])
-def test_scales_travel_with_their_rows(kind):
+def test_scales_are_permuted_with_their_rows(kind):
     rng = np.random.default_rng(2)
     tokens, width, experts = 37, 200, 5
     ids = rng.integers(-1, experts, (tokens, 3)).astype(np.int32)
@@ -124,14 +124,14 @@ def test_scales_travel_with_their_rows(kind):
     else:
         assert same_bits(bytes_of(got.scales), gathered(q.scales, entries, plan.num_out_tokens))
     assert (got.fmt, got.block) == (q.fmt, q.block)
-    # and back, dequantised on the way: decode with ml_dtypes, sum with torch in float64
+    # unpermute dequantises: decode with ml_dtypes, sum with torch in float64
     back = fp8moe.unpermute(got, plan)
     assert back.dtype == BF16
     dense = fp8moe.dequantize(q).astype(np.float64)
     counts = (ids >= 0).sum(axis=1)
     finite = np.isfinite(dense)
     wanted = dense * counts[:, None]
-    # each of at most 3 float32 additions and the bfloat16 rounding: 3 * 2^-24 + 2^-8 of the value
+    # at most 3 float32 additions and the rounding to bfloat16: 3 * 2^-24 + 2^-8 of the value
     bound = np.abs(wanted) * (3 * 2.0**-24 + 2.0**-8)
     error = np.abs(back.astype(np.float64) - wanted)
     assert (error[finite] <= bound[finite]).all()
@@ -147,7 +147,7 @@ def test_unpermute_sums_within_the_rounding_of_its_additions(case, dtype):
     entries, _ = layout(ids, experts, align)
     mapped = np.zeros(plan.num_out_tokens, bool)
     mapped[[e[0] for e in entries]] = True
-    x[~mapped] = np.nan  # what lies in padding and tail reaches nobody
+    x[~mapped] = np.nan  # values in padding and after the last row reach no sum
     exact, magnitude = np.zeros((2, len(ids), 9))
     for row, token, slot, _ in entries:
         term = x[row].astype(np.float64) * probs[token, slot]
@@ -157,7 +157,8 @@ def test_unpermute_sums_within_the_rounding_of_its_additions(case, dtype):
     assert got.dtype == dtype
     wide = 2.0**-53 if dtype == np.float64 else 2.0**-24
     last = {BF16: 2.0**-8, np.dtype(np.float16): 2.0**-11}.get(dtype, 0)
-    # n products and n additions, each within an ulp/2 of a partial sum; then one cast of the result
+    # n products and n additions, each with an error of half an ulp of a partial sum; then one cast of the
+    # result
     bound = magnitude * (2 * ids.shape[1] * wide) + np.abs(exact) * last * 1.01 + 6e-8
     assert (np.abs(got.astype(np.float64) - exact) <= bound).all()
     plain = fp8moe.unpermute(x, plan)
@@ -166,7 +167,7 @@ def test_unpermute_sums_within_the_rounding_of_its_additions(case, dtype):
 
 
 @given(routings(), st.sampled_from((BF16, np.dtype(np.float32))), st.booleans())
-def test_compiled_merge_equals_its_plain_form(case, dtype, weighted):
+def test_compiled_unpermute_equals_its_plain_form(case, dtype, weighted):
     ids, experts, align = case
     rng = np.random.default_rng(4)
     plan = fp8moe.plan_topk(ids, experts, align_size=align)
@@ -241,8 +242,8 @@ def test_a_zero_probability_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, BF16])
-def test_sums_too_large_are_infinite(dtype):
-    """And nothing warns, as nothing does on a GPU."""
+def test_overflowing_sums_are_infinite(dtype):
+    """Overflow gives infinities, without warnings, as on a GPU."""
     large = 6e4 if dtype == np.float16 else 3e38
     plan = fp8moe.plan_topk(np.array([[0, 1]], np.int32), 2)
     x, probs = np.full((2, 16), large, dtype), np.full((1, 2), 1.5, np.float32)
@@ -253,7 +254,7 @@ def test_sums_too_large_are_infinite(dtype):
     assert np.isposinf(grad_probs).all() == (dtype != np.float16)
 
 
-def test_quantised_gradients_move_back_and_forth():
+def test_backwards_accept_quantised_gradients():
     rng = np.random.default_rng(6)
     ids = rng.integers(-1, 4, (50, 2)).astype(np.int32)
     plan = fp8moe.plan_topk(ids, 4, align_size=16)
@@ -329,7 +330,7 @@ def test_sort_chunks_moves_scales():
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_rows_past_the_chunks_stay_where_told(quantized):
+def test_keep_rest_keeps_rows_after_the_chunks(quantized):
     rng = generator()
     x = values(rng, (17, 128), BF16)
     x = fp8moe.quantize(x) if quantized else x

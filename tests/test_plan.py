@@ -1,4 +1,4 @@
-"""Plans against nested Python loops."""
+"""Permutation plans compared with nested Python loops."""
 
 import os
 import subprocess
@@ -71,11 +71,11 @@ def test_mask_matches_loops(case, dtype):
     plan = fp8moe.plan_routing_map(mask.astype(dtype), align_size=align)
     assert plan.slots is None
     assert plan.row_id_map.shape == (len(ids), 2 * experts + 1)
-    assert plan.num_out_tokens == plan.expert_offsets[-1]  # exact, when nothing else is known
+    assert plan.num_out_tokens == plan.expert_offsets[-1]  # exact by default
     check_against_loops(plan, unmask(mask), experts, align, experts, has_slots=False)
 
 
-def test_mask_with_topk_narrows_and_counts_the_excess():
+def test_mask_with_topk_drops_and_counts_the_excess():
     mask = np.array([[1, 1, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
     plan = fp8moe.plan_routing_map(mask, topk=2)
     assert plan.row_id_map.tolist() == [[1, 0, 1, 0, 2], [2, -1, 2, -1, 1], [-1, -1, -1, -1, 0]]
@@ -98,7 +98,7 @@ def test_the_worked_example():
 
 
 def garbage_past_the_entries(row_id_map):
-    """Transformer Engine's own maps hold what their memory held before, past a token's entries."""
+    """Transformer Engine's own maps contain uninitialised memory after a token's entries."""
     experts = row_id_map.shape[1] // 2
     blank = np.arange(experts) >= row_id_map[:, -1:]
     left = row_id_map.copy()
@@ -108,7 +108,7 @@ def garbage_past_the_entries(row_id_map):
 
 @given(routings(), st.booleans())
 def test_row_map_matches_loops(case, garbage):
-    """The plan of a map moves rows as the one that the map is of, and says the same of its experts."""
+    """The plan of a map permutes rows like the original plan, and has the same expert counts."""
     ids, experts, align = case
     mask = mask_of(ids, experts)
     plan = fp8moe.plan_routing_map(mask, align_size=align)
@@ -151,7 +151,7 @@ def test_sizes_of_a_plan_may_be_numpy_integers():
     assert fp8moe.permute(np.ones((3, 8), np.float32), again).data.shape == (4, 8)
 
 
-def test_too_many_rows_for_an_int32_map_are_refused():
+def test_too_many_rows_for_an_int32_map_raise():
     from fp8moe.plan import plan_spec
 
     with pytest.raises(ValueError, match="int32 offsets can name"):

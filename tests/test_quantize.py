@@ -1,4 +1,4 @@
-"""Quantise against float64 arithmetic and ml_dtypes' casts, block by block."""
+"""Quantise compared with float64 arithmetic and ml_dtypes casts, block by block."""
 
 import importlib
 
@@ -32,7 +32,7 @@ MX_BLOCKS = ((1, 32), (32, 1))
 
 
 def transformer_engines_e8m0(amax, fmt):
-    """Its float_to_e8m0(amax * max_norm_rcp), line by line, for float32."""
+    """Transformer Engine's float_to_e8m0(amax * max_norm_rcp), line by line, for float32."""
     value = np.asarray(amax, np.float32) * np.float32(1.0 / MAX[fmt])
     u = value.view(np.uint32)
     exponent, mantissa = u >> 23, u & 0x7FFFFF
@@ -93,7 +93,7 @@ def test_compiled_form_equals_the_plain_one(rows, cols, fmt, block, round_up, se
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_bfloat16_value_is_encoded_as_ml_dtypes_does(fmt):
-    """All 65,536 patterns at scale 1: each beside the value that makes the block's scale 1."""
+    """All 65,536 bit patterns at scale 1, each in a block with a value that makes the scale 1."""
     every = np.arange(65536, dtype=np.uint16).view(BF16)
     x = every.astype(np.float32)
     inside = np.abs(x) <= MAX[fmt]
@@ -108,7 +108,8 @@ def test_every_bfloat16_value_is_encoded_as_ml_dtypes_does(fmt):
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_pow2_scales_are_the_ceiling_for_every_normal_amax(fmt):
-    """448/amax truncated and ceil-to-power-of-two of amax/448: both ways, every bfloat16 amax."""
+    """Truncating 448/amax and rounding amax/448 up to a power of two give the same scale, for every bfloat16
+    amax."""
     amax = np.arange(0x0080, 0x7F80, dtype=np.uint16).view(BF16)
     q = fp8moe.quantize(amax[:, None], fmt=fmt)
     for value, scale in zip(amax.astype(np.float64)[::17], q.scales[::17, 0], strict=True):
@@ -146,7 +147,7 @@ def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
         amax = every[np.isfinite(every.astype(np.float32))]
     x = blocks_of(amax, generator())
     wanted = e8m0(amax, fmt, rounding)
-    if dtype == np.float32:  # every byte of a finite block, which no other has
+    if dtype == np.float32:  # every byte of a finite block; other dtypes cannot produce all of them
         assert set(wanted.tolist()) == set(range(int(e8m0(np.finfo(np.float32).max, fmt, rounding)) + 1))
     scaled = x.astype(np.float64) / np.exp2(wanted.astype(np.float64) - 127)[:, None]
     q = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding)
@@ -158,7 +159,7 @@ def test_mxfp8_on_both_sides_of_every_boundary(dtype, fmt, rounding):
     both = fp8moe.quantize(x, fmt=fmt, block=(1, 32), scale_rounding=rounding, columnwise=True)
     assert_same(both.rowwise, q)
     assert_same(both.columnwise, fp8moe.quantize(x, fmt=fmt, block=(32, 1), scale_rounding=rounding))
-    if rounding == "up":  # all of a block's range is used and nothing saturates
+    if rounding == "up":  # the block's range is fully used and nothing saturates
         assert np.abs(scaled).max() <= MAX[fmt] * (1 + 2.0**-23)
         assert (np.abs(scaled).max(axis=1)[wanted > 0] > MAX[fmt] / 2).all()
 
@@ -186,7 +187,7 @@ def test_special_values_of_mxfp8(fmt, rounding):
     assert not (q.data[:2] & 0x7F).any()
     assert q.data[1, 3] == 0x80
     back = fp8moe.dequantize(q)
-    assert back[2, :2].tolist() == [np.inf, -np.inf]  # 448 * 2^127 is none that float32 has
+    assert back[2, :2].tolist() == [np.inf, -np.inf]  # 448 * 2^127 exceeds float32
     assert back[2, 2] == 1.75 * 2.0**127
     assert q.data[3, 0] == 0x7F
     assert back[3, 1:3].tolist() == [MAX[fmt], 3.0]
@@ -202,7 +203,7 @@ def test_normal_numbers_do_not_saturate():
         assert (np.abs(x) > MAX["e4m3"] * scales).any() == saturates
 
 
-def test_unknown_roundings_are_refused():
+def test_unknown_roundings_raise():
     x = np.ones((32, 128), np.float32)
     with pytest.raises(ValueError, match=r"scale_rounding: got 'ceil'; wanted .*'up'.*'floor'"):
         fp8moe.quantize(x, block=(1, 32), scale_rounding="ceil")
@@ -227,7 +228,7 @@ def test_layouts_convert_for_any_number_of_rows(rows):
 
 
 @pytest.mark.parametrize("block", [(1, 128), (1, 32)])
-def test_columnwise_comes_beside_rowwise(block):
+def test_columnwise_is_returned_with_rowwise(block):
     x = values(np.random.default_rng(1), (200, 136), BF16)
     both = fp8moe.quantize(x, block=block, columnwise=True)
     assert same_bits(both.rowwise.data, fp8moe.quantize(x, block=block).data)
@@ -250,22 +251,27 @@ def test_weights_of_several_experts_and_their_transpose():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("count", "given"), [(1, 1), (2, 1), (2, 2)])
-def test_weights_in_parts_are_those_side_by_side_with_zeros(count, given, transposed):
+@pytest.mark.parametrize(("count", "num_arrays"), [(1, 1), (2, 1), (2, 2)])
+def test_weights_in_parts_equal_their_padded_concatenation(count, num_arrays, transposed):
     rng = np.random.default_rng(3)
     halves = [values(rng, (3, 100, 72), BF16, awkward=True) for _ in range(count)]
     whole = np.zeros((3, count * 128, 200), BF16)
     for i, half in enumerate(halves):
         whole[:, i * 128 : i * 128 + 100, :72] = half
     wanted = fp8moe.quantize_weights(whole)
-    arrays = halves if given == count else [np.concatenate(halves, axis=1)]
+    arrays = halves if num_arrays == count else [np.concatenate(halves, axis=1)]
     if transposed:
         arrays = [a.transpose(0, 2, 1).copy() for a in arrays]
     out = fp8moe.quantize_weights(np.ones_like(whole))
     for a in arrays_in(out):
         a.view(np.uint8)[:] = 0xA5
-    options = {"parts": count if given == 1 else 1, "rows": 128, "columns": 200, "transposed": transposed}
-    x = tuple(arrays) if given > 1 else arrays[0]
+    options = {
+        "parts": count if num_arrays == 1 else 1,
+        "rows": 128,
+        "columns": 200,
+        "transposed": transposed,
+    }
+    x = tuple(arrays) if num_arrays > 1 else arrays[0]
     for actual in (fp8moe.quantize_weights(x, **options), fp8moe.quantize_weights(x, **options, out=out)):
         assert_same(wanted, actual)
 
@@ -293,7 +299,7 @@ def test_weights_without_elements_are_zeros_where_there_is_room(shape, transpose
         ((np.ones((1, 128, 8), BF16),) * 2, {"parts": 4}, "parts: got 4 with 2 arrays"),
     ],
 )
-def test_parts_that_are_refused(x, keywords, words):
+def test_invalid_parts_raise(x, keywords, words):
     with pytest.raises(ValueError, match=words):
         fp8moe.quantize_weights(x, **keywords)
 
@@ -309,7 +315,7 @@ def test_parts_that_are_refused(x, keywords, words):
         {"block": None},
     ],
 )
-def test_quantize_into_given_memory(keywords):
+def test_quantize_with_out(keywords):
     rng = np.random.default_rng(6)
     first, second = (rng.standard_normal((130, 200)).astype(np.float32) for _ in range(2))
     q, wanted = fp8moe.quantize(first, **keywords), fp8moe.quantize(second, **keywords)
@@ -319,7 +325,7 @@ def test_quantize_into_given_memory(keywords):
     assert_same(wanted, q)
 
 
-def test_memory_that_does_not_fit_is_refused():
+def test_invalid_out_raises():
     x = np.ones((130, 200), np.float32)
     q = fp8moe.quantize(x)
     for other in (x[:129], x[:, :199].copy()):
@@ -333,7 +339,7 @@ def test_memory_that_does_not_fit_is_refused():
         fp8moe.quantize(x, out=q)
 
 
-def test_one_scale_for_the_tensor():
+def test_one_scale_per_tensor():
     x = values(np.random.default_rng(3), (33, 65))
     q = fp8moe.quantize(x, block=None)
     scale = quantized_scale(float(np.abs(x).max()), "e4m3", True, False)
@@ -357,7 +363,7 @@ def test_dequantize_is_code_times_scale(fmt, block, seed):
     got = fp8moe.dequantize(q)
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, codes * factors)
-    # half an ulp of the code (relative 2^-4 or 2^-3), or of the smallest subnormal step, at its scale
+    # half an ulp of the code (relative 2^-4 or 2^-3), or of the smallest subnormal step, times the scale
     half = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}[fmt]
     bound = np.maximum(np.abs(x) * half[0], factors * half[1])
     assert (np.abs(got - x) <= bound).all()
@@ -366,14 +372,14 @@ def test_dequantize_is_code_times_scale(fmt, block, seed):
 
 def test_nvfp4_rows_decode():
     codes = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], np.uint8)
-    scale = np.array([[0x40]], np.uint8)  # e4m3 for 2.0
+    scale = np.array([[0x40]], np.uint8)  # 2.0 in e4m3
     q = fp8moe.QuantTensor(codes, scale, "e2m1", (1, 16))
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     wanted = [2 * m for m in magnitudes] + [-2 * m for m in magnitudes]
     assert fp8moe.dequantize(q)[0].tolist() == wanted
 
 
-def test_float8_dtypes_are_taken_as_codes():
+def test_float8_arrays_are_accepted_as_codes():
     q = fp8moe.quantize(values(np.random.default_rng(4), (3, 128)))
     as_float8 = fp8moe.QuantTensor(q.data.view(ml_dtypes.float8_e4m3fn), q.scales)
     assert same_bits(fp8moe.dequantize(as_float8), fp8moe.dequantize(q))

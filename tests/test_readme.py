@@ -1,4 +1,4 @@
-"""The README stays short, and the examples run. Its programs and tables: tests/test_docs.py."""
+"""The README is short, and the examples run. tests/test_docs.py tests its programs and tables."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""What the CPU backend's results must not depend on: the caller's arithmetic, threads, and Numba's cache."""
+"""Results of the CPU backend are independent of the caller's floating-point mode, of threads and of Numba's
+cache."""
 
 import os
 import subprocess
@@ -15,7 +16,7 @@ from fp8moe.reference import numerics
 
 
 def in_a_thread(function):
-    """Run in a thread of its own, whose arithmetic nobody else sees."""
+    """Runs a function in a new thread, whose floating-point mode affects no other."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -28,7 +29,8 @@ def flushes():
 
 
 def flushing(function):
-    """What a function returns where subnormals are flushed to zero, and whether they are afterwards."""
+    """The result of a function called with flush-to-zero enabled, and whether it is still enabled
+    afterwards."""
 
     def run():
         if not torch.set_flush_denormal(True) or not flushes():
@@ -40,18 +42,19 @@ def flushing(function):
 
 @pytest.fixture
 def new_threads():
-    """The pool's threads begin as the thread that asks for them first."""
+    """Restarts the thread pool: its threads inherit the floating-point mode of the thread that starts
+    them."""
     numerics.thread_pool.cache_clear()
     yield
     numerics.thread_pool.cache_clear()
 
 
-@pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's
+@pytest.mark.parametrize("rows", [3, 1024])  # in the caller's thread, and in the pool's threads
 @pytest.mark.usefixtures("new_threads")
 def test_subnormals_survive_the_callers_flush_to_zero(rows):
     rng = generator()
     tiny = (rng.standard_normal((rows, 256)) * 1e-36).astype(np.float32)
-    small = (rng.standard_normal((rows, 256)) * 1e-40).astype(np.float32)  # subnormal themselves
+    small = (rng.standard_normal((rows, 256)) * 1e-40).astype(np.float32)  # subnormal values
     h = np.concatenate([small, np.ones_like(small)], axis=1)
     wide, offsets = small.astype(np.float64), np.array([0, rows], np.int32)
     wide_h = np.concatenate([wide * 1e-270, np.ones_like(wide)], axis=1)
@@ -63,10 +66,10 @@ def test_subnormals_survive_the_callers_flush_to_zero(rows):
         return q, fp8moe.dequantize(q), plain, fp8moe.grouped_gemm(small, weights, offsets)
 
     theirs, still = flushing(work)
-    assert still  # the caller's arithmetic is the caller's again
+    assert still  # the caller's mode is restored
     assert_same(theirs, in_a_thread(work))
     _, decoded, plain, product = theirs
-    # the scale 2^-127 is subnormal; e5m2 has two bits of mantissa, and codes below 2^-14 steps of 2^-16
+    # the scale 2^-127 is subnormal; e5m2 has two mantissa bits, and codes below 2^-14 have steps of 2^-16
     assert (np.abs(decoded - tiny) <= np.maximum(np.abs(tiny) / 8, 2.0 ** -(127 + 17))).all()
     assert np.abs(plain[0] - wide / 2).max() <= 2.0**-149  # sigmoid(0) * 1 is a half
     assert np.count_nonzero(plain[1])
@@ -74,7 +77,7 @@ def test_subnormals_survive_the_callers_flush_to_zero(rows):
     assert (product == wanted[:, None]).all()  # sums of subnormals are exact
 
 
-def test_numpy_errors_that_are_raised_break_no_call():
+def test_numpy_errstate_raise_does_not_affect_calls():
     rng = generator()
     x = (rng.standard_normal((6, 256)) * 1e-30).astype(np.float32)
     large = np.full((6, 256), 3e38, np.float32)
@@ -99,7 +102,7 @@ def test_numpy_errors_that_are_raised_break_no_call():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_child_has_threads_of_its_own():
+def test_forked_child_has_its_own_threads():
     code = (
         "import os, numpy as np, fp8moe\n"
         "x = np.random.default_rng().standard_normal((1024, 256)).astype(np.float32)\n"
@@ -110,7 +113,7 @@ def test_a_forked_child_has_threads_of_its_own():
         "    os._exit(7 if (there.data == here.data).all() else 8)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
     )
-    # a session of its own, so that a child that hangs ends with it
+    # in a new session, so that a hanging child process is terminated with it
     process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], start_new_session=True)
     try:
         assert process.wait(60) == 0
@@ -147,7 +150,7 @@ print(len(caught), hits, *(str(w.message) for w in caught))
 """
 
 
-def test_without_numbas_cache_loops_still_run(tmp_path):
+def test_loops_run_without_numbas_cache(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
 
     def run(case):
@@ -159,14 +162,14 @@ def test_without_numbas_cache_loops_still_run(tmp_path):
         assert int(warned) == 0 or "NUMBA_CACHE_DIR" in text
         return int(warned), int(hits)
 
-    assert run("works") == (0, 2)  # the second finds what the first has kept
+    assert run("works") == (0, 2)  # the second process loads what the first stored
     assert run("again") == (0, 4)
     assert run("no place") == (1, 0)
     indices = [*tmp_path.rglob("*.nbi")]
     assert len(indices) == 1
     indices[0].write_bytes(b"")
     assert run("broken") == (1, 0)
-    assert run("again") == (0, 4)  # which mended it
+    assert run("again") == (0, 4)  # stored again by the previous process
     for data in tmp_path.rglob("*.nb?"):
         data.unlink()
     assert run("full") == (1, 0)

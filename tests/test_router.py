@@ -1,5 +1,5 @@
-"""The router: its choice against torch's chain in float64 and the published models' own code, its gradient
-against autograd's, and the CUDA backend against the reference."""
+"""The router: its selection compared with torch in float64 and with the published models' code, its gradient
+with autograd's, and the CUDA backend with the reference."""
 
 import cuda_on_cpu
 import numpy as np
@@ -32,7 +32,7 @@ RNG = generator()
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_choice_is_that_of_torch_in_float64(config, biased):
+def test_selection_equals_torch_in_float64(config, biased):
     logits, bias = random_logits(RNG, 40, 64, biased)
     actual = fp8moe.route(logits, config, expert_bias=bias)
     logits, bias = torch.tensor(logits).double(), None if bias is None else torch.tensor(bias).double()
@@ -47,7 +47,7 @@ def test_the_choice_is_that_of_torch_in_float64(config, biased):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_losses_and_all_gradients_are_autograds(config, sequences):
+def test_losses_and_gradients_equal_autograd(config, sequences):
     logits, bias = random_logits(RNG, 40, 64, True)
     actual = fp8moe.route(logits, config, expert_bias=bias, num_sequences=sequences)
     x = torch.tensor(logits).double().requires_grad_()
@@ -65,16 +65,16 @@ def test_losses_and_all_gradients_are_autograds(config, sequences):
     losses = {"tokens_per_expert": actual.tokens_per_expert}
     losses |= {"grad_aux_loss": of_losses[0], "grad_z_loss": of_losses[1]}
     ours = fp8moe.route_backward(grads, logits, actual.topk_ids, config, **losses)
-    # float64 throughout, rounded once; 1e-12 is 4000 units of float64's rounding of terms up to 1
+    # float64 throughout, rounded once; 1e-12 is 4000 units of float64 rounding of terms up to 1
     np.testing.assert_allclose(ours, wanted.numpy(), rtol=UNIT, atol=1e-12)
     split = fp8moe.route_backward(grads, logits, actual.topk_ids, config, split=True, **losses)
     parts = split.astype(np.float64).reshape(40, 3, 64).sum(axis=1)
-    # 8 bits a part: exact but where the third part is subnormal
+    # 8 bits per part: exact unless the third part is subnormal
     np.testing.assert_allclose(parts, ours.astype(np.float64), rtol=0, atol=2.0**-133)
 
 
-def test_deepseek_v3_is_transformers_own():
-    """By the model's code, whose scores are float32."""
+def test_deepseek_v3_equals_transformers():
+    """Compared with the model's code in transformers, whose scores are float32."""
     modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     from transformers import DeepseekV3Config
 
@@ -83,27 +83,27 @@ def test_deepseek_v3_is_transformers_own():
     router = modeling.DeepseekV3TopkRouter(settings)
     logits, bias = random_logits(RNG, 50, 64, True)
     with torch.no_grad():
-        router.weight.copy_(torch.eye(64))  # so that its logits are its rows
+        router.weight.copy_(torch.eye(64))  # the identity, so that logits equal the rows
         router.e_score_correction_bias.copy_(torch.tensor(bias))
         _, weights, ids = router(torch.tensor(logits))
     actual = fp8moe.route(logits, DEEPSEEK, expert_bias=bias)
     order, theirs = np.argsort(actual.topk_ids, axis=1), np.argsort(ids.numpy(), axis=1)
     assert (np.take_along_axis(actual.topk_ids, order, 1) == np.take_along_axis(ids.numpy(), theirs, 1)).all()
-    # of theirs: a sigmoid within 2 units, a sum of 8, a quotient and a product, each rounded
+    # error of transformers: a sigmoid within 2 units, a sum of 8, a quotient and a product, each rounded
     ours, wanted = (
         np.take_along_axis(w, o, 1) for w, o in ((actual.topk_probs, order), (weights.numpy(), theirs))
     )
     np.testing.assert_allclose(ours, wanted, rtol=(4 + 7 + 2) * UNIT)
 
 
-def test_losses_are_mixtrals_and_megatrons():
+def test_losses_equal_mixtrals_and_megatrons():
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     logits, _ = random_logits(RNG, 64, 16, False)
     actual = fp8moe.route(logits, RouterConfig(4), num_sequences=1)
     x = torch.tensor(logits)
     wanted = mixtral.load_balancing_loss_func((x,), 16, 4)
-    # theirs: means of 64 rounded values, 64 products summed, in float32
+    # error of the other implementation: means of 64 rounded values and a sum of 64 products, in float32
     bound = (64 + 64 + 4) * UNIT
     np.testing.assert_allclose(4 * actual.aux_loss, wanted.numpy(), rtol=bound)
     counts = torch.tensor(actual.tokens_per_expert[0])
@@ -112,7 +112,7 @@ def test_losses_are_mixtrals_and_megatrons():
     np.testing.assert_allclose(actual.z_loss, utils.z_loss_func(x, 1.0).numpy(), rtol=bound)
 
 
-def test_equal_scores_go_to_the_lower_expert_and_nan_is_chosen_last():
+def test_ties_select_the_lower_expert_and_nan_is_selected_last():
     logits = np.zeros((3, 6), np.float32)
     logits[1] = [-0.0, 0.0, 1.0, -np.inf, 0.0, -0.0]
     logits[2, :5] = np.nan
@@ -124,7 +124,7 @@ def test_equal_scores_go_to_the_lower_expert_and_nan_is_chosen_last():
     assert not np.isnan(actual.topk_probs[:2]).any()
 
 
-def test_saturated_scores_are_chosen_by_their_logits():
+def test_saturated_scores_are_ordered_by_their_logits():
     logits = np.array([[90.0, 95.0, 91.0, 0.0], [-200.0, -150.0, -170.0, 60.0]], np.float32)
     for function in ("softmax", "sigmoid"):
         actual = fp8moe.route(logits, RouterConfig(3, function))
@@ -142,9 +142,9 @@ def test_kernels_on_the_cpu(tokens, experts, config, biased, sequences):
 
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_ids_that_are_no_experts_have_no_gradient(function, renormalize):
+def test_ids_without_an_expert_have_no_gradient(function, renormalize):
     config = RouterConfig(4, function, renormalize=renormalize)
-    ids = np.array([[3, -1, 3, 9], [-(2**31), 2**31 - 1, 0, 8]], np.int32)  # 8 experts; 3 is chosen twice
+    ids = np.array([[3, -1, 3, 9], [-(2**31), 2**31 - 1, 0, 8]], np.int32)  # 8 experts; 3 is selected twice
     logits = RNG.standard_normal((2, 8)).astype(np.float32)
     grads = RNG.standard_normal((2, 4)).astype(np.float32)
     x = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
@@ -155,11 +155,11 @@ def test_ids_that_are_no_experts_have_no_gradient(function, renormalize):
     (chosen * torch.tensor(grads)).sum().backward()
     wanted = x.grad.numpy()
     actual = fp8moe.route_backward(grads, logits, ids, config)
-    np.testing.assert_allclose(actual, wanted, rtol=2 * UNIT, atol=1e-15)  # float64's sums of terms below 10
+    np.testing.assert_allclose(actual, wanted, rtol=2 * UNIT, atol=1e-15)  # float64 sums of terms below 10
     if cuda_on_cpu.available:
         pytest.importorskip("cupy")
         by_kernel = cuda_on_cpu.both(lambda *a: fp8moe.route_backward(*a, config), grads, logits, ids)[1]
-        # some 30 roundings of terms that are at most the gradients' sum over the chosen scores' sum
+        # about 30 roundings of terms of at most the gradients' sum over the sum of the selected scores
         size = 4 * np.abs(grads).sum() / scores_of(x, config).detach().numpy()[[0, 1], [3, 0]].min()
         np.testing.assert_allclose(by_kernel, wanted, rtol=0, atol=30 * UNIT * size)
 
@@ -182,7 +182,7 @@ def test_no_tokens():
 
 
 @given(st.integers(1, 32), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_ids_are_distinct_experts_whatever_the_logits_are(topk, experts, seed):
+def test_ids_are_distinct_experts_for_all_logits(topk, experts, seed):
     rng = np.random.default_rng(seed)
     special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38, 1e-45, 1.0], np.float32)
     logits = rng.choice(special, (5, max(topk, experts)))
@@ -212,7 +212,7 @@ def test_validation_errors(change, error, message):
         fp8moe.route(**arguments)
 
 
-def test_a_configuration_refuses_what_is_none():
+def test_invalid_configurations_raise():
     for options in ({"topk": 0}, {"topk": 33}, {"topk": 2, "num_groups": 2, "topk_groups": 3}):
         with pytest.raises(ValueError, match="got"):
             RouterConfig(**options)
@@ -247,7 +247,7 @@ def test_the_torch_function_has_the_librarys_gradients(compiled):
 
 
 def test_a_router_module_balances_by_its_bias():
-    """With the update of arXiv 2408.15664 the most chosen expert is chosen less."""
+    """With the update of arXiv 2408.15664 the most selected expert is selected less often."""
     torch.manual_seed(0)
     router, x = Router(32, 8, RouterConfig(2, "sigmoid"), expert_bias=True), torch.randn(256, 32) + 0.5
     assert [n for n, _ in router.named_buffers()] == ["expert_bias"]

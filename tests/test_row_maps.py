@@ -1,4 +1,4 @@
-"""Transformer Engine's row maps from masks and ids, against plans and loops."""
+"""Transformer Engine's row maps from masks and ids, compared with plans and loops."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_index_map_of_the_example(rows):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("shape", [(6, 3), (5, 1), (0, 2)])
 def test_rows_by_index(shape, dtype):
-    """A loop over entries, by id and then by token; ids of any size."""
+    """A loop over entries, by id and then by token, with ids of any size."""
     random = np.random.default_rng(SEED)
     ids = random.choice(np.array([-3, -1, 0, 5, 2**31 - 1], dtype), shape)
     tokens, k = shape
@@ -52,7 +52,7 @@ def test_rows_by_index(shape, dtype):
     assert (np.abs(fp8moe.unpermute(moved, plan, probs) - wanted) <= bound).all()
 
 
-# ---------------------------------------------------------------- by expert, in NumPy and in JAX
+# ---------------------------------------------------------------- masks, in NumPy and in JAX
 
 
 @pytest.fixture(params=["numpy", "jax.numpy"])
@@ -63,7 +63,7 @@ def xp(request):
 @pytest.mark.parametrize("room", [None, 5, 0])
 @pytest.mark.parametrize("align", [1, 4])
 @pytest.mark.parametrize("shape", [(7, 3), (0, 3), (5, 1), (4, 0)])
-def test_map_of_mask_is_the_plans(xp, shape, align, room):
+def test_map_of_mask_equals_the_plans(xp, shape, align, room):
     mask = np.random.default_rng(SEED).random(shape) < 0.5
     rows = "exact" if room is None else room
     plan = fp8moe.plan_routing_map(mask, align_size=align, num_out_tokens=rows)
@@ -76,7 +76,7 @@ def test_map_of_mask_is_the_plans(xp, shape, align, room):
     assert int(overflow) == plan.overflow[0]
     token, expert = row_maps.row_sources(xp, row_map, pads, plan.num_out_tokens)
     numbers = np.arange(1, shape[0] + 1, dtype=np.int32).reshape(-1, 1)
-    moved = fp8moe.permute(numbers, plan).data[:, 0]  # 0 where no token is
+    moved = fp8moe.permute(numbers, plan).data[:, 0]  # 0 for rows without a token
     assert token.tolist() == [t - 1 if t else shape[0] for t in moved]
     ends = plan.expert_offsets[1:]
     wanted = [int(np.searchsorted(ends, r, "right")) if t else shape[1] for r, t in enumerate(moved)]
@@ -94,13 +94,13 @@ def test_sources_of_the_example(xp):
 
 
 @pytest.mark.parametrize("align", [1, 4])
-def test_a_devices_own_tokens_after_the_padding_of_all(xp, align):
-    """Rows are counted on each device, paddings over all of them, as Transformer Engine has them."""
+def test_map_of_a_devices_tokens_with_global_padding(xp, align):
+    """Rows are numbered per device, padding is that of all devices together, as in Transformer Engine."""
     mask = np.random.default_rng(SEED).random((8, 3)) < 0.6
     _, pads = row_maps.padded_counts(np, mask.sum(axis=0, dtype=np.int32), align)
-    for here in (mask[:3], mask[3:]):
-        row_map, _ = row_maps.map_of_mask(xp, xp.asarray(here.astype(np.int32)), xp.asarray(pads), 99)
-        alone = fp8moe.plan_routing_map(here, num_out_tokens=99)
+    for local_mask in (mask[:3], mask[3:]):
+        row_map, _ = row_maps.map_of_mask(xp, xp.asarray(local_mask.astype(np.int32)), xp.asarray(pads), 99)
+        alone = fp8moe.plan_routing_map(local_mask, num_out_tokens=99)
         assert row_map.tolist() == alone.row_id_map.tolist()
 
 

@@ -1,4 +1,4 @@
-"""The schedules of `cuda_on_cpu`: bugs of barriers and copies that they have to find."""
+"""The schedules of `cuda_on_cpu`: barrier and copy bugs that they must detect."""
 
 import collections
 import ctypes
@@ -16,7 +16,7 @@ BROKEN = {
     "lapped": (
         "lapped: waits for phase",
         """
-  // warp 1 waits for every turn, but takes no part in it
+  // warp 1 waits in every turn, but does not arrive
   if (t == 0) barrier_init(barrier, 32);
   __syncthreads();
   for (u32 turn = 0; turn < 3; ++turn) {
@@ -25,7 +25,7 @@ BROKEN = {
   }""",
     ),
     "deadlock": (
-        "nobody can go on; threads 0-63 of block (0, 0), at broken.cu:",
+        "deadlock; threads 0-63 of block (0, 0), at broken.cu:",
         """
   if (t == 0) barrier_init(barrier, 65);
   __syncthreads();
@@ -33,7 +33,7 @@ BROKEN = {
   barrier_wait(barrier, 0);""",
     ),
     "barrier_in_a_branch": (
-        "nobody can go on",
+        "deadlock",
         """
   if (t == 0) barrier_init(barrier, 33);
   __syncthreads();
@@ -58,15 +58,15 @@ BROKEN = {
   __syncthreads();
   barrier_wait(barrier, 0);""",
     ),
-    "nobody_waits": (
+    "not_waited_for": (
         "signals a block that has ended",
         """
   if (t == 0) barrier_init(barrier), barrier_expect(barrier, 16), bulk_load(memory, in, 16, barrier);
   __syncthreads();""",
     ),
     "not_initialised": ("no mbarrier was initialised here", "\n  barrier_wait(barrier, 0);"),
-    "written_behind": (
-        "something was written 8 bytes behind dynamic shared memory",
+    "written_past_the_end": (
+        "something was written 8 bytes past the end of dynamic shared memory",
         "\n  if (t == 0) ((u64*)memory)[1025] = 1;",
     ),
     "copies_at_the_end": (
@@ -76,7 +76,7 @@ BROKEN = {
 }
 READ_TOO_EARLY = {
     "bulk": """
-  // by threads that did not wait
+  // read by threads that did not wait
   if (t == 0) barrier_init(barrier), barrier_expect(barrier, 64), bulk_load(memory, in, 64, barrier);
   __syncthreads();
   if (t == 0) barrier_wait(barrier, 0);
@@ -106,7 +106,7 @@ extern "C" __global__ void %s(const u8* in, u8* out) {
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """By its name: a launch of one block of 64 threads with 8192 bytes of shared memory."""
+    """Launch functions by kernel name, with one block of 64 threads and 8192 bytes of shared memory."""
     folder = tmp_path_factory.mktemp("broken")
     for header in compiler.SOURCES.glob("*.cuh"):
         (folder / header.name).write_text(header.read_text())
@@ -138,11 +138,11 @@ def fails(launch, text, schedules=40):
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_kernels_are_found(launches, name):
+def test_broken_kernels_are_detected(launches, name):
     fails(launches[name], BROKEN[name][0])
 
 
-def test_a_failure_is_repeated_by_its_seed(launches, monkeypatch):
+def test_seed_repeats_a_failure(launches, monkeypatch):
     message = fails(launches["lapped"], "lapped")
     monkeypatch.setenv("FP8MOE_SCHEDULE", message.split("FP8MOE_SCHEDULE=")[1].split()[0])
     for _ in range(3):
@@ -150,5 +150,5 @@ def test_a_failure_is_repeated_by_its_seed(launches, monkeypatch):
 
 
 @pytest.mark.parametrize("name", READ_TOO_EARLY)
-def test_what_is_not_there_yet_is_poisoned(launches, name):
+def test_unfinished_copies_are_poisoned(launches, name):
     assert any(np.isin(launches[name](), (0x7F, 0xFF)).any() for _ in range(40))

@@ -1,4 +1,5 @@
-"""SwiGLU against torch in float64, its backward against torch autograd, quantise against quantise."""
+"""SwiGLU compared with torch in float64, its backward with torch autograd, its quantised form with
+quantise."""
 
 import importlib
 
@@ -36,9 +37,10 @@ def test_forward_matches_torch(rows, width, activation, dtype, with_probs, seed)
     ).numpy()
     got = fp8moe.swiglu(h, probs, activation=activation)
     assert got.dtype == dtype
-    # Five float32 roundings (sigmoid, two or three products, b + offset), each 2^-24 of the value; where b
-    # + 1 cancels, 2^-24 of the operands. sigmoid's argument is rounded too: 2^-24 * |alpha a| (1 - s), and
-    # that of GELU by tanh three times more, z times 2^-24 each, z = a (1.6 + 0.0714 a^2) and past 20 nothing.
+    # Five float32 roundings (sigmoid, two or three products, b + offset), each 2^-24 of the value; where b +
+    # 1 cancels, 2^-24 of the operands. The argument of the sigmoid is rounded too: 2^-24 * |alpha a| (1 - s);
+    # that of GELU by tanh three more times, each z times 2^-24, with z = a (1.6 + 0.0714 a^2), without effect
+    # beyond 20.
     a = np.abs(h[:, :width].astype(np.float64))
     operand = 1 + np.abs(h[:, -width:].astype(np.float64))
     z = 2 * a + 0.3 * a**3 * (activation.kind == "geglu_tanh")
@@ -72,7 +74,8 @@ def test_backward_matches_torch_autograd(rows, width, activation, with_probs, se
     single = fp8moe.swiglu_backward(
         *(None if v is None else v.astype(np.float32) for v in arguments), activation=activation
     )
-    edge = np.abs(np.abs(h.detach().numpy()) - (activation.clamp or 1e9)) < 1e-5  # the clamp's step
+    # near the discontinuity of the clamp
+    edge = np.abs(np.abs(h.detach().numpy()) - (activation.clamp or 1e9)) < 1e-5
     close = np.isclose(single.dh, h.grad, rtol=1e-4, atol=1e-5) | edge
     assert close.all()
 
@@ -103,7 +106,7 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
     plain = fp8moe.swiglu_backward(
         grad.astype(np.float32), h.astype(np.float32), probs, activation=activation
     )
-    for half in (slice(0, width), slice(width, 2 * width))[: 1 + activation.gated]:  # each half on its own
+    for half in (slice(0, width), slice(width, 2 * width))[: 1 + activation.gated]:  # gate and up separately
         codes, _ = quantized(np.ascontiguousarray(plain.dh[:, half]), fmt, block)
         assert same_bits(got.dh.rowwise.data[:, half], codes)
     assert same_bits(got.dprobs, plain.dprobs)
@@ -111,7 +114,7 @@ def test_quantised_forms_equal_quantising_the_float32_result(rows, width, block,
     assert same_bits(got.dh.columnwise.data, codes.T)
 
 
-def test_experts_have_their_own_column_blocks_and_the_tail_reaches_nobody():
+def test_experts_have_their_own_column_blocks_and_the_tail_is_never_read():
     rng = np.random.default_rng(1)
     h = rng.standard_normal((300, 256)).astype(BF16)
     offsets = np.array([0, 100, 100, 230], np.int32)
@@ -128,7 +131,7 @@ def test_experts_have_their_own_column_blocks_and_the_tail_reaches_nobody():
     assert same_bits(both.rowwise.data[:230], to_float8(y / both.rowwise.scales[:230].astype(float), "e4m3"))
 
 
-def test_half_blocks_are_refused():
+def test_blocks_across_gate_and_up_raise():
     with pytest.raises(ValueError, match="no block spans both halves"):
         fp8moe.swiglu_quantize_backward(np.ones((2, 64), np.float32), np.ones((2, 128), np.float32))
 
@@ -160,7 +163,7 @@ def test_compiled_forms_equal_the_plain_ones(rows, width, activation, with_probs
 
 
 def test_gradients_that_overflow_are_infinite():
-    """And nothing warns: rows past the last expert's hold whatever was in memory."""
+    """Without warnings, because rows after the last expert's may contain any values."""
     h, grad, probs = np.ones((3, 256), BF16), np.full((3, 128), 3e38, BF16), np.full(3, 1.5, np.float32)
     g = fp8moe.swiglu_backward(grad, h, probs)
     assert np.isposinf(g.dprobs).all()  # each term is finite, their sum is not
@@ -169,7 +172,7 @@ def test_gradients_that_overflow_are_infinite():
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "words"),
+    ("arguments", "kind", "words"),
     [
         ({"kind": "reglu"}, ValueError, "kind: got 'reglu'; wanted one of 'swiglu', 'geglu', 'geglu_tanh'"),
         (
@@ -187,9 +190,9 @@ def test_gradients_that_overflow_are_infinite():
         ({"kind": "geglu", "alpha": 1.702}, ValueError, "alpha: got 1.702 with kind='geglu'"),
     ],
 )
-def test_unknown_activations_are_refused(given, kind, words):
+def test_unknown_activations_raise(arguments, kind, words):
     with pytest.raises(kind, match=words):
-        Activation(**given)
+        Activation(**arguments)
 
 
 def test_quick_geglu_is_swiglu_with_an_alpha():
@@ -197,7 +200,7 @@ def test_quick_geglu_is_swiglu_with_an_alpha():
 
 
 def test_relu2_of_awkward_numbers():
-    """Without a gate: infinities, NaN and what overflows, as torch has them."""
+    """The activation without a gate for infinities, NaN and values that overflow, as in torch."""
     h = np.array([[-np.inf, np.inf, np.nan, -0.0, 3e38, -1e-40, 1e-30, -2.0, 3.0]], np.float32)
     x = torch.tensor(h, requires_grad=True)
     y = torch_swiglu(x, None, Activation("relu2"))
@@ -209,7 +212,7 @@ def test_relu2_of_awkward_numbers():
 
 @pytest.mark.parametrize("kind", ["geglu", "geglu_tanh"])
 def test_gelu_of_every_bfloat16(kind):
-    """And its derivative, of every finite one, against torch's in float64."""
+    """The function and its derivative for every finite bfloat16, compared with torch's in float64."""
     every = np.arange(1 << 16, dtype=np.uint16).view(BF16)
     every = every[np.isfinite(every.astype(np.float32))].astype(np.float32)
     every = every[np.abs(every) < 1e12]  # beyond, the cube of a float32 overflows
@@ -221,14 +224,14 @@ def test_gelu_of_every_bfloat16(kind):
     actual = fp8moe.swiglu(h, activation=activation)[:, 0]
     slope = fp8moe.swiglu_backward(np.ones((len(h), 1), np.float32), h, activation=activation).dh[:, 0]
     exact, a = y.detach().numpy(), np.abs(every.astype(np.float64))
-    # As above. torch's own 1 + erf errs by 2^-53 of one, and floats below 2^-126 by 2^-149.
-    z, torchs = 2 * a + 0.3 * a**3 * (kind == "geglu_tanh"), (1 + a) * 2.0**-51 + 2.0**-140
-    assert (np.abs(actual - exact) <= np.abs(exact) * 2.0**-24 * (6 + z) + torchs).all()
-    # The derivative's two terms, s below 1 and a slope that is below 1.2 and falls as exp(-a^2 / 3) does,
-    # both with the error of z, which counts where neither s nor 1 - s has vanished.
+    # as above; torch's own 1 + erf has an error of 2^-53 of one, and floats below 2^-126 of 2^-149
+    z, torch_error = 2 * a + 0.3 * a**3 * (kind == "geglu_tanh"), (1 + a) * 2.0**-51 + 2.0**-140
+    assert (np.abs(actual - exact) <= np.abs(exact) * 2.0**-24 * (6 + z) + torch_error).all()
+    # The derivative has two terms, s below 1 and a slope below 1.2 that decreases like exp(-a^2 / 3). Both
+    # have the error of z, which matters only where neither s nor 1 - s vanishes.
     fades = np.exp(-np.minimum(a, 30) / 2)
     bound = 2.0**-24 * (8 + 2 * z * fades) * np.minimum(2.2, 4 * ((every > 0) + fades))
-    assert (np.abs(slope - x.grad.numpy()) <= bound + torchs).all()
+    assert (np.abs(slope - x.grad.numpy()) <= bound + torch_error).all()
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -242,12 +245,12 @@ def test_transposed_in_the_same_pass(fmt, offsets):
 
 
 @pytest.mark.parametrize("function", [fp8moe.swiglu_quantize, fp8moe.swiglu_quantize_backward])
-def test_transposes_that_are_refused(function):
+def test_invalid_transposes_raise(function):
     h, grad = np.ones((256, 256), np.float32), np.ones((256, 128), np.float32)
-    given = (h,) if function is fp8moe.swiglu_quantize else (grad, h)
+    arguments = (h,) if function is fp8moe.swiglu_quantize else (grad, h)
     with pytest.raises(ValueError, match="columnwise, transposed: got both"):
-        function(*given, columnwise=True, transposed=True)
+        function(*arguments, columnwise=True, transposed=True)
     with pytest.raises(ValueError, match=r"block: got \(1, 32\) with transposed=True; wanted \(1, 128\)"):
-        function(*given, block=(1, 32), transposed=True)
+        function(*arguments, block=(1, 32), transposed=True)
     with pytest.raises(ValueError, match="align_size: got 1"):
-        function(*given, expert_offsets=np.array([0, 100], np.int32), transposed=True)
+        function(*arguments, expert_offsets=np.array([0, 100], np.int32), transposed=True)

@@ -1,4 +1,4 @@
-"""`moe_experts` beyond what it hands on: weights in halves, any width, biases, FP8 weights from outside."""
+"""`moe_experts` itself: weights as pairs, any width, biases, FP8 weights quantised by the caller."""
 
 import importlib
 import subprocess
@@ -42,14 +42,15 @@ def results(call, leaves, dy):
 
 
 def assert_same_sums(actual, true):
-    """Sums of the same products in float32, which a BLAS orders by their number, rounded once."""
+    """Compares sums of the same products in float32, whose order in a BLAS depends on their number, rounded
+    once."""
     bound = 2.0**-8 if true.dtype == torch.bfloat16 else 2.0**-16
     assert (actual - true).double().norm() <= bound * true.double().norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_halves_and_any_width(recipe):
-    """As w13 in one piece, with zeros up to a multiple of 128: zeros change no product."""
+def test_weight_pairs_of_any_width(recipe):
+    """Equal to w13 in one tensor padded with zeros to a multiple of 128, which change no product."""
     x, w1, w3, w2, ids, probs, dy = problem()
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
     leaves = [x, *(w.to(dtype) for w in (w1, w3, w2)), probs]
@@ -74,8 +75,8 @@ def test_halves_and_any_width(recipe):
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("apart", [True, False])
-def test_padded_weights_are_neither_joined_nor_copied(monkeypatch, mode, apart):
-    """fp8_flow; gradients in ``main_grad`` of each weight are those that it gets otherwise."""
+def test_padded_weights_are_not_concatenated_or_copied(monkeypatch, mode, apart):
+    """With fp8_flow; the gradients added to ``main_grad`` equal those that are returned without it."""
     x, w1, w3, w2, ids, probs, dy = problem()
     weights = [w1, w3, w2] if apart else [torch.cat((w1, w3), dim=1), w2]
 
@@ -107,7 +108,8 @@ def test_padded_weights_are_neither_joined_nor_copied(monkeypatch, mode, apart):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_autocast_to_float16_with_bfloat16_weights(recipe, bias):
-    """The FP8 recipes compute what they do without autocast; joining and adding are not left to autocast."""
+    """The FP8 recipes give the same results as without autocast, which affects neither concatenation nor
+    addition."""
     x, w1, w3, w2, ids, probs, dy = problem()
     w1, w3, w2 = (w.bfloat16() for w in (w1, w3, w2))
     biases = {}
@@ -131,7 +133,7 @@ def test_autocast_to_float16_with_bfloat16_weights(recipe, bias):
 
 
 @pytest.mark.parametrize("change", ["experts", "ffn"])
-def test_fp8_weights_of_another_size_are_refused(change):
+def test_fp8_weights_of_another_size_raise(change):
     x, w1, w3, w2, ids, probs, _ = problem()
     more = [torch.cat((w, w)) for w in (w1, w3, w2)]
     if change == "ffn":
@@ -154,18 +156,18 @@ def test_one_frozen_half():
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_frozen_padded_weights(apart):
-    """As LoRA elsewhere has them: x's gradient alone."""
+    """Only x's gradient is computed, as with LoRA on other layers."""
     x, w1, w3, w2, ids, probs, dy = problem()
-    given = (w1, w3) if apart else torch.cat((w1, w3), dim=1)
+    arguments = (w1, w3) if apart else torch.cat((w1, w3), dim=1)
     _, wanted, *_ = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)
-    _, actual = results(lambda x: moe_experts(x, given, w2, ids, probs), [x], dy)
+    _, actual = results(lambda x: moe_experts(x, arguments, w2, ids, probs), [x], dy)
     assert torch.equal(actual, wanted)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_without_a_gate(recipe):
-    """Squared ReLU, biased or not, against the same in float64; compiled the same bits."""
+    """Squared ReLU, with and without biases, compared with float64; compiled results are bitwise equal."""
     x, w13, _, w2, ids, probs, dy = problem()
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
     activation, biases = Activation("relu2"), [torch.randn(E, F), torch.randn(E, H)]
@@ -191,11 +193,11 @@ def test_experts_without_a_gate(recipe):
         compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
         for a, b in zip(results(compiled, leaves, dy), actual, strict=True):
             assert torch.equal(a, b)
-    with pytest.raises(ValueError, match="w13: got two; wanted one of"):
+    with pytest.raises(ValueError, match="w13: got two tensors; wanted one of"):
         moe_experts(x, (w13, w13), w2, ids, probs, activation=activation)
 
 
-def test_transposed_weights_are_read_as_they_lie(monkeypatch):
+def test_transposed_weights_are_read_in_place(monkeypatch):
     x, w1, w3, w2, ids, probs, dy = problem()
     weights = torch.cat((w1, w3), dim=1), w2
     wanted = results(lambda x, *w: moe_experts(x, *w, ids, probs), [x, *weights], dy)
@@ -213,8 +215,9 @@ def test_transposed_weights_are_read_as_they_lie(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
-    """Not by the kernel with a thread an output, which is all that `fp8moe.moe_forward` has for bfloat16."""
+def test_bf16_uses_torchs_grouped_product(monkeypatch, recompute):
+    """With torch's grouped product instead of the plain kernel, the only one that `fp8moe.moe_forward` has
+    for bfloat16 here."""
     x, w1, w3, w2, ids, probs, dy = problem()
     leaves = [x, torch.cat((w1, w3), dim=1).bfloat16(), w2.bfloat16(), probs]
     ours = {"recipe": "bf16", "recompute": recompute}
@@ -231,8 +234,8 @@ def test_bf16_is_multiplied_by_torch(monkeypatch, recompute):
     wide = [t.double() for t in leaves]
     wanted = results(lambda x, w13, w2, probs: of_loops(x, w13, w2, ids, probs), wide, dy.double())
     for one, true in zip(actual, wanted, strict=True):
-        # the product, the activation and the sum over experts round to 8 bits: three of 2^-9, and as many in
-        # the backward
+        # the product, the activation and the sum over experts round to 8 bits: three roundings of 2^-9, and
+        # as many in the backward
         assert torch.linalg.norm(one.double() - true) <= 6 * 2.0**-9 * torch.linalg.norm(true)
 
 
@@ -251,9 +254,9 @@ def of_loops(x, w13, w2, ids, probs):
 def test_parts_of_a_bias():
     bias = torch.randn(E, 500) * torch.exp(4 * torch.randn(E, 500))
     parts = parts_of_bias(bias.requires_grad_(), 4)
-    assert torch.equal(parts.float().sum(-1), bias)  # of the last, no bit is lost yet
+    assert torch.equal(parts.float().sum(-1), bias)  # all bits, including those of the last part
     codes = fp8moe.quantize(parts.detach()[..., :3].reshape(-1, 3).contiguous(), block=(1, 128))
-    # four significant bits each: e4m3 has them, as far as a block's scale reaches
+    # four significant bits each, which e4m3 represents within the range of a block's scale
     near = parts.detach()[..., :3].reshape(-1, 3)
     kept = near.abs() > near.abs().max(1, keepdim=True).values * 2.0**-12
     assert torch.equal(torch.where(kept, fp8moe.dequantize(codes), near), near)
@@ -265,7 +268,7 @@ def test_parts_of_a_bias():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_biases(recipe):
-    """Against the same experts, bias by bias, in float64; compiled the same bits."""
+    """Compared with the same experts in float64; compiled results are bitwise equal."""
     x, w1, w3, w2, ids, probs, dy = problem()
     w13, bias13, bias2 = torch.cat((w1, w3), dim=1), torch.randn(E, 2 * F), torch.randn(E, H)
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
@@ -286,7 +289,7 @@ def test_biases(recipe):
     actual = results(ours, leaves, dy)
     wanted = results(exact, [t.double() for t in leaves], dy.double())
     for ours_, true in zip(actual, wanted, strict=True):
-        # roundings of 2^-9 (bfloat16) or 0.026 on average (e4m3), of some ten operands and results
+        # roundings of 2^-9 (bfloat16) or 0.026 on average (e4m3), of about ten operands and results
         bound = 10 * 2.0**-9 if recipe == "bf16" else 0.16
         assert (ours_ - true).norm() <= bound * true.norm()
     torch.compiler.reset()
@@ -295,21 +298,22 @@ def test_biases(recipe):
         assert torch.equal(a, b)
 
 
-def test_fp8_weights_from_outside():
+def test_fp8_weights_argument():
     x, w1, w3, w2, ids, probs, dy = problem()
     leaves, bias = [x, w1, w3, w2, probs], torch.randn(E, 2 * F)
-    for given in (None, bias):
-        kept = quantize_fp8_weights((w1, w3), w2, given)
+    for arguments in (None, bias):
+        kept = quantize_fp8_weights((w1, w3), w2, arguments)
 
-        def call(x, w1, w3, w2, probs, kept=kept, given=given):
-            return moe_experts(x, (w1, w3), w2, ids, probs, bias13=given, fp8_weights=kept)
+        def call(x, w1, w3, w2, probs, kept=kept, arguments=arguments):
+            return moe_experts(x, (w1, w3), w2, ids, probs, bias13=arguments, fp8_weights=kept)
 
         plain = results(lambda *a, c=call: c(*a, kept=None), leaves, dy)
         for actual, true in zip(results(call, leaves, dy), plain, strict=True):
             assert torch.equal(actual, true)
         changed = [x, w1 * 2, w3, w2, probs]
-        assert torch.equal(results(call, changed, dy)[0], plain[0])  # what was made before is multiplied by
-        again = quantize_fp8_weights((w1 * 2, w3), w2, given, out=kept)
+        # the given codes are used, not the changed weights
+        assert torch.equal(results(call, changed, dy)[0], plain[0])
+        again = quantize_fp8_weights((w1 * 2, w3), w2, arguments, out=kept)
         assert again[0].rowwise.data.data_ptr() == kept[0].rowwise.data.data_ptr()
         assert not torch.equal(results(call, changed, dy)[0], plain[0])
 
@@ -336,18 +340,18 @@ def test_fp8_weights_from_outside():
         ({"activation": "silu"}, TypeError, "activation: got str; wanted an fp8moe.Activation"),
     ],
 )
-def test_what_is_refused(changed, error, words):
+def test_validation_errors(changed, error, words):
     x, w1, w3, w2, ids, probs, _ = problem()
-    given = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs, **changed}
+    arguments = {"x": x, "w13": (w1, w3), "w2": w2, "topk_ids": ids, "topk_probs": probs, **changed}
     with pytest.raises(error, match=words):
-        moe_experts(**given)
+        moe_experts(**arguments)
 
 
-# ---------------------------------------------------------------- backend=
+# ---------------------------------------------------------------- backend and num_sms
 
 
 def layers(recipe, backend, device="cpu", num_sms=None):
-    """Name -> (a call of all that take ``backend``, its arguments that get a gradient); bfloat16 weights."""
+    """Name -> (call of every function with ``backend``, arguments with gradients); bfloat16 weights."""
     x, w1, w3, w2, ids, probs, _ = (t.to(device) for t in problem(width=128))
     weights = [w.bfloat16() for w in (torch.cat((w1, w3), dim=1), w2)]
     counts = torch.tensor([5, 0, 20, T - 25], device=device)
@@ -369,13 +373,13 @@ def layers(recipe, backend, device="cpu", num_sms=None):
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("asked", [{"backend": "mma"}, {"backend": None, "num_sms": 4}])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_the_device_does_not_have_is_refused_before_any_work(monkeypatch, recipe, asked, mode):
+def test_unsupported_backend_raises_before_any_work(monkeypatch, recipe, asked, mode):
     multiply = []
     for name in ("quantize_weights", "moe_forward", "moe_forward_permuted"):
         function = getattr(fp8moe, name)
 
         def spied(*arguments, function=function, **options):
-            if isinstance(arguments[0], torch.Tensor):  # not a compiler's dry run
+            if isinstance(arguments[0], torch.Tensor):  # not in a compiler's dry run
                 multiply.append(1)
             return function(*arguments, **options)
 
@@ -393,7 +397,7 @@ def test_what_the_device_does_not_have_is_refused_before_any_work(monkeypatch, r
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_backend_and_limit_reach_the_products_of_both_directions(monkeypatch, recipe, mode):
-    """As if the CPU had them, of which the library is not told."""
+    """On the CPU, as if it had these backends, without passing them to the library."""
     for call, leaves in layers(recipe, "wgmma", num_sms=6).values():
         backends = []
         with monkeypatch.context() as patch:
@@ -412,13 +416,15 @@ def test_backend_and_limit_reach_the_products_of_both_directions(monkeypatch, re
 @pytest.mark.parametrize("backend", ["wgmma", "mma", "cublas", "plain"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_backend_on_cuda(monkeypatch, recipe, backend):
-    """All products, of both directions, by the one that was asked for; compiled the same bits; against the
-    plain kernels' results."""
+    """The selected backend computes all products of both directions; compiled results are bitwise equal;
+    compared with the plain kernels' results."""
     if backend == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
     choose, chosen = grouped_gemm.choose, []
-    monkeypatch.setattr(grouped_gemm, "choose", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    monkeypatch.setattr(
+        grouped_gemm, "choose", lambda *arguments: chosen.append(choose(*arguments)) or chosen[-1]
+    )
     results = {}
     for name in dict.fromkeys(("plain", backend)):
         torch.manual_seed(1)
@@ -438,8 +444,8 @@ def test_backend_on_cuda(monkeypatch, recipe, backend):
             results.setdefault(kind, []).append(both[0])
     for pair in results.values():
         for ours, plain in zip(pair[-1], pair[0], strict=True):
-            # sums of at most 256 products in float32, by tensor cores within 2^-11 of the largest; what lies
-            # at the edge of two numbers of bfloat16, or of FP8, may become either
+            # sums of at most 256 products in float32, by tensor cores within 2^-11 of the largest; values
+            # near a rounding boundary of bfloat16, or of FP8, may be rounded either way
             bound = 2.0**-7 if recipe == "bf16" else FP8_NOISE
             assert (ours - plain).double().norm() <= bound * plain.double().norm()
 
@@ -447,7 +453,7 @@ def test_backend_on_cuda(monkeypatch, recipe, backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_limit_on_cuda(monkeypatch, recipe):
-    """The same bits, eager and compiled, by products of which none uses more multiprocessors."""
+    """Bitwise equal, eager and compiled, with products that use no more SMs than allowed."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     grouped_gemm = importlib.import_module("fp8moe.kernels_cuda.grouped_gemm")
@@ -476,14 +482,18 @@ def test_limit_on_cuda(monkeypatch, recipe):
         for other in others:
             for a, b in zip(first, other, strict=True):
                 assert torch.equal(a, b)
-    most = torch.cuda.get_device_properties().multi_processor_count
-    call, leaves = layers(recipe, "wgmma", "cuda", num_sms=most + 2 - most % 2)["tokens"]
-    with pytest.raises(ValueError, match=f"num_sms: got .* wanted an even number from 2 to {most}"):
+    multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    call, leaves = layers(recipe, "wgmma", "cuda", num_sms=multiprocessors + 2 - multiprocessors % 2)[
+        "tokens"
+    ]
+    with pytest.raises(
+        ValueError, match=f"num_sms: got .* wanted an even number from 2 to {multiprocessors}"
+    ):
         call(*leaves)
 
 
 def without_backend(function, backends):
-    """The library's function as where there is none, with a note of which it was told."""
+    """The library's function called without backend, with a record of the requested ones."""
 
     def call(first, *arguments, **options):
         if isinstance(first, moe.Saved):
@@ -498,7 +508,7 @@ def without_backend(function, backends):
 
 
 def test_one_graph_over_several_ranks(tmp_path):
-    """With ``comm``, and a bias that all ranks need: torch_functional_rank.py."""
+    """With ``comm``, and a bias that is gathered from all ranks: torch_functional_rank.py."""
     script = Path(__file__).with_name("torch_functional_rank.py")
     ranks = [
         subprocess.Popen(

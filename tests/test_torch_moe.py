@@ -1,5 +1,5 @@
-"""The torch module: the same numbers as the library, gradients, compiled code. Weights that change: see
-test_torch_weights.py."""
+"""The torch module: results of the library, gradients, compiled code. test_torch_weights.py tests weights
+that change."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ def backward(layer, x, seed=2):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise"])
-def test_the_module_computes_what_the_library_does(recipe, recompute):
+def test_module_equals_the_library(recipe, recompute):
     layer, x = module(recipe, recompute=recompute, activation=Activation(clamp=7.0)), tokens()
     y = backward(layer, x)
     w13, w2 = (w.detach().clone().requires_grad_() for w in (layer.w13, layer.w2))
@@ -53,7 +53,7 @@ def test_the_module_computes_what_the_library_does(recipe, recompute):
 
 
 def test_recipes_are_close():
-    """Twelve E4M3 roundings at most in a chain: sqrt(12) * 2^-4 / sqrt(3), as tests/test_moe.py has it."""
+    """At most twelve E4M3 roundings in a chain: sqrt(12) * 2^-4 / sqrt(3), as in tests/test_moe.py."""
     results = {}
     for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
         layer, x = module(recipe), tokens()
@@ -112,7 +112,7 @@ def test_gradients_are_added_to_main_grad(dtype, recipe):
         w, other = getattr(layer, name), getattr(plain, name)
         assert w.grad is None
         assert w.grad_added_to_main_grad
-        # bfloat16 rounds once a micro-batch, by 2^-9; so does torch's grouped product of plain weights
+        # bfloat16 rounds once per micro-batch, by 2^-9; so does torch's grouped product of plain weights
         bound = 2 * 2.0**-9 if dtype == torch.bfloat16 or recipe == "bf16" else 1e-6
         assert (w.main_grad.float() - other.grad).norm() <= bound * other.grad.norm()
     assert layer.router.weight.grad is not None
@@ -136,7 +136,7 @@ def test_state_dict_deepcopy_and_shapes():
     assert torch_ops.FP8FlowMoE is FP8FlowMoE
 
 
-def test_another_routers_choice():
+def test_choice_of_another_router():
     layer, x = module(), tokens()
     _, ids, probs = layer.route(x)
     assert torch.equal(layer(x, ids, probs), layer(x))
@@ -157,7 +157,7 @@ def test_compiled_as_one_graph(recipe, recompute):
     torch.compiler.reset()
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for _ in range(2):  # with the weights' next FP8 copies
+    for _ in range(2):  # with new FP8 copies of the weights
         actual = []
         for forward in (block, compiled):
             x.grad = None
@@ -170,8 +170,8 @@ def test_compiled_as_one_graph(recipe, recompute):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_subclass_routes(mode):
-    """By its own method, whose choice the experts multiply by, with gradients for its probabilities."""
+def test_subclass_overrides_route(mode):
+    """A subclass overrides `route`; the experts use its choice, and its probabilities get gradients."""
 
     class Halved(FP8FlowMoE):
         def route(self, tokens):
@@ -200,9 +200,9 @@ def test_a_subclass_routes(mode):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_compiled_code_saves_what_the_library_saves(recompute):
-    """For the backward: FP8 rows, and never the bfloat16 input; beside them the choice of experts, and of the
-    weights' codes those that the backward multiplies by."""
+def test_compiled_code_saves_the_same_tensors(recompute):
+    """FP8 rows, and never the bfloat16 input; the expert ids; and only the weight codes that the backward
+    uses."""
     layer, x, kept = module(recompute=recompute), tokens(), {}
     _, ids, probs = (t.detach() for t in layer.route(x))
     probs.requires_grad_()
@@ -221,8 +221,8 @@ def test_compiled_code_saves_what_the_library_saves(recompute):
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
 def test_any_width(recipe, mode, main_grad):
-    """As the layer whose weights have zeros up to a multiple of 128: those change no bit in FP8. The state
-    dict has the widths that were asked for."""
+    """Bitwise equal to the layer with weights padded with zeros to a multiple of 128. The state dict has the
+    original widths."""
     torch.manual_seed(0)
     hidden, ffn = (96, 72) if recipe == "fp8_flow" else (100, 71)
     layer = FP8FlowMoE(hidden, ffn, EXPERTS, TOPK, recipe=recipe, normalize_probs=False)
@@ -248,10 +248,10 @@ def test_any_width(recipe, mode, main_grad):
     y = backward(forward, x)
     grads = [w.grad if w.grad is not None else w.main_grad for w in (layer.w13, layer.w2)]
     for actual, true in zip([y, x.grad, *grads], wanted, strict=True):
-        if recipe == "fp8_flow":  # sums in float32, which a BLAS orders by the width, rounded once
+        if recipe == "fp8_flow":  # float32 sums, whose order in a BLAS depends on the width, rounded once
             bound = 2.0**-8 if true.dtype == torch.bfloat16 else 2.0**-16
             assert (actual - true).float().norm() <= bound * true.float().norm()
-        else:  # a dozen bfloat16 roundings of 2^-9 each in a chain, in another order of sums
+        else:  # a dozen bfloat16 roundings of 2^-9 each in a chain, and sums in another order
             assert (actual - true).float().norm() <= 12 * 2.0**-9 * true.float().norm()
     if recipe == "fp8_flow" and mode == "eager":
         with layer.weights_unchanged():
@@ -283,7 +283,7 @@ def test_no_tokens(recipe, recompute, compiled):
     x = torch.empty(0, HIDDEN, requires_grad=True)
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     y = call(x)
-    y.sum().backward()  # of which the incoming gradient has strides of zero
+    y.sum().backward()  # its incoming gradient has strides of zero
     assert y.shape == x.grad.shape == (0, HIDDEN)
     assert all(torch.equal(w.grad, torch.zeros_like(w)) for w in layer.parameters())
 
@@ -323,7 +323,7 @@ def test_compiled_gradients_are_added_to_main_grad(recipe):
 
 @pytest.mark.parametrize("call", ["grad", "inputs"])
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_gradient_of_the_input_alone_leaves_main_grad_as_it_is(mode, call):
+def test_gradient_of_the_input_only_does_not_change_main_grad(mode, call):
     torch.compiler.reset()
     layer, x = module(), tokens()
     for w in (layer.w13, layer.w2):
@@ -340,7 +340,7 @@ def test_a_gradient_of_the_input_alone_leaves_main_grad_as_it_is(mode, call):
     if mode == "eager":
         backward_to_x()
     else:
-        with pytest.raises(RuntimeError, match="not asked for the gradient of w13"):
+        with pytest.raises(RuntimeError, match="without the gradient of w13"):
             backward_to_x()
     assert not layer.w13.main_grad.any()
     assert not layer.w2.main_grad.any()
@@ -365,13 +365,13 @@ def test_validation_errors(arguments, options, message):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_routers_product_is_in_float32(dtype, device, autocast):
-    """Against float64, by the sigmoids of all logits: sums of 512 (experts: 8, tokens: 300) products, each
-    rounded to float32."""
+    """Compared with float64, by the sigmoids of all logits: sums of 512 (experts: 8, tokens: 300) products,
+    each rounded to float32."""
     g = torch.Generator().manual_seed(0)
     router = Router(512, 8, RouterConfig(8, "sigmoid", renormalize=False), dtype=dtype, device=device)
     x = torch.randn(300, 512, generator=g).bfloat16().to(device).requires_grad_()
     with torch.no_grad():
-        router.weight.copy_(torch.randn(8, 512, generator=g) / 22)  # logits of a standard deviation of one
+        router.weight.copy_(torch.randn(8, 512, generator=g) / 22)  # logits with a standard deviation of one
     grad = torch.randn(300, 8, generator=g).to(device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         ids, probs = router(x)
@@ -386,7 +386,7 @@ def test_the_routers_product_is_in_float32(dtype, device, autocast):
     def check(actual, wanted, bound, rounding=0.0):
         assert ((actual.double() - wanted).abs() <= bound * unit + rounding * wanted.abs()).all()
 
-    # a sigmoid's slope is 1/4 at most; itself, and the gradient by it, take four roundings of numbers below 1
+    # the slope of a sigmoid is at most 1/4; it and its gradient have four roundings of numbers below 1
     check(p64, torch.sigmoid(x64 @ w64.t()), 512 / 4 * (x64.abs() @ w64.abs().t()) + 4)
     of_logits = of_p * p64 * (1 - p64)
     parts_of = 8 * of_logits.abs() + 4 * of_p.abs()
@@ -400,7 +400,7 @@ def test_the_routers_product_is_in_float32(dtype, device, autocast):
     )
 
 
-def test_a_float32_number_is_three_bfloat16_numbers():
+def test_float32_is_the_sum_of_three_bfloat16_parts():
     x = torch.randn(10_000) * torch.exp2(torch.randint(-60, 60, (10_000,)))
     high, middle, low = (part.double() for part in parts(x))
     assert torch.equal(high + middle + low, x.double())
@@ -426,8 +426,8 @@ def test_without_a_router():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_that_the_router_passes_on_get_both_gradients(dtype):
-    """The sum of the router's and the experts' gradients of x is rounded once in place of twice."""
+def test_rows_passed_through_the_router_get_both_gradients(dtype):
+    """The sum of the router's and the experts' gradients of x is rounded once instead of twice."""
     router = Router(256, 16, RouterConfig(4), device="cuda", dtype=dtype)
     x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
     grad, of_probs = torch.randn_like(x), torch.randn(300, 4, device="cuda")
@@ -441,7 +441,7 @@ def test_rows_that_the_router_passes_on_get_both_gradients(dtype):
 
     (apart, dw), (together, same_dw) = gradients(False), gradients(True)
     assert torch.equal(dw, same_dw)
-    # apart the router's part is rounded, and in both the sum, each by at most 2^-9 of itself
+    # computed separately, the router's part is rounded, and always the sum, each by at most 2^-9 of itself
     part, apart = (apart.float() - grad.float()).abs(), apart.float()
     assert (
         (apart - together.float()).abs() <= 2.0**-8 * (part + apart.abs()) + 2.0**-8 * grad.float().abs()

@@ -1,4 +1,4 @@
-"""The torch operators: opcheck, gradcheck, torch.compile, and the same bits as the library."""
+"""The torch operators: opcheck, gradcheck, torch.compile, and bitwise equality with the library."""
 
 import numpy as np
 import pytest
@@ -111,8 +111,8 @@ def test_the_layer_has_the_librarys_gradients(recipe):
     assert torch.equal(y, wanted)
     assert torch.equal(x.grad, grads.dx)
     assert torch.equal(probs.grad, grads.dprobs)
-    # The same float32 products, which a BLAS may sum in another order, so that some round to the neighbouring
-    # bfloat16: seen on a CPU with AVX-512.
+    # The same float32 products, which a BLAS may sum in another order, so that some are rounded to the next
+    # bfloat16: observed on a CPU with AVX-512.
     for grad, wanted in ((w13.grad, grads.dw13), (w2.grad, grads.dw2)):
         bound = 2.0**-20 * float(wanted.abs().max())
         torch.testing.assert_close(grad, wanted.bfloat16(), rtol=2.0**-7, atol=bound)
@@ -213,7 +213,7 @@ def weight_codes():
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("call", ["eager", "compiled"])
 def test_grouped_gemm(transpose_w, call):
-    """Against a loop over experts in float64; rows that no expert has give zeros, and get none."""
+    """Compared with a loop over experts in float64; rows without an expert give zeros and get no gradient."""
     offsets = torch.tensor([1, 3, 3, 6], dtype=torch.int32)
     x, w = doubles(7, 5), doubles(3, 5, 4) if transpose_w else doubles(3, 4, 5)
     product = torch_ops.grouped_gemm
@@ -262,10 +262,10 @@ def test_grouped_gemm_of_codes(call):
 
 
 def test_every_operator_is_among_the_cases():
-    """Those that other modules declare are checked there."""
+    """Operators declared by other modules are tested with those modules."""
     elsewhere = ("fp8moe.adapters.torch_experts", "fp8moe.adapters.torch_router", "fp8moe.row_maps")
-    here = [o for o in OPERATORS.values() if o.function.__module__ not in elsewhere]
-    declared = {o.op.overloadpacket for o in here}
+    tested = [o for o in OPERATORS.values() if o.function.__module__ not in elsewhere]
+    declared = {o.op.overloadpacket for o in tested}
     assert declared == {o for o, _ in opcheck_cases()}
 
 
@@ -343,7 +343,8 @@ def compiled(function, **options):
 
 
 def work_of(tokens, experts):
-    """What a step does, from its sizes, each a list of tensors: for every function that is compiled."""
+    """A step that calls every compiled function, as a function of the sizes; all inputs are lists of
+    tensors."""
     g = torch.Generator().manual_seed(100 * tokens + experts)
     ids = torch.randint(-1, experts, (tokens, K), generator=g, dtype=torch.int32)
     mask = torch.rand(tokens, experts, generator=g) < 0.5
@@ -379,7 +380,7 @@ def step(ids, mask, x, probs, sizes, order):
 
 
 def test_compiled_with_any_sizes():
-    """One token, and none, are sizes of their own to the compiler; so is what else stays symbolic then."""
+    """The compiler treats sizes 0 and 1 as special cases; other sizes remain symbolic."""
     torch._dynamo.reset()
     run = compiled(step, dynamic=True)
     for sizes in ((5, 3), (1, 3), (1, 4), (6, 1), (0, 3), (7, 8)):
@@ -396,7 +397,8 @@ def test_a_mask_of_no_experts_a_token_compiled():
     assert compiled(rows)(mask).shape == rows(mask).shape == (0, H)
 
 
-# ---------------------------------------------------------------- what has a gradient, and what has none
+# ---------------------------------------------------------------- differentiable and non-differentiable
+# arguments
 
 
 @pytest.mark.parametrize("compile_it", [False, True])
@@ -414,11 +416,11 @@ def test_probabilities_of_codes_have_a_gradient(dtype, compile_it):
         return moved.data, moved.probs, chunks.data, chunks.probs
 
     def grads(x):
-        given = probs.clone().requires_grad_(), chunk_probs.clone().requires_grad_()
-        data, moved, chunks, moved_chunks = (compiled(move) if compile_it else move)(x, *given)
+        arguments = probs.clone().requires_grad_(), chunk_probs.clone().requires_grad_()
+        data, moved, chunks, moved_chunks = (compiled(move) if compile_it else move)(x, *arguments)
         assert not data.requires_grad or data.dtype.is_floating_point
         loss = (moved * weights).sum() + (moved_chunks * chunk_weights).sum()
-        return data, chunks, *torch.autograd.grad(loss, given)
+        return data, chunks, *torch.autograd.grad(loss, arguments)
 
     actual, wanted = grads(codes), grads(codes.float())
     for a, b in zip(actual[:2], wanted[:2], strict=True):
@@ -441,7 +443,7 @@ def test_probabilities_of_quantised_rows_have_a_gradient():
         torch_ops.unpermute(torch_ops.permute(q, plan).data, plan, probs.requires_grad_())
 
 
-def test_float8_rows_that_require_grad_are_refused():
+def test_float8_rows_that_require_grad_raise():
     x = torch.ones(T, H).to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(
         TypeError, match=r"x: got torch\.float8_e4m3fn rows that require grad; wanted bfloat16"
@@ -466,26 +468,26 @@ def differentiable():
 
 
 @pytest.mark.parametrize("name", differentiable())
-def test_a_gradient_of_a_gradient_is_refused(name):
+def test_second_derivatives_raise(name):
     function, inputs = differentiable()[name]
     with pytest.raises(RuntimeError, match="not twice differentiable"):
         gradgradcheck(function, inputs)
     with pytest.raises(RuntimeError, match="not twice differentiable"):
         torch.autograd.functional.hessian(lambda *x: function(*x).square().sum(), inputs)
-    # asking for it is no mistake as long as nobody uses it
+    # create_graph is no error as long as no second derivative is computed
     grads = torch.autograd.grad(function(*inputs).sum(), inputs, create_graph=True)
     for a, b in zip(grads, torch.autograd.grad(function(*inputs).sum(), inputs), strict=True):
         assert torch.equal(a, b)
 
 
-def test_operators_refuse_what_requires_a_gradient():
-    """The functions give it to them without, and have the gradients."""
+def test_operators_reject_tensors_that_require_grad():
+    """The functions detach arguments for the operators, and define the gradients."""
     with pytest.raises(TypeError, match=r"h: got a tensor that requires grad.*torch_ops"):
         torch.ops.fp8moe.swiglu(doubles(5, 2 * H), None, "swiglu", None, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", differentiable())
-def test_transforms_are_refused(name):
+def test_transforms_raise(name):
     function, inputs = differentiable()[name]
     plain = [x.detach() for x in inputs]
     batched = [torch.stack([x, x]) for x in plain]
@@ -497,7 +499,7 @@ def test_transforms_are_refused(name):
         lambda: torch.func.jacrev(function)(*plain),
         lambda: torch.func.jvp(function, tuple(plain), tangents),
     ):
-        with pytest.raises(NotImplementedError, match=r"(x|h): got under a transform of torch\.func"):
+        with pytest.raises(NotImplementedError, match=r"(x|h): got a call inside a transform of torch\.func"):
             transformed()
     with (
         forward_ad.dual_level(),
@@ -506,10 +508,10 @@ def test_transforms_are_refused(name):
         function(*(forward_ad.make_dual(x, t) for x, t in zip(plain, tangents, strict=True)))
 
 
-def test_transforms_of_what_has_no_gradient_are_refused():
-    with pytest.raises(NotImplementedError, match="x: got under a transform"):
+def test_transforms_of_non_differentiable_operations_raise():
+    with pytest.raises(NotImplementedError, match="x: got a call inside a transform"):
         torch.func.vmap(torch_ops.quantize)(torch.randn(2, T, 128))
-    with pytest.raises(NotImplementedError, match="topk_ids: got under a transform"):
+    with pytest.raises(NotImplementedError, match="topk_ids: got a call inside a transform"):
         torch.func.vmap(lambda i: torch_ops.plan_topk(i, E).row_id_map)(torch.stack([routing()] * 2))
 
 
@@ -541,7 +543,7 @@ def test_validation_errors_name_the_argument():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_wrong_arguments(grad):
-    """As Python refuses them, whichever way a call goes."""
+    """The same TypeErrors as Python's, in every mode of a call."""
     x, plan = torch.ones(T, H, requires_grad=grad), plans()[0]
     for call in (
         lambda: torch_ops.permute(x),
@@ -555,7 +557,7 @@ def test_wrong_arguments(grad):
 
 
 @pytest.mark.parametrize("name", ["columnwise", "out"])
-def test_what_no_operator_does_is_refused_compiled(name):
+def test_options_without_an_operator_raise_in_compiled_code(name):
     x = torch.randn(128, 128)
     options = {"columnwise": True} if name == "columnwise" else {"out": torch_ops.quantize(x)}
     with pytest.raises((TypeError, torch._dynamo.exc.Unsupported), match=f"{name}: got "):

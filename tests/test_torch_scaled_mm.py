@@ -1,5 +1,5 @@
-"""What the adapter hands to torch's products of MXFP8, by stand-ins that check it as torch does and multiply
-it."""
+"""Operands of the adapter for torch's MXFP8 products, tested with stubs that check them like torch and
+multiply them."""
 
 import inspect
 import itertools
@@ -32,7 +32,7 @@ def scaled_mm(
     contraction_dim=(),
     use_fast_accum=False,
 ):
-    """Holds its operands to the checks of torch's meta function `_check_scaled_mm_sizes_v2`."""
+    """Checks its operands like torch's meta function `_check_scaled_mm_sizes_v2`."""
     _check_recipes(scale_recipe_a, scale_recipe_b, swizzle_a, swizzle_b)
     assert mat_a.is_contiguous()
     assert mat_b.t().is_contiguous()
@@ -58,8 +58,9 @@ def scaled_grouped_mm(
     contraction_dim=(),
     use_fast_accum=False,
 ):
-    """Holds its operands to the checks of ATen's GroupedBlas.cpp, and reads each group's scales where
-    torchao's reference puts them: groups of rows by 128, groups of the contraction by 4 blocks."""
+    """Checks its operands like ATen's GroupedBlas.cpp, and reads each group's scales at the positions of
+    torchao's reference: groups of rows in multiples of 128, groups of the contraction in multiples of 4
+    blocks."""
     _check_recipes(scale_recipe_a, scale_recipe_b, swizzle_a, swizzle_b)
     assert mat_a.dtype == mat_b.dtype == E4M3
     assert scale_a.dtype == scale_b.dtype == E8M0
@@ -100,7 +101,7 @@ def _check_recipes(recipe_a, recipe_b, swizzle_a, swizzle_b):
 
 
 def _decoded(codes, scales):
-    """Values of codes [outer, contraction], by torch's own reading of the layout."""
+    """Values of codes [outer, contraction], by torch's own definition of the layout."""
     if not codes.numel():
         return codes.float()
     each = torch_descriptions.from_blocked(codes, scales.view(torch.uint8), 32).view(E8M0).float()
@@ -132,7 +133,8 @@ def mx(rows, columns, layout="blocked_128x4", offsets=None):
 
 
 def assert_product(actual, a, b):
-    """a @ b.T summed in float32, n products by n - 1 additions in any order, then rounded to 8 bits."""
+    """Compares with a @ b.T summed in float32, n products by n - 1 additions in any order, then rounded to 8
+    bits."""
     n = a.shape[1]
     sums = n * 2.0**-24 * (a.abs() @ b.abs().t())
     assert ((actual.double() - a @ b.t()).abs() <= 2.0**-8 * (a @ b.t()).abs() + 1.01 * sums).all()
@@ -184,7 +186,7 @@ def test_scaled_grouped_mm_wgrad(blackwell, sizes):
         ((12, 0), True, False),
     ],
 )
-def test_devices_without_such_products_are_refused(monkeypatch, blackwell, capability, grouped, works):
+def test_unsupported_devices_raise(monkeypatch, blackwell, capability, grouped, works):
     monkeypatch.setattr(adapter, "_capability", lambda device: capability)
     (x, _), (w, _) = mx(128, 64), mx(128, 64)
     offsets = torch.tensor([0, 128], dtype=torch.int32)
@@ -196,7 +198,7 @@ def test_devices_without_such_products_are_refused(monkeypatch, blackwell, capab
         call()
 
 
-def test_a_cpu_is_refused_by_itself():
+def test_cpu_raises():
     (x, _), (w, _) = mx(128, 64), mx(128, 64)
     with pytest.raises(TypeError, match="scaled_mm: got MXFP8 operands on cpu; wanted compute capability"):
         adapter.scaled_mm(x, w)

@@ -1,5 +1,5 @@
-"""The layer within what training loops put around it: saved tensors, checkpointing, compiled code, frozen
-weights, autocast, scaled losses, functional calls. Each against the plain eager layer, bit for bit."""
+"""The layer in training loops: saved tensors, checkpointing, compiled code, frozen weights, autocast, scaled
+losses, functional calls. All compared bitwise with the plain eager layer."""
 
 import copy
 import gc
@@ -66,11 +66,11 @@ def compiled(layer, **options):
     return torch.compile(layer, backend="aot_eager", fullgraph=True, **options)
 
 
-# ---------------------------------------------------------------- what is saved, and until when
+# ---------------------------------------------------------------- saved tensors and their lifetime
 
 
 class Packed:
-    """What hooks leave in a saved tensor's place: autograd keeps it as long as it would keep the tensor."""
+    """The value that pack hooks return: autograd keeps it as long as it would keep the tensor."""
 
     def __init__(self, t):
         self.t = t
@@ -79,7 +79,7 @@ class Packed:
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_saved_tensors_end_with_the_backward(recipe, recompute, device):
-    """Although the loss is still referred to."""
+    """They are released by the backward, although the loss is still referenced."""
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
     kept = []
 
@@ -97,7 +97,7 @@ def test_saved_tensors_end_with_the_backward(recipe, recompute, device):
 
 
 def graph_of(y):
-    """The nodes before a tensor."""
+    """The autograd nodes before a tensor."""
     actual, todo = [], [y.grad_fn]
     while todo:
         node = todo.pop()
@@ -109,8 +109,8 @@ def graph_of(y):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
-def test_autograd_saves_all_that_is_kept(recipe, recompute, device):
-    """Hooks see as many bytes as `Saved` has, and no node holds a tensor beside those."""
+def test_all_saved_tensors_are_saved_by_autograd(recipe, recompute, device):
+    """Hooks see as many bytes as `Saved` has, and no node holds other tensors."""
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
     _, ids, probs = (t.detach() for t in layer.route(x))
     sizes = []
@@ -135,8 +135,8 @@ def tensors_in(value):
     return []
 
 
-def test_the_operations_alone_save_for_backward(device):
-    """Their plan, too: nothing stays when the backward has run, and changes of it are noticed."""
+def test_operations_release_saved_tensors_after_the_backward(device):
+    """Including the plan: everything is released after the backward, and modifications are detected."""
 
     def run():
         x, probs = (torch.rand(9, n, device=device, requires_grad=True) for n in (64, 2))
@@ -172,7 +172,7 @@ def test_checkpointed(recipe, recompute, reentrant, device):
 
 @pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_flow"])
 def test_checkpointing_saves_the_input_only(recipe, device):
-    """Besides y, and a hundredth of what it keeps otherwise for autograd's own records."""
+    """Besides y, and a hundredth of the usual amount for autograd's own records."""
     layer, x = module(recipe, device), tokens(device, count=1024)
     held = []
     for forward in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
@@ -206,21 +206,21 @@ def test_a_forward_without_gradients_leaves_its_result_alone(recipe, recompute, 
         nbytes = y.nbytes
         del y
     training, *inference = held
-    # Python's own objects were 6 kB; of what a layer could hold the FP8 rows of x are the least, 256 KiB
+    # Python objects took 6 kB; the smallest tensor that a layer could keep, the FP8 rows of x, has 256 KiB
     assert max(inference) <= nbytes + 2**16
-    if recipe != "bf16" or device == "cuda":  # torch's own memory is not seen on the CPU
+    if recipe != "bf16" or device == "cuda":  # torch's own memory on the CPU is not measured
         assert training > 3 * nbytes
 
 
 def memory(device):
-    """Bytes; on the CPU those of NumPy, which what the library returns lies in."""
+    """Bytes; on the CPU those of NumPy, which allocates the library's results."""
     return torch.cuda.memory_allocated() if device == "cuda" else tracemalloc.get_traced_memory()[0]
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_saved_tensors_on_the_cpu(recipe, recompute, device):
-    """Offloaded, and come back as other tensors."""
+    """Offloaded, and restored as other tensors."""
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
     wanted = results(layer, layer, x)
 
@@ -230,7 +230,7 @@ def test_saved_tensors_on_the_cpu(recipe, recompute, device):
 
     assert_equal(results(offloaded, layer, x), wanted)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-        y = layer(x)  # nothing is where it was
+        y = layer(x)  # saved tensors have moved
     x.grad = None
     layer.zero_grad()
     y.backward(gradient_of(y))
@@ -250,7 +250,7 @@ def test_two_backwards_of_one_forward(device):
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_weights_of_bf16_changed_before_the_backward_are_refused(recompute):
+def test_bf16_weights_changed_before_the_backward_raise(recompute):
     layer, x = module("bf16", dtype=torch.bfloat16, recompute=recompute), tokens()
     y = layer(x)
     with torch.no_grad():
@@ -267,7 +267,7 @@ def test_weights_of_bf16_changed_before_the_backward_are_refused(recompute):
         y.sum().backward()
 
 
-# ---------------------------------------------------------------- bf16 computes again
+# ---------------------------------------------------------------- recomputation in bf16
 
 
 def test_bf16_with_recompute(device):
@@ -291,7 +291,7 @@ def test_bf16_with_recompute_keeps_neither_product_nor_activation(device):
     assert not {768, 384} & widths["moe_expert"]
 
 
-# ---------------------------------------------------------------- only what is needed
+# ---------------------------------------------------------------- gradients of some inputs only
 
 
 def products(traced):
@@ -302,7 +302,7 @@ def products(traced):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("frozen", [("w13",), ("w2",), ("w13", "w2"), ("w13", "w2", "x", "router.weight")])
 def test_frozen(recipe, recompute, frozen, device):
-    """What needs no gradient gets none; the others get what they get where all do."""
+    """Frozen tensors get no gradient; the others get the same gradient as if all were trained."""
     if recompute and len(frozen) == 4:
         pytest.skip("nothing is left to compute again for")
     layer, x = module(recipe, device, recompute=recompute), tokens(device)
@@ -335,10 +335,10 @@ def test_frozen_experts_skip_the_weight_gradients(recipe):
             results(layer, layer, x)
         counts.append((products(traced), sum(sizes)))
     assert [n for n, _ in counts] == [6, 4]
-    assert counts[1][1] < counts[0][1]  # nor is the input kept, nor the activation
+    assert counts[1][1] < counts[0][1]  # neither the input nor the activation is kept
 
 
-def test_unwanted_gradients_by_name():
+def test_gradients_that_are_not_requested_by_name():
     x, w13, w2 = (torch.randn(s).bfloat16() for s in ((70, 256), (4, 256, 256), (4, 256, 128)))
     ids, probs = torch.randint(0, 4, (70, 2)), torch.rand(70, 2)
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow")
@@ -362,7 +362,7 @@ def test_unwanted_gradients_by_name():
 
 @pytest.mark.parametrize("inputs_need_gradients", [True, False])
 def test_main_grad_in_compiled_code(inputs_need_gradients, device):
-    """The backward has side effects only, where neither x nor the probabilities need a gradient."""
+    """If neither x nor the probabilities need a gradient, the backward has only side effects."""
     layer, x = module(device=device), tokens(device)
     _, ids, probs = (t.detach() for t in layer.route(x))
     x.requires_grad_(inputs_need_gradients)
@@ -382,7 +382,7 @@ def test_main_grad_in_compiled_code(inputs_need_gradients, device):
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
 def test_main_grad_of_several_forwards_before_their_backwards(forward, device):
-    """As pipeline parallelism has it, and with the sum set to zero between forward and backward."""
+    """As in pipeline parallelism, including with main_grad reset to zero between forward and backward."""
     layer = module(device=device)
     call = layer if forward == "eager" else compiled(layer)
     xs = [tokens(device) for _ in range(2)]
@@ -402,8 +402,8 @@ def test_main_grad_of_several_forwards_before_their_backwards(forward, device):
 
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
 def test_megatron_gets_a_grad_of_zeros(forward):
-    """Megatron's hook wants a ``grad`` where it gave ``grad_added_to_main_grad``, and drops it; nobody else
-    gets one, so that no optimizer steps by it."""
+    """Megatron's hook requires a ``grad`` if it set ``grad_added_to_main_grad``, and discards it; otherwise
+    ``grad`` is None, so that no optimizer uses it."""
     for megatron in (True, False):
         layer, x = module(), tokens()
         call = layer if forward == "eager" else compiled(layer)
@@ -422,7 +422,7 @@ def test_megatron_gets_a_grad_of_zeros(forward):
                     assert not w.grad.any()
 
 
-def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
+def test_zero_grads_share_memory_only_when_released():
     layers = [module(), module()]
     for layer in layers:
         for w in (layer.w13, layer.w2):
@@ -445,13 +445,13 @@ def test_grads_of_zeros_do_not_share_memory_while_they_are_kept():
 def test_other_numbers_of_tokens_do_not_recompile(recipe, dynamic):
     layer = module(recipe)
     call = compiled(layer, dynamic=dynamic)
-    # above and below blocks of 16 and of 128 rows
+    # above and below multiples of 16 and of 128 rows
     counts = [64, 100, 7, 130, 33, 256, 300, 91, 77, 128, 5, 60, 2, 3, 16, 17, 127, 129, 31, 8]
     assert len(set(counts)) == 20
     for i, count in enumerate(counts):
         x = tokens(count=count)
         wanted = results(layer, layer, x)
-        # the first is compiled for its number, unless told otherwise, and the second for any
+        # the first number is compiled as static, unless specified otherwise, and the second as dynamic
         with torch._dynamo.config.patch(error_on_recompile=i > 1):
             assert_equal(results(call, layer, x), wanted)
 
@@ -478,12 +478,12 @@ def test_moe_experts_compiled(recipe, backend):
     assert_equal(*actual)
 
 
-# ---------------------------------------------------------------- what moe_experts takes
+# ---------------------------------------------------------------- arguments of moe_experts
 
 
 @pytest.mark.parametrize("call", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_moe_experts_takes_what_the_module_takes(recipe, call):
+def test_moe_experts_accepts_the_modules_inputs(recipe, call):
     torch.compiler.reset()
     layer, x = module(recipe), tokens(count=60).detach()
     _, ids, probs = (t.detach() for t in layer.route(x))
@@ -493,8 +493,8 @@ def test_moe_experts_takes_what_the_module_takes(recipe, call):
     if call == "compiled":
         moe_experts = torch.compile(moe_experts, backend="aot_eager", fullgraph=True)
 
-    def actual(*given):
-        return moe_experts(*given, recipe=recipe)
+    def actual(*arguments):
+        return moe_experts(*arguments, recipe=recipe)
 
     wide = torch.cat([x, x], dim=1)[:, :HIDDEN]  # rows of a wider buffer
     assert torch.equal(actual(wide, *weights, ids, probs), plain)
@@ -514,7 +514,7 @@ def test_moe_experts_takes_what_the_module_takes(recipe, call):
         assert torch.equal(y, plain.float())
 
 
-def test_moe_experts_refuses_by_name():
+def test_moe_experts_errors_name_the_argument():
     layer, x = module(), tokens()
     _, ids, probs = (t.detach() for t in layer.route(x))
     weights = layer.w13.detach(), layer.w2.detach()
@@ -536,9 +536,9 @@ def test_moe_experts_refuses_by_name():
         (4, ids, TypeError, "topk_probs: got dtype torch.int32"),
         (4, probs[:, :1], ValueError, "topk_probs: got shape"),
     ):
-        given = [bad if i == number else a for i, a in enumerate(good)]
+        arguments = [bad if i == number else a for i, a in enumerate(good)]
         with pytest.raises(error, match=message):
-            torch_ops.moe_experts(*given, recipe="fp8_flow")
+            torch_ops.moe_experts(*arguments, recipe="fp8_flow")
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
         layer(integer)
     for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,)):
@@ -546,14 +546,14 @@ def test_moe_experts_refuses_by_name():
             layer(torch.randn(shape))
 
 
-def test_torch_func_is_refused_by_name():
+def test_torch_func_transforms_raise():
     layer, x = module(), tokens().detach()
     for call in (torch.func.grad(lambda x: layer(x).sum()), torch.func.vmap(layer)):
-        with pytest.raises(NotImplementedError, match=r"under a transform of torch\.func"):
+        with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func"):
             call(x.reshape(7, 10, HIDDEN))
 
 
-def test_twice_differentiated_is_refused_by_name():
+def test_second_derivatives_raise():
     layer, x = module(), tokens()
     y = layer(x)
     (dx,) = torch.autograd.grad(y, x, gradient_of(y).requires_grad_(), create_graph=True)
@@ -563,7 +563,7 @@ def test_twice_differentiated_is_refused_by_name():
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_twice_differentiated_are_refused_where_the_incoming_gradient_is_constant(recipe, recompute):
+def test_second_derivatives_with_a_constant_incoming_gradient_raise(recipe, recompute):
     layer, x = module(recipe, recompute=recompute), tokens()
     ids, probs = torch.zeros(len(x), TOPK, dtype=torch.int32), torch.ones(len(x), TOPK)
     (dx,) = torch.autograd.grad(layer(x, ids, probs).sum(), x, create_graph=True)
@@ -571,7 +571,7 @@ def test_experts_twice_differentiated_are_refused_where_the_incoming_gradient_is
         (dx.square() + x).sum().backward()
 
 
-# ---------------------------------------------------------------- around the layer
+# ---------------------------------------------------------------- training loops
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -590,7 +590,8 @@ def test_functional_call(recipe, device):
 
 
 def test_scaled_losses(device):
-    """A power of two as the loss's scale changes no code; an optimizer after the scaler does as without."""
+    """A power of two as the loss scale changes no code; the optimizer's step with a scaler equals that
+    without."""
     layer, x = module(device=device), tokens(device)
     plain = copy.deepcopy(layer)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
@@ -625,7 +626,7 @@ def test_inference_mode(recipe, device):
     layer, x = module(recipe, device), tokens(device)
     with torch.inference_mode():
         y = layer(x.clone())
-    wanted = results(layer, layer, x)  # what was made there is not used here
+    wanted = results(layer, layer, x)  # caches filled here are not used below
     assert torch.equal(y, wanted[0])
 
 
@@ -651,7 +652,7 @@ def test_other_dtypes(recipe, dtype):
 
 
 def lost(values):
-    """amax, non-finite, saturated and flushed values, from the codes of ml_dtypes, in float64."""
+    """amax and the numbers of non-finite, saturated and flushed values, from ml_dtypes codes, in float64."""
     values = values.detach().cpu().double().numpy()
     saturated = flushed = 0
     for row in values:
@@ -673,7 +674,7 @@ def test_stats(recipe, recompute, device):
         x *= torch.exp2(torch.randint(-12, 12, x.shape, device=device))
         x[3, 5], x[4, 200] = float("inf"), float("-inf")
         x[9, :128] = 0
-    with pytest.raises(RuntimeError, match="stats: nothing was collected"):
+    with pytest.raises(RuntimeError, match="stats: got no forward with statistics"):
         layer.stats()
     layer.collect_stats = True
     y = layer(x)
@@ -694,15 +695,15 @@ def test_stats(recipe, recompute, device):
     with pytest.raises(RuntimeError, match="collect_stats: got True in compiled code"):
         compiled(layer)(x)
     twin = copy.deepcopy(layer)
-    with pytest.raises(RuntimeError, match="stats: nothing was collected"):
+    with pytest.raises(RuntimeError, match="stats: got no forward with statistics"):
         twin.stats()
 
 
 def test_stats_of_the_activation(device):
-    """Against the chain in float64: the same values but for a rounding of h and one of a to bfloat16."""
+    """Compared with float64: the same values except for roundings of h and of a to bfloat16."""
     layer, x = module(device=device), tokens(device)
     layer.collect_stats = True
-    with torch.no_grad():  # h, which it is computed from, is kept all the same
+    with torch.no_grad():  # h, from which it is computed, is saved even so
         layer(x)
     without = layer.stats().a
     layer(x)
@@ -713,7 +714,7 @@ def test_stats_of_the_activation(device):
         share = (probs.double() * (ids == e)).sum(dim=-1, keepdim=True)
         gate, up = (x.double() @ layer.w13[e].double().t()).chunk(2, dim=-1)
         largest = max(largest, (share * torch.nn.functional.silu(gate) * up).abs().max().item())
-    # two casts to E4M3 of x and w13 (2^-4 each at most) in each factor, as tests/test_moe.py has it
+    # two casts of x and w13 to E4M3 (at most 2^-4 each) in each factor, as in tests/test_moe.py
     assert layer.stats().a.amax.item() == pytest.approx(largest, rel=4 * 2.0**-4)
     assert layer.stats().a.nonfinite.item() == 0
 
@@ -723,8 +724,8 @@ def test_stats_of_the_activation(device):
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_operators_declare_what_they_do(recipe, recompute):
-    """Schemas (what is written), fakes (shapes, strides, symbols), with and without ``main_grad``."""
+def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
+    """Schemas (written arguments) and fakes (shapes, strides, symbols), with and without ``main_grad``."""
     layer, x = module(recipe), tokens().detach()
     _, ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().bfloat16() for w in (layer.w13, layer.w2)]
@@ -748,7 +749,7 @@ def test_the_operators_declare_what_they_do(recipe, recompute):
             w13, w2 = (torch.zeros(w.shape) for w in weights)
             mains = w13, None, w2
             cases += [(mains, [False] * 3, None, False), (mains, [True, False, True], None, False)]
-            if recipe == "fp8_flow":  # w1 and w3 apart, and padded ones
+            if recipe == "fp8_flow":  # w1 and w3 as a pair, also padded
                 halves = tuple(h.contiguous() for h in w13.chunk(2, dim=1))
                 cut = torch.zeros(EXPERTS, 200, HIDDEN), None, torch.zeros(EXPERTS, HIDDEN, 100)
                 cases += [((*halves, w2), [True, False, True], None, True), (cut, [False] * 3, 100, False)]

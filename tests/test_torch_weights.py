@@ -1,5 +1,5 @@
-"""Weights that change, whoever writes them: after every kind of write the layer equals, bit for bit, a new
-layer with the same weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
+"""Weights that change: after every kind of write the layer is bitwise equal to a new layer with the same
+weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
 
 import gc
 import threading
@@ -44,7 +44,7 @@ def step(forward, layer, x, seed=2):
 
 
 def fresh(layer):
-    """A new layer with the values that the weights have now."""
+    """A new layer with the current values of the weights."""
     new = module(next(layer.parameters()).device, experts=layer.w13.shape[0], recipe=layer.recipe)
     for p, q in zip(new.parameters(), layer.parameters(), strict=True):
         p.data = q.detach().clone()
@@ -52,7 +52,7 @@ def fresh(layer):
 
 
 def assert_fresh(layer, forward=None):
-    """Without gradients, with them, and without again."""
+    """Compares with a new layer: without gradients, with them, and without again."""
     forward = layer if forward is None else forward
     x, new = tokens(layer.w13.device), fresh(layer)
     for _ in range(2):
@@ -67,7 +67,7 @@ def evaluate(layer, forward=None):
         (layer if forward is None else forward)(tokens(layer.w13.device))
 
 
-# what happened before the weights are written: each leaves other copies behind, if it leaves any
+# events before the weights are written, which leave different FP8 copies behind
 BEFORE = {
     "training": lambda layer: step(layer, layer, tokens(layer.w13.device)),
     "evaluation": evaluate,
@@ -120,7 +120,7 @@ def multiply_in_no_grad(layer):
 
 
 def other_data(layer):
-    """Memory that was freed may be used again, at the same address."""
+    """Freed memory may be reused at the same address."""
     for name in WEIGHTS:
         w = getattr(layer, name)
         new = w.detach() * 1.5
@@ -134,7 +134,7 @@ def other_parameters(layer):
 
 
 def by_another_library(layer):
-    """NumPy or CuPy, in the same memory: no version is counted."""
+    """NumPy or CuPy writes to the same memory, without incrementing version counters."""
     for name in WEIGHTS:
         w = getattr(layer, name).detach()
         array = w.numpy() if w.device.type == "cpu" else pytest.importorskip("cupy").from_dlpack(w)
@@ -193,7 +193,7 @@ def test_weights_written_by_any_means_are_quantised_again(device, before, write)
 
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_flat_buffer_that_parameters_view(device, before):
-    """As Megatron's distributed optimizer and DeepSpeed hold them."""
+    """As in Megatron's distributed optimizer and in DeepSpeed."""
     layer = module(device)
     flat = torch.cat([getattr(layer, name).detach().reshape(-1) for name in WEIGHTS])
     start = 0
@@ -220,7 +220,7 @@ def test_evaluation_between_training_steps(device, recipe):
 
 
 def accumulate(layer, optimizer, micro_batches, convention):
-    """One optimizer step over some micro-batches; (sum of losses, casts of weights)."""
+    """One optimizer step over several micro-batches; returns (sum of losses, casts of weights)."""
     total = 0.0
     with fp8moe.trace() as traced:
         if convention == "scope":
@@ -243,7 +243,7 @@ def accumulate(layer, optimizer, micro_batches, convention):
 @pytest.mark.parametrize("convention", ["scope", "argument"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradient_accumulation(device, convention, fused):
-    """Four micro-batches make one set of copies, and train as four sets do."""
+    """Four micro-batches share one set of copies, with the same results as four sets."""
     layers = [module(device), module(device)]
     optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.05, fused=fused) for layer in layers]
     for turn in range(3):
@@ -259,7 +259,7 @@ def test_gradient_accumulation(device, convention, fused):
     assert_fresh(layers[0])
 
 
-def test_a_scope_serves_evaluation(device):
+def test_weights_unchanged_for_evaluation(device):
     layer = module(device)
     wanted = [fresh(layer)(tokens(device, seed)).detach() for seed in range(3)]
     with torch_moe.weights_unchanged(layer), layer.weights_unchanged(), fp8moe.trace() as traced:
@@ -268,7 +268,7 @@ def test_a_scope_serves_evaluation(device):
                 for seed in range(3):
                     assert torch.equal(layer(tokens(device, seed)), wanted[seed])
         step(layer, layer, tokens(device))
-    assert traced.weight_casts == 0  # made on entering
+    assert traced.weight_casts == 0  # made on entry
     assert layer.fp8_weight_nbytes == 0
 
 
@@ -281,7 +281,7 @@ def test_copies_made_in_inference_mode_can_be_trained_with(device):
     assert x.grad.abs().sum() > 0
 
 
-def test_what_changes_in_a_scope_is_refused(device):
+def test_changed_weights_in_a_scope_raise(device):
     x = tokens(device)
     for fused in (False, True):
         layer = module(device)
@@ -290,16 +290,23 @@ def test_what_changes_in_a_scope_is_refused(device):
             step(layer, layer, x)
             optimizer.step()
             for guard in (torch.enable_grad, torch.no_grad):
-                with guard(), pytest.raises(RuntimeError, match="w13: changed while the layer was told"):
+                with (
+                    guard(),
+                    pytest.raises(
+                        RuntimeError, match="w13: got changed weights although they were declared unchanged"
+                    ),
+                ):
                     layer(x)
         assert_fresh(layer)
     for write in (multiply_in_no_grad, other_data, other_parameters, load_by_assignment):
         layer = module(device)
         with torch_moe.weights_unchanged(layer):
             write(layer)
-            with pytest.raises(RuntimeError, match="w13: changed while the layer was told"):
+            with pytest.raises(
+                RuntimeError, match="w13: got changed weights although they were declared unchanged"
+            ):
                 layer(x)
-            layer.quantize_weights()  # says that they are others now
+            layer.quantize_weights()  # declares that the weights have changed
             with torch.no_grad():
                 assert torch.equal(layer(x), fresh(layer)(x))
         assert_fresh(layer)
@@ -310,7 +317,7 @@ def test_what_changes_in_a_scope_is_refused(device):
         layer(x)
 
 
-def test_is_first_microbatch_false_without_copies_is_refused(device):
+def test_is_first_microbatch_false_without_copies_raises(device):
     layer, x = module(device), tokens(device)
     with pytest.raises(RuntimeError, match="is_first_microbatch: got False, and there are no FP8 copies"):
         layer(x, is_first_microbatch=False)
@@ -320,13 +327,13 @@ def test_is_first_microbatch_false_without_copies_is_refused(device):
         layer.w2.mul_(2.0)
     with pytest.raises(RuntimeError, match="w2: changed while"):
         layer(x, is_first_microbatch=False)
-    layer(x)  # for itself alone: the others are let go of
+    layer(x)  # without the context's copies, which are released
     with pytest.raises(RuntimeError, match="there are no FP8 copies"):
         layer(x, is_first_microbatch=False)
 
 
 def test_copies_for_forwards_without_gradients(device):
-    """Kept when the user asks for it, until a forward with gradients, or a change that can be seen."""
+    """Kept on request until a forward with gradients runs or a change is detected."""
     layer, x = module(device), tokens(device)
     layer.quantize_weights()
     with torch.no_grad(), fp8moe.trace() as traced:
@@ -342,7 +349,7 @@ def test_copies_for_forwards_without_gradients(device):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_after_quantize_weights(device, fused):
-    """A backward, copies, then the step: a fused one counts no version of the weights."""
+    """A backward, copies, then a step: a fused step does not increment version counters."""
     layer = module(device)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=fused)
     layer(tokens(device)).sum().backward()
@@ -351,7 +358,7 @@ def test_a_step_after_quantize_weights(device, fused):
     assert_fresh(layer)
 
 
-def test_a_step_after_is_first_microbatch_is_refused(device):
+def test_step_after_is_first_microbatch_raises(device):
     layer = module(device)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
     layer(tokens(device), is_first_microbatch=True).sum().backward()
@@ -361,7 +368,7 @@ def test_a_step_after_is_first_microbatch_is_refused(device):
 
 
 def test_a_step_while_another_thread_makes_copies(monkeypatch):
-    """Its layer comes to those that the step looks at, while it looks."""
+    """A layer is added to the set of layers with copies while the step iterates over it."""
     layers = [module() for _ in range(3)]
     for layer in layers[:2]:
         layer.quantize_weights()
@@ -394,8 +401,8 @@ def test_two_sets_of_weights_in_one_buffer(device):
             layer(tokens(device))
 
 
-def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
-    """Weights that change between the two: gradients are those at the forward's weights."""
+def test_backward_uses_the_codes_of_its_forward(device):
+    """If weights change between forward and backward, gradients are those for the forward's weights."""
     x = tokens(device)
     wanted = step(*[module(device)] * 2, x)
     for forward in ("eager", "compiled"):
@@ -413,9 +420,9 @@ def test_a_backward_multiplies_by_the_codes_of_its_forward(device):
             assert torch.equal(a, b)
 
 
-def test_overwritten_codes_are_refused(device, monkeypatch):
-    """Only copies that a CUDA graph reads are ever overwritten, and they stay where they are: a graph may be
-    replayed whenever."""
+def test_overwritten_codes_raise(device, monkeypatch):
+    """Only copies that a CUDA graph reads are overwritten, and they keep their addresses, because a graph may
+    be replayed at any time."""
     places, quantize = [], torch_moe.quantize_fp8_weights
 
     def recorded(*weights, **options):
@@ -443,7 +450,7 @@ def test_overwritten_codes_are_refused(device, monkeypatch):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("scope", [False, True])
 def test_activation_checkpointing(device, scope, reentrant):
-    """Copies are made again with the rest, unless a scope keeps them."""
+    """Copies are recomputed with the other tensors, unless a context keeps them."""
     from torch.utils.checkpoint import checkpoint
 
     layer, x = module(device), tokens(device, 3)
@@ -457,7 +464,7 @@ def test_activation_checkpointing(device, scope, reentrant):
                     actual = step(run, layer, x)
             else:
                 actual = step(run, layer, x)
-        if device == "cpu":  # what autograd's own threads do is not traced
+        if device == "cpu":  # trace() does not record autograd's own threads
             assert traced.weight_casts == (2 if scope else 4)
         for a, b in zip(actual, wanted, strict=True):
             assert torch.equal(a, b)
@@ -482,7 +489,7 @@ def test_compiled(device, recipe):
         assert traced.weight_casts == 0
     with torch_moe.weights_unchanged(layer):
         optimizer.step()
-        with pytest.raises(Exception, match="changed while the layer was told"):
+        with pytest.raises(Exception, match="got changed weights although they were declared unchanged"):
             compiled(tokens(device))
     for first in (True, False):
         with pytest.raises(Exception, match=f"is_first_microbatch: got {first} in compiled code"):
@@ -491,7 +498,7 @@ def test_compiled(device, recipe):
 
 def assert_fresh_in_scope(layer, forward):
     x = tokens(layer.w13.device, 5)
-    counting = fp8moe.counters.active.set(())  # the copies of the other layer are nobody's
+    counting = fp8moe.counters.active.set(())  # do not count the copies of the other layer
     new = fresh(layer)
     wanted = step(new, new, x)
     fp8moe.counters.active.reset(counting)
@@ -501,7 +508,7 @@ def assert_fresh_in_scope(layer, forward):
 
 
 def test_plain_weights_of_the_functional_layer(device):
-    """torch_ops.moe_experts and moe_forward quantise what they are given, each time."""
+    """torch_ops.moe_experts and moe_forward quantise the given weights in every call."""
     layer, x = module(device), tokens(device)
     _, ids, probs = (t.detach() for t in layer.route(x))
     optimizer = torch.optim.AdamW([layer.w13, layer.w2], lr=0.05, fused=True)
@@ -539,14 +546,14 @@ def test_with_a_process_group(tmp_path):
 
 
 def copies_alive():
-    """FP8 tensors of the size of the layer's whole weights that anything holds."""
+    """All existing FP8 tensors of the size of the layer's whole weights."""
     gc.collect()
     sizes = {3 * 2 * FFN * HIDDEN, 3 * FFN * HIDDEN}
     return sum(t.numel() in sizes for t in fp8_tensors())
 
 
 def sharded(rank, folder):
-    """One of two processes: three steps of fused AdamW with `fully_shard` around a parent of the layer, and
+    """One of two processes: three steps of fused AdamW with `fully_shard` on a parent of the layer, and
     without. Three experts on two ranks would be padded to four."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -600,15 +607,15 @@ def micro_batches(block, turn, outputs):
 
 
 def test_sharded_weights(tmp_path):
-    """FSDP gathers them into the same memory and counts no version; no copy of whole weights outlives a
-    step."""
+    """FSDP gathers weights into the same memory without incrementing version counters; no FP8 copy of whole
+    weights survives a step."""
     torch.multiprocessing.spawn(sharded, (str(tmp_path),), nprocs=2)
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
-def test_when_fp8_copies_are_held(device, recompute):
-    """For the backward the transposed codes, which it multiplies by (with recompute, fc1's others too), and
-    nothing after it."""
+def test_lifetime_of_fp8_copies(device, recompute):
+    """For the backward only the transposed codes are held, which it uses (with recompute also fc1's row-wise
+    codes), and none after it."""
     layer = module(device, recompute=recompute)
     codes = layer.w13.numel() + layer.w2.numel() + (layer.w13.numel() if recompute else 0)
     kept = []
@@ -630,7 +637,7 @@ def test_when_fp8_copies_are_held(device, recompute):
 
 
 def code_sizes(layer):
-    """Bytes of FP8 tensors with one code for each of a weight's numbers that anything holds."""
+    """Sizes of all existing FP8 tensors with one code per element of a weight."""
     gc.collect()
     sizes = {getattr(layer, name).numel() for name in WEIGHTS}
     return sum(t.numel() for t in fp8_tensors() if t.numel() in sizes)

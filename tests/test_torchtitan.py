@@ -1,4 +1,4 @@
-"""`fp8moe.adapters.torchtitan` in torchtitan itself."""
+"""`fp8moe.adapters.torchtitan` in torchtitan."""
 
 import subprocess
 import sys
@@ -82,11 +82,11 @@ def test_routed_experts(recipe, recompute):
     x, scores, ids, counts = routed()
     dy = torch.randn(B, L, D)
     wanted = exact(experts, x, scores, ids, dy)
-    # float32 sums of at most D + F products, one after another
+    # successive float32 sums of at most D + F products
     bound = 4 * (D + F) * 2.0**-24 if recipe == "bf16" else FP8_NOISE
     for actual, true in zip(results(experts, x, scores, ids, counts, dy), wanted, strict=True):
         assert (actual - true).norm() <= bound * true.norm()
-    # torchtitan's own multiplies in bfloat16: a rounding of 2^-9 each of some six operands and results
+    # torchtitan's own experts multiply in bfloat16: about six roundings of 2^-9 of operands and results
     y = plain(x, scores, ids, counts)
     assert (y - wanted[0]).norm() <= 6 * 2.0**-9 * wanted[0].norm()
 
@@ -101,7 +101,7 @@ def test_backend_and_limit_reach_the_products(option, value, wrong):
 
 
 def test_inside_a_compiled_block():
-    """As one graph, for other numbers of tokens too."""
+    """Compiled into one graph, also for other numbers of tokens."""
     torch.compiler.reset()
     experts = converted(config()).build()
     for p in experts.parameters():
@@ -115,7 +115,7 @@ def test_inside_a_compiled_block():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_a_models_own_configuration():
+def test_converter_on_a_models_configuration():
     model = model_registry("debugmodel_moe", converters=[FP8MoEConverter.Config()]).model.build()
     layers = [m for m in model.modules() if isinstance(m, MoE)]
     assert layers
@@ -134,7 +134,7 @@ def test_a_models_own_configuration():
 
 @pytest.mark.parametrize(("backend", "recipe"), [("partial_dtensor", "bf16"), ("spmd_types", "fp8_flow")])
 def test_expert_parallelism_of_two_ranks(tmp_path, backend, recipe):
-    """By torchtitan's own meshes: rows and gradients as on one rank, compiled too."""
+    """With torchtitan's own meshes: results and gradients as on one rank, also compiled."""
     script = Path(__file__).with_name("torchtitan_rank.py")
     ranks = [
         subprocess.Popen(
@@ -154,7 +154,7 @@ def test_expert_parallelism_of_two_ranks(tmp_path, backend, recipe):
             rank.kill()
 
 
-def test_what_is_refused():
+def test_validation_errors():
     with pytest.raises(NotImplementedError, match="got GptOssGroupedExperts; wanted GroupedExperts"):
         converted(config(GptOssGroupedExperts))
     with pytest.raises(ValueError, match="without routed experts"):

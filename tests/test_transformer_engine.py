@@ -1,4 +1,4 @@
-"""The drop-in names against what Transformer Engine's callers rely on, written out in plain torch."""
+"""The Transformer Engine functions compared with their documented behaviour, implemented in plain torch."""
 
 import tracemalloc
 from dataclasses import replace
@@ -24,7 +24,7 @@ def mask_case(seed=0, density=0.4):
 
 
 def entries(mask):
-    """(token, expert) of every row, expert by expert: the order the callers rely on."""
+    """(token, expert) of every row, expert by expert: the order that callers rely on."""
     expert, token = mask.t().nonzero(as_tuple=True)
     return token, expert
 
@@ -44,7 +44,7 @@ def test_mask_permute_and_unpermute_with_gradients():
     assert torch.equal(counted, rows)
 
 
-def test_the_row_maps_layout():
+def test_layout_of_the_row_map():
     mask = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 1, 0]])
     _, row_map = te.moe_permute(torch.randn(5, 4), mask, num_out_tokens=9)
     assert row_map.tolist() == [
@@ -97,7 +97,7 @@ def test_permute_with_probs_and_zero_rows(zeros):
     full = torch.zeros(T, E)
     full[token, expert] = weight
     assert torch.equal(grad_p, full)
-    # and only there: without probabilities nothing is zeroed
+    # only in that function: without probabilities no row is zeroed
     assert torch.equal(te.moe_permute(x, mask, len(token))[0], x[token])
 
 
@@ -165,7 +165,7 @@ def test_index_map(dropped):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_the_benchmarks_results_are_right():
+def test_results_of_the_benchmark_are_correct():
     for case in benchmark.cases(benchmark.inputs(benchmark.QUICK, SEED, "cpu")):
         assert case.check(case.run()), case.name
 
@@ -258,7 +258,7 @@ def transposed(x):
 
 @pytest.mark.parametrize("strided", [wider, transposed])
 def test_strided_arguments(strided):
-    """Every other column of a wider buffer and transposed views, as the original takes them."""
+    """Every other column of a wider buffer and transposed views, as the original accepts."""
     x, probs, mask = mask_case(7)
     x, probs, count, counts = x.detach(), probs.detach(), int(mask.sum()), mask.sum(0)
     xs, ps, ms = strided(x), strided(probs), strided(mask)
@@ -310,13 +310,14 @@ def test_strided_arguments_have_gradients():
 
 
 def test_memory_does_not_grow_with_ids():
-    """Only the order of ids counts. Negative ones are no expert's, and take no row."""
+    """Only the order of ids matters. Negative ids have no expert and no row."""
     large, largest = 100_000_000, 2**31 - 1
     ids = torch.tensor([[5, large], [largest, 5], [-7, 5], [large, largest]], dtype=torch.int32)
     x = torch.randn(4, H, requires_grad=True)
     tracemalloc.start()
     rows, row_map = te.moe_permute(x, ids, 8, map_type="index")
-    assert tracemalloc.get_traced_memory()[1] < 2**22  # an array by id would be NumPy's, 400 MB and more
+    # an array indexed by id would be NumPy's, and at least 400 MB
+    assert tracemalloc.get_traced_memory()[1] < 2**22
     tracemalloc.stop()
     order = [(0, 0), (1, 1), (2, 1), (0, 1), (3, 0), (1, 0), (3, 1)]  # by id, then by token
     assert torch.equal(rows, torch.cat([x[[t for t, _ in order]], torch.zeros(1, H)]))
@@ -334,7 +335,7 @@ def test_memory_does_not_grow_with_ids():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("keep", [0, T * 3 - 20])
 def test_index_map_compiled(keep, dynamic):
-    """One graph: no value is looked at."""
+    """One graph, because no value is read."""
     ids = torch.rand(T, E).argsort(1)[:, :3].int()
     x, probs = torch.randn(T, H).requires_grad_(), torch.rand(T, 3).requires_grad_()
 
@@ -355,13 +356,13 @@ def test_the_index_maps_operator():
     assert set(opcheck(torch.ops.fp8moe.index_map.default, arguments).values()) == {"SUCCESS"}
 
 
-def test_the_count_of_rows_has_no_default_beside_probs():
+def test_num_out_tokens_is_required_with_probs():
     x, probs, mask = mask_case(9)
     with pytest.raises(TypeError, match="num_out_tokens"):
         te.moe_permute_with_probs(x, probs, mask)
 
 
-def test_ids_of_another_dtype_or_shape_are_refused():
+def test_ids_of_another_dtype_or_shape_raise():
     x = torch.randn(4, H)
     with pytest.raises(TypeError, match=r"routing_map: got dtype torch\.float32; wanted int32 or int64"):
         te.moe_permute(x, torch.zeros(4, 2), 8, map_type="index")

@@ -1,4 +1,4 @@
-"""`fp8moe.adapters.transformers` in Hugging Face transformers itself."""
+"""`fp8moe.adapters.transformers` in Hugging Face transformers."""
 
 import importlib
 import re
@@ -16,20 +16,20 @@ warnings.filterwarnings("ignore", module="transformers")
 
 from fp8moe.adapters import transformers as adapter  # noqa: E402
 
-E, H, F, T, K = 4, 64, 48, 23, 2  # F: no multiple of 128
+E, H, F, T, K = 4, 64, 48, 23, 2  # F is not a multiple of 128
 FP8, BF16 = "fp8moe", "fp8moe_bf16"
 adapter.enable("fp8_flow", name=FP8)
 adapter.enable("bf16", name=BF16)
 
 
 class Config:
-    """Names that the models' configurations have for the sizes of experts."""
+    """A configuration with all names that models use for the sizes of experts."""
 
     num_experts = num_local_experts = n_routed_experts = moe_num_experts = E
     hidden_size = moe_hidden_size = H
     intermediate_size = moe_intermediate_size = F
     hidden_act, hidden_activation, mlp_hidden_act = "silu", "gelu_pytorch_tanh", "relu2"
-    swiglu_limit, swiglu_alpha, post_norm_eps = 6.0, 1.702, 1e-5  # one gate in a hundred is clamped
+    swiglu_limit, swiglu_alpha, post_norm_eps = 6.0, 1.702, 1e-5  # about one gate in a hundred is clamped
     mlp_gate_softcap = mlp_up_softcap = 10.0
     moe_latent_size = None
 
@@ -38,7 +38,7 @@ class Config:
 
 
 def expert_classes():
-    """(module, class) of all that choose by ``experts_implementation``, as the sources have them."""
+    """(module, class) of all classes with ``experts_implementation`` in the sources of transformers."""
     actual = []
     for file in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in re.findall(
@@ -78,7 +78,7 @@ def routed(dtype=torch.float32):
 
 
 def validation_error(experts):
-    """What `activation_of` says against the module, "" where it is supported."""
+    """The error of `activation_of` for the module, "" if it is supported."""
     try:
         adapter.activation_of(experts)
     except NotImplementedError as error:
@@ -87,31 +87,31 @@ def validation_error(experts):
 
 
 @pytest.mark.parametrize(("module", "name"), expert_classes(), ids=lambda v: v.rpartition("_")[2])
-def test_every_class(module, name):
-    """The same as the model's own loop over experts, or a validation error that names the class."""
-    experts, given = experts_of(module, name), routed()
-    if validation_error(experts) or name in REFUSED:  # other classes: of a newer release, see the count below
+def test_every_experts_class_or_error(module, name):
+    """The same results as the model's own loop over experts, or a validation error that names the class."""
+    experts, arguments = experts_of(module, name), routed()
+    if validation_error(experts) or name in REFUSED:  # other classes, of a newer release, are counted below
         reason = REFUSED.get(name, "a gate|experts")
         experts.config._experts_implementation = FP8
         with pytest.raises(NotImplementedError, match=f"{name}: got .*({reason}).*grouped_mm"):
-            experts(*given[:3])
+            experts(*arguments[:3])
         return
-    wanted = results(experts, "eager", *given)
-    # float32 sums of at most H + F products, one after another
-    for actual, true in zip(results(experts, BF16, *given), wanted, strict=True):
+    wanted = results(experts, "eager", *arguments)
+    # successive float32 sums of at most H + F products
+    for actual, true in zip(results(experts, BF16, *arguments), wanted, strict=True):
         assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
     if adapter.activation_of(experts).clamp is not None:
-        given = away_from_the_clamp(experts, *given)
-        wanted = results(experts, "eager", *given)
-    for actual, true in zip(results(experts, FP8, *given), wanted, strict=True):
+        arguments = away_from_the_clamp(experts, *arguments)
+        wanted = results(experts, "eager", *arguments)
+    for actual, true in zip(results(experts, FP8, *arguments), wanted, strict=True):
         assert (actual - true).norm() <= FP8_NOISE * true.norm()
 
 
 def away_from_the_clamp(experts, x, *rest):
-    """Numbers whose rounding to FP8 moves no gate or up across a clamp's edge, where the gradient jumps from
-    all to nothing: each is twice the clamp, minus that, or nothing, and beside it a number of a standard
-    deviation of 0.1 * sqrt(H - 1) = 0.8 (and of a bias's 0.3), so that the clamp is seven of these away. The
-    first is made of codes that are exact, 12 and 1; of the other FP8's rounding moves 4 %."""
+    """Numbers for which rounding to FP8 moves no gate or up value across the clamp, where the gradient is
+    discontinuous: each is the sum of twice the clamp, minus that, or zero, and a number with a standard
+    deviation of 0.1 * sqrt(H - 1) = 0.8 (and 0.3 of a bias), so the clamp is seven standard deviations away.
+    The first term consists of exact codes, 12 and 1; FP8 rounding changes the second by 4 %."""
     x[:, 0] = torch.randint(0, 2, (T,)) * 2.0 - 1
     with torch.no_grad():
         w13 = experts.gate_up_proj.mT if experts.is_transposed else experts.gate_up_proj
@@ -133,31 +133,31 @@ QWEN = "transformers.models.qwen3_moe.modeling_qwen3_moe", "Qwen3MoeExperts"
 @pytest.mark.parametrize(
     "act", ["gelu", "gelu_pytorch_tanh", "gelu_python", "gelu_new", "silu", "swish", "quick_gelu"]
 )
-def test_the_activation_is_the_configured_one(act):
-    experts, given = experts_of(*QWEN, hidden_act=act), routed()
-    for actual, true in zip(*(results(experts, i, *given) for i in (BF16, "eager")), strict=True):
+def test_activation_is_the_configured_one(act):
+    experts, arguments = experts_of(*QWEN, hidden_act=act), routed()
+    for actual, true in zip(*(results(experts, i, *arguments) for i in (BF16, "eager")), strict=True):
         assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
 
 @pytest.mark.parametrize("act", ["gelu_10", "mish", "relu6", "hardswish", "linear", "tanh"])
-def test_other_activations_are_refused_by_name(act):
+def test_unsupported_activations_are_named(act):
     experts = experts_of(*QWEN, hidden_act=act, _experts_implementation=FP8)
     with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts: got a gate \(\w+\) that is none"):
         experts(*routed()[:3])
 
 
 def test_experts_without_a_gate_of_another_activation():
-    where = "transformers.models.nemotron_h.modeling_nemotron_h"
-    experts = experts_of(where, "NemotronHExperts", mlp_hidden_act="silu", _experts_implementation=FP8)
+    module_path = "transformers.models.nemotron_h.modeling_nemotron_h"
+    experts = experts_of(module_path, "NemotronHExperts", mlp_hidden_act="silu", _experts_implementation=FP8)
     with pytest.raises(NotImplementedError, match=r"NemotronHExperts: got experts without a gate \(SiLU"):
         experts(*routed()[:3])
 
 
-def test_an_activation_that_changes_is_looked_at_again():
-    experts, given = experts_of(*QWEN), routed()
-    before = results(experts, BF16, *given)[0]
+def test_changed_activation_is_detected():
+    experts, arguments = experts_of(*QWEN), routed()
+    before = results(experts, BF16, *arguments)[0]
     experts.act_fn = torch.nn.GELU()
-    actual, true = (results(experts, i, *given)[0] for i in (BF16, "eager"))
+    actual, true = (results(experts, i, *arguments)[0] for i in (BF16, "eager"))
     assert (actual - before).norm() > 0.01 * true.norm()
     assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
 
@@ -173,14 +173,14 @@ def test_backend_and_limit_reach_the_products(option, value, wrong):
 
 
 def test_dropped_experts():
-    """Transformers names expert E where another rank has it."""
+    """Transformers uses expert id E for experts of other ranks."""
     experts = experts_of(*QWEN)
     x, ids, probs, dy = routed()
-    there = torch.rand(T, K) < 0.6
+    is_local = torch.rand(T, K) < 0.6
     for none in (E, -1):
-        actual = results(experts, BF16, x, torch.where(there, ids, none), probs, dy)
-        wanted = results(experts, BF16, x, ids, torch.where(there, probs, 0), dy)
-        wanted[2] = torch.where(there, wanted[2], 0)
+        actual = results(experts, BF16, x, torch.where(is_local, ids, none), probs, dy)
+        wanted = results(experts, BF16, x, ids, torch.where(is_local, probs, 0), dy)
+        wanted[2] = torch.where(is_local, wanted[2], 0)
         for a, b in zip(actual, wanted, strict=True):
             assert (a - b).abs().max() <= 4 * (H + F) * 2.0**-24 * b.abs().max()
 
@@ -194,12 +194,12 @@ def test_compiled_for_other_numbers_of_tokens():
     with torch._dynamo.config.patch(error_on_recompile=False):
         torch._dynamo.utils.counters.clear()
         for tokens in range(3, 43, 2):
-            given = x[:tokens].clone().requires_grad_()
-            run(given, ids[:tokens], probs[:tokens]).backward(dy[:tokens])
-            compiled = given.grad
-            given = x[:tokens].clone().requires_grad_()
-            experts(given, ids[:tokens], probs[:tokens]).backward(dy[:tokens])
-            assert torch.equal(compiled, given.grad)
+            arguments = x[:tokens].clone().requires_grad_()
+            run(arguments, ids[:tokens], probs[:tokens]).backward(dy[:tokens])
+            compiled = arguments.grad
+            arguments = x[:tokens].clone().requires_grad_()
+            experts(arguments, ids[:tokens], probs[:tokens]).backward(dy[:tokens])
+            assert torch.equal(compiled, arguments.grad)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
@@ -226,7 +226,7 @@ def tiny_model(implementation, **changed):
 
 
 class Text(torch.utils.data.Dataset):
-    """Counting up from anywhere: learnt in a few steps."""
+    """Sequences that count up from a random start, which are learnt in a few steps."""
 
     def __len__(self):
         return 256
@@ -239,8 +239,8 @@ class Text(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("adapted", [False, True])
 def test_trainer_with_its_defaults(tmp_path, adapted):
-    """Fused AdamW, bf16 over float32 weights, gradient checkpointing, accumulation; with PEFT's LoRA on
-    attention, experts are frozen."""
+    """Fused AdamW, bf16 with float32 weights, gradient checkpointing, accumulation; with PEFT's LoRA on
+    attention, the experts are frozen."""
     losses = {}
     for implementation in ("eager", FP8):
         model = tiny_model(implementation)
@@ -272,7 +272,8 @@ def test_trainer_with_its_defaults(tmp_path, adapted):
     assert len(ours) == 12
     if not adapted:
         assert ours[-1] < 0.8 * ours[0]
-    # The seed's spread of this run's last losses is 5 %; before the first step there is FP8's noise alone.
+    # different seeds change the last losses of this run by 5 %; before the first step there is only FP8
+    # rounding
     assert abs(ours[0] - plain[0]) < 0.01 * plain[0]
     assert ((ours - plain).abs() < 0.08 * plain).all()
 
@@ -298,7 +299,7 @@ def test_saved_and_loaded(tmp_path):
 
 
 def test_expert_parallelism_of_two_ranks(tmp_path):
-    """By transformers' own configuration: logits and gradients as on one rank."""
+    """With transformers' own configuration: logits and gradients as on one rank."""
     tiny_model("eager").save_pretrained(tmp_path / "model")
     script, port = Path(__file__).with_name("transformers_rank.py"), str(free_port())
     ranks = [

@@ -1,4 +1,4 @@
-"""The scaling-aware transpose against exact dequantise-then-quantise in float64."""
+"""The scaling-aware transpose compared with exact dequantisation and quantisation in float64."""
 
 import itertools
 
@@ -30,7 +30,7 @@ from fp8moe import QuantTensor
     st.sampled_from(("column", "tile")),
     st.integers(0, 2**32 - 1),
 )
-def test_matches_exact_requantisation(rows, cols, fmt, width, spread, target, seed):
+def test_transpose_equals_exact_requantisation(rows, cols, fmt, width, spread, target, seed):
     q = random_rowwise(np.random.default_rng(seed), rows, cols, fmt, width, spread)
     got = fp8moe.scaling_aware_transpose(q, target=target)
     assert got.data.shape == (cols, rows)
@@ -58,7 +58,7 @@ def test_every_expert_has_its_own_blocks(counts, width, target, tail, seed):
     assert not back[offsets[-1] :].any()
 
 
-def test_aligned_experts_need_no_more_scales_than_one():
+def test_aligned_experts_need_no_additional_scales():
     q = fp8moe.quantize(values(np.random.default_rng(0), (512, 128)))
     offsets = np.array([0, 128, 128, 384], np.int32)
     got = fp8moe.scaling_aware_transpose(q, offsets, align_size=128)
@@ -67,7 +67,7 @@ def test_aligned_experts_need_no_more_scales_than_one():
 
 
 def blocks_are_tiles(got, tile, offsets):
-    """What target "block" gives against what "tile" does, where experts begin at multiples of 128."""
+    """Compares target "block" with target "tile", for experts that begin at multiples of 128."""
     first, end = int(offsets[0]), int(offsets[-1])
     assert got.block == (128, 128)
     assert same_bits(got.data[:, first:end], tile.data[:, first:end])
@@ -111,7 +111,7 @@ def test_the_shape_is_that_of_the_logical_matrix(target):
     np.testing.assert_array_equal(fp8moe.dequantize(got), fp8moe.dequantize(q))
 
 
-def test_blocks_of_experts_that_begin_elsewhere_are_refused():
+def test_blocks_of_unaligned_experts_raise():
     q = fp8moe.quantize(np.ones((256, 128), np.float32))
     with pytest.raises(ValueError, match="expert_offsets: got 100"):
         fp8moe.scaling_aware_transpose(q, np.array([0, 100, 256], np.int32), target="block", align_size=128)
@@ -129,15 +129,15 @@ def test_zeros_nan_and_rows_of_scale_zero():
     codes = np.array([[0x38, 0x80, 0x38], [0x00, 0x00, 0x7F], [0x38, 0x38, 0x38]], np.uint8)
     q = QuantTensor(codes, np.array([[1.0], [2.0**30], [0.0]], np.float32))
     got = fp8moe.scaling_aware_transpose(q)
-    assert got.scales[0].tolist() == [2.0**-8, 1.0, 1.0]  # 1.0 of 256 * 2^-8; nothing; NaN
-    assert got.data[1].tolist() == [0x80, 0x00, 0x00]  # -0 survives, scale 0 gives 0
+    assert got.scales[0].tolist() == [2.0**-8, 1.0, 1.0]  # 1.0 of 256 * 2^-8; zeros; NaN
+    assert got.data[1].tolist() == [0x80, 0x00, 0x00]  # -0 is preserved, scale 0 gives 0
     assert got.data[2, 1] == 0x7F
     tile = fp8moe.scaling_aware_transpose(QuantTensor(codes[:, :2].copy(), q.scales), target="tile")
-    assert tile.scales.tolist() == [[1.0, 1.0]]  # not 2^30: that row is all zero
+    assert tile.scales.tolist() == [[1.0, 1.0]]  # not 2^30, because that row is all zero
 
 
 @pytest.mark.parametrize("bad", [3.0, 1.5, -1.0, np.inf, np.nan])
-def test_other_scales_are_refused(bad):
+def test_scales_that_are_not_powers_of_two_raise(bad):
     scales = np.ones((2, 1), np.float32)
     scales[1] = bad
     q = QuantTensor(np.ones((2, 8), np.uint8), scales)
@@ -146,7 +146,7 @@ def test_other_scales_are_refused(bad):
 
 
 @given(routings(experts=(1, 3, 8)), st.sampled_from(((1, 128), (1, 32))), st.integers(0, 2**32 - 1))
-def test_permute_transpose_is_both_steps(case, block, seed):
+def test_permute_transpose_equals_permute_and_transpose(case, block, seed):
     ids, experts, align = case
     rng = np.random.default_rng(seed)
     q = fp8moe.quantize(values(rng, (len(ids), 72), BF16), block=block)
@@ -177,9 +177,9 @@ def error_against_rowwise(x, target, fmt="e4m3", block=(1, 128)):
     [("rows * 2^U[-6,6]", 2.6e-6), ("lognormal rows", 4.0e-6), ("one zero row", 0.0)],
 )
 def test_the_error_table(kind, limit, block):
-    """Relative L2 error against the row-wise tensor, 256 x 512: the median of 9 draws at or under what the
-    library's specification sets (the published kernel: 4.7e-5, 1.25e-4 and 4.9), a column's own target
-    never worse than a tile's. Blocks of 32 have fewer rows to agree with."""
+    """Relative L2 error against the row-wise tensor, 256 x 512: the median of 9 random tensors is at most the
+    limit of the library's specification (the published kernel: 4.7e-5, 1.25e-4 and 4.9), and a target per
+    column is never worse than one per tile. Blocks of 32 have fewer rows that must share a scale."""
     column, tile = (
         [error_against_rowwise(error_inputs(seed)[kind], target, block=block) for seed in range(9)]
         for target in ("column", "tile")
@@ -187,6 +187,7 @@ def test_the_error_table(kind, limit, block):
     print(f"{kind}: column {np.median(column):.2e}, tile {np.median(tile):.2e}")
     assert np.median(column) <= limit
     assert (np.array(column) <= np.array(tile)).all()
-    # of the specification's second column; where it has 1.2e-7, one draw's: half of a tile's smallest code,
-    # 2^-10, against values whose largest is 224 of the scale or more, and their root mean square a quarter
+    # the second column of the specification; where it has 1.2e-7, the error of a single code: half of a
+    # tile's smallest code, 2^-10, for values whose largest is at least 224 times the scale and whose root
+    # mean square is a quarter of that
     assert np.median(tile) <= {"rows * 2^U[-6,6]": 6.0e-6, "lognormal rows": 1.6e-5}.get(kind, 2.0**-10 / 56)

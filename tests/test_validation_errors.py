@@ -1,4 +1,5 @@
-"""Every public function refuses what it cannot use, naming the argument, what came and what was wanted."""
+"""Every public function rejects invalid arguments with an error that names the argument, the value and what
+was wanted."""
 
 import importlib.util
 from dataclasses import replace
@@ -35,7 +36,7 @@ from fp8moe.record_trees import is_metadata
 
 
 class OnCuda:
-    """An array that says it lies in CUDA memory: unbelievable where there is CUDA, out of reach elsewhere."""
+    """An array that reports CUDA memory, which it does not have."""
 
     def __init__(self, like):
         self.like = like
@@ -63,7 +64,7 @@ BREAKS = {
 
 
 def broken_calls():
-    """Every array of every argument, records' fields too, broken in every way."""
+    """Every array of every argument, including fields of records, made invalid in every way."""
     for function, call in CALLS.items():
         for name, value in call.items():
             if name == "saved" or is_metadata(value):
@@ -77,7 +78,7 @@ def broken_calls():
                     if kind == "strided" and array.size == 1:
                         continue  # one element has no gaps
                     if kind == "a list" and name == "tokens_per_expert":
-                        continue  # which is welcome
+                        continue  # which is valid
                     yield pytest.param(function, name, field, kind, id=f"{function}-{name}-{field}-{kind}")
 
 
@@ -92,7 +93,7 @@ def test_valid_calls_work(function):
 
 
 @pytest.mark.parametrize(("function", "name", "field", "kind"), list(broken_calls()))
-def test_a_broken_array_is_refused_by_name(function, name, field, kind):
+def test_invalid_arrays_are_named(function, name, field, kind):
     call = dict(CALLS[function])
     value = call[name]
     broken = BREAKS[kind](value if field is None else getattr(value, field))
@@ -251,12 +252,12 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("function", "change", "error", "words"), MISFITS)
-def test_mismatched_arguments_are_refused(function, change, error, words):
+def test_mismatched_arguments_raise(function, change, error, words):
     with pytest.raises(error, match=words):
         getattr(fp8moe, function)(**{**CALLS[function], **change})
 
 
-def test_a_plan_of_other_routing_is_refused():
+def test_plan_of_another_routing_raises():
     other = fp8moe.plan_topk(IDS[:4].copy(), E)
     for function in ("permute", "unpermute", "permute_backward", "unpermute_backward", "permute_transpose"):
         with pytest.raises(ValueError, match="got shape"):
@@ -266,7 +267,7 @@ def test_a_plan_of_other_routing_is_refused():
         fp8moe.permute(X, torn)
 
 
-def test_cuda_asked_for_and_absent_names_the_extra():
+def test_missing_cuda_names_the_extra():
     if importlib.util.find_spec("cupy") is not None:
         pytest.skip("CuPy is installed")
     with pytest.raises(fp8moe.BackendUnavailable, match=r"pip install 'fp8moe\[cuda13\]'"):

@@ -1,4 +1,4 @@
-"""A call on memory that is given: what it allocates is known beforehand, and it touches nothing else."""
+"""A call in given memory: its allocations are known in advance, and it accesses no other memory."""
 
 import importlib
 import threading
@@ -17,7 +17,7 @@ from fp8moe.records import ArraySpec
 from fp8moe.workspace import Layout
 
 RNG = generator()
-GUARD = 512  # bytes around every piece of memory, as poisoned as it
+GUARD = 512  # bytes around every piece of memory, poisoned too
 
 
 def specs(arrays):
@@ -25,7 +25,7 @@ def specs(arrays):
 
 
 def chain(x, offsets):
-    """Results, temporaries of different lengths of life, and an argument that is returned as it is."""
+    """Results, temporaries of different lifetimes, and an argument that is returned unchanged."""
     q = fp8moe.quantize(x)
     transposed = fp8moe.scaling_aware_transpose(q, offsets, align_size=8)
     back = fp8moe.dequantize(q, dtype="bfloat16")
@@ -39,10 +39,10 @@ def test_results_are_outputs_and_temporaries_share_one_workspace():
     layout = Layout(lambda a: chain(*a), specs((x, offsets)))
     wanted = arrays_in(chain(x, offsets))
     assert [layout.outputs[n].shape for n in layout.leaves[:-1]] == [a.shape for a in wanted[:-1]]
-    assert layout.leaves[-1] == ~1  # offsets, untouched
+    assert layout.leaves[-1] == ~1  # offsets, returned unchanged
     assert layout.aliases == {}
     (workspace,) = layout.outputs[len(set(layout.leaves)) - 1 :]
-    # q (8192 + 512 bytes), transposed's codes (8192), back (16384) at most, again's compact scales (512)
+    # at most q (8192 + 512 bytes), the transposed codes (8192), back (16384) and again's compact scales (512)
     assert 16384 + 8192 + 512 <= workspace.nbytes <= 16384 + 8192 + 8192 + 2 * 512
     names = layout.result(["x", "offsets"], [f"output {i}" for i in range(3)])
     assert (names[0].data, names[0].scales, names[1], names[2]) == (
@@ -65,7 +65,7 @@ def test_layouts_raise_the_calls_validation_errors():
 
 
 class Memory:
-    """Pieces of memory with guards around, poisoned."""
+    """Poisoned pieces of memory between guard regions."""
 
     def __init__(self, arrays=()):
         self.pieces = []
@@ -100,17 +100,17 @@ def on_cpu(monkeypatch):
 
 
 def run(layout, arrays):
-    """Everything in new memory; results as `function` has them."""
-    given = Memory(arrays)
+    """Runs a layout in new memory; returns results in the form of `function`."""
+    arguments = Memory(arrays)
     made = Memory(layout.outputs)
-    addresses, outputs = given.addresses, made.addresses
+    addresses, outputs = arguments.addresses, made.addresses
     for i, output in layout.aliases.items():
         made.arrays[output][...] = arrays[i]
-        addresses[i] = 0  # nobody looks there
+        addresses[i] = 0  # never accessed
     layout.run(addresses, outputs, int, 0, 0)
     assert made.untouched_around()
-    assert given.untouched_around()
-    for a, b in zip(given.arrays, arrays, strict=True):
+    assert arguments.untouched_around()
+    for a, b in zip(arguments.arrays, arrays, strict=True):
         np.testing.assert_array_equal(a, b)
     return layout.result(arrays, made.arrays)
 
@@ -142,10 +142,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_results_at_given_addresses_are_the_calls(name, on_cpu):
+def test_results_at_given_addresses_equal_the_calls(name, on_cpu):
     function, arguments = CASES[name]
     layout = Layout(function, specs(arguments()))
-    for _ in range(3):  # checked and noted, then twice only launched
+    for _ in range(3):  # checked and recorded once, then only launched
         arrays = arguments()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(interop, "framework_of", lambda x, name: interop.NUMPY)
@@ -154,7 +154,7 @@ def test_results_at_given_addresses_are_the_calls(name, on_cpu):
         assert list(layout.plans) == [0]
 
 
-def test_an_argument_that_is_added_to(on_cpu):
+def test_accumulated_argument(on_cpu):
     def function(a):
         return fp8moe.grouped_gemm_wgrad(*a)
 
@@ -168,8 +168,8 @@ def test_an_argument_that_is_added_to(on_cpu):
             np.testing.assert_allclose(result[e], into[e] + a[rows].T @ b[rows], atol=1e-4)
 
 
-def test_arguments_in_the_same_memory(on_cpu):
-    """What is launched is found out at addresses of its own."""
+def test_aliased_arguments(on_cpu):
+    """The dry run uses distinct addresses."""
     function = Layout(
         lambda a: fp8moe.grouped_gemm_wgrad(*a),
         specs([np.ones((8, 8), np.float32)] * 2 + [np.ones(2, np.int32)]),
@@ -182,7 +182,7 @@ def test_arguments_in_the_same_memory(on_cpu):
 
 
 def test_unaligned_addresses_are_served_by_other_kernels(on_cpu):
-    """Then it is done with its checks, on other kernels."""
+    """Unaligned addresses need the checked path, with other kernels."""
     x = values(RNG, (4, 128), BF16)
     layout = Layout(lambda a: fp8moe.quantize(*a), specs([x]))
     room = np.empty(x.nbytes + 32, np.uint8)

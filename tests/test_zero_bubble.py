@@ -1,5 +1,5 @@
-"""The layer under torch's zero-bubble pipeline schedules, whose two halves of a backward are
-`stage_backward_input` and `stage_backward_weight` of torch.distributed.pipelining."""
+"""The layer in torch's zero-bubble pipeline schedules, which split a backward into `stage_backward_input` and
+`stage_backward_weight` of torch.distributed.pipelining."""
 
 import collections
 
@@ -36,7 +36,7 @@ class Operators(TorchDispatchMode):
 
 
 def in_halves(y, dy, x, weights, counted=fp8moe.trace):
-    """What torch's two halves launch, which leave gradients as `backward` does."""
+    """Launches of the two halves, which leave gradients as `backward` does."""
     weights = list(weights)
     with counted() as first:
         _, groups = stage_backward_input([y], [dy], [x], iter(weights))
@@ -48,7 +48,7 @@ def in_halves(y, dy, x, weights, counted=fp8moe.trace):
 @pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
 def test_a_stage_of_two_layers(recipe, recompute):
-    """Gradients are those of one backward, bit by bit, and no product is computed twice."""
+    """Gradients are bitwise those of one backward, and no product is computed twice."""
     stage = torch.nn.Sequential(*(FP8FlowMoE(128, 128, 4, 2, recipe=recipe) for _ in range(2)))
     for layer in stage:
         layer.recompute = recompute
@@ -56,19 +56,19 @@ def test_a_stage_of_two_layers(recipe, recompute):
     actual = []
     for halves in (False, True):
         stage.zero_grad()
-        given = x.clone().requires_grad_()
-        for micro_batch in (1.0, 2.0):  # which add up
-            given.grad = None
-            y = stage(given * micro_batch)
+        arguments = x.clone().requires_grad_()
+        for micro_batch in (1.0, 2.0):  # gradients accumulate
+            arguments.grad = None
+            y = stage(arguments * micro_batch)
             with fp8moe.trace() as whole:
                 if halves:
                     counted = Operators if recipe == "bf16" else fp8moe.trace
-                    first, second = in_halves(y, dy, given, stage.parameters(), counted)
+                    first, second = in_halves(y, dy, arguments, stage.parameters(), counted)
                 else:
                     y.backward(dy)
-        actual.append([given.grad, *(p.grad for p in stage.parameters())])
+        actual.append([arguments.grad, *(p.grad for p in stage.parameters())])
         products = 6 if recompute else 4
-        if recipe == "bf16":  # whose products are torch's here
+        if recipe == "bf16":  # with torch's products
             if halves:
                 assert [counts["_grouped_mm"] for counts in (first, second)] == [products, 4]
             continue
@@ -82,31 +82,32 @@ def test_a_stage_of_two_layers(recipe, recompute):
 
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("counts", [None, torch.tensor([16, 0, 24], dtype=torch.int32)])
-def test_products_by_themselves(transpose_w, counts):
-    """Two, one after the other: each gradient is computed in its half, once."""
+def test_grouped_gemm_in_halves(transpose_w, counts):
+    """Two successive products: each gradient is computed once, in its half."""
     x, dy = torch.randn(2, 40, 128)
     weights = torch.nn.ParameterList([*torch.randn(2, 3, 128, 128) / 11])
     offsets, actual = torch.tensor([0, 16, 16, 40], dtype=torch.int32), []
     for halves in (False, True):
         weights.zero_grad()
-        given = x.clone().requires_grad_()
-        y = given
+        arguments = x.clone().requires_grad_()
+        y = arguments
         for w in weights:
             y = torch_ops.grouped_gemm(y, w, offsets, counts, transpose_w=transpose_w)
         if halves:
-            launches = [[t.launches[n] for n in PRODUCTS] for t in in_halves(y, dy, given, weights)]
+            launches = [[t.launches[n] for n in PRODUCTS] for t in in_halves(y, dy, arguments, weights)]
             assert launches == [[2, 0], [0, 2]]
         else:
             y.backward(dy)
-        actual.append([given.grad, *(w.grad for w in weights)])
+        actual.append([arguments.grad, *(w.grad for w in weights)])
     for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pass_rows", [False, True])
-def test_the_routers_product(pass_rows):
-    """By autograd's own halves: torch's schedules take nodes of several results from torch 2.13 on only."""
+def test_router_in_halves(pass_rows):
+    """With the halves computed by autograd itself: torch's schedules support nodes with several results only
+    from torch 2.13 on."""
     x = torch.randn(300, 128, device="cuda").bfloat16().requires_grad_()
     router = Router(128, 8, RouterConfig(2), device="cuda")
     *rows, _, probs = router(x, pass_rows=pass_rows)
@@ -120,8 +121,8 @@ def test_the_routers_product(pass_rows):
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_main_grad_is_added_to_once(zeros):
-    """Also where the attribute is Megatron's, which expects zeros as ``grad``."""
+def test_main_grad_is_accumulated_once(zeros):
+    """Also if Megatron set the attribute, and expects zeros as ``grad``."""
     actual = []
     x, dy = torch.randn(2, 40, 128)
     torch.manual_seed(3)
@@ -131,14 +132,14 @@ def test_main_grad_is_added_to_once(zeros):
             w.main_grad, w.grad = torch.full_like(w, 0.5), None
             if zeros:
                 w.grad_added_to_main_grad = False
-        given = x.clone().requires_grad_()
-        y = layer(given)
+        arguments = x.clone().requires_grad_()
+        y = layer(arguments)
         if halves:
-            in_halves(y, dy, given, layer.parameters())
+            in_halves(y, dy, arguments, layer.parameters())
         else:
             y.backward(dy)
         assert all(w.grad is None or not w.grad.any() for w in (layer.w13, layer.w2))
-        actual.append((layer.w13.main_grad, layer.w2.main_grad, given.grad))
+        actual.append((layer.w13.main_grad, layer.w2.main_grad, arguments.grad))
     for a, b in zip(*actual, strict=True):
         assert torch.equal(a, b)
 
@@ -151,7 +152,7 @@ def problem():
     return leaves, ids, dy
 
 
-def test_gradients_of_some_inputs_cost_those_alone():
+def test_gradients_of_some_inputs_compute_only_those():
     leaves, ids, dy = problem()
     x, w1, w3, w2, probs = leaves
 
@@ -175,9 +176,9 @@ def test_gradients_of_some_inputs_cost_those_alone():
         assert tuple(t.launches[name] for name in PRODUCTS) == (products, of_weights), numbers
 
 
-def test_a_half_serves_its_own_gradient_once():
-    """Another dy, one that was changed, the same one again, a whole backward after a half: all from the
-    start."""
+def test_saved_half_is_used_once_for_the_same_gradient():
+    """Another dy, a modified dy, the same dy again, and a whole backward after a half all start from the
+    beginning."""
     leaves, ids, dy = problem()
     x, *weights = leaves[0], *leaves[1:4]
 
@@ -204,7 +205,7 @@ def test_a_half_serves_its_own_gradient_once():
         assert torch.equal(w.grad, b)
 
 
-def test_nothing_is_kept_where_the_graph_is_not():
+def test_no_half_is_saved_without_retain_graph():
     leaves, ids, dy = problem()
     for keep in (False, True):
         y = moe_experts(leaves[0], tuple(leaves[1:3]), leaves[3], ids, leaves[4])
@@ -222,9 +223,10 @@ def nodes_of(node):
             yield from nodes_of(parent)
 
 
-def test_a_compiled_layer_refuses_to_add_to_main_grad_twice():
-    """It is one node of autograd's graph, which would be run whole by both halves."""
-    torch.compiler.reset()  # with dynamic sizes from an earlier test torch itself refuses, by donated buffers
+def test_compiled_layer_does_not_accumulate_main_grad_twice():
+    """The compiled layer is one node of autograd's graph, which both halves would run completely."""
+    # after earlier tests with dynamic sizes torch itself raises, because of donated buffers
+    torch.compiler.reset()
     layer = FP8FlowMoE(128, 128, 4, 2)
     for w in (layer.w13, layer.w2):
         w.main_grad = torch.zeros_like(w, dtype=torch.float32)
@@ -234,7 +236,7 @@ def test_a_compiled_layer_refuses_to_add_to_main_grad_twice():
     with pytest.raises(
         RuntimeError, match="main_grad: got a backward of a compiled layer that keeps its graph"
     ):
-        torch.autograd.grad(compiled(x), x, dy, retain_graph=True)  # as torch's first half does
+        torch.autograd.grad(compiled(x), x, dy, retain_graph=True)  # like the first half of torch's schedules
     assert not layer.w13.main_grad.any()
     compiled(x).backward(dy)
     assert layer.w13.main_grad.any()

@@ -1,4 +1,4 @@
-"""torch's own description of the 128x4 blocked layout of scales."""
+"""torch's own implementation of the 128x4 blocked layout of scales."""
 
 import ast
 import importlib.util
@@ -8,7 +8,7 @@ import torch
 
 
 def function_of_torch(name):
-    """A function of torch's own tests, without their module, which imports what need not be installed."""
+    """A function from torch's own tests, without importing their module, which needs optional packages."""
     path = importlib.util.find_spec("torch.testing._internal.common_quantized").origin
     tree = ast.parse(Path(path).read_text())
     wanted = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name in ("ceil_div", name)]

@@ -1,5 +1,5 @@
-"""One rank of test_torch_functional.py, compiled code over several ranks:
-``python torch_functional_rank.py RANK WORLD FILE``."""
+"""One rank of test_torch_functional.py, for compiled code over several ranks: ``python
+torch_functional_rank.py RANK WORLD FILE``."""
 
 import os
 import sys
@@ -38,8 +38,8 @@ def compiled(function):
 
 
 def check(recipe, recompute, biased, comm):
-    """Compiled and eager over the ranks, bit for bit, and all experts on one rank, for other numbers of
-    tokens."""
+    """Compiled and eager results over the ranks are bitwise equal, and close to those of all experts on one
+    rank, for several numbers of tokens."""
     dtype = torch.bfloat16 if recipe == "bf16" else torch.float32
     w1, w3 = (numbers(E, F, H, seed=s).to(dtype) / 10 for s in (1, 2))
     w2 = numbers(E, H, F, seed=3).to(dtype) / 8
@@ -66,7 +66,7 @@ def check(recipe, recompute, biased, comm):
             dist.all_reduce(w)
         wanted[3:] = [w[own] for w in wanted[3:]]
         for a, b, c in zip(actual, eager, wanted, strict=True):
-            if recipe != "bf16":  # whose products torch makes, uncompiled
+            if recipe != "bf16":  # its products are torch's and not compiled
                 assert torch.equal(a, b)
             # y and dx: sums of bfloat16 rows of two ranks; gradients: in bfloat16, or sums in another order
             assert (a - c).float().norm() <= 0.02 * c.float().norm(), (recipe, a.shape)
@@ -99,7 +99,7 @@ for recipe in ("fp8_flow", "bf16"):
 
 
 class Other:
-    """A transport that has no handle."""
+    """A transport without a handle."""
 
     rank, world_size = RANK, WORLD
     counts, exchange = comm.counts, comm.exchange
@@ -108,7 +108,8 @@ class Other:
 w13, w2, other = layer.w13.to_local(), layer.w2.to_local(), Other()
 ids, probs = torch.zeros(24, 1, dtype=torch.int64), torch.ones(24, 1)
 run = compiled(lambda x: moe_experts(x, w13, w2, ids, probs, comm=other))
-with pytest.raises(Exception, match="comm: got a Other without a handle in compiled code"):  # Dynamo's own
+# raised by Dynamo
+with pytest.raises(Exception, match="comm: got a Other without a handle in compiled code"):
     run(x)
 for call in (moe_experts, compiled(moe_experts)):
     with pytest.raises(Exception, match="backend: got 'mma' for arrays on the CPU"):

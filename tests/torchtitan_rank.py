@@ -1,5 +1,5 @@
-"""One rank of test_torchtitan.py, torchtitan's own expert parallelism:
-``python torchtitan_rank.py RANK FILE BACKEND RECIPE``."""
+"""One rank of test_torchtitan.py, with torchtitan's own expert parallelism: ``python torchtitan_rank.py RANK
+FILE BACKEND RECIPE``."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from fp8moe.adapters.torchtitan import FP8MoEConverter, FP8RoutedExperts
 RANK, WORLD, BACKEND = int(sys.argv[1]), 2, sys.argv[3]
 os.environ.update(RANK=str(RANK), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(RANK))
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=WORLD)
-parallel_dims.device_type = "cpu"  # torchtitan takes a CPU for a GPU where torch has no CUDA
+parallel_dims.device_type = "cpu"  # without CUDA torchtitan would assume a GPU
 degrees = {"dp_replicate": 1, "dp_shard": WORLD, "cp": 1, "tp": 1, "pp": 1, "ep": WORLD}
 dims = parallel_dims.ParallelDims(**degrees, world_size=WORLD, spmd_backend=BACKEND)
 dims.build_mesh()
@@ -46,7 +46,7 @@ for recipe in sys.argv[4:]:
     x, dy = (torch.randn(2, 8, plain.router.gate.weight.shape[1], generator=generator) for _ in range(2))
     rows, grads = results(layer, x, dy)
     wanted, wanted_grads = results(plain, x, dy)
-    # sums of two ranks' rows, in bfloat16 for FP8; of the weights, in another order
+    # sums of two ranks' rows, in bfloat16 for FP8; weight gradients in another order
     bound = 2.0**-7 if recipe == "fp8_flow" else 2.0**-16
     for actual, true in zip(rows, wanted, strict=True):
         assert (actual - true).norm() <= bound * true.norm(), (recipe, actual.shape)
@@ -62,14 +62,14 @@ for recipe in sys.argv[4:]:
     torch.compiler.reset()
     experts, num_experts = layer.routed_experts, plain.routed_experts.inner_experts.num_experts
     ids = torch.randint(0, num_experts, (2, 8, 2), generator=generator)
-    given = (
+    arguments = (
         x,
         torch.rand(2, 8, 2, generator=generator),
         ids,
         torch.bincount(ids.ravel(), minlength=num_experts),
     )
-    y = torch.compile(experts, backend="aot_eager", fullgraph=True)(*given)
-    assert (y - experts(*given)).norm() <= bound * y.norm()
+    y = torch.compile(experts, backend="aot_eager", fullgraph=True)(*arguments)
+    assert (y - experts(*arguments)).norm() <= bound * y.norm()
 dist.barrier()
 dist.destroy_process_group()
 print("right", flush=True)

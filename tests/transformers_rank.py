@@ -41,7 +41,8 @@ for layout, sizes in LAYOUTS.items():
             continue
         assert p.to_local().shape[0] == q.shape[0] // WORLD
         dist.all_reduce(q.grad)
-        true = q.grad / (WORLD if apart else 1)  # FSDP's mean over batches; the sum over the head's halves
+        # FSDP's mean over batches, or the sum over halves of the tokens
+        true = q.grad / (WORLD if apart else 1)
         whole = p.grad.full_tensor()
         assert (whole - true).norm() <= 2.0**-16 * true.norm(), (layout, name)
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""A user's program, for type checkers: `make lint` checks it with ``mypy --strict``.
+"""A user's program for type checkers, checked by `make lint` with ``mypy --strict``. It is never run.
 
-`assert_type` fails where a function's signature is lost on its way through a decorator, and so does a
-``type: ignore`` that hides no error. It is never run.
+`assert_type` fails if a decorator loses a function's signature, and ``type: ignore`` comments fail if they
+hide no error.
 """
 
 from typing import Any, assert_type
@@ -77,7 +77,7 @@ def jax_client(x: jax.Array, w13: jax.Array, w2: jax.Array, ids: jax.Array) -> j
 
 
 def refused(x: np.ndarray[Any, Any], plan: PermutationPlan) -> None:
-    """What a type checker has to find."""
+    """Errors that a type checker must report."""
     fp8moe.quantise(x)  # type: ignore[attr-defined]
     fp8moe.quantize(x, blocks=(1, 128))  # type: ignore[call-arg]
     fp8moe.permute(x)  # type: ignore[call-arg]

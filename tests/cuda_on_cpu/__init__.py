@@ -1,9 +1,9 @@
-"""The CUDA backend on a CPU: launchers and kernels as they are, compiled by g++ against `cuda.h`.
+"""The CUDA backend on a CPU: the unmodified launchers and kernels, compiled by g++ with `cuda.h`.
 
-The threads of a block, or of a cluster of blocks, take turns, so cases must be small. Whose turn it is and
-when copies happen follows from a seed (`schedule.h`); a launch that cannot go on, or breaks the rules of a
-barrier, raises `LaunchFailure`, which names the seed. What it cannot show: the hardware's own roundings, and
-speed.
+The threads of a block, or of a cluster of blocks, run one at a time, so test cases must be small. A seed
+determines the order of threads and the time of asynchronous copies (`schedule.h`). A launch that deadlocks or
+violates the rules of a barrier raises `LaunchFailure`, which contains the seed. The harness does not
+reproduce the hardware's rounding or speed.
 """
 
 import atexit
@@ -34,7 +34,8 @@ available = shutil.which("g++") is not None
 
 
 OPTIONS = ["-std=c++20", "-O1", "-ffp-contract=off", "-fpermissive", "-w", "-fPIC", "-pthread"]
-OPTIONS.append("-fno-gnu-unique")  # or variants' shared memory, in templates, would be one and the same
+# otherwise the shared memory of variants, in templates, would be one object
+OPTIONS.append("-fno-gnu-unique")
 
 
 def folder_until_exit():
@@ -45,7 +46,7 @@ def folder_until_exit():
 
 @functools.cache
 def precompiled():
-    """A folder with `schedule.h`, half of what a source takes to compile, once for all of them."""
+    """A folder with the precompiled `schedule.h`, which takes half of a source's compile time."""
     folder = folder_until_exit()
     shutil.copy(HERE / "schedule.h", folder)
     subprocess.run(["g++", *OPTIONS, "-x", "c++-header", "schedule.h"], cwd=folder, check=True)
@@ -54,7 +55,7 @@ def precompiled():
 
 @functools.cache
 def library(source, defines):
-    """One source, with a C function ``run_NAME`` for every kernel of it."""
+    """One compiled source, with a C function ``run_NAME`` for each of its kernels."""
     folder = folder_until_exit()
     for path in [*compiler.SOURCES.glob("*.cu*"), *HERE.glob("*.cuh"), HERE / "cuda.h"]:
         (folder / path.name).write_text(path.read_text())
@@ -84,7 +85,7 @@ def library(source, defines):
         f"  return run_grid(seed, {'CLUSTER' if 'cluster_dims' in attributes else 1}, gx, gy, threads,"
         f" shared, [=] {{ {name}({', '.join(names(parameters))}); }});\n}}\n"
         for attributes, name, parameters in SIGNATURE.findall(text)
-        if f" {name}(" in compiled  # some are left out by the definitions
+        if f" {name}(" in compiled  # definitions exclude some kernels
     ]
     (folder / "all.cpp").write_text(f'#include "cuda.h"\n#include "{source}.cu"\n' + "".join(runs))
     command = ["g++", *OPTIONS, *macros, "-I", precompiled(), "-include", "schedule.h"]
@@ -93,16 +94,17 @@ def library(source, defines):
 
 
 class LaunchFailure(AssertionError):
-    """A launch that cannot go on, or breaks the rules of a barrier; the text says which thread where."""
+    """A launch that deadlocks or violates the rules of a barrier; the message names the thread and the
+    line."""
 
 
-seeds = random.Random(SEED)  # of the launches' schedules; conftest.py begins anew with every test
+seeds = random.Random(SEED)  # seeds of the launches' schedules; conftest.py resets it for every test
 
 
 def next_seed():
-    """FP8MOE_SCHEDULE where it is set: that of a failure, beside the FP8MOE_TEST_SEED of its inputs."""
-    drawn = seeds.getrandbits(32)
-    return int(os.environ.get("FP8MOE_SCHEDULE", drawn))
+    """FP8MOE_SCHEDULE if it is set, to repeat a failure; FP8MOE_TEST_SEED repeats its inputs."""
+    seed = seeds.getrandbits(32)
+    return int(os.environ.get("FP8MOE_SCHEDULE", seed))
 
 
 def names(parameters):
@@ -110,7 +112,7 @@ def names(parameters):
 
 
 class Array:
-    """A NumPy array that says it lies on a device."""
+    """A NumPy array that reports a CUDA device."""
 
     def __init__(self, host):
         self.host = np.ascontiguousarray(host)
@@ -143,7 +145,7 @@ def raw(host, device=0):
 
 
 def whole_or_part(value):
-    """A packed array is a part of its owner's memory."""
+    """Packed arrays are parts of their owner's memory."""
     owner = value.owner
     if owner.shape == tuple(value.shape) and owner.dtype == value.dtype:
         return owner
@@ -161,13 +163,13 @@ def download(value):
 
 
 class Runtime:
-    """What driver.py and launch.py ask of CUDA's runtime."""
+    """The parts of CUDA's runtime that driver.py and launch.py use."""
 
     memcpyHostToDevice = memcpyDeviceToHost = eventDisableTiming = 0
 
     def __init__(self):
-        self.bound_threads = []  # threads that have asked for a device's context
-        self.waits = []  # which stream was told to wait for which
+        self.bound_threads = []  # threads that have requested a device's context
+        self.waits = []  # (stream, stream that it waits for)
 
     getDevice = int  # 0, without a Python call, as in CuPy
 
@@ -198,7 +200,7 @@ class Runtime:
 
 
 def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
-    """Until the test ends, `Array` is an array on a device whose kernels run here."""
+    """Until the end of the test, `Array` is a device array whose kernels run here."""
     from fp8moe.kernels_cuda import driver, launch
 
     def load_kernel(source, name, defines, device):
@@ -232,17 +234,17 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
 
 
 def both(function, *arguments, **options):
-    """(the reference's result, the CUDA backend's)."""
-    ours = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
+    """(the reference's result, the CUDA backend's result)."""
+    expected = function(*arguments, **{k: v for k, v in options.items() if k != "backend"})
     with pytest.MonkeyPatch.context() as patch:
         install(patch)
         uploaded = [upload(a) for a in arguments]
-        theirs = function(*uploaded, **{k: upload(v) for k, v in options.items()})
-        return ours, download(theirs)
+        actual = function(*uploaded, **{k: upload(v) for k, v in options.items()})
+        return expected, download(actual)
 
 
 class Kernel:
-    """What launch.py knows of a loaded kernel."""
+    """The parts of a loaded kernel that launch.py uses."""
 
     parameters, shared = (), 1 << 30
 

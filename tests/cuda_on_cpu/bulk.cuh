@@ -1,28 +1,29 @@
-// What kernels_cuda/bulk.cuh does, in C++: schedule.h says when a copy happens.
+// kernels_cuda/bulk.cuh in C++; schedule.h decides when copies run.
 #pragma once
 #include "common.cuh"
 
 inline void barrier_init(u64* barrier, u32 arrivals = 1, CALLER) { init_barrier(barrier, arrivals, line); }
 inline void barrier_expect(u64* barrier, u32 bytes, CALLER) {
   arrive(barrier, (int)bytes, line);
-  schedule.comes_to(line.line(), current);
+  schedule.reached_line(line.line(), current);
   end_turn_perhaps();
 }
-// A copy of `bytes` bytes to `to`, which `work` makes, counted by a barrier.
+// A copy of `bytes` bytes to `to`, executed by `work` and counted by an mbarrier.
 template <class Work>
 void counted_copy(void* to, u32 bytes, u64* barrier, const Line& line, const Work& work) {
-  check_there(barrier_at(barrier, line), line);
+  check_block_running(barrier_at(barrier, line), line);
   const int phase = barrier_at(barrier, line).completed;
   poison_destination(to, bytes);
   written_by_async(to, bytes);
   begin_operation([=] {
     work();
     written_by_async(to, bytes);
-    bytes_came(barrier, (int)bytes, phase, line);
+    complete_bytes(barrier, (int)bytes, phase, line);
   });
 }
 inline void check_multiples_of_16(const void* to, const void* from, u32 bytes, const Line& line) {
-  if (((size_t)to | (size_t)from | bytes) & 15) give_up_at("copies what is no multiple of 16 bytes", line);
+  if (((size_t)to | (size_t)from | bytes) & 15)
+    give_up_at("copies a size or address that is no multiple of 16 bytes", line);
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, CALLER) {
   check_multiples_of_16(to, from, bytes, line);
@@ -32,12 +33,12 @@ inline void bulk_load(void* to, const void* from, u32 bytes, u64* barrier, CALLE
 inline void barrier_wait(u64* barrier, u32 parity = 0, CALLER) { wait_for_phase(barrier, parity, line); }
 inline void bulk_store(void* to, const void* from, u32 bytes, u64 = 0, CALLER) {
   check_multiples_of_16(to, from, bytes, line);
-  sooner_or_later(this_thread().writes, [=] { memcpy(to, as_async_sees(from), bytes); });
+  run_or_defer(this_thread().writes, [=] { memcpy(to, async_view(from), bytes); });
 }
 inline void bulk_add_floats(void* to, const void* from, u32 bytes, CALLER) {
   check_multiples_of_16(to, from, bytes, line);
-  sooner_or_later(this_thread().writes, [=] {
-    const float* values = (const float*)as_async_sees(from);
+  run_or_defer(this_thread().writes, [=] {
+    const float* values = (const float*)async_view(from);
     for (u32 i = 0; i < bytes / 4; ++i) ((float*)to)[i] += values[i];
   });
 }
@@ -47,4 +48,4 @@ inline void bulk_finish() {
   for (const auto& write : this_thread().writes) write();
   this_thread().writes.clear();
 }
-inline void fence_async() { show_stores_to_async(); }
+inline void fence_async() { publish_stores(); }

@@ -1,5 +1,5 @@
-// CUDA C++ on a CPU, as far as the kernels use it: one cluster of blocks after the other, their threads by
-// turns (schedule.h).
+// The parts of CUDA C++ that the kernels use, on a CPU: one cluster of blocks after another, with threads
+// that run one at a time (schedule.h).
 #pragma once
 #ifndef ONLY_NAMES  // of kernels, in preprocessed text
 #include "schedule.h"
@@ -24,9 +24,10 @@
 inline void __syncthreads(CALLER) { of_block[rank_of_block()].wait("__syncthreads", line); }
 inline void __syncwarp(CALLER) { of_warp[warp_of_cluster()].wait("the others of the warp", line); }
 
-// What all lanes of this warp give; `T` as it is at the call before next stays readable for who is late.
+// The values of all lanes of this warp. There are two buffers, so that late lanes can still read the previous
+// call's values.
 template <class T>
-const T* shown(const T& value, const Line& line) {
+const T* warp_values(const T& value, const Line& line) {
   static T all[2][LARGEST_CLUSTER * 32][32];
   static unsigned calls[LARGEST_CLUSTER * 32][32];
   const unsigned warp = warp_of_cluster(), lane = threadIdx.x % 32, turn = calls[warp][lane]++ % 2;
@@ -34,15 +35,15 @@ const T* shown(const T& value, const Line& line) {
   __syncwarp(line);
   return all[turn][warp];
 }
-// f of what all lanes of the warp give.
+// f of the values of all lanes of the warp.
 template <class T, class F>
 auto of_lanes(T value, F f, const Line& line) {
-  const T* all = shown(value, line);
+  const T* all = warp_values(value, line);
   return f([&](int lane) { return all[lane & 31]; });
 }
 template <class T>
 T of_lane(T value, int lane, const Line& line) {
-  return shown(value, line)[lane & 31];
+  return warp_values(value, line)[lane & 31];
 }
 template <class T>
 T __shfl_sync(unsigned, T v, int lane, CALLER) {

@@ -1,23 +1,23 @@
-// What kernels_cuda/mma.cuh does, in C++: a warp's lanes show each other what they have, and each makes its
-// own part of the product.
+// kernels_cuda/mma.cuh in C++: the lanes of a warp exchange their operands, and each computes its own part of
+// the product.
 #pragma once
 #include "fp8.cuh"
 
 inline void copy_async_part(At to, const void* from, u32 bytes, CALLER) {
   if ((to | (u64)from) & 15 || bytes > 16)
-    give_up_at("copies what does not begin at a multiple of 16 bytes", line);
+    give_up_at("copies from or to an address that is no multiple of 16 bytes", line);
   if (bytes < 16) copy_async({(u8*)to + bytes, nullptr, 16 - bytes, false});
   if (bytes) copy_async({(void*)to, from, bytes, true});
 }
 inline void store_words_at(At at, uint4 v) { *(uint4*)at = v; }
 
 inline void load_matrices_at(At at, u32 (&v)[4], CALLER) {
-  const At* rows = shown(at, line);
+  const At* rows = warp_values(at, line);
   const u32 lane = threadIdx.x % 32;
   for (u32 m = 0; m < 4; ++m) v[m] = ((const u32*)rows[8 * m + lane / 4])[lane % 4];
 }
 inline void load_transposed_at(At at, u32 (&v)[4], CALLER) {
-  const At* rows = shown(at, line);
+  const At* rows = warp_values(at, line);
   const u32 lane = threadIdx.x % 32;
   for (u32 m = 0; m < 4; ++m) {
     const u16 first = ((const u16*)rows[8 * m + lane % 4 * 2])[lane / 4];
@@ -29,10 +29,10 @@ struct Operands {
   u32 a[4], b[2];
 };
 
-// `count` values a 32-bit word, value(word, i, whether of b) of them.
+// With `count` values per 32-bit word: value(word, i, whether it is an operand b).
 template <class Value>
 void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, u32 count, const Value& value, CALLER) {
-  const Operands* all = shown(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}}, line);
+  const Operands* all = warp_values(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}}, line);
   const u32 lane = threadIdx.x % 32;
   for (u32 v = 0; v < 4; ++v)
     for (u32 q = 0; q < 4; ++q)

@@ -1,4 +1,4 @@
-// What kernels_cuda/ptx.cuh does, in C++.
+// kernels_cuda/ptx.cuh in C++.
 #pragma once
 
 #define DYNAMIC_SHARED(name) u8* const name = dynamic_shared[rank_of_block()]
@@ -72,7 +72,7 @@ inline u32 to_bf16x2(float a, float b) { return float_to_bf16(a) | (u32)float_to
 inline float larger_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline void copy_async(const Copy& copy) {
   poison_destination(copy.to, copy.bytes);
-  sooner_or_later(this_thread().copies.back(), copy);
+  run_or_defer(this_thread().copies.back(), copy);
 }
 inline void copy_async16(void* to, const void* from, bool there) { copy_async({to, from, 16, there}); }
 inline void copy_async4(void* to, const void* from, bool there) { copy_async({to, from, 4, there}); }

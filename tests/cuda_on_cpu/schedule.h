@@ -1,7 +1,7 @@
-// Whose turn it is, and what stops a kernel: the threads of a cluster of blocks run by turns, one until it
-// waits for others, or until another one is preferred where it signals something. All choices come from one
-// seed, so that a failure can be repeated. Copies by TMA, cp.async and products by wgmma happen at once, at
-// any time, or as late as they may.
+// The scheduler: the threads of a cluster of blocks run one at a time, each until it waits for others, or
+// until another thread is preferred when it signals something. All choices follow from one seed, so that
+// failures can be repeated. Copies by TMA and cp.async and products by wgmma are executed immediately, at a
+// random time, or as late as allowed.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -24,8 +24,8 @@
 #include <vector>
 
 #define STACK (128 << 10)            // bytes
-#define SHARED_MEMORY (256 << 10)    // bytes of dynamic shared memory, as much as any GPU has
-#define SHARED_MEMORY_END (4 << 10)  // bytes behind it, in which nobody may write
+#define SHARED_MEMORY (256 << 10)    // bytes of dynamic shared memory, at least as much as any GPU has
+#define SHARED_MEMORY_END (4 << 10)  // bytes after it, which must not be written
 #define LARGEST_CLUSTER 2
 
 typedef std::source_location Line;
@@ -35,23 +35,23 @@ struct Index {
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
-struct Copy {  // of bytes, or zeros, on its way
+struct Copy {  // a pending copy of bytes, or of zeros
   void* to;
   const void* from;
   unsigned bytes;
-  bool there;
-  void operator()() const { there ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
+  bool has_source;
+  void operator()() const { has_source ? memcpy(to, from, bytes) : memset(to, 0, bytes); }
 };
 struct Thread {
   ucontext_t start;
-  jmp_buf next;  // where it goes on
+  jmp_buf next;  // where it resumes
   std::unique_ptr<char[]> stack{new char[STACK]};
   bool started, done, after_pdl_wait;
-  const char* awaited;  // what it waits for, where, and which mbarrier and phase if it is one
+  const char* awaited;  // what it waits for, and below where, and the mbarrier and phase if it is one
   Line line;
   int barrier, phase;
-  // What is yet to be done for it: copies and products by the group (the last group is not yet complete),
-  // and what TMA reads to write it to memory.
+  // Pending operations of the thread: copies and products by group (the last group is not yet committed),
+  // and TMA's writes to memory.
   std::vector<std::vector<Copy>> copies;
   std::vector<std::vector<std::function<void()>>> products;
   std::vector<std::function<void()>> writes;
@@ -59,18 +59,19 @@ struct Thread {
 static std::deque<Thread> all_threads;  // of the largest cluster so far
 static jmp_buf scheduler;
 static std::function<void()> kernel_of_all;
-static std::mt19937 lot;
+static std::mt19937 random_bits;
 static unsigned current, thread_count, threads_of_block, blocks_of_cluster, blocks_done[LARGEST_CLUSTER];
 static unsigned first_block, block_row;  // of the cluster
 static bool in_a_thread;
-static std::string failure;  // why the launch was given up
-static unsigned poison;      // the byte that shared memory begins with, and that copies on their way leave
+static std::string failure;  // why the launch was aborted
+static unsigned poison;      // initial byte of shared memory, and of destinations of pending copies
 static unsigned elected_lane;
 alignas(1024) static unsigned char dynamic_shared[LARGEST_CLUSTER][SHARED_MEMORY + SHARED_MEMORY_END];
-// What TMA and the tensor cores see of it: ordinary stores only after a fence (of any thread of the block).
-alignas(1024) static unsigned char seen_by_async[LARGEST_CLUSTER][SHARED_MEMORY + SHARED_MEMORY_END];
+// Shared memory as TMA and the tensor cores see it: with ordinary stores only after a fence (of any thread of
+// the block).
+alignas(1024) static unsigned char async_memory[LARGEST_CLUSTER][SHARED_MEMORY + SHARED_MEMORY_END];
 static bool
-    stores_need_fences;  // else TMA and the tensor cores see ordinary stores at once, as they may, too
+    stores_need_fences;  // else TMA and the tensor cores see ordinary stores immediately, as the hardware may
 static unsigned shared_bytes;
 
 inline Thread& this_thread() { return all_threads[current]; }
@@ -94,102 +95,103 @@ inline std::string text_of(const Line& line) {
                  before.substr(before.rfind(' ') + 1).c_str());
 }
 
-// The launch ends here; a thread that calls this does not go on.
+// Aborts the launch; does not return to a thread that calls it.
 inline void give_up(const std::string& why) {
   if (failure.empty()) failure = why;
   if (in_a_thread) _longjmp(scheduler, 1);
 }
 inline void give_up_at(const std::string& why, const Line& line) {
-  const std::string who = in_a_thread
-                              ? text_of("block (%u, %u), thread %u at ", blockIdx.x, blockIdx.y, threadIdx.x)
-                              : std::string("a copy that was begun at ");
-  give_up(who + text_of(line) + ": " + why);
+  const std::string runnable =
+      in_a_thread ? text_of("block (%u, %u), thread %u at ", blockIdx.x, blockIdx.y, threadIdx.x)
+                  : std::string("a copy that was begun at ");
+  give_up(runnable + text_of(line) + ": " + why);
 }
 
-// Who can go on, and in which order: of every other cluster of blocks chosen at random each time, of the
-// others by ranks, those of a warp together, so that some warps are as far behind as barriers let them. The
-// warp whose turn it is loses its rank now and then (S. Burckhardt et al.: A randomized scheduler with
-// probabilistic guarantees of finding bugs, 2010). Copies have a rank, too, or none: then they come when no
-// thread can go on.
-enum { AT_ONCE_DONE, LATE, MIXED };
+// The order of runnable threads. For every other cluster of blocks it is random in every step; for the others
+// it follows ranks, which threads of a warp share, so that some warps lag as far behind as barriers allow.
+// The running warp loses its rank from time to time (S. Burckhardt et al.: A randomized scheduler with
+// probabilistic guarantees of finding bugs, 2010). Copies have ranks too, or none: then they run when no
+// thread is runnable.
+enum { IMMEDIATE, LATE, MIXED };
 struct Schedule {
   bool by_rank;
-  int copies;          // when they happen
-  unsigned preempted;  // one of so many signals ends a turn, if not by ranks; 0: none
+  int copies;          // when they run
+  unsigned preempted;  // without ranks, one in so many signals preempts the thread; 0: none
   unsigned long long lowest;
   std::vector<unsigned long long> ranks;
   long until_change;
-  bool holds;  // in half of the cases: a warp or a lane that waits or arrives is held back for some time
+  bool holds;  // in half of the cases a warp or a lane that waits or arrives is delayed for some time
   unsigned held_first, held_end, held_line;
   long until_held;
-  std::vector<unsigned>
-      lines;  // of the source, where somebody has waited or arrived: all are held at as often
-  std::priority_queue<std::pair<unsigned long long, unsigned>> who;
-  static constexpr unsigned long long THREADS = 1ull << 32;  // below are copies that come last
+  std::vector<unsigned> lines;  // source lines at which threads have waited or arrived, which are equally
+                                // likely to cause a delay
+  std::priority_queue<std::pair<unsigned long long, unsigned>> runnable;
+  static constexpr unsigned long long THREADS = 1ull << 32;  // lower ranks are copies that run last
 
   void begin(unsigned threads) {
-    by_rank = lot() % 2, copies = (int)(lot() % 3), preempted = lot() % 2 ? 16 : 0;
-    lowest = THREADS + (1ull << 31), who = {};
-    holds = lot() % 2, held_first = held_end = held_line = 0, until_held = 16l << lot() % 9, lines.clear();
-    until_change = 256l << lot() % 10;
+    by_rank = random_bits() % 2, copies = (int)(random_bits() % 3), preempted = random_bits() % 2 ? 16 : 0;
+    lowest = THREADS + (1ull << 31), runnable = {};
+    holds = random_bits() % 2, held_first = held_end = held_line = 0, until_held = 16l << random_bits() % 9,
+    lines.clear();
+    until_change = 256l << random_bits() % 10;
     ranks.resize(threads);
-    unsigned of_group = 0;  // four warps, which come together in half of the cases
+    unsigned of_group = 0;  // four warps, which have similar ranks in half of the cases
     unsigned long long of_warp = 0;
-    unsigned behind = 32;  // a lane that comes after all warps, of some of the warps; 32: none
-    const bool lanes_apart = lot() % 2, groups_together = lot() % 2;
+    unsigned behind = 32;  // in some warps, a lane that runs after all warps; 32: none
+    const bool lanes_apart = random_bits() % 2, groups_together = random_bits() % 2;
     for (unsigned t = 0; t < threads; ++t) {
-      if (t % 128 == 0) of_group = lot();
+      if (t % 128 == 0) of_group = random_bits();
       if (t % 32 == 0) {
-        of_warp = groups_together ? of_group >> 16 << 16 | lot() >> 16 : lot();
-        behind = lanes_apart && lot() % 2 ? lot() % 32 : 32;
+        of_warp = groups_together ? of_group >> 16 << 16 | random_bits() >> 16 : random_bits();
+        behind = lanes_apart && random_bits() % 2 ? random_bits() % 32 : 32;
       }
-      ranks[t] = lowest + (lanes_apart ? of_warp >> 8 << 8 | lot() % 256 : of_warp);
-      if (t % 32 == behind) ranks[t] = lowest - 1 - lot() % 256;
+      ranks[t] = lowest + (lanes_apart ? of_warp >> 8 << 8 | random_bits() % 256 : of_warp);
+      if (t % 32 == behind) ranks[t] = lowest - 1 - random_bits() % 256;
     }
     lowest -= 256;
   }
   bool held(unsigned t) const { return t >= held_first && t < held_end; }
   unsigned long long rank(unsigned t) {
-    return held(t) ? THREADS + lot() % 256 : by_rank ? ranks[t] : THREADS + 256 + lot();
+    return held(t) ? THREADS + random_bits() % 256 : by_rank ? ranks[t] : THREADS + 256 + random_bits();
   }
-  void comes_to(unsigned line, unsigned t) {
+  void reached_line(unsigned line, unsigned t) {
     if (!holds) return;
     if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
     if (--until_held > 0) return;
-    if (!held_line) held_line = lines[lot() % lines.size()];
+    if (!held_line) held_line = lines[random_bits() % lines.size()];
     if (line != held_line) return;
-    const bool alone = lot() % 2;
+    const bool alone = random_bits() % 2;
     held_first = alone ? t : t / 32 * 32, held_end = held_first + (alone ? 1 : 32);
-    until_held = 16l << lot() % 9, held_line = 0;
+    until_held = 16l << random_bits() % 9, held_line = 0;
   }
-  void add(unsigned t) { who.push({rank(t), t}); }
+  void add(unsigned t) { runnable.push({rank(t), t}); }
   void add_copy(unsigned number) {
-    const bool last = copies == LATE || lot() % 2;
-    who.push({last ? lot() : THREADS + ((unsigned long long)lot() << 1), number});
+    const bool last = copies == LATE || random_bits() % 2;
+    runnable.push({last ? random_bits() : THREADS + ((unsigned long long)random_bits() << 1), number});
   }
-  bool at_once() { return copies == AT_ONCE_DONE || (copies == MIXED && lot() % 2); }
+  bool at_once() { return copies == IMMEDIATE || (copies == MIXED && random_bits() % 2); }
   unsigned next() {
-    const unsigned t = who.top().second;
-    who.pop();
+    const unsigned t = runnable.top().second;
+    runnable.pop();
     return t;
   }
-  // Whether the thread whose turn it is goes on behind others, now that it has signalled something.
+  // Whether the running thread is preempted, after it has signalled something.
   bool ends_turn(unsigned t) {
     if (held(t)) return true;
-    if (!by_rank) return preempted && lot() % preempted == 0;
+    if (!by_rank) return preempted && random_bits() % preempted == 0;
     if (--until_change == 0) {
-      until_change = 256l << lot() % 10;
+      until_change = 256l << random_bits() % 10;
       const unsigned first = t / 32 * 32;
       for (unsigned of_warp = first; of_warp < first + 32 && of_warp < ranks.size(); ++of_warp)
         ranks[of_warp] = lowest - 1 - of_warp % 32;
       lowest -= 32;
     }
-    return !who.empty() && who.top().first > ranks[t];
+    return !runnable.empty() && runnable.top().first > ranks[t];
   }
 };
 static Schedule schedule;
 
-// Let others go on; `schedule` says whether and when this one may.
+// Lets other threads run; `schedule` decides whether and when this one resumes.
 __attribute__((noinline)) inline void end_turn() {
   if (!_setjmp(this_thread().next)) _longjmp(scheduler, 1);
 }
@@ -204,33 +206,33 @@ inline void wait_for(const char* awaited, const Line& line, int barrier = -1, in
   end_turn();
 }
 
-// ---- what TMA and cp.async do for mbarriers
-static std::deque<std::function<void()>> operations;  // those that have begun
+// ---- operations of TMA and cp.async, which complete on mbarriers
+static std::deque<std::function<void()>> operations;  // started operations
 inline void begin_operation(const std::function<void()>& work) {
   if (schedule.at_once()) return work();
   schedule.add_copy(thread_count + (unsigned)operations.size());
   operations.push_back(work);
 }
-// Until it is there nobody may read what a copy brings.
+// The destination of a copy must not be read before the copy is complete.
 inline void poison_destination(void* to, size_t bytes) { memset(to, (int)poison, bytes); }
 
 template <class T>
-T* as_async_sees(T* p) {
+T* async_view(T* p) {
   const size_t at = (const unsigned char*)p - dynamic_shared[0];
-  return stores_need_fences && at < sizeof(dynamic_shared) ? (T*)(seen_by_async[0] + at) : p;
+  return stores_need_fences && at < sizeof(dynamic_shared) ? (T*)(async_memory[0] + at) : p;
 }
-// Bytes that TMA has written are seen by all.
+// Bytes written by TMA are visible to everyone.
 inline void written_by_async(const void* p, size_t bytes) {
-  if (as_async_sees(p) != p) memcpy((void*)as_async_sees(p), p, bytes);
+  if (async_view(p) != p) memcpy((void*)async_view(p), p, bytes);
 }
-inline void show_stores_to_async() {
+inline void publish_stores() {
   if (stores_need_fences)
-    memcpy(seen_by_async[rank_of_block()], dynamic_shared[rank_of_block()], shared_bytes);
+    memcpy(async_memory[rank_of_block()], dynamic_shared[rank_of_block()], shared_bytes);
 }
 
-// What has to be done when its thread waits for it, at the latest.
+// Runs an operation now, or adds it to those that run at the latest when their thread waits for them.
 template <class All, class Work>
-void sooner_or_later(All& later, const Work& work) {
+void run_or_defer(All& later, const Work& work) {
   if (schedule.at_once())
     work();
   else
@@ -241,14 +243,14 @@ void sooner_or_later(All& later, const Work& work) {
 struct Barrier {
   const void* at;
   unsigned number, block, count, left;
-  int bytes;      // announced that have not come
+  int bytes;      // expected bytes that have not been copied yet
   int completed;  // phases
   Line line;      // where it was initialised
   std::vector<unsigned> waiting;
-  std::vector<int> observed;  // by each thread: the last phase that it has waited for
+  std::vector<int> observed;  // for each thread, the last phase that it has waited for
 };
 static std::deque<Barrier> barriers;
-struct BarrierWord {  // in the eight bytes of an mbarrier
+struct BarrierWord {  // the eight bytes of an mbarrier
   unsigned number, mark;
 };
 #define BARRIER_MARK 0xb0771e5u
@@ -272,36 +274,36 @@ inline void init_barrier(void* at, unsigned count, const Line& line) {
   barriers.back().observed.assign(thread_count, -2);
   *(BarrierWord*)at = {(unsigned)barriers.size() - 1, BARRIER_MARK};
 }
-inline void settle(Barrier& b) {
+inline void complete_if_done(Barrier& b) {
   if (b.left || b.bytes) return;
   b.left = b.count, b.completed++;
   for (unsigned t : b.waiting) schedule.add(t);
   b.waiting.clear();
 }
-inline void check_there(const Barrier& b, const Line& line) {
+inline void check_block_running(const Barrier& b, const Line& line) {
   if (blocks_done[b.block] == threads_of_block)
     give_up_at("signals a block that has ended: " + text_of(b), line);
 }
 inline void arrive(void* at, int bytes, const Line& line) {
   Barrier& b = barrier_at(at, line);
-  check_there(b, line);
+  check_block_running(b, line);
   if (b.left == 0) give_up_at("more arrivals than the count of " + text_of(b), line);
   b.bytes += bytes, b.left--;
-  settle(b);
+  complete_if_done(b);
 }
-// `phase`: that in which the copy was begun.
-inline void bytes_came(void* at, int bytes, int phase, const Line& line) {
+// `phase`: the phase in which the copy was started.
+inline void complete_bytes(void* at, int bytes, int phase, const Line& line) {
   Barrier& b = barrier_at(at, line);
-  check_there(b, line);
+  check_block_running(b, line);
   if (!failure.empty()) return;
   if (b.completed != phase)
     give_up("bytes came after their phase of " + text_of(b) + ", by " + text_of(line));
   b.bytes -= bytes;
-  settle(b);
+  complete_if_done(b);
 }
 
-// The phase of a parity that this thread waits for: the one that it waited for last, or the next. Who comes
-// when two are complete would wait for a third, which may never come.
+// The phase, of a parity, that this thread waits for: the one that it waited for last, or the next. A thread
+// that is late by two phases would wait for a third, which may never complete.
 inline int phase_of_parity(Barrier& b, unsigned parity, const Line& line) {
   const int last = b.observed[current];
   const int phase = last == -2 ? (parity ? -1 : 0) : ((unsigned)last & 1) == parity ? last : last + 1;
@@ -310,7 +312,7 @@ inline int phase_of_parity(Barrier& b, unsigned parity, const Line& line) {
   return phase;
 }
 inline void wait_for_phase(void* at, unsigned parity, const Line& line) {
-  schedule.comes_to(line.line(), current);
+  schedule.reached_line(line.line(), current);
   end_turn_perhaps();
   Barrier& b = barrier_at(at, line);
   for (;;) {
@@ -332,28 +334,28 @@ inline bool phase_is_complete(void* at, unsigned parity, const Line& line) {
   return true;
 }
 
-// ---- barriers of so many threads, again and again
-struct Meeting {
+// ---- reusable barriers of a number of threads
+struct ThreadBarrier {
   unsigned members;
-  std::vector<unsigned> there;
-  void leave_if_all() {
-    if (there.size() < members) return;
-    for (unsigned t : there) schedule.add(t);
-    there.clear();
+  std::vector<unsigned> arrived;
+  void release_if_complete() {
+    if (arrived.size() < members) return;
+    for (unsigned t : arrived) schedule.add(t);
+    arrived.clear();
   }
   void wait(const char* name, const Line& line) {
-    there.push_back(current);
-    leave_if_all();
+    arrived.push_back(current);
+    release_if_complete();
     wait_for(name, line);
   }
-  void quit() {
+  void leave() {
     --members;
-    leave_if_all();
+    release_if_complete();
   }
 };
-static Meeting of_block[LARGEST_CLUSTER], of_cluster;
-static std::vector<Meeting> of_warp;
-static std::map<unsigned, Meeting> named;  // by block, name and count
+static ThreadBarrier of_block[LARGEST_CLUSTER], of_cluster;
+static std::vector<ThreadBarrier> of_warp;
+static std::map<unsigned, ThreadBarrier> named;  // by block, name and count
 
 // ---- launches
 inline void run_thread() {
@@ -366,13 +368,13 @@ inline void run_thread() {
     if (!group.empty()) give_up("a thread ends before its products have been waited for");
   thread.done = true;
   ++blocks_done[rank_of_block()];
-  of_warp[warp_of_cluster()].quit();
-  of_block[rank_of_block()].quit();
-  of_cluster.quit();
+  of_warp[warp_of_cluster()].leave();
+  of_block[rank_of_block()].leave();
+  of_cluster.leave();
   _longjmp(scheduler, 1);
 }
 
-__attribute__((noinline)) inline void give_turn() {
+__attribute__((noinline)) inline void resume_thread() {
   Thread& thread = this_thread();
   in_a_thread = true;
   if (!_setjmp(scheduler)) {
@@ -389,7 +391,7 @@ inline void choose(unsigned t) {
   blockIdx = {first_block + t / threads_of_block, block_row, 0};
 }
 
-// What threads that cannot go on wait for, those that wait for the same together.
+// What blocked threads wait for, grouped by reason.
 inline std::string text_of_waiting() {
   std::map<std::string, std::vector<unsigned>> by_reason;
   for (unsigned t = 0; t < thread_count; ++t) {
@@ -401,7 +403,7 @@ inline std::string text_of_waiting() {
                                  : text_of("phase %d of ", thread.phase) + text_of(barriers[thread.barrier]);
     by_reason[reason].push_back(t % threads_of_block);
   }
-  std::string all = "nobody can go on";
+  std::string all = "deadlock";
   for (const auto& [reason, threads] : by_reason) {
     all += "; threads";
     for (size_t i = 0, end; i < threads.size(); i = end) {
@@ -417,13 +419,13 @@ inline void run_cluster() {
   const unsigned threads = thread_count;
   of_cluster = {threads, {}};
   of_warp.clear(), named.clear(), operations.clear(), barriers.clear();
-  poison = lot() % 2 ? 0xff : 0x7f;  // NaN in every format, or NaN and large numbers
-  elected_lane = lot() % 32;
-  stores_need_fences = lot() % 2;
+  poison = random_bits() % 2 ? 0xff : 0x7f;  // NaN in every format, or NaN and large numbers
+  elected_lane = random_bits() % 32;
+  stores_need_fences = random_bits() % 2;
   schedule.begin(threads);
   for (unsigned b = 0; b < blocks_of_cluster; ++b) {
     memset(dynamic_shared[b], (int)poison, shared_bytes + SHARED_MEMORY_END);
-    memset(seen_by_async[b], (int)poison, shared_bytes);
+    memset(async_memory[b], (int)poison, shared_bytes);
     of_block[b] = {threads_of_block, {}}, blocks_done[b] = 0;
     for (unsigned first = 0; first < threads_of_block; first += 32)
       of_warp.push_back({std::min(32u, threads_of_block - first), {}});
@@ -438,11 +440,11 @@ inline void run_cluster() {
     thread.copies.assign(1, {}), thread.products.assign(1, {}), thread.writes.clear();
     schedule.add(t);
   }
-  while (failure.empty() && !schedule.who.empty()) {
+  while (failure.empty() && !schedule.runnable.empty()) {
     const unsigned next = schedule.next();
     if (next < threads) {
       choose(next);
-      give_turn();
+      resume_thread();
     } else
       operations[next - threads]();
   }
@@ -459,15 +461,15 @@ inline void run_cluster() {
   for (unsigned b = 0; b < blocks_of_cluster; ++b)
     for (unsigned i = shared_bytes; i < shared_bytes + SHARED_MEMORY_END; ++i)
       if (dynamic_shared[b][i] != poison)
-        return give_up(
-            text_of("something was written %u bytes behind dynamic shared memory", i - shared_bytes));
+        return give_up(text_of("something was written %u bytes past the end of dynamic shared memory",
+                               i - shared_bytes));
 }
 
-// Null, or why the launch was given up.
+// Null, or why the launch was aborted.
 template <class Kernel>
 const char* run_grid(unsigned seed, unsigned cluster, unsigned blocks, unsigned blocks_y, unsigned threads,
                      unsigned shared, Kernel kernel) {
-  lot.seed(seed);
+  random_bits.seed(seed);
   failure.clear();
   gridDim = {blocks, blocks_y, 1};
   blockDim = {threads, 1, 1};

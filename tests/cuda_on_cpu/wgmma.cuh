@@ -1,9 +1,9 @@
-// What kernels_cuda/wgmma.cuh does, in C++. Each thread makes its own products, from where the swizzle says
-// the codes lie, at once or when it waits for them.
+// kernels_cuda/wgmma.cuh in C++. Each thread computes its own products, with codes at their swizzled
+// addresses, immediately or when it waits for them.
 #pragma once
 #include "bulk.cuh"
 
-struct TensorMap {  // what cuda_on_cpu passes in its place
+struct TensorMap {  // cuda_on_cpu passes this instead of a CUtensorMap
   const u8* codes;
   i64 rows, columns, box;
   i64 unused[12];
@@ -35,7 +35,7 @@ inline u64 swizzled(u64 address) { return address ^ (address >> 3 & 0x70); }
 
 inline void tile_load(void* to, const TensorMap* map, int x, int y, u64* barrier, u16 blocks, CALLER) {
   if ((u64)to & 1023 || blocks == 0 || blocks >> blocks_of_cluster)
-    give_up_at("TMA takes no such tile", line);
+    give_up_at("TMA does not support this tile", line);
   for (u32 block = 0; block < blocks_of_cluster; ++block) {
     if (!(blocks == 1 ? block == rank_of_block() : blocks >> block & 1)) continue;
     u8* there = (u8*)at_of_block(to, block);
@@ -63,12 +63,12 @@ void more_registers() {}
 template <int COUNT>
 void fewer_registers() {}
 inline void products_begin() {}
-// In order, since they add to the same sums.
+// Products run in order, because they add to the same sums.
 template <class Work>
 void make_product(const Work& work) {
   auto& groups = this_thread().products;
   if (groups.size() == 1 && groups[0].empty())
-    sooner_or_later(groups[0], work);
+    run_or_defer(groups[0], work);
   else
     groups.back().push_back(work);
 }
@@ -86,13 +86,13 @@ template <int COUNT>
 void products_seen(float (&)[COUNT]) {}
 
 inline void named_wait(u32 name, u32 count, CALLER) {
-  Meeting& meeting = named[rank_of_block() << 24 | name << 16 | count];
+  ThreadBarrier& meeting = named[rank_of_block() << 24 | name << 16 | count];
   meeting.members = count;
   meeting.wait("a named barrier", line);
 }
 
 inline void store_matrices_at(At at, u32 a, u32 b, u32 c, u32 d, CALLER) {
-  const At* rows = shown(at, line);
+  const At* rows = warp_values(at, line);
   const u32 lane = threadIdx.x % 32, words[4] = {a, b, c, d};
   for (u32 m = 0; m < 4; ++m) ((u32*)rows[8 * m + lane / 4])[lane % 4] = words[m];
 }
@@ -100,7 +100,7 @@ inline void store2_at(At at, float2 v) { *(float2*)at = v; }
 inline void add_floats(float* to, float2 v) { to[0] += v.x, to[1] += v.y; }
 inline void add_floats(float* to, float4 v) { to[0] += v.x, to[1] += v.y, to[2] += v.z, to[3] += v.w; }
 
-inline const float* decoded(int fmt) {  // every code's value
+inline const float* decoded(int fmt) {  // the values of all codes
   static float all[2][256];
   if (all[fmt][1] == 0)
     for (u32 code = 0; code < 256; ++code) all[fmt][code] = decode(code, fmt);
@@ -111,7 +111,7 @@ template <int A, int B>
 void product_now(float (&d)[64], Tile a, Tile b, bool add) {
   auto row_of = [](Tile tile, u32 row, int fmt, float* values) {
     const float* of_code = decoded(fmt);
-    const u64 at = (u64)as_async_sees((const u8*)(tile << 4)) + row / 8 * 1024 + row % 8 * 128;
+    const u64 at = (u64)async_view((const u8*)(tile << 4)) + row / 8 * 1024 + row % 8 * 128;
     for (u32 k = 0; k < 32; ++k) values[k] = of_code[*(const u8*)swizzled(at + k)];
   };
   const u32 lane = threadIdx.x % 32, top = threadIdx.x % 128 / 32 * 16 + lane / 4;
@@ -136,12 +136,12 @@ void product(float (&d)[64], Tile a, Tile b, bool add) {
 #define PIECE_BYTES 8192
 inline Tile tile_mn_major_at(At at) { return at >> 4; }
 
-// Value k of row or column i of a tile of 16-bit values, as the tensor cores find it.
+// Value k of row or column i of a tile of 16-bit values, at the address from which the tensor cores read it.
 template <int TYPE, bool MN>
 float value_16(Tile tile, u32 i, u32 k) {
   const u64 in_rows = i / 8 * 1024 + i % 8 * 128 + 2 * k;
   const u64 in_pieces = i / 64 * PIECE_BYTES + k / 8 * 1024 + k % 8 * 128 + 2 * (i % 64);
-  const u64 at = (u64)as_async_sees((const u8*)(tile << 4));
+  const u64 at = (u64)async_view((const u8*)(tile << 4));
   return load((const void*)swizzled(at + (MN ? in_pieces : in_rows)), 0, TYPE);
 }
 
