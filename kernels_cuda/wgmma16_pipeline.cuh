@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   const At a_at = operands + group * PIECE_BYTES, b_at = operands + A_BYTES;
   const Tile first_a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
   const Tile first_b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
-  loop_over_steps<!A_MN>(turn, steps, [&](bool last_step) {
+  loop_over_steps<false>(turn, steps, [&](bool last_step) {
     const u32 stage = turn.stage;
     if (!ready) barrier_wait_at(full + stage * 8, turn.phase);
     if (B_MN && last < STEP && last_step)

@@ -151,8 +151,8 @@ __device__ __forceinline__ void end() {
 __device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
 
 // A consumer warpgroup's loop over K-steps: step(last) for each, which ends with turn.next(). UNROLL: STAGES
-// at a time, so that addresses in shared memory are immediates; the FP8 forward then takes 2
-// to 4 % less time.
+// at a time, so that addresses in shared memory are immediates: the FP8 forward takes 1 to 4 % less time,
+// products of 16 bits as long.
 template <bool UNROLL, class Step>
 __device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Step& step) {
 #pragma unroll 1
