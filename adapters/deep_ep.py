@@ -112,7 +112,7 @@ class Engine:
         ValueError
             For another format.
         """
-        message, template = _given(x, fmt)
+        message, template = _dispatch_argument(x, fmt)
         id_dtype = getattr(sys.modules.get("deep_ep"), "topk_idx_t", torch.int64)
         valid = (topk_ids >= 0) & (topk_ids < num_experts)
         received, _, probs, handle, _ = self._buffer.dispatch(
@@ -126,7 +126,7 @@ class Engine:
         )
         counts = handle.num_unaligned_recv_tokens_per_expert
         route = DeepEPRoute(handle, len(topk_ids))
-        return DispatchedRows(_taken(received, template), counts, probs, route, ALIGN_SIZE)
+        return DispatchedRows(_received_rows(received, template), counts, probs, route, ALIGN_SIZE)
 
     def combine(self, y: Any, route: DeepEPRoute, fmt: str | None) -> Any:
         """Return the sums of the experts' outputs to the ranks of their tokens.
@@ -176,9 +176,9 @@ class Engine:
         ValueError
             For another format.
         """
-        message, template = _given(dy, fmt)
+        message, template = _dispatch_argument(dy, fmt)
         options = {"handle": route.handle, "do_expand": True, "do_zero_padding": True}
-        return _taken(self._buffer.dispatch(message, **options)[0], template)
+        return _received_rows(self._buffer.dispatch(message, **options)[0], template)
 
     def dispatch_backward(self, dx: Any, dprobs: Any, route: DeepEPRoute) -> tuple[Any, Any]:
         """Compute the gradient of `dispatch`: the rows' gradients, summed on the ranks of their tokens.
@@ -204,7 +204,7 @@ class Engine:
         return sums, torch.where(route.handle.topk_idx >= 0, probs, 0)
 
 
-def _given(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
+def _dispatch_argument(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
     """DeepEP's input: an array, or codes in torch's float8 with their scales [T, H / 128]; and the quantised
     tensor or None."""
     q = x if isinstance(x, QuantTensor) else None if fmt is None else fp8moe.quantize(x, fmt=fmt)
@@ -215,7 +215,7 @@ def _given(x: Any, fmt: str | None) -> tuple[Any, QuantTensor | None]:
     return (q.data.view(getattr(torch, FLOAT8_DTYPES[q.fmt].name)), q.scales), q
 
 
-def _taken(received: Any, template: QuantTensor | None) -> Any:
+def _received_rows(received: Any, template: QuantTensor | None) -> Any:
     if template is None:
         return received
     codes, scales = received

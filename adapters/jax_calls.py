@@ -267,12 +267,12 @@ mlir.register_lowering(_call_p, _lower, platform="cuda")
 # Descriptions by the address of their text, which identifies one call site of a loaded program. Each call
 # site needs its own layout, whose scratch memory must not be shared. Another program may reuse the address of
 # an unloaded one, so the text is compared too.
-_places: dict[int, tuple[bytes, Described]] = {}
+_call_sites: dict[int, tuple[bytes, Described]] = {}
 
 
 def places_called() -> int:
     """Number of call sites of loaded programs that have been called."""
-    return len(_places)
+    return len(_call_sites)
 
 
 _host_calls: list[bool] = []  # one entry for each running call
@@ -283,7 +283,7 @@ _calls_done = threading.Event()  # set when a call ends, cleared by `_finish`
 def _finish() -> None:
     """On the host, calls run in XLA's threads. These cannot enter Python during interpreter shutdown, and XLA
     waits for them: a process that exits before its results are ready would hang."""
-    if not _places:
+    if not _call_sites:
         return
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):  # errors of the program, or of an array deleted meanwhile
@@ -295,17 +295,17 @@ def _finish() -> None:
 def _execute(call: jax_ffi.Call) -> None:
     address, length = call.attribute
     text = ctypes.string_at(address, length)
-    cached = _places.get(address)
+    cached = _call_sites.get(address)
     if cached is None or cached[0] != text:
-        cached = _places[address] = text, _first_time(text.decode(), call)
+        cached = _call_sites[address] = text, _checked_description(text.decode(), call)
     described = cached[1]
     if call.device < 0:
-        _on_host(described, call)
+        _run_on_host(described, call)
     else:
         described.layout.run(call.arguments, call.results, jax_ffi.address_of, call.device, call.stream)
 
 
-def _first_time(text: str, call: jax_ffi.Call) -> Described:
+def _checked_description(text: str, call: jax_ffi.Call) -> Described:
     described = Described(text)
     for kind, specs, buffers in (
         ("arrays", described.specs, call.arguments),
@@ -320,16 +320,16 @@ def _first_time(text: str, call: jax_ffi.Call) -> Described:
     return described
 
 
-def _on_host(described: Described, call: jax_ffi.Call) -> None:
+def _run_on_host(described: Described, call: jax_ffi.Call) -> None:
     _host_calls.append(True)
     try:
-        _on_host_arrays(described, call)
+        _run_with_host_arrays(described, call)
     finally:
         _host_calls.pop()
         _calls_done.set()
 
 
-def _on_host_arrays(described: Described, call: jax_ffi.Call) -> None:
+def _run_with_host_arrays(described: Described, call: jax_ffi.Call) -> None:
     layout = described.layout
     results = [
         _host_array(b, spec, writable=True) for b, spec in zip(call.results, layout.outputs, strict=True)

@@ -130,12 +130,12 @@ def register(target: str, function: Callable[[Call], None], *, command_buffer: b
     command_buffer: whether XLA may capture the call in a CUDA graph."""
     for platform, on_device in _PLATFORMS.items():
         handler = _Function(_handler(function, on_device, _COMMAND_BUFFER_COMPATIBLE * command_buffer))
-        _kept.append(handler)
+        _handlers.append(handler)
         address = ctypes.cast(handler, ctypes.c_void_p).value
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(address), platform=platform)
 
 
-_kept: list[Any] = []  # handlers, kept alive because XLA holds their addresses
+_handlers: list[Any] = []  # handlers, kept alive because XLA holds their addresses
 
 
 def _handler(function: Callable[[Call], None], on_device: bool, traits: int) -> Callable[[int], int | None]:
@@ -143,14 +143,16 @@ def _handler(function: Callable[[Call], None], on_device: bool, traits: int) -> 
         frame = _Frame.from_address(address)
         try:
             if frame.extension and _Extension.from_address(frame.extension).kind == _METADATA:
-                _introduce(frame, traits)
+                _write_metadata(frame, traits)
                 return None
-            device, stream = (_ask(frame, "device"), _ask(frame, "stream")) if on_device else (-1, 0)
+            device, stream = (
+                (_query_context(frame, "device"), _query_context(frame, "stream")) if on_device else (-1, 0)
+            )
             (attribute,) = _words(frame.attributes)
             span = (_Word * 2).from_address(attribute)
             function(Call((span[0], span[1]), _words(frame.arguments), _words(frame.results), device, stream))
         except BaseException as error:  # exceptions must not propagate into XLA
-            return _refusal(frame, f"{type(error).__name__}: {error}")
+            return _error_result(frame, f"{type(error).__name__}: {error}")
         return None
 
     return handle
@@ -160,7 +162,7 @@ def _words(items: _List | _Attributes) -> Sequence[int]:
     return (_Word * items.count).from_address(items.items) if items.count else ()  # type: ignore[return-value]
 
 
-def _introduce(frame: _Frame, traits: int) -> None:
+def _write_metadata(frame: _Frame, traits: int) -> None:
     api = _Api.from_address(frame.api)
     sizes = {"call frame": (frame, _Frame), "API": (api, _Api)}
     if api.version.major != 0 or any(s.size < ctypes.sizeof(kind) for s, kind in sizes.values()):
@@ -173,14 +175,14 @@ def _introduce(frame: _Frame, traits: int) -> None:
     metadata.traits = traits
 
 
-def _ask(frame: _Frame, name: str) -> int:
+def _query_context(frame: _Frame, name: str) -> int:
     query = _Query(ctypes.sizeof(_Query), None, frame.context, 0)
     if _function(frame.api, name)(ctypes.addressof(query)):
         raise RuntimeError(f"XLA: got no {name} for a custom call")
     return int(query.answer)
 
 
-def _refusal(frame: _Frame, message: str) -> int | None:
+def _error_result(frame: _Frame, message: str) -> int | None:
     arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message.encode(), _INTERNAL)
     return _function(frame.api, "error")(ctypes.addressof(arguments))  # type: ignore[no-any-return]
 

@@ -513,7 +513,7 @@ def moe_ffn(
     checks.choice("backend", backend, BACKENDS)
     layer = _Layer(recipe, recompute, activation, transposed, backend, check_limit(num_sms))
     if token_sharding is None:
-        return _any_floats(x, w13, w2, topk_ids, topk_probs, layer)
+        return _moe_of_any_dtype(x, w13, w2, topk_ids, topk_probs, layer)
     tokens, everywhere = token_sharding.spec, jax.sharding.PartitionSpec()
     if len(tokens) >= x.ndim:
         raise ValueError(
@@ -527,7 +527,7 @@ def moe_ffn(
             jax.tree.map(lambda a, s=spec: jax.reshard(a, jax.sharding.NamedSharding(mesh, s)), array)
             for array, spec in zip(arrays, specs, strict=True)
         )
-    device_layer = functools.partial(_any_floats, layer=layer)
+    device_layer = functools.partial(_moe_of_any_dtype, layer=layer)
     run = jax.shard_map(device_layer, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return run(*arrays)
 
@@ -543,7 +543,7 @@ class _Layer(NamedTuple):
     num_sms: int | None
 
 
-def _any_floats(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
+def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
     rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed)
     layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
     ids, probs = (a.reshape(-1, a.shape[-1]) for a in (ids, probs))

@@ -36,7 +36,7 @@ def dispatch(x: Any, mask: Any, probs: Any, rows: int, align: int) -> tuple[Any,
 def _dispatch_fwd(x, mask, probs, rows, align):  # type: ignore[no-untyped-def]
     probs_list = [] if probs is None else [probs]
     dimensions = "tt" + "t" * len(probs_list), "rt.." + "r" * len(probs_list)
-    data, row_map, pads, counts, *moved = _spread(_dispatch, _dispatch_part, *dimensions, rows, align)(
+    data, row_map, pads, counts, *moved = _partitioned(_dispatch, _dispatch_part, *dimensions, rows, align)(
         x, mask, *probs_list
     )
     results = data, moved[0] if moved else None, row_map, pads, counts
@@ -48,7 +48,7 @@ def _dispatch_bwd(rows, align, residuals, grads):  # type: ignore[no-untyped-def
     jax_ops.refuse_codes(grads[0])
     grads_list = [] if probs is None else [grads[1]]
     dimensions = "t.r" + "r" * len(grads_list), "t" + "t" * len(grads_list)
-    dx, *dprobs = _spread(_gather, _gather_part, *dimensions)(row_map, pads, grads[0], *grads_list)
+    dx, *dprobs = _partitioned(_gather, _gather_part, *dimensions)(row_map, pads, grads[0], *grads_list)
     return dx, None, dprobs[0].astype(probs.dtype) if dprobs else None
 
 
@@ -63,7 +63,7 @@ def combine(data: Any, row_map: Any, probs: Any, pads: Any) -> Any:
 
 def _combine_fwd(data, row_map, probs, pads):  # type: ignore[no-untyped-def]
     probs_list = [] if probs is None else [probs]
-    (out,) = _spread(_combine, _combine_part, "t.r" + "t" * len(probs_list), "t")(
+    (out,) = _partitioned(_combine, _combine_part, "t.r" + "t" * len(probs_list), "t")(
         row_map, pads, data, *probs_list
     )
     return out, (row_map, pads, data if probs_list else data[:, :0], probs)
@@ -73,7 +73,7 @@ def _combine_bwd(residuals, grad):  # type: ignore[no-untyped-def]
     row_map, pads, data, probs = residuals
     operands = [] if probs is None else [data, probs]
     dimensions = "t.t" + "rt"[: len(operands)], "rt"[: max(1, len(operands))]
-    grads = _spread(_scatter, _scatter_part, *dimensions, data.shape[0])(row_map, pads, grad, *operands)
+    grads = _partitioned(_scatter, _scatter_part, *dimensions, data.shape[0])(row_map, pads, grad, *operands)
     return grads[0], None, grads[1].astype(probs.dtype) if operands else None, None
 
 
@@ -228,27 +228,31 @@ unsort_entries.defvjp(_unsort_entries_fwd, _unsort_entries_bwd)
 # ---------------------------------------------------------------- choice of kernels or XLA's operations
 
 
-def _spread(whole: Any, part: Any, arguments: str, results: str, *static: int) -> Callable[..., Any]:
+def _partitioned(whole: Any, part: Any, arguments: str, results: str, *static: int) -> Callable[..., Any]:
     """Returns a function that computes ``whole(*static, *arrays)``. Where XLA partitions the program, each
     device computes ``part(axes, devices, *static, *arrays)`` instead.
 
     arguments, results: for each array the meaning of its first dimension. "t": tokens; "r": the tokens' rows,
     sharded over the same devices; ".": replicated on every device.
     """
-    traced = _traced(whole, part, arguments, results, static)
+    traced = _partitioned_function(whole, part, arguments, results, static)
 
     def run(*arrays: Any) -> Any:
-        return (traced if any(map(_is_spread, arrays)) else functools.partial(whole, *static))(*arrays)
+        return (traced if any(map(_may_be_partitioned, arrays)) else functools.partial(whole, *static))(
+            *arrays
+        )
 
     return run
 
 
-def _is_spread(x: Any) -> bool:
+def _may_be_partitioned(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and len(x.sharding.device_set) > 1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _traced(whole: Any, part: Any, arguments: str, results: str, static: tuple[int, ...]) -> Any:
+def _partitioned_function(
+    whole: Any, part: Any, arguments: str, results: str, static: tuple[int, ...]
+) -> Any:
     function = custom_partitioning(functools.partial(_flat, whole, static))
 
     def shardings(mesh: Any, operands: Any) -> tuple[Any, list[Any], list[Any]]:

@@ -401,7 +401,7 @@ class _CompiledExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, targets, options):  # type: ignore[no-untyped-def]
         y, *saved = _experts_op(x, multiplied, ids, probs, options)
-        needed = _needed(multiplied, options)
+        needed = _backward_operands(multiplied, options)
         if options.wanted:
             ctx.save_for_backward(ids, probs, *needed, *saved)
         # ``main_grad`` is not saved: autograd would reject a backward after another one has added to it
@@ -415,11 +415,11 @@ class _CompiledExperts(torch.autograd.Function):
         needed, saved = rest[: ctx.num_needed], rest[ctx.num_needed :]
         operands = dy.contiguous(), saved, needed, ids, probs
         grads = _experts_backward_op(*operands, ctx.targets, ctx.options)
-        dx, dprobs, *weight_grads = _given_gradients(grads, ctx.targets, ctx.options, probs)
+        dx, dprobs, *weight_grads = _returned_gradients(grads, ctx.targets, ctx.options, probs)
         return dx, *weight_grads, dprobs, *[None] * 4
 
 
-def _needed(multiplied: list[Tensor], options: Options) -> list[Tensor]:
+def _backward_operands(multiplied: list[Tensor], options: Options) -> list[Tensor]:
     """The operands of the backward's products, of those of the forward: row-wise codes are used in the
     forward only, except with recompute."""
     if options.recipe == "bf16":
@@ -427,7 +427,7 @@ def _needed(multiplied: list[Tensor], options: Options) -> list[Tensor]:
     return [*(multiplied[:2] if options.recompute else ()), *multiplied[2:4], *multiplied[6:]]
 
 
-def _given_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
+def _returned_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
     """The gradients for autograd from the results of an operator, in which empty tensors represent None."""
     dx, dprobs, *weight_grads = grads
     names = _names(options.wanted)
@@ -474,7 +474,7 @@ def _weights(recipe: str, tensors: Any) -> Any:
     return tuple(tensors) if recipe == "bf16" else fp8_weights(tensors)
 
 
-def _kept_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
+def _saved_weights(recipe: str, tensors: Any) -> tuple[Any, Any]:
     """Weights in the form of `Saved`, which does not contain codes that only the forward uses."""
     if recipe == "bf16":
         return tuple(tensors)  # type: ignore[return-value]
@@ -545,7 +545,7 @@ def _fake_gradients(
 ) -> tuple[Tensor, ...]:
     """Results of the backward operators. kept: None if its shapes depend on other ranks' rows."""
     halves = _in_halves(options)
-    _, saved_like = _results(_specs(dy, ids, probs, _kept_weights(options.recipe, needed)), options)
+    _, saved_like = _results(_specs(dy, ids, probs, _saved_weights(options.recipe, needed)), options)
     specs = arrays_in(saved_like) if kept is None else [spec_of(t) for t in kept]
 
     def backward(arrays: Any) -> Any:
@@ -555,14 +555,14 @@ def _fake_gradients(
         return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=options.ffn, gradients=_names(options.wanted))
 
     g = workspace.result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in needed)])
-    grads = [_nothing(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
+    grads = [_no_gradient(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
     parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
     shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]
     if halves and not options.apart and shapes[0] is not None:
         experts, half, hidden = shapes[0]
         shapes[:2] = (experts, 2 * half, hidden), None
     for shape, main, dtype, zero in zip(shapes, targets[:3], _dtypes(targets), targets.zeros, strict=True):
-        shape = shape if shape is not None and (main is None or zero) else _NOTHING
+        shape = shape if shape is not None and (main is None or zero) else _NO_GRADIENT_SHAPE
         grads.append(torch.empty(shape, dtype=dtype, device=dy.device))
     return tuple(grads)
 
@@ -572,18 +572,18 @@ def _dtypes(targets: Targets) -> tuple[torch.dtype, ...]:
     return targets.dtype13, targets.dtype13, targets.dtype2
 
 
-_NOTHING = (0,)  # shape of the tensors that represent None
+_NO_GRADIENT_SHAPE = (0,)  # shape of the tensors that represent None
 
 
-def _nothing(dy: Tensor) -> Tensor:
-    return dy.new_empty(_NOTHING, dtype=torch.float32)
+def _no_gradient(dy: Tensor) -> Tensor:
+    return dy.new_empty(_NO_GRADIENT_SHAPE, dtype=torch.float32)
 
 
 def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
     """The record of `_forward` with its arrays, and the weights."""
     remaining = iter(kept)
     saved = map_arrays(lambda _, a: next(remaining), like)
-    w13, w2 = _kept_weights(like.recipe, needed)
+    w13, w2 = _saved_weights(like.recipe, needed)
     return replace(saved, w13=w13, w2=w2)
 
 
@@ -597,7 +597,7 @@ def _experts_backward_op(
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, saved_like = _known_results(_specs(dy, ids, probs, _kept_weights(options.recipe, needed)), options)
+    _, saved_like = _known_results(_specs(dy, ids, probs, _saved_weights(options.recipe, needed)), options)
     return _results_of_backward(_saved(saved_like, kept, needed), dy, targets, options)
 
 
@@ -622,14 +622,14 @@ def _results_of_backward(
             )
     backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
     dx, dprobs, *weight_grads = _gradients(backward, saved, mains, dtypes, options)
-    grads = [_nothing(dy) if a is None else a for a in (dx, dprobs)]
+    grads = [_no_gradient(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
         ("w13", "w3", "w2"), weight_grads, mains, dtypes, targets.zeros, strict=True
     ):
         if main is None:
-            grads.append(dy.new_empty(_NOTHING, dtype=dtype) if new is None else new.to(dtype))
+            grads.append(dy.new_empty(_NO_GRADIENT_SHAPE, dtype=dtype) if new is None else new.to(dtype))
             continue
-        grads.append(dy.new_zeros(main.shape if zero else _NOTHING, dtype=dtype))
+        grads.append(dy.new_zeros(main.shape if zero else _NO_GRADIENT_SHAPE, dtype=dtype))
         if layer is not None:
             set_added(getattr(layer, name))
     return tuple(grads)  # type: ignore[return-value]
@@ -725,7 +725,7 @@ def _experts_over_ranks_backward_op(
     remaining = iter(kept)
     saved = pickle.loads(described.numpy().tobytes())
     saved = map_arrays(lambda _, a: next(remaining), saved)
-    w13, w2 = _kept_weights(options.recipe, needed)
+    w13, w2 = _saved_weights(options.recipe, needed)
     saved = replace(saved, w13=w13, w2=w2)
     return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])
 
@@ -734,7 +734,7 @@ def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
     _, ids, probs, *_, multiplied, comm, targets, options = _experts_over_ranks_op.unflatten(inputs)
     if not options.wanted:
         return
-    ctx.save_for_backward(*output[1:], ids, probs, *_needed(multiplied, options))
+    ctx.save_for_backward(*output[1:], ids, probs, *_backward_operands(multiplied, options))
     ctx.mark_non_differentiable(*output[1:])
     ctx.num_kept, ctx.comm, ctx.targets, ctx.options = len(output) - 1, comm, targets, options
     ctx.num_multiplied, ctx.num_others = len(multiplied), len(inputs) - 7
@@ -746,7 +746,7 @@ def _backward_over_ranks(ctx: Any, grads: Any) -> Any:
     operands = grads[0].contiguous(), described, saved_tensors, needed, ids, probs, ctx.comm
     operator = _experts_over_ranks_backward_op
     results = operator.op(*operator.flatten((*operands, ctx.targets, ctx.options)))
-    dx, dprobs, *weight_grads = _given_gradients(results, ctx.targets, ctx.options, probs)
+    dx, dprobs, *weight_grads = _returned_gradients(results, ctx.targets, ctx.options, probs)
     return dx, None, dprobs, *weight_grads, [None] * ctx.num_multiplied, *[None] * ctx.num_others
 
 

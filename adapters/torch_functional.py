@@ -248,32 +248,32 @@ def _moe_experts(
     check_float("probs" if options.align_size else "topk_probs", probs)
     device_type, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
     if not torch.is_autocast_enabled(device_type):
-        return _multiplied_in(dtype, x, w13, w2, ids, probs, options)
+        return _experts_in_dtype(dtype, x, w13, w2, ids, probs, options)
     if options.recipe == "bf16":
         dtype = torch.get_autocast_dtype(device_type)
     # float16 autocast would reject concatenating bfloat16 weights with their biases, and would add biases in
     # float16
     with torch.autocast(device_type, enabled=False):
-        return _multiplied_in(dtype, x, w13, w2, ids, probs, options)
+        return _experts_in_dtype(dtype, x, w13, w2, ids, probs, options)
 
 
-def _multiplied_in(
+def _experts_in_dtype(
     dtype: torch.dtype, x: Tensor, w13: Any, w2: Any, ids: Tensor, probs: Tensor, options: _Options
 ) -> Tensor:
     recipe, recompute, activation, bias13, bias2, fp8_weights, backend, num_sms, comm, align_size = options
     explicit, ffn = backend is not None or num_sms is not None, None
     checks.options("activation", activation, Activation)
     halves = halves_of(activation.kind)
-    weights: list[Any] = _checked(w13, w2, bias13, recipe, halves)
+    weights: list[Any] = _checked_weights(w13, w2, bias13, recipe, halves)
     if explicit and not torch.compiler.is_compiling():
         _check_backend(x, weights, options, dtype)
     unchanged = recipe == "fp8_flow" and bias13 is None
     if not unchanged:
-        weights = _whole(weights, bias13, recipe, halves)
+        weights = _joined_weights(weights, bias13, recipe, halves)
     elif (width := _ffn_of(weights[0], weights[1], halves)) is not None and width % FP8_BLOCK[1]:
         ffn = width
     if bias2 is not None and comm is not None:
-        bias2 = _of_all_ranks(bias2, comm)
+        bias2 = _gathered_bias(bias2, comm)
     if recipe == "bf16":
         if fp8_weights is not None:
             raise ValueError('fp8_weights: got some with recipe "bf16"; wanted None')
@@ -282,7 +282,7 @@ def _multiplied_in(
         _check_fp8_weights(fp8_weights, weights, halves)
     operands: Any = fp8_weights or weights
     if recipe != "bf16" and fp8_weights is None:
-        operands = _quantized(weights, halves) if unchanged else [_codes(w) for w in weights]
+        operands = _quantized(weights, halves) if unchanged else [_quantized_weight(w) for w in weights]
     masters = [None if isinstance(w, Quantized) else w for w in weights]
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
@@ -290,7 +290,7 @@ def _multiplied_in(
         ids, probs = (t.reshape(-1, t.shape[-1]) for t in (ids, probs))
     ids, probs = ids.contiguous(), probs.contiguous()
     if bias13 is not None:
-        before, ones, after = _columns(hidden, recipe)
+        before, ones, after = _bias_columns(hidden, recipe)
         added = rows.new_ones(rows.shape[0], ones)
         rows = torch.cat((pad(rows, (0, before)), pad(added, (0, after))), dim=1)
     layer: dict[str, Any] = {"recompute": recompute, "activation": activation}
@@ -306,7 +306,7 @@ def _multiplied_in(
     if bias2 is not None:
         if align_size:
             ids, probs = _expert_of_rows(ids, len(rows), align_size)[:, None], probs[:, None]
-        y = y + _shares(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
+        y = y + _probs_by_expert(ids, probs, bias2.shape[0]).to(y.dtype) @ bias2.to(y.dtype)
     return y.to(x.dtype).reshape(x.shape)
 
 
@@ -316,10 +316,10 @@ def _check_backend(x: Tensor, weights: list[Any], options: _Options, dtype: torc
     ffn = _ffn_of(w13, w2, halves_of(activation.kind))
     if ffn is None:
         ffn = w2.rowwise.shape[2]
-    if options.recipe != "fp8_flow" or options.bias13 is not None:  # as `_whole` pads them
-        ffn = ffn if options.recipe == "bf16" else _whole_blocks(ffn)
+    if options.recipe != "fp8_flow" or options.bias13 is not None:  # as `_joined_weights` pads them
+        ffn = ffn if options.recipe == "bf16" else _round_up_to_block(ffn)
     if options.bias13 is not None:
-        hidden += sum(_columns(hidden, options.recipe))
+        hidden += sum(_bias_columns(hidden, options.recipe))
     first = w13[0] if isinstance(w13, tuple) else w13
     check_backend(
         x,
@@ -350,7 +350,7 @@ def _expert_of_rows(tokens_per_expert: Tensor, rows: int, align_size: int) -> Te
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
-def _of_all_ranks(bias2: Tensor, comm: Any) -> Tensor:
+def _gathered_bias(bias2: Tensor, comm: Any) -> Tensor:
     """Biases of all ranks' experts; their gradient is the sum over ranks."""
     group = getattr(comm, "group", None)
     if group is None:
@@ -361,7 +361,7 @@ def _of_all_ranks(bias2: Tensor, comm: Any) -> Tensor:
     return all_gather_tensor_autograd(bias2.contiguous(), 0, group)
 
 
-def _shares(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
+def _probs_by_expert(ids: Tensor, probs: Tensor, experts: int) -> Tensor:
     """[T, E]: sum of a token's probabilities for each expert."""
     valid = (ids >= 0) & (ids < experts)
     shares = probs.new_zeros(ids.shape[0], experts)
@@ -410,11 +410,13 @@ def quantize_fp8_weights(
     ((4, 256, 256), (4, 256, 128))
     """
     halves = halves_of(activation.kind)
-    weights = _checked(w13, w2, bias13, "fp8_flow", halves)
+    weights = _checked_weights(w13, w2, bias13, "fp8_flow", halves)
     if bias13 is None:
         return _quantized(weights, halves, out)
-    whole = _whole(weights, bias13, "fp8_flow", halves)
-    first, second = (_codes(w, target) for w, target in zip(whole, out or (None, None), strict=True))
+    whole = _joined_weights(weights, bias13, "fp8_flow", halves)
+    first, second = (
+        _quantized_weight(w, target) for w, target in zip(whole, out or (None, None), strict=True)
+    )
     return first, second
 
 
@@ -426,14 +428,14 @@ def _check_fp8_weights(fp8_weights: tuple[Quantized, Quantized], weights: list[A
             expected = tuple(w.columnwise.shape)
         elif name == "w13":
             first, parts = (w[0], 1) if isinstance(w, tuple) else (w, halves)
-            rows = halves * _whole_blocks(first.shape[1] // parts)
+            rows = halves * _round_up_to_block(first.shape[1] // parts)
             expected = first.shape[0], rows, first.shape[2]
         else:
-            expected = *w.shape[:2], _whole_blocks(w.shape[2])
+            expected = *w.shape[:2], _round_up_to_block(w.shape[2])
         checks.shape(f"fp8_weights of {name}", codes.columnwise, expected)
 
 
-def _codes(w: Any, out: Quantized | None = None) -> Quantized:
+def _quantized_weight(w: Any, out: Quantized | None = None) -> Quantized:
     return w if isinstance(w, Quantized) else torch_ops.quantize_weights(w, out=out)
 
 
@@ -443,20 +445,20 @@ def _quantized(
     """FP8 codes of w13, or of the pair (w1, w3), and of w2, padded with zeros to a multiple of 128 of F."""
     (w13, w2), (out13, out2) = weights, out or (None, None)
     if isinstance(w13, tuple):
-        w13 = torch_ops.quantize_weights(w13, out=out13, rows=_whole_blocks(w13[0].shape[1]))
+        w13 = torch_ops.quantize_weights(w13, out=out13, rows=_round_up_to_block(w13[0].shape[1]))
     elif isinstance(w13, Tensor):
-        rows = _whole_blocks(w13.shape[1] // halves)
+        rows = _round_up_to_block(w13.shape[1] // halves)
         w13 = torch_ops.quantize_weights(w13, out=out13, parts=halves, rows=rows)
     if not isinstance(w2, Quantized):
-        w2 = torch_ops.quantize_weights(w2, out=out2, columns=_whole_blocks(w2.shape[2]))
+        w2 = torch_ops.quantize_weights(w2, out=out2, columns=_round_up_to_block(w2.shape[2]))
     return w13, w2
 
 
-def _whole_blocks(width: int) -> int:
+def _round_up_to_block(width: int) -> int:
     return width + -width % FP8_BLOCK[1]
 
 
-def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
+def _bias_columns(hidden: int, recipe: str) -> tuple[int, int, int]:
     """Numbers of zero, one and zero columns after x's. The ones are in a block of their own, whose scale they
     determine."""
     if recipe == "bf16":
@@ -476,7 +478,7 @@ def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
     return torch.stack((*rounded, remainder), dim=-1)
 
 
-def _checked(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
+def _checked_weights(w13: Any, w2: Any, bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 (or w1 and w3) and w2, after checks of dtypes and shapes for the recipe."""
     parts: list[Any] = list(w13) if isinstance(w13, tuple) else [w13]
     for name, w in (*(("w13", w) for w in parts), ("w2", w2)):
@@ -516,9 +518,9 @@ def _ffn_of(w13: Any, w2: Any, halves: int) -> int | None:
     return getattr(w2, "shape", (None,))[-1]
 
 
-def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
+def _joined_weights(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) -> list[Any]:
     """w13 [E, 2F, H] in one tensor and w2 [E, H, F], padded to a multiple of 128 of F for FP8, with the
-    columns of `_columns` for a bias."""
+    columns of `_bias_columns` for a bias."""
     w13, w2 = weights
     if isinstance(w13, Quantized):
         return [w13, w2 if isinstance(w2, Quantized) else w2.contiguous()]
@@ -531,7 +533,7 @@ def _whole(weights: list[Any], bias13: Tensor | None, recipe: str, halves: int) 
     gate_up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     if bias13 is not None:
         check_float("bias13", bias13, 2)
-        before, ones, after = _columns(gate_up.shape[2], recipe)
+        before, ones, after = _bias_columns(gate_up.shape[2], recipe)
         if missing:
             bias13 = pad(bias13.unflatten(1, (halves, -1)), (0, missing)).flatten(1)
         columns = parts_of_bias(bias13, ones).to(gate_up.dtype)

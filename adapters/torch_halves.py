@@ -45,11 +45,11 @@ class Half:
     def __init__(self, dy: Tensor, operands: Any):
         """operands: a record or tuple of tensors."""
         self.dy, self.operands = dy, operands
-        self._versions = self._seen()
+        self._versions = self._current_versions()
 
-    def _seen(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [t._version for t in (self.dy, *arrays_in(self.operands))]
 
     def is_of(self, dy: Tensor) -> bool:
         """Whether dy is the same tensor and neither it nor the operands have been modified in place."""
-        return dy.is_set_to(self.dy) and self._versions == self._seen()
+        return dy.is_set_to(self.dy) and self._versions == self._current_versions()

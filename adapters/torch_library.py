@@ -33,7 +33,7 @@ library = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: dict[str, Operator] = {}
 
 #: types of tensor arguments for types of the core's signatures
-_OF_TENSORS: dict[Any, Any] = {Any: Tensor, Any | None: Tensor | None, NumOutTokens: int | None}
+_TENSOR_TYPES: dict[Any, Any] = {Any: Tensor, Any | None: Tensor | None, NumOutTokens: int | None}
 
 #: schema types of arguments
 _TYPES: dict[Any, str] = {
@@ -74,19 +74,19 @@ def plan_of(data: Any, sizes: Any) -> PermutationPlan:
     return plan
 
 
-def _of_codes(q: QuantTensor) -> list[Any]:
-    return [q.data, q.scales, q.fmt, *_of_block(q.block), q.layout, q.transposed]
+def _codes_arguments(q: QuantTensor) -> list[Any]:
+    return [q.data, q.scales, q.fmt, *_block_arguments(q.block), q.layout, q.transposed]
 
 
 def _codes(data: Any, scales: Any, fmt: str, block: list[int], layout: str, transposed: bool) -> QuantTensor:
     return QuantTensor(data, scales, fmt, _block(block), layout, transposed)
 
 
-def _of_activation(activation: Activation) -> list[Any]:
+def _activation_arguments(activation: Activation) -> list[Any]:
     return [activation.kind, activation.clamp, activation.alpha, activation.linear_offset]
 
 
-def _of_router(config: RouterConfig) -> list[Any]:
+def _router_arguments(config: RouterConfig) -> list[Any]:
     groups = config.num_groups, config.topk_groups
     return [config.topk, config.score_function, *groups, config.renormalize, config.scaling_factor]
 
@@ -100,7 +100,7 @@ def _activation(kind: str, clamp: float | None, alpha: float, linear_offset: flo
 _known_activation = functools.lru_cache(Activation)  # checks its fields
 
 
-def _of_block(block: Any) -> list[list[int]]:
+def _block_arguments(block: Any) -> list[list[int]]:
     if block is not None and not isinstance(block, tuple):
         raise ValueError(f"block: got {block!r}; wanted a tuple of two ints, or None")
     return [list(block or ())]
@@ -116,21 +116,21 @@ RECORDS: dict[Any, tuple[str, Callable[[Any], list[Any]], Callable[..., Any]]] =
     PermutationPlan: ("Tensor {}, SymInt[] {}_sizes", plan_arguments, plan_of),
     QuantTensor: (
         "Tensor {}, Tensor {}_scales, str {}_fmt, int[] {}_block, str {}_layout, bool {}_transposed",
-        _of_codes,
+        _codes_arguments,
         _codes,
     ),
     Activation: (
         "str {}_kind, float? {}_clamp, float {}_alpha, float {}_linear_offset",
-        _of_activation,
+        _activation_arguments,
         _activation,
     ),
     RouterConfig: (
         "int {}_topk, str {}_score_function, int {}_num_groups, int {}_topk_groups, bool {}_renormalize, "
         "float {}_scaling_factor",
-        _of_router,
+        _router_arguments,
         functools.lru_cache(RouterConfig),
     ),
-    Block: ("int[] {}", _of_block, _block),
+    Block: ("int[] {}", _block_arguments, _block),
 }
 
 
@@ -268,7 +268,7 @@ class Operator:
 
         def run(arrays: list[Any]) -> Any:
             remaining = iter(arrays)
-            arguments, n = self.unflatten(_with(a, remaining) for a in flat), self._positional
+            arguments, n = self.unflatten(_replace_tensors(a, remaining) for a in flat), self._positional
             result = self._tensors_of(
                 self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
             )
@@ -281,10 +281,10 @@ class Operator:
         return self._form(like(a, device) for a in results)
 
 
-def _with(value: Any, arrays: Iterator[Any]) -> Any:
+def _replace_tensors(value: Any, arrays: Iterator[Any]) -> Any:
     """An argument with its tensors replaced by the next arrays."""
     if isinstance(value, list):
-        return [_with(v, arrays) for v in value]
+        return [_replace_tensors(v, arrays) for v in value]
     return next(arrays) if isinstance(value, Tensor) else value
 
 
@@ -327,7 +327,7 @@ def operator_of(
     return Operator(
         name or function.__name__,
         function,
-        {n: _OF_TENSORS.get(hints[n], hints[n]) for n in arguments} | (types or {}),
+        {n: _TENSOR_TYPES.get(hints[n], hints[n]) for n in arguments} | (types or {}),
         returned,
         results=results,
         keywords=len(arguments) - by_position,
@@ -345,13 +345,13 @@ def like(spec: ArraySpec, device: torch.device) -> Tensor:
 
 # ---------------------------------------------------------------- gradients
 
-_TWICE = (
+_SECOND_DERIVATIVE = (
     "create_graph: got the gradient of a gradient; functions of fp8moe.adapters.torch_ops are not twice "
     "differentiable; leave out create_graph=True, or detach() the results"
 )
 
 
-class _Once(torch.autograd.Function):
+class _NotDifferentiable(torch.autograd.Function):
     """A backward as a non-differentiable function of the incoming gradients and the saved tensors."""
 
     @staticmethod
@@ -360,7 +360,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(_TWICE)
+        raise RuntimeError(_SECOND_DERIVATIVE)
 
 
 def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = True) -> Callable[..., Any]:
@@ -376,7 +376,7 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         inputs = ctx.saved_tensors if saves_inputs else (torch.zeros((), requires_grad=True),)
-        return _Once.apply(backward, ctx, len(grads), *grads, *inputs)
+        return _NotDifferentiable.apply(backward, ctx, len(grads), *grads, *inputs)
 
     return run
 

@@ -274,7 +274,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
-        if self._by_name() and not torch.compiler.is_compiling():
+        if self._has_explicit_backend() and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
         if topk_ids is None or topk_probs is None:
@@ -338,7 +338,7 @@ class FP8FlowMoE(nn.Module):
                     f"{name}: got a DTensor; wanted the whole weights, which fully_shard gathers for a "
                     "forward only; use weights_unchanged() around the forwards"
                 )
-        self._keep()
+        self._keep_copies()
 
     @property
     def fp8_weight_nbytes(self) -> int:
@@ -392,14 +392,14 @@ class FP8FlowMoE(nn.Module):
 
     def _experts(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if not torch.compiler.is_compiling():
-            return self._eagerly(x, ids, probs, first)
+            return self._run_eagerly(x, ids, probs, first)
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
 
-    def _by_name(self) -> bool:
+    def _has_explicit_backend(self) -> bool:
         """Whether a backend or num_sms was given."""
         return self.backend is not None or self.num_sms is not None
 
@@ -419,7 +419,7 @@ class FP8FlowMoE(nn.Module):
 
     # If Dynamo has skipped a calling frame, it would still compile this function and the library's.
     @torch.compiler.disable
-    def _eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
+    def _run_eagerly(self, x: Tensor, ids: Tensor, probs: Tensor, first: bool | None) -> Tensor:
         if self.recipe == "bf16":
             return self._in_bf16(x, ids, probs)
         weights = self.w13, self.w2
@@ -453,17 +453,17 @@ class FP8FlowMoE(nn.Module):
         usable = copies is not None and copies.current and (capturing or not copies.of_capture)
         if first is None and not self._scopes:
             if recording or copies is None or not usable or copies.recorded or copies.changed(self):
-                self._release()
-                return self._make()
+                self._release_copies()
+                return self._quantize_copies()
         elif first or not usable:
             if first is False:
                 raise RuntimeError(
                     "is_first_microbatch: got False, and there are no FP8 copies of the weights; wanted True "
                     "for the first forward after the weights have changed"
                 )
-            copies = self._keep()
+            copies = self._keep_copies()
         elif (changed := copies.changed(self)) is not None:  # type: ignore[union-attr]
-            raise _changed(changed)
+            raise _changed_error(changed)
         assert copies is not None
         copies.captured |= capturing
         copies.recorded |= recording
@@ -477,37 +477,37 @@ class FP8FlowMoE(nn.Module):
         copies = self._copies
         if self._scopes:
             if copies is not None and copies.stepped:
-                raise _changed("w13, w2")
+                raise _changed_error("w13, w2")
             if copies is not None and copies.current and not copies.of_capture:
                 return copies.records
         elif copies is not None:
-            self._release()
+            self._release_copies()
         weights = local_of(self.w13), local_of(self.w2)
         return list(quantize_fp8_weights(*weights, activation=self.activation))
 
-    def _keep(self) -> _Copies:
+    def _keep_copies(self) -> _Copies:
         """Quantises the weights and keeps the copies, in the memory that a captured graph reads, if any."""
         old, target = self._copies, None
         if old is not None and old.captured and old.records[0].rowwise.data.device == self.w13.device:
             target = old.records
         if target is None:
             self._copies = old = None  # releases the old copies first, to avoid holding two sets
-        new = _Copies(self, self._make(target), captured=target is not None)
+        new = _Copies(self, self._quantize_copies(target), captured=target is not None)
         if target is not None:  # makes autograd reject a backward that saved the old copies
             torch.autograd.graph.increment_version(new.tensors)
         self._copies = new
-        with _keeping_lock:
-            _keeping.add(self)
+        with _layers_lock:
+            _layers_with_copies.add(self)
         return new
 
-    def _make(self, target: list[Quantized] | None = None) -> list[Quantized]:
+    def _quantize_copies(self, target: list[Quantized] | None = None) -> list[Quantized]:
         # not inference tensors, because a backward could not use them
         with torch.inference_mode(False), torch.no_grad():
             out = None if target is None else (target[0], target[1])
             weights = local_of(self.w13), local_of(self.w2)
             return list(quantize_fp8_weights(*weights, activation=self.activation, out=out))
 
-    def _release(self) -> None:
+    def _release_copies(self) -> None:
         """Drops the kept copies, or only invalidates them if a captured graph reads them."""
         if self._copies is not None and self._copies.captured:
             self._copies.current = False
@@ -520,7 +520,11 @@ class FP8FlowMoE(nn.Module):
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
         has_main_grad = any(main_grad_of(w) is not None for w in (self.w13, self.w2))
-        if not self._by_name() and self.hidden % 8 == self.ffn % 8 == 0 and not (compiling or has_main_grad):
+        if (
+            not self._has_explicit_backend()
+            and self.hidden % 8 == self.ffn % 8 == 0
+            and not (compiling or has_main_grad)
+        ):
             return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
         options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
         options |= {"handle": self._handle, "parameters": (self.w13, self.w2)}
@@ -576,27 +580,27 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
             entered.append(layer)
             layer._scopes += 1
             if layer._scopes == 1:
-                layer._release()
+                layer._release_copies()
                 if all(is_whole(w, layer._ranks.mesh) for w in (layer.w13, layer.w2)):
-                    layer._keep()
+                    layer._keep_copies()
         yield
     finally:
         for layer in entered:
             layer._scopes -= 1
             if not layer._scopes:
-                layer._release()
+                layer._release_copies()
 
 
 #: existing layers with kept copies
-_keeping: weakref.WeakSet[FP8FlowMoE] = weakref.WeakSet()
-_keeping_lock = threading.Lock()  # a set must not be modified while another thread iterates over it
+_layers_with_copies: weakref.WeakSet[FP8FlowMoE] = weakref.WeakSet()
+_layers_lock = threading.Lock()  # a set must not be modified while another thread iterates over it
 
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Marks copies as outdated after an optimizer step: fused optimizers do not increment version
     counters."""
-    with _keeping_lock:
-        layers = list(_keeping)
+    with _layers_lock:
+        layers = list(_layers_with_copies)
     layer_copies = [(layer, copies) for layer in layers if (copies := layer._copies) is not None]
     if not layer_copies:
         return
@@ -606,7 +610,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             copies.stepped = True
 
 
-register_optimizer_step_post_hook(_stepped)
+register_optimizer_step_post_hook(_mark_outdated)
 
 
 class _Copies:
@@ -623,11 +627,11 @@ class _Copies:
         self.current, self.stepped, self.recorded, self.captured = True, False, False, captured
         self.of_capture = _capturing(layer.w13)
         weights = {"w13": layer.w13, "w2": layer.w2}
-        self._made_of = {name: (_storage(w), _view(w), _version(w)) for name, w in weights.items()}
+        self._weight_states = {name: (_storage(w), _view(w), _version(w)) for name, w in weights.items()}
 
     def changed(self, layer: FP8FlowMoE) -> str | None:
         """Name of a weight that has detectably changed, or None."""
-        for name, (storage, view, version) in self._made_of.items():
+        for name, (storage, view, version) in self._weight_states.items():
             w = getattr(layer, name)
             if self.stepped or (view, version) != (_view(w), _version(w)):
                 return name
@@ -638,25 +642,25 @@ class _Copies:
 
 def _storage(w: Tensor) -> StorageWeakRef:
     """Reference to the storage: fully_shard gathers weights into the same storage at another address."""
-    return StorageWeakRef(_memory(w).untyped_storage())
+    return StorageWeakRef(_local_tensor_of(w).untyped_storage())
 
 
 def _view(w: Tensor) -> Any:
     """Position in the storage: several sets of weights may share one buffer."""
-    w = _memory(w)
+    w = _local_tensor_of(w)
     return w.storage_offset(), w.stride()
 
 
 def _version(w: Tensor) -> int | None:
-    w = _memory(w)
+    w = _local_tensor_of(w)
     return None if w.is_inference() else w._version
 
 
-def _memory(w: Tensor) -> Tensor:
+def _local_tensor_of(w: Tensor) -> Tensor:
     return w._local_tensor if isinstance(w, DTensor) else w
 
 
-def _changed(name: str) -> RuntimeError:
+def _changed_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name}: got changed weights although they were declared unchanged; wanted the same weights; leave "
         "weights_unchanged() before the optimizer's step, or pass is_first_microbatch=True after it"

@@ -76,7 +76,7 @@ def operation(
         if gradient is not None:
             rows = values[first]
             if rows is None:
-                raise _no_tensor(first, rows)
+                raise _not_a_tensor(first, rows)
             if type(rows) is QuantTensor or rows.dtype not in DIFFERENTIABLE:
                 result = _of_codes(values)
                 if result is not None:
@@ -168,7 +168,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
                 value = value.data
             if isinstance(value, (Tensor, list, tuple)) or (value is None and name not in required):
                 continue
-            raise _no_tensor(name, value)
+            raise _not_a_tensor(name, value)
 
     return call  # type: ignore[no-any-return]
 
@@ -178,7 +178,7 @@ def documented(core: Any, differentiable: tuple[str, ...], note: str) -> Callabl
 
     def declare(call: Any) -> Any:
         functools.update_wrapper(call, core)
-        call.__module__, call.__doc__ = MODULE, _documented(core, differentiable, note)
+        call.__module__, call.__doc__ = MODULE, _docstring(core, differentiable, note)
         return call
 
     return declare
@@ -197,7 +197,7 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _no_tensor(name: str, x: Any) -> TypeError:
+def _not_a_tensor(name: str, x: Any) -> TypeError:
     return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
 
 
@@ -234,7 +234,7 @@ def _refuse_transforms(names: list[str], values: Values) -> None:
             )
 
 
-def _documented(core: Callable[..., Any], differentiable: tuple[str, ...], note: str) -> str:
+def _docstring(core: Callable[..., Any], differentiable: tuple[str, ...], note: str) -> str:
     """The core's docstring for tensors, with a note on its gradients."""
     if differentiable:
         gradients = f"{differentiable_in(differentiable)}, once."

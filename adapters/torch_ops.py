@@ -61,7 +61,7 @@ __all__ = [
 # ---------------------------------------------------------------- plans
 
 
-def _counted(function: Any, values: Values) -> Any:
+def _exact_plan(function: Any, values: Values) -> Any:
     """Plans whose row count is read back by the host; they cannot be part of a compiled graph."""
     rows = values["num_out_tokens"]
     exact = is_exact(rows) or (rows is None and values.get("topk", 0) is None)
@@ -94,9 +94,9 @@ def _by_index_map(values: Values, data: Tensor) -> fp8moe.PermutationPlan:
 
 _EXACT = 'num_out_tokens="exact" reads the row count back, which causes a graph break in compiled code.'
 _DATA: Any = attrgetter("data")
-plan_topk = operation(fp8moe.plan_topk, Tensor, _by_topk, results=_DATA, prepare=_counted, note=_EXACT)
+plan_topk = operation(fp8moe.plan_topk, Tensor, _by_topk, results=_DATA, prepare=_exact_plan, note=_EXACT)
 plan_routing_map = operation(
-    fp8moe.plan_routing_map, Tensor, _by_mask, results=_DATA, prepare=_counted, note=_EXACT
+    fp8moe.plan_routing_map, Tensor, _by_mask, results=_DATA, prepare=_exact_plan, note=_EXACT
 )
 
 plan_row_map = operation(fp8moe.plan_row_map, Tensor, _by_row_map, results=_DATA)
@@ -105,7 +105,7 @@ plan_index_map = operation(fp8moe.plan_index_map, Tensor, _by_index_map, results
 # ---------------------------------------------------------------- rows
 
 
-def _probs_apart(function: Any, values: Values) -> Any:
+def _probs_separately(function: Any, values: Values) -> Any:
     """Permutes the probabilities of codes, which are differentiable, in a separate call, with rows of zero
     columns."""
     probs = values["probs"]
@@ -122,7 +122,7 @@ permute = operation(
     list,
     lambda values, data, probs=None: Permuted(data, probs, values["plan"]),
     results=attrgetter("data", "probs"),
-    codes=_probs_apart,
+    codes=_probs_separately,
     gradient=Gradient(
         ("x", "probs"),
         lambda values: ("plan",),
@@ -183,7 +183,7 @@ sort_chunks = operation(
     list,
     lambda values, data, *others: SortedChunks(data, others[0] if len(others) > 1 else None, others[-1]),
     results=attrgetter("data", "probs", "group_offsets"),
-    codes=_probs_apart,
+    codes=_probs_separately,
     gradient=Gradient(
         ("x", "probs"), lambda values: ("split_sizes", "sorted_indices"), _sort_chunks_gradient
     ),
@@ -209,7 +209,7 @@ def _counts_as_tensor(function: Any, values: Values) -> None:
         )
 
 
-def _resized_back(name: str) -> Gradient:
+def _padding_gradient(name: str) -> Gradient:
     """The gradient of padding is unpadding, and the reverse."""
 
     def backward(values: Values, grad: Tensor) -> list[Tensor]:
@@ -219,8 +219,8 @@ def _resized_back(name: str) -> Gradient:
     return Gradient(("x",), lambda values: ("tokens_per_expert",), backward)
 
 
-pad = operation(fp8moe.pad, Tensor, prepare=_counts_as_tensor, gradient=_resized_back("unpad"))
-unpad = operation(fp8moe.unpad, Tensor, prepare=_counts_as_tensor, gradient=_resized_back("pad"))
+pad = operation(fp8moe.pad, Tensor, prepare=_counts_as_tensor, gradient=_padding_gradient("unpad"))
+unpad = operation(fp8moe.unpad, Tensor, prepare=_counts_as_tensor, gradient=_padding_gradient("pad"))
 
 # ---------------------------------------------------------------- SwiGLU and FP8
 
@@ -416,7 +416,7 @@ if TYPE_CHECKING:  # names resolved by `__getattr__`
     from fp8moe.adapters.torch_moe import FP8FlowMoE as FP8FlowMoE
     from fp8moe.adapters.torch_router import route as route
 
-_ABOVE = {
+_LATER_MODULES = {
     "FP8FlowMoE": "torch_moe",
     "moe_experts": "torch_functional",
     "moe_experts_permuted": "torch_functional",
@@ -426,8 +426,8 @@ _ABOVE = {
 
 def __getattr__(name: str) -> Any:
     """Public names of modules that import this one, imported on first access."""
-    if name not in _ABOVE:
+    if name not in _LATER_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"fp8moe.adapters.{_ABOVE[name]}")
+    module = importlib.import_module(f"fp8moe.adapters.{_LATER_MODULES[name]}")
     globals()[name] = getattr(module, name)
     return globals()[name]

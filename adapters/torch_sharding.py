@@ -94,7 +94,7 @@ class Ranks:
                 "torch.distributed.ProcessGroup, which is pickled by its name; or save the state_dict()"
             )
         device_type = "cpu" if self.mesh is None else self.mesh.device_type
-        return _ranks_named, (
+        return _unpickled_ranks, (
             self.comm.group.group_name,
             device_type,
             self.comm.capacity,
@@ -102,7 +102,7 @@ class Ranks:
         )
 
 
-def _ranks_named(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
+def _unpickled_ranks(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Drop-in replacement for the permutation functions of ``transformer_engine.pytorch`` (tested with 2.20).
+"""Drop-in replacement for the permutation functions of ``transformer_engine.pytorch`` (checked against 2.20).
 
 Arguments, order and results are the same: the layout of the row map, ``pad_offsets=None`` if every expert is
 already aligned, and zero rows for a probability of exactly 0.0 (only in `moe_permute_with_probs` and its

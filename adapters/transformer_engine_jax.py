@@ -1,4 +1,4 @@
-"""Drop-in replacement for the functions of ``transformer_engine.jax.permutation`` (tested with 2.20).
+"""Drop-in replacement for the functions of ``transformer_engine.jax.permutation`` (checked against 2.20).
 Arguments, order and results are the same, with gradients for rows and probabilities, also in jitted code.
 
 Unlike in the original, NaN values are not hidden: an expert's output for a token reaches the token's sum.

@@ -106,21 +106,21 @@ def enable(
             x, ids, probs = hidden_states, top_k_index, top_k_weights
             # the ranks of the mesh hold the same batch: each computes its part of the tokens
             if self.tp_mesh.size() > 1:
-                x, ids, probs = (_part(t, self.tp_mesh) for t in (x, ids, probs))
+                x, ids, probs = (_local_tokens(t, self.tp_mesh) for t in (x, ids, probs))
             y = _multiply(self._experts, x, ids, probs, options, self._comm)
-            return _whole(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
+            return _all_tokens(y, self.tp_mesh, hidden_states.shape) if self.tp_mesh.size() > 1 else y
 
     ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
     EPImplementationInterface.register(name, ExpertParallel)
 
 
-def _part(t: Tensor, mesh: Any) -> Tensor:
+def _local_tokens(t: Tensor, mesh: Any) -> Tensor:
     return (
         DTensor.from_local(t, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)]).to_local()
     )
 
 
-def _whole(t: Tensor, mesh: Any, shape: Any) -> Tensor:
+def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
     strides = shape[1], 1
     return DTensor.from_local(t.contiguous(), mesh, [Shard(0)], shape=shape, stride=strides).full_tensor()
 

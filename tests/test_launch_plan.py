@@ -165,7 +165,7 @@ def test_tensors_with_freed_memory_raise():
 
 @pytest.mark.usefixtures("on_device")
 def test_results_that_share_memory_with_an_argument_follow_it():
-    """One scale per tensor is returned as it is, in a record whose plan was never requested."""
+    """The one scale of a tensor is returned without a copy, in a new record."""
     for _ in range(4):
         plan = map_arrays(lambda _, a: torch.from_numpy(a), A_PLAN)
         x = torch.tensor(RNG.integers(0, 120, (6, 64)).astype(np.uint8))

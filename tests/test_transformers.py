@@ -142,7 +142,9 @@ def test_activation_is_the_configured_one(act):
 @pytest.mark.parametrize("act", ["gelu_10", "mish", "relu6", "hardswish", "linear", "tanh"])
 def test_unsupported_activations_are_named(act):
     experts = experts_of(*QWEN, hidden_act=act, _experts_implementation=FP8)
-    with pytest.raises(NotImplementedError, match=r"Qwen3MoeExperts: got a gate \(\w+\) that is none"):
+    with pytest.raises(
+        NotImplementedError, match=r"Qwen3MoeExperts: got a gate \(\w+\) that matches no Activation"
+    ):
         experts(*routed()[:3])
 
 

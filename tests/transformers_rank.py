@@ -41,7 +41,7 @@ for layout, sizes in LAYOUTS.items():
             continue
         assert p.to_local().shape[0] == q.shape[0] // WORLD
         dist.all_reduce(q.grad)
-        # FSDP's mean over batches, or the sum over halves of the tokens
+        # FSDP's mean over batches, or the sum over the halves of the head
         true = q.grad / (WORLD if apart else 1)
         whole = p.grad.full_tensor()
         assert (whole - true).norm() <= 2.0**-16 * true.norm(), (layout, name)
