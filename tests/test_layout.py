@@ -150,7 +150,7 @@ def test_kernels_write_nothing_past_the_tiles_there_are(monkeypatch):
             tensor(4, 64, ROW),
             ("compact", offsets_of([4])),
             ValueError,
-            "expert_offsets: got them from layout 'compact' to 'compact'",
+            "expert_offsets: got offsets for a conversion from layout 'compact' to 'compact'",
         ),
         (
             tensor(64, 64, COLUMN),
