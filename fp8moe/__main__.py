@@ -1,6 +1,6 @@
-"""The command line: ``fp8moe {demo,info,selftest,compile,bench}``, or ``python -m fp8moe`` and a verb.
+"""The command line: ``fp8moe {demo,info,selftest,compile,bench}``, or ``python -m fp8moe COMMAND``.
 
-Exit codes: 0 done and right, 1 a check failed, 2 the command line or the machine is not as needed.
+Exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m fp8moe" if Path(sys.argv[0]).stem == "__main__" else "fp8moe",
         description="FP8 mixture-of-experts kernels, framework-neutral.",
-        epilog="exit codes: 0 done and right; 1 a check failed; 2 wrong usage, or something is missing here",
+        epilog="exit codes: 0 success; 1 a check failed; 2 invalid usage, or a missing requirement",
     )
     top.add_argument("--version", action="version", version=f"fp8moe {fp8moe.__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -29,24 +29,22 @@ def parser() -> argparse.ArgumentParser:
         "demo", help="train a small MoE language model in bf16, fp8_blockwise and fp8_flow, side by side"
     )
     demo.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where (default: auto)"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default: auto)"
     )
-    demo.add_argument("--steps", type=_positive, default=None, help="training steps of each recipe")
-    demo.add_argument("--tokens", type=_positive, default=None, help="bytes predicted a step")
+    demo.add_argument("--steps", type=_positive, default=None, help="training steps per recipe")
+    demo.add_argument("--tokens", type=_positive, default=None, help="bytes predicted per step")
     demo.add_argument("--layers", type=_positive, default=None, help="MoE layers")
-    demo.add_argument("--experts", type=_positive, default=None, help="experts a layer, 2 or more")
+    demo.add_argument("--experts", type=_positive, default=None, help="experts per layer, 2 or more")
     demo.add_argument("--seed", type=_seed, default=0, help="seed of weights and batches (default: 0)")
-    demo.add_argument("--text", type=Path, help="a file to learn (default: the standard library's source)")
-    demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results")
-    demo.add_argument("--no-check", action="store_true", help="report only: exit 0 whatever the losses")
+    demo.add_argument("--text", type=Path, help="training text (default: the standard library's source)")
+    demo.add_argument("--out", type=Path, default=Path("demo-out"), help="output folder")
+    demo.add_argument("--no-check", action="store_true", help="report only: exit code 0 for any losses")
 
     verbs.add_parser("info", help="versions, devices, which backends and adapters work, what to install")
 
-    selftest = verbs.add_parser("selftest", help="every operation of every backend here against the oracle")
+    selftest = verbs.add_parser("selftest", help="check all operations of all backends against the oracle")
     selftest.add_argument("--device", choices=("all", "cpu", "cuda"), default="all")
-    selftest.add_argument(
-        "--seed", type=_seed, default=None, help="seed of the inputs (default: a fresh one)"
-    )
+    selftest.add_argument("--seed", type=_seed, default=None, help="seed of the inputs (default: random)")
 
     compile_ = verbs.add_parser("compile", help="compile every kernel, with or without a GPU")
     compile_.add_argument(
@@ -54,26 +52,26 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         type=_architecture,
         metavar="SM",
-        help=f"an architecture such as sm_90a; repeat for several (default: {' '.join(ARCHITECTURES)})",
+        help=f"an architecture such as sm_90a; repeatable (default: {' '.join(ARCHITECTURES)})",
     )
 
-    bench = verbs.add_parser("bench", help="time operations against the copy bandwidth of the same machine")
+    bench = verbs.add_parser("bench", help="time operations, relative to this machine's copy bandwidth")
     bench.add_argument(
         "topics",
         nargs="*",
-        help="topics (default: all; --list names them), or `compare`: this library beside the others here",
+        help="topics (default: all; see --list), or `compare`: this library and the other installed ones",
     )
-    bench.add_argument("--list", action="store_true", help="name the topics and leave")
+    bench.add_argument("--list", action="store_true", help="list the topics and exit")
     bench.add_argument("--device", choices=DEVICES, default="auto")
-    bench.add_argument("--quick", action="store_true", help="small shapes, few repeats")
+    bench.add_argument("--quick", action="store_true", help="small shapes, few repetitions")
     bench.add_argument("--out", type=Path, help="append JSON lines to this file")
     bench.add_argument(
         "--allocator",
         choices=("cupy", "torch"),
-        help="on CUDA: whose memory arrays lie in (default: cupy's pool)",
+        help="on CUDA: the allocator of the arrays (default: cupy's memory pool)",
     )
-    bench.add_argument("--part", action="append", help="of `compare`: one kind of work alone; repeatable")
-    bench.add_argument("--picture", type=Path, help="of `compare`: draw the layer's times, .svg or .png")
+    bench.add_argument("--part", action="append", help="with `compare`: run only this part; repeatable")
+    bench.add_argument("--picture", type=Path, help="with `compare`: plot layer times, .svg or .png")
     return top
 
 
@@ -142,14 +140,16 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     if arguments.topics == ["compare"] and not arguments.list:
         if arguments.allocator is not None:
-            raise ValueError("--allocator: got it with `compare`, whose arrays are torch's")
+            raise ValueError(
+                "--allocator: got it with `compare`, which uses torch arrays; wanted another topic"
+            )
         from fp8moe.benchmarks import compare
 
         parts = compare.named_parts(arguments.part)
         return compare.main(arguments.device, arguments.quick, arguments.out, arguments.picture, parts)
     for option in ("part", "picture"):
         if getattr(arguments, option) is not None:
-            raise ValueError(f"--{option}: got it without `compare` alone, whose option it is")
+            raise ValueError(f"--{option}: got topics {arguments.topics}; wanted `compare` as the only topic")
     return harness.main(
         arguments.topics,
         arguments.device,
@@ -166,7 +166,7 @@ def _require_cuda() -> None:
     if (missing := info.missing_for_cuda()) is not None:
         raise fp8moe.BackendUnavailable(
             f"--device cuda: {missing}; wanted a CUDA device with its driver and CuPy (pip install "
-            "'fp8moe[cuda13]'); python -m fp8moe info says what is here"
+            "'fp8moe[cuda13]'); see python -m fp8moe info"
         )
 
 

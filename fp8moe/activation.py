@@ -1,4 +1,4 @@
-"""What the experts compute between their two products."""
+"""The activation function that the experts compute between their two GEMMs."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ Kind = Literal["swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2"]
 
 
 def halves_of(kind: str) -> int:
-    """Of h: gates and ups, or without a gate one. A function, as torch's compiler calls no methods of a
-    record that it takes for a constant."""
+    """How many halves h has: 2 (gate and up projection), or 1 for an activation without a gate. A function
+    and not a method, because torch.compile cannot call methods of a record that it treats as a constant."""
     return 1 if kind == "relu2" else 2
 
 
 @dataclass(frozen=True)
 class Activation(Options):
-    """What the experts compute between their products: y = act(a) * (b + linear_offset), for h = (a | b).
+    """The activation between the experts' two GEMMs: y = act(a) * (b + linear_offset), for h = (a | b).
 
-    Without a gate y = act(h).
+    Without a gate, y = act(h).
 
     Attributes
     ----------
     kind : "swiglu", "geglu", "geglu_tanh", "quick_geglu" or "relu2"
-        "swiglu": act(a) = a * sigmoid(alpha * a), with alpha = 1 SiLU, with 1.702 the quick GELU; "geglu":
-        GELU, a * Phi(a) with the normal distribution's Phi; "geglu_tanh": its approximation by tanh, as
-        torch's ``gelu(approximate="tanh")``; "quick_geglu": "swiglu" with alpha = 1.702, which it becomes.
-        "relu2": max(h, 0)^2, without a gate: h is [P, F] and w13 [E, F, H], and the others do not apply.
+        "swiglu": act(a) = a * sigmoid(alpha * a), which is SiLU for alpha = 1 and quick GELU for alpha =
+        1.702. "geglu": GELU, a * Phi(a), where Phi is the normal distribution function. "geglu_tanh": GELU's
+        tanh approximation, as torch's ``gelu(approximate="tanh")``. "quick_geglu": stored as "swiglu" with
+        alpha = 1.702. "relu2": max(h, 0)^2, without a gate: h is [P, F], w13 is [E, F, H], and the other
+        attributes do not apply.
     clamp : float or None
-        a <= clamp and -clamp <= b <= clamp first; None: neither.
+        First clamps a to at most clamp, and b to [-clamp, clamp]. None: no clamping.
     alpha : float
-        Of "swiglu" only.
+        Slope of the sigmoid, for "swiglu" only.
     linear_offset : float
-        With alpha 1.702, clamp 7 and linear_offset 1 "swiglu" is gpt-oss's activation.
+        Added to b. "swiglu" with alpha 1.702, clamp 7 and linear_offset 1 is gpt-oss's activation.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no such number.
+        For an unknown kind, or a value that is not a finite float32 number or does not apply to the kind.
 
     Notes
     -----
-    The GLU variants are those of Shazeer (arXiv 2002.05202), GELU and its approximation those of Hendrycks
-    and Gimpel (arXiv 1606.08415), the squared ReLU that of Primer (arXiv 2109.08668).
+    Sources: the GLU variants are from Shazeer (arXiv 2002.05202), GELU and its approximation from Hendrycks
+    and Gimpel (arXiv 1606.08415), the squared ReLU from Primer (arXiv 2109.08668).
     """
 
     kind: Kind = "swiglu"
@@ -75,15 +76,15 @@ class Activation(Options):
 
     @property
     def gated(self) -> bool:
-        """Whether h is (a | b)."""
+        """Whether h consists of two halves (a | b)."""
         return halves_of(self.kind) == 2
 
     def width(self, columns: int) -> int:
-        """F, of h's columns."""
+        """F, the number of columns of y, given the number of columns of h."""
         return columns // 2 if self.gated else columns
 
     def columns(self, width: int) -> int:
-        """Columns of h, of F."""
+        """The number of columns of h, given F (``width``)."""
         return 2 * width if self.gated else width
 
 

@@ -1,11 +1,11 @@
-"""Validation errors, raised once at the public door: what argument, what came, what was wanted.
+"""Argument checks of the public functions. Errors name the argument, the value received and the one wanted.
 
-TypeError for a wrong dtype, device or format; ValueError for shapes and ranges. The optional ``fix`` is
-the call that mends it.
+TypeError for a wrong dtype, device or format; ValueError for shapes and ranges. The optional ``fix`` names
+the call that corrects it.
 
-Offsets, counts and row maps index other arrays. Where their values can be read (`Call.values`) they
-are held to what they index here; on CUDA, where reading them would synchronise, the kernels are handed the
-bounds and take what lies outside for nothing.
+Offsets, counts and row maps index other arrays. Where their values can be read (`Call.values`), they are
+checked against the size of the indexed array here. On CUDA, where reading them would synchronise, the kernels
+receive the bounds and ignore entries outside of them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ FLOATS = (BFLOAT16, np.dtype(np.float16), FLOAT32, np.dtype(np.float64))
 QUANTIZABLE = (BFLOAT16, np.dtype(np.float16), FLOAT32)
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: look at values in CUDA memory too, which synchronises; read once, as each look costs a call 1 us
+#: also check values in CUDA memory, which synchronises; read once, because each access to os.environ takes 1
+#: us
 LOOK_AT_VALUES = os.environ.get("FP8MOE_CHECK") == "1"
-MAX_EXPERTS = 2**20  # the arrays of a plan are as long
+MAX_EXPERTS = 2**20  # a plan has arrays of this length
 
 
 def dtype(name: str, x: Any, wanted: tuple[np.dtype, ...], fix: str = "") -> None:
@@ -60,7 +61,7 @@ def _require_array(name: str, x: Any, fix: str) -> None:
 
 
 def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> None:
-    """``wanted``: an int must match, a str names a free size."""
+    """Check a shape. ``wanted``: an int must match; a str names a size that may be any."""
     if type(x) is not DeviceArray:
         _require_array(name, x, fix)
     got = x.shape
@@ -75,8 +76,8 @@ def shape(name: str, x: Any, wanted: tuple[int | str, ...], fix: str = "") -> No
 
 
 def arrays(*wanted: tuple[str, Any, tuple[np.dtype, ...] | None, tuple[int | str, ...]]) -> None:
-    """Of each (name, array, dtypes or None, sizes) what `dtype` and `shape` check, in one call. Arrays may be
-    left out: None is right."""
+    """Apply `dtype` and `shape` to each (name, array, dtypes or None, sizes), in one call. An array that is
+    None is accepted."""
     for name, x, dtypes, sizes in wanted:
         if x is None:
             continue
@@ -92,36 +93,35 @@ def arrays(*wanted: tuple[str, Any, tuple[np.dtype, ...] | None, tuple[int | str
 
 
 def like(name: str, given: Any, wanted: Any) -> None:
-    """A record of arrays to write to: the kind, shapes and dtypes of ``wanted``, whose arrays are specs."""
+    """Check a record of output arrays: its type, shapes and dtypes must equal those of ``wanted``, whose
+    arrays are specs."""
 
     def described(value: Any) -> Any:
         return map_arrays(lambda _, a: (tuple(a.shape), a.dtype.name), value)
 
     if type(given) is not type(wanted) or described(given) != described(wanted):
         raise ValueError(
-            f"{name}: got {described(given)}; wanted {described(wanted)}, as the same call returns without it"
+            f"{name}: got {described(given)}; wanted {described(wanted)}, as this call returns without {name}"
         )
 
 
 def writable(name: str, out: Any, **inputs: Any) -> None:
-    """Arrays to write to, which are nobody else's memory: neither an input's nor each other's."""
-    taken = [(other, b) for other, value in inputs.items() for b in arrays_in(value)]
+    """Check that output arrays are writable and overlap neither an input nor each other."""
+    ranges = [(other, b) for other, value in inputs.items() for b in arrays_in(value)]
     for a in arrays_in(out):
         if isinstance(a, np.ndarray) and not a.flags.writeable:
-            raise ValueError(
-                f"{name}: got read-only memory; wanted memory to write to, or None for new memory"
-            )
-        for other, b in taken:
+            raise ValueError(f"{name}: got read-only memory; wanted a writable array, or None for a new one")
+        for other, b in ranges:
             if overlap(a, b):
                 raise ValueError(
-                    f"{name}: got memory that overlaps {other}'s; wanted memory of its own, or None for new "
-                    "memory"
+                    f"{name}: got memory that overlaps {other}; wanted an array that does not overlap "
+                    "another argument, or None for a new one"
                 )
-        taken.append((name, a))
+        ranges.append((name, a))
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether two raw arrays have a byte in common; those that are only shapes have none."""
+    """Whether two raw arrays share a byte; arrays without memory (shapes only) do not."""
     first, second = _address(a), _address(b)
     return 0 < first < second + b.nbytes and 0 < second < first + a.nbytes and 0 not in (a.size, b.size)
 
@@ -133,7 +133,7 @@ def _address(a: Any) -> int:
 def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:
     if isinstance(value, bool):
         raise TypeError(f"{name}: got a bool; wanted an integer from {low} to {high}")
-    if type(value) in SYMBOLIC_TYPES:  # a look would compile for this number alone; the call itself looks
+    if type(value) in SYMBOLIC_TYPES:  # a compiler's symbol: checked at run time
         return value  # type: ignore[no-any-return]
     try:
         value = operator.index(value)
@@ -145,7 +145,7 @@ def integer(name: str, value: Any, low: int, high: int = MAX_INT32) -> int:
 
 
 def number(name: str, value: Any, low: float) -> float:
-    """A number that float32 has."""
+    """Check a number within float32's finite range."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: got {type(value).__name__}; wanted a number")
     if not max(low, -MAX_FLOAT32) <= value <= MAX_FLOAT32:
@@ -174,7 +174,7 @@ def choice(name: str, value: Any, wanted: Iterable[Any]) -> Any:
 
 
 def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
-    """One of some blocks, its sizes as Python's integers."""
+    """Check that a block is one of ``wanted``; returns it with sizes of type int."""
     if isinstance(value, tuple):
         value = tuple([integer(name, size, 1) for size in value])
     checked: Block = choice(name, value, wanted)
@@ -182,22 +182,23 @@ def block(name: str, value: Any, wanted: Iterable[Block]) -> Block:
 
 
 def plan(call: Any, value: Any, *, fills: bool = False) -> PermutationPlan:
-    """A plan whose arrays fit each other, and whose entries name rows, experts and slots that there are; with
-    ``fills`` each row of an expert exactly once, as rows that are written must be."""
+    """Check a plan: sizes, array shapes and, where they can be read, that its entries are valid indices of
+    rows, experts and slots; with ``fills`` also that each row of an expert has exactly one entry, as
+    operations that write rows require."""
     if not isinstance(value, PermutationPlan):
         raise TypeError(
             f"plan: got {type(value).__name__}; wanted a PermutationPlan from plan_topk or plan_routing_map"
         )
-    known = True
+    concrete = True
     for size, low in _PLAN_SIZES.items():
         count = getattr(value, size)
-        if type(count) is not int or not low <= count <= MAX_INT32:  # a call less for each that is right
+        if type(count) is not int or not low <= count <= MAX_INT32:  # saves a call for each valid size
             integer(f"plan.{size}", count, low)
-            known = False  # a compiler's symbol, which has no hash
+            concrete = False  # a compiler's symbolic size, which is not hashable
     if type(value.has_slots) is not bool:
         flag("plan.has_slots", value.has_slots)
     sizes = value.num_tokens, value.num_experts, value.max_experts_per_token, value.has_slots
-    elements, _ = (cached_plan_layout if known else plan_layout)(*sizes)
+    elements, _ = (cached_plan_layout if concrete else plan_layout)(*sizes)
     if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
         shape("plan.data", value.data, (elements,))
         dtype("plan.data", value.data, (INT32,))
@@ -217,33 +218,37 @@ _PLAN_SIZES = {
 }
 
 
-def _entries(of: PermutationPlan, fills: bool) -> None:
-    row_id_map, pads, slots = of.row_id_map, of.pad_offsets, of.slots
-    width, counts = of.max_experts_per_token, row_id_map[:, -1]
+def _entries(plan: PermutationPlan, fills: bool) -> None:
+    row_id_map, pads, slots = plan.row_id_map, plan.pad_offsets, plan.slots
+    width, counts = plan.max_experts_per_token, row_id_map[:, -1]
     _within("plan.row_id_map", counts, width, "{} experts of a token")
     used = np.arange(width, dtype=np.int32) < counts[:, None]
     experts = row_id_map[:, width : 2 * width][used]
-    _within("plan.row_id_map", experts, of.num_experts - 1, "expert {}")
+    _within("plan.row_id_map", experts, plan.num_experts - 1, "expert {}")
     rows = row_id_map[:, :width][used].astype(np.int64)
     _within("plan.row_id_map", rows, MAX_INT32, "row {}")
-    reason = ", the rows of plan.num_out_tokens; pass all that the map was made for"
+    reason = ", below plan.num_out_tokens; pass the num_out_tokens that the map was made for"
     _within(
-        "plan.row_id_map", rows + pads[experts], of.num_out_tokens - 1, "row {}, its padding included", reason
+        "plan.row_id_map",
+        rows + pads[experts],
+        plan.num_out_tokens - 1,
+        "row {}, including padding",
+        reason,
     )
     if slots is not None:
-        _within("plan.slots", slots[used], of.prob_columns - 1, "column {}")
+        _within("plan.slots", slots[used], plan.prob_columns - 1, "column {}")
     if fills:
-        _each_row_once(of, rows + pads[experts])
+        _each_row_once(plan, rows + pads[experts])
 
 
-def _each_row_once(of: PermutationPlan, rows: np.ndarray) -> None:
-    """``rows``: of all entries. On CUDA zeros go only to rows past those that each expert counts."""
-    starts = of.expert_offsets[:-1].astype(np.int64)
-    bounds = np.stack([starts, starts + of.tokens_per_expert]).clip(0, of.num_out_tokens)
-    steps = np.zeros(of.num_out_tokens + 1, np.int64)
+def _each_row_once(plan: PermutationPlan, rows: np.ndarray) -> None:
+    """Check the rows of all entries: on CUDA only rows past those that each expert counts are zeroed."""
+    starts = plan.expert_offsets[:-1].astype(np.int64)
+    bounds = np.stack([starts, starts + plan.tokens_per_expert]).clip(0, plan.num_out_tokens)
+    steps = np.zeros(plan.num_out_tokens + 1, np.int64)
     np.add.at(steps, bounds[0], 1)
     np.subtract.at(steps, bounds[1], 1)
-    named = np.bincount(rows, minlength=of.num_out_tokens)
+    named = np.bincount(rows, minlength=plan.num_out_tokens)
     wrong = np.flatnonzero(named != np.cumsum(steps)[:-1])
     if len(wrong):
         row = wrong[0]
@@ -258,14 +263,14 @@ def _within(name: str, values: np.ndarray, high: int, template: str, reason: str
         return
     low, top = int(values.min()), int(values.max())
     if low < 0 or top > high:
-        wrong = template.format(low if low < 0 else top)
-        raise ValueError(f"{name}: got {wrong}; wanted 0 to {high}{reason}")
+        outlier = template.format(low if low < 0 else top)
+        raise ValueError(f"{name}: got {outlier}; wanted 0 to {high}{reason}")
 
 
 def quant_tensor(
     name: str, q: Any, blocks: Iterable[Any], layouts: tuple[str, ...] = ("compact",)
 ) -> QuantTensor:
-    """A QuantTensor whose codes and scales fit each other, of one of the given blocks and layouts."""
+    """Check a QuantTensor: one of the given blocks and layouts, with matching shapes of codes and scales."""
     if not isinstance(q, QuantTensor):
         raise TypeError(
             f"{name}: got an array of {getattr(q, 'dtype', type(q).__name__)}; wanted a QuantTensor, "
@@ -282,7 +287,8 @@ def quant_tensor(
             f"{name}.layout: got {q.layout!r}; wanted {' or '.join(layouts)}; fp8moe.to_layout converts"
         )
     if q.block not in LAYOUTS[q.layout]:
-        raise TypeError(f"{name}.layout: got {q.layout!r} with block {q.block}, which does not have it")
+        wanted_blocks = " or ".join(map(str, LAYOUTS[q.layout]))
+        raise TypeError(f"{name}.layout: got {q.layout!r} with block {q.block}; wanted block {wanted_blocks}")
     dtype(f"{name}.data", q.data, (np.dtype(np.uint8),))
     dtype(f"{name}.scales", q.scales, (scale_dtype,))
     if q.data.ndim not in ((2, 3) if q.block == (128, 128) else (2,)):
@@ -290,11 +296,11 @@ def quant_tensor(
     if type(q.transposed) is not bool or (q.transposed and q.block != (128, 128)):
         raise TypeError(
             f"{name}.transposed: got {q.transposed!r} with block {q.block}; wanted it with (128, 128) blocks "
-            "only: (128, 1) and (32, 1) say by themselves that codes are stored transposed"
+            "only: codes with block (128, 1) or (32, 1) are always stored transposed"
         )
     wanted = scale_shape(q.shape, q.block, q.layout, q.transposed)
     if q.layout == BLOCKED_128X4:
-        # of several experts there may be more tiles: see column_scale_rows
+        # with several experts there may be more tiles: see column_scale_rows
         shape(f"{name}.scales", q.scales, ("rows", "columns"))
         tiles, least = (blocked_tiles(s, q.block) for s in (q.scales.shape, wanted))
         if tiles < least or q.scales.shape != blocked_shape(q.shape, q.block, tiles):
@@ -313,12 +319,12 @@ def quant_tensor(
 
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
-    """With FP8MOE_CHECK=1: ids of experts that there are, num_experts, or negative."""
+    """With FP8MOE_CHECK=1: check that ids are at most num_experts (num_experts or negative: no expert)."""
     values = call.values(ids) if LOOK_AT_VALUES else None
     if values is not None and values.max(initial=-1) > num_experts:
         raise ValueError(
-            f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or for "
-            "no expert that or negative ones"
+            f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or "
+            f"{num_experts} or a negative id for no expert"
         )
 
 
@@ -331,8 +337,9 @@ def offsets(
     align_size: int = 1,
     align: str = "align_size",
 ) -> None:
-    """First rows of the experts and the last one's end, ascending. They may leave out rows, and ask for more
-    than there are; an expert begins at a multiple of ``align_size``, which the argument ``align`` named."""
+    """Check expert offsets: the first row of each expert and the end of the last, ascending. They need not
+    cover all rows, and may exceed the number of rows. An expert that has rows starts at a multiple of
+    ``align_size``; ``align`` is the argument's name in the error."""
     dtype(name, x, (INT32,))
     shape(name, x, (experts,))
     if x.shape[0] < 1:
@@ -341,21 +348,22 @@ def offsets(
     if values is None:
         return
     if values[0] < 0:
-        raise ValueError(f"{name}: got {values[0]}; wanted offsets of 0 and more, ascending")
-    back = np.flatnonzero(values[1:] < values[:-1])
-    if len(back):
-        before, here = values[back[0] : back[0] + 2]
-        raise ValueError(f"{name}: got {here} after {before}; wanted offsets that ascend")
+        raise ValueError(f"{name}: got {values[0]}; wanted ascending offsets from 0 on")
+    descents = np.flatnonzero(values[1:] < values[:-1])
+    if len(descents):
+        previous, current = values[descents[0] : descents[0] + 2]
+        raise ValueError(f"{name}: got {current} after {previous}; wanted ascending offsets")
     if align_size > 1:
-        odd = values[:-1][(values[:-1] % align_size != 0) & (values[1:] > values[:-1])]
-        if len(odd):
+        misaligned = values[:-1][(values[:-1] % align_size != 0) & (values[1:] > values[:-1])]
+        if len(misaligned):
             raise ValueError(
-                f"{name}: got {odd[0]} for an expert that has rows; wanted multiples of {align}, {align_size}"
+                f"{name}: got {misaligned[0]} for an expert that has rows; wanted multiples of {align}, "
+                f"{align_size}"
             )
 
 
 def column_scales(call: Any, name: str, q: QuantTensor, expert_offsets: Any) -> None:
-    """As many scales of a column-wise tensor as the experts' rows ask for."""
+    """Check that a column-wise tensor has enough scales for the experts' rows."""
     values = call.values(expert_offsets)
     if values is None or q.block is None:
         return
@@ -363,27 +371,27 @@ def column_scales(call: Any, name: str, q: QuantTensor, expert_offsets: Any) -> 
     wanted, got = int((-(-sizes // q.block[0])).sum()), q.scales.shape[0]
     if got < wanted:
         raise ValueError(
-            f"{name}.scales: got {got} rows of blocks; wanted {wanted}, as expert_offsets asks for; pass the "
-            "expert_offsets and align_size to what makes the tensor, too"
+            f"{name}.scales: got {got} rows of blocks; wanted {wanted}, as expert_offsets needs; pass the "
+            "same expert_offsets and align_size to the function that makes the tensor"
         )
 
 
 def powers_of_two(call: Any, name: str, q: QuantTensor) -> None:
-    """Scales [M, blocks] that are powers of two, or zero."""
+    """Check that scales [M, blocks] are powers of two, or zero."""
     scales = call.values(q.scales) if q.scales.dtype == FLOAT32 else None
     if scales is None:
         return
-    wrong = np.argwhere((np.frexp(scales)[0] != 0.5) & (scales != 0))
-    if len(wrong):
-        row, block = wrong[0]
+    invalid = np.argwhere((np.frexp(scales)[0] != 0.5) & (scales != 0))
+    if len(invalid):
+        row, block = invalid[0]
         raise ValueError(
             f"{name}.scales: got {scales[row, block]!r} at row {row}, block {block}; wanted powers of two, "
-            "which alone can move without rounding every value; quantise with pow2=True"
+            "because a change of any other scale would round every value; quantise with pow2=True"
         )
 
 
 def counts(name: str, x: np.ndarray, rows: int, of: str) -> None:
-    """Counts of rows that an array has: none negative, and together no more."""
+    """Check counts of rows: none is negative, and their sum is at most ``rows``."""
     low, top = x.min(initial=0), x.max(initial=0)
     if low < 0 or top > rows or int(x.sum()) > rows:
         total = sum(x.tolist())
@@ -394,18 +402,18 @@ def counts(name: str, x: np.ndarray, rows: int, of: str) -> None:
 
 
 def room(name: str, rows: int, wanted: int | None, by: str) -> None:
-    """Rows for all that is moved; ``wanted`` is None where that is not known."""
+    """Check that the output has enough rows; ``wanted`` is None where the number is not known."""
     if wanted is not None and rows < wanted:
-        raise ValueError(f"{name}: got {rows} rows; wanted {wanted} for {by}, or some would be lost")
+        raise ValueError(f"{name}: got {rows} rows; wanted at least {wanted} for {by}")
 
 
 def int32_offsets(rows: int, groups: int, align_size: int, most: int) -> None:
-    """Refuse what may come to more rows, ``most``, than int32 offsets can name."""
+    """Raise if the padded rows, up to ``most``, may exceed the range of int32 offsets."""
     if most > MAX_INT32:
         raise ValueError(
-            f"align_size: got {align_size}, to multiples of which up to {rows} rows of {groups} experts are "
-            f"padded, to as many as {most}; wanted at most {MAX_INT32}, what int32 offsets can name; pass a "
-            "smaller one, or fewer rows, as topk= may make them"
+            f"align_size: got {align_size}, which pads {rows} rows of {groups} experts to as many as {most}; "
+            f"wanted at most {MAX_INT32} padded rows, the range of int32 offsets; pass a smaller align_size, "
+            "or reduce the rows, for example with topk="
         )
 
 

@@ -1,11 +1,12 @@
-"""Orders of chunks of rows, and which rows travel, as Transformer Engine's JAX functions have them.
+"""Chunk orders and ragged all-to-all sizes, with the conventions of Transformer Engine's JAX functions.
 
-``xp`` is the module of the arrays, ``numpy`` or ``jax.numpy``; no value is looked at. Two shards, two experts
-on each, tokens of each shard for the four experts [[2, 0, 1, 3], [1, 1, 0, 2]]:
+``xp`` is the arrays' module, ``numpy`` or ``jax.numpy``; the functions can be traced, as none reads a value.
+Example: two shards with two experts each; tokens of each shard for the four experts [[2, 0, 1, 3], [1, 1, 0,
+2]]:
 
-    shard 0 sends itself 2 rows and shard 1 four; shard 1 sends shard 0 two rows and itself two
-    at shard 1 arrive chunks of 1, 3 | 0, 2 rows, shard after shard, of its experts 2 and 3
-    by expert they are chunks 0, 2, 1, 3: 1, 0 | 3, 2 rows; and back again chunks 0, 2, 1, 3
+    shard 0 sends 2 rows to itself and 4 to shard 1; shard 1 sends 2 rows to shard 0 and 2 to itself shard 1
+    receives, by source shard, chunks of 1, 3 | 0, 2 rows for its experts 2 and 3 sorted by expert these are
+    chunks 0, 2, 1, 3 with 1, 0 | 3, 2 rows; the inverse order is 0, 2, 1, 3
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fp8moe.row_maps import place
 
 
 class Exchange(NamedTuple):
-    """What `jax.lax.ragged_all_to_all` takes, [W] each: of the rows that this shard sends each where they
-    start here, how many they are and where they start there; and how many come from each."""
+    """Arguments of `jax.lax.ragged_all_to_all`, [W] each: per target shard, the first row to send, the number
+    of rows, and their first row at the target; per source shard, the number of rows received."""
 
     input_offsets: Array
     send_sizes: Array
@@ -28,7 +29,7 @@ class Exchange(NamedTuple):
 
 
 def counts_between_shards(tokens_per_expert: Array, shards: int) -> Array:
-    """[source, target, experts of each] of all shards' counts [source, E]."""
+    """Reshape all shards' counts [source, E] to [source, target, experts per shard]."""
     if tokens_per_expert.shape[0] != shards or tokens_per_expert.shape[1] % shards:
         raise ValueError(
             f"all_shards_tokens_per_expert: got shape {list(tokens_per_expert.shape)}; wanted [{shards}, E], "
@@ -38,22 +39,28 @@ def counts_between_shards(tokens_per_expert: Array, shards: int) -> Array:
 
 
 def exchange_of(xp: ModuleType, rows: Array, shard: Array | int) -> Exchange:
-    """rows: [source, target], of which each target has those of source after source. shard: this one."""
-    to, before = rows[shard], xp.cumsum(rows, axis=0, dtype=rows.dtype) - rows
-    return Exchange(xp.cumsum(to, dtype=to.dtype) - to, to, before[shard], rows[:, shard])
+    """The exchange of one shard. rows: [source, target]; each target stores rows in the order of their
+    sources. shard: index of this shard."""
+    send_sizes, first_rows = rows[shard], xp.cumsum(rows, axis=0, dtype=rows.dtype) - rows
+    return Exchange(
+        xp.cumsum(send_sizes, dtype=send_sizes.dtype) - send_sizes,
+        send_sizes,
+        first_rows[shard],
+        rows[:, shard],
+    )
 
 
 def transposed_order(xp: ModuleType, groups: int, chunks: int) -> Array:
-    """int32 [groups * chunks], the order that brings ``chunks`` chunks of every group, group after group, to
-    the first of every group, then the second, and so on. Back: of (chunks, groups)."""
+    """int32 [groups * chunks], the order that changes chunks from group-major to chunk-major: the first chunk
+    of every group, then the second, and so on. The inverse is ``transposed_order(xp, chunks, groups)``."""
     return xp.arange(groups * chunks, dtype=xp.int32).reshape(groups, chunks).T.reshape(-1)
 
 
 def moved_rows(xp: ModuleType, split_sizes: Array, sorted_indices: Array, rows: int) -> Array:
-    """int32 [rows], where each row comes to when its chunks lie in another order (`fp8moe.sort_chunks` with
-    ``keep_rest``): rows past the chunks stay."""
-    ends, there = xp.cumsum(split_sizes), xp.cumsum(split_sizes[sorted_indices])
-    moved_by = xp.append(place(xp.zeros_like(ends), sorted_indices, there) - ends, 0)
+    """int32 [rows], the destination of each row when its chunks are reordered (`fp8moe.sort_chunks` with
+    ``keep_rest``). Rows past the last chunk keep their place."""
+    ends, new_ends = xp.cumsum(split_sizes), xp.cumsum(split_sizes[sorted_indices])
+    moved_by = xp.append(place(xp.zeros_like(ends), sorted_indices, new_ends) - ends, 0)
     row = xp.arange(rows)
     return (row + moved_by[xp.searchsorted(ends, row, side="right")]).astype(xp.int32)
 
@@ -61,19 +68,20 @@ def moved_rows(xp: ModuleType, split_sizes: Array, sorted_indices: Array, rows: 
 def entries_with_padding(
     xp: ModuleType, ids: Array, tokens_per_expert: Array, align_size: int
 ) -> tuple[Array, Array]:
-    """(ids of entries [N], then of paddings [E * (align_size - 1)]; counts with padding [E]).
+    """(ids [N] of the entries, followed by ids [E * (align_size - 1)] of padding rows; padded counts [E]).
 
-    A stable sort by these ids is the permutation: each expert's entries, then as many paddings as it lacks to
-    a multiple; paddings that none lacks have id E, and come last.
+    A stable sort by these ids gives the permutation: each expert's entries, then the padding rows that
+    complete a multiple of align_size. Unused padding rows have id E and come last.
     """
     experts = len(tokens_per_expert)
     missing = -tokens_per_expert % align_size
-    wanted = xp.arange(align_size - 1) < missing[:, None]
-    padding = xp.where(wanted, xp.arange(experts)[:, None], experts).reshape(-1)
+    used = xp.arange(align_size - 1) < missing[:, None]
+    padding = xp.where(used, xp.arange(experts)[:, None], experts).reshape(-1)
     return xp.concatenate([ids, padding.astype(ids.dtype)]), tokens_per_expert + missing
 
 
 def selected_experts(xp: ModuleType, routing_map: Array, topk: int) -> Array:
-    """Ids [..., topk] of each token's experts, ascending, of a mask [..., E] with topk of them a token."""
+    """Ids [..., topk] of each token's experts, ascending, from a mask [..., E] with topk experts per
+    token."""
     experts = routing_map.shape[-1]
     return xp.argsort(routing_map != 0, axis=-1, stable=True)[..., experts - topk :]

@@ -1,4 +1,4 @@
-"""`trace()`: what a run casts, launches and keeps for its backward."""
+"""`trace()`: counts the casts, launches and saved bytes of a run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-Event = tuple[str, Any]  # a field of `Trace`, and by how much it grows, or what was launched
+Event = tuple[str, Any]  # a field of `Trace`, and its increment, or the name of the launched operation
 
 
 @dataclass
 class Trace:
-    """Counts of what a `trace` block did.
+    """Counts of one `trace` block.
 
     Attributes
     ----------
     casts : int
-        Explicit casts of activations and gradients, one for each `quantize` or `dequantize` call (what the
-        FP8-Flow-MoE paper, arXiv 2511.02302, counts). Casts fused into another operation and casts of weights
-        are not in it.
+        Explicit casts of activations and gradients: one per `quantize` or `dequantize` call, as the
+        FP8-Flow-MoE paper (arXiv 2511.02302) counts them. Casts fused into another operation and casts of
+        weights are not included.
     weight_casts : int
         `quantize` calls with (128, 128) blocks.
     launches : Counter of str
-        Calls of a backend, by operation.
+        Backend calls, by operation.
     saved_bytes : int
         Bytes that `moe_forward` saved for `moe_backward`.
     sent_bytes : int
-        Bytes of rows that went to other ranks (`fp8moe.expert_parallel`).
+        Bytes of rows sent to other ranks (`fp8moe.expert_parallel`).
     """
 
     casts: int = 0
@@ -50,19 +50,19 @@ class Trace:
             setattr(self, field, getattr(self, field) + amount)
 
 
-#: what counts the events of this thread now
+#: the active counters of this thread; each is called for every event
 active: ContextVar[tuple[Callable[[Event], None], ...]] = ContextVar("fp8moe_traces", default=())
 counting = active.get
 
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Count what happens inside a ``with`` block; blocks nest, and each counts its own.
+    """Count casts, launches and bytes inside a ``with`` block. Blocks may be nested; each has its own counts.
 
     Returns
     -------
     Iterator of Trace
-        The counts, which go on changing until the block ends.
+        The counts, updated until the block ends.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Docstrings of functions that do for one framework's arrays what a function of the core does."""
+"""Docstrings of framework-specific functions, derived from those of the core functions they wrap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 106
 
 
 def docstring_of(core: Callable[..., Any], array: str, note: str) -> str:
-    """The core's docstring, of ``array`` in place of ArrayLike, and a paragraph more among its notes."""
+    """The docstring of ``core``, with ArrayLike replaced by ``array`` and ``note`` added to its Notes."""
     text = (inspect.getdoc(core) or "").replace("ArrayLike", array)
     before, heading, examples = text.partition("Examples\n--------\n")
     paragraph = f"{textwrap.fill(note.strip(), WIDTH)}\n\n"

@@ -1,4 +1,4 @@
-"""The number formats: their codes, their limits, and which scales go with which block."""
+"""The number formats: their bit fields and limits, and the scale dtype of each block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FLOAT8_DTYPES = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_
 
 @dataclass(frozen=True)
 class Format:
-    """An FP8 format (arXiv 2209.05433) as bit fields: sign, exponent, ``mantissa_bits``; largest ``max``."""
+    """Bit fields of an FP8 format (arXiv 2209.05433): sign, exponent, mantissa. ``max``: largest value."""
 
     name: str
     mantissa_bits: int
     bias: int
     max: float
-    nan: int = 0x7F  # the canonical NaN, what CUDA's conversions write for both formats
+    nan: int = 0x7F  # the canonical NaN, which CUDA's conversions write for both formats
 
     @property
     def emax(self) -> int:
@@ -34,10 +34,10 @@ FORMATS = {
     "e5m2": Format("e5m2", mantissa_bits=2, bias=15, max=57344.0),
 }
 
-# Scales never leave the normal numbers: a GPU that flushes subnormals would turn them into zero.
+# Scales are always normal float32 numbers: a GPU that flushes subnormals would turn smaller ones into zero.
 MIN_SCALE_EXPONENT = -126
 
-#: block -> (formats it may hold, dtype of its scales). None is one scale for the whole tensor.
+#: block -> (formats allowed for its codes, dtype of its scales). None: one scale for the whole tensor.
 BLOCKS: dict[Block, tuple[tuple[str, ...], np.dtype]] = {
     (1, 128): (("e4m3", "e5m2"), np.dtype(np.float32)),
     (128, 1): (("e4m3", "e5m2"), np.dtype(np.float32)),
@@ -49,7 +49,7 @@ BLOCKS: dict[Block, tuple[tuple[str, ...], np.dtype]] = {
 }
 
 
-#: layout of scales -> the blocks whose scales may have it; every block's may be compact
+#: layout of scales -> the blocks that support it; every block supports "compact"
 LAYOUTS: dict[str, tuple[Block, ...]] = {
     "compact": tuple(BLOCKS),
     "gemm_ready": ((1, 128),),
@@ -62,12 +62,12 @@ COLUMN_BLOCK: dict[Block, tuple[int, int]] = {(1, 128): (128, 1), (1, 32): (32, 
 
 
 def is_mx(block: Block) -> bool:
-    """Whether the block is an OCP MX one: 32 values and one E8M0 exponent."""
+    """Whether it is an OCP MX block: 32 values that share one E8M0 exponent."""
     return block in ((1, 32), (32, 1))
 
 
 def is_columnwise(block: Block) -> bool:
-    """Whether the block runs down a column, so that the data is stored transposed."""
+    """Whether the block extends along a column, in which case the codes are stored transposed."""
     return block in ((128, 1), (32, 1))
 
 
@@ -84,7 +84,7 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Shape of the scales of a tensor of logical shape ``shape`` ([M, K], or [E, N, K] for weights).
 
-    ``transposed``: of (128, 128) blocks whose codes are stored transposed; their scales are, too.
+    ``transposed``: for (128, 128) blocks, whether the codes, and with them the scales, are stored transposed.
     """
     if block is None:
         return (1,)
@@ -98,20 +98,20 @@ def scale_shape(
 
 
 def blocked_shape(shape: tuple[int, ...], block: Block, tiles: int) -> tuple[int, int]:
-    """Shape of MXFP8 scales in the 128x4 blocked layout, as the operand of a product has them: its own rows
-    by blocks of the contraction. ``tiles``: of 128 rows of the logical [M, K] each, of all experts."""
+    """Shape of MXFP8 scales in the 128x4 blocked layout: the GEMM operand's rows by blocks along the
+    contraction. ``tiles``: number of tiles of all experts, each of 128 rows of the logical [M, K]."""
     if is_columnwise(block):
         return round_up(shape[1], 128), 4 * tiles
     return 128 * tiles, round_up(ceil_div(shape[1], 32), 4)
 
 
 def blocked_tiles(scales_shape: tuple[int, ...], block: Block) -> int:
-    """Tiles of 128 rows of the logical matrix that scales of such a shape have."""
+    """The number of tiles, of 128 rows of the logical matrix each, in scales of this shape."""
     return scales_shape[1] // 4 if is_columnwise(block) else scales_shape[0] // 128
 
 
 def swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the transposed matrices."""
+    """The shape with its last two dimensions exchanged."""
     return (*shape[:-2], shape[-1], shape[-2])
 
 

@@ -1,10 +1,10 @@
 """Expert-bucket planning for fully sharded data parallelism.
 
-A bucket is one flat buffer that every rank holds an equal shard of. So that a shard boundary never cuts a
-row of a parameter, parameters lie at multiples of a chunk-size factor c, and the bucket is padded to a
-multiple of data_parallel_size * c. Megatron-FSDP takes c = lcm of all shape[1:].numel(), which for grouped
-expert weights [E, N, K] is a whole expert and pads up to twice the memory; Megatron-LM PR #4979 splits such
-weights into buckets of their own, which is worse once data_parallel_size exceeds E.
+A bucket is one flat buffer, of which every rank holds an equal shard. A shard boundary must not split a row
+of a parameter; therefore parameters start at multiples of a chunk-size factor c, and the bucket is padded to
+a multiple of data_parallel_size * c. Megatron-FSDP uses c = lcm of all shape[1:].numel(). For grouped expert
+weights [E, N, K] that is at least one whole expert, and padding can double the memory. Megatron-LM PR #4979
+puts such weights into separate buckets, which is worse once data_parallel_size exceeds E.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ POLICIES = ("merge", "split", "last_dim", "min")
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer: ``numel`` elements of parameters, padded to ``padded_numel``, gaps between them
-    included."""
+    """One flat buffer: ``numel`` parameter elements, ``padded_numel`` elements with all gaps and padding."""
 
     names: tuple[str, ...]
     is_expert: bool
@@ -34,7 +33,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a policy comes to. ``policy`` names the one that "min" chose."""
+    """The buckets of a policy. With policy="min", ``policy`` is the one that was selected."""
 
     policy: str
     data_parallel_size: int
@@ -50,12 +49,12 @@ class BucketPlan:
 
     @property
     def ratio(self) -> float:
-        """Padded over real elements, 1.0 without padding."""
+        """Padded elements divided by parameter elements; 1.0 without padding."""
         return self.padded_numel / self.numel if self.numel else 1.0
 
     @property
     def padding_share(self) -> float:
-        """The part of the buffers that is padding, 0 to 1."""
+        """The fraction of the buffers that is padding, 0 to 1."""
         return 1 - self.numel / self.padded_numel if self.padded_numel else 0.0
 
 
@@ -71,7 +70,7 @@ class _Param:
 
     @property
     def row(self) -> int:
-        """Elements of one index of the first dimension."""
+        """Elements per index of the first dimension."""
         return math.prod(self.shape[1:])
 
 
@@ -80,39 +79,38 @@ def plan_buckets(
     data_parallel_size: int,
     policy: str = "min",
 ) -> BucketPlan:
-    """Group parameters into buckets and say what padding each needs.
+    """Group parameters into buckets and compute the padding of each bucket.
 
-    params: (name, shape, is_expert); experts and the rest never share a bucket.
-    data_parallel_size: ranks that share a bucket.
-    policy: "merge": one bucket, c = lcm of shape[1:].numel() (Megatron-FSDP, which leaves out parameters
-        smaller than a chunk). "split": grouped expert
+    params: (name, shape, is_expert). Expert and other parameters never share a bucket. data_parallel_size:
+    ranks that share a bucket. policy: "merge": one bucket, c = lcm of shape[1:].numel() (Megatron-FSDP;
+    parameters smaller than a chunk do not enter the lcm). "split": grouped expert
         weights (three dimensions or more) with different shape[1:].numel() go to separate buckets
-        (Megatron-LM PR #4979). "last_dim": one bucket, c = lcm of shape[-1] for experts. "min": the one
-        of these with the least padded elements, the fewest buckets among equals; never worse than any.
+        (Megatron-LM PR #4979). "last_dim": one bucket, c = lcm of shape[-1] for experts. "min": of these
+        three, the one with the fewest padded elements, then the fewest buckets.
 
-    Raises TypeError or ValueError for a parameter or size that is none.
+    Raises TypeError or ValueError for an invalid parameter, size or policy.
     """
     size = checks.integer("data_parallel_size", data_parallel_size, 1)
     checks.choice("policy", policy, POLICIES)
     if not isinstance(params, Iterable):
         raise TypeError(
-            f"params: got {type(params).__name__}; wanted (name, shape, is_expert) of each parameter"
+            f"params: got {type(params).__name__}; wanted an iterable of (name, shape, is_expert)"
         )
-    known = [_param(i, p) for i, p in enumerate(params)]
-    names = [p.name for p in known]
+    parameters = [_param(i, p) for i, p in enumerate(params)]
+    names = [p.name for p in parameters]
     if len(set(names)) != len(names):
-        raise ValueError(f"params: got a name twice among {names}; wanted each once")
+        raise ValueError(f"params: got a name twice in {names}; wanted distinct names")
     if policy == "min":
-        plans = [_plan(known, size, p) for p in ("merge", "last_dim", "split")]
+        plans = [_plan(parameters, size, p) for p in ("merge", "last_dim", "split")]
         return min(plans, key=lambda plan: (plan.padded_numel, len(plan.buckets)))
-    return _plan(known, size, policy)
+    return _plan(parameters, size, policy)
 
 
 def _plan(params: list[_Param], size: int, policy: str) -> BucketPlan:
     groups: dict[Any, list[_Param]] = {}
     for p in params:
-        alone = policy == "split" and p.is_expert and len(p.shape) >= 3
-        groups.setdefault((p.is_expert, p.row if alone else None), []).append(p)
+        separate = policy == "split" and p.is_expert and len(p.shape) >= 3
+        groups.setdefault((p.is_expert, p.row if separate else None), []).append(p)
     buckets = tuple(_bucket(members, size, policy) for members in groups.values())
     return BucketPlan(policy, size, buckets)
 
@@ -125,32 +123,32 @@ def _bucket(params: list[_Param], size: int, policy: str) -> Bucket:
     params = sorted(params, key=factor, reverse=True)
     c = factor(params[0])
     for p in params:
-        c = math.lcm(c, factor(p)) if p.numel >= c else c  # what is smaller than a chunk fills gaps
+        c = math.lcm(c, factor(p)) if p.numel >= c else c  # parameters smaller than a chunk fill gaps
     numel = sum(p.numel for p in params)
     names = tuple(p.name for p in params)
     return Bucket(names, params[0].is_expert, c, numel, round_up(_laid_out(params, c), size * c))
 
 
 def _laid_out(params: list[_Param], c: int) -> int:
-    """Elements from the first parameter's start to the last one's end, as Megatron-FSDP 0.6 lays them out.
+    """Elements from the start of the first parameter to the end of the last, in Megatron-FSDP 0.6's layout.
 
-    A parameter starts, or ends, at a multiple of c. A last chunk that is not full takes the rest of one more
-    parameter, where it fits, and those smaller than a chunk.
+    A parameter starts or ends at a multiple of c. A partly filled last chunk also takes the remainder of one
+    other parameter, if it fits, and parameters smaller than a chunk.
     """
-    whole = [p.numel for p in params if p.numel >= c]
+    full_size = [p.numel for p in params if p.numel >= c]
     small = [p.numel for p in params if p.numel < c]
     end = 0
-    while whole:
-        numel = whole.pop(0)
+    while full_size:
+        numel = full_size.pop(0)
         end += round_up(numel, c)
         if numel % c == 0:
             continue
         space = c - numel % c
-        other = next((n for n in whole if 0 < n % c <= space), None)
-        if other is not None:
-            whole.remove(other)
-            end += other - other % c
-            space -= other % c
+        filler = next((n for n in full_size if 0 < n % c <= space), None)
+        if filler is not None:
+            full_size.remove(filler)
+            end += filler - filler % c
+            space -= filler % c
         for n in small[:]:
             if n <= space:
                 small.remove(n)

@@ -1,4 +1,4 @@
-"""Grouped GEMM: one matrix product an expert, over the rows that device-side offsets give it."""
+"""Grouped GEMM: one matrix product per expert, over the rows given by offsets in device memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
-#: those that read the offsets back, so that no CUDA graph holds them
+#: backends that copy the offsets to the host, and therefore cannot be captured in a CUDA graph
 SYNCHRONISING_BACKENDS = frozenset({"cublas"})
 
 
@@ -29,14 +29,14 @@ _scope = _Scope()
 
 @contextmanager
 def products_by(backend: str | None, num_sms: int | None = None) -> Iterator[None]:
-    """Inside this context None means this backend, and this limit: what an operation that consists of several
-    products is given (`moe_forward`), so that it has one name for all of them."""
-    before = _scope.backend, _scope.num_sms
+    """Within this context, ``backend=None`` and ``num_sms=None`` of a GEMM mean these values. Operations that
+    consist of several GEMMs (`moe_forward`) pass their own options on in this way."""
+    previous = _scope.backend, _scope.num_sms
     _scope.backend, _scope.num_sms = backend, num_sms
     try:
         yield
     finally:
-        _scope.backend, _scope.num_sms = before
+        _scope.backend, _scope.num_sms = previous
 
 
 def _backend_of(call: Call, backend: str | None) -> str | None:
@@ -55,7 +55,7 @@ def _limit_of(call: Call, num_sms: int | None) -> int | None:
 
 
 def check_limit(num_sms: int | None) -> int | None:
-    """``num_sms``, as far as it does not depend on the device; raises as `grouped_gemm`."""
+    """Check ``num_sms``, except for the limit of the device; raises as `grouped_gemm`."""
     if num_sms is None:
         return None
     limit = checks.integer("num_sms", num_sms, 2)
@@ -79,57 +79,58 @@ def grouped_gemm(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Any:
-    """Multiply each expert's rows by its weights: out[rows of e] = x[rows of e] @ w[e].T.
+    """Multiply each expert's rows by the expert's weights: out[rows of e] = x[rows of e] @ w[e].T.
 
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [P, K]
-        Row-wise codes of block (1, 128), compact or gemm_ready; or an array of bfloat16, float16, float32 or
-        float64.
+        Row-wise codes with block (1, 128), layout "compact" or "gemm_ready"; or an array of bfloat16,
+        float16, float32 or float64.
     w : ArrayLike or QuantTensor, [E, N, K]
-        Codes of block (128, 128), contracted along the last dimension of their data: the ``rowwise`` ones of
-        `quantize_weights` for the forward, the ``columnwise`` ones for dgrad; or an array of x's dtype.
+        Codes with block (128, 128), contracted along the last dimension of their data: ``rowwise`` of
+        `quantize_weights` for the forward, ``columnwise`` for dgrad; or an array of x's dtype.
     expert_offsets : ArrayLike, int32, [E+1]
-        On x's device; rows of expert e are offsets[e]:offsets[e+1].
+        On x's device. The rows of expert e are offsets[e]:offsets[e+1].
     tokens_per_expert : ArrayLike or None, int32, [E]
-        How many of each expert's rows are not padding; None: all. The rest must be zeros in x, and is zeros
-        in the result. Where no more than 64 rows of an expert's last 128 are left, the FP8 kernel of "wgmma"
-        multiplies only these: 1 to 2 % less time with a thousand rows an expert, 7 to 11 % with a few.
+        Number of each expert's rows that are not padding; None: all. Padding rows must be zeros in x, and are
+        zeros in the result. If at most 64 rows of an expert's last 128 are not padding, the FP8 kernel of
+        "wgmma" multiplies only those 64: 1 to 2 % less time with a thousand rows per expert, 7 to 11 % with a
+        few.
     transpose_w : bool
-        Of arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights the
-        orientation says it.
+        For arrays only: w is [E, K, N], and out[rows of e] = x[rows of e] @ w[e] (dgrad). For FP8 weights,
+        pass the tensor of the other orientation instead.
     backend : str or None
-        On CUDA only; None: the fastest that takes the product, as ``python -m fp8moe info`` lists them.
-        "wgmma": Hopper's tensor cores (compute capability 9.0; N a multiple of 8, K of 16, memory that
-        begins at multiples of 16 bytes). "mma": every tensor core from compute capability 8.0 on, by warps;
-        bfloat16, float16 and FP8 of any shape, multiplied as FP8 on 8.9 and 12.x, else as float16, which
-        every code is exactly. "cublas": on any device, an expert at a time by cuBLAS, FP8 decoded to bfloat16
-        first (exact for power-of-two scales); it reads the offsets, which **synchronises once**, and wants
-        bfloat16, float16 or float32. "plain": a simple kernel that takes everything, hundreds of times
-        slower.
+        On CUDA only. None: the fastest backend that supports the product; ``python -m fp8moe info`` lists
+        them. "wgmma": Hopper's warpgroup MMA (compute capability 9.0; N a multiple of 8, K a multiple of 16,
+        16-byte aligned memory). "mma": mma.sync, on compute capability 8.0 and later; bfloat16, float16 and
+        FP8 of any shape. FP8 is multiplied as FP8 on 8.9 and 12.x, elsewhere as float16, which represents
+        every code exactly. "cublas": on any device, one cuBLAS call per expert; FP8 is decoded to bfloat16
+        first (exact for power-of-two scales). It reads the offsets, which **synchronises once**, and supports
+        bfloat16, float16, float32 and FP8. "plain": a simple kernel that supports everything, hundreds of
+        times slower.
     num_sms : int or None
-        On CUDA, of products by "wgmma": at most so many of the GPU's multiprocessors, an even number from 2
-        to what it has; None: all. What another kernel holds needs no limit: tiles go to the multiprocessors
-        that are free. The result does not depend on it.
+        On CUDA, for products by "wgmma": the maximum number of the GPU's multiprocessors to use, an even
+        number from 2 to all; None: all. A limit is not needed to run beside another kernel: tiles are
+        scheduled on the multiprocessors that are free. The result does not depend on it.
 
     Returns
     -------
     ArrayLike, [P, N]
-        bfloat16 for FP8, else x's dtype. Rows that no expert has are zeros.
+        bfloat16 for FP8, else x's dtype. Rows that belong to no expert are zeros.
 
     Raises
     ------
     TypeError
         For operands of different kinds or dtypes.
     ValueError
-        For shapes that do not fit, or a backend that cannot multiply them. With None also for a product of
-        more than 1 GFLOP that only the plain kernel takes: float32 and float64.
+        For shapes that do not fit, or a backend that does not support the product. With ``backend=None`` also
+        for float32 and float64 products of more than 1 GFLOP, which only the plain kernel supports.
 
     Notes
     -----
-    FP8: float32 accumulation, promoted every 128 of the contraction (DeepSeek-V3, arXiv 2412.19437, section
-    3.3.2). With ``backend=None`` on compute capability 9.0, a RuntimeWarning says for a product of more than
-    1 GFLOP why "wgmma" does not take it.
+    FP8: tensor-core partial sums are promoted to float32 accumulators every 128 elements of the contraction
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). With ``backend=None`` on compute capability 9.0, a product
+    of more than 1 GFLOP that "wgmma" does not support emits a RuntimeWarning with the reason.
 
     Examples
     --------
@@ -189,45 +190,45 @@ def grouped_gemm_wgrad(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> Any:
-    """The weights' gradient: out[e] = dy[rows of e].T @ x[rows of e].
+    """Weight gradient: out[e] = dy[rows of e].T @ x[rows of e].
 
     Parameters
     ----------
     dy : ArrayLike or QuantTensor, [P, N]
-        Column-wise codes: blocks (128, 1) that start anew with every expert (as `scaling_aware_transpose`
-        makes them), or transposed (128, 128) blocks (as it makes them with target="block"), a fifth faster:
-        every offset then is a multiple of 128. Or an array.
+        Column-wise codes, as `scaling_aware_transpose` makes them: blocks (128, 1), which restart at each
+        expert's first row, or with target="block" transposed (128, 128) blocks, which are 20 % faster and
+        require every offset to be a multiple of 128. Or an array.
     x : ArrayLike or QuantTensor, [P, K]
         As ``dy``.
     expert_offsets : ArrayLike, int32, [E+1]
-        Rows of expert e are offsets[e]:offsets[e+1].
+        The rows of expert e are offsets[e]:offsets[e+1].
     out : ArrayLike, float32 or bfloat16, [E, N, K], or None
-        To add to, in place, and return; None: a new one of ``dtype``.
+        Accumulator: the gradient is added to it in place, and it is returned. None: a new array of ``dtype``.
     dtype : "float32", "bfloat16" or "float64"
-        Of a new result.
+        Dtype of a new result.
     backend : str or None
-        As `grouped_gemm` takes it; "wgmma" wants P a multiple of 16, N of 4, K of 8, and float32 or bfloat16
-        out. "mma" is slow for FP8 experts that begin at no multiple of 16 rows.
+        As for `grouped_gemm`. "wgmma" requires P to be a multiple of 16, N of 4 and K of 8, and a float32 or
+        bfloat16 result. "mma" is slow for FP8 experts whose first row is not a multiple of 16.
     num_sms : int or None
-        As `grouped_gemm` takes it.
+        As for `grouped_gemm`.
 
     Returns
     -------
     ArrayLike, [E, N, K]
-        ``out``, or a new one. An expert without rows gives zeros.
+        ``out``, or a new array. The gradient of an expert without rows is zeros.
 
     Raises
     ------
     TypeError
         For operands of different kinds or dtypes.
     ValueError
-        For shapes that do not fit, or a backend that cannot multiply them. Offsets that ask for more blocks
-        than there are scales, or begin inside a (128, 128) block, are refused on the CPU; on CUDA, where
-        looking would synchronise, their products are NaN.
+        For shapes that do not fit, or a backend that does not support the product. On the CPU also for
+        offsets that need more blocks than there are scales, or that start inside a (128, 128) block; on CUDA,
+        where reading them would synchronise, such products are NaN instead.
 
     Notes
     -----
-    FP8 is accumulated as in `grouped_gemm`.
+    FP8 products are accumulated as in `grouped_gemm`.
 
     Examples
     --------

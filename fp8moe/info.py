@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, which backends and adapters work, and what to install."""
+"""Environment report: versions, devices, which backends and adapters work, and what to install."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import fp8moe
 
-#: topics that the reference and the kernels both have a module of
+#: modules that exist both in `fp8moe.reference` and in `fp8moe.kernels_cuda`
 ROOMS = (
     *("plan", "permute", "quantize", "layout", "transpose", "swiglu", "grouped_gemm", "router"),
     "expert_parallel",
 )
-# by adapter: what it needs, and how to get that
+# adapter -> (package that it requires, how to install it)
 _TORCH, _JAX = ("torch", "pip install 'fp8moe[torch]'"), ("jax", "pip install 'fp8moe[jax]'")
 _MEGATRON = ("megatron", "pip install 'fp8moe[megatron]'")
 ADAPTERS = {
@@ -85,12 +85,12 @@ def report() -> str:
 
 
 def cuda_is_ready() -> bool:
-    """Whether every operation can run on a CUDA device here."""
+    """Whether operations can run on a CUDA device of this machine."""
     return missing_for_cuda() is None
 
 
 def missing_for_cuda() -> str | None:
-    """Why operations cannot run on a CUDA device here, or None if they can."""
+    """Why operations cannot run on a CUDA device of this machine; None if they can."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     try:
@@ -127,7 +127,7 @@ def _devices() -> list[str]:
 
 
 def _products() -> list[str]:
-    """By which kernel each device makes the grouped products, and why by none that is faster."""
+    """The grouped GEMM backend that each device uses, and why no faster one."""
     lines: list[str] = []
     try:
         driver = importlib.import_module("fp8moe.kernels_cuda.driver")
@@ -165,7 +165,7 @@ def _try(action: Callable[[], object]) -> str:
     return "works"
 
 
-# What a measured result is committed with.
+# Metadata that is stored with benchmark results.
 
 
 def versions() -> dict[str, str]:
@@ -181,11 +181,11 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """The commit of the tree this package runs from, followed by "+" when its code has changed since.
 
-    FP8MOE_COMMIT says it for a copy that is no checkout of it; "unknown" otherwise, also where the package is
-    installed inside another project's checkout.
+    For a copy that is not a git checkout, FP8MOE_COMMIT gives the commit; without it the result is "unknown",
+    also where the package is installed inside another project's checkout.
     """
-    if named := os.environ.get("FP8MOE_COMMIT"):
-        return named
+    if environment_commit := os.environ.get("FP8MOE_COMMIT"):
+        return environment_commit
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return "unknown"
@@ -201,10 +201,10 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line of this run, without where its results go."""
+    """The command line of this run, without its output paths."""
     words = sys.argv[1:]
     for option in ("--out", "--picture"):
         if option in words:
-            at = words.index(option)
-            words = words[:at] + words[at + 2 :]
+            index = words.index(option)
+            words = words[:index] + words[index + 2 :]
     return " ".join(["python -m fp8moe", *map(shlex.quote, words)])

@@ -1,4 +1,4 @@
-"""The layouts of scales: how the same scales lie for whoever reads them next."""
+"""Conversion between the memory layouts of scales that different GEMMs read."""
 
 from __future__ import annotations
 
@@ -33,38 +33,40 @@ def to_layout(
     Parameters
     ----------
     q : QuantTensor, [M, K]
-        Of block (1, 128), or of MXFP8, (1, 32) or (32, 1).
+        Block (1, 128), or MXFP8 with block (1, 32) or (32, 1).
     layout : "compact", "gemm_ready" or "blocked_128x4"
         "compact": scales [M, ceil(K/B)], column-wise [ceil(M/B), K]. "gemm_ready", for (1, 128):
-        [ceil(K/128), roundup(M, 4)]. "blocked_128x4", for MXFP8: tiles of 128 rows of the operand by 4
-        blocks of its contraction, which tcgen05, cuBLAS, CUTLASS and torch's ``scaled_mm`` read; row-wise
-        [roundup(M, 128), roundup(ceil(K/32), 4)], column-wise [roundup(K, 128), roundup(ceil(M/32), 4)].
-        Zeros past M and K.
+        [ceil(K/128), roundup(M, 4)]. "blocked_128x4", for MXFP8: tiles of 128 rows of the GEMM operand by 4
+        blocks along the contraction, as tcgen05, cuBLAS, CUTLASS and torch's ``scaled_mm`` read them;
+        row-wise [roundup(M, 128), roundup(ceil(K/32), 4)], column-wise [roundup(K, 128), roundup(ceil(M/32),
+        4)], with zeros past M and K.
     expert_offsets : ArrayLike, int32, [E+1], or None
-        First rows of the experts, to or from "blocked_128x4": every expert's tiles begin anew, as torch's
-        ``scaled_grouped_mm`` reads them. Rows of no expert have no place in it, and zeros come back.
-        Row-wise, experts that begin at multiples of 128 rows need none.
+        First row of each expert, for conversions to or from "blocked_128x4": every expert then starts a new
+        tile, as torch's ``scaled_grouped_mm`` requires. Scales of rows that belong to no expert are not
+        stored, and convert back to zeros. Row-wise tensors whose experts start at multiples of 128 rows need
+        no offsets.
     align_size : int
-        What every expert offset is a multiple of. With a multiple of 128 there are ceil(M/128) tiles of
-        rows, else as many as the experts can come to.
+        Every expert offset is a multiple of it. If it is a multiple of 128 there are ceil(M/128) tiles of
+        rows; otherwise the upper bound over all possible offsets.
 
     Returns
     -------
     QuantTensor, [M, K]
-        The codes are shared, not copied; a tensor that has the layout already is returned as it is.
+        Shares the codes of ``q``. A tensor that already has the layout is returned unchanged.
 
     Raises
     ------
     TypeError
-        For a block that does not have the layout.
+        For a block that does not support the layout.
     ValueError
-        For another layout, or offsets that do not fit.
+        For an unknown layout, or offsets that do not fit.
 
     Notes
     -----
-    A tile has 512 bytes; the scale of row r and block b of it lies at (r % 32) * 16 + (r // 32) * 4 + b:
-    cuBLAS, "1D block scaling factors layout", torch's ``SwizzleType.SWIZZLE_32_4_4``. Tiles lie in rows of
-    tiles, one after another; column-wise, where experts divide the contraction, each expert's tiles do.
+    A tile has 512 bytes; the scale of its row r and block b is byte (r % 32) * 16 + (r // 32) * 4 + b
+    (cuBLAS, "1D block scaling factors layout"; torch's ``SwizzleType.SWIZZLE_32_4_4``). Tiles are stored in
+    row-major order; for column-wise tensors, where the experts divide the contraction, in row-major order
+    within each expert.
 
     Examples
     --------
@@ -94,11 +96,11 @@ def to_layout(
 
 
 def _check_offsets(call: Call, q: QuantTensor, layout: str, offsets: Any, align_size: int) -> int:
-    """Offsets that fit the scales there are; returns the number of experts."""
+    """Check offsets against the scales; returns the number of experts."""
     if (q.layout == BLOCKED_128X4) == (layout == BLOCKED_128X4):
         raise ValueError(
-            f"expert_offsets: got them from layout {q.layout!r} to {layout!r}; wanted None, but from or to "
-            f"{BLOCKED_128X4!r}"
+            f"expert_offsets: got offsets for a conversion from layout {q.layout!r} to {layout!r}; wanted "
+            f"them only from or to {BLOCKED_128X4!r}; pass None"
         )
     checks.offsets(call, "expert_offsets", offsets, align_size=align_size)
     if layout == BLOCKED_128X4 and is_columnwise(q.block):
@@ -109,14 +111,14 @@ def _check_offsets(call: Call, q: QuantTensor, layout: str, offsets: Any, align_
         wanted, tiles = int((-(-sizes // 128)).sum()), blocked_tiles(q.scales.shape, q.block)
         if tiles < wanted:
             raise ValueError(
-                f"q.scales: got {tiles} tiles of 128 rows; wanted {wanted}, as expert_offsets asks for; pass "
-                "the same expert_offsets and align_size to what makes the layout"
+                f"q.scales: got {tiles} tiles of 128 rows; wanted {wanted}, as expert_offsets needs; pass "
+                "the same expert_offsets and align_size to the function that makes the layout"
             )
     return int(offsets.shape[0]) - 1
 
 
 def converted_shape(q: QuantTensor, layout: str, experts: int | None, align_size: int) -> tuple[int, ...]:
-    """Shape of the scales of ``q`` in the layout."""
+    """Shape of the scales of ``q`` in ``layout``."""
     rows = q.shape[0]
     if layout == BLOCKED_128X4:
         return blocked_shape(q.shape, q.block, tiles_of_rows(rows, experts, align_size))
@@ -126,7 +128,7 @@ def converted_shape(q: QuantTensor, layout: str, experts: int | None, align_size
 
 
 def blocked_rows_spec(x: Any, plan: PermutationPlan, layout: str) -> QuantTensor:
-    """Shapes of the permuted rows of ``x``, with their scales in the blocked layout."""
+    """Specs of the permuted rows of ``x``, with scales in the blocked layout."""
     checks.choice("layout", layout, ("compact", BLOCKED_128X4))
     if not isinstance(x, QuantTensor) or x.block != (1, 32):
         kind = x.block if isinstance(x, QuantTensor) else f"an array of {x.dtype}"
@@ -134,7 +136,7 @@ def blocked_rows_spec(x: Any, plan: PermutationPlan, layout: str) -> QuantTensor
     if plan.align_size % 128:
         raise ValueError(
             f"layout: got {layout!r} with a plan's align_size of {plan.align_size}; wanted a multiple of "
-            "128, as no tile has rows of two experts; or permute compact scales, and convert them by "
-            "fp8moe.to_layout(rows, layout, plan.expert_offsets)"
+            "128, because a tile has rows of one expert only; or permute compact scales, and convert them "
+            "with fp8moe.to_layout(rows, layout, plan.expert_offsets)"
         )
     return quant_spec((plan.num_out_tokens, x.shape[1]), x.fmt, (1, 32), layout)

@@ -1,9 +1,9 @@
-"""The expert layer, written once against the public operations, in three recipes.
+"""The expert layer in three precision recipes, composed of the public operations.
 
-"fp8_flow" (arXiv 2511.02302) stays in FP8 between two casts, one of the input and one of the output's
-gradient: rows travel quantised, SwiGLU quantises what it computes, and the weight gradients' column-wise
-operands come from the scaling-aware transpose. "fp8_blockwise" is the baseline with bfloat16 between
-kernels, which dequantises and requantises for every column-wise operand: 12 casts. "bf16" has none.
+"fp8_flow" (arXiv 2511.02302) has two explicit casts, of the input and of the output gradient. Rows are
+dispatched and permuted in FP8, the SwiGLU kernel quantises its result, and the scaling-aware transpose makes
+the column-wise operands of the weight gradients. "fp8_blockwise" is the baseline with bfloat16 between
+kernels, which dequantises and requantises every column-wise operand: 12 casts. "bf16" has no casts.
 """
 
 from __future__ import annotations
@@ -58,28 +58,27 @@ from fp8moe.transpose import scaling_aware_transpose
 
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
 RECIPES = get_args(Recipe)
-#: rows of an expert are padded to this: the FP8 weight gradient contracts over blocks of 128 rows
+#: each expert's rows are padded to a multiple of it: the FP8 weight gradient contracts over blocks of 128
+#: rows
 ALIGN_SIZE = {"bf16": 1, "fp8_blockwise": 128, "fp8_flow": 128}
-#: in what format the caller's rows travel and are permuted; None: as they are
+#: format in which rows are dispatched and permuted; None: unchanged
 FORMAT_BETWEEN_RANKS = {"fp8_flow": "e4m3", "fp8_blockwise": None, "bf16": None}
 GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 
 
 @dataclass(frozen=True)
 class Saved(Record):
-    """What `moe_forward` keeps for `moe_backward`.
+    """The tensors that `moe_forward` saves for `moe_backward`.
 
-    x: the input of fc1. fp8_flow: FP8, not yet permuted (k times smaller), or permuted with recompute;
-        fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted.
-    h, a: fc1's output and the activation; None with recompute, which computes them again. fp8_flow: a is
-        column-wise already, [F, P] in (128, 128) blocks.
-    w13, w2: the weights as given or quantised, these without the row-wise codes where only the forward
-        multiplies by them (all of w2's, and w13's but for recompute); ``nbytes`` leaves weights out.
+    x: the input of fc1. fp8_flow: FP8, before the permutation (k times smaller), or permuted with recompute;
+    fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted. h, a: fc1's output and the activation's output;
+    None with recompute, which computes them again. fp8_flow: a is column-wise, [F, P] in (128, 128) blocks.
+    w13, w2: the weights, as given or quantised. Quantised weights are saved without row-wise codes that only
+    the forward uses (always w2's; w13's unless recompute). ``nbytes`` does not include the weights.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
-        when the forward read them; None for weights that it quantised itself.
-    backend: by which kernels the forward's products were made, and the backward's are; None: the fastest.
-    num_sms: of how many multiprocessors at most, as of the backend; None: all.
-    later: of ``overlap_chunks``, what was kept of the chunks after the first, without the weights.
+    when the forward read them; None for weights that the forward quantised. backend: the GEMM backend of
+    forward and backward; None: the fastest. num_sms: maximum number of multiprocessors of these GEMMs; None:
+    all. later: with ``overlap_chunks``, the records of the chunks after the first, without the weights.
     """
 
     recipe: str
@@ -100,19 +99,19 @@ class Saved(Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes saved for the backward, the weights apart."""
+        """Bytes saved for the backward, without the weights."""
         return nbytes(self.plan, self.probs, self.x, self.h, self.a, self.route, self.later)
 
     @property
     def num_tokens(self) -> int:
-        """Rows of dy."""
+        """Number of rows of dy."""
         if self.route is None:
             return self.plan.num_tokens
         return sum(chunk.route.num_tokens for chunk in (self, *self.later))
 
     def needed_for(self, gradients: Collection[str]) -> Saved:
-        """Without what only other gradients need: with frozen weights (LoRA) x and a; without any, all but
-        the plan and the route, which tell what was left out."""
+        """A copy without the tensors that only other gradients need: with frozen weights (LoRA), without x
+        and a; with no gradients, only the plan and the route, so that errors can name what is missing."""
         if not gradients:
             return replace(self, recompute=None, probs=None, x=None, h=None, a=None, w13=None, w2=None)
         x = self.x if "dw13" in gradients or self.recompute else None
@@ -122,19 +121,18 @@ class Saved(Record):
 
 @dataclass(frozen=True)
 class SavedForWeights(Record):
-    """What `moe_backward_input` keeps for `moe_backward_weight`: the operands of the weights' gradients.
+    """The operands of the weight gradients, which `moe_backward_input` saves for `moe_backward_weight`.
 
-    With F padded as the weights are, P permuted rows and T tokens it takes, scales apart, for "fp8_flow" T H
-    (dy) + P F (a) + T H, or with recompute P H, (x) + 2 P F (dh) bytes; for "fp8_blockwise" P H + P F + P H +
-    2 P F; for "bf16" twice that of "fp8_blockwise". x, and without recompute a, are the forward's own, and so
-    may dy be the caller's: such memory must stay as it is until the weights' gradients are made. The weights
-    are not among it, nor is h: the forward's `Saved` may be dropped.
+    Size in bytes without scales, for P permuted rows, T tokens, and F padded as in the weights: "fp8_flow" T
+    H (dy) + P F (a) + T H, or P H with recompute, (x) + 2 P F (dh); "fp8_blockwise" P H + P F + P H + 2 P F;
+    "bf16" twice that of "fp8_blockwise". x, and a without recompute, share the forward's memory, and dy may
+    share the caller's: this memory must not be modified before the weight gradients have been computed. The
+    weights and h are not included, so the forward's `Saved` may be deleted.
 
-    dy, a: of w2's gradient; None where it is not wanted. dy: fp8_flow: FP8, not yet permuted; the others:
-        permuted. a: fp8_flow: column-wise, the others row-wise.
-    dh, x: of w13's gradient; None where it is not wanted. dh: fp8_flow: column-wise, the others row-wise.
-        x: as `Saved` has it.
-    later: of the chunks after the first, where there are ``overlap_chunks``.
+    dy, a: operands of w2's gradient; None if it is not requested. dy: fp8_flow: FP8, before the permutation;
+    the others: permuted. a: fp8_flow: column-wise; the others: row-wise. dh, x: operands of w13's gradient;
+    None if it is not requested. dh: fp8_flow: column-wise; the others: row-wise. x: as in `Saved`. later:
+    with ``overlap_chunks``, the records of the chunks after the first.
     """
 
     recipe: str
@@ -151,7 +149,7 @@ class SavedForWeights(Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of it takes, what it shares with the forward's `Saved` and the caller included."""
+        """Total bytes, including memory shared with the forward's `Saved` and with the caller."""
         return nbytes(self.plan, self.dy, self.a, self.dh, self.x, self.later)
 
 
@@ -165,37 +163,37 @@ def quantize_weights(
     transposed: bool = False,
     out: Quantized | None = None,
 ) -> Quantized:
-    """Quantise weights by (128, 128) blocks, row-wise and transposed, from one read.
+    """Quantise weights in (128, 128) blocks, row-wise and transposed, reading them once.
 
-    Once a step, however many micro-batches use them. Nothing is copied on the way, whatever the options.
+    To be called once per step, for all micro-batches. No option makes an intermediate copy.
 
     Parameters
     ----------
     x : ArrayLike, bfloat16, float16 or float32, [E, N, K], or a tuple of them
-        The weights of all experts; of several arrays, such as (w1, w3), the rows one after another.
+        The weights of all experts. The rows of several arrays, such as (w1, w3), are concatenated.
     fmt : "e4m3" or "e5m2"
         Format of the codes.
     parts : int
-        Of how many equal parts the rows of one array consist: 2 for w13.
+        Number of equal parts of one array's rows: 2 for w13.
     rows : int or None
-        Of each part in the result: zeros beyond x's. A multiple of 128 where there are several parts.
+        Rows of each part in the result, filled with zeros. A multiple of 128 if there are several parts.
     columns : int or None
-        Of the result, zeros beyond x's.
+        Columns of the result, filled with zeros.
     transposed : bool
-        x is [E, K, N], stored transposed.
+        Whether x is stored transposed, [E, K, N].
     out : Quantized or None
-        The memory of the step before (see `quantize`), which `moe_backward` of a forward that read the old
-        codes then refuses.
+        The previous step's result, whose memory is overwritten (see `quantize`). `moe_backward` of a forward
+        that read the old codes then raises.
 
     Returns
     -------
     Quantized
-        ``rowwise`` for the forward, ``columnwise``, stored transposed, for dgrad.
+        ``rowwise`` for the forward; ``columnwise``, stored transposed, for dgrad.
 
     Raises
     ------
     TypeError, ValueError
-        As `quantize`, and for sizes that do not fit.
+        As for `quantize`, and for sizes that do not fit.
 
     Examples
     --------
@@ -213,7 +211,7 @@ def quantize_weights(
 
 
 def experts_of(w: Any) -> int:
-    """How many experts weights are of, quantised or not."""
+    """The number of experts of quantised or plain weights."""
     return int((w.rowwise if isinstance(w, Quantized) else w).shape[0])
 
 
@@ -230,21 +228,21 @@ def check_backend(
     gradients: Collection[str] = GRADIENTS,
     num_sms: int | None = None,
 ) -> None:
-    """Refuse a backend that does not make every product of a layer on a device, and a limit that these do not
-    keep to, before anything is computed.
+    """Raise, before anything is computed, if the backend does not support every GEMM of a layer on a device,
+    or a GEMM does not support ``num_sms``.
 
-    dtype: of the operands of "bf16". ffn: F without the zeros that FP8 weights are filled up with. What
-    depends on the number of rows, or on where an array begins, is not known here.
+    dtype: dtype of the operands for "bf16". ffn: F without the padding of FP8 weights. Requirements on the
+    number of rows or on the alignment of arrays are not checked here.
 
     Raises ValueError, and TypeError for a dtype.
     """
     checks.choice("backend", backend, BACKENDS)
     num_sms = check_limit(num_sms)
-    given = {n: v for n, v in (("backend", backend), ("num_sms", num_sms)) if v is not None}
-    if not given or device == NOWHERE:
+    options = {n: v for n, v in (("backend", backend), ("num_sms", num_sms)) if v is not None}
+    if not options or device == NOWHERE:
         return
     if device == "cpu":
-        raise not_on_cpu(*next(iter(given.items())))
+        raise not_on_cpu(*next(iter(options.items())))
     width = ffn if recipe == "bf16" else round_up(ffn, 128)
     load_backend(device, "grouped_gemm").check_layer(
         backend,
@@ -275,47 +273,48 @@ def moe_forward(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
-    """The experts of a layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
+    """Forward of the expert layer: y[t] = sum over t's experts e of prob * w2[e] @ swiglu(w13[e] @ x[t]).
 
     Parameters
     ----------
     x : ArrayLike, bfloat16, [T, H]
-        For "bf16" also float32 or float64, which then is the dtype of everything.
+        For "bf16" also float32 or float64, which is then the dtype of all tensors.
     w13 : ArrayLike or Quantized, [E, 2F, H]
-        In x's dtype or float32, or, for the FP8 recipes, what `quantize_weights` returned. F must be a
-        multiple of 128 for FP8. [E, F, H] for an activation without a gate.
+        In x's dtype or float32; for the FP8 recipes also the result of `quantize_weights`, and F must be a
+        multiple of 128. [E, F, H] for an activation without a gate.
     w2 : ArrayLike or Quantized, [E, H, F]
         As ``w13``.
     topk_ids : ArrayLike, int32 or int64, [T, k]
-        Below 0, or E and more, for no expert.
+        Expert ids. A negative id, or one of at least E, means no expert.
     topk_probs : ArrayLike, floating point, [T, k]
-        Factors of the experts' results.
+        Weights of the experts' outputs.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         The precision.
     recompute : None or "moe_expert"
-        "moe_expert": keep only the input of fc1; the backward computes fc1 and the activation again, but
-        never dispatch or permute.
+        "moe_expert": save only the input of fc1; the backward recomputes fc1 and the activation, but not
+        dispatch and permute.
     activation : Activation
-        Between the two products.
+        The activation between the two GEMMs.
     comm : Comm or None
-        How rows move between ranks, for expert parallelism (`fp8moe.expert_parallel`): w13 and w2 are this
-        rank's experts then, topk_ids name those of all ranks, and the weights' gradients are this rank's.
+        The transport between ranks, for expert parallelism (`fp8moe.expert_parallel`). w13 and w2 are then
+        this rank's experts, topk_ids number the experts of all ranks, and the weight gradients are this
+        rank's.
     gradients : collection of str
-        Names of those that `moe_backward` will be asked for, of "dx", "dprobs", "dw13" and "dw2". What only
-        the others need is neither made nor kept; () for inference, where nothing outlives the product that
-        reads it.
+        Gradients that `moe_backward` will compute, of "dx", "dprobs", "dw13" and "dw2". Tensors that only the
+        other gradients need are neither computed nor saved. For inference pass (): every intermediate is then
+        freed after its last use.
     backend : str or None
-        By which kernels all products are made, the backward's too: as `grouped_gemm` takes it.
+        The backend of all GEMMs, including the backward's; as for `grouped_gemm`.
     num_sms : int or None
-        How many of the GPU's multiprocessors all products may use at most, the backward's too, unless that is
-        told otherwise: as `grouped_gemm` takes it. The kernels between them, which are short and limited by
-        memory, use what is free. No result depends on it.
+        Maximum number of the GPU's multiprocessors for each GEMM, as for `grouped_gemm`; also for the
+        backward, unless it is given its own. It does not apply to the memory-bound kernels between the GEMMs,
+        which are short. Results do not depend on it.
 
     Returns
     -------
     y : ArrayLike, [T, H]
-        In x's dtype. Nothing synchronises with the host, but for the counts of rows where there is a
-        ``comm`` without a `fp8moe.expert_parallel.Capacity`.
+        In x's dtype. The call does not synchronise with the host, except to read row counts for a ``comm``
+        without a `fp8moe.expert_parallel.Capacity`.
     saved : Saved
         For `moe_backward`.
 
@@ -326,8 +325,8 @@ def moe_forward(
 
     Notes
     -----
-    "fp8_flow" is arXiv 2511.02302's dataflow with two casts; "fp8_blockwise" quantises again wherever an
-    operand is read in the other orientation, with twelve.
+    "fp8_flow" is the dataflow of arXiv 2511.02302, with two casts. "fp8_blockwise" requantises every operand
+    that is read in the other orientation, twelve casts in total.
 
     Examples
     --------
@@ -349,8 +348,8 @@ def moe_forward(
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **options)
     else:
-        of_products = backend, options["num_sms"], options["gradients"]
-        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, *of_products)
+        product_options = backend, options["num_sms"], options["gradients"]
+        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, *product_options)
         y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, options)
     return y, _recorded(saved, overwritten)
 
@@ -360,32 +359,35 @@ def _forward_over_ranks(
 ) -> tuple[Any, Saved]:
     recipe, experts = options["recipe"], experts_of(w13)
     fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
-    if chunks > 1 and recipe != "bf16":  # once for all
+    if chunks > 1 and recipe != "bf16":  # once for all chunks
         w13, w2 = (w if isinstance(w, Quantized) else quantize_weights(w) for w in (w13, w2))
-    kept: list[Saved] = []
+    saved_chunks: list[Saved] = []
 
-    def products(arrived: Dispatched | DispatchedRows) -> Any:
-        if isinstance(arrived, DispatchedRows):
-            of_rows = arrived.tokens_per_expert, arrived.probs
-            aligned = {**options, "align_size": arrived.align_size}
-            y, saved = permuted_experts_forward(arrived.x, w13, w2, *of_rows, **aligned)
+    def products(received: Dispatched | DispatchedRows) -> Any:
+        if isinstance(received, DispatchedRows):
+            row_arguments = received.tokens_per_expert, received.probs
+            aligned = {**options, "align_size": received.align_size}
+            y, saved = permuted_experts_forward(received.x, w13, w2, *row_arguments, **aligned)
         else:
-            # steps whose rows are nearly as many have the same shapes, for which launches are planned once
-            entries = arrived.num_entries if capacity_of(comm) else with_spare(arrived.num_entries)
+            # rounded up, so that steps with similar row counts share shapes, and with them the cached launch
+            # plan
+            entries = received.num_entries if capacity_of(comm) else with_spare(received.num_entries)
             rows = static_bound(entries, experts, ALIGN_SIZE[recipe])
             y, saved = experts_forward(
-                arrived.x, w13, w2, arrived.topk_ids, arrived.topk_probs, num_out_tokens=rows, **options
+                received.x, w13, w2, received.topk_ids, received.topk_probs, num_out_tokens=rows, **options
             )
-        kept.append(replace(saved, route=arrived.route))
+        saved_chunks.append(replace(saved, route=received.route))
         return y
 
-    given = x, topk_ids, topk_probs, experts * comm.world_size, comm
+    inputs = x, topk_ids, topk_probs, experts * comm.world_size, comm
     if chunks > 1:
-        y = overlapped_forward(*given, fmt=fmt, chunks=chunks, experts=products)
+        y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, experts=products)
     else:
-        arrived = prepare_dispatch(*given, fmt, spare=True)(False).wait()
-        y = combine(products(arrived), arrived.route, comm)
-    saved = replace(kept[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in kept[1:]))
+        received = prepare_dispatch(*inputs, fmt, spare=True)(False).wait()
+        y = combine(products(received), received.route, comm)
+    saved = replace(
+        saved_chunks[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in saved_chunks[1:])
+    )
     if capacity_of(comm) is not None:
         for rows, entries in overflow(saved):
             comm.record_overflow(rows, entries)  # type: ignore[union-attr]
@@ -393,7 +395,7 @@ def _forward_over_ranks(
 
 
 def _overwritten(w13: Any, w2: Any) -> tuple[int | None, int | None]:
-    """How often the codes of weights that came quantised have been overwritten."""
+    """How often the codes of weights given in quantised form have been overwritten."""
     first, second = (times_overwritten(w) if isinstance(w, Quantized) else None for w in (w13, w2))
     return first, second
 
@@ -421,37 +423,37 @@ def moe_forward_permuted(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
-    """The experts of rows that a dispatcher has permuted: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
+    """The expert layer on already permuted rows: y[i] = probs[i] * w2[e] @ swiglu(w13[e] @ x[i]).
 
-    Nothing synchronises with the host. Where the FP8 recipes want each expert's rows padded and they are not,
-    they are padded inside, by one more pass over the rows.
+    The call does not synchronise with the host. If an FP8 recipe needs each expert's rows padded and they are
+    not, they are padded inside, which costs one more pass over the rows.
 
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [N, H]
-        Rows of expert 0, then of expert 1, and so on: bfloat16 (for "bf16" also float32 or float64), or, for
-        the FP8 recipes, row-wise codes of block (1, 128), which are not quantised again. Rows past the last
-        expert's belong to none.
+        Rows sorted by expert: bfloat16 (for "bf16" also float32 or float64), or, for the FP8 recipes,
+        row-wise codes with block (1, 128), which are used as they are. Rows past the last expert's belong to
+        no expert.
     w13 : ArrayLike or Quantized, [E, 2F, H]
         As for `moe_forward`.
     w2 : ArrayLike or Quantized, [E, H, F]
         As for `moe_forward`.
     tokens_per_expert : ArrayLike, int32 or int64, [E]
-        Rows of each expert, on x's device.
+        Number of rows of each expert, on x's device.
     probs : ArrayLike, floating point, [N]
-        Factor of each row's result.
+        Weight of each row's output.
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         The precision.
     recompute : None or "moe_expert"
         As for `moe_forward`.
     activation : Activation
-        Between the two products.
+        The activation between the two GEMMs.
     align_size : int
-        What each expert's rows are padded to a multiple of in x already, with rows and probs of zeros;
-        ``tokens_per_expert`` may count these or not. A multiple of 128 saves the FP8 recipes their own
-        padding. On CUDA only FP8MOE_CHECK=1 looks whether it is so.
+        Each expert's rows in x are already padded to a multiple of it, with zero rows and zero probs, which
+        ``tokens_per_expert`` may or may not include. With a multiple of 128 the FP8 recipes need no padding
+        of their own. On CUDA the padding is checked only with FP8MOE_CHECK=1.
     gradients : collection of str
-        As for `moe_forward`; "dprobs" is that of ``probs``.
+        As for `moe_forward`; "dprobs" is the gradient of ``probs``.
     backend : str or None
         As for `moe_forward`.
     num_sms : int or None
@@ -460,7 +462,7 @@ def moe_forward_permuted(
     Returns
     -------
     y : ArrayLike, [N, H]
-        In x's dtype, bfloat16 for a `QuantTensor`; zeros past the last expert's rows.
+        In x's dtype; bfloat16 for a `QuantTensor`. Zeros past the last expert's rows.
     saved : Saved
         For `moe_backward`, whose dx is [N, H] and whose dprobs is [N].
 
@@ -471,8 +473,8 @@ def moe_forward_permuted(
 
     Notes
     -----
-    This is `moe_forward` without its permutation: with rows and probs of `permute`, and `unpermute` after it,
-    it computes the same bits.
+    This is `moe_forward` without the permutation: `permute`, this function and `unpermute` give bitwise the
+    same result.
 
     Examples
     --------
@@ -520,7 +522,7 @@ def experts_forward(
     backend: str | None = None,
     num_sms: int | None = None,
 ) -> tuple[Any, Saved]:
-    """`moe_forward` of this rank's experts; x is quantised already where it came so from other ranks."""
+    """`moe_forward` for this rank's experts; x is a QuantTensor if other ranks sent it quantised."""
     if not isinstance(x, QuantTensor):
         given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
         _check_layer(recipe, activation, backend, num_sms, gradients, **given)
@@ -571,18 +573,18 @@ def _by_plan(
     backend: str | None,
     num_sms: int | None,
 ) -> tuple[Any, Saved]:
-    """The experts of rows that have their places."""
+    """Forward of the experts, given a plan or placed rows."""
     if recipe != "bf16":
         w13 = w13 if isinstance(w13, Quantized) else quantize_weights(w13)
         w2 = w2 if isinstance(w2, Quantized) else quantize_weights(w2)
     forward, *_ = _STEPS[recipe]
     with products_by(backend, num_sms):
-        again = recompute is not None and bool(gradients)
-        y, kept = forward(x, w13, w2, plan, probs, activation, again, gradients)
+        recomputes = recompute is not None and bool(gradients)
+        y, fields = forward(x, w13, w2, plan, probs, activation, recomputes, gradients)
     if recipe != "bf16":
         w13, w2 = w13 if recompute else replace(w13, rowwise=None), replace(w2, rowwise=None)
-    kept.update(activation=activation, backend=backend, num_sms=num_sms)
-    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **kept)
+    fields.update(activation=activation, backend=backend, num_sms=num_sms)
+    saved = Saved(recipe, recompute, plan, w13=w13, w2=w2, **fields)
     return y, saved.needed_for(gradients)
 
 
@@ -596,7 +598,7 @@ def experts_backward(
     gradients: Collection[str] = GRADIENTS,
     ffn: int | None = None,
 ) -> MoEGrads:
-    """`moe_backward` of this rank's experts; dy is quantised already where it came so from other ranks."""
+    """`moe_backward` for this rank's experts; dy is a QuantTensor if other ranks sent it quantised."""
     _check_backward(saved, dy, dw13, dw2, dtype, ffn)
     dx, dprobs, operands = _backward_input(saved, dy, gradients)
     dw13, dw2 = _backward_weight(operands, dw13, dw2, dtype, ffn)
@@ -607,7 +609,7 @@ def experts_backward(
 def experts_backward_input(
     saved: Saved, dy: Any, gradients: Collection[str] = GRADIENTS
 ) -> tuple[Any, Any, SavedForWeights]:
-    """(dx, dprobs, operands) of `moe_backward_input`, of this rank's experts."""
+    """(dx, dprobs, operands) of `moe_backward_input`, for this rank's experts."""
     _check_dy(saved, dy)
     return _backward_input(saved, dy, gradients)
 
@@ -661,40 +663,42 @@ def moe_backward(
     Parameters
     ----------
     saved : Saved
-        What the forward returned.
+        The forward's second result.
     dy : ArrayLike or QuantTensor, [T, H]
-        In y's dtype; or, for the FP8 recipes, row-wise codes of block (1, 128), not quantised again.
+        Gradient of y, in y's dtype; for the FP8 recipes also row-wise codes with block (1, 128), used as they
+        are.
     dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None, or a tuple of two
-        To add the gradient of w13 to, in place: what several micro-batches sum up. For "fp8_flow" also two,
-        [E, F, H] each or None, of w1 and w3 apart, which the result then has, too.
+        Accumulator of w13's gradient, for gradient accumulation over micro-batches: the gradient is added in
+        place. For "fp8_flow" also a tuple of two, [E, F, H] each or None, for w1 and w3 separately; the
+        result then is a tuple, too.
     dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
-        To add the gradient of w2 to.
+        Accumulator of w2's gradient, as ``dw13``.
     dtype : "float32", "bfloat16" or "float64"
-        Of the weights' gradients where none are given; not "bfloat16" for ``overlap_chunks``.
+        Dtype of new weight gradients; "bfloat16" is not allowed with ``overlap_chunks``.
     ffn : int or None
-        F, where `quantize_weights` filled weights up with zeros: gradients have this width. For "fp8_flow",
-        and with gates w1 and w3 apart.
+        F without the zeros that `quantize_weights` appended; the weight gradients have this size. For
+        "fp8_flow" only, and for gated activations only with dw13 as a tuple.
     comm : Comm or None
-        The forward's.
+        The forward's ``comm``.
     gradients : collection of str
-        Names of those that are wanted, of "dx", "dprobs", "dw13" and "dw2". What only the others need is not
-        computed (with frozen weights two of six matrix products), and they are None; "dx" and "dprobs" come
+        Gradients to compute, of "dx", "dprobs", "dw13" and "dw2". The others are None, and whatever only they
+        need is not computed (frozen weights save two of six GEMMs). "dx" and "dprobs" are always computed
         together.
     num_sms : int or None
-        As for `moe_forward`, of this backward's products; None: the forward's.
+        As for `moe_forward`, for this backward's GEMMs; None: the forward's value.
 
     Returns
     -------
     MoEGrads
-        dx [T, H], dprobs [T, k] float32, and the weights' gradients dw13 [E, 2F, H] and dw2 [E, H, F], those
-        given or new ones of ``dtype`` (float64 for float64).
+        dx [T, H], dprobs [T, k] float32, and the weight gradients dw13 [E, 2F, H] and dw2 [E, H, F]: the
+        accumulators, or new arrays of ``dtype`` (float64 for float64 inputs).
 
     Raises
     ------
     TypeError, ValueError
         For arguments that do not fit the forward.
     RuntimeError
-        Where the FP8 weights that the forward read have been overwritten since, with ``quantize_weights(...,
+        If the FP8 weights that the forward read have since been overwritten by ``quantize_weights(...,
         out=)``.
 
     Examples
@@ -733,13 +737,13 @@ def _backward_over_ranks(
     gradients: Collection[str],
     weights: Callable[[SavedForWeights], None],
 ) -> tuple[Any, Any]:
-    """(dx, dprobs); ``weights`` takes the operands of each chunk's weights' gradients."""
+    """(dx, dprobs); ``weights`` is called with the operands of each chunk's weight gradients."""
     chunks = [saved, *(replace(chunk, w13=saved.w13, w2=saved.w2) for chunk in saved.later)]
-    left: list[SavedForWeights] = []
+    pending_operands: list[SavedForWeights] = []
 
     def inputs(number: int, dy: Any) -> tuple[Any, Any]:
         dx, dprobs, operands = experts_backward_input(_of_this_rank(chunks[number]), dy, gradients)
-        left.append(operands)
+        pending_operands.append(operands)
         return dx, dprobs
 
     return overlapped_backward(
@@ -748,22 +752,22 @@ def _backward_over_ranks(
         comm,
         fmt=FORMAT_BETWEEN_RANKS[saved.recipe],
         inputs=inputs,
-        weights=lambda _: weights(left.pop()),
+        weights=lambda _: weights(pending_operands.pop()),
     )
 
 
 def _check_sums(dtype: str, gradients: Collection[str], dw13: Any, dw2: Any) -> None:
-    """That chunks are not summed in bfloat16 without the caller's word."""
+    """Check that the chunks' gradients are not summed in a new bfloat16 array; the caller may pass one."""
     for name, given in (("dw13", dw13), ("dw2", dw2)):
         if dtype == "bfloat16" and name in gradients and all(out is None for out in _parts(given)):
             raise ValueError(
-                f"dtype: got {dtype!r} with overlap_chunks, whose sums would be rounded one by one; wanted "
-                f"'float32', or memory to add to as {name}"
+                f"dtype: got {dtype!r} with overlap_chunks, which would round the sum after each chunk; "
+                f"wanted 'float32', or an array to add to as {name}"
             )
 
 
 def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | None) -> MoEGrads:
-    """Weights' gradients added to those there are."""
+    """``total`` with the chunk's weight gradients added."""
     if operands.dh is None and operands.a is None:
         return total
     dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
@@ -778,28 +782,28 @@ def moe_backward_input(
     gradients: Collection[str] = GRADIENTS,
     num_sms: int | None = None,
 ) -> tuple[MoEGrads, SavedForWeights]:
-    """The half of `moe_backward` that the layer before waits for: gradients of x and of the probabilities.
+    """First half of `moe_backward`: the gradients of x and of the probabilities, for the previous layer.
 
     Parameters
     ----------
     saved : Saved
-        What the forward returned; it may be dropped after this.
+        The forward's second result; it may be deleted after this call.
     dy : ArrayLike or QuantTensor, [T, H]
-        As for `moe_backward`. Where nothing has to be cast or moved (rows in place, and "bf16" or codes), the
-        result refers to this memory: it must stay as it is until `moe_backward_weight`.
+        As for `moe_backward`. If it need not be cast or permuted (rows already permuted, and "bf16" or
+        codes), the result refers to this memory, which must not be modified before `moe_backward_weight`.
     comm : Comm or None
-        The forward's. The other half needs none.
+        The forward's ``comm``. `moe_backward_weight` needs none.
     gradients : collection of str
-        Names of those that are wanted of both halves together, as for `moe_backward`.
+        Gradients that both halves together compute, as for `moe_backward`.
     num_sms : int or None
-        As for `moe_backward`, of the products of both halves.
+        As for `moe_backward`, for the GEMMs of both halves.
 
     Returns
     -------
     grads : MoEGrads
         dx and dprobs; dw13 and dw2 are None.
     operands : SavedForWeights
-        For `moe_backward_weight`; without "dw13" and "dw2" it holds nothing.
+        For `moe_backward_weight`; empty without "dw13" and "dw2".
 
     Raises
     ------
@@ -808,10 +812,10 @@ def moe_backward_input(
 
     Notes
     -----
-    What zero-bubble pipeline schedules call B, and `moe_backward_weight` W (arXiv 2401.10241). Both together
-    launch what `moe_backward` launches, and compute the same bits: products by the transposed weights and the
-    activation's gradient here, transposes and products for weights there. With recompute the activation is
-    computed again here.
+    Zero-bubble pipeline schedules (arXiv 2401.10241) call this half B, and `moe_backward_weight` W. Together
+    they launch the same kernels as `moe_backward`, with bitwise the same results. This half has the dgrad
+    GEMMs and the activation's backward, and with recompute fc1 and the activation; the other half has the
+    transposes and the wgrad GEMMs.
 
     Examples
     --------
@@ -828,9 +832,9 @@ def moe_backward_input(
         dx, dprobs, operands = experts_backward_input(_of_this_rank(saved), dy, gradients)
         return MoEGrads(dx, dprobs, None, None), operands
     _check_dy(saved, dy)
-    left: list[SavedForWeights] = []
-    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, left.append)
-    return MoEGrads(dx, dprobs, None, None), replace(left[0], later=tuple(left[1:]))
+    chunk_operands: list[SavedForWeights] = []
+    dx, dprobs = _backward_over_ranks(saved, dy, comm, gradients, chunk_operands.append)
+    return MoEGrads(dx, dprobs, None, None), replace(chunk_operands[0], later=tuple(chunk_operands[1:]))
 
 
 def moe_backward_weight(
@@ -842,27 +846,27 @@ def moe_backward_weight(
     ffn: int | None = None,
     num_sms: int | None = None,
 ) -> MoEGrads:
-    """The half of `moe_backward` that nothing waits for: gradients of the weights.
+    """Second half of `moe_backward`: the weight gradients, which no other layer needs.
 
     Parameters
     ----------
     operands : SavedForWeights
-        What `moe_backward_input` returned. It is read only: called twice, this adds twice.
+        The second result of `moe_backward_input`. It is only read: calling this function twice adds twice.
     dw13 : ArrayLike, float32 or bfloat16, [E, 2F, H], or None, or a tuple of two
-        To add to, as for `moe_backward`.
+        Accumulator, as for `moe_backward`.
     dw2 : ArrayLike, float32 or bfloat16, [E, H, F], or None
-        To add to, as for `moe_backward`.
+        Accumulator, as for `moe_backward`.
     dtype : "float32", "bfloat16" or "float64"
-        Of the gradients where none are given.
+        Dtype of new gradients.
     ffn : int or None
         As for `moe_backward`.
     num_sms : int or None
-        As for `moe_backward`, of these products; None: as `moe_backward_input` had it.
+        As for `moe_backward`, for these GEMMs; None: the value of `moe_backward_input`.
 
     Returns
     -------
     MoEGrads
-        dw13 and dw2, None where `moe_backward_input` was not asked for it; dx and dprobs are None.
+        dw13 and dw2, each None if `moe_backward_input` was called without it; dx and dprobs are None.
 
     Raises
     ------
@@ -871,7 +875,7 @@ def moe_backward_weight(
 
     Notes
     -----
-    See `moe_backward_input`. No rows move between ranks here, and nothing is read of the weights.
+    See `moe_backward_input`. This half does not communicate, and does not read the weights.
 
     Examples
     --------
@@ -902,38 +906,40 @@ def moe_backward_weight(
 
 
 def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
-    """That the forward kept what the gradients need, and nothing was overwritten since. The gradients."""
+    """Check that the forward saved what the gradients need, and that no FP8 weight was overwritten since.
+    Returns the gradients."""
     if not isinstance(saved, Saved):
-        raise TypeError(f"saved: got {type(saved).__name__}; wanted what moe_forward returned")
+        raise TypeError(f"saved: got {type(saved).__name__}; wanted the second result of moe_forward")
     _check_gradients(gradients)
     if gradients and saved.w13 is None:
         raise ValueError(
-            "saved: got that of a forward with gradients=(), which keeps nothing; wanted the names of the "
-            "gradients among the forward's"
+            "saved: got the record of a forward with gradients=(), which saves no tensors; wanted these "
+            "gradients in the forward's gradients, too"
         )
-    needs = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
-    for name, kept, of in needs:
-        missing = [gradient for gradient in gradients if gradient in of]
-        if missing and kept is None and not saved.recompute:
+    requirements = ("x", saved.x, {"dw13"}), ("h", saved.h, {*GRADIENTS} - {"dw2"}), ("a", saved.a, {"dw2"})
+    for name, saved_tensor, dependents in requirements:
+        missing = [gradient for gradient in gradients if gradient in dependents]
+        if missing and saved_tensor is None and not saved.recompute:
             raise ValueError(
-                f"gradients: got {missing[0]!r}, and saved.{name} is None; wanted it among the forward's"
+                f"gradients: got {missing[0]!r}, but saved.{name} is None; wanted it in the forward's "
+                "gradients, too"
             )
-    for name, w, before in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
-        if before is not None and w is not None and times_overwritten(w) != before:
+    for name, w, count in zip(("w13", "w2"), (saved.w13, saved.w2), saved.overwritten, strict=True):
+        if count is not None and w is not None and times_overwritten(w) != count:
             raise RuntimeError(
-                f"{name}: got FP8 codes that quantize_weights overwrote after the forward; wanted the "
-                "forward's own; run the backward first, or quantise into other memory"
+                f"{name}: got FP8 codes that quantize_weights has overwritten since the forward; wanted "
+                "those that the forward read; run the backward first, or quantise without out="
             )
     _check_comm(comm)
     if (comm is None) != (saved.route is None):
         raise ValueError(
-            f"comm: got {comm}; wanted the forward's, {'none' if saved.route is None else 'which had one'}"
+            f"comm: got {comm}; wanted {'None' if saved.route is None else 'a transport'}, as in the forward"
         )
     return tuple(gradients)
 
 
 def _limited(saved: Any, num_sms: int | None) -> Any:
-    """With another limit than the forward's, for all chunks."""
+    """``saved`` with another limit than the forward's, for all chunks."""
     if num_sms is None:
         return saved
     later = tuple(_limited(chunk, num_sms) for chunk in saved.later)
@@ -941,21 +947,21 @@ def _limited(saved: Any, num_sms: int | None) -> Any:
 
 
 def _check_wanted(dw13: Any, dw2: Any, gradients: Collection[str]) -> None:
-    """That nothing is given to add to for gradients that are not wanted."""
+    """Check that no accumulator is given for a gradient that is not requested."""
     for name, given in (("dw13", dw13), ("dw2", dw2)):
         if any(part is not None for part in _parts(given)) and name not in gradients:
-            raise ValueError(f"{name}: got an array to add to, and gradients without {name!r}; wanted both")
+            raise ValueError(f"{name}: got an array to add to, but gradients has no {name!r}; wanted both")
 
 
 def _of_this_rank(saved: Saved) -> Saved:
-    """Without what only the public functions look at."""
+    """``saved`` without the fields that only the public functions read."""
     if saved.route is None and saved.overwritten == (None, None):
         return saved
     return replace(saved, route=None, overwritten=(None, None), later=())
 
 
 def _parts(dw13: Any) -> tuple[Any, ...]:
-    """Of w1 and w3 apart, or the one of w13."""
+    """The accumulators of w1 and w3, or the single one of w13, as a tuple."""
     return dw13 if isinstance(dw13, tuple) else (dw13,)
 
 
@@ -969,7 +975,7 @@ def _of_inputs(gradients: Collection[str]) -> bool:
 
 def _check_gradients(gradients: Any) -> None:
     if isinstance(gradients, str) or not isinstance(gradients, Collection):
-        raise TypeError(f"gradients: got {type(gradients).__name__}; wanted names, as of {GRADIENTS}")
+        raise TypeError(f"gradients: got {type(gradients).__name__}; wanted a collection of {GRADIENTS}")
     for name in gradients:
         checks.choice("gradients", name, GRADIENTS)
 
@@ -977,8 +983,8 @@ def _check_gradients(gradients: Any) -> None:
 def _check_comm(comm: Any) -> None:
     if comm is not None and not hasattr(comm, "world_size"):
         raise TypeError(
-            f"comm: got {type(comm).__name__}; wanted what moves rows between ranks, as "
-            "fp8moe.adapters.torch_distributed has, or None"
+            f"comm: got {type(comm).__name__}; wanted a transport, such as those of "
+            "fp8moe.adapters.torch_distributed, or None"
         )
 
 
@@ -990,73 +996,74 @@ def _check_dy(saved: Saved, dy: Any) -> None:
             raise TypeError('dy: got a QuantTensor with recipe "bf16"; wanted an array')
         checks.quant_tensor("dy", a.dy, ((1, 128),))
     else:
-        of_weights = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
-        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else of_weights)
+        weight_dtypes = checks.FLOATS if quantized or a.w13 is None else (a.w13.dtype,)
+        checks.dtype("dy", a.dy, (BFLOAT16,) if quantized else weight_dtypes)
     checks.shape("dy", a.dy, (saved.num_tokens, "H" if a.w13 is None else _hidden(a.w13)))
 
 
 def _check_backward(saved: Saved, dy: Any, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
-    """All that `moe_backward` takes, before anything is added to dw13 or dw2."""
+    """Check all arguments of `moe_backward`, before anything is added to dw13 or dw2."""
     _check_dy(saved, dy)
     kept = {"dy": dy, "x": saved.x, "a": saved.a, "w13": saved.w13, "w2": saved.w2}
     quantized = saved.recipe != "bf16"
-    # the column-wise copy is always kept
-    of_weights = [
+    # the column-wise codes are always saved
+    weight_shapes = [
         None if w is None else tuple((w.columnwise if quantized else w).shape) for w in (saved.w13, saved.w2)
     ]
-    _check_outputs(saved, kept, of_weights, dw13, dw2, dtype, ffn)
+    _check_outputs(saved, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
 def _check_operands(operands: SavedForWeights, dw13: Any, dw2: Any, dtype: str, ffn: int | None) -> None:
-    """All that `moe_backward_weight` takes, before anything is added."""
+    """Check all arguments of `moe_backward_weight`, before anything is added."""
     kept = {name: getattr(operands, name) for name in ("dy", "a", "dh", "x")}
     experts = operands.plan.expert_offsets.shape[0] - 1
-    of_weights = [
+    weight_shapes = [
         None if left is None else (experts, left.shape[1], right.shape[1])
         for left, right in ((operands.dh, operands.x), (operands.dy, operands.a))
     ]
     kept = {name: value for name, value in kept.items() if value is not None}
-    _check_outputs(operands, kept, of_weights, dw13, dw2, dtype, ffn)
+    _check_outputs(operands, kept, weight_shapes, dw13, dw2, dtype, ffn)
 
 
 def _check_outputs(
     saved: Saved | SavedForWeights,
     kept: dict[str, Any],
-    of_weights: Sequence[tuple[int, ...] | None],
+    weight_shapes: Sequence[tuple[int, ...] | None],
     dw13: Any,
     dw2: Any,
     dtype: str,
     ffn: int | None,
 ) -> None:
-    """What the gradients of weights of these shapes are added to: it may share no memory with ``kept``."""
+    """Check the accumulators of weight gradients of the given shapes; they must not overlap ``kept``."""
     checks.choice("dtype", dtype, ("float32", "bfloat16", "float64"))
-    apart, gated = isinstance(dw13, tuple), saved.activation.gated
-    if apart and not gated:
-        raise ValueError(f"dw13: got two with {saved.activation}; wanted one array or None, without a gate")
-    if (apart or ffn is not None) and saved.recipe != "fp8_flow":
+    separate, gated = isinstance(dw13, tuple), saved.activation.gated
+    if separate and not gated:
         raise ValueError(
-            f'{"dw13: got two" if apart else "ffn: got one"} with recipe {saved.recipe!r}; wanted "fp8_flow"'
+            f"dw13: got two with {saved.activation}, which has no gate; wanted one array or None"
         )
-    of_w13, of_w2 = of_weights
+    if (separate or ffn is not None) and saved.recipe != "fp8_flow":
+        argument = "dw13: got two" if separate else "ffn: got one"
+        raise ValueError(f'{argument} with recipe {saved.recipe!r}; wanted "fp8_flow"')
+    shape_w13, shape_w2 = weight_shapes
     if ffn is not None:
-        if not apart and gated:
+        if not separate and gated:
             raise ValueError(
                 f"dw13: got one with ffn={ffn}; wanted two, of w1 and w3; pass dw13=(None, None)"
             )
-        if of_w13 is not None:
-            checks.integer("ffn", ffn, 1, saved.activation.width(of_w13[1]))
-            of_w13 = of_w13[0], ffn, of_w13[2]
-        if of_w2 is not None:
-            checks.integer("ffn", ffn, 1, of_w2[2])
-            of_w2 = *of_w2[:2], ffn
-    elif apart and of_w13 is not None:
-        of_w13 = of_w13[0], of_w13[1] // 2, of_w13[2]
+        if shape_w13 is not None:
+            checks.integer("ffn", ffn, 1, saved.activation.width(shape_w13[1]))
+            shape_w13 = shape_w13[0], ffn, shape_w13[2]
+        if shape_w2 is not None:
+            checks.integer("ffn", ffn, 1, shape_w2[2])
+            shape_w2 = *shape_w2[:2], ffn
+    elif separate and shape_w13 is not None:
+        shape_w13 = shape_w13[0], shape_w13[1] // 2, shape_w13[2]
     given = dw13 if any(part is not None for part in _parts(dw13)) else None
     arrays = enter(**kept, dw13=given, dw2=dw2).args.__dict__
     outs = _parts(arrays.pop("dw13")), (arrays.pop("dw2"),)
-    names = ("dw13[0]", "dw13[1]") if apart else ("dw13",)
-    each = [*zip(names, (of_w13, of_w13), outs[0], strict=False), ("dw2", of_w2, *outs[1])]
-    for name, shape, out in each:
+    names = ("dw13[0]", "dw13[1]") if separate else ("dw13",)
+    outputs = [*zip(names, (shape_w13, shape_w13), outs[0], strict=False), ("dw2", shape_w2, *outs[1])]
+    for name, shape, out in outputs:
         if out is None or shape is None:
             continue
         checks.dtype(name, out, checks.FLOATS)
@@ -1083,7 +1090,7 @@ def _check_before_sending(
     num_sms: int | None,
     gradients: Collection[str],
 ) -> None:
-    """`_check_layer`, once for given shapes."""
+    """`_check_layer` as an operation, so that it runs once per set of shapes."""
     given = {"x": x, "w13": w13, "w2": w2, "topk_ids": topk_ids, "topk_probs": topk_probs}
     _check_layer(recipe, activation, backend, num_sms, gradients, **given)
 
@@ -1131,7 +1138,7 @@ def _check_permuted(
     wanted = ALIGN_SIZE[recipe]
     if align_size != 1 and align_size % wanted:
         raise ValueError(
-            f"align_size: got {align_size}; wanted 1, of rows without padding, or a multiple of {wanted} for "
+            f"align_size: got {align_size}; wanted 1 for rows without padding, or a multiple of {wanted} for "
             f"recipe {recipe!r}"
         )
     _check_backend_of(call, recipe, activation, backend, num_sms, gradients)
@@ -1145,7 +1152,7 @@ def _check_backend_of(
     num_sms: int | None,
     gradients: Collection[str],
 ) -> None:
-    """Of arrays that `_check_rows_and_weights` has seen."""
+    """`check_backend` for arrays that `_check_rows_and_weights` has checked."""
     if backend is None and num_sms is None:
         return
     w13, w2 = call.args.w13, call.args.w2
@@ -1164,7 +1171,7 @@ def _check_backend_of(
 
 
 def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
-    """The number of experts."""
+    """Check x and the weights; returns the number of experts."""
     quantized = recipe != "bf16"
     checks.shape("x", a.x, ("T", "H"))
     if not isinstance(a.x, QuantTensor):
@@ -1191,9 +1198,11 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     checks.shape("w13", a.w13, ("E", "2F" if activation.gated else "F", hidden))
     experts, width, _ = a.w13.shape
     if width % activation.columns(128 if quantized else 1):
-        why = "twice a multiple of 128, so that no block spans both halves" if quantized else "it even"
+        wanted = (
+            "twice a multiple of 128, so that no block spans both halves" if quantized else "an even number"
+        )
         raise ValueError(
-            f"w13: got 2F = {width}; wanted {why}"
+            f"w13: got 2F = {width}; wanted {wanted}"
             if activation.gated
             else f"w13: got F = {width}; wanted a multiple of 128; pass quantize_weights(w13, rows=...)"
         )
@@ -1201,24 +1210,24 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
     return int(experts)
 
 
-# Each recipe is read from top to bottom; what differs between them is where casts stand. Memory is released
-# where its last name goes: rows by ``del`` as soon as they have been read, of k rows a token each.
+# The recipes have the same structure and differ in where they cast. ``del`` frees permuted tensors, which
+# have k rows per token, after their last use.
 
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
-    moved = permute(x, plan, probs)  # x in FP8 already, by cast 1
+    permuted = permute(x, plan, probs)  # x is FP8 already: cast 1
     rows = _rows_of(plan)
-    h = grouped_gemm(moved.data, w13.rowwise, *rows)
-    kept = {"probs": moved.probs, "x": moved.data if recompute else x}
-    del moved
+    h = grouped_gemm(permuted.data, w13.rowwise, *rows)
+    saved = {"probs": permuted.probs, "x": permuted.data if recompute else x}
+    del permuted
     transposed = "dw2" in gradients and not recompute
-    a = _activate(h, kept["probs"], plan, activation, transposed)
+    a = _activate(h, saved["probs"], plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
-    kept |= {"h": _kept_h(h, recompute, gradients), "a": columnwise}
+    saved |= {"h": _kept_h(h, recompute, gradients), "a": columnwise}
     del h, a
     rows_of_y = grouped_gemm(rowwise, w2.rowwise, *rows)
     del rowwise
-    return unpermute(rows_of_y, plan), kept
+    return unpermute(rows_of_y, plan), saved
 
 
 def _kept_h(h: Any, recompute: bool, gradients: Collection[str]) -> Any:
@@ -1234,7 +1243,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
-        # dy in FP8 already, by cast 2
+        # dy is FP8 already: cast 2
         da = grouped_gemm(permute(dy, plan).data, saved.w2.columnwise, *rows)
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
@@ -1246,15 +1255,15 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             activation=saved.activation,
             transposed=transposed,
         )
-        of_probs = grad.dprobs
+        dprobs_of_rows = grad.dprobs
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
         del da, grad
     if _of_inputs(gradients):
         dxe = grouped_gemm(rowwise, saved.w13.columnwise, *rows)
         del rowwise
-        dx, dprobs = permute_backward(dxe, plan, of_probs)
-    # dy as it came, not its permuted rows, which are k times those to transpose: 360 us for 571 (131,072 x
-    # 7168, 32 experts)
+        dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
+    # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
+    # 131,072 x 7168, 32 experts)
     return dx, dprobs, _operands(gradients, dy, a, dh, saved.x)
 
 
@@ -1275,13 +1284,14 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
 
 
 def _rows_of(plan: PermutationPlan | PlacedRows) -> tuple[Any, Any]:
-    """Where each expert's rows begin, and how many are not padding; None where that is not known in int32."""
+    """(first row of each expert, number of rows without padding, or None if no int32 counts are
+    available)."""
     counts = plan.tokens_per_expert
     return plan.expert_offsets, counts if counts is not None and counts.dtype == np.int32 else None
 
 
 def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:
-    """Columns of dh, and what to add their gradient to: of w13, or of w1 and w3 apart."""
+    """(columns of dh, accumulator of their gradient) for w13, or for w1 and w3 separately."""
     outs = _parts(dw13)
     width = dh.shape[1] // len(outs)
     return [(columns_of(dh, i * width, ffn or width), out) for i, out in enumerate(outs)]
@@ -1294,8 +1304,8 @@ def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untype
     )
 
 
-# One scale a tile, as the paper's transpose has. A column's own would keep the last bits of values that are
-# 2^-15 of their tile's largest, or less, and cost the weights' gradients a fifth of their speed.
+# One scale per tile, as in the paper's transpose. One scale per column would keep the last bits of values of
+# at most 2^-15 of their tile's maximum, but make the weight gradients 20 % slower.
 _TARGET = "block"
 
 
@@ -1304,18 +1314,18 @@ def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
 
 
 def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
-    moved = permute(x, plan, probs)
-    q = _quantized(moved.data)  # cast 1
-    kept = {"probs": moved.probs, "x": q if gradients else None}
-    del moved
+    permuted = permute(x, plan, probs)
+    q = _quantized(permuted.data)  # cast 1
+    saved = {"probs": permuted.probs, "x": q if gradients else None}
+    del permuted
     h = grouped_gemm(q, w13.rowwise, plan.expert_offsets)
     del q
-    a = quantize(swiglu(h, kept["probs"], activation=activation))  # cast 2
-    kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    a = quantize(swiglu(h, saved["probs"], activation=activation))  # cast 2
+    saved |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
     del h
     rows_of_y = grouped_gemm(a, w2.rowwise, plan.expert_offsets)
     del a
-    return unpermute(rows_of_y, plan), kept
+    return unpermute(rows_of_y, plan), saved
 
 
 def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1329,11 +1339,11 @@ def _backward_input_fp8_blockwise(saved, dy, gradients):  # type: ignore[no-unty
         da = grouped_gemm(dout, saved.w2.columnwise, offsets)
         grad = swiglu_backward(da, h, saved.probs, activation=saved.activation)
         del da
-        dh, of_probs = quantize(grad.dh), grad.dprobs  # cast 4
+        dh, dprobs_of_rows = quantize(grad.dh), grad.dprobs  # cast 4
         del grad
     if _of_inputs(gradients):
         dxe = grouped_gemm(dh, saved.w13.columnwise, offsets)
-        dx, dprobs = permute_backward(dxe, plan, of_probs)
+        dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     return dx, dprobs, _operands(gradients, dout, a, dh, saved.x)
 
 
@@ -1350,26 +1360,27 @@ def _backward_weight_fp8_blockwise(operands, dw13, dw2, dtype, _):  # type: igno
 
 
 def _quantized(x: Any) -> QuantTensor:
-    """Rows in FP8, unless they came so from another library's dispatcher."""
+    """Rows in FP8; another library's dispatcher may have quantised them already."""
     return x if isinstance(x, QuantTensor) else quantize(x)  # type: ignore[no-any-return]
 
 
 def _requantize(q: Any) -> QuantTensor:
-    """Row-wise to column-wise the long way. Experts start at multiples of 128, as the blocks do."""
+    """Row-wise to column-wise by dequantising and quantising. Experts and blocks both start at multiples of
+    128."""
     return quantize(dequantize(q, dtype="bfloat16"), block=(128, 1))
 
 
 def _forward_bf16(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
-    moved = permute(x, plan, probs)
-    h = grouped_gemm(moved.data, w13, plan.expert_offsets)
-    kept = {"probs": moved.probs, "x": moved.data if gradients else None}
-    del moved
-    a = swiglu(h, kept["probs"], activation=activation)
-    kept |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
+    permuted = permute(x, plan, probs)
+    h = grouped_gemm(permuted.data, w13, plan.expert_offsets)
+    saved = {"probs": permuted.probs, "x": permuted.data if gradients else None}
+    del permuted
+    a = swiglu(h, saved["probs"], activation=activation)
+    saved |= {"h": _kept_h(h, recompute, gradients), "a": None if recompute or not gradients else a}
     del h
     rows_of_y = grouped_gemm(a, w2, plan.expert_offsets)
     del a
-    return unpermute(rows_of_y, plan), kept
+    return unpermute(rows_of_y, plan), saved
 
 
 def _backward_input_bf16(saved, dy, gradients):  # type: ignore[no-untyped-def]
@@ -1400,7 +1411,8 @@ def _backward_weight_bf16(operands, dw13, dw2, dtype, _):  # type: ignore[no-unt
 
 
 def _at_least(dtype: str, operand: Any) -> str:
-    """The weights' gradients of float64 operands are not rounded to float32."""
+    """The dtype of weight gradients: float64 for float64 operands, so that they are not rounded to
+    float32."""
     return "float64" if dtype == "float32" and operand.dtype == "float64" else dtype
 
 
@@ -1409,7 +1421,7 @@ def _of_h(gradients: Collection[str]) -> bool:
 
 
 def _operands(gradients: Collection[str], dy: Any, a: Any, dh: Any, x: Any) -> dict[str, Any]:
-    """Of the weights' gradients, as `SavedForWeights` has them; None for those that are not wanted."""
+    """The operands of the weight gradients, as fields of `SavedForWeights`; None if not requested."""
     of_w2, of_w13 = "dw2" in gradients, "dw13" in gradients
     return {
         "dy": dy if of_w2 else None,

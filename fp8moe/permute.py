@@ -1,4 +1,4 @@
-"""Moving rows to their experts and back, padded, with their scales and probabilities."""
+"""Permutation of rows to experts and back, with padding, scales and probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8moe.layout import blocked_rows_spec
 from fp8moe.plan import NumOutTokens, is_exact, raw_plan_routing_map, raw_plan_topk, static_bound
 from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor, SortedChunks
 
-#: blocks whose scales travel with their rows
+#: blocks whose scales are permuted with their rows
 ROW_BLOCKS = ((1, 128), (1, 32), (1, 16), None)
 
 
@@ -33,22 +33,22 @@ def permute(
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [T, H]
-        An array of any dtype, or a row-wise compact `QuantTensor` (one scale a tensor, 1x128, MXFP8, NVFP4),
-        whose scales travel with its rows.
+        An array of any dtype, or a row-wise compact `QuantTensor` (one scale per tensor, 1x128, MXFP8,
+        NVFP4), whose scales are permuted with its rows.
     plan : PermutationPlan
-        Of `plan_topk` or `plan_routing_map`, with the T tokens of ``x``.
+        From `plan_topk` or `plan_routing_map`, for the T tokens of ``x``.
     probs : ArrayLike, floating point, [T, k] or [T, E], or None
-        [T, k] for a plan from top-k ids, [T, E] for one from a mask. A probability of 0.0 still moves its
-        row.
+        [T, k] for a plan from top-k ids, [T, E] for one from a mask. Rows with probability 0.0 are permuted,
+        too.
     fill_padding : bool
-        Write zeros (data, probs and scales) to every row that no token goes to; without it they are left as
-        they were allocated.
+        Whether to write zeros (data, probs and scales) to rows that receive no token. Otherwise these rows
+        are uninitialised.
     zero_unweighted : bool
-        Zeros in place of the values (of codes, not of scales) of rows whose probability is exactly 0.0, by
-        which Transformer Engine's callers drop tokens. The gradient is that of a row that was moved.
+        Whether to write zeros in place of the values (the codes, not the scales) of rows whose probability is
+        exactly 0.0, which is how Transformer Engine's callers drop tokens. It does not change the gradient.
     layout : "compact" or "blocked_128x4"
-        Of the result's scales; "blocked_128x4", for MXFP8 and a plan whose alignment is a multiple of 128, as
-        `to_layout` says.
+        Layout of the result's scales, see `to_layout`. "blocked_128x4" is for MXFP8 and plans whose alignment
+        is a multiple of 128.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def permute(
 
     Notes
     -----
-    Permute and pad in one pass is Transformer Engine PR #1921's.
+    Permuting and padding in one pass follows Transformer Engine PR #1921.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def _permute(
     if type(zero_unweighted) is not bool:
         zero_unweighted = checks.flag("zero_unweighted", zero_unweighted)
     if zero_unweighted and probs is None:
-        raise ValueError("zero_unweighted: got True without probs; wanted them, or False")
+        raise ValueError("zero_unweighted: got True without probs; wanted probs, or False")
     if layout != "compact":
         data = call.empty(blocked_rows_spec(x, plan, layout))
     else:
@@ -110,7 +110,7 @@ def _permute(
 
 
 def rows_spec(x: Any, rows: int) -> Any:
-    """Like ``x``, an array or a row-wise QuantTensor, with another number of rows."""
+    """Spec of ``x``, an array or a row-wise QuantTensor, with another number of rows."""
     if not isinstance(x, QuantTensor):
         return ArraySpec((rows, *x.shape[1:]), x.dtype)
     scales = x.scales if x.block is None else ArraySpec((rows, x.scales.shape[1]), x.scales.dtype)
@@ -143,11 +143,11 @@ def permute_and_pad(
     align_size : int
         Each expert's rows are padded to a multiple of it.
     topk : int or None
-        As for `plan_routing_map`; of a mask only.
+        As for `plan_routing_map`; for a mask only.
     num_out_tokens : int, "exact" or None
         As for `plan_topk`.
     num_experts : int or None
-        E, where ``routing_map`` has expert ids.
+        E, if ``routing_map`` has expert ids.
     fill_padding : bool
         As for `permute`.
     layout : "compact" or "blocked_128x4"
@@ -156,12 +156,12 @@ def permute_and_pad(
     Returns
     -------
     Permuted
-        With ``data, probs, row_id_map, pad_offsets, tokens_per_expert`` and the whole ``plan``.
+        Has ``data, probs, row_id_map, pad_offsets, tokens_per_expert`` and the complete ``plan``.
 
     Raises
     ------
     TypeError, ValueError
-        As `plan_topk`, `plan_routing_map` and `permute`.
+        As for `plan_topk`, `plan_routing_map` and `permute`.
 
     Examples
     --------
@@ -185,18 +185,18 @@ def unpermute(x: ArrayLike, plan: PermutationPlan, merging_probs: ArrayLike | No
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [num_out_tokens, H]
-        An array, or a row-wise compact `QuantTensor`, which is dequantised on the way in.
+        An array, or a row-wise compact `QuantTensor`, which is dequantised as it is read.
     plan : PermutationPlan
-        The one that permuted the rows.
+        The plan that permuted the rows.
     merging_probs : ArrayLike, floating point, [T, k] or [T, E], or None
-        As in `permute`; each row is multiplied by its own.
+        As in `permute`; each row is multiplied by its probability.
 
     Returns
     -------
     ArrayLike, [T, H]
         In x's dtype (bfloat16 for a `QuantTensor`), summed in float32 (float64 for float64) in the row map's
-        order. A token without experts gives zeros. Only mapped rows are read: NaN in the padding or past the
-        last expert reaches no result.
+        order. The result of a token without experts is zeros. Only mapped rows are read, so NaN in padding or
+        past the last expert does not affect the result.
 
     Raises
     ------
@@ -232,23 +232,23 @@ def unpermute_spec(x: Any, plan: PermutationPlan) -> ArraySpec:
 def permute_backward(
     grad: ArrayLike, plan: PermutationPlan, grad_probs: ArrayLike | None = None
 ) -> tuple[Any, Any]:
-    """Gradients of `permute`, from those of its data and probabilities.
+    """Gradients of `permute` from the gradients of its data and probabilities.
 
     Parameters
     ----------
     grad : ArrayLike or QuantTensor, [num_out_tokens, H]
         The gradient of ``permute(...).data``.
     plan : PermutationPlan
-        The forward's.
+        The forward's plan.
     grad_probs : ArrayLike, floating point, [num_out_tokens], or None
         The gradient of ``permute(...).probs``.
 
     Returns
     -------
     grad_x : ArrayLike, [T, H]
-        As `unpermute` of ``grad``.
+        `unpermute` of ``grad``.
     grad_probs : ArrayLike, [T, k] or [T, E], or None
-        Zero where a token is not routed.
+        Zero where a token is not routed to the expert.
 
     Raises
     ------
@@ -279,24 +279,25 @@ def permute_backward(
 def unpermute_backward(
     grad: ArrayLike, plan: PermutationPlan, x: ArrayLike | None = None, merging_probs: ArrayLike | None = None
 ) -> tuple[Any, Any]:
-    """Gradients of `unpermute`, from that of its result.
+    """Gradients of `unpermute` from the gradient of its result.
 
     Parameters
     ----------
     grad : ArrayLike or QuantTensor, [T, H]
-        A `QuantTensor` only where there are no ``merging_probs``.
+        A `QuantTensor` is allowed only without ``merging_probs``.
     plan : PermutationPlan
-        The forward's.
+        The forward's plan.
     x : ArrayLike, [num_out_tokens, H], or None
-        What `unpermute` was given: together with ``merging_probs``, or not at all.
+        The argument of `unpermute`; required with ``merging_probs``, otherwise None.
     merging_probs : ArrayLike, [T, k] or [T, E], or None
-        What `unpermute` was given. With them each row of grad_x is its token's gradient times its
-        probability, and the gradient of a probability is the dot product of gradient and row.
+        The argument of `unpermute`. With them each row of grad_x is its token's gradient times its
+        probability, and the gradient of a probability is the dot product of the token's gradient and the row
+        of x.
 
     Returns
     -------
     grad_x : ArrayLike, [num_out_tokens, H]
-        Zeros in rows that no token has.
+        Zeros in rows that receive no token.
     grad_merging_probs : ArrayLike, [T, k] or [T, E], or None
         None without ``merging_probs``.
 
@@ -317,8 +318,8 @@ def unpermute_backward(
     checks.plan(call, a.plan, fills=True)
     _check_rows("grad", a.grad, a.plan.num_tokens)
     if (a.x is None) != (a.merging_probs is None):
-        given, missing = ("x", "merging_probs") if a.merging_probs is None else ("merging_probs", "x")
-        raise ValueError(f"{missing}: got None with {given}; wanted both, or neither")
+        present, missing = ("x", "merging_probs") if a.merging_probs is None else ("merging_probs", "x")
+        raise ValueError(f"{missing}: got None with {present}; wanted both, or neither")
     if a.merging_probs is not None:
         if isinstance(a.grad, QuantTensor):
             raise TypeError(
@@ -345,34 +346,35 @@ def sort_chunks(
     num_out_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> SortedChunks:
-    """Put chunks of rows into another order: chunk j of the result is input chunk ``sorted_indices[j]``.
+    """Reorder chunks of rows: chunk j of the result is input chunk ``sorted_indices[j]``.
 
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [N, H]
         An array, or a row-wise compact `QuantTensor`.
     split_sizes : ArrayLike, int32 or int64, [C]
-        Rows of each input chunk.
+        Number of rows of each input chunk.
     sorted_indices : ArrayLike, int32 or int64, [C]
         A permutation of the chunks.
     probs : ArrayLike, floating point, [N], or None
-        Move along with the rows.
+        Probabilities, reordered with the rows.
     align_size : int
-        A: every group of ``chunks_per_group`` successive result chunks (one expert's rows from all ranks,
-        say) is padded with zero rows to a multiple of it.
+        A: every group of ``chunks_per_group`` successive result chunks (for example one expert's rows from
+        all ranks) is padded with zero rows to a multiple of it.
     chunks_per_group : int
-        Chunks of a group.
+        Number of chunks per group.
     num_out_tokens : int or None
-        Rows of the result. None: N for align_size 1, else the static bound ``((N + min(G, N) * (A - 1)) // A)
-        * A`` for G groups. Rows past the last group are zeros. Rows that have no room are refused on the CPU,
-        and left out on CUDA, where looking would synchronise.
+        Number of rows of the result. None: N for align_size 1, else the static bound ``((N + min(G, N) * (A -
+        1)) // A) * A`` for G groups. Rows past the last group are zeros. If the rows do not fit, the call
+        raises on the CPU; on CUDA, where reading the sizes would synchronise, the rows past the end are
+        dropped.
     keep_rest : bool
-        Rows of x past the last chunk stay where they are; for align_size 1 only.
+        Whether rows of x past the last chunk are copied to the same place; for align_size 1 only.
 
     Returns
     -------
     SortedChunks
-        data [num_out_tokens, H], probs [num_out_tokens] or None, and the groups' offsets.
+        data [num_out_tokens, H], probs [num_out_tokens] or None, and the offsets of the groups.
 
     Raises
     ------
@@ -436,7 +438,7 @@ def sort_chunks_backward(
     num_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> tuple[Any, Any]:
-    """Gradients of `sort_chunks`: every row back to where it came from.
+    """Gradients of `sort_chunks`: the inverse reordering.
 
     Parameters
     ----------
@@ -453,7 +455,7 @@ def sort_chunks_backward(
     chunks_per_group : int
         The forward's.
     num_tokens : int or None
-        Rows of the forward's input; None: as many as ``grad`` has. Rows of no chunk get zeros.
+        Number of rows of the forward's input; None: as many as ``grad`` has. Rows of no chunk are zeros.
     keep_rest : bool
         The forward's.
 
@@ -514,14 +516,14 @@ def pad(
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [N, H]
-        An array, or a row-wise compact `QuantTensor`, expert by expert.
+        An array, or a row-wise compact `QuantTensor`, with rows sorted by expert.
     tokens_per_expert : ArrayLike, int32 or int64, [E], or list or tuple of int
-        Rows of each expert.
+        Number of rows of each expert.
     align_size : int
-        What each expert's rows are padded to a multiple of.
+        Each expert's rows are padded to a multiple of it.
     num_out_tokens : int, "exact" or None
-        Rows of the result. None is exact for a list and the static bound for an array; "exact" **synchronises
-        once** on CUDA.
+        Number of rows of the result. None: exact for a list, the static bound for an array. "exact"
+        **synchronises once** on CUDA.
 
     Returns
     -------
@@ -533,8 +535,8 @@ def pad(
     TypeError
         For a wrong dtype.
     ValueError
-        For counts of more rows than x has, or ``num_out_tokens`` has room for. On CUDA an array's counts are
-        not looked at, and such rows are left out.
+        If the counts exceed the rows of x, or ``num_out_tokens``. On CUDA the values of an array are not
+        read, and such rows are dropped.
 
     Examples
     --------
@@ -548,19 +550,19 @@ def pad(
 def unpad(
     x: ArrayLike, tokens_per_expert: ArrayLike, align_size: int, *, num_out_tokens: NumOutTokens = None
 ) -> Any:
-    """Take each expert's padding out again; `pad` is its backward.
+    """Remove each expert's padding; `pad` is its backward.
 
     Parameters
     ----------
     x : ArrayLike or QuantTensor, [P, H]
-        As `pad` returns it.
+        Padded rows, as `pad` returns them.
     tokens_per_expert : ArrayLike, int32 or int64, [E], or list or tuple of int
-        Rows of each expert, without padding.
+        Number of rows of each expert, without padding.
     align_size : int
-        What each expert's rows were padded to a multiple of.
+        Each expert's rows were padded to a multiple of it.
     num_out_tokens : int, "exact" or None
-        Rows of the result. None: exact for a list; for an array as many as x has, zeros past the last real
-        one. "exact" **synchronises once** on CUDA.
+        Number of rows of the result. None: exact for a list; for an array as many as x has, with zeros past
+        the last expert's rows. "exact" **synchronises once** on CUDA.
 
     Returns
     -------
@@ -572,7 +574,7 @@ def unpad(
     TypeError
         For a wrong dtype.
     ValueError
-        As `pad`.
+        As for `pad`.
 
     Examples
     --------
@@ -584,11 +586,11 @@ def unpad(
 
 def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_tokens: NumOutTokens) -> Any:
     align_size = checks.integer("align_size", align_size, 1)
-    known: np.ndarray | None = None
+    count_values: np.ndarray | None = None
     if isinstance(counts, (list, tuple)):
-        known = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)
+        count_values = np.array([checks.integer("tokens_per_expert", c, 0) for c in counts], np.int32)
         call = enter(x=x)
-        counts = call.upload(known)
+        counts = call.upload(count_values)
         num_out_tokens = "exact" if num_out_tokens is None else num_out_tokens
     else:
         call = enter(x=x, tokens_per_expert=counts)
@@ -598,16 +600,16 @@ def _pad_or_unpad(verb: str, x: Any, counts: Any, align_size: int, num_out_token
     rows = _check_rows("x", call.args.x, "N")
     bound = _most_rows(rows, counts.shape[0], align_size)
     exact = is_exact(num_out_tokens)
-    if known is None:
-        known = call.to_host(counts) if exact else call.values(counts)
+    if count_values is None:
+        count_values = call.to_host(counts) if exact else call.values(counts)
     rows_out = bound if verb == "pad" else rows
     if num_out_tokens is not None and not exact:
         rows_out = checks.integer("num_out_tokens", num_out_tokens, 0)
-    if known is not None:
-        checks.counts("tokens_per_expert", known, rows, "x")
-        end, end_padded = int(known.sum()), _last_row(known, align_size)
+    if count_values is not None:
+        checks.counts("tokens_per_expert", count_values, rows, "x")
+        end, end_padded = int(count_values.sum()), _last_row(count_values, align_size)
         if exact:
-            rows_out = int(_padded(known, align_size).sum()) if verb == "pad" else end
+            rows_out = int(_padded(count_values, align_size).sum()) if verb == "pad" else end
         if verb == "unpad":
             checks.room("x", rows, end_padded, "tokens_per_expert, padded to align_size")
         checks.room("num_out_tokens", rows_out, end_padded if verb == "pad" else end, "tokens_per_expert")
@@ -636,7 +638,7 @@ def _probs_spec(plan: PermutationPlan, probs: Any) -> ArraySpec | None:
 def _check_rest(keep_rest: bool, align_size: int) -> bool:
     if checks.flag("keep_rest", keep_rest) and align_size != 1:
         raise ValueError(
-            f"keep_rest: got {keep_rest} with align_size={align_size}; wanted it with align_size=1"
+            f"keep_rest: got {keep_rest} with align_size={align_size}; wanted align_size=1, or False"
         )
     return bool(keep_rest)
 
@@ -656,14 +658,15 @@ def _check_chunks(sizes: Any, indices: Any, chunks_per_group: int) -> int:
 def _end_of_chunks(
     call: Call, sizes: Any, indices: Any, align_size: int, chunks_per_group: int, rows: int
 ) -> int | None:
-    """Where the chunks of the forward's result end, if that can be known; ``rows`` are those of its input."""
-    known, order = call.values(sizes), call.values(indices)
-    if known is None or order is None:
+    """End of the last chunk in the forward's result, or None if the sizes cannot be read. rows: of its
+    input."""
+    size_values, order = call.values(sizes), call.values(indices)
+    if size_values is None or order is None:
         return None
-    checks.counts("split_sizes", known, rows, "the unsorted array")
-    if not np.array_equal(np.sort(order), np.arange(len(known))):
-        raise ValueError(f"sorted_indices: wanted every chunk from 0 to {len(known) - 1} once; got {order}")
-    return _last_row(known[order].reshape(-1, chunks_per_group).sum(axis=1), align_size)
+    checks.counts("split_sizes", size_values, rows, "the unsorted array")
+    if not np.array_equal(np.sort(order), np.arange(len(size_values))):
+        raise ValueError(f"sorted_indices: got {order}; wanted a permutation of 0 to {len(size_values) - 1}")
+    return _last_row(size_values[order].reshape(-1, chunks_per_group).sum(axis=1), align_size)
 
 
 def _padded(counts: np.ndarray, align_size: int) -> np.ndarray:
@@ -671,15 +674,15 @@ def _padded(counts: np.ndarray, align_size: int) -> np.ndarray:
 
 
 def _last_row(counts: np.ndarray, align_size: int) -> int:
-    """Where the last of so many rows ends, when those in front are padded."""
-    filled = np.flatnonzero(counts)
-    if not len(filled):
+    """End of the last non-empty group, when the groups before it are padded."""
+    non_empty = np.flatnonzero(counts)
+    if not len(non_empty):
         return 0
-    return int(_padded(counts[: filled[-1]], align_size).sum()) + int(counts[filled[-1]])
+    return int(_padded(counts[: non_empty[-1]], align_size).sum()) + int(counts[non_empty[-1]])
 
 
 def _most_rows(rows: int, groups: int, align_size: int) -> int:
-    """Rows of a result that is padded, whatever the groups' counts."""
+    """Upper bound of the padded rows over all possible counts; raises if it exceeds int32."""
     bound = static_bound(rows, groups, align_size)
     checks.int32_offsets(rows, groups, align_size, bound)
     return bound

@@ -1,10 +1,10 @@
-"""Rows that somebody else has permuted: where they lie, and the permutation's operations on them.
+"""Rows that another library has already permuted: their placement, and the permutation's operations on them.
 
-A dispatcher of another library (Megatron-Core, DeepEP, HybridEP, NCCL-EP) hands over rows expert by expert
-and how many each has. `place_rows` makes of these counts what stands for a `PermutationPlan` in the expert
-layer; `permute` and the others below have the names of `fp8moe.permute`, take either, and move nothing for
-rows in place. Where kernels want each expert's rows padded and they are not, `pad_rows` and `unpad_rows` do
-it around the layer.
+A dispatcher of another library (Megatron-Core, DeepEP, HybridEP, NCCL-EP) returns rows sorted by expert and
+the number of rows of each expert. From these counts `place_rows` makes a `PlacedRows`, which takes the place
+of a `PermutationPlan` in the expert layer. `permute` and the other functions below have the names of those in
+`fp8moe.permute` and accept either; for `PlacedRows` they move no data. Where the kernels need each expert's
+rows padded and they are not, `pad_rows` and `unpad_rows` do it around the layer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from fp8moe.transpose import scaling_aware_transpose
 
 @dataclass(frozen=True)
 class PlacedRows(Record):
-    """Rows of experts, one after the other.
+    """Placement of rows that are sorted by expert.
 
-    tokens_per_expert: integer [E], the caller's rows; None where these lie as the kernels want them.
-    expert_offsets: int32 [E+1], first rows of the experts as the kernels see them, multiples of align_size.
-    num_tokens: the caller's rows. num_out_tokens: the kernels'.
+    tokens_per_expert: integer [E], the caller's counts; None if the caller's rows already have the alignment
+    that the kernels need. expert_offsets: int32 [E+1], first row of each expert in the kernels' rows,
+    multiples of align_size. num_tokens: number of the caller's rows. num_out_tokens: number of the kernels'
+    rows, with padding.
     """
 
     tokens_per_expert: Any
@@ -44,16 +45,16 @@ class PlacedRows(Record):
 
 
 def place_rows(x: Any, tokens_per_expert: Any, probs: Any, given: int, wanted: int) -> tuple[Any, Any, Any]:
-    """(x, probs, `PlacedRows`), padded where they must be; nothing synchronises.
+    """(x, probs, `PlacedRows`), padded if necessary; does not synchronise.
 
-    given, wanted: what each expert's rows are aligned to as they lie, and what the kernels want.
+    given: alignment of each expert's rows in x. wanted: alignment that the kernels need.
     """
     call = enter(x=x, tokens_per_expert=tokens_per_expert, probs=probs)
     a = call.args
     rows, experts = a.x.shape[0], a.tokens_per_expert.shape[0]
     _check_counts(call, a.tokens_per_expert, a.probs, given, rows)
     if given % wanted == 0:
-        # a sort of rows without columns: their offsets are all that there is to it
+        # sorting rows with zero columns computes only the group offsets
         empty = call.empty(ArraySpec((rows, 0), np.dtype(np.uint8)))
         out = call.empty(sort_chunks_spec(empty, None, experts, 0))
         _sort(call, empty, a.tokens_per_expert, None, given, out)
@@ -71,13 +72,14 @@ def place_rows(x: Any, tokens_per_expert: Any, probs: Any, given: int, wanted: i
 def _check_counts(call: Call, counts: Any, probs: Any, align_size: int, rows: int) -> None:
     if rows % align_size:
         raise ValueError(
-            f"x: got {rows} rows with align_size={align_size}; wanted a multiple, each expert's rows padded"
+            f"x: got {rows} rows with align_size={align_size}; wanted a multiple of it, because each "
+            "expert's rows are padded"
         )
-    known = call.values(counts)
-    if known is None:
+    count_values = call.values(counts)
+    if count_values is None:
         return
-    padded = -(-known.astype(np.int64) // align_size) * align_size
-    checks.counts("tokens_per_expert", known, rows, "x")
+    padded = -(-count_values.astype(np.int64) // align_size) * align_size
+    checks.counts("tokens_per_expert", count_values, rows, "x")
     if padded.sum() > rows:
         raise ValueError(
             f"tokens_per_expert: got {padded.sum()} rows, each expert's padded to {align_size}; wanted at "
@@ -87,16 +89,16 @@ def _check_counts(call: Call, counts: Any, probs: Any, align_size: int, rows: in
     if weights is None or align_size == 1:
         return
     starts = np.cumsum(padded) - padded
-    for expert, (start, count, rows_there) in enumerate(zip(starts, known, padded, strict=True)):
-        if weights[start + count : start + rows_there].any():
+    for expert, (start, count, padded_count) in enumerate(zip(starts, count_values, padded, strict=True)):
+        if weights[start + count : start + padded_count].any():
             raise ValueError(
-                f"probs: got one that is not 0 in the padding of expert {expert}; wanted rows and probs of "
-                "zeros there"
+                f"probs: got a non-zero value in the padding of expert {expert}; wanted zero rows and zero "
+                "probs in padding"
             )
 
 
 def _sort(call: Call, x: Any, counts: Any, probs: Any, align_size: int, out: SortedChunks) -> None:
-    """The chunks of the experts in the order in which they lie."""
+    """Copy the experts' chunks in their present order, each padded to align_size."""
     call.run(
         "permute",
         "sort_chunks",
@@ -112,14 +114,14 @@ def _sort(call: Call, x: Any, counts: Any, probs: Any, align_size: int, out: Sor
 
 
 def pad_rows(x: Any, rows: PlacedRows) -> Any:
-    """The caller's rows as the kernels want them."""
+    """The caller's rows, padded for the kernels if necessary."""
     if rows.tokens_per_expert is None:
         return x
     return pad(x, rows.tokens_per_expert, rows.align_size, num_out_tokens=rows.num_out_tokens)
 
 
 def unpad_rows(x: Any, rows: PlacedRows, probs: Any = None) -> tuple[Any, Any]:
-    """Rows, and a number of each, as the caller has them; zeros past the last expert's."""
+    """Rows and their probs in the caller's placement; zeros past the last expert's rows."""
     if rows.tokens_per_expert is None:
         return x, probs
     call = enter(x=x, counts=rows.tokens_per_expert, probs=probs)
@@ -141,7 +143,7 @@ def unpad_rows(x: Any, rows: PlacedRows, probs: Any = None) -> tuple[Any, Any]:
     return call.leave(out)  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------- by a plan, or in place
+# ---------------------------------------------------------------- operations on a plan or on placed rows
 
 
 def permute(x: Any, plan: PermutationPlan | PlacedRows, probs: Any = None) -> Permuted:

@@ -1,5 +1,5 @@
-"""Planning: where every routed row goes (see `fp8moe.PermutationPlan`, and `fp8moe.reference.plan` for a
-worked five-token example)."""
+"""Planning: the destination row of every routed token (see `fp8moe.PermutationPlan`, and
+`fp8moe.reference.plan` for a worked five-token example)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def plan_topk(
 ) -> PermutationPlan:
     """Plan a permutation from the expert ids of every token.
 
-    Rows lie expert by expert, and of one expert by increasing token: the order is stable and deterministic.
+    Rows are sorted by expert and, within an expert, by token: the order is stable and deterministic.
 
     Parameters
     ----------
     topk_ids : ArrayLike, int32 or int64, [T, k]
-        An id below 0, or of E and more, means no expert (with FP8MOE_CHECK=1 ids above E are refused). An
-        expert that one token names twice makes two rows.
+        Expert ids. A negative id, or one of at least E, means no expert (with FP8MOE_CHECK=1, ids above E
+        raise). An id that a token has twice gives two rows.
     num_experts : int
-        E.
+        E, the number of experts.
     align_size : int
         A: each expert's rows are padded to a multiple of it.
     num_out_tokens : int, "exact" or None
-        Rows of the permuted buffer. None: the static bound ``((B + min(E, B) * (A - 1)) // A) * A`` with B =
-        T * k, which needs no host synchronisation. "exact": the rows that the routing asks for; this
-        **synchronises once** on CUDA. An int: that many; rows that do not fit are dropped and counted in
-        ``overflow``.
+        Number of rows of the permuted buffer. None: the static bound ``((B + min(E, B) * (A - 1)) // A) * A``
+        with B = T * k, which needs no host synchronisation. "exact": the number of rows that the routing
+        needs; this **synchronises once** on CUDA. An int: this number; rows that do not fit are dropped and
+        counted in ``overflow``.
 
     Returns
     -------
@@ -66,17 +66,17 @@ def plan_routing_map(
     topk: int | None = None,
     num_out_tokens: NumOutTokens = None,
 ) -> PermutationPlan:
-    """Plan a permutation from a mask of tokens and experts.
+    """Plan a permutation from a routing mask [T, E].
 
     Parameters
     ----------
     routing_map : ArrayLike, bool or integer, [T, E]
-        Nonzero means routed.
+        Nonzero where the token is routed to the expert.
     align_size : int
         A: each expert's rows are padded to a multiple of it.
     topk : int or None
-        The most experts a token may have. It narrows the row map and bounds the rows; a token with more keeps
-        its first ``topk`` experts, the others are counted in ``overflow``.
+        Maximum number of experts per token, which bounds the size of the row map and the number of rows. A
+        token with more keeps its first ``topk`` experts; the others are counted in ``overflow``.
     num_out_tokens : int, "exact" or None
         As for `plan_topk`, with B = T * topk. With neither ``topk`` nor ``num_out_tokens`` the plan is exact,
         which **synchronises once** on CUDA.
@@ -84,7 +84,7 @@ def plan_routing_map(
     Returns
     -------
     PermutationPlan
-        With ``topk=None`` its row map has Transformer Engine's layout.
+        With ``topk=None``, its row map has Transformer Engine's layout.
 
     Raises
     ------
@@ -107,26 +107,27 @@ def plan_routing_map(
 def plan_row_map(
     row_id_map: ArrayLike, pad_offsets: ArrayLike | None = None, *, num_out_tokens: int
 ) -> PermutationPlan:
-    """The plan that a row map of Transformer Engine's layout belongs to.
+    """Make a plan from a row map in Transformer Engine's layout.
 
-    What a caller has who was handed rows with their map and no plan; counts and offsets come from the map.
+    For callers that received permuted rows with their row map but without a plan. Counts and offsets are
+    computed from the map.
 
     Parameters
     ----------
     row_id_map : ArrayLike, int32, [T, 2E+1]
-        As `PermutationPlan.row_id_map` is with R = E. Of each token its first n_t entries are read, whatever
-        lies behind them.
+        As `PermutationPlan.row_id_map` with R = E. Only the first n_t entries of token t are read; the others
+        may have any value.
     pad_offsets : ArrayLike, int32, [E], or None
-        Padding of all experts before each; None where no expert is padded.
+        Total padding of the experts before each expert; None: no padding.
     num_out_tokens : int
-        Rows of the permuted buffer.
+        Number of rows of the permuted buffer.
 
     Returns
     -------
     PermutationPlan
-        On the device of ``row_id_map``, of which it has a copy. Nothing synchronises. ``align_size`` is 1,
-        ``padded_tokens_per_expert`` counts rows without padding, and the last offset is where the last
-        expert's rows end: its padding cannot be told from the rows after it, and need not be.
+        On the device of ``row_id_map``, with a copy of it. The call does not synchronise. ``align_size`` is
+        1, ``padded_tokens_per_expert`` does not include padding, and the last offset is the end of the last
+        expert's rows without padding, because the map does not contain the last expert's padding.
 
     Raises
     ------
@@ -161,18 +162,18 @@ def plan_row_map(
 
 @operation
 def plan_index_map(row_id_map: ArrayLike, topk: int, *, num_out_tokens: int) -> PermutationPlan:
-    """The plan that moves rows as a map by index says, Transformer Engine's of ``map_type="index"``.
+    """Make a plan from a map by index, Transformer Engine's ``map_type="index"``.
 
-    Where an entry's row is depends on the order of the ids alone, so all entries are of one expert here.
+    The map gives destination rows but no expert ids, so the plan has a single expert.
 
     Parameters
     ----------
     row_id_map : ArrayLike, int32, [k * T]
-        The row of a token's entry j at j * T + t, below 0 where it has none (`fp8moe.row_maps`). For
-        `permute` and `unpermute_backward`, which write rows, the n entries that have one name the rows 0 to
-        n - 1, each once: another map is refused on the CPU and with FP8MOE_CHECK=1; on CUDA, where looking
-        would synchronise, they write zeros from row n on and leave rows before it that nobody names as they
-        were allocated.
+        The row of token t's entry j is at j * T + t, negative if the entry is dropped (`fp8moe.row_maps`).
+        `permute` and `unpermute_backward`, which write rows, require that the n other entries are a
+        permutation of the rows 0 to n - 1: other maps are refused on the CPU and with FP8MOE_CHECK=1. On
+        CUDA, where reading them would synchronise, this is not checked: only the rows from n on are zeroed,
+        and a row before n without an entry is left uninitialised.
     topk : int
         k.
     num_out_tokens : int
@@ -181,7 +182,8 @@ def plan_index_map(row_id_map: ArrayLike, topk: int, *, num_out_tokens: int) -> 
     Returns
     -------
     PermutationPlan
-        On the device of ``row_id_map``, of T tokens, k experts each, E = 1. Nothing synchronises.
+        On the device of ``row_id_map``, with T tokens, k entries per token, and E = 1. The call does not
+        synchronise.
 
     Raises
     ------
@@ -220,7 +222,7 @@ def raw_plan_topk(
     num_out_tokens: NumOutTokens,
     name: str = "topk_ids",
 ) -> PermutationPlan:
-    """`plan_topk` inside a call: raw arrays in and out. ``name``: of the ids."""
+    """`plan_topk` within a call, on raw arrays. ``name``: the argument name of the ids."""
     checks.arrays((name, ids, checks.INTEGERS, ("T", "k")))
     num_experts = checks.integer("num_experts", num_experts, 0, checks.MAX_EXPERTS)
     checks.expert_ids(call, name, ids, num_experts)
@@ -231,7 +233,7 @@ def raw_plan_topk(
 def raw_plan_routing_map(
     call: Call, mask: Any, align_size: int, topk: int | None, num_out_tokens: NumOutTokens
 ) -> PermutationPlan:
-    """`plan_routing_map` inside a call: raw arrays in and out."""
+    """`plan_routing_map` within a call, on raw arrays."""
     if mask.dtype.kind not in "biu":
         raise TypeError(f"routing_map: got dtype {mask.dtype.name}; wanted bool or an integer type")
     checks.shape("routing_map", mask, ("T", "E"))
@@ -243,7 +245,7 @@ def raw_plan_routing_map(
 
 
 def places(topk: int | None, num_experts: int) -> int:
-    """Entries of a token in a mask's row map."""
+    """Entries per token in the row map of a mask."""
     return num_experts if topk is None else min(checks.integer("topk", topk, 0), num_experts)
 
 
@@ -256,16 +258,16 @@ def plan_spec(
     *,
     has_slots: bool,
 ) -> PermutationPlan:
-    """Shapes of a plan; for "exact", with the static bound in place of the rows not yet counted."""
+    """Specs of a plan; for "exact", with the static bound until the rows have been counted."""
     align_size = checks.integer("align_size", align_size, 1)
     if num_experts > checks.MAX_EXPERTS:
         raise ValueError(f"num_experts: got {num_experts}; wanted at most {checks.MAX_EXPERTS}")
-    given = None if num_out_tokens is None or is_exact(num_out_tokens) else num_out_tokens
-    rows = 0 if given is None else checks.integer("num_out_tokens", given, 0)
-    if given is None or type(num_tokens) is int:  # torch would compile anew by what it learns of its sizes
+    requested = None if num_out_tokens is None or is_exact(num_out_tokens) else num_out_tokens
+    rows = 0 if requested is None else checks.integer("num_out_tokens", requested, 0)
+    if requested is None or type(num_tokens) is int:  # not for symbols: a check would add guards
         bound = static_bound(num_tokens * width, num_experts, align_size)
         checks.int32_offsets(num_tokens * width, num_experts, align_size, bound)
-        rows = bound if given is None else rows
+        rows = bound if requested is None else rows
     shape = num_tokens, num_experts, width, has_slots
     plan = PermutationPlan(None, *shape, rows, align_size)
     return replace(plan, data=ArraySpec((plan.size,), checks.INT32))
@@ -276,7 +278,7 @@ def is_exact(num_out_tokens: Any) -> bool:
 
 
 def static_bound(entries: int, num_experts: int, align_size: int) -> int:
-    """The most rows that ``entries`` routed rows can take, whatever the routing."""
+    """Upper bound of the padded rows of ``entries`` routed rows, over all routings."""
     padding = min(num_experts, entries) * (align_size - 1)
     return (entries + padding) // align_size * align_size
 
@@ -287,7 +289,7 @@ def _run(
     out = call.empty(spec)
     call.run("plan", verb, routing, out=out)
     if is_exact(num_out_tokens):
-        # The static bound drops nothing, so the maps are those of an exact plan already.
+        # With the static bound nothing is dropped, so only the number of rows changes.
         rows = int(call.to_host(out.expert_offsets)[-1])
         out = replace(out, num_out_tokens=rows)
     return out

@@ -1,4 +1,4 @@
-"""Records, tuples and plain values as trees, whose leaves are arrays."""
+"""Treats records and tuples as trees whose leaves are arrays."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from fp8moe.records import ArraySpec, DeviceArray, Options
 
-#: of fields that are no arrays
+#: types of fields that are not arrays
 METADATA_TYPES = frozenset({int, float, str, bool, type(None)})
-#: of integers that a compiler has not fixed yet, which it adds itself (`fp8moe.adapters.torch_library`)
+#: types of symbolic integers of a compiler, added by its adapter (`fp8moe.adapters.torch_library`)
 SYMBOLIC_TYPES: set[type] = set()
 
 
@@ -20,14 +20,14 @@ def is_metadata(value: Any) -> bool:
         return True
     if isinstance(value, tuple):
         return all(map(is_metadata, value))
-    return isinstance(value, (str, int, float, Options))  # of a type of its own, as numpy.float64
+    return isinstance(value, (str, int, float, Options))  # subclasses, such as numpy.float64
 
 
 _field_names: dict[type, tuple[str, ...] | None] = {ArraySpec: None, DeviceArray: None}
 
 
 def field_names(kind: type) -> tuple[str, ...] | None:
-    """Fields of a type of record; None for any other type."""
+    """Field names of a record type; None for any other type."""
     try:
         return _field_names[kind]
     except KeyError:
@@ -59,6 +59,6 @@ def arrays_in(value: Any) -> list[Any]:
 
 
 def nbytes(*values: Any) -> int:
-    """Bytes of all arrays in the given records, an array that appears twice counted once."""
+    """Bytes of all arrays in the given records; an array that appears twice is counted once."""
     unique = {id(a): a for value in values for a in arrays_in(value)}
     return sum(a.nbytes for a in unique.values())

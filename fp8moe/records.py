@@ -1,7 +1,7 @@
-"""Frozen records that operations take and return.
+"""Frozen records, the arguments and results of operations.
 
-Their array fields hold the caller's kind of array (NumPy, torch, CuPy, JAX, ...). Inside
-the library the same records carry raw buffers, and, where only shapes are known, `ArraySpec` leaves.
+Their array fields hold arrays of the caller's framework (NumPy, torch, CuPy, JAX, ...). Inside the library
+the same records hold raw buffers, or `ArraySpec` where only shapes are known.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import numpy as np
 
 from fp8moe.formats import Block, is_columnwise, swapped
 
-Array = Any  # an array of the caller's kind; no framework is named here
-#: What operations take as an array: contiguous ones of NumPy, CuPy, torch, JAX or Numba, or anything with
-#: DLPack, all of a call on one device. Results are of the same kind.
+Array = Any  # an array of the caller's framework
+#: Array arguments: contiguous arrays of NumPy, CuPy, torch, JAX or Numba, or any object with DLPack. All
+#: arrays of a call must be on one device. Results are arrays of the same framework.
 ArrayLike = Any
 Rows = Any  # an array or a QuantTensor
 
 
-# These two are not frozen: a call makes some twenty, and a frozen dataclass costs the host 0.9 us, not 0.2.
+# These two are not frozen: a call creates about twenty, and a frozen dataclass takes 0.9 us to create, not
+# 0.2 us.
 
 
 @dataclass(slots=True)
@@ -45,14 +46,14 @@ class ArraySpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def part(self, start: int, shape: tuple[int, ...]) -> ArraySpec:
-        """An array of some of its elements."""
+        """Spec of a contiguous part of the array."""
         return ArraySpec(shape, self.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class DeviceArray:
-    """A C-contiguous array in CUDA memory: what kernels are launched on. ``owner`` keeps it alive; the array
-    starts ``start`` bytes after the owner's own first byte."""
+    """A C-contiguous array in CUDA memory, as kernels receive it. ``owner`` keeps the memory alive; the array
+    starts ``start`` bytes after the owner's first byte."""
 
     ptr: int
     shape: tuple[int, ...]
@@ -74,22 +75,22 @@ class DeviceArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, dtype: np.dtype) -> DeviceArray:
-        """The same bytes as another dtype of the same size."""
+        """The same memory as another dtype of the same size."""
         return replace(self, dtype=np.dtype(dtype))
 
     def part(self, start: int, shape: tuple[int, ...], dtype: np.dtype | None = None) -> DeviceArray:
-        """An array of the memory from element ``start`` on, of another dtype where one is given."""
+        """The memory from element ``start`` on as an array, optionally of another dtype."""
         offset = start * self.dtype.itemsize
         dtype = self.dtype if dtype is None else dtype
         return DeviceArray(self.ptr + offset, shape, dtype, self.device, self.owner, self.start + offset)
 
 
 class Options:
-    """A frozen record of plain values, which can be compared and hashed: no arrays."""
+    """A frozen record of plain values without arrays, comparable and hashable."""
 
 
 class Record:
-    """A frozen record of arrays and plain values, which operations take and return."""
+    """A frozen record of arrays and plain values, argument or result of operations."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +100,23 @@ class QuantTensor(Record):
     Attributes
     ----------
     data : ArrayLike, uint8
-        Codes [M, K] (row-wise), [K, M] (column-wise: stored transposed), [E, N, K] or [E, K, N] (weights,
-        row-wise and column-wise), [M, K/2] (``e2m1``, two to a byte, low nibble first).
+        Codes: [M, K] (row-wise); [K, M] (column-wise, stored transposed); [E, N, K] or [E, K, N] (weights,
+        row-wise or column-wise); [M, K/2] (``e2m1``, two per byte, low nibble first).
     scales : ArrayLike, float32 or uint8
-        What multiplies back to the value (Transformer Engine's ``scale_inv``): float32, or uint8 E8M0
-        exponents (block 32), or uint8 e4m3 (block 16). Row-wise compact: [M, ceil(K/B)]; ``gemm_ready``:
-        [ceil(K/128), roundup(M, 4)]; column-wise: [ceil(M/B), K]; ``blocked_128x4``: as `to_layout` says; of
-        (128, 128) blocks: as the codes lie, one for each 128 x 128 of them; one scale a tensor: [1].
+        Dequantisation scales (Transformer Engine's ``scale_inv``): float32, uint8 E8M0 exponents (block 32),
+        or uint8 e4m3 (block 16). Shapes: row-wise compact [M, ceil(K/B)]; ``gemm_ready`` [ceil(K/128),
+        roundup(M, 4)]; column-wise [ceil(M/B), K]; ``blocked_128x4`` see `to_layout`; (128, 128) blocks: the
+        shape of ``data`` divided by 128 in both dimensions, rounded up; one scale per tensor [1].
     fmt : "e4m3", "e5m2" or "e2m1"
-        Format of the codes; e4m3 has no infinities, and 448 is its largest number.
+        Format of the codes. e4m3 is the variant without infinities, with largest value 448.
     block : tuple of int or None
-        (1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 16), or None: one scale a tensor. Rows and
-        columns of the logical matrix.
+        (1, 128), (128, 1), (128, 128), (1, 32), (32, 1) or (1, 16), in rows and columns of the logical
+        matrix; None: one scale per tensor.
     layout : "compact", "gemm_ready" or "blocked_128x4"
-        Of the scales: "gemm_ready" of block (1, 128), "blocked_128x4" of MXFP8.
+        Layout of the scales: "gemm_ready" only for block (1, 128), "blocked_128x4" only for MXFP8.
     transposed : bool
-        Of (128, 128) blocks, whether codes and scales are stored transposed. Blocks (128, 1) and (32, 1)
-        always are, the others never.
+        For (128, 128) blocks, whether codes and scales are stored transposed. Codes with block (128, 1) or
+        (32, 1) always are, the others never.
     """
 
     data: Array
@@ -132,7 +133,7 @@ class QuantTensor(Record):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape [M, K] (or [E, N, K]), whatever the layout of the codes."""
+        """The logical shape [M, K] (or [E, N, K]), independent of how the codes are stored."""
         shape = tuple(self.data.shape)
         if self.columnwise:
             return swapped(shape)
@@ -146,8 +147,7 @@ class Quantized(Record):
     Attributes
     ----------
     rowwise : QuantTensor
-        Stored as it is. None in weights that are saved for a backward that does not need it
-        (`fp8moe.moe.Saved`).
+        Stored row-major. None in saved weights whose backward does not need it (`fp8moe.moe.Saved`).
     columnwise : QuantTensor
         Stored transposed.
     """
@@ -158,17 +158,17 @@ class Quantized(Record):
 
 @dataclass(frozen=True)
 class PermutationPlan(Record):
-    """Where every routed row goes.
+    """The destination row of every routed token.
 
-    It lies on the device of the routing it came from, in one array of which the properties below are views.
-    Symbols: T tokens, E experts, R the most experts a token may have, A the alignment. The counts and offsets
-    speak of the routing, also when ``num_out_tokens`` was too small for it; whoever reads rows through
-    ``expert_offsets`` stops at ``num_out_tokens``.
+    It is stored on the device of the routing, in one array; the properties below are views of it. Symbols: T
+    tokens, E experts, R maximum experts per token, A alignment. Counts and offsets describe the complete
+    routing, even if ``num_out_tokens`` is too small for it; readers of ``expert_offsets`` must stop at
+    ``num_out_tokens``.
 
     Attributes
     ----------
     data : ArrayLike, int32, [size]
-        All arrays of the plan, one after another.
+        All arrays of the plan, concatenated.
     num_tokens : int
         T.
     num_experts : int
@@ -176,9 +176,9 @@ class PermutationPlan(Record):
     max_experts_per_token : int
         R.
     has_slots : bool
-        Whether there are ``slots``: of a plan from top-k ids, not of one from a mask.
+        Whether the plan has ``slots``: True for a plan from top-k ids, False for one from a mask.
     num_out_tokens : int
-        Rows that a permuted buffer has; nothing is written past it.
+        Number of rows of the permuted buffer; nothing is written past it.
     align_size : int
         A.
     """
@@ -199,14 +199,14 @@ class PermutationPlan(Record):
 
     @property
     def row_id_map(self) -> Array:
-        """int32 [T, 2R+1]. Row t: n_t destination rows before padding offsets, in descending order; from
-        column R on their n_t expert ids; in the last column n_t. The rest is -1. With R = E this is
-        Transformer Engine's layout."""
+        """int32 [T, 2R+1]. Row t has n_t destination rows, before adding pad offsets, in descending order;
+        from column R on, their n_t expert ids; in the last column, n_t. The other elements are -1. With R = E
+        this is Transformer Engine's layout."""
         return self._part("row_id_map")
 
     @property
     def slots(self) -> Array:
-        """int32 [T, R], for each entry the column of topk_ids it came from, -1 past n_t; or None."""
+        """int32 [T, R], the column of topk_ids of each entry, -1 past n_t; None for a plan from a mask."""
         return self._part("slots") if self.has_slots else None
 
     @property
@@ -221,27 +221,29 @@ class PermutationPlan(Record):
 
     @property
     def pad_offsets(self) -> Array:
-        """int32 [E], the padding of all experts before e: entry (row, e) lies at row + pad_offsets[e]."""
+        """int32 [E], the total padding of the experts before e: entry (row, e) is stored at row +
+        pad_offsets[e]."""
         return self._part("pad_offsets")
 
     @property
     def expert_offsets(self) -> Array:
-        """int32 [E+1], the padded starts; the last is P, the rows the routing asks for."""
+        """int32 [E+1], the first row of each expert, with padding; the last is P, the rows that the routing
+        needs."""
         return self._part("expert_offsets")
 
     @property
     def overflow(self) -> Array:
-        """int32 [1], routed rows that found no room and are not in the map."""
+        """int32 [1], number of routed rows that did not fit and are not in the map."""
         return self._part("overflow")
 
     @property
     def prob_columns(self) -> int:
-        """Columns of a [T, .] probability array that goes with this plan: k, or E for a mask."""
+        """Number of columns of the probabilities for this plan: k, or E for a plan from a mask."""
         return self.max_experts_per_token if self.has_slots else self.num_experts
 
     @property
     def size(self) -> int:
-        """Elements that ``data`` has."""
+        """Number of elements of ``data``."""
         return self.layout[0]
 
     @property
@@ -255,13 +257,13 @@ class PermutationPlan(Record):
         return self.data[start : start + math.prod(shape)].reshape(shape)
 
 
-#: elements of a plan's ``data``, and of its arrays by name the first element and the shape
+#: (number of elements of a plan's ``data``, {name of an array: (its first element, its shape)})
 PlanLayout = tuple[int, dict[str, tuple[int, tuple[int, ...]]]]
 
 
 def plan_layout(tokens: int, experts: int, width: int, has_slots: bool) -> PlanLayout:
-    """The arrays whose place depends on the number of tokens come last: compilers know the places of the
-    others."""
+    """Offsets and shapes of a plan's arrays. The two whose size depends on the number of tokens come last, so
+    that the offsets of the others are constants for compilers."""
     shapes: dict[str, tuple[int, ...]] = {
         "tokens_per_expert": (experts,),
         "padded_tokens_per_expert": (experts,),
@@ -272,19 +274,19 @@ def plan_layout(tokens: int, experts: int, width: int, has_slots: bool) -> PlanL
     }
     if has_slots:
         shapes["slots"] = tokens, width
-    places, start = {}, 0
+    offsets, start = {}, 0
     for name, shape in shapes.items():
-        places[name] = start, shape
+        offsets[name] = start, shape
         start += math.prod(shape)
-    return start, places
+    return start, offsets
 
 
-cached_plan_layout = lru_cache(maxsize=1024)(plan_layout)  # of sizes that are numbers, outside of compilers
+cached_plan_layout = lru_cache(maxsize=1024)(plan_layout)  # for integer sizes, not symbolic ones
 
 
 @dataclass(frozen=True)
 class Permuted(Record):
-    """Rows in expert order, with their probabilities and the plan that put them there.
+    """Rows sorted by expert, with their probabilities and the plan.
 
     Attributes
     ----------
@@ -293,7 +295,7 @@ class Permuted(Record):
     probs : ArrayLike, [num_out_tokens], or None
         Their probabilities.
     plan : PermutationPlan
-        Where they came from.
+        The plan that permuted them.
     """
 
     data: Rows
@@ -315,7 +317,7 @@ class Permuted(Record):
 
 @dataclass(frozen=True)
 class SortedChunks(Record):
-    """Chunks of rows in their new order.
+    """Reordered chunks of rows.
 
     Attributes
     ----------
@@ -324,7 +326,7 @@ class SortedChunks(Record):
     probs : ArrayLike, [num_out_tokens], or None
         Their probabilities.
     group_offsets : ArrayLike, int32, [G+1]
-        Padded first rows of the groups of chunks, and the last one's end.
+        First row of each group of chunks, with padding, and the end of the last group.
     """
 
     data: Rows
@@ -339,9 +341,9 @@ class SwigluGrad(Record):
     Attributes
     ----------
     dh : ArrayLike, QuantTensor or Quantized, [P, 2F]
-        An array of `swiglu_backward`; `Quantized` where both orientations were asked for.
+        An array from `swiglu_backward`; `Quantized` if both orientations were requested.
     dprobs : ArrayLike, float32, [P], or None
-        None without probabilities. float64 where h is.
+        None without probabilities; float64 if h is float64.
     """
 
     dh: Any
@@ -350,16 +352,16 @@ class SwigluGrad(Record):
 
 @dataclass(frozen=True)
 class MoEGrads(Record):
-    """Gradients of a layer's experts.
+    """Gradients of an expert layer.
 
     Attributes
     ----------
     dx : ArrayLike, [T, H], or None
         In x's dtype.
     dprobs : ArrayLike, float32, [T, k], or None
-        Of the router's probabilities.
+        Gradient of the router's probabilities.
     dw13 : ArrayLike, [E, 2F, H], or None, or a tuple of two
-        float32, or as asked for; [E, F, H] each of w1 and w3 apart.
+        float32, or the requested dtype; a tuple has w1's and w3's gradients, [E, F, H] each.
     dw2 : ArrayLike, [E, H, F], or None
         As ``dw13``.
     """

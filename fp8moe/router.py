@@ -1,5 +1,5 @@
-"""The router's choice: scores of the experts, top-k with and without groups, weights, auxiliary losses, and
-the backward of all of it, in float32."""
+"""The router in float32, forward and backward: expert scores, top-k with and without groups, weights,
+auxiliary losses."""
 
 from __future__ import annotations
 
@@ -14,38 +14,41 @@ from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArrayLike, ArraySpec, Options, Record
 
 ScoreFunction = Literal["softmax", "sigmoid"]
-MAX_EXPERTS, MAX_TOPK = 1024, 32  # a warp has a token: 32 experts a lane, and a lane for each choice
+# one warp per token: at most 32 experts per lane, one lane per selected expert
+MAX_EXPERTS, MAX_TOPK = 1024, 32
 
 
 @dataclass(frozen=True)
 class RouterConfig(Options):
-    """How a token's experts are chosen and weighted.
+    """How a token's experts are selected and weighted.
 
     Attributes
     ----------
     topk : int
-        k, experts of a token, at most 32.
+        k, the number of experts per token, at most 32.
     score_function : "softmax" or "sigmoid"
-        Of the logits: over all experts, or of each alone.
+        Score of the logits: softmax over all experts, or sigmoid of each logit.
     num_groups : int
-        Groups of consecutive experts, at most 32; 1: none.
+        Number of groups of consecutive experts, at most 32; 1: no groups.
     topk_groups : int
-        Groups that a token may choose from: those with the largest sum of their two best scores.
+        Number of groups from which a token's experts are selected: those with the largest sum of their two
+        highest scores.
     renormalize : bool
         Whether the weights of a token are divided by their sum (+ 1e-20).
     scaling_factor : float
-        What they are multiplied by then.
+        Factor of the weights, applied after ``renormalize``.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no such number, and for top-k of more than the groups hold, in `route`.
+        For invalid values. `route` also raises if topk exceeds the number of experts of the selected groups.
 
     Notes
     -----
-    Mixtral and Qwen3-MoE: ``RouterConfig(k)``; OLMoE and Qwen2-MoE without ``renormalize``; gpt-oss, whose
-    softmax is over the chosen logits: ``RouterConfig(4)``, which is the same; DeepSeek-V3 (arXiv 2412.19437):
-    ``RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)`` with an expert bias.
+    Mixtral and Qwen3-MoE: ``RouterConfig(k)``. OLMoE and Qwen2-MoE: the same with ``renormalize=False``.
+    gpt-oss: ``RouterConfig(4)``, which equals its softmax over the selected logits. DeepSeek-V3 (arXiv
+    2412.19437): ``RouterConfig(8, "sigmoid", num_groups=8, topk_groups=4, scaling_factor=2.5)`` with an
+    expert bias.
     """
 
     topk: int
@@ -70,20 +73,20 @@ class RouterConfig(Options):
 
 @dataclass(frozen=True)
 class Routed(Record):
-    """What `route` chose.
+    """Result of `route`.
 
     Attributes
     ----------
     topk_ids : ArrayLike, int32, [T, k]
-        A token's experts, the largest score first; of equal scores the lower expert first.
+        Each token's experts, by descending score; among equal scores, the lower id first.
     topk_probs : ArrayLike, float32, [T, k]
         Their weights.
     aux_loss : ArrayLike, float32, [1], or None
-        Load balancing loss, 1 where all experts are chosen alike; to be multiplied by a coefficient.
+        Load balancing loss, without coefficient; it is 1 if all experts are selected equally often.
     z_loss : ArrayLike, float32, [1], or None
         Mean of the squared log-sum-exp of the logits.
     tokens_per_expert : ArrayLike, int32, [S, E], or None
-        Of each sequence, how many tokens chose each expert.
+        Number of tokens of each sequence that selected each expert.
     """
 
     topk_ids: Any
@@ -101,43 +104,44 @@ def route(
     expert_bias: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> Routed:
-    """Choose each token's experts and weight them.
+    """Select each token's experts and compute their weights.
 
     Parameters
     ----------
     logits : ArrayLike, float32, [T, E]
-        The router's product, E at most 1024. A NaN makes all weights of its token NaN; it is chosen after
-        every number.
+        Output of the router's linear layer, E at most 1024. A NaN makes all weights of its token NaN; in the
+        selection it ranks after all numbers.
     config : RouterConfig
-        Scores, groups, weights.
+        Score function, groups and weights.
     expert_bias : ArrayLike, float32, [E], or None
-        Added to the scores for the choice only, not for the weights (the auxiliary-loss-free balancing of
-        arXiv 2408.15664).
+        Added to the scores for the selection, but not for the weights (auxiliary-loss-free balancing, arXiv
+        2408.15664).
     num_sequences : int or None
-        S: compute the losses, the tokens being S sequences of equal length, one after the other; 1: over all
-        tokens. None: no losses.
+        S: compute the losses, for S consecutive sequences of equal length; 1: over all tokens. None: no
+        losses.
 
     Returns
     -------
     Routed
-        With the losses, where they are asked for.
+        With the losses and counts if ``num_sequences`` is given.
 
     Raises
     ------
     TypeError
         For a wrong dtype.
     ValueError
-        For a wrong shape, more experts or choices than there may be, or tokens that are not S sequences.
+        For a wrong shape, too many experts or a too large topk, or if T is not a multiple of S.
 
     Notes
     -----
-    Without a bias and groups the largest logits are chosen, which are the largest scores before rounding.
+    Without bias and groups, experts are selected by their logits, which have the same order as the unrounded
+    scores.
 
-    aux_loss is the mean over sequences of E / (k L^2) * sum over experts of c[e] * P[e], for c[e] of the
-    sequence's L tokens that chose e and P[e] the sum over its tokens of the scores, divided by their sum over
-    experts: DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, equations 17 to 20), and for S = 1 the loss
-    of Switch Transformers (arXiv 2101.03961, equation 4) divided by k; Mixtral's is k times it. z_loss is
-    equation 5 of ST-MoE (arXiv 2202.08906).
+    aux_loss is the mean over sequences of E / (k L^2) * sum over experts of c[e] * P[e]. L is the sequence's
+    number of tokens, c[e] the number of its tokens that selected e, and P[e] the sum over its tokens of e's
+    score divided by the sum of all experts' scores. This is DeepSeek-V3's sequence-wise loss (arXiv
+    2412.19437, equations 17 to 20). For S = 1 it is the loss of Switch Transformers (arXiv 2101.03961,
+    equation 4) divided by k; Mixtral's loss is k times it. z_loss is equation 5 of ST-MoE (arXiv 2202.08906).
 
     Examples
     --------
@@ -186,33 +190,32 @@ def route_backward(
     grad_z_loss: ArrayLike | None = None,
     split: bool = False,
 ) -> Any:
-    """The gradient of `route` for the logits.
+    """Gradient of `route` with respect to the logits.
 
     Parameters
     ----------
     grad_probs : ArrayLike, float32, [T, k]
-        The gradient of the weights.
+        Gradient of the weights.
     logits : ArrayLike, float32, [T, E]
         The forward's.
     topk_ids : ArrayLike, int32, [T, k]
-        What the forward chose. An id that is no expert's, negative or E and more, has no gradient.
+        The forward's result. An id that is negative or at least E contributes no gradient.
     config : RouterConfig
         The forward's.
     tokens_per_expert : ArrayLike, int32, [S, E], or None
-        The forward's, where there is a gradient of ``aux_loss``.
+        The forward's result; required with ``grad_aux_loss``.
     grad_aux_loss : ArrayLike, float32, [1], or None
-        The gradient of ``aux_loss``.
+        Gradient of ``aux_loss``.
     grad_z_loss : ArrayLike, float32, [1], or None
-        The gradient of ``z_loss``.
+        Gradient of ``z_loss``.
     split : bool
-        Return three bfloat16 numbers in place of each float32: [T, 3E], the roundings of the gradient, of
-        what that leaves and of what is left then, side by side, for products on tensor cores that are as
-        accurate as float32's.
+        Return the float32 gradient g as three bfloat16 arrays side by side, [T, 3E]: a = bf16(g), b = bf16(g
+        - a), c = bf16(g - a - b). A GEMM of them on bfloat16 tensor cores is as accurate as one in float32.
 
     Returns
     -------
     ArrayLike, float32, [T, E], or bfloat16, [T, 3E]
-        Ids and the bias have no gradient.
+        The gradient of the logits; ids and bias have none.
 
     Raises
     ------
@@ -249,10 +252,13 @@ def route_backward(
         sequences = a.tokens_per_expert.shape[0]
         if sequences == 0 or tokens % sequences:
             raise ValueError(
-                f"tokens_per_expert: got {sequences} sequences for {tokens} tokens; wanted the forward's"
+                f"tokens_per_expert: got {sequences} sequences for {tokens} tokens; wanted the array that "
+                "route returned"
             )
     elif grad_aux_loss is not None:
-        raise ValueError("tokens_per_expert: got None with grad_aux_loss; wanted what route returned")
+        raise ValueError(
+            "tokens_per_expert: got None with grad_aux_loss; wanted the array that route returned"
+        )
     for name, grad in (("grad_aux_loss", a.grad_aux_loss), ("grad_z_loss", a.grad_z_loss)):
         if grad is not None:
             checks.dtype(name, grad, (checks.FLOAT32,))
@@ -278,7 +284,7 @@ def route_backward(
 
 
 def _check(logits: Any, config: Any) -> tuple[int, int]:
-    """(tokens, experts)."""
+    """Check logits and config; returns (tokens, experts)."""
     checks.options("config", config, RouterConfig)
     checks.dtype("logits", logits, (checks.FLOAT32,))
     checks.shape("logits", logits, ("T", "E"))

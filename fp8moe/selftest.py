@@ -1,8 +1,8 @@
-"""Every operation of every backend on this machine against independent arithmetic.
+"""Self-test: checks every operation of every backend on this machine against independent arithmetic.
 
-The CPU is held to float64 and loops written here; CUDA is held to the CPU, bit for bit where only bytes and
-powers of two move. What could go wrong on a user's machine alone (another compiler, a broken driver, a
-cache, a BLAS) shows here.
+CPU results are compared with float64 arithmetic and loops in this module. CUDA results are compared with the
+CPU's, bitwise where an operation only copies bytes or scales by powers of two. The purpose is to find errors
+specific to a user's machine: its compiler, driver, kernel cache or BLAS.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fp8moe.record_trees import map_arrays
 from fp8moe.records import QuantTensor
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 300, 256, 128, 5, 3
-PRODUCT_ROWS = 1008  # of the grouped products on CUDA
+PRODUCT_ROWS = 1008  # rows of the grouped GEMMs on CUDA
 
 
 class Inputs:
-    """Fresh random inputs of one run."""
+    """Random inputs of one run."""
 
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)
@@ -46,15 +46,15 @@ class Inputs:
 
 def check_plan_and_permute(i: Inputs) -> None:
     plan = fp8moe.plan_topk(i.ids, EXPERTS, align_size=16)
-    moved = fp8moe.permute(i.x, plan, i.probs)
+    permuted = fp8moe.permute(i.x, plan, i.probs)
     row = 0
     for expert in range(EXPERTS):
         for token, slot in np.argwhere(i.ids == expert):
-            _equal(moved.data[row], i.x[token], f"row {row}")
-            _equal(moved.probs[row], i.probs[token, slot], f"probability {row}")
+            _equal(permuted.data[row], i.x[token], f"row {row}")
+            _equal(permuted.probs[row], i.probs[token, slot], f"probability {row}")
             row += 1
         while row % 16:
-            _equal(moved.data[row].view(np.uint16), 0, f"padding row {row}")
+            _equal(permuted.data[row].view(np.uint16), 0, f"padding row {row}")
             row += 1
     _equal(plan.expert_offsets[-1], row, "rows in all")
 
@@ -77,10 +77,10 @@ def check_quantize(i: Inputs) -> None:
         _equal(q.scales, scales, f"{fmt} scales")
         codes = (blocks / scales[:, :, None]).reshape(i.x.shape).astype(dtype).view(np.uint8)
         _equal(q.data, codes, f"{fmt} codes")
-        back = (q.data.view(dtype).astype(np.float64).reshape(blocks.shape) * scales[:, :, None]).reshape(
+        decoded = (q.data.view(dtype).astype(np.float64).reshape(blocks.shape) * scales[:, :, None]).reshape(
             i.x.shape
         )
-        _equal(fp8moe.dequantize(q), back, f"{fmt} values")
+        _equal(fp8moe.dequantize(q), decoded, f"{fmt} values")
 
 
 def check_transpose(i: Inputs) -> None:
@@ -93,8 +93,8 @@ def check_transpose(i: Inputs) -> None:
     block = fp8moe.scaling_aware_transpose(q, target="block")
     scales = np.repeat(np.repeat(block.scales, 128, axis=0), 128, axis=1)[: q.shape[1], :TOKENS]
     bound = 2.0**-10 * scales  # half of a tile's smallest code
-    apart = np.abs(fp8moe.dequantize(block).astype(np.float64) - fp8moe.dequantize(q))
-    _equal(apart <= bound.T, np.ones_like(apart, bool), "values of blocks")
+    error = np.abs(fp8moe.dequantize(block).astype(np.float64) - fp8moe.dequantize(q))
+    _equal(error <= bound.T, np.ones_like(error, bool), "values of blocks")
 
 
 def check_swiglu(i: Inputs) -> None:
@@ -118,7 +118,7 @@ def check_router(i: Inputs) -> None:
     _equal(routed.tokens_per_expert[0], np.bincount(ids.ravel(), minlength=EXPERTS), "tokens per expert")
     z = np.log(e.sum(axis=1)) ** 2
     _near(routed.z_loss, z.mean(keepdims=True), 1e-6, "z loss")
-    # of the weights' sum of squares: the softmax of the two chosen, by hand
+    # gradient of the weights' sum of squares, through the softmax of the two selected logits
     grad = fp8moe.route_backward(2 * routed.topk_probs, logits, routed.topk_ids, config)
     wanted = np.zeros_like(e)
     inner = 2 * chosen - 2 * (chosen**2).sum(axis=1, keepdims=True)
@@ -143,7 +143,7 @@ def check_grouped_gemm(i: Inputs) -> None:
 
 
 class Alone:
-    """A world of one rank."""
+    """A transport for a single rank."""
 
     rank, world_size = 0, 1
 
@@ -154,13 +154,13 @@ class Alone:
         return [((int(c[0]),),) for c in counts]
 
     def exchange(self, rows: Any, counts: Counts, size: int | None = None) -> Pending:
-        arrived = self.xp.empty((counts[0][0] if size is None else size, *rows.shape[1:]), rows.dtype)
-        arrived[: counts[0][0]] = rows[: counts[0][0]]
-        return Pending(lambda: arrived)
+        received = self.xp.empty((counts[0][0] if size is None else size, *rows.shape[1:]), rows.dtype)
+        received[: counts[0][0]] = rows[: counts[0][0]]
+        return Pending(lambda: received)
 
 
 class AloneByWindows(Alone):
-    """The same, rows written straight to where they are wanted."""
+    """A single-rank transport through windows: rows are written directly to the receiver's memory."""
 
     def fits(self, counts: Counts, row_bytes: int) -> bool:
         return True
@@ -183,8 +183,8 @@ def check_messages(i: Inputs) -> None:
         _equal(dispatched.x.scales, q.scales[routed], "scales")
         _equal(dispatched.topk_ids, i.ids[routed], "expert ids")
         _equal(dispatched.topk_probs, i.probs[routed], "probabilities")
-        back = expert_parallel.combine(wide[routed], dispatched.route, comm)
-        _equal(back, wide * routed[:, None], "rows that came back")
+        combined = expert_parallel.combine(wide[routed], dispatched.route, comm)
+        _equal(combined, wide * routed[:, None], "rows that came back")
 
 
 def check_layer(i: Inputs) -> None:
@@ -196,7 +196,7 @@ def check_layer(i: Inputs) -> None:
         results[recipe] = [y, grads.dx, grads.dprobs, grads.dw13, grads.dw2]
         casts = {"bf16": 0, "fp8_blockwise": 12, "fp8_flow": 2}[recipe]
         _equal(traced.casts, casts, f"casts of {recipe}")
-    # twelve E4M3 roundings at most in a chain: sqrt(12) * 2^-4 / sqrt(3), see tests/test_moe.py
+    # a chain of at most twelve E4M3 roundings: sqrt(12) * 2^-4 / sqrt(3), see tests/test_moe.py
     for recipe in ("fp8_blockwise", "fp8_flow"):
         for got, wanted in zip(results[recipe], results["bf16"], strict=True):
             _near(got.astype(np.float64), wanted.astype(np.float64), 0.125, recipe)
@@ -216,7 +216,8 @@ CHECKS: dict[str, Callable[[Inputs], None]] = {
 
 
 def main(device: str, seed: int | None) -> int:
-    """Run every check that this machine allows; 1 if one fails, 2 if CUDA was asked for and is not there."""
+    """Run every check that this machine supports; returns 1 if one fails, 2 if CUDA was requested but is
+    missing."""
     seed = int(np.random.SeedSequence().entropy % 2**32) if seed is None else seed  # type: ignore[operator]
     print(f"seed {seed}")
     failures = 0
@@ -238,7 +239,7 @@ def main(device: str, seed: int | None) -> int:
 
 
 def cuda_check(seed: int) -> CudaCheck:
-    """Raises BackendUnavailable where there is no CuPy or no device."""
+    """Raises BackendUnavailable without CuPy or a CUDA device."""
     cupy = require_cupy("the CUDA selftest")
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -250,8 +251,8 @@ def cuda_check(seed: int) -> CudaCheck:
 
 
 class CudaCheck:
-    """The same public calls on CuPy arrays and on NumPy arrays, compared; three times with other numbers:
-    the first finds the launch plan of its shapes (`fp8moe.launch_plan`), the others are done by it."""
+    """Compares the results of the public functions on CuPy and on NumPy arrays, for three different inputs:
+    the first call creates the launch plan of its shapes (`fp8moe.launch_plan`), the others replay it."""
 
     def __init__(self, cupy: Any, inputs: list[Inputs]):
         self.cupy, self.inputs = cupy, inputs
@@ -263,7 +264,7 @@ class CudaCheck:
                 g = fp8moe.moe_backward(saved, dy)
                 return y, g.dx, g.dprobs, g.dw13, g.dw2
 
-            # sums in another order, then codes that fall to the other side: a few last bits
+            # other summation orders change last bits, and with them the rounding of some codes
             return lambda: self._compare(run, 2e-2, "x", "w13", "w2", "ids", "probs", "dy")
 
         def permute(x: Any, ids: Any, probs: Any) -> Any:
@@ -271,7 +272,7 @@ class CudaCheck:
             return moved.data, moved.probs, moved.plan
 
         def transpose(x: Any, ids: Any) -> Any:
-            # exact: what lies past the last expert is unspecified in a transposed tensor
+            # exact, because values past the last expert are unspecified in a transposed tensor
             plan = fp8moe.plan_topk(ids, EXPERTS, align_size=128, num_out_tokens="exact")
             q = fp8moe.quantize(x)
             moved = fp8moe.permute(q, plan).data
@@ -298,7 +299,7 @@ class CudaCheck:
 
         return {
             "grouped products": self._check_products,
-            # float32's roundings; the ids, by logits, are equal
+            # float32 rounding; the ids are equal, because they are selected by logits
             "router": lambda: self._compare(route, 1e-5, "x"),
             "plan, permute": lambda: self._compare(permute, 0.0, "x", "ids", "probs"),
             "transpose": lambda: self._compare(transpose, 0.0, "x", "ids"),
@@ -307,8 +308,8 @@ class CudaCheck:
         }
 
     def _check_products(self) -> None:
-        """Every backend of this device against float64, FP8 and bfloat16: experts that begin anywhere, and
-        many tiles for each multiprocessor, as a training step has them and the layer's check has not."""
+        """Compare every GEMM backend of this device with float64, for FP8 and bfloat16: experts that start at
+        any row, and many tiles per multiprocessor, as in a training step but not in the layer's check."""
         driver = load_module("fp8moe.kernels_cuda.driver")
         for inputs in self.inputs:
             rng, bf16 = inputs.rng, ml_dtypes.bfloat16
@@ -328,14 +329,15 @@ class CudaCheck:
                     rows = slice(offsets[e], offsets[e + 1])
                     wanted[rows] = wide_a[rows] @ wide_w[e].T
                 self._multiply(fp8moe.grouped_gemm, (a, w, offsets), wanted, architecture)
-            for (d, a), begin in ((columns, offsets), (blocks, multiples), ((dy, x), offsets)):
-                wide_d, wide_a = _wide(d, begin), _wide(a, begin)
-                parts = [slice(begin[e], begin[e + 1]) for e in range(EXPERTS)]
+            for (d, a), starts in ((columns, offsets), (blocks, multiples), ((dy, x), offsets)):
+                wide_d, wide_a = _wide(d, starts), _wide(a, starts)
+                parts = [slice(starts[e], starts[e + 1]) for e in range(EXPERTS)]
                 wanted = np.stack([wide_d[rows].T @ wide_a[rows] for rows in parts])
-                self._multiply(fp8moe.grouped_gemm_wgrad, (d, a, begin), wanted, architecture)
+                self._multiply(fp8moe.grouped_gemm_wgrad, (d, a, starts), wanted, architecture)
 
     def _multiply(self, function: Any, operands: tuple[Any, ...], wanted: Any, architecture: str) -> None:
-        """By each backend, and by the fastest once more on two multiprocessors, which make all tiles."""
+        """Check a product with each backend, and "wgmma" also limited to two multiprocessors, which process
+        all tiles."""
         kernels = load_backend(0, "grouped_gemm")
         arrays = [map_arrays(lambda _, a: self.cupy.asarray(a), operand) for operand in operands]
         kind = operands[0].fmt if isinstance(operands[0], QuantTensor) else operands[0].dtype.name
@@ -345,11 +347,11 @@ class CudaCheck:
             for num_sms in (None, 2) if backend == "wgmma" else (None,):
                 got = function(*arrays, backend=backend, num_sms=num_sms)
                 label = f"{function.__name__} of {kind} by {backend!r}, num_sms={num_sms}"
-                # bfloat16's roundings of the result, or 14 bits of the tensor cores' FP8 sums, are less
+                # larger than the result's bfloat16 rounding and the 14-bit accumulation of FP8 tensor cores
                 _near(self.cupy.asnumpy(got).astype(np.float64), wanted, 2.0**-8, label)
 
     def _compare(self, function: Callable[..., Any], bound: float, *names: str) -> None:
-        """``names``: of the inputs that the function takes."""
+        """Compare ``function`` on both devices. ``names``: the attributes of `Inputs` that it takes."""
         for inputs in self.inputs:
             arrays = [getattr(inputs, name) for name in names]
             wanted = function(*arrays)
@@ -357,11 +359,11 @@ class CudaCheck:
             self._compare_values(got, wanted, bound)
 
     def _compare_values(self, got: Any, wanted: Any, bound: float) -> None:
-        ours: list[np.ndarray] = []
-        map_arrays(lambda _, a: ours.append(a), wanted)
-        theirs: list[np.ndarray] = []
-        map_arrays(lambda _, a: theirs.append(self.cupy.asnumpy(a)), got)
-        for n, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+        wanted_arrays: list[np.ndarray] = []
+        map_arrays(lambda _, a: wanted_arrays.append(a), wanted)
+        got_arrays: list[np.ndarray] = []
+        map_arrays(lambda _, a: got_arrays.append(self.cupy.asnumpy(a)), got)
+        for n, (a, b) in enumerate(zip(got_arrays, wanted_arrays, strict=True)):
             if bound == 0:
                 _equal(a, b, f"array {n}")
             else:
@@ -369,7 +371,7 @@ class CudaCheck:
 
 
 def _wide(x: Any, offsets: Any = None) -> Any:
-    """An operand's values in float64, as [rows, columns]."""
+    """The values of an operand in float64, [rows, columns]."""
     if not isinstance(x, QuantTensor):
         return x.astype(np.float64)
     return fp8moe.dequantize(x, expert_offsets=None if x.transposed else offsets).astype(np.float64)

@@ -1,4 +1,4 @@
-"""SwiGLU, plain or fused with quantise, and the backward of both."""
+"""SwiGLU and the other activations, plain or fused with quantisation, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def swiglu(
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    """Activate: y = act(a) * (b + linear_offset) * prob, for h = (a | b); y = act(h) * prob without a gate.
+    """Activation: y = act(a) * (b + linear_offset) * prob, for h = (a | b); y = act(h) * prob without a gate.
 
     Parameters
     ----------
     h : ArrayLike, floating point, [P, 2F]
         Gate and up projections, side by side; for "relu2" [P, F].
     probs : ArrayLike, floating point, [P], or None
-        Factors of the rows.
+        A factor per row.
     activation : Activation
-        SwiGLU, or another.
+        The activation function; SwiGLU by default.
 
     Returns
     -------
     ArrayLike, [P, F]
-        In h's dtype. Computed in float32 (float64 for float64), on CUDA for 16 bits with a sigmoid within
-        2^-20 of itself.
+        In h's dtype. Computed in float32 (float64 for float64); on CUDA, for 16-bit inputs, with a sigmoid of
+        relative error at most 2^-20.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def swiglu(
 
     Notes
     -----
-    SwiGLU: act(a) = a * sigmoid(alpha * a) (Shazeer, arXiv 2002.05202; alpha and the clamp are gpt-oss's).
+    SwiGLU: act(a) = a * sigmoid(alpha * a) (Shazeer, arXiv 2002.05202; alpha and the clamp are from gpt-oss).
 
     Examples
     --------
@@ -83,8 +83,8 @@ def swiglu_backward(
     Returns
     -------
     SwigluGrad
-        dh like h; dprobs [P], float32 (float64 for float64), or None. The sum over F in dprobs has a fixed
-        order: the result is the same from run to run.
+        dh with h's shape and dtype; dprobs [P], float32 (float64 for float64), or None. dprobs sums over F in
+        a fixed order, so results are deterministic.
 
     Raises
     ------
@@ -117,37 +117,37 @@ def swiglu_quantize(
     expert_offsets: ArrayLike | None = None,
     align_size: int = 1,
 ) -> Any:
-    """`swiglu` in float32, then `quantize` with scales rounded up to powers of two, in one pass.
+    """`swiglu` in float32 followed by `quantize` with power-of-two scales (rounded up), in one pass.
 
     Parameters
     ----------
     h : ArrayLike, bfloat16, float16 or float32, [P, 2F]
         Gate and up projections, side by side; for "relu2" [P, F].
     probs : ArrayLike, floating point, [P], or None
-        Factors of the rows.
+        A factor per row.
     fmt : "e4m3" or "e5m2"
         Format of the codes.
     block : tuple of int
         (1, 128) or (1, 32).
     activation : Activation
-        SwiGLU, or another.
+        The activation function; SwiGLU by default.
     columnwise : bool
-        Return `Quantized`, with the (128, 1) or (32, 1) column-wise tensor beside the row-wise one; both are
+        Return `Quantized` with an additional column-wise tensor in (128, 1) or (32, 1) blocks. Both are
         quantised from the same float32 values.
     transposed : bool
-        Return `Quantized`, with ``scaling_aware_transpose(rowwise, expert_offsets, target="block",
-        align_size=align_size)`` beside the row-wise tensor, bit for bit, without reading that again. block is
-        (1, 128) then.
+        Return `Quantized` whose column-wise tensor is bitwise equal to ``scaling_aware_transpose(rowwise,
+        expert_offsets, target="block", align_size=align_size)``, without reading the row-wise tensor again.
+        Requires block (1, 128).
     expert_offsets : ArrayLike, int32, [E+1], or None
-        Column blocks start anew with each expert, and rows past the last offset need not be computed.
+        First row of each expert. Column blocks then restart at each expert, and rows past the last offset may
+        be skipped.
     align_size : int
-        What every expert offset is a multiple of.
+        Every expert offset is a multiple of it.
 
     Returns
     -------
     QuantTensor or Quantized, [P, F]
-        `Quantized` with ``columnwise`` or ``transposed``. Scales are compact; `to_layout` makes other
-        layouts of them.
+        `Quantized` with ``columnwise`` or ``transposed``. Scales are compact; `to_layout` converts them.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def swiglu_quantize(
 
     Notes
     -----
-    SwiGLU fused with quantise is arXiv 2511.02302's.
+    The fusion of SwiGLU and quantisation follows arXiv 2511.02302.
 
     Examples
     --------
@@ -200,12 +200,12 @@ def swiglu_quantize_backward(
     expert_offsets: ArrayLike | None = None,
     align_size: int = 1,
 ) -> SwigluGrad:
-    """`swiglu_backward` in float32, then `quantize` of dh, in one pass.
+    """`swiglu_backward` in float32 followed by `quantize` of dh, in one pass.
 
     Parameters
     ----------
     grad : ArrayLike, [P, F]
-        In h's dtype. F must be a multiple of the block, so that no block holds values of both halves of dh.
+        In h's dtype. F must be a multiple of the block, so that no block spans both halves of dh.
     h : ArrayLike, bfloat16, float16 or float32, [P, 2F]
         The forward's.
     probs : ArrayLike, floating point, [P], or None
@@ -217,23 +217,23 @@ def swiglu_quantize_backward(
     activation : Activation
         The forward's.
     columnwise : bool
-        As in `swiglu_quantize`, of dh.
+        As in `swiglu_quantize`, for dh.
     transposed : bool
-        As in `swiglu_quantize`, of dh.
+        As in `swiglu_quantize`, for dh.
     expert_offsets : ArrayLike, int32, [E+1], or None
         As in `swiglu_quantize`.
     align_size : int
-        What every expert offset is a multiple of.
+        Every expert offset is a multiple of it.
 
     Returns
     -------
     SwigluGrad
-        dh a `QuantTensor` as h is or `Quantized`; dprobs float32 [P] or None.
+        dh as a `QuantTensor` of h's shape, or `Quantized`; dprobs float32 [P] or None.
 
     Raises
     ------
     TypeError, ValueError
-        As `swiglu_quantize`.
+        As for `swiglu_quantize`.
 
     Examples
     --------
@@ -281,7 +281,7 @@ def activation_spec(
     align_size: int,
     transposed: bool = False,
 ) -> Any:
-    """Shapes of a quantised activation [P, F], row-wise or in both orientations."""
+    """Specs of a quantised activation [P, F], row-wise or in both orientations."""
     block = checks.block("block", block, COLUMN_BLOCK)
     columnwise = checks.flag("columnwise", columnwise)
     checks.choice("fmt", fmt, ("e4m3", "e5m2"))
@@ -316,12 +316,12 @@ def _enter(
     checks.shape("h", a.h, ("P", "2F" if activation.gated else "F"))
     rows, width = a.h.shape
     if activation.gated and width % 2:
-        raise ValueError(f"h: got {width} columns; wanted an even number, (a | b) side by side")
+        raise ValueError(f"h: got {width} columns; wanted an even number, for the halves (a | b)")
     if a.probs is not None:
         checks.dtype("probs", a.probs, checks.FLOATS)
         checks.shape("probs", a.probs, (rows,))
     if "grad" in arrays:
-        checks.dtype("grad", a.grad, (a.h.dtype,), "as h is")
+        checks.dtype("grad", a.grad, (a.h.dtype,), "pass grad in the dtype of h")
         checks.shape("grad", a.grad, (rows, activation.width(width)))
     if getattr(a, "expert_offsets", None) is not None:
         align_size = checks.integer("align_size", align_size, 1)

@@ -1,4 +1,4 @@
-"""FP8 transpose by moving exponents, without a wider type in between."""
+"""FP8 transpose by adjusting exponents, without dequantisation."""
 
 from __future__ import annotations
 
@@ -21,51 +21,52 @@ def scaling_aware_transpose(
     align_size: int = 1,
     layout: str = "compact",
 ) -> QuantTensor:
-    """Row-wise to column-wise FP8, by moving exponents.
+    """Convert row-wise FP8 to column-wise FP8 by adjusting the codes' exponents.
 
     Parameters
     ----------
     q : QuantTensor, [M, K]
-        Row-wise and compact, of block (1, 128) with power-of-two scales, or (1, 32).
+        Row-wise and compact, with block (1, 128) and power-of-two scales, or with block (1, 32).
     expert_offsets : ArrayLike, int32, [E+1], or None
-        First rows of the experts. Column blocks then start anew with each expert: expert e's codes are
-        ``data[:, offsets[e]:offsets[e+1]]`` with its own rows of scales, in the order of the experts. What
-        lies past the last offset is unspecified.
+        First row of each expert. Column blocks then restart at each expert: expert e's codes are ``data[:,
+        offsets[e]:offsets[e+1]]``, and it has its own rows of scales, in the order of the experts. Values
+        past the last offset are unspecified.
     target : "column", "tile" or "block"
-        "column": each column block gets the power of two that quantising its values afresh would choose, so
-        the result equals dequantising exactly and quantising by (128, 1) blocks, bit for bit.
-        "tile": one scale a 128 x 128 tile, the largest row scale of rows that are not all zero, in as many
-        scales as "column" has.
-        "block": the codes of "tile" in (128, 128) blocks, with as many scales as there are blocks.
-        `grouped_gemm_wgrad` multiplies these a fifth faster. Not for MXFP8, and every expert offset must be a
-        multiple of 128.
+        "column": each column block gets the power of two that quantising its values would choose, so the
+        result is bitwise equal to exact dequantisation followed by quantisation in (128, 1) blocks. "tile":
+        one scale per 128 x 128 tile, the largest row scale among its rows that are not all zero, stored once
+        per column block as for "column". "block": the codes of "tile" with one stored scale per (128, 128)
+        block. `grouped_gemm_wgrad` is 20 % faster with these. Not for MXFP8, and every expert offset must be
+        a multiple of 128.
     align_size : int
-        What every expert offset is a multiple of. With a multiple of the block's rows B the scales have
-        ceil(M/B) rows, else as many as the experts can come to.
+        Every expert offset is a multiple of it. If it is a multiple of the block's rows B the scales have
+        ceil(M/B) rows; otherwise the upper bound over all possible offsets.
     layout : "compact" or "blocked_128x4"
-        Of the result's scales; "blocked_128x4", for MXFP8, as `to_layout` says, also of experts that begin at
-        any row.
+        Layout of the result's scales, see `to_layout`. "blocked_128x4" is for MXFP8; experts may start at any
+        row.
 
     Returns
     -------
     QuantTensor, [M, K]
-        Column-wise: data [K, M], scales [blocks, K]; for "block" of block (128, 128), ``transposed``: data
-        [K, M], scales [ceil(K/128), ceil(M/128)], zeros where no expert has rows.
+        Column-wise: data [K, M], scales [blocks, K]. For target="block": block (128, 128) with
+        ``transposed``, data [K, M], scales [ceil(K/128), ceil(M/128)], zeros in blocks without rows of an
+        expert.
 
     Raises
     ------
     TypeError
-        For another block.
+        For an unsupported block.
     ValueError
         For scales that are not powers of two (on CUDA with FP8MOE_CHECK=1), or offsets that do not fit.
 
     Notes
     -----
-    The idea is of arXiv 2511.02302; the rounding here is exact or nearest. Every code is exact when
-    representable, else rounded to nearest even, subnormals too; -0 and NaN survive; rows of zeros or of scale
-    0 raise no target. MXFP8's targets are rounded up, whatever ``scale_rounding`` its rows had, so nothing
-    saturates. What a tile's scale rounds that a column's does not is at most 2^-10 times that scale, and so,
-    of rows that `quantize` made, 2^-17 of the tile's largest value.
+    The method is from arXiv 2511.02302, with correct rounding: every code is exact if it is representable,
+    otherwise rounded to nearest even, including subnormals. -0 and NaN are preserved. Rows of zeros, or with
+    scale 0, do not contribute to a block's scale. MXFP8 scales are rounded up, whatever ``scale_rounding``
+    the rows had, so that no value saturates. The additional rounding error of "tile" and "block" over
+    "column" is at most 2^-10 times the tile's scale, which for rows made by `quantize` is 2^-17 of the tile's
+    largest value.
 
     Examples
     --------
@@ -92,17 +93,17 @@ def scaling_aware_transpose(
 def permute_transpose(
     q: QuantTensor, plan: PermutationPlan, *, target: str = "column", layout: str = "compact"
 ) -> QuantTensor:
-    """Gather rows to their experts and transpose, in one read.
+    """Permute rows to their experts and transpose them in one pass.
 
-    It is `scaling_aware_transpose` of ``permute(q, plan).data``, without making that: training can keep the
-    unpermuted rows, k times smaller.
+    Equals `scaling_aware_transpose` of ``permute(q, plan).data``, without storing the permuted rows. Training
+    can therefore save the unpermuted rows, which are k times smaller.
 
     Parameters
     ----------
     q : QuantTensor, [T, K]
         Row-wise and compact, as for `scaling_aware_transpose`.
     plan : PermutationPlan
-        With the T tokens of ``q``.
+        A plan for the T tokens of ``q``.
     target : "column", "tile" or "block"
         As for `scaling_aware_transpose`.
     layout : "compact" or "blocked_128x4"
@@ -116,7 +117,7 @@ def permute_transpose(
     Raises
     ------
     TypeError, ValueError
-        As `scaling_aware_transpose`, and for a plan of other tokens.
+        As for `scaling_aware_transpose`, and for a plan with another number of tokens.
 
     Examples
     --------
@@ -162,8 +163,8 @@ def transpose_spec(
             raise TypeError(f'q.block: got {q.block} with target="block"; wanted (1, 128)')
         if experts is not None and align_size % 128:
             raise ValueError(
-                f'align_size: got {align_size} with target="block"; wanted a multiple of 128, as every '
-                "expert offset then must be"
+                f'align_size: got {align_size} with target="block"; wanted a multiple of 128, because every '
+                "expert must start at a block boundary"
             )
         return quant_spec((rows, q.shape[1]), q.fmt, block, "compact", transposed=True)
     scale_rows = None if experts is None else column_scale_rows(rows, experts, block[0], align_size)
@@ -171,21 +172,21 @@ def transpose_spec(
 
 
 def transposed_block(block: Block, target: str) -> tuple[int, int]:
-    """The result's block, for the row-wise ``block`` of what is transposed."""
+    """The block of the transposed tensor, given the block of the row-wise one."""
     return (128, 128) if target == "block" else COLUMN_BLOCK[block]
 
 
 def tiles_of_rows(rows: int, experts: int | None, align_size: int) -> int:
-    """Tiles of 128 rows in the blocked layout, none of which has rows of two experts."""
+    """Number of tiles of 128 rows in the blocked layout; a tile has rows of one expert only."""
     return ceil_div(rows, 128) if experts is None else column_scale_rows(rows, experts, 128, align_size)
 
 
 def column_scale_rows(rows: int, experts: int, block_rows: int, align_size: int) -> int:
-    """Rows of scales of a column-wise tensor of several experts.
+    """Number of rows of scales of a column-wise tensor with several experts.
 
-    Expert e needs ceil(m_e / block_rows); they lie end to end. Where every m_e is a multiple of
-    block_rows that is ceil(rows / block_rows), as without experts; else the most it can come to, whatever
-    the routing.
+    Expert e with m_e rows needs ceil(m_e / block_rows) rows of scales; the experts' rows are stored
+    consecutively. If every m_e is a multiple of block_rows the sum is ceil(rows / block_rows), as without
+    experts; otherwise this function returns the upper bound over all routings.
     """
     if align_size % block_rows == 0 or experts == 0:
         return ceil_div(rows, block_rows)

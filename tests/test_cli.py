@@ -218,10 +218,10 @@ def test_a_short_demo(tmp_path, capsys):
     assert flow["saved_bytes"] < report["runs"]["fp8_blockwise"]["saved_bytes"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
-    assert "fp8_flow writes" in text
+    assert "sample of fp8_flow" in text
     assert "vs bf16" in text
-    assert main(arguments) == 1  # 15 steps are too few for the demo's bounds, so it reports a failure
-    assert "NOT OK" in capsys.readouterr().out
+    assert main(arguments) == 1  # 15 steps are too few for the loss to fall by 40 %
+    assert "FAILED  every recipe's loss fell" in capsys.readouterr().out
 
 
 def test_demo_validation_errors(tmp_path, capsys):

@@ -151,7 +151,7 @@ def test_kernels_write_only_existing_tiles(monkeypatch):
             tensor(4, 64, ROW),
             ("compact", offsets_of([4])),
             ValueError,
-            "expert_offsets: got them from layout 'compact' to 'compact'",
+            "expert_offsets: got offsets for a conversion from layout 'compact' to 'compact'",
         ),
         (
             tensor(64, 64, COLUMN),

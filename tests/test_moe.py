@@ -269,7 +269,7 @@ def test_weights_half_accumulates_and_validates():
     with pytest.raises(TypeError, match="saved: got SavedForWeights"):
         fp8moe.moe_backward_input(operands, dy)
     _, of_w2 = fp8moe.moe_backward_input(saved, dy, gradients=("dx", "dw2"))
-    with pytest.raises(ValueError, match="dw13: got an array to add to, and gradients without 'dw13'"):
+    with pytest.raises(ValueError, match="dw13: got an array to add to, but gradients has no 'dw13'"):
         fp8moe.moe_backward_weight(of_w2, dw13=np.zeros((4, 512, 128), np.float32))
     # rows that need no permutation: dy itself is the operand
     memory, counts = np.zeros((4, 128, 128), np.float32), np.full(4, 24, np.int32)
@@ -279,7 +279,7 @@ def test_weights_half_accumulates_and_validates():
     _, saved = fp8moe.moe_forward_permuted(rows, **weights, **of_rows, recipe="bf16")
     _, operands = fp8moe.moe_backward_input(saved, rows)
     assert operands.dy is rows
-    with pytest.raises(ValueError, match="dw2: got memory that overlaps dy's"):
+    with pytest.raises(ValueError, match="dw2: got memory that overlaps dy;"):
         fp8moe.moe_backward_weight(operands, dw2=memory)
 
 
@@ -326,7 +326,7 @@ def test_gradients_of_padded_weights_without_a_gate():
     assert not whole.dw13[:, 72:].any()
     for actual, true in ((cut.dw13, whole.dw13[:, :72]), (cut.dw2, whole.dw2[:, :, :72])):
         assert np.linalg.norm(actual - true) <= 128 * 2.0**-24 * np.linalg.norm(true)
-    with pytest.raises(ValueError, match=r"dw13: got two with .*relu2.*without a gate"):
+    with pytest.raises(ValueError, match=r"dw13: got two with .*relu2.*which has no gate"):
         fp8moe.moe_backward(saved, dy, dw13=(None, None))
     with pytest.raises(ValueError, match="w13: got F = 72"):
         fp8moe.moe_forward(**inputs, w13=w13, w2=w2, recipe="fp8_flow", activation=saved.activation)
@@ -402,7 +402,9 @@ def test_weights_overwritten_before_the_backward_raise():
             _, saved = fp8moe.moe_forward(**arguments, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
             overwrite(inputs[name] * 2, arguments[name])
-            with pytest.raises(RuntimeError, match=f"{name}: got FP8 codes that quantize_weights overwrote"):
+            with pytest.raises(
+                RuntimeError, match=f"{name}: got FP8 codes that quantize_weights has overwritten"
+            ):
                 fp8moe.moe_backward(saved, dy)
             _, saved = fp8moe.moe_forward(**arguments, recipe="fp8_flow")
             fp8moe.moe_backward(saved, dy)
@@ -473,7 +475,7 @@ def test_inference_releases_temporaries_after_their_last_use(recipe, recompute):
         limit = max(wide + first, first + narrow, narrow + second, after)
     # and a few numbers per row and entry
     assert limit <= most <= limit + 32 * (rows + tokens * k)
-    with pytest.raises(ValueError, match=r"saved: got that of a forward with gradients=\(\), which"):
+    with pytest.raises(ValueError, match=r"saved: got the record of a forward with gradients=\(\), which"):
         fp8moe.moe_backward(saved, y)
 
 
@@ -512,7 +514,7 @@ def test_gradients_that_were_not_saved_for_raise(recipe, kept, asked, name):
     inputs, dy = layer_inputs(3)
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, gradients=[kept])
     fp8moe.moe_backward(saved, dy, gradients=[kept])
-    with pytest.raises(ValueError, match=f"gradients: got '{asked}', and saved.{name} is None"):
+    with pytest.raises(ValueError, match=f"gradients: got '{asked}', but saved.{name} is None"):
         fp8moe.moe_backward(saved, dy, gradients=[asked])
 
 

@@ -310,7 +310,7 @@ def test_validation_errors():
         call(rows=rows[:-128].copy(), probs=probs[:-128].copy(), align_size=128)
     dirty = probs.copy()
     dirty[counts[0]] = 0.5
-    with pytest.raises(ValueError, match="probs: got one that is not 0 in the padding of expert 0"):
+    with pytest.raises(ValueError, match="probs: got a non-zero value in the padding of expert 0"):
         call(probs=dirty, align_size=128)
     _, saved = call(recipe="bf16")
     with pytest.raises(TypeError, match='dy: got a QuantTensor with recipe "bf16"'):

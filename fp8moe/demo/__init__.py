@@ -1,1 +1,1 @@
-"""The demo: a byte-level mixture-of-experts language model, trained in every recipe side by side."""
+"""The demo: trains a byte-level mixture-of-experts language model in every recipe."""

@@ -1,10 +1,10 @@
-"""A byte-level language model around the expert layer, forward and backward by hand.
+"""A byte-level language model with the expert layer, with hand-written forward and backward.
 
     window of bytes -> embedding, concatenated -> [RMS norm -> router, top-k -> MoE -> +] x layers
     -> RMS norm -> softmax over the next byte
 
-Everything but the expert layer is float32 and the same for every recipe; the expert layer is
-`moe_forward` and `moe_backward`. Written against one array module, NumPy or CuPy.
+Everything except the expert layer is float32 and identical for all recipes; the expert layer is `moe_forward`
+and `moe_backward`. The array module is NumPy or CuPy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model and of its training."""
+    """Hyperparameters of the model and of its training."""
 
     window: int = 16
     embed: int = 16
@@ -45,7 +45,7 @@ class Config:
 
 
 class Model:
-    """Parameters, their gradients and Adam's moments, for one recipe."""
+    """Parameters and Adam moments of one recipe's model."""
 
     def __init__(self, config: Config, recipe: str, xp: ModuleType = np):
         self.config, self.recipe, self.xp = config, recipe, xp
@@ -62,12 +62,13 @@ class Model:
             for name, (shape, scale) in shapes.items()
         }
         self.moments = {n: (xp.zeros_like(p), xp.zeros_like(p)) for n, p in self.params.items()}
-        # Selection is balanced by a bias that the probabilities do not see (arXiv 2408.15664).
+        # Load balancing by a bias that affects the selection but not the probabilities (arXiv 2408.15664).
         self.balance = [xp.zeros(e, np.float32) for _ in range(config.layers)]
         self.steps_taken = 0
 
     def loss(self, contexts: Any, targets: Any) -> tuple[float, dict[str, Any]]:
-        """Mean cross-entropy in nats of the bytes after ``contexts`` [T, window], and the gradients."""
+        """(mean cross-entropy in nats of ``targets``, the bytes after ``contexts`` [T, window];
+        gradients)."""
         xp, p = self.xp, self.params
         x, tape = self._forward(contexts)
         normed, scale = _rms_norm(xp, x)
@@ -87,7 +88,7 @@ class Model:
         return loss, grads
 
     def next_byte_probs(self, contexts: Any) -> Any:
-        """Probabilities [T, 256] of the byte after each context."""
+        """Probabilities [T, 256] of the next byte after each context."""
         normed, _ = _rms_norm(self.xp, self._forward(contexts)[0])
         return _softmax(self.xp, normed @ self.params["head"])
 
@@ -104,9 +105,9 @@ class Model:
         x = self.params["embed"][contexts].reshape(len(contexts), self.config.hidden)
         tape = []
         for layer in range(self.config.layers):
-            y, kept = self._layer_forward(layer, x)
+            y, layer_saved = self._layer_forward(layer, x)
             x = x + y
-            tape.append(kept)
+            tape.append(layer_saved)
         return x, tape
 
     def _layer_forward(self, layer: int, x: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -150,7 +151,7 @@ def _adamw(g: Any, rate: Any, decay: Any, p: Any, m: Any, v: Any) -> None:
 
 @cache
 def _fused_adamw(cupy: ModuleType) -> Any:
-    """The same as one kernel a parameter."""
+    """`_adamw` as a single kernel launch per parameter."""
     return cupy.ElementwiseKernel(
         "float32 g, float32 rate, float32 decay",
         "float32 p, float32 m, float32 v",
@@ -161,21 +162,21 @@ def _fused_adamw(cupy: ModuleType) -> Any:
     )
 
 
-#: gradients are means over some thousand bytes, small enough for E4M3's and bfloat16's range to matter
+#: gradients are means over a few thousand bytes; this factor keeps them in the range of E4M3 and bfloat16
 LOSS_SCALE = np.float32(1024)
 
 
 def batches(text: np.ndarray, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(contexts [T, window], targets [T]) at random places, the same ones for the same seed."""
+    """(contexts [T, window], targets [T]) at random positions, determined by the seed."""
     rng = np.random.default_rng(config.seed + 1)
     span = np.arange(config.window)
     for _ in range(config.steps):
-        at = rng.integers(0, len(text) - config.window, config.tokens)
-        yield text[at[:, None] + span], text[at + config.window]
+        starts = rng.integers(0, len(text) - config.window, config.tokens)
+        yield text[starts[:, None] + span], text[starts + config.window]
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Ten steps of warm-up, then a cosine down to a twentieth."""
+    """Ten steps of linear warm-up; cosine decay to a twentieth."""
     warm = min(1.0, (step + 1) / 10)
     return config.lr * warm * (0.525 + 0.475 * float(np.cos(np.pi * step / config.steps)))
 

@@ -1,4 +1,4 @@
-"""Training in every recipe side by side, and the report: table, picture, sample of text."""
+"""Trains the demo's model in every recipe and reports a table, a plot and a text sample."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fp8moe.info import command, commit
 from fp8moe.moe import RECIPES
 
 MAX_TEXT = 4_000_000
-#: how far fp8_flow may be from bf16, averaged over the last tenth of the run
+#: maximum relative difference of fp8_flow's loss from bf16's, averaged over the last tenth of the run
 ALLOWED_DEVIATION = 0.0025
 
 
 @dataclass
 class Run:
-    """What one recipe did."""
+    """Measurements of one recipe."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def final(self) -> float:
-        """Mean loss of the last tenth."""
+        """Mean loss over the last tenth of the steps."""
         return float(np.mean(self.losses[-max(1, len(self.losses) // 10) :]))
 
 
@@ -56,7 +56,8 @@ def standard_library_text() -> np.ndarray:
 
 
 def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[str, Run], dict[str, Model]]:
-    """Train one model a recipe on the same batches; step by step, so that none has a machine to itself."""
+    """Train one model per recipe on the same batches. The recipes alternate at each step, so that the load of
+    the machine affects all timings equally."""
     tqdm = importlib.import_module("tqdm").tqdm
     models = {recipe: Model(config, recipe, xp) for recipe in RECIPES}
     runs = {recipe: Run() for recipe in RECIPES}
@@ -69,7 +70,7 @@ def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[s
                 loss, grads = model.loss(contexts, targets)
             model.adamw(grads, learning_rate(config, step))
             run = runs[recipe]
-            run.losses.append(loss)  # a float: the device has finished
+            run.losses.append(loss)  # a Python float, so the device has finished
             run.seconds.append(time.perf_counter() - start)
             run.casts, run.saved_bytes = traced.casts, traced.saved_bytes
         bar.set_postfix({recipe: f"{run.losses[-1]:.3f}" for recipe, run in runs.items()})
@@ -77,13 +78,13 @@ def train(config: Config, text: np.ndarray, xp: ModuleType = np) -> tuple[dict[s
 
 
 def deviation(runs: dict[str, Run], recipe: str) -> float:
-    """Relative difference of the last tenth's mean loss from bf16's."""
+    """Relative difference of a recipe's final loss from bf16's."""
     return runs[recipe].final / runs["bf16"].final - 1
 
 
 def table(runs: dict[str, Run]) -> str:
     head = (
-        f"{'recipe':14} {'first loss':>10} {'last loss':>10} {'vs bf16':>9} {'casts':>6} {'kept':>9} "
+        f"{'recipe':14} {'first loss':>10} {'last loss':>10} {'vs bf16':>9} {'casts':>6} {'saved':>9} "
         f"{'ms/step':>8}"
     )
     lines = [head, "-" * len(head)]
@@ -92,12 +93,14 @@ def table(runs: dict[str, Run]) -> str:
             f"{recipe:14} {run.first:10.4f} {run.final:10.4f} {deviation(runs, recipe):+9.3%} "
             f"{run.casts:6} {run.saved_bytes / 2**20:5.2f} MiB {np.median(run.seconds) * 1e3:8.1f}"
         )
-    lines.append("last loss: mean of the last tenth; casts: explicit ones a step; kept: for the backward")
+    lines.append(
+        "last loss: mean of the last tenth; casts: explicit, per step; saved: bytes for the backward"
+    )
     return "\n".join(lines)
 
 
 def picture(runs: dict[str, Run], path: Path) -> None:
-    """Loss curves, and the difference from bf16, smoothed over a tenth of the run."""
+    """Plot the loss curves and their difference from bf16, smoothed over a tenth of the run."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     plt = importlib.import_module("matplotlib.pyplot")
@@ -114,10 +117,10 @@ def picture(runs: dict[str, Run], path: Path) -> None:
             steps = np.arange(width - 1, len(base))
             below.plot(steps, smooth * 100, f"C{color}", label=recipe, linewidth=1)
     below.axhspan(-100 * ALLOWED_DEVIATION, 100 * ALLOWED_DEVIATION, color="0.9")
-    top.set_ylabel("loss, nats a byte")
+    top.set_ylabel("loss, nats per byte")
     top.legend(title="recipe (mean of the last tenth)")
     below.set_xlabel("step")
-    below.set_ylabel("% from bf16")
+    below.set_ylabel("difference from bf16, %")
     below.legend()
     top.set_title("The same byte-level mixture-of-experts model in three recipes")
     figure.savefig(path, dpi=110)
@@ -125,7 +128,7 @@ def picture(runs: dict[str, Run], path: Path) -> None:
 
 
 def sample(model: Model, prompt: bytes, length: int, temperature: float = 0.6) -> str:
-    """Let the model write on from a prompt."""
+    """Generate a continuation of a prompt."""
     rng = np.random.default_rng(0)
     text = list(prompt.rjust(model.config.window, b"\n"))
     for _ in range(length):
@@ -137,21 +140,21 @@ def sample(model: Model, prompt: bytes, length: int, temperature: float = 0.6) -
 
 
 def verdicts(runs: dict[str, Run]) -> list[tuple[bool, str]]:
-    """What the demo promises, and whether this run kept it."""
-    off = deviation(runs, "fp8_flow")
-    fell = all(run.final < 0.6 * run.first for run in runs.values())
+    """(passed, description) of each of the demo's checks."""
+    difference = deviation(runs, "fp8_flow")
+    all_fell = all(run.final < 0.6 * run.first for run in runs.values())
     return [
-        (fell, "every recipe's loss fell by more than 40 %"),
-        (abs(off) <= ALLOWED_DEVIATION, f"fp8_flow is within 0.25 % of bf16 ({off:+.3%})"),
+        (all_fell, "every recipe's loss fell by more than 40 %"),
+        (abs(difference) <= ALLOWED_DEVIATION, f"fp8_flow is within 0.25 % of bf16 ({difference:+.3%})"),
         (
             runs["fp8_flow"].casts < runs["fp8_blockwise"].casts,
-            f"{runs['fp8_blockwise'].casts} casts a step became {runs['fp8_flow'].casts}",
+            f"{runs['fp8_flow'].casts} casts per step instead of {runs['fp8_blockwise'].casts}",
         ),
     ]
 
 
 def main(config: Config, device: str, text_file: Path | None, folder: Path, check: bool) -> int:
-    """Train, report, and return an exit code: 1 when ``check`` and a promise was not kept."""
+    """Train, report, and return the exit code: 1 if ``check`` and a check failed."""
     start = time.perf_counter()
     xp: Any = np
     if device == "cuda":
@@ -160,10 +163,10 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
         xp = require_cupy("--device cuda")
     text = standard_library_text() if text_file is None else np.fromfile(text_file, np.uint8)
     if len(text) <= config.window:
-        raise ValueError(f"text: got {len(text)} bytes; wanted more than the window of {config.window}")
+        raise ValueError(f"text: got {len(text)} bytes; wanted more than the window size, {config.window}")
     print(
         f"{config.layers} MoE layer(s), {config.experts} experts, top-{config.topk}, hidden {config.hidden}; "
-        f"{len(text):,} bytes of text; {config.steps} steps of {config.tokens} on {device}"
+        f"{len(text):,} bytes of text; {config.steps} steps of {config.tokens} bytes on {device}"
     )
     runs, models = train(config, text, xp)
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,11 +180,11 @@ def main(config: Config, device: str, text_file: Path | None, folder: Path, chec
     }
     (folder / "results.json").write_text(json.dumps(report) + "\n")
     print("\n" + table(runs))
-    print("\nfp8_flow writes:\n" + sample(models["fp8_flow"], b"def ", 240))
+    print("\nsample of fp8_flow:\n" + sample(models["fp8_flow"], b"def ", 240))
     print()
     results = verdicts(runs)
-    for kept, words in results:
-        print(("ok      " if kept else "NOT OK  ") + words)
-    print(f"curves: {folder / 'loss.png'}   numbers: {folder / 'results.json'}")
+    for passed, description in results:
+        print(("ok      " if passed else "FAILED  ") + description)
+    print(f"plot: {folder / 'loss.png'}   results: {folder / 'results.json'}")
     print(f"{time.perf_counter() - start:.0f} s")
-    return 0 if all(kept for kept, _ in results) or not check else 1
+    return 0 if all(passed for passed, _ in results) or not check else 1

@@ -1,7 +1,7 @@
-"""How each framework's arrays come in as raw buffers, and how results leave as the caller's kind.
+"""Conversion of each framework's arrays to raw buffers, and of results to the caller's framework.
 
-A raw buffer is a `numpy.ndarray` on the CPU and a `DeviceArray` on CUDA. Nothing is copied on the way in.
-A framework is never imported here: when one of its arrays arrives, it is in `sys.modules` already.
+A raw buffer is a `numpy.ndarray` on the CPU and a `DeviceArray` on CUDA. Arguments are never copied. No
+framework is imported here: if an argument is one of its arrays, it is in `sys.modules` already.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FRAMEWORKS: dict[str, Framework] = {
 
 
 def framework_of(x: Any, name: str) -> Framework:
-    """The framework of an array, by the package of its type."""
+    """The framework of an array, given by the package of its type."""
     framework = framework_of_type(type(x))  # type: ignore[arg-type]
     if framework is None:
         raise no_array(x, name)
@@ -69,17 +69,20 @@ def framework_of(x: Any, name: str) -> Framework:
 
 @lru_cache(maxsize=256)
 def framework_of_type(kind: Any) -> Framework | None:
-    """None for what is no array, records among it."""
+    """The framework of a type; None if it is not an array type, such as a record."""
     if kind is DeviceArray or field_names(kind) is not None:
         return None
     for base in kind.__mro__:
-        home = base.__module__.partition(".")[0]
-        framework = FRAMEWORKS.get(home)
+        package = base.__module__.partition(".")[0]
+        framework = FRAMEWORKS.get(package)
         if framework is None:
             continue
-        if not issubclass(kind, _array_types(home)):
+        if not issubclass(kind, _array_types(package)):
             return None
-        if home == "torch" and kind.__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+        if (
+            package == "torch"
+            and kind.__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__
+        ):
             return _STANDS_FOR_OTHERS
         return framework
     if hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__"):
@@ -88,7 +91,7 @@ def framework_of_type(kind: Any) -> Framework | None:
 
 
 def _array_types(home: str) -> Any:
-    """What is an array among the types of a package."""
+    """The array types of a package."""
     if home == "torch":
         return sys.modules["torch"].Tensor
     if home in ("jax", "jaxlib"):

@@ -1,4 +1,4 @@
-"""What the library needs of an array framework; NumPy's implementation is the default."""
+"""The interface to an array framework; the default implementation is NumPy's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import numpy as np
 from fp8moe.formats import BFLOAT16
 from fp8moe.records import ArraySpec, DeviceArray
 
-#: an array without its framework: `numpy.ndarray` on the CPU, `DeviceArray` on CUDA
+#: a raw buffer: `numpy.ndarray` on the CPU, `DeviceArray` on CUDA
 RawArray = np.ndarray | DeviceArray
 Device = str | int  # "cpu", or the ordinal of a CUDA device
-#: a device, the arrays' addresses, and shape, dtype and alignment of each
+#: (device, addresses of the arrays, (shape, dtype, address modulo 16) of each)
 Description = tuple[int, list[int], list[tuple[tuple[int, ...], np.dtype, int]]]
-Wanted = tuple[tuple[int, ...], np.dtype, bool]  # an array to allocate, and whether it ends with the call
+Wanted = tuple[tuple[int, ...], np.dtype, bool]  # an array to allocate; True: temporary, for one call
 
 
 class BackendUnavailable(RuntimeError):
-    """There is no working backend for the device of an array; the message names what to install."""
+    """No backend works for the device of an array; the message says what to install."""
 
 
 load_module = cache(importlib.import_module)
@@ -45,10 +45,10 @@ def describe_device(device: Device) -> str:
 
 
 class Framework:
-    """How one framework's arrays are viewed, allocated and handed back."""
+    """Views, allocates and returns arrays of one framework."""
 
     name = "numpy"
-    always_writable = False  # whether none of its arrays is read-only
+    always_writable = False  # whether its arrays are never read-only
 
     def view(self, x: Any, name: str) -> RawArray:
         return require_contiguous(x, name, "numpy.ascontiguousarray")
@@ -61,20 +61,20 @@ class Framework:
             return load_module("fp8moe.interop.cupy").cupy_empty(cupy, spec)
 
     def scratch(self, spec: ArraySpec, device: Device) -> RawArray:
-        """Memory for the length of one call."""
+        """Allocate temporary memory for one call."""
         return self.empty(spec, device)
 
-    # What a launch plan does (`fp8moe.launch_plan`), with as few Python calls as can be.
+    # The methods that a launch plan calls (`fp8moe.launch_plan`), with as few Python calls as possible.
 
     def describe(self, arrays: list[Any]) -> Description | None:
-        """What `view` would make of these arrays, if they are this framework's and lie on one CUDA device;
-        None where `view` has to look at them one by one."""
+        """Describe arrays as `view` would, if all are this framework's and on one CUDA device; otherwise
+        None, and the caller uses `view` for each array."""
         framework_of_type = load_module("fp8moe.interop").framework_of_type
         device, addresses, described = None, [], []
         for x in arrays:
             try:
                 raw = self.view(x, "")
-            except Exception:  # the call's own `view` raises it with the argument's name
+            except Exception:  # `view` raises it again, with the argument's name
                 return None
             if type(raw) is not DeviceArray or framework_of_type(type(x)) is not self:
                 return None
@@ -88,14 +88,15 @@ class Framework:
     def prepare(
         self, device: int, arrays: Iterable[Wanted]
     ) -> tuple[Callable[[], int], list[Callable[[], Any]]]:
-        """A function that returns `stream`, and one for each of these arrays that allocates it."""
+        """(a function that returns `stream`, a function per array that allocates it)."""
         makers: list[Callable[[], Any]] = []
         for shape, dtype, temporary in arrays:
             make = self.scratch if temporary else self.empty
             makers.append(partial(make, ArraySpec(shape, dtype), device))
         return partial(self.stream, device), makers
 
-    #: address of what these allocate, and whether that is the caller's kind of array, which `wrap` makes else
+    #: address: of an array from these functions. allocates_results: whether they return the framework's own
+    #: arrays; otherwise `wrap` converts them
     address: Callable[[Any], int] = staticmethod(attrgetter("ptr"))
     allocates_results = False
 
@@ -107,11 +108,11 @@ class Framework:
         )
 
     def stream(self, device: Device) -> int:
-        """Address of the CUDA stream that this framework's arrays are ordered on; 0: the default stream."""
+        """Handle of the CUDA stream on which this framework orders its arrays; 0: the default stream."""
         return 0
 
     def beside(self, x: Any) -> Framework:
-        """The framework whose results on the CPU lie where this array does."""
+        """The framework object that places CPU results on the device of this array."""
         return self
 
     def is_read_only(self, x: Any) -> bool:
@@ -163,19 +164,20 @@ _KNOWN = {dtype: dtype for dtype in _DTYPES.values()}
 
 
 def known_dtype(dtype: np.dtype, argument: str) -> np.dtype:
-    """The native dtype that equals this one. NumPy composes ``dtype.name`` at each use, which takes 2 us."""
-    same = _KNOWN.get(dtype)
-    if same is None:
+    """The native dtype equal to this one. Cached, because NumPy takes 2 us to build ``dtype.name`` at each
+    use."""
+    known = _KNOWN.get(dtype)
+    if known is None:
         native = dtype_named(dtype.name, argument)
         raise TypeError(
-            f"{argument}: got dtype {dtype.str}, whose bytes are in another order than this machine's; pass "
-            f"it .astype({native.name!r})"
+            f"{argument}: got dtype {dtype.str}; wanted this machine's byte order; pass "
+            f"{argument}.astype({native.name!r})"
         )
-    return same
+    return known
 
 
 def plain_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of the same size that every framework exchanges: bfloat16 as int16, float8 as uint8."""
+    """A dtype of the same size that every framework can exchange: int16 for bfloat16, uint8 for float8."""
     if dtype.kind != "V" and dtype.name not in ("bfloat16",) and not dtype.name.startswith("float8"):
         return dtype
     return np.dtype(np.int16 if dtype == BFLOAT16 else np.uint8)
@@ -184,8 +186,8 @@ def plain_dtype(dtype: np.dtype) -> np.dtype:
 def require_contiguous(x: np.ndarray, name: str, fix: str) -> np.ndarray:
     if isinstance(x, (np.ma.MaskedArray, np.matrix)):
         raise TypeError(
-            f"{name}: got a {type(x).__name__}, whose mask or shapes would be lost; wanted an array; pass "
-            "x.filled(value), or numpy.asarray(x)"
+            f"{name}: got a {type(x).__name__}; wanted a plain array, without a mask or matrix semantics; "
+            "pass x.filled(value), or numpy.asarray(x)"
         )
     if not x.flags.c_contiguous:
         raise not_contiguous(name, x.shape, x.strides, f"{fix}(x)")

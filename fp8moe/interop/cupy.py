@@ -56,5 +56,5 @@ def cupy_view(cupy: ModuleType, raw: DeviceArray) -> Any:
 
 @cache
 def _cupy_dtype(dtype: np.dtype) -> np.dtype:
-    """CuPy knows bfloat16 but no float8."""
+    """CuPy supports bfloat16 but not float8, which becomes uint8."""
     return np.dtype(np.uint8) if dtype.name.startswith("float8") else dtype

@@ -1,4 +1,4 @@
-"""Anything else that exchanges its memory: by DLPack, or by ``__cuda_array_interface__``."""
+"""Arrays of any other library, through DLPack or ``__cuda_array_interface__``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8moe.interop.base import (
 
 
 class Exchanged(Framework):
-    """Anything else with ``__dlpack__`` or ``__cuda_array_interface__``; results are NumPy or CuPy."""
+    """Any object with ``__dlpack__`` or ``__cuda_array_interface__``; results are NumPy or CuPy arrays."""
 
     name = "dlpack"
 
@@ -44,26 +44,26 @@ class Exchanged(Framework):
 
 
 def _exchange(x: Any, name: str) -> capsule.Exchanged:
-    """The description in the DLPack capsule of an array."""
+    """Read the DLPack capsule of an array."""
     if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
         raise no_array(x, name)
     try:
-        # stream=1: the legacy default stream, which this runs on; the producer orders itself before it
+        # stream=1: the legacy default stream, on which these calls run; the producer synchronises with it
         options = {"stream": 1} if x.__dlpack_device__()[0] in (2, 13) else {}
-        try:  # read-only memory has its mark since version 1.0, and else no capsule
+        try:  # since 1.0 a flag marks read-only memory; before, exporting it fails
             exported = x.__dlpack__(max_version=(1, 0), **options)
-        except TypeError:  # from before there were versions
+        except TypeError:  # a producer without max_version
             exported = x.__dlpack__(**options)
         return capsule.read_capsule(exported)
     except Exception as error:
         raise TypeError(
-            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, whose __dlpack__ gives nothing to "
-            f"read ({error}); wanted an array of a dtype and on a device that DLPack and this library know"
+            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, whose __dlpack__ gives no readable "
+            f"array ({error}); wanted a dtype and device that DLPack and this library support"
         ) from error
 
 
 def _cuda_array_interface(x: Any) -> Any:
-    """An array's interface, where it has no DLPack."""
+    """The ``__cuda_array_interface__`` of an array without DLPack, else None."""
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return None
     return getattr(x, "__cuda_array_interface__", None)
@@ -82,11 +82,11 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
             attributes = runtime.pointerGetAttributes(ptr)
         except runtime.CUDARuntimeError as error:
             raise BackendUnavailable(
-                f"{name}: got an array on CUDA, which does not work here ({error}); install a driver for it"
+                f"{name}: got an array on CUDA, but the CUDA driver does not work ({error}); install a driver"
             ) from error
         if attributes.type not in (2, 3):  # cudaMemoryTypeDevice, cudaMemoryTypeManaged
             raise TypeError(
-                f"{name}: got an array at {ptr:#x}, no CUDA device's memory; wanted a device array"
+                f"{name}: got an array at {ptr:#x}, which is not CUDA device memory; wanted a device array"
             )
         device = attributes.device
         stream = interface.get("stream")
@@ -96,7 +96,7 @@ def _from_cuda_array_interface(interface: dict, x: Any, name: str) -> DeviceArra
                 "1 (the legacy default stream), 2 (the thread's), or a stream's address"
             )
         if stream is not None and stream != 1:
-            # 0: what this framework runs on
+            # 0: the stream of this framework
             load_module("fp8moe.kernels_cuda.driver").order(stream, 0, device)
     return DeviceArray(ptr, shape, dtype, device, x)
 

@@ -18,7 +18,7 @@ class Jax(Framework):
     name = "jax"
 
     def __init__(self, device: Any = None, committed: bool = True):
-        """device: JAX's own, of results on the CPU, which may have several (XLA's host platform devices)."""
+        """device: the JAX device of CPU results; the CPU may have several (XLA's host platform devices)."""
         self._device, self._committed = device, committed
 
     def view(self, x: Any, name: str) -> RawArray:
@@ -33,7 +33,7 @@ class Jax(Framework):
         except TypeError:
             if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
                 raise TypeError(
-                    f"{name}: got dtype {x.dtype}; wanted numbers; of keys pass jax.random.key_data(x)"
+                    f"{name}: got dtype {x.dtype}; wanted numbers; for keys pass jax.random.key_data(x)"
                 ) from None
             if x.is_deleted():
                 raise ValueError(
@@ -52,8 +52,8 @@ class Jax(Framework):
     def empty(self, spec: ArraySpec, device: Device) -> RawArray:
         if spec.dtype.itemsize == 8 and not sys.modules["jax"].config.jax_enable_x64:
             raise TypeError(
-                f"dtype: got {spec.dtype.name}, of which JAX would keep 32 bits; wanted another, or "
-                'jax.config.update("jax_enable_x64", True)'
+                f"dtype: got {spec.dtype.name}, which JAX would truncate to 32 bits; wanted a dtype of at "
+                'most 32 bits, or jax.config.update("jax_enable_x64", True)'
             )
         return super().empty(spec, device)
 
@@ -61,7 +61,7 @@ class Jax(Framework):
         jax = sys.modules["jax"]
         if not isinstance(raw, np.ndarray):
             return jax.dlpack.from_dlpack(cupy_view(require_cupy("a result"), raw))
-        if self._committed:  # and nothing is compiled for, as jax.numpy.asarray does for each new shape
+        if self._committed:  # unlike jax.numpy.asarray, compiles nothing per shape
             return jax.device_put(raw, self._device)
         with jax.default_device(self._device):
             return jax.device_put(raw)

@@ -25,8 +25,8 @@ from fp8moe.records import ArraySpec, DeviceArray
 
 
 class _CpuMemory:
-    """A tensor by NumPy's array interface. ``Tensor.numpy`` would do, but makes its storage one that cannot
-    be resized, as FSDP does to free what it gathered."""
+    """A tensor with NumPy's array interface. ``Tensor.numpy`` is not used because it makes the storage
+    non-resizable, and FSDP resizes storages to free gathered parameters."""
 
     def __init__(self, x: Any, ptr: int, dtype: np.dtype):
         self._owner = x
@@ -43,8 +43,8 @@ class Torch(Framework):
         try:
             if x.requires_grad and torch.is_grad_enabled():
                 raise TypeError(
-                    f"{name}: got a tensor that requires grad, which this function would cut off; use "
-                    "fp8moe.adapters.torch_ops, or pass x.detach()"
+                    f"{name}: got a tensor that requires grad, but this function does not record gradients; "
+                    "use fp8moe.adapters.torch_ops, or pass x.detach()"
                 )
             if not x.is_contiguous():
                 if x.layout is not torch.strided:
@@ -60,16 +60,16 @@ class Torch(Framework):
             ptr = x.data_ptr()
             if not ptr and x.numel():
                 raise TypeError(
-                    f"{name}: got a tensor whose memory was freed, or that never had any; wanted its values "
-                    "in memory, as FSDP's unshard brings them back"
+                    f"{name}: got a tensor whose memory was freed, or that never had memory; wanted an "
+                    "allocated tensor; call FSDP's unshard first"
                 )
             if x.is_cuda:
                 return DeviceArray(ptr, x.shape, dtype, x.get_device(), x)
-        except RuntimeError as error:  # sparse, MKL-DNN's and nested ones, and those inside torch.func.vmap
+        except RuntimeError as error:  # sparse, MKL-DNN and nested tensors, and those inside torch.func.vmap
             raise TypeError(
-                f"{name}: got a tensor of layout {x.layout} that is not one piece of memory "
-                f"({str(error).splitlines()[0]}); wanted a strided one outside of torch.func's transforms; "
-                "pass x.to_dense(), or go through fp8moe.adapters.torch_ops"
+                f"{name}: got a tensor of layout {x.layout} without a single memory address "
+                f"({str(error).splitlines()[0]}); wanted a strided tensor outside torch.func's transforms; "
+                "pass x.to_dense(), or use fp8moe.adapters.torch_ops"
             ) from None
         if not x.numel():
             return np.empty(tuple(x.shape), dtype)
@@ -79,12 +79,12 @@ class Torch(Framework):
         if device == "cpu":
             return np.empty(spec.shape, spec.dtype)
         torch, ordinal = sys.modules["torch"], int(device)
-        shape = spec.shape or ((),)  # lengths one by one: of a tuple torch takes a microsecond more
+        shape = spec.shape or ((),)  # separate arguments: a tuple takes torch a microsecond more
         owner = torch.empty(*shape, dtype=_torch_dtype(spec.dtype), device=_torch_device(ordinal))
         if type(owner) is not torch.Tensor:
             raise TypeError(
-                f"a result: torch made a {type(owner).__name__}, which has no memory; call this outside of "
-                "FakeTensorMode, or through fp8moe.adapters.torch_ops"
+                f"a result: torch made a {type(owner).__name__}, which has no memory; call this outside "
+                "FakeTensorMode, or use fp8moe.adapters.torch_ops"
             )
         return DeviceArray(owner.data_ptr(), spec.shape, spec.dtype, ordinal, owner)
 
@@ -92,7 +92,7 @@ class Torch(Framework):
         torch = sys.modules["torch"]
         if isinstance(raw, DeviceArray):
             return _whole_or_part(torch, raw)
-        if not raw.size:  # NumPy gives it strides of zero, which torch's grouped product refuses
+        if not raw.size:  # NumPy's strides would be 0, which torch's grouped GEMM rejects
             return torch.empty(*raw.shape, dtype=_torch_dtype(raw.dtype), device="cpu")
         tensor = torch.from_numpy(raw.view(plain_dtype(raw.dtype)))
         return tensor.view(getattr(torch, raw.dtype.name))
@@ -117,17 +117,17 @@ class Torch(Framework):
                 device = ordinal
                 addresses.append(ptr)
                 described.append((x.shape, dtype, ptr & 15))
-        except RuntimeError:  # sparse ones, and those inside of torch.func's transforms
+        except RuntimeError:  # sparse tensors, and tensors inside torch.func's transforms
             return None
         return None if device is None else (device, addresses, described)
 
     def prepare(
         self, device: int, arrays: Iterable[Wanted]
     ) -> tuple[Callable[[], int], list[Callable[[], Any]]]:
-        empty, where = sys.modules["torch"].empty, _torch_device(device)
+        empty, torch_device = sys.modules["torch"].empty, _torch_device(device)
         makers: list[Callable[[], Any]] = []
         for shape, dtype, _ in arrays:
-            makers.append(partial(empty, *(shape or ((),)), dtype=_torch_dtype(dtype), device=where))
+            makers.append(partial(empty, *(shape or ((),)), dtype=_torch_dtype(dtype), device=torch_device))
         return partial(_torch_stream(), device), makers
 
     address = staticmethod(methodcaller("data_ptr"))
@@ -136,19 +136,19 @@ class Torch(Framework):
 
 
 class StandsForOthers(Framework):
-    """Tensors that are not the memory they own, as DTensor and FakeTensor, whose address is null."""
+    """Wrapper tensors without data of their own, such as DTensor and FakeTensor; their address is null."""
 
     def view(self, x: Any, name: str) -> RawArray:
         fix = "its plain tensors"
         if hasattr(x, "to_local"):
             fix = "x.to_local()"
         raise TypeError(
-            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, which only stands for other tensors; "
+            f"{name}: got {type(x).__module__}.{type(x).__qualname__}, which only wraps other tensors; "
             f"wanted a plain tensor; pass {fix}"
         )
 
 
-_NUMPY_DTYPES: dict[Any, np.dtype] = {}  # by torch's
+_NUMPY_DTYPES: dict[Any, np.dtype] = {}  # key: torch dtype
 
 
 @cache
@@ -160,14 +160,15 @@ def _torch_dtype(dtype: np.dtype) -> Any:
 
 @cache
 def _torch_stream() -> Any:
-    """Address of a device's current stream; torch's public way makes an object first, 1.7 us."""
+    """A function that returns the handle of a device's current stream; torch's public API creates an object,
+    1.7 us."""
     torch = sys.modules["torch"]
-    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return quick or (lambda device: torch.cuda.current_stream(device).cuda_stream)
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw_stream or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 
 def _whole_or_part(torch: ModuleType, raw: DeviceArray) -> Any:
-    """The owner itself, or the part of it that a packed array is."""
+    """The owner, or the slice of it that a packed array occupies."""
     owner = raw.owner
     if tuple(owner.shape) == raw.shape:
         return owner
