@@ -90,7 +90,7 @@ def test_grouped_gemm_asks_for_no_more_experts_than_fit(verb, kernel):
     assert reasons == [f"{most + 1} experts are too many"]
 
 
-# bytes of shared memory a block may have, of CUDA's table of compute capabilities
+# KB of shared memory a block may have, of CUDA's table of compute capabilities, without what the system takes
 SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227}
 SHARED_MEMORY |= {"sm_120a": 99}
 
@@ -123,7 +123,8 @@ def test_tiles_of_mma_have_the_numbers_of_their_kernels(architecture, operands, 
     columns, rows, threads, shared = eval(completed.stdout.replace("/", "//"))
     here = grouped_gemm_mma.configuration(product(operands, verb), architecture)
     assert (here.threads, here.shared) == (threads, shared)
-    assert here.shared + BLOCK_RESERVES <= SHARED_MEMORY[architecture] << 10  # and what the kernel declares
+    # beside the stages is what a kernel declares, 128 bytes; test_compiler.py holds it to 1 KB
+    assert here.shared + (1 << 10) <= SHARED_MEMORY[architecture] << 10
     if verb == "grouped_gemm":
         assert here.blocks == (32_768 // rows + 8) * (4096 // columns)
     else:
