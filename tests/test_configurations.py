@@ -91,7 +91,8 @@ def test_grouped_gemm_expert_limit_fits_shared_memory(verb, kernel):
     assert reasons == [f"{largest + 1} experts are too many"]
 
 
-# maximum shared memory per block in KiB, from CUDA's table of compute capabilities
+# maximum shared memory per block in KiB, from CUDA's table of compute capabilities, without what the system
+# reserves
 SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227}
 SHARED_MEMORY |= {"sm_120a": 99}
 
@@ -124,8 +125,8 @@ def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb)
     columns, rows, threads, shared = eval(completed.stdout.replace("/", "//"))
     configuration = grouped_gemm_mma.configuration(product(operands, verb), architecture)
     assert (configuration.threads, configuration.shared) == (threads, shared)
-    # and what the kernel declares statically
-    assert configuration.shared + BLOCK_RESERVES <= SHARED_MEMORY[architecture] << 10
+    # besides the stages, a kernel declares 128 bytes statically; test_compiler.py limits them to 1 KB
+    assert configuration.shared + (1 << 10) <= SHARED_MEMORY[architecture] << 10
     if verb == "grouped_gemm":
         assert configuration.blocks == (32_768 // rows + 8) * (4096 // columns)
     else:

@@ -45,7 +45,8 @@ class Capacity(Options):
         number of tokens always suffices. A rank always sends every rank this many rows, including empty ones,
         and receives W times as many.
     entries: (token, expert) pairs of a rank's own experts, from all ranks; None: W * rows * min(k, E / W),
-        which always suffices. The buffers of permuted rows have this many rows plus the experts' alignment.
+        which suffices where no token names an expert twice. The buffers of permuted rows have this many rows
+        plus the experts' alignment.
 
     Rows and entries beyond the bounds are dropped, as if their ids were below 0, those of later tokens or
     later experts first; `overflow` counts them.
