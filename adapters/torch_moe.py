@@ -22,7 +22,7 @@ from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.adapters.torch_router import Router
-from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
+from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, own_experts, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe
@@ -423,8 +423,7 @@ class FP8FlowMoE(nn.Module):
     def _multiply(self, x: Tensor, ids: Tensor, probs: Tensor, copies: list[Quantized]) -> Tensor:
         return experts(
             x.contiguous(),
-            local_of(self.w13),
-            local_of(self.w2),
+            *self._own_experts(),
             ids.contiguous(),
             probs.contiguous(),
             copies,
@@ -439,6 +438,10 @@ class FP8FlowMoE(nn.Module):
             handle=self._handle,
             collector=self._collector if self.collect_stats else None,
         )
+
+    def _own_experts(self) -> tuple[Tensor, Tensor]:
+        mesh = self._ranks.mesh
+        return own_experts("w13", self.w13, mesh), own_experts("w2", self.w2, mesh)
 
     # ---- which FP8 copies a forward multiplies by
 
@@ -476,7 +479,7 @@ class FP8FlowMoE(nn.Module):
                 return kept.records
         elif kept is not None:
             self._release()
-        weights = local_of(self.w13), local_of(self.w2)
+        weights = self._own_experts()
         return list(quantize_fp8_weights(*weights, activation=self.activation))
 
     def _keep(self) -> _Copies:
@@ -498,7 +501,7 @@ class FP8FlowMoE(nn.Module):
         # not as inference tensors, which no backward may read
         with torch.inference_mode(False), torch.no_grad():
             out = None if into is None else (into[0], into[1])
-            weights = local_of(self.w13), local_of(self.w2)
+            weights = self._own_experts()
             return list(quantize_fp8_weights(*weights, activation=self.activation, out=out))
 
     def _release(self) -> None:
@@ -509,7 +512,7 @@ class FP8FlowMoE(nn.Module):
             self._copies = None
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        weights = local_of(self.w13), local_of(self.w2)
+        weights = self._own_experts()
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
