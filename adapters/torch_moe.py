@@ -75,7 +75,8 @@ class FP8FlowMoE(nn.Module):
         with plain tensors, of all experts or of this rank's, loads. Rows travel in FP8 for "fp8_flow". The
         counts of rows are looked at once a forward, so that no CUDA graph can hold it, but for a
         `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is every rank's own:
-        average its gradient as any other parameter's, and not those of w13 and w2.
+        sum its gradient over the ranks as any other parameter's. Those of w13 and w2 are such sums already:
+        divide them by the number of ranks where the others are averaged.
     overlap_chunks : int
         Chunks of the tokens, with a process_group: rows of one travel beside the products of another, forward
         and backward. y and x's gradient have the same bits; the weights' gradients are sums over chunks in

@@ -7,10 +7,13 @@ sharded along the experts over the ranks' mesh: checkpoints, optimizer states an
 
     layer = FP8FlowMoE(..., process_group=mesh["ep"])
     fully_shard(layer, mesh=mesh["dp"])
+    layer.set_gradient_divide_factor(mesh.size())
 
-The router's gradient is every rank's own, of its own tokens: ``fully_shard(layer.router, mesh=...)`` over
-all ranks before that averages it. torch's optimizers do not take plain tensors and DTensors in one group, nor
-does `torch.nn.utils.clip_grad_norm_`: `param_groups` and `clip_grad_norm_` are for models that have both.
+Gradients of w13 and w2 are sums over the ranks of "ep" already; without the last line they would be divided
+by the ranks of "dp" alone, and be larger than all others by the number of ranks of "ep". The router's
+gradient is every rank's own, of its own tokens: ``fully_shard(layer.router, mesh=...)`` over all ranks before
+that averages it. torch's optimizers do not take plain tensors and DTensors in one group, nor does
+`torch.nn.utils.clip_grad_norm_`: `param_groups` and `clip_grad_norm_` are for models that have both.
 """
 
 from __future__ import annotations
