@@ -22,7 +22,7 @@ from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_operation import check_float, refuse_transforms
 from fp8moe.adapters.torch_router import Router
-from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, shard_of
+from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, own_experts, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe
@@ -76,8 +76,9 @@ class FP8FlowMoE(nn.Module):
         be loaded. With "fp8_flow" rows are sent in FP8. The host reads the row counts once per forward, so
         the forward cannot be captured in a CUDA graph, unless it is given a
         `fp8moe.adapters.torch_distributed.ProcessGroup` with a ``capacity``. The router is replicated on
-        every rank: average its gradient like that of any other parameter, but not the gradients of w13 and
-        w2.
+        every rank: sum its gradient over the ranks, like that of any other parameter. The gradients of w13
+        and w2 are already sums over the ranks: divide them by the number of ranks where the others are
+        averaged.
     overlap_chunks : int
         Number of chunks into which the tokens are divided, with a process_group: the exchange of one chunk
         overlaps the products of another, in forward and backward. y and x's gradient are bitwise equal to
@@ -429,8 +430,7 @@ class FP8FlowMoE(nn.Module):
     def _multiply(self, x: Tensor, ids: Tensor, probs: Tensor, copies: list[Quantized]) -> Tensor:
         return experts(
             x.contiguous(),
-            local_of(self.w13),
-            local_of(self.w2),
+            *self._own_experts(),
             ids.contiguous(),
             probs.contiguous(),
             copies,
@@ -445,6 +445,10 @@ class FP8FlowMoE(nn.Module):
             handle=self._handle,
             collector=self._collector if self.collect_stats else None,
         )
+
+    def _own_experts(self) -> tuple[Tensor, Tensor]:
+        mesh = self._ranks.mesh
+        return own_experts("w13", self.w13, mesh), own_experts("w2", self.w2, mesh)
 
     # ---- FP8 weight copies of a forward
 
@@ -482,7 +486,7 @@ class FP8FlowMoE(nn.Module):
                 return copies.records
         elif copies is not None:
             self._release_copies()
-        weights = local_of(self.w13), local_of(self.w2)
+        weights = self._own_experts()
         return list(quantize_fp8_weights(*weights, activation=self.activation))
 
     def _keep_copies(self) -> _Copies:
@@ -504,7 +508,7 @@ class FP8FlowMoE(nn.Module):
         # not inference tensors, because a backward could not use them
         with torch.inference_mode(False), torch.no_grad():
             out = None if target is None else (target[0], target[1])
-            weights = local_of(self.w13), local_of(self.w2)
+            weights = self._own_experts()
             return list(quantize_fp8_weights(*weights, activation=self.activation, out=out))
 
     def _release_copies(self) -> None:
@@ -515,7 +519,7 @@ class FP8FlowMoE(nn.Module):
             self._copies = None
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-        weights = local_of(self.w13), local_of(self.w2)
+        weights = self._own_experts()
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()

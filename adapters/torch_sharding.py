@@ -8,10 +8,13 @@ weights further.
 
     layer = FP8FlowMoE(..., process_group=mesh["ep"])
     fully_shard(layer, mesh=mesh["dp"])
+    layer.set_gradient_divide_factor(mesh.size())
 
-Each rank computes the router's gradient from its own tokens: call ``fully_shard(layer.router, mesh=...)``
-over all ranks first, which averages it. torch's optimizers and `torch.nn.utils.clip_grad_norm_` do not accept
-plain tensors and DTensors in one group: for models with both, use `param_groups` and `clip_grad_norm_`.
+The gradients of w13 and w2 are already sums over the ranks of "ep"; without the last line they would be
+divided only by the ranks of "dp", and be larger than all others by the number of ranks of "ep". Each rank
+computes the router's gradient from its own tokens: call ``fully_shard(layer.router, mesh=...)`` over all
+ranks first, which averages it. torch's optimizers and `torch.nn.utils.clip_grad_norm_` do not accept plain
+tensors and DTensors in one group: for models with both, use `param_groups` and `clip_grad_norm_`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.expert_parallel import Capacity, Engine, Transport
@@ -122,6 +125,22 @@ def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:
 def local_of(w: Tensor) -> Tensor:
     """This rank's part of a weight, differentiable; plain tensors are returned unchanged."""
     return w.to_local() if isinstance(w, DTensor) else w  # type: ignore[no-any-return]
+
+
+def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The weights of this rank's experts, with their gradient. mesh: of the ranks.
+
+    Raises TypeError for a DTensor of which this rank has less than that.
+    """
+    if not isinstance(w, DTensor) or all(p == Replicate() for p in w.placements):
+        return local_of(w)
+    if w.placements != EXPERTS or w.device_mesh != mesh:
+        raise TypeError(
+            f"{name}: got a DTensor of placements {w.placements}, of which this rank has a part; wanted the "
+            "weights of its experts whole; pass process_group= for expert parallelism, or use fully_shard, "
+            "which gathers weights for the call of the module that it was given"
+        )
+    return local_of(w)
 
 
 def is_whole(w: Tensor, mesh: DeviceMesh | None) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8moe
 from fp8moe import Activation, expert_parallel
@@ -456,8 +457,27 @@ def refusals(comm):
     no_group = types.SimpleNamespace(rank=RANK, world_size=WORLD, counts=print, exchange=print)
     with pytest.raises(TypeError, match="process_group: got SimpleNamespace without an attribute `group`"):
         FP8FlowMoE(H, F, E, 2, process_group=no_group)
+    weights_in_part()
     again = expert_parallel.dispatch(x, ids, probs, E, comm)  # a failed exchange does not affect the next one
     assert len(again.x) == (4 * WORLD if RANK == 0 else 0)
+
+
+def weights_in_part():
+    """A rank's part of a weight is a weight of smaller experts, or of fewer, and would multiply as one."""
+    mesh = init_device_mesh(DEVICE, (WORLD,))
+    for recipe, dims in (("fp8_flow", (1, 2)), ("fp8_flow", (0, 0)), ("bf16", (1, 2))):
+        layer = seeded(recipe)
+        for name, dim in zip(("w13", "w2"), dims, strict=True):
+            w = distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(dim)])
+            setattr(layer, name, torch.nn.Parameter(w))
+        with pytest.raises(TypeError, match=r"w13: got a DTensor of placements .*; wanted the weights"):
+            layer(torch.ones(4, H, device=DEVICE))
+    layer, x = seeded(), torch.randn(4, H, device=DEVICE)
+    y = layer(x)
+    fully_shard(layer, mesh=mesh)
+    with pytest.raises(TypeError, match="use fully_shard, which gathers weights for the call of the module"):
+        layer.forward(x, torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2))  # not as a module
+    assert torch.equal(layer(x), y)
 
 
 def module(comm):
@@ -553,6 +573,8 @@ def composed(comm):
     alone, layer = seeded(), seeded(process_group=mesh["ep"])
     fully_shard(layer.router, mesh=everybody)
     fully_shard(layer, mesh=mesh["dp"])
+    layer.set_gradient_divide_factor(WORLD)  # the ranks of "ep" are in the experts' gradients already
+    layer.set_force_sum_reduction_for_comms(DEVICE == "cpu")  # gloo has no sum with a factor
     x, dy = torch.randn(2, sum(COUNTS), H, device=DEVICE)
     starts = [sum(COUNTS[:r]) for r in range(WORLD + 1)]
     own = slice(*starts[RANK : RANK + 2])
@@ -562,9 +584,8 @@ def composed(comm):
     for _ in range(2):  # two micro-batches
         layer(x[own]).backward(dy[own] / 2)
     for (name, p), q in zip(layer.named_parameters(), alone.parameters(), strict=True):
-        # the mean over the replicas of a parameter, which have different tokens
-        copies = WORLD if name == "router.weight" else WORLD // 2
-        far = (whole(p.grad) * copies - q.grad).abs().max()
+        # the mean over all ranks for every parameter, as for one loss
+        far = (whole(p.grad) * WORLD - q.grad).abs().max()
         # a token's rows are summed by rank, so y and the router's gradient are rounded in another order
         assert far <= (2.0**-6 if name == "router.weight" else 2.0**-20) * q.grad.abs().max(), (name, far)
         p.grad = torch.sin(p.detach())
