@@ -364,7 +364,7 @@ def test_validation_errors():
         expert_parallel.dispatch(fp8moe.quantize(x, layout="gemm_ready"), ids, probs, 3, alone())
     w13, w2 = np.ones((3, 256, 128), np.float32), np.ones((3, 128, 128), np.float32)
     _, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="bf16", comm=alone())
-    with pytest.raises(ValueError, match="comm: got None; wanted the forward's, which had one"):
+    with pytest.raises(ValueError, match="comm: got None; wanted a transport, as in the forward"):
         fp8moe.moe_backward(saved, x)
 
 
