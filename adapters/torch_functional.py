@@ -457,7 +457,9 @@ def _columns(hidden: int, recipe: str) -> tuple[int, int, int]:
 
 def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
     """[E, N, parts] in float32, whose sum is the bias: each but the last rounded to the four significant bits
-    that e4m3 has. The gradient is that of the last."""
+    that e4m3 has. The gradient is that of the last. One part is the bias as it is, in its own dtype."""
+    if parts == 1:
+        return bias.unsqueeze(-1)
     left = bias.float()
     rounded = []
     for _ in range(parts - 1):
