@@ -93,8 +93,9 @@ def grouped_gemm(
         On x's device; rows of expert e are offsets[e]:offsets[e+1].
     tokens_per_expert : ArrayLike or None, int32, [E]
         How many of each expert's rows are not padding; None: all. The rest must be zeros in x, and is zeros
-        in the result. Where no more than 64 rows of an expert's last 128 are left, the FP8 kernel of "wgmma"
-        multiplies only these: 1 to 2 % less time with a thousand rows an expert, 7 to 11 % with a few.
+        in the result (on CUDA NaN in columns whose weights are not finite). Where no more than 64 rows of an
+        expert's last 128 are left, the FP8 kernel of "wgmma" multiplies only these: 1 to 2 % less time with a
+        thousand rows an expert, 7 to 11 % with a few.
     transpose_w : bool
         Of arrays only: w is [E, K, N], and x is multiplied by w[e] itself (dgrad). Of FP8 weights the
         orientation says it.
