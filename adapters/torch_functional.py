@@ -468,7 +468,10 @@ def _bias_columns(hidden: int, recipe: str) -> tuple[int, int, int]:
 
 def parts_of_bias(bias: Tensor, parts: int) -> Tensor:
     """[E, N, parts] in float32, with the bias as their sum: each part except the last is rounded to e4m3's
-    four significant bits. The gradient is that of the last part."""
+    four significant bits. The gradient is that of the last part. One part is the bias itself, in its own
+    dtype."""
+    if parts == 1:
+        return bias.unsqueeze(-1)
     remainder = bias.float()
     rounded = []
     for _ in range(parts - 1):

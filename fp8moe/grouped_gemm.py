@@ -93,9 +93,9 @@ def grouped_gemm(
         On x's device. The rows of expert e are offsets[e]:offsets[e+1].
     tokens_per_expert : ArrayLike or None, int32, [E]
         Number of each expert's rows that are not padding; None: all. Padding rows must be zeros in x, and are
-        zeros in the result. If at most 64 rows of an expert's last 128 are not padding, the FP8 kernel of
-        "wgmma" multiplies only those 64: 1 to 2 % less time with a thousand rows per expert, 7 to 11 % with a
-        few.
+        zeros in the result (on CUDA NaN in columns whose weights are not finite). If at most 64 rows of an
+        expert's last 128 are not padding, the FP8 kernel of "wgmma" multiplies only those 64: 1 to 2 % less
+        time with a thousand rows per expert, 7 to 11 % with a few.
     transpose_w : bool
         For arrays only: w is [E, K, N], and out[rows of e] = x[rows of e] @ w[e] (dgrad). For FP8 weights,
         pass the tensor of the other orientation instead.

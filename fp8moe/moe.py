@@ -328,6 +328,10 @@ def moe_forward(
     "fp8_flow" is the dataflow of arXiv 2511.02302, with two casts. "fp8_blockwise" requantises every operand
     that is read in the other orientation, twelve casts in total.
 
+    A NaN in an operand reaches every result that depends on it. An infinity does so with "bf16" only: the FP8
+    recipes quantise it to the format's largest number under a scale of 1 (see `quantize`), so that a check of
+    the gradients for infinities has to look at x and at dy as well.
+
     Examples
     --------
     >>> x, w13, w2 = np.ones((1, 1)), np.array([[[100.0], [2.0]]]), np.array([[[1.0]]])
