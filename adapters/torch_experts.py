@@ -31,6 +31,7 @@ from fp8moe.adapters.torch_library import (
     like,
     once_differentiable,
     operator,
+    refuse_export,
     spec_of,
 )
 from fp8moe.adapters.torch_stats import Collector
@@ -136,6 +137,7 @@ def experts(
     if not torch.compiler.is_compiling():
         rest = parameters, comm, collector, options
         return _Experts.apply(x, *weights, topk_probs, topk_ids, multiplied, *rest)
+    refuse_export(x, *weights, topk_probs)
     tensors = [t for w in multiplied for t in arrays_in(w)]
     mains = _mains(parameters, wanted)
     zeros = [m is not None and wants_zeros(w) for m, w in zip(mains, parameters, strict=True)]
@@ -245,6 +247,7 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
+    @torch.compiler.disable
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         wanted = _names(ctx.options.wanted)

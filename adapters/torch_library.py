@@ -381,12 +381,25 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
     return run
 
 
+def refuse_export(*inputs: Any) -> None:
+    """NotImplementedError where torch.export traces a call that needs a gradient: the program would be of
+    operators alone, whose results have none."""
+    if not torch.compiler.is_exporting() or not torch.is_grad_enabled():
+        return
+    if any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+        raise NotImplementedError(
+            "torch.export: got tensors that require grad, whose gradients the exported program would leave "
+            "out; wanted none; export under torch.no_grad(), and run the program so"
+        )
+
+
 def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` as a single call in Dynamo's graph, which AOTAutograd traces. Dynamo itself loses
     symbolic sizes that a forward saves for backward (torch 2.13)."""
 
     @torch.compiler.allow_in_graph
     def apply(*arguments: Any) -> Any:
+        refuse_export(*arguments)
         return function.apply(*arguments)
 
     return apply

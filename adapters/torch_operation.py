@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
-from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of
+from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of, refuse_export
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
 from fp8moe.records import Options
@@ -280,7 +280,9 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
             returned[position] = grad
         return tuple(returned)
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    # compiled autograd runs it as it is, in place of tracing the library
+    once = torch.compiler.disable(once_differentiable(backward))
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once)}
     title = operator.op.overloadpacket.__name__.title().replace("_", "")
     function: Any = type(title, (torch.autograd.Function,), methods)
 
@@ -294,6 +296,7 @@ def _differentiable(operator: Operator, gradient: Gradient) -> Callable[..., Any
     apply_eager = super(torch.autograd.Function, function).apply
 
     def apply(*arguments: Any) -> Any:
+        refuse_export(*arguments)
         if torch.compiler.is_dynamo_compiling():
             return apply_flat(*operator.flatten(arguments))
         return apply_eager(*arguments)

@@ -289,6 +289,7 @@ class _Route(torch.autograd.Function):
         return _forward(ctx, logits, bias, config, num_sequences)
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return _gradient(ctx, ctx.saved_tensors, grads, False), None, None, None
@@ -306,6 +307,7 @@ class _RouteRows(torch.autograd.Function):
         return (x.view_as(x), *results) if pass_rows else results
 
     @staticmethod
+    @torch.compiler.disable
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         logits, ids, x, w, *counts = ctx.saved_tensors

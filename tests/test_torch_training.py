@@ -571,6 +571,34 @@ def test_second_derivatives_with_a_constant_incoming_gradient_raise(recipe, reco
         (dx.square() + x).sum().backward()
 
 
+@pytest.mark.parametrize("trained", ["router", "experts", "x"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_an_export_that_would_lose_gradients_is_refused_by_name(recipe, trained):
+    """The program has operators alone, which have no gradients: what it computes would be a constant."""
+    layer, x = module(recipe), tokens().detach()
+    layer.requires_grad_(trained == "experts")
+    layer.router.requires_grad_(trained == "router")
+    x.requires_grad_(trained == "x")
+    with pytest.raises(NotImplementedError, match=r"torch.export: .*; export under torch\.no_grad\(\)"):
+        torch.export.export(layer, (x,))
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,)).module()
+        assert torch.equal(program(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch reads it
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
+def test_compiled_autograd_runs_the_backward_of_an_eager_forward(recipe):
+    layer, x = module(recipe), tokens()
+    wanted = results(layer, layer, x)
+    x.grad = None
+    layer.zero_grad()
+    y = layer(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        y.backward(gradient_of(y))
+    assert_equal([y.detach(), x.grad, *(p.grad for p in layer.parameters())], wanted)
+
+
 # ---------------------------------------------------------------- training loops
 
 
