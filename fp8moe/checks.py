@@ -41,7 +41,7 @@ MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 #: also check values in CUDA memory, which synchronises; read once, because each access to os.environ takes 1
 #: us
-LOOK_AT_VALUES = os.environ.get("FP8MOE_CHECK") == "1"
+CHECK_VALUES = os.environ.get("FP8MOE_CHECK") == "1"
 MAX_EXPERTS = 2**20  # a plan has arrays of this length
 
 
@@ -202,7 +202,7 @@ def plan(call: Any, value: Any, *, fills: bool = False) -> PermutationPlan:
     if type(value.data) is not DeviceArray or value.data.shape != (elements,) or value.data.dtype != INT32:
         shape("plan.data", value.data, (elements,))
         dtype("plan.data", value.data, (INT32,))
-    if LOOK_AT_VALUES or isinstance(value.data, np.ndarray):
+    if CHECK_VALUES or isinstance(value.data, np.ndarray):
         data = call.values(value.data)
         if data is not None:
             _entries(replace(value, data=data), fills)
@@ -320,7 +320,7 @@ def quant_tensor(
 
 def expert_ids(call: Any, name: str, ids: Any, num_experts: int) -> None:
     """With FP8MOE_CHECK=1: check that ids are at most num_experts (num_experts or negative: no expert)."""
-    values = call.values(ids) if LOOK_AT_VALUES else None
+    values = call.values(ids) if CHECK_VALUES else None
     if values is not None and values.max(initial=-1) > num_experts:
         raise ValueError(
             f"{name}: got an expert id of {values.max()}; wanted ids below num_experts={num_experts}, or "

@@ -634,7 +634,7 @@ def test_both_devices_reject_offsets_beyond_the_scales(monkeypatch, backend):
     offsets = ints(0, 10, 20, 30, 256)
     options = {"backend": backend}
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
+    monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", True)
     words = set()
     for move in (lambda a: a, cuda_on_cpu.upload):
         q, where = move(columns), move(offsets)
@@ -701,7 +701,7 @@ def test_cached_launch_plan_does_not_write_to_its_inputs(monkeypatch, by_name):
 @needs_emulation
 def test_values_on_cuda_are_validated_on_request(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
-    monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)
+    monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", True)
     rows, plan = cuda_on_cpu.upload(ROWS), cuda_on_cpu.upload(mapped((1, 0), 12))
     with pytest.raises(ValueError, match=r"plan\.row_id_map: got row"):
         fp8moe.unpermute(rows, plan)

@@ -338,7 +338,7 @@ def test_launch_plan_frees_temporaries_like_a_direct_call(monkeypatch, function)
     x, offsets = cuda_on_cpu.upload(x), cuda_on_cpu.upload(offsets)
 
     def measured(look):
-        monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", look)
+        monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", look)
         counted.now = counted.most = counted.made = 0
         *result, same = function(x, offsets)
         assert same is offsets
@@ -444,7 +444,7 @@ def test_every_call_that_writes_to_out_is_counted(monkeypatch):
         for n in range(1, 4):
             make(source, out=first)
             assert times_overwritten(first) == before[0] + n
-        monkeypatch.setattr(fp8moe.checks, "LOOK_AT_VALUES", True)  # without a plan
+        monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", True)  # without a plan
         make(source, out=second)
         monkeypatch.undo()
         cuda_on_cpu.install(monkeypatch)

@@ -573,8 +573,8 @@ def test_second_derivatives_with_a_constant_incoming_gradient_raise(recipe, reco
 
 @pytest.mark.parametrize("trained", ["router", "experts", "x"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_flow"])
-def test_an_export_that_would_lose_gradients_is_refused_by_name(recipe, trained):
-    """The program has operators alone, which have no gradients: what it computes would be a constant."""
+def test_export_that_would_lose_gradients_raises(recipe, trained):
+    """An exported program contains only operators without gradients; its result would be a constant."""
     layer, x = module(recipe), tokens().detach()
     layer.requires_grad_(trained == "experts")
     layer.router.requires_grad_(trained == "router")
