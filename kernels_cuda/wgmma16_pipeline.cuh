@@ -81,16 +81,17 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
   bool ready = false;
 #pragma unroll
   for (u32 i = 0; i < 128; ++i) d[i] = 0.f;
-  const At a_at = operands + group * PIECE_BYTES, b_at = operands + A_BYTES;
-  const Tile first_a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
-  const Tile first_b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
-  loop_over_steps<false>(turn, steps, [&](bool last_step) {
+#pragma unroll 1
+  for (int k = 0; k < steps; ++k) {
+    const At here = operands + turn.stage * STAGE_BYTES;
     const u32 stage = turn.stage;
     if (!ready) barrier_wait_at(full + stage * 8, turn.phase);
-    if (B_MN && last < STEP && last_step)
+    if (B_MN && last < STEP && k + 1 == steps)
       clear_rows(s.operands + stage * STAGE_BYTES, last, A_MN ? 0 : A_BYTES / PIECE_BYTES);
     turn.next();
-    const Tile here = stage * (STAGE_BYTES / 16), a = first_a + here, b = first_b + here;
+    const At a_at = here + group * PIECE_BYTES, b_at = here + A_BYTES;
+    const Tile a = A_MN ? tile_mn_major_at(a_at) : tile_at(a_at);
+    const Tile b = B_MN ? tile_mn_major_at(b_at) : tile_at(b_at);
     products_begin();
 #pragma unroll
     for (u32 i = 0; i < STEP / 16; ++i)
@@ -103,7 +104,7 @@ __device__ __forceinline__ void multiply(const Shared& s, Turn& turn, u32 group,
     if (ARRIVING == 1 && threadIdx.x % 32 < CLUSTER) barrier_arrive_at(empty + stage * 8);
     for (u32 block = 0; ARRIVING > 1 && block < CLUSTER; ++block)
       barrier_arrive_at(at_of_block(s.empty, block) + stage * 8);
-  });
+  }
   products_seen(d);
 }
 

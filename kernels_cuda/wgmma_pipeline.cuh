@@ -64,6 +64,23 @@ __device__ __forceinline__ void clear_behind(u8* codes, int left) {
   named_wait(1, MULTIPLIERS);
 }
 
+// A consumer warpgroup's loop over K-steps: step(last) for each, which ends with turn.next(). UNROLL: STAGES
+// at a time, so that addresses in shared memory are immediates: the forward takes 1 to 4 % less time.
+template <bool UNROLL, class Step>
+__device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Step& step) {
+#pragma unroll 1
+  for (int k = 0; k < steps;) {
+    if (UNROLL && turn.stage == 0 && k + STAGES <= steps) {
+      turn.stage = 0;  // tells the compiler the stages below
+#pragma unroll
+      for (int i = 0; i < STAGES; ++i) step(k + i + 1 == steps);
+      k += STAGES;
+    } else {
+      step(++k == steps);
+    }
+  }
+}
+
 // Main loop of a consumer warpgroup: `steps` K-steps of a tile, or of its upper half only; of the last K-step
 // the first `last` codes of every row count. scales_of(half, at) returns a thread's scales, promote(half, d,
 // scales) adds d, 64 rows of the tile, to its accumulators; `at`: the K-step's scales, FOUR K-steps'

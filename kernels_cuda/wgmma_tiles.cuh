@@ -153,24 +153,6 @@ __device__ __forceinline__ void end() {
 
 __device__ __forceinline__ int blocks_of_128(int rows) { return (rows + 127) / 128; }
 
-// A consumer warpgroup's loop over K-steps: step(last) for each, which ends with turn.next(). UNROLL: STAGES
-// at a time, so that addresses in shared memory are immediates: the FP8 forward takes 1 to 4 % less time,
-// products of 16 bits as long.
-template <bool UNROLL, class Step>
-__device__ __forceinline__ void loop_over_steps(Turn& turn, int steps, const Step& step) {
-#pragma unroll 1
-  for (int k = 0; k < steps;) {
-    if (UNROLL && turn.stage == 0 && k + STAGES <= steps) {
-      turn.stage = 0;  // tells the compiler the stages below
-#pragma unroll
-      for (int i = 0; i < STAGES; ++i) step(k + i + 1 == steps);
-      k += STAGES;
-    } else {
-      step(++k == steps);
-    }
-  }
-}
-
 // A cluster's sequence of tiles. At each turn every warp of the cluster reads the tile and then releases the
 // slot. The producer warp of the first thread block claims tiles and publishes them to all blocks ahead of
 // time.
