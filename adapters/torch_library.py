@@ -381,10 +381,17 @@ def once_differentiable(backward: Callable[..., Any], *, saves_inputs: bool = Tr
     return run
 
 
+@torch.compiler.assume_constant_result
+def _is_exporting() -> bool:
+    """`torch.compiler.is_exporting`. Dynamo of torch 2.11 replaces a direct call by True, also under
+    torch.compile."""
+    return torch.compiler.is_exporting()
+
+
 def refuse_export(*inputs: Any) -> None:
     """NotImplementedError where torch.export traces a call that needs a gradient: the program would be of
     operators alone, whose results have none."""
-    if not torch.compiler.is_exporting() or not torch.is_grad_enabled():
+    if not _is_exporting() or not torch.is_grad_enabled():
         return
     if any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise NotImplementedError(
