@@ -93,7 +93,7 @@ def run(
         for layer in layers:
             for recipe in ("bf16", "fp8_blockwise", "fp8_flow"):
                 report_row(of_layer(comm, *layer, recipe, device))
-            report_row(of_layer(comm, *layer, "fp8_flow", device, inputs=16), ", other rows each step")
+            report_row(of_layer(comm, *layer, "fp8_flow", device, inputs=16), ", new inputs in each step")
             for chunks in (2, 4):
                 transport_of_row, suffix = transport(name, room, 0, chunks)
                 report_row(of_layer(transport_of_row, *layer, "fp8_flow", device), suffix)
@@ -207,7 +207,7 @@ def of_format(
 
     return [
         ("exchange", lambda: exchange(ready, None)),
-        ("with its quantise", lambda: exchange(x, fmt)),
+        ("exchange with quantisation", lambda: exchange(x, fmt)),
         ("dispatch", dispatch),
     ]
 
@@ -227,7 +227,7 @@ def of_layer(
         backward(forward())
 
     us = seconds(step, device, calls=3, repeats=5) * 1e6
-    shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts a rank, top-{topk}"
+    shape = f"{tokens} tokens, {hidden} x {ffn}, {experts} experts per rank, top-{topk}"
     row = {"name": f"layer, {recipe}", "shape": shape, "us": us, "tokens_per_s": tokens / us * 1e6}
     if comm.capacity is not None:
         row["overflow"] = comm.overflow().tolist()

@@ -91,7 +91,7 @@ def wgrad(rows: int, n: int, k: int, groups: int, target: str, accumulate: bool 
     return Case(
         "grouped_gemm_wgrad fp8"
         + (" blocks" if target == "block" else "")
-        + (", added" if accumulate else ""),
+        + (", accumulated" if accumulate else ""),
         f"{rows} x {n} x {k}, {groups} experts",
         (dy.data, dy.scales, x.data, x.scales, even(rows, groups)),
         fp8moe.grouped_gemm_wgrad,
@@ -135,7 +135,7 @@ def wgrad_bf16(
         return (*operands, fp8moe.grouped_gemm_wgrad(*operands, dtype=dtype)) if accumulate else operands
 
     return Case(
-        f"grouped_gemm_wgrad bfloat16, {dtype}" + (", added" if accumulate else ""),
+        f"grouped_gemm_wgrad bfloat16, {dtype}" + (", accumulated" if accumulate else ""),
         f"{rows} x {n} x {k}, {groups} experts",
         (dy, x, even(rows, groups)),
         fp8moe.grouped_gemm_wgrad if accumulate else partial(fp8moe.grouped_gemm_wgrad, dtype=dtype),

@@ -2,8 +2,8 @@
 of making the weights' FP8 copies, non-GEMM time, memory saved for backward. ``python -m
 fp8moe.benchmarks.layer [--out FILE]``, on CUDA.
 
-A fused AdamW step changes the weights between steps; it is not timed. Rows named "weights kept" run inside
-`weights_unchanged`, without making copies: a micro-batch after the first, or inference with gradients.
+A fused AdamW step changes the weights between steps; it is not timed. Rows named "weights unchanged" run
+inside `weights_unchanged`, without making copies: a micro-batch after the first, or inference with gradients.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WARM, TIMED = 250.0, 250.0
 RECIPES = [
     ("bf16", "bf16", None, False),
     ("fp8_flow", "fp8_flow", None, False),
-    ("fp8_flow, weights kept", "fp8_flow", None, True),
+    ("fp8_flow, weights unchanged", "fp8_flow", None, True),
     ("fp8_flow, moe_expert", "fp8_flow", "moe_expert", False),
     ("fp8_blockwise", "fp8_blockwise", None, False),
 ]

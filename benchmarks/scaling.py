@@ -24,8 +24,8 @@ WEIGHTS_KEPT = {"e3e3fd1", "db090c1"}
 def measured() -> str:
     """Tokens per second and GPU through the layer, with eight experts per GPU."""
     lines = [
-        "| GPUs | tokens on each | a GPU's tokens a second, bf16 | fp8_blockwise | fp8_flow "
-        "| fp8_flow against bf16 | of one GPU's, bf16 / fp8_flow |",
+        "| GPUs | tokens per GPU | tokens/s per GPU, bf16 | fp8_blockwise | fp8_flow "
+        "| speedup of fp8_flow over bf16 | scaling efficiency, bf16 / fp8_flow |",
         "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     several = [(world, *_on_several(world)) for world in (2, 4)]
@@ -40,7 +40,7 @@ def measured() -> str:
                 columns = (f"{speeds[r] / 1e3:.0f} k" for r in RECIPES)
                 share = " / ".join(f"{100 * speeds[r] / alone[r]:.0f} %" for r in ("bf16", "fp8_flow"))
                 gain = speeds["fp8_flow"] / speeds["bf16"]
-                gpus = f"{world}, weights kept" if kept else f"{world}"
+                gpus = f"{world}, weights unchanged" if kept else f"{world}"
                 lines.append(f"| {gpus} | {tokens} | {' | '.join(columns)} | {gain:.2f}x | {share} |")
     return "\n".join(lines) + "\n"
 
@@ -49,7 +49,7 @@ def _on_one(tokens: int, kept: bool) -> dict[str, float]:
     """Tokens per second by recipe, on one GPU; kept: fp8_flow without making copies of the weights."""
     rows = [r for r in _rows("layer-h200") if r["shape"].startswith(f"{tokens} tokens")]
     speeds = {r["name"]: tokens / r["ms"] * 1e3 for r in rows if ", 8 experts" in r["shape"]}
-    return {**speeds, "fp8_flow": speeds["fp8_flow, weights kept" if kept else "fp8_flow"]}
+    return {**speeds, "fp8_flow": speeds["fp8_flow, weights unchanged" if kept else "fp8_flow"]}
 
 
 def _on_several(world: int) -> tuple[dict[int, dict[str, float]], bool]:
@@ -69,11 +69,11 @@ def table() -> str:
     nvlink = measured_nvlink()
     lines = [
         f"NVLink {nvlink / 1e9:.0f} GB/s as measured, network {NETWORK / 1e9:.0f} GB/s; compute of {TOKENS} "
-        f"tokens a rank: {computed['bf16'] * 1e3:.1f} ms in bf16, {computed['fp8_flow'] * 1e3:.1f} ms in "
+        f"tokens per rank: {computed['bf16'] * 1e3:.1f} ms in bf16, {computed['fp8_flow'] * 1e3:.1f} ms in "
         "fp8_flow.",
         "",
-        "| ranks | rows sent a token, of them to other nodes | MB sent a layer, bf16 / FP8 | ms in the "
-        "exchange, bf16 / FP8 | layer FP8 against bf16, nothing hidden | with all of the exchange hidden |",
+        "| ranks | rows sent per token, of which to other nodes | MB sent per layer, bf16 / FP8 "
+        "| exchange (ms), bf16 / FP8 | speedup of FP8, no overlap | speedup, exchange fully overlapped |",
         "|---:|---:|---:|---:|---:|---:|",
     ]
     for world in (2, 4, 8, 16, 32, 64, 128, 256):

@@ -2,7 +2,7 @@
 ``docs/images/step-h200.png``, for the README and the start page.
 
 Left: a layer's experts with this library and with others (``compare-h200.jsonl``), or without a measured
-comparison the layer with its router (``layer-h200.jsonl``). Right: a whole step of Qwen3-MoE with its
+comparison the layer with its router (``layer-h200.jsonl``). Right: a training step of Qwen3-MoE with its
 optimizer (``model-h200.jsonl``). The picture contains a digest of its rows, which a test compares with the
 current results.
 """
@@ -27,7 +27,7 @@ LAYERS = {
     "fp8moe, bf16": ("fp8moe, bf16", "#7aa6d8"),
     "fp8moe, fp8_flow": ("fp8moe, fp8_flow", "#1f4e9c"),
 }
-#: row of `model`: the contender with its label and colour
+#: row of `model`: the contender whose label and colour it has
 MODELS = {
     "transformers grouped_mm": "transformers, bf16",
     "fp8moe bf16": "fp8moe, bf16",
@@ -59,9 +59,9 @@ def draw(out: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 4.4), width_ratios=(5, 2.4))
-    _bars(left, layers(), "one expert layer, forward and backward", _size)
-    _bars(right, models(), "Qwen3-MoE of 8 layers, a whole step", lambda shape: shape.split(", ")[-1])
-    left.set_ylabel("milliseconds, less is better")
+    _bars(left, layers(), "one MoE layer, forward and backward", _size)
+    _bars(right, models(), "Qwen3-MoE, 8 layers, training step", lambda shape: shape.split(", ")[-1])
+    left.set_ylabel("time (ms), lower is better")
     handle_of = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
     handle_of |= dict(zip(*reversed(left.get_legend_handles_labels()), strict=True))
     labels = [label for label, _ in LAYERS.values() if label in handle_of]

@@ -109,7 +109,7 @@ def _times(rows: Rows) -> str:
         f"{first['device']}, copy bandwidth {rate} GB/s; {_packages(first)}; "
         + "; ".join(f"commit {commit}: `{command}`" for commit, command in runs),
         "",
-        "| operation | shape | time | of copy bandwidth | host time |"
+        "| operation | shape | time | share of copy bandwidth, or TFLOP/s | host time |"
         + (" commit |" if len(runs) > 1 else ""),
         "|---|---|---:|---:|---:|" + ("---|" if len(runs) > 1 else ""),
     ]
@@ -118,7 +118,7 @@ def _times(rows: Rows) -> str:
         if not percent and r["tflops"] is not None:
             percent = f"{r['tflops']:.0f} TFLOP/s"
             if r.get("single_us"):
-                percent += f", {r['tflops'] * r['us'] / r['single_us']:.0f} in one call"
+                percent += f", {r['tflops'] * r['us'] / r['single_us']:.0f} in a single call"
         host = "" if r.get("host_us") is None else _time(r["host_us"])
         commit = f" {r['commit']} |" if len(runs) > 1 else ""
         lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {percent} | {host} |{commit}")
@@ -130,7 +130,7 @@ def _headline() -> str:
     rows = newest_layers()
     row_of = {(r["shape"], r["name"]): r for r in rows}
     lines = [
-        "| layer | bf16 | fp8_flow | speedup | FP8 copies add | saved for backward |",
+        "| layer | bf16 | fp8_flow | speedup | weight quantisation | saved for backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for shape in dict.fromkeys(r["shape"] for r in rows):
@@ -154,7 +154,7 @@ def _layers(rows: Rows) -> str:
     lines = [
         _origin(rows[0]),
         "",
-        "| layer | recipe | forward + backward | against bf16 | FP8 copies add | non-GEMM time "
+        "| layer | recipe | forward + backward | speedup over bf16 | weight quantisation | non-GEMM time "
         "| saved for backward |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
@@ -206,7 +206,8 @@ def _demo(report: dict[str, Any]) -> str:
         f"top-{config['topk']}, seed {config['seed']}, on {report['device']}; commit {report['commit']}; "
         f"`{report['command']}`",
         "",
-        "| recipe | loss, last tenth | against bf16 | casts a step | saved for backward | time a step |",
+        "| recipe | mean loss, last 10 % of steps | relative to bf16 | casts per step | saved for backward "
+        "| step time |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, run in runs.items():
@@ -222,7 +223,7 @@ def _time(us: float) -> str:
     return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.1f} us"
 
 
-BY = {"nccl": "NCCL", "peer": "peers' memory"}
+BY = {"nccl": "NCCL", "peer": "peer memory"}
 
 
 def _exchange(rows: Rows) -> str:
@@ -235,7 +236,8 @@ def _exchange(rows: Rows) -> str:
     lines = [
         f"{rows[0]['device']}; {_packages(rows[0])}; commit {commits}: `{rows[0]['command']}`",
         "",
-        "| rows, or layer | by | operation | bf16 | FP8 | | the device alone | | bytes sent |",
+        "| shape | transport | operation | bf16 | FP8 | speedup | CUDA graph, bf16 / FP8 | speedup "
+        "| bytes sent |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for r in row_of.values():
@@ -265,12 +267,13 @@ def _inside(rows: Rows) -> str:
     lines = [
         _origin(rows[0]),
         "",
-        "| operation | shape | kernels alone | inside jit | more |",
+        "| operation | shape | kernels alone | inside jit | overhead |",
         "|---|---|---:|---:|---:|",
     ]
     for r in rows:
-        more = f"{r['inside_us'] - r['us']:.1f} us, {100 * r['inside_us'] / r['us'] - 100:.0f} %"
-        lines.append(f"| {r['name']} | {r['shape']} | {_time(r['us'])} | {_time(r['inside_us'])} | {more} |")
+        overhead = f"{r['inside_us'] - r['us']:.1f} us, {100 * r['inside_us'] / r['us'] - 100:.0f} %"
+        times = f"{_time(r['us'])} | {_time(r['inside_us'])}"
+        lines.append(f"| {r['name']} | {r['shape']} | {times} | {overhead} |")
     return "\n".join(lines) + "\n"
 
 
@@ -278,7 +281,7 @@ def _host(rows: Rows) -> str:
     lines = [
         _origin(rows[0]),
         "",
-        "| call | shape | sustained | alone |",
+        "| call | shape | sustained | single call |",
         "|---|---|---:|---:|",
     ]
     for r in rows:
@@ -291,7 +294,7 @@ def _model(rows: Rows) -> str:
     lines = [
         _origin(rows[0]),
         "",
-        "| model | experts | step | tokens a second | peak memory |",
+        "| model | experts | step time | tokens/s | peak memory |",
         "|---|---|---:|---:|---:|",
     ]
     for r in rows:
@@ -305,7 +308,7 @@ def _model(rows: Rows) -> str:
 def _memory() -> str:
     """Memory that a layer saves for backward, without the weights."""
     rows = newest_layers()
-    recipes = list(dict.fromkeys(r["name"] for r in rows if not r["name"].endswith("weights kept")))
+    recipes = list(dict.fromkeys(r["name"] for r in rows if not r["name"].endswith("weights unchanged")))
     kept = {(r["shape"], r["name"]): r["kept_bytes"] for r in rows}
     lines = [
         _origin(rows[0]),
@@ -338,11 +341,11 @@ def _training() -> str:
     every = [r for r in recipes if all(r in report["runs"] for report in reports)]
     finals = {r: [report["runs"][r]["final"] for report in reports] for r in every}
     means = {r: sum(losses) / len(losses) for r, losses in finals.items()}
-    spreads = {r: max(losses) - min(losses) for r, losses in finals.items()}
+    ranges = {r: max(losses) - min(losses) for r, losses in finals.items()}
     cells = [_loss(means[r], means["bf16"]) if r in means else "" for r in recipes]
-    lines.append("| mean of all seeds | | " + " | ".join(cells) + " |")
-    cells = [f"{spreads[r]:.4f} ({spreads[r] / means[r]:.1%})" if r in means else "" for r in recipes]
-    lines.append("| largest less smallest | | " + " | ".join(cells) + " |")
+    lines.append("| mean over seeds | | " + " | ".join(cells) + " |")
+    cells = [f"{ranges[r]:.4f} ({ranges[r] / means[r]:.1%})" if r in means else "" for r in recipes]
+    lines.append("| range (max - min) | | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -383,7 +386,7 @@ def _standing(prefixes: Iterable[str] = ("",)) -> str:
         if r["name"].startswith(tuple(prefixes)):
             cases.setdefault(r["name"], []).append(r)
     lines = [
-        "| operation | cases | of copy bandwidth | TFLOP/s, sustained | time |",
+        "| operation | cases | share of copy bandwidth | TFLOP/s, sustained | time |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, rows in cases.items():
@@ -440,13 +443,14 @@ def compared() -> Rows:
 
 def _picture() -> str:
     """Caption of `step`'s picture."""
-    left = "router and the making of the FP8 weights included; the weights\nchange every step"
+    left = "including the router and the quantisation of the weights,\nwhich change in every step"
     if compared():
         left = (
-            "by this library and by others, routing given; FP8 copies of\nthe weights are made in every step"
+            "with this library and with others, for given routing,\n"
+            "including the quantisation of the weights in every step"
         )
     return f"""One NVIDIA H200. Left: forward and backward of an expert layer, {left}.
-Right: a whole training step of Qwen3-MoE in transformers, with its own experts and with these.
+Right: a training step of Qwen3-MoE in transformers, with its own experts and with this library's.
 """
 
 
@@ -468,7 +472,7 @@ EXPERIMENTS = {
     "permute": ("permute+pad", "permute backward", "unpermute", "experiment: "),
     "sort-chunks": ("sort_chunks", "pad ", "unpad", "chunk_sources", "move_rows"),
     "quantize": ("quantize", "dequantize"),
-    "transpose": ("scaling_aware_transpose", "permute_transpose", "tiles moved", "unit"),
+    "transpose": ("scaling_aware_transpose", "permute_transpose", "tiles moved"),
     "swiglu": ("swiglu",),
     "router": ("route",),
     "grouped-gemm-fp8": (
@@ -479,7 +483,7 @@ EXPERIMENTS = {
         "cuBLASLt",
     ),
     "grouped-gemm-16-bit": ("grouped_gemm 16 bits",),
-    "expert-parallelism": ("exchange", "with its quantise", "dispatch", "combine"),
+    "expert-parallelism": ("exchange", "dispatch", "combine"),
     "host": ("host",),
 }
 
@@ -495,7 +499,7 @@ def _experiment(prefixes: Iterable[str]) -> str:
         f"{len(rows)} rows of `benchmarks/results/h200-tuning.jsonl`. A row has its `name`, `shape`, "
         "`setting`, time, versions and commit." + (f" Copy bandwidth: {rates}." if rates else ""),
         "",
-        '<details markdown="1"><summary>All settings, with the commits that they were measured at</summary>',
+        '<details markdown="1"><summary>All settings, and the commits at which they were measured</summary>',
         "",
         "| setting | rows | commits |",
         "|---|---:|---|",
@@ -507,13 +511,13 @@ def _experiment(prefixes: Iterable[str]) -> str:
 
 
 def _setting(row: dict[str, Any]) -> str:
-    """What a tuning run changed; "as it was" if nothing."""
+    """What was changed for a tuning run, or "unchanged"."""
     setting = row.get("setting") or {}
     if not isinstance(setting, dict):
         return str(setting).replace("|", "/")
     text = setting.get("change") or setting.get("variant")
     text = text or ", ".join(f"{k}={v}" for k, v in setting.items())
-    return "as it was" if text in ("", "-") else text.replace("|", "/")
+    return "unchanged" if text in ("", "-") else text.replace("|", "/")
 
 
 LINKS = {
@@ -578,22 +582,22 @@ _MADE: dict[str, Callable[[], str]] = {
 
 
 def _beside(rows: Rows) -> str:
-    """Products concurrent with a kernel that occupies multiprocessors: time, and the time for the remaining
-    share."""
+    """GEMMs concurrent with a kernel that occupies multiprocessors: the time, the slowdown, and the slowdown
+    expected from the number of free multiprocessors."""
     lines = [
         _origin(rows[0]),
         "",
-        "| product | SMs occupied | time | slowdown | by share of SMs | |",
+        "| GEMM | SMs occupied | time | slowdown | expected slowdown | throughput |",
         "|---|---|---:|---:|---:|---:|",
     ]
     alone = {r["name"]: r["us"] for r in rows if not r["held"]}
     for r in rows:
         occupied = f"{r['held']}, in clusters of {r['cluster']}" if r["cluster"] > 1 else str(r["held"])
-        slowdown, share = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
+        slowdown, expected = (f"{100 * us / alone[r['name']] - 100:.0f} %" for us in (r["us"], r["limit_us"]))
         if not r["held"]:
-            occupied, slowdown, share = "none", "", ""
+            occupied, slowdown, expected = "none", "", ""
         lines.append(
-            f"| {r['name']} | {occupied} | {_time(r['us'])} | {slowdown} | {share} "
+            f"| {r['name']} | {occupied} | {_time(r['us'])} | {slowdown} | {expected} "
             f"| {r['tflops']:.0f} TFLOP/s |"
         )
     return "\n".join(lines) + "\n"

@@ -41,7 +41,7 @@ def one_shape(
 
     return Case(
         "scaling_aware_transpose" + (" MXFP8" if block == 32 else "") + TO[target],
-        f"{rows} x {columns}, {groups} groups" + (f" in {align}s" if align > 16 else ""),
+        f"{rows} x {columns}, {groups} groups" + (f" in multiples of {align}" if align > 16 else ""),
         (q.data, q.scales, offsets),
         lambda data, scales, offsets: fp8moe.scaling_aware_transpose(
             fp8moe.QuantTensor(data, scales, block=(1, block)), offsets, align_size=align, target=target
