@@ -47,9 +47,9 @@ FP8_BLOCK = (128, 128)
 
 @as_arguments
 class Options(NamedTuple):
-    """Arguments of `experts` apart from tensors.
+    """Arguments of `experts` other than tensors.
 
-    wanted: names of the gradients, separated by commas. apart: whether w13 is given as w1 and w3.
+    w13_is_pair: whether w13 is given as w1 and w3. gradients: names of the gradients, separated by commas.
     """
 
     recipe: str
@@ -59,24 +59,25 @@ class Options(NamedTuple):
     backend: str | None
     num_sms: int | None
     ffn: int | None
-    apart: bool
-    wanted: str
+    w13_is_pair: bool
+    gradients: str
 
 
 @as_arguments
 class Targets(NamedTuple):
     """Where compiled code writes the gradients of w13 (or w1), w3 and w2.
 
-    main13, main3, main2: the ``main_grad`` that each gradient is added to, None to return it instead. zeros:
-    which of the gradients added to a ``main_grad`` also return zeros, as a ``grad``. handle: as in `experts`.
+    main_grad13, main_grad3, main_grad2: the ``main_grad`` that each gradient is added to, None to return it
+    instead. return_zeros: which of the gradients added to a ``main_grad`` also return zeros, as a ``grad``.
+    handle: as in `experts`.
     """
 
-    main13: Tensor | None
-    main3: Tensor | None
-    main2: Tensor | None
+    main_grad13: Tensor | None
+    main_grad3: Tensor | None
+    main_grad2: Tensor | None
     dtype13: torch.dtype
     dtype2: torch.dtype
-    zeros: list[bool]
+    return_zeros: list[bool]
     handle: Tensor | None
 
 
@@ -86,7 +87,7 @@ def experts(
     w2: Tensor | None,
     topk_ids: Tensor,
     topk_probs: Tensor,
-    multiplied: Sequence[Any],
+    gemm_weights: Sequence[Any],
     *,
     recipe: str,
     recompute: str | None,
@@ -106,10 +107,10 @@ def experts(
     align_size: if nonzero, rows are already permuted, and these three are x, tokens_per_expert and probs of
         `fp8moe.moe_forward_permuted`.
     w13, w2: only for their gradients; None if they have none. For "fp8_flow" w13 may be the pair (w1, w3).
-    multiplied: the products' actual operands instead of w13 and w2, `Quantized` or arrays.
+    gemm_weights: the products' actual operands instead of w13 and w2, `Quantized` or arrays.
     backend, num_sms: as in `fp8moe.moe_forward`. Compiled code checks during tracing whether the products
         support them; eager callers check with `check_backend` before they quantise.
-    ffn: F, if ``multiplied`` is padded with zeros, as in `fp8moe.moe_backward`; for "fp8_flow".
+    ffn: F, if ``gemm_weights`` is padded with zeros, as in `fp8moe.moe_backward`; for "fp8_flow".
     parameters: the parameters that w13 and w2 are parts of, if they are not parameters themselves: their
         ``main_grad`` is used.
     handle: from `handle_of`; compiled code finds the layer by it, to set ``grad_added_to_main_grad`` of its
@@ -128,18 +129,17 @@ def experts(
     recording = torch.is_grad_enabled()
     needed = {name: recording and t is not None and t.requires_grad for name, t in reversed(inputs)}
     needed["dw13"] |= recording and w3 is not None and w3.requires_grad
-    wanted = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
+    gradients = [name for name in ("dx", "dprobs", "dw13", "dw2") if needed[name]]
     checks.options("activation", activation, Activation)
-    apart = w3 is not None
     products = align_size, activation, backend, num_sms
-    options = Options(recipe, recompute, *products, ffn, apart, ",".join(wanted))
+    options = Options(recipe, recompute, *products, ffn, w3 is not None, ",".join(gradients))
     weights = w1, w3, w2
     if not torch.compiler.is_compiling():
         rest = parameters, comm, collector, options
-        return _Experts.apply(x, *weights, topk_probs, topk_ids, multiplied, *rest)
+        return _Experts.apply(x, *weights, topk_probs, topk_ids, gemm_weights, *rest)
     refuse_export(x, *weights, topk_probs)
-    tensors = [t for w in multiplied for t in arrays_in(w)]
-    mains = _mains(parameters, wanted)
+    tensors = [t for w in gemm_weights for t in arrays_in(w)]
+    mains = _mains(parameters, gradients)
     zeros = [m is not None and wants_zeros(w) for m, w in zip(mains, parameters, strict=True)]
     first, second = (torch.bfloat16 if w is None else w.dtype for w in (w1, w2))
     targets = Targets(mains[0], mains[1], mains[2], first, second, zeros, handle)
@@ -171,7 +171,7 @@ def _check_traced(x: Tensor, weights: Any, options: Options) -> None:
         experts=int(w13[0]),
         hidden=int(w13[2]),
         ffn=int(w2[2] if options.ffn is None else options.ffn),
-        gradients=_names(options.wanted),
+        gradients=_names(options.gradients),
     )
 
 
@@ -194,8 +194,8 @@ def _sides_of(tensors: Iterable[Any], transposed: tuple[bool, ...]) -> list[Quan
     return [QuantTensor(q, scales, "e4m3", FP8_BLOCK, transposed=t) for q, scales, t in sides]
 
 
-def _names(wanted: str) -> tuple[str, ...]:
-    return tuple(wanted.split(",")) if wanted else ()
+def _names(gradients: str) -> tuple[str, ...]:
+    return tuple(gradients.split(",")) if gradients else ()
 
 
 def _call_forward(
@@ -204,7 +204,7 @@ def _call_forward(
     """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows."""
     operands = x, *weights, ids, probs
     options_by_name: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
-    options_by_name |= {"activation": options.activation, "gradients": _names(options.wanted)}
+    options_by_name |= {"activation": options.activation, "gradients": _names(options.gradients)}
     options_by_name |= {"backend": options.backend, "num_sms": options.num_sms}
     if options.align_size:
         return fp8moe.moe_forward_permuted(*operands, align_size=options.align_size, **options_by_name)
@@ -226,15 +226,15 @@ _PLACEHOLDER = _Placeholder()
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
         # statistics are computed from the tensors that would be saved for a backward
         forward_options = (
-            options if collector is None or options.wanted else options._replace(wanted="dx,dprobs")
+            options if collector is None or options.gradients else options._replace(gradients="dx,dprobs")
         )
-        y, saved = _call_forward(x, ids, probs, multiplied, forward_options, comm)
+        y, saved = _call_forward(x, ids, probs, gemm_weights, forward_options, comm)
         if collector is not None:
             collector.forward(x, saved)
-        if options.wanted:
+        if options.gradients:
             # autograd detects overwritten codes, even if saved-tensor hooks have moved them
             saved = replace(saved, overwritten=(None, None))
             ctx.save_for_backward(*(a for a in arrays_in(saved) if isinstance(a, Tensor)))
@@ -250,10 +250,10 @@ class _Experts(torch.autograd.Function):
     @torch.compiler.disable
     @partial(once_differentiable, saves_inputs=False)
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        wanted = _names(ctx.options.wanted)
+        gradients = _names(ctx.options.gradients)
         requested = _requested_gradients(ctx)
         requested_weights = [name for name in requested if name in _OF_WEIGHTS]
-        later = [name for name in wanted if name in _OF_WEIGHTS and name not in requested_weights]
+        later = [name for name in gradients if name in _OF_WEIGHTS and name not in requested_weights]
         half, ctx.half = ctx.half, None
         if half is not None and not later and requested == requested_weights and half.is_of(dy):
             source: Any = half.operands
@@ -264,7 +264,7 @@ class _Experts(torch.autograd.Function):
                 ctx.collector.backward(dy)
             arguments = {"dy": dy.contiguous(), "comm": ctx.comm}
             if later and not requested_weights and keeps_graph():
-                grads, operands = fp8moe.moe_backward_input(saved, **arguments, gradients=wanted)
+                grads, operands = fp8moe.moe_backward_input(saved, **arguments, gradients=gradients)
                 ctx.half = Half(dy, operands)
 
                 def backward(**_: Any) -> Any:
@@ -294,9 +294,9 @@ def _saved_by_autograd(ctx: Any) -> Saved:
 
 
 def _requested_gradients(ctx: Any) -> list[str]:
-    """The gradients that the running backward call uses, of those in ``wanted``."""
+    """The gradients that the running backward call uses, of those in ``options.gradients``."""
     requested = set(itertools.compress(ctx.names, asked_for(ctx)))
-    return [name for name in _names(ctx.options.wanted) if name in requested]
+    return [name for name in _names(ctx.options.gradients) if name in requested]
 
 
 def _backward(
@@ -310,7 +310,7 @@ def _backward(
     """dx, dprobs, dw13 (or dw1), dw3 and dw2, None for those that are not requested."""
     mains = _mains(parameters, requested)
     # torch.autograd.grad raises for None
-    is_partial = len(requested) < len(_names(options.wanted))
+    is_partial = len(requested) < len(_names(options.gradients))
     dx, dprobs, *weight_grads = _gradients(backward, source, mains, dtypes, options)
     grads: list[Tensor | None] = []
     for w, main, dtype, new in zip(parameters, mains, dtypes, weight_grads, strict=True):
@@ -325,16 +325,18 @@ def _backward(
 _OF_WEIGHTS = ("dw13", "dw13", "dw2")  # gradient names of w13 (or w1), w3 and w2
 
 
-def _mains(weights: Any, wanted: Collection[str]) -> list[Tensor | None]:
+def _mains(weights: Any, gradients: Collection[str]) -> list[Tensor | None]:
     """The ``main_grad`` of each weight that gets a gradient, None for the others."""
     pairs = zip(_OF_WEIGHTS, weights, strict=True)
-    return [main_grad_of(w) if n in wanted and w is not None and w.requires_grad else None for n, w in pairs]
+    return [
+        main_grad_of(w) if n in gradients and w is not None and w.requires_grad else None for n, w in pairs
+    ]
 
 
 def _in_halves(options: Options) -> bool:
     """Whether the gradients of gates and ups are computed as a pair: if the weights are a pair, or if padding
     must be cut from each half."""
-    return options.apart or (options.ffn is not None and options.activation.gated)
+    return options.w13_is_pair or (options.ffn is not None and options.activation.gated)
 
 
 def _gradients(
@@ -344,7 +346,7 @@ def _gradients(
     backward: `fp8moe.moe_backward` of ``source``, or one of its halves."""
     in_halves = _in_halves(options)
     main13, main3, main2 = mains
-    halves = (main13, main3) if options.apart else (None, None)
+    halves = (main13, main3) if options.w13_is_pair else (None, None)
     # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
     all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later
     g = backward(
@@ -355,7 +357,7 @@ def _gradients(
     )
     if g.dw13 is None or not in_halves:
         return [g.dx, g.dprobs, g.dw13, None, g.dw2]
-    if options.apart:
+    if options.w13_is_pair:
         return [g.dx, g.dprobs, *g.dw13, g.dw2]
     if main13 is None:
         return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
@@ -402,41 +404,42 @@ def _zeros_like(main: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _CompiledExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, probs, ids, multiplied, targets, options):  # type: ignore[no-untyped-def]
-        y, *saved = _experts_op(x, multiplied, ids, probs, options)
-        needed = _backward_operands(multiplied, options)
-        if options.wanted:
-            ctx.save_for_backward(ids, probs, *needed, *saved)
+    def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, targets, options):  # type: ignore[no-untyped-def]
+        y, *saved = _experts_op(x, gemm_weights, ids, probs, options)
+        backward_weights = _backward_weights(gemm_weights, options)
+        if options.gradients:
+            ctx.save_for_backward(ids, probs, *backward_weights, *saved)
         # ``main_grad`` is not saved: autograd would reject a backward after another one has added to it
-        ctx.num_needed, ctx.targets, ctx.options = len(needed), targets, options
+        ctx.num_backward_weights = len(backward_weights)
+        ctx.targets, ctx.options = targets, options
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         ids, probs, *rest = ctx.saved_tensors
-        needed, saved = rest[: ctx.num_needed], rest[ctx.num_needed :]
-        operands = dy.contiguous(), saved, needed, ids, probs
+        backward_weights, saved = rest[: ctx.num_backward_weights], rest[ctx.num_backward_weights :]
+        operands = dy.contiguous(), saved, backward_weights, ids, probs
         grads = _experts_backward_op(*operands, ctx.targets, ctx.options)
         dx, dprobs, *weight_grads = _returned_gradients(grads, ctx.targets, ctx.options, probs)
         return dx, *weight_grads, dprobs, *[None] * 4
 
 
-def _backward_operands(multiplied: list[Tensor], options: Options) -> list[Tensor]:
+def _backward_weights(gemm_weights: list[Tensor], options: Options) -> list[Tensor]:
     """The operands of the backward's products, of those of the forward: row-wise codes are used in the
     forward only, except with recompute."""
     if options.recipe == "bf16":
-        return multiplied
-    return [*(multiplied[:2] if options.recompute else ()), *multiplied[2:4], *multiplied[6:]]
+        return gemm_weights
+    return [*(gemm_weights[:2] if options.recompute else ()), *gemm_weights[2:4], *gemm_weights[6:]]
 
 
 def _returned_gradients(grads: Any, targets: Targets, options: Options, probs: Tensor) -> list[Tensor | None]:
     """The gradients for autograd from the results of an operator, in which empty tensors represent None."""
     dx, dprobs, *weight_grads = grads
-    names = _names(options.wanted)
+    names = _names(options.gradients)
     has_grad = [name in names for name in _OF_WEIGHTS]
-    has_grad[1] &= options.apart
-    rest = zip(has_grad, weight_grads, targets[:3], targets.zeros, strict=True)
+    has_grad[1] &= options.w13_is_pair
+    rest = zip(has_grad, weight_grads, targets[:3], targets.return_zeros, strict=True)
     return [
         dx if "dx" in names else None,
         dprobs.to(probs.dtype) if "dprobs" in names else None,
@@ -515,20 +518,20 @@ def _specs(x: Any, ids: Any, probs: Any, kept_weights: Any) -> Any:
 
 
 def _experts_fake(
-    x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
+    x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Tensor]:
-    weights = _weights(options.recipe, multiplied)
+    weights = _weights(options.recipe, gemm_weights)
     _check_traced(x, weights, options)
     y, saved_like = _results(_specs(x, ids, probs, weights), options)
-    return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.wanted else ()))]
+    return [like(a, x.device) for a in (y, *(arrays_in(saved_like) if options.gradients else ()))]
 
 
 @operator("experts", fake=_experts_fake)
 def _experts_op(
-    x: Tensor, multiplied: list[Tensor], ids: Tensor, probs: Tensor, options: Options
+    x: Tensor, gemm_weights: list[Tensor], ids: Tensor, probs: Tensor, options: Options
 ) -> list[Any]:
-    y, saved = _forward(x, ids, probs, _weights(options.recipe, multiplied), options)
-    saved_tensors = list(arrays_in(saved)) if options.wanted else []
+    y, saved = _forward(x, ids, probs, _weights(options.recipe, gemm_weights), options)
+    saved_tensors = list(arrays_in(saved)) if options.gradients else []
     # a compiler requires that results do not alias inputs, as the counts of permuted rows would
     input_addresses = {t.untyped_storage().data_ptr() for t in (x, ids, probs)}
     saved_tensors = [
@@ -539,32 +542,36 @@ def _experts_op(
 
 def _fake_gradients(
     dy: Tensor,
-    kept: list[Tensor] | None,
-    needed: list[Tensor],
+    saved_tensors: list[Tensor] | None,
+    backward_weights: list[Tensor],
     ids: Tensor,
     probs: Tensor,
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, ...]:
-    """Results of the backward operators. kept: None if its shapes depend on other ranks' rows."""
+    """Results of the backward operators. saved_tensors: None if their shapes depend on other ranks' rows."""
     halves = _in_halves(options)
-    _, saved_like = _results(_specs(dy, ids, probs, _saved_weights(options.recipe, needed)), options)
-    specs = arrays_in(saved_like) if kept is None else [spec_of(t) for t in kept]
+    _, saved_like = _results(
+        _specs(dy, ids, probs, _saved_weights(options.recipe, backward_weights)), options
+    )
+    specs = arrays_in(saved_like) if saved_tensors is None else [spec_of(t) for t in saved_tensors]
 
     def backward(arrays: Any) -> Any:
         dy, *rest = arrays
         saved = _saved(saved_like, rest[: len(specs)], rest[len(specs) :])
         dw13 = (None, None) if halves else None
-        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=options.ffn, gradients=_names(options.wanted))
+        return fp8moe.moe_backward(saved, dy, dw13=dw13, ffn=options.ffn, gradients=_names(options.gradients))
 
-    g = workspace.result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in needed)])
+    g = workspace.result_specs(backward, [spec_of(dy), *specs, *(spec_of(t) for t in backward_weights)])
     grads = [_no_gradient(dy) if a is None else like(a, dy.device) for a in (g.dx, g.dprobs)]
     parts = g.dw13 if halves and g.dw13 is not None else (g.dw13, None)
     shapes = [None if part is None else part.shape for part in (*parts, g.dw2)]
-    if halves and not options.apart and shapes[0] is not None:
+    if halves and not options.w13_is_pair and shapes[0] is not None:
         experts, half, hidden = shapes[0]
         shapes[:2] = (experts, 2 * half, hidden), None
-    for shape, main, dtype, zero in zip(shapes, targets[:3], _dtypes(targets), targets.zeros, strict=True):
+    for shape, main, dtype, zero in zip(
+        shapes, targets[:3], _dtypes(targets), targets.return_zeros, strict=True
+    ):
         shape = shape if shape is not None and (main is None or zero) else _NO_GRADIENT_SHAPE
         grads.append(torch.empty(shape, dtype=dtype, device=dy.device))
     return tuple(grads)
@@ -582,26 +589,28 @@ def _no_gradient(dy: Tensor) -> Tensor:
     return dy.new_empty(_NO_GRADIENT_SHAPE, dtype=torch.float32)
 
 
-def _saved(like: Saved, kept: Any, needed: Any) -> Saved:
+def _saved(like: Saved, saved_tensors: Any, backward_weights: Any) -> Saved:
     """The record of `_forward` with its arrays, and the weights."""
-    remaining = iter(kept)
+    remaining = iter(saved_tensors)
     saved = map_arrays(lambda _, a: next(remaining), like)
-    w13, w2 = _saved_weights(like.recipe, needed)
+    w13, w2 = _saved_weights(like.recipe, backward_weights)
     return replace(saved, w13=w13, w2=w2)
 
 
 @operator("experts_backward", writes=("targets",), fake=_fake_gradients)
 def _experts_backward_op(
     dy: Tensor,
-    kept: list[Tensor],
-    needed: list[Tensor],
+    saved_tensors: list[Tensor],
+    backward_weights: list[Tensor],
     ids: Tensor,
     probs: Tensor,
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, saved_like = _known_results(_specs(dy, ids, probs, _saved_weights(options.recipe, needed)), options)
-    return _results_of_backward(_saved(saved_like, kept, needed), dy, targets, options)
+    _, saved_like = _known_results(
+        _specs(dy, ids, probs, _saved_weights(options.recipe, backward_weights)), options
+    )
+    return _results_of_backward(_saved(saved_like, saved_tensors, backward_weights), dy, targets, options)
 
 
 def _results_of_backward(
@@ -623,11 +632,11 @@ def _results_of_backward(
                 "(torch.autograd.grad, or backward(inputs=...), of other tensors), which it would still add; "
                 "wanted backward(), or the layer in a function under torch.compiler.disable"
             )
-    backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.wanted))
+    backward = partial(fp8moe.moe_backward, saved, dy, comm=comm, gradients=_names(options.gradients))
     dx, dprobs, *weight_grads = _gradients(backward, saved, mains, dtypes, options)
     grads = [_no_gradient(dy) if a is None else a for a in (dx, dprobs)]
     for name, new, main, dtype, zero in zip(
-        ("w13", "w3", "w2"), weight_grads, mains, dtypes, targets.zeros, strict=True
+        ("w13", "w3", "w2"), weight_grads, mains, dtypes, targets.return_zeros, strict=True
     ):
         if main is None:
             grads.append(dy.new_empty(_NO_GRADIENT_SHAPE, dtype=dtype) if new is None else new.to(dtype))
@@ -653,25 +662,25 @@ def _experts_over_ranks_fake(
     w1: Tensor | None,
     w3: Tensor | None,
     w2: Tensor | None,
-    multiplied: list[Tensor],
+    gemm_weights: list[Tensor],
     comm: Tensor,
     targets: Targets,
     options: Options,
 ) -> list[Tensor]:
-    weights = _weights(options.recipe, multiplied)
+    weights = _weights(options.recipe, gemm_weights)
     _check_traced(x, weights, options)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not options.wanted:
+    if not options.gradients:
         return [y]
     _, saved_like = _results(_specs(x, ids, probs, weights), options)
     # the last one is the row map of the exchange
-    kept = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]
+    saved_specs = [*arrays_in(saved_like), ArraySpec((0,), checks.INT32)]
     size = torch.library.get_ctx().new_dynamic_size
     description = torch.empty(size(), dtype=torch.uint8, device="cpu")
     return [
         y,
         description,
-        *(like(ArraySpec(tuple(cast(int, size()) for _ in a.shape), a.dtype), x.device) for a in kept),
+        *(like(ArraySpec(tuple(cast(int, size()) for _ in a.shape), a.dtype), x.device) for a in saved_specs),
     ]
 
 
@@ -684,15 +693,15 @@ def _experts_over_ranks_op(
     w1: Tensor | None,
     w3: Tensor | None,
     w2: Tensor | None,
-    multiplied: list[Tensor],
+    gemm_weights: list[Tensor],
     comm: Tensor,
     targets: Targets,
     options: Options,
 ) -> list[Any]:
     """The weights and the targets of their gradients are arguments for autograd only."""
-    weights = _weights(options.recipe, multiplied)
+    weights = _weights(options.recipe, gemm_weights)
     y, saved = _call_forward(x, ids, probs, weights, options, _layers[int(comm)])
-    if not options.wanted:
+    if not options.gradients:
         return [y]
     saved = replace(saved, w13=None, w2=None, overwritten=(None, None))
     description = pickle.dumps(map_arrays(lambda _, a: _PLACEHOLDER, saved))
@@ -701,56 +710,56 @@ def _experts_over_ranks_op(
 
 def _over_ranks_backward_fake(
     dy: Tensor,
-    described: Tensor,
-    kept: list[Tensor],
-    needed: list[Tensor],
+    saved_metadata: Tensor,
+    saved_tensors: list[Tensor],
+    backward_weights: list[Tensor],
     ids: Tensor,
     probs: Tensor,
     comm: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, ...]:
-    return _fake_gradients(dy, None, needed, ids, probs, *rest)
+    return _fake_gradients(dy, None, backward_weights, ids, probs, *rest)
 
 
 @operator("experts_over_ranks_backward", writes=("targets",), fake=_over_ranks_backward_fake)
 @torch.compiler.disable
 def _experts_over_ranks_backward_op(
     dy: Tensor,
-    described: Tensor,
-    kept: list[Tensor],
-    needed: list[Tensor],
+    saved_metadata: Tensor,
+    saved_tensors: list[Tensor],
+    backward_weights: list[Tensor],
     ids: Tensor,
     probs: Tensor,
     comm: Tensor,
     targets: Targets,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    remaining = iter(kept)
-    saved = pickle.loads(described.numpy().tobytes())
+    remaining = iter(saved_tensors)
+    saved = pickle.loads(saved_metadata.numpy().tobytes())
     saved = map_arrays(lambda _, a: next(remaining), saved)
-    w13, w2 = _saved_weights(options.recipe, needed)
+    w13, w2 = _saved_weights(options.recipe, backward_weights)
     saved = replace(saved, w13=w13, w2=w2)
     return _results_of_backward(saved, dy, targets, options, _layers[int(comm)])
 
 
 def _keep_over_ranks(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ids, probs, *_, multiplied, comm, targets, options = _experts_over_ranks_op.unflatten(inputs)
-    if not options.wanted:
+    _, ids, probs, *_, gemm_weights, comm, targets, options = _experts_over_ranks_op.unflatten(inputs)
+    if not options.gradients:
         return
-    ctx.save_for_backward(*output[1:], ids, probs, *_backward_operands(multiplied, options))
+    ctx.save_for_backward(*output[1:], ids, probs, *_backward_weights(gemm_weights, options))
     ctx.mark_non_differentiable(*output[1:])
-    ctx.num_kept, ctx.comm, ctx.targets, ctx.options = len(output) - 1, comm, targets, options
-    ctx.num_multiplied, ctx.num_others = len(multiplied), len(inputs) - 7
+    ctx.num_saved, ctx.comm, ctx.targets, ctx.options = len(output) - 1, comm, targets, options
+    ctx.num_gemm_weights, ctx.num_others = len(gemm_weights), len(inputs) - 7
 
 
 def _backward_over_ranks(ctx: Any, grads: Any) -> Any:
-    described, *saved = ctx.saved_tensors
-    saved_tensors, (ids, probs, *needed) = saved[: ctx.num_kept - 1], saved[ctx.num_kept - 1 :]
-    operands = grads[0].contiguous(), described, saved_tensors, needed, ids, probs, ctx.comm
+    saved_metadata, *saved = ctx.saved_tensors
+    saved_tensors, (ids, probs, *backward_weights) = saved[: ctx.num_saved - 1], saved[ctx.num_saved - 1 :]
+    operands = grads[0].contiguous(), saved_metadata, saved_tensors, backward_weights, ids, probs, ctx.comm
     operator = _experts_over_ranks_backward_op
     results = operator.op(*operator.flatten((*operands, ctx.targets, ctx.options)))
     dx, dprobs, *weight_grads = _returned_gradients(results, ctx.targets, ctx.options, probs)
-    return dx, None, dprobs, *weight_grads, [None] * ctx.num_multiplied, *[None] * ctx.num_others
+    return dx, None, dprobs, *weight_grads, [None] * ctx.num_gemm_weights, *[None] * ctx.num_others
 
 
 torch.library.register_autograd(

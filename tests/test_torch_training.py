@@ -757,23 +757,27 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
     layer, x = module(recipe), tokens().detach()
     _, ids, probs = (t.detach() for t in layer.route(x))
     weights = [w.detach().bfloat16() for w in (layer.w13, layer.w2)]
-    multiplied = weights
+    gemm_weights = weights
     if recipe != "bf16":
-        multiplied = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
+        gemm_weights = arrays_in(tuple(fp8moe.quantize_weights(w) for w in weights))
     tests = ("test_schema", "test_faketensor")
     forward, backward = OPERATORS["experts"], OPERATORS["experts_backward"]
     every = Options(recipe, recompute, 0, SWIGLU, None, None, None, False, "dx,dprobs,dw13,dw2")
-    for options in (every, every._replace(wanted="dx,dprobs"), every._replace(wanted="")):
-        arguments = forward.flatten((x, multiplied, ids, probs, options))
+    for options in (every, every._replace(gradients="dx,dprobs"), every._replace(gradients="")):
+        arguments = forward.flatten((x, gemm_weights, ids, probs, options))
         torch.library.opcheck(forward.op, arguments, test_utils=tests)
-        if not options.wanted:
+        if not options.gradients:
             continue
-        y, *kept = forward.op(*arguments)
-        needed = multiplied
+        y, *saved_tensors = forward.op(*arguments)
+        backward_weights = gemm_weights
         if recipe != "bf16":
-            needed = [*(multiplied[:2] if recompute else []), *multiplied[2:4], *multiplied[6:]]
+            backward_weights = [
+                *(gemm_weights[:2] if recompute else []),
+                *gemm_weights[2:4],
+                *gemm_weights[6:],
+            ]
         cases = [((None,) * 3, [False] * 3, None, False)]
-        if "dw13" in options.wanted:
+        if "dw13" in options.gradients:
             w13, w2 = (torch.zeros(w.shape) for w in weights)
             mains = w13, None, w2
             cases += [(mains, [False] * 3, None, False), (mains, [True, False, True], None, False)]
@@ -781,11 +785,11 @@ def test_operator_schemas_and_fakes_are_correct(recipe, recompute):
                 halves = tuple(h.contiguous() for h in w13.chunk(2, dim=1))
                 cut = torch.zeros(EXPERTS, 200, HIDDEN), None, torch.zeros(EXPERTS, HIDDEN, 100)
                 cases += [((*halves, w2), [True, False, True], None, True), (cut, [False] * 3, 100, False)]
-                cases += [((None,) * 3, [False] * 3, 100, apart) for apart in (True, False)]
-        for mains, zeros, ffn, apart in cases:
+                cases += [((None,) * 3, [False] * 3, 100, is_pair) for is_pair in (True, False)]
+        for mains, zeros, ffn, is_pair in cases:
             targets = Targets(*mains, torch.float32, torch.float32, zeros, None)
-            given = gradient_of(y), kept, needed, ids, probs, targets
-            flat = backward.flatten((*given, options._replace(ffn=ffn, apart=apart)))
+            given = gradient_of(y), saved_tensors, backward_weights, ids, probs, targets
+            flat = backward.flatten((*given, options._replace(ffn=ffn, w13_is_pair=is_pair)))
             torch.library.opcheck(backward.op, flat, test_utils=tests)
 
 
