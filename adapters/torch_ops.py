@@ -383,7 +383,7 @@ def grouped_gemm(x: Any, w: Any, expert_offsets: Tensor, *counts: Tensor | None,
     return _product(x, w, expert_offsets, *counts, **options)
 
 
-# ---------------------------------------------------------------- shared by the modules above
+# ---------------------------------------------------------------- float8 views, and names of later modules
 
 
 def as_float8(q: QuantTensor) -> QuantTensor:
