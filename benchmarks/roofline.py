@@ -1,8 +1,8 @@
 """Draw the results against the copy bandwidth: ``python -m fp8moe.benchmarks.roofline [NAME]``.
 
 From ``results/NAME.jsonl`` (h200 by default) to ``docs/images/roofline-NAME.svg``: one point per case, with
-the bytes that it must move and the rate at which it moves them. The copy bandwidth is the roof; on the slope
-below it, calls move so few bytes that the fixed time of any kernel dominates.
+the minimum bytes that it moves and the rate. The copy bandwidth is the roof; on the slope below it, calls
+move so few bytes that the fixed time of any kernel dominates.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def draw(name: str, out: Path) -> None:
         x = [r["nbytes"] / 1e6 for r in of_topic]
         y = [r["nbytes"] / r["us"] / 1e6 for r in of_topic]
         axes.plot(x, y, MARKS[i % len(MARKS)], label=topic)
-    axes.set(xscale="log", ylim=(0, roof * 1.08), xlabel="least bytes to move, MB", ylabel="TB/s")
+    axes.set(xscale="log", ylim=(0, roof * 1.08), xlabel="minimum bytes moved (MB)", ylabel="TB/s")
     commits = ", ".join(dict.fromkeys(r["commit"] for r in rows))
     axes.set_title(f"{rows[0]['device']}, commit {commits}", fontsize=9)
     axes.legend(fontsize=8, loc="lower right")
