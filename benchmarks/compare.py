@@ -115,7 +115,7 @@ def measure(part: Part, shape: tuple[int, ...], device: str) -> tuple[list[dict[
     """Rows of every contender that runs on this device with correct results, and the number of wrong or
     failed ones.
 
-    All results are checked first; then the contenders are timed in turns, so that a rise of the GPU's
+    All results are checked first; then the contenders are timed alternately, so that a rise of the GPU's
     temperature affects all of them.
     """
     import torch

@@ -89,7 +89,7 @@ class Contender:
 
 
 def measure(tokens: int, experts: int, hidden: int, ffn: int, topk: int) -> list[dict[str, Any]]:
-    """One row per recipe, with the same weights. The recipes run in turns, so that a rise of the GPU's
+    """One row per recipe, with the same weights. The recipes run alternately, so that a rise of the GPU's
     temperature affects all of them."""
     options_of_weights: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     torch.manual_seed(0)
