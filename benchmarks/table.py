@@ -485,6 +485,7 @@ EXPERIMENTS = {
     "grouped-gemm-16-bit": ("grouped_gemm 16 bits",),
     "expert-parallelism": ("exchange", "dispatch", "combine"),
     "host": ("host",),
+    "layer": ("layer",),
 }
 
 
