@@ -44,6 +44,7 @@ class DryRun(Call):
 
     inputs: descriptors of the arguments' arrays, which are the first buffers.
     buffers: shape and dtype of each buffer. scratch_buffers: those that a launcher asked for.
+    counters: zeroed integers in one of them that no launch has taken yet.
     steps: n for the allocation of buffer n, ~n for its release; a launch is (function, fixed arguments,
         values, places), where places are the addresses among the values: (index, buffer, offset in bytes).
     events: what `fp8moe.trace` counts. uploads: whether the call copies something from the host.
@@ -63,6 +64,7 @@ class DryRun(Call):
         self.buffers: list[tuple[tuple[int, ...], np.dtype]] = []
         self.steps: list[Any] = []
         self.scratch_buffers: set[int] = set()
+        self.counters: list[DeviceArray] = []
         self.events: list[tuple[str, Any]] = []
         self.uploads = False
         self.argument_of: dict[int, int] = {}

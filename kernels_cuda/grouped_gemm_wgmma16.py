@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import KIND_NAMES, KINDS
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, threads
+from fp8moe.kernels_cuda.launch import launch, multiprocessors, threads, zeroed_counter
 from fp8moe.kernels_cuda.product import Product
 
 # Must match wgmma_tiles.cuh and wgmma16_pipeline.cuh.
@@ -127,14 +125,13 @@ def _launch(
     *arguments: Any,
 ) -> None:
     configuration = tiles_configuration(verb, experts, multiprocessors(num_sms))
-    fill_bytes(tiles_taken := scratch((1,), np.int32), 0)
     launch(
         source,
         kernel,
         configuration.blocks,
         configuration.threads,
         *arguments,
-        tiles_taken,
+        zeroed_counter(),
         shared=configuration.shared,
         defines=(f"KIND={KIND_NAMES[arguments[0].dtype]}", *variant, f"STAGES={stages(verb, experts)}"),
         boxes=BOXES,

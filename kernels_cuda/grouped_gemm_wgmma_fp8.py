@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, multiprocessors, scratch, threads
+from fp8moe.kernels_cuda.launch import launch, multiprocessors, threads, zeroed_counter
 from fp8moe.kernels_cuda.product import Product
 from fp8moe.records import QuantTensor
 
@@ -139,7 +137,6 @@ def _launch_tiles(
     *arguments: Any,
 ) -> None:
     configuration = tiles_configuration(verb, expert_offsets.size - 1, multiprocessors(num_sms))
-    fill_bytes(tiles_taken := scratch((1,), np.int32), 0)
     launch(
         source,
         kernel,
@@ -148,7 +145,7 @@ def _launch_tiles(
         a.data,
         b.data,
         *arguments,
-        tiles_taken,
+        zeroed_counter(),
         shared=configuration.shared,
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,

@@ -16,6 +16,7 @@ from fp8moe.kernels_cuda.driver import LAUNCH_CONFIG
 from fp8moe.records import ArraySpec, DeviceArray
 
 SHARED = 32 * 1024  # bytes of dynamic shared memory that every launch may use without `allow_shared`
+COUNTERS = 64  # that a launch plan allocates and zeroes together
 
 Allocate = Callable[[ArraySpec, int], DeviceArray]
 
@@ -86,6 +87,22 @@ def scratch(shape: tuple[int, ...], dtype: Any) -> DeviceArray:
     """Uninitialised memory that is released with the last reference to it."""
     device, _, allocate, _ = _current.place
     return allocate(ArraySpec(shape, np.dtype(dtype)), device)
+
+
+def zeroed_counter() -> DeviceArray:
+    """An int32 that is zero when the next kernel starts. A launch plan zeroes all of its counters by one
+    memset before its first launch: a kernel after a memset cannot start while the kernel before it ends."""
+    log = _current.place[3]
+    if log is None:
+        fill_bytes(counter := scratch((1,), np.int32), 0)
+        return counter
+    if not log.counters:
+        launched = log.steps.copy()
+        log.steps.clear()
+        fill_bytes(block := scratch((COUNTERS,), np.int32), 0)
+        log.counters += [block.part(i, (1,)) for i in range(COUNTERS)]
+        log.steps += launched
+    return log.counters.pop()  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- launches

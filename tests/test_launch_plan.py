@@ -1,6 +1,7 @@
 """Launch plans: replayed with other arrays of the same shapes they compute what the first call did; records
 follow their tensors, and calls with options of different types have different plans."""
 
+import ctypes
 import functools
 import importlib
 import sys
@@ -429,6 +430,50 @@ def test_threads_share_launch_plans(monkeypatch):
     finally:
         sys.setswitchinterval(interval)
     assert len(dispatch.cached_plans()) == 5
+
+
+def test_tile_counters_of_a_launch_plan_are_zeroed_before_its_first_launch(monkeypatch):
+    """By as few memsets as hold them, and each product has a counter of its own."""
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    w = fp8moe.quantize_weights(values(RNG, (2, 128, 128), BF16)).rowwise
+    x, offsets = fp8moe.quantize(values(RNG, (40, 128), BF16)), np.array([0, 16, 40], np.int32)
+
+    def three_products(x, w, offsets):
+        for _ in range(3):
+            y = fp8moe.grouped_gemm(x, w, offsets)
+            x = fp8moe.quantize(y)
+        return y
+
+    cuda_on_cpu.install(monkeypatch)
+    given = [cuda_on_cpu.upload(a) for a in (x, w, offsets)]
+    expected = cuda_on_cpu.download(three_products(*given))  # each with a plan of its own
+    launch = importlib.import_module("fp8moe.kernels_cuda.launch")
+    monkeypatch.setattr(launch, "COUNTERS", 2)
+    events, counters = [], []
+
+    def record(name):
+        function = getattr(launch, name)
+
+        def recorded(*arguments):
+            events.append(name)
+            if name == "launch_with_tensor_maps":
+                counters.append(arguments[-1][-1])
+                assert ctypes.c_int32.from_address(counters[-1]).value == 0
+            function(*arguments)
+
+        monkeypatch.setattr(launch, name, recorded)
+
+    for name in ("fill_memory", "launch_packed", "launch_with_tensor_maps"):
+        record(name)
+    as_one = dispatch.operation(three_products)
+    for _ in range(2):
+        events.clear()
+        counters.clear()
+        assert same_bits(cuda_on_cpu.download(as_one(*given)), expected)
+        assert events[:2] == ["fill_memory"] * 2
+        assert events[2:] == ["launch_with_tensor_maps", "launch_packed"] * 3
+        assert len(set(counters)) == 3
 
 
 def test_every_call_that_writes_to_out_is_counted(monkeypatch):
