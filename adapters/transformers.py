@@ -16,6 +16,7 @@ Tested with transformers 5.23.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import weakref
@@ -128,7 +129,7 @@ def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
 def _multiply(
     experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: dict[str, Any], comm: Any = None
 ) -> Tensor:
-    activation = activation_of(experts)
+    activation = _activation_at(id(experts)) if torch.compiler.is_compiling() else activation_of(experts)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     w13, w2 = getattr(experts, first), experts.down_proj
     bias13, bias2 = None, None
@@ -148,6 +149,12 @@ def _multiply(
 
 
 @torch.compiler.assume_constant_result
+def _activation_at(address: int) -> Activation:
+    """`activation_of` a module that is being traced, by its ``id``: Dynamo of torch 2.11 does not pass modules
+    to functions with a constant result. It guards on the id."""
+    return activation_of(ctypes.cast(address, ctypes.py_object).value)
+
+
 def activation_of(experts: Any) -> Activation:
     """Determine the activation that an experts module applies to its gate and up projections.
 
