@@ -150,8 +150,8 @@ def _multiply(
 
 @torch.compiler.assume_constant_result
 def _activation_at(address: int) -> Activation:
-    """`activation_of` a module that is being traced, by its ``id``, which Dynamo guards on: that of torch 2.11
-    does not pass modules to functions with a constant result."""
+    """`activation_of` a module that is being traced, by its ``id``, which Dynamo guards on: torch 2.11
+    passes no modules to functions with a constant result."""
     return activation_of(ctypes.cast(address, ctypes.py_object).value)
 
 

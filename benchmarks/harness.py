@@ -257,9 +257,11 @@ def torch_memory() -> AbstractContextManager[Any]:
         stream = cupy.cuda.get_current_stream().ptr
         return int(torch.cuda.caching_allocator_alloc(nbytes, device, stream))
 
+    finalizing = sys.is_finalizing  # this module's globals may be None by then
+
     def free(address: int, device: int) -> None:
         # during finalisation torch's modules no longer exist, and the process frees the memory
-        if address and not sys.is_finalizing():
+        if address and not finalizing():
             torch.cuda.caching_allocator_delete(address)
 
     context: AbstractContextManager[Any] = cupy.cuda.using_allocator(
