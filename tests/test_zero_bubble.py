@@ -37,6 +37,8 @@ class Operators(TorchDispatchMode):
 
 def in_halves(y, dy, x, weights, counted=fp8moe.trace):
     """Launches of the two halves, which leave gradients as `backward` does."""
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 cannot split the backward of any torch.autograd.Function")
     weights = list(weights)
     with counted() as first:
         _, groups = stage_backward_input([y], [dy], [x], iter(weights))
