@@ -10,13 +10,15 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \(1[23]\).*/,
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-# The lowest versions that pyproject.toml claims for what runs on a CPU, and the operations with them. Adapters
-# of transformers, Megatron-Core and torchtitan need more than their lowest version to be tested. Warnings are
-# errors in other runs only: old releases warn of what new ones of their own dependencies deprecate.
+# The lowest versions that pyproject.toml claims for what runs on a CPU, and the operations with them; with the
+# lowest torch, compiled code differs most. Adapters of transformers, Megatron-Core and torchtitan need more than
+# their lowest version to be tested. Warnings are errors in other runs only: old releases warn of what new ones
+# of their own dependencies deprecate.
 MINIMUM := torch jax bench
 test-minimum: .venv-minimum/ready
 	OMP_NUM_THREADS=1 .venv-minimum/bin/python -m pytest -q -W default -n auto --maxprocesses 4 $(addprefix tests/test_,$(addsuffix .py, \
-	  plan permute quantize transpose swiglu grouped_gemm router moe torch_ops torch_moe jax_ops cli))
+	  plan permute quantize transpose swiglu grouped_gemm router moe torch_ops torch_moe torch_training \
+	  torch_weights torch_functional transformers jax_ops cli))
 
 # The source archive and the wheel, as a package index takes them.
 build: .venv-build/ready
@@ -70,7 +72,7 @@ demo: .venv-demo/ready
 	.venv-minimum/bin/python -m pip install --quiet --upgrade pip
 	$(PYTHON) tests/minimum.py $(MINIMUM) > .venv-minimum/constraints.txt
 	.venv-minimum/bin/python -m pip install --quiet -c .venv-minimum/constraints.txt -e '.[torch,jax,bench]' \
-	  hypothesis pytest pytest-xdist
+	  hypothesis pytest pytest-xdist transformers
 	touch $@
 
 .venv-build/ready:

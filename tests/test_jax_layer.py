@@ -1,5 +1,6 @@
 """`jax_ops.moe_ffn` as JAX training frameworks call it: layouts, dtypes, widths, stored programs, devices."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -96,6 +97,19 @@ def check(results, wanted):
         assert same_bits(np.ascontiguousarray(a), np.ascontiguousarray(b)), name
 
 
+@pytest.fixture
+def sums_in_one_order(monkeypatch):
+    """FP8 products whose sums do not depend on the product's shape, as BLAS's do with NumPy 2.5: JAX multiplies
+    w1 and w3 apart, and without padding."""
+
+    def promoted(a, b):
+        blocks = range(0, a.shape[1], 128)
+        return sum(np.einsum("mk,nk->mn", a[:, k : k + 128], b[:, k : k + 128]) for k in blocks)
+
+    monkeypatch.setattr(importlib.import_module("fp8moe.reference.grouped_gemm"), "_promoted", promoted)
+
+
+@pytest.mark.usefixtures("sums_in_one_order")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(
@@ -124,6 +138,7 @@ def test_master_weights_with_another_dtype_than_x():
     check([a.astype(b.dtype) for a, b in zip(results, wanted, strict=True)], wanted)
 
 
+@pytest.mark.usefixtures("sums_in_one_order")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("recipe", FP8)

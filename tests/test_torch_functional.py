@@ -394,7 +394,8 @@ def test_unsupported_backend_raises_before_any_work(monkeypatch, recipe, asked, 
             return function(*arguments, **options)
 
         monkeypatch.setattr(fp8moe, name, spied)
-    words = "(backend: got 'mma'|num_sms: got 4) for arrays on the CPU; wanted None"
+    # Dynamo of torch 2.14 escapes quotes in it
+    words = r"(backend: got \W+mma\W+|num_sms: got 4) for arrays on the CPU; wanted None"
     for call, leaves in layers(recipe, **asked).values():
         torch.compiler.reset()
         run = call if mode == "eager" else torch.compile(call, backend="aot_eager", fullgraph=True)
