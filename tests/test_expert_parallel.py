@@ -57,8 +57,8 @@ def together(world, arguments, limit):
 @pytest.mark.parametrize(
     ("cases", "world"),
     [
-        ("layers,bounded,chunks,rows,refusals,module,copied,data_parallel", 2),
-        ("layers,rows,composed", 4),
+        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,data_parallel", 2),
+        ("layers,rows,same_backward,composed", 4),
         ("lost", 3),
     ],
 )
@@ -77,8 +77,8 @@ def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
 @pytest.mark.parametrize(
     "cases",
     [
-        "layers,bounded,chunks,rows,refusals,module",
-        "layers/peer,chunks/peer,rows/peer,refusals/peer,module/peer,in_turn/peer",
+        "layers,bounded,chunks,rows,refusals,same_backward,module",
+        "layers/peer,chunks/peer,rows/peer,refusals/peer,same_backward/peer,module/peer,in_turn/peer",
     ],
 )
 def test_several_gpus(cases, world, tmp_path):
