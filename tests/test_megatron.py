@@ -493,7 +493,7 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
     with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
         experts(torch.randn(8, 64), counts, probs)
     with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
-        experts.routed(torch.randn(8, 64), torch.zeros(8, 1, dtype=torch.int64), probs[:, None], None)
+        experts(torch.randn(8, 64), None, probs[:, None], topk_ids=torch.zeros(8, 1, dtype=torch.int64))
 
 
 def test_layer_specs():
