@@ -84,6 +84,9 @@ class ProcessGroup:
         self._agreed: set[Any] = set()  # headers known to be equal on all ranks
         self._overflow: Tensor | None = None  # dropped rows and entries of all forwards
 
+    def __deepcopy__(self, memo: Any) -> ProcessGroup:
+        return self  # copies of a layer communicate with the same ranks
+
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         """Exchange row counts between all ranks, as `fp8moe.expert_parallel.Transport.counts`.
 

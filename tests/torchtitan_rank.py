@@ -74,6 +74,8 @@ for recipe in sys.argv[4:]:
     )
     y = torch.compile(experts, backend="aot_eager", fullgraph=True)(*arguments)
     assert (y - experts(*arguments)).norm() <= bound * y.norm()
+    # as weight averaging does
+    assert torch.equal(copy.deepcopy(experts)(*arguments), experts(*arguments))
 # the weights are gathered for calls of the module that fully_shard was given
 for whole in (True, False):
     experts = copy.deepcopy(plain.routed_experts)
