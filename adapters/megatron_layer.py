@@ -249,20 +249,12 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
             As in `fp8moe.adapters.torch_functional.moe_experts_permuted`, or with topk_ids as in
             `fp8moe.adapters.torch_functional.moe_experts`.
         """
+        rows = permuted_local_hidden_states, *self._weights()
         if topk_ids is not None:
-            tokens = permuted_local_hidden_states, *self._weights(), topk_ids, permuted_probs
-            return torch_ops.moe_experts(*tokens, comm=comm, **self._options()), None
+            return torch_ops.moe_experts(*rows, topk_ids, permuted_probs, comm=comm, **self._options()), None
         device = permuted_local_hidden_states.device
         counts = tokens_per_expert.to(device, non_blocking=True)  # type: ignore[union-attr]
-        y = torch_ops.moe_experts_permuted(
-            permuted_local_hidden_states,
-            self.weight1,
-            self.weight2,
-            counts,
-            permuted_probs,
-            **self._options(),
-        )
-        return y, None
+        return torch_ops.moe_experts_permuted(*rows, counts, permuted_probs, **self._options()), None
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         if self.recipe != "bf16":
