@@ -805,7 +805,8 @@ def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | No
     if operands.dh is None and operands.a is None:
         return total
     dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
-    return replace(total, dw13=dw13, dw2=dw2)
+    # a gradient that is not requested: the next chunk needs the caller's argument again, a pair for w1 and w3
+    return replace(total, dw13=total.dw13 if dw13 is None else dw13, dw2=dw2)
 
 
 def moe_backward_input(
@@ -936,7 +937,7 @@ def moe_backward_weight(
     total = MoEGrads(None, None, dw13, dw2)
     for chunk in (replace(operands, later=()), *operands.later):
         total = _added(chunk, total, dtype, ffn)
-    return total
+    return total if "dw13" in wanted else replace(total, dw13=None)
 
 
 def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:
