@@ -212,19 +212,29 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
                             init_method(weight[expert])
 
     def forward(
-        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor | None,
+        permuted_probs: Tensor,
+        *,
+        topk_ids: Tensor | None = None,
+        comm: Any = None,
     ) -> tuple[Tensor, None]:
-        """Compute the experts for rows that Megatron's dispatcher has permuted.
+        """Compute the experts for rows that Megatron's dispatcher has permuted, or with topk_ids for tokens.
 
         Parameters
         ----------
         permuted_local_hidden_states : Tensor, floating point, [N, H]
-            Rows in expert order.
-        tokens_per_expert : Tensor, int32 or int64, [E]
+            Rows in expert order; with topk_ids the tokens [T, H] on their own ranks.
+        tokens_per_expert : Tensor, int32 or int64, [E], or None
             Number of rows of each expert. Counts on the CPU are copied to the rows' device without
-            synchronising.
-        permuted_probs : Tensor, floating point, [N]
-            Factor of each row's output.
+            synchronising. None with topk_ids.
+        permuted_probs : Tensor, floating point, [N] or [T, k]
+            Factor of each row's output, or of each expert's output for a token.
+        topk_ids : Tensor, int64, [T, k], or None
+            Global expert ids of tokens.
+        comm : Comm or None
+            With topk_ids: communicator for dispatch and combine; None for one rank.
 
         Returns
         -------
@@ -236,46 +246,15 @@ class FP8FlowExperts(MegatronModule):  # type: ignore[misc]
         Raises
         ------
         TypeError, ValueError
-            As in `fp8moe.adapters.torch_functional.moe_experts_permuted`.
+            As in `fp8moe.adapters.torch_functional.moe_experts_permuted`, or with topk_ids as in
+            `fp8moe.adapters.torch_functional.moe_experts`.
         """
-        counts = tokens_per_expert.to(permuted_local_hidden_states.device, non_blocking=True)
-        y = torch_ops.moe_experts_permuted(
-            permuted_local_hidden_states,
-            self.weight1,
-            self.weight2,
-            counts,
-            permuted_probs,
-            **self._options(),
-        )
-        return y, None
-
-    def routed(self, x: Tensor, topk_ids: Tensor, topk_probs: Tensor, comm: Any) -> Tensor:
-        """Compute the experts for tokens on their own ranks.
-
-        Parameters
-        ----------
-        x : Tensor, floating point, [T, H]
-            Tokens.
-        topk_ids : Tensor, int64, [T, k]
-            Global expert ids.
-        topk_probs : Tensor, floating point, [T, k]
-            Factors of the experts' outputs.
-        comm : Comm or None
-            Communicator for dispatch and combine; None for one rank.
-
-        Returns
-        -------
-        Tensor, [T, H]
-            The outputs in x's dtype.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As in `fp8moe.adapters.torch_functional.moe_experts`.
-        """
-        return torch_ops.moe_experts(  # type: ignore[no-any-return]
-            x, *self._weights(), topk_ids, topk_probs, comm=comm, **self._options()
-        )
+        rows = permuted_local_hidden_states, *self._weights()
+        if topk_ids is not None:
+            return torch_ops.moe_experts(*rows, topk_ids, permuted_probs, comm=comm, **self._options()), None
+        device = permuted_local_hidden_states.device
+        counts = tokens_per_expert.to(device, non_blocking=True)  # type: ignore[union-attr]
+        return torch_ops.moe_experts_permuted(*rows, counts, permuted_probs, **self._options()), None
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         if self.recipe != "bf16":
@@ -539,7 +518,8 @@ class FP8FlowMoELayer(MoELayer):  # type: ignore[misc]
             Always None.
         """
         rows, ids, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        return self.experts.routed(rows, ids, probs, self._comm), None
+        # a call of the module, whose hooks wait for weights that ranks gather (overlap_param_gather)
+        return self.experts(rows, None, probs, topk_ids=ids, comm=self._comm)  # type: ignore[no-any-return]
 
 
 def _refuse_captured_experts(config: Any) -> None:

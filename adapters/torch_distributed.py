@@ -6,6 +6,7 @@ y, saved = fp8moe.moe_forward(x, w13, w2, ids, probs, recipe="fp8_flow", comm=co
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from fp8moe import checks, expert_parallel
 from fp8moe.adapters.torch_experts import handle_of
 from fp8moe.adapters.torch_lost_ranks import LostRankWatch, RankLost
 from fp8moe.expert_parallel import Capacity, Counts, Dispatched, DispatchedRows, Pending
+from fp8moe.expert_parallel.exchange import prepare_dispatch
 
 __all__ = ["ProcessGroup", "RankLost"]
 
@@ -81,6 +83,9 @@ class ProcessGroup:
         self._gathered: dict[Any, tuple[Tensor, Tensor]] = {}  # counts of all ranks: `_buffers`
         self._agreed: set[Any] = set()  # headers known to be equal on all ranks
         self._overflow: Tensor | None = None  # dropped rows and entries of all forwards
+
+    def __deepcopy__(self, memo: Any) -> ProcessGroup:
+        return self  # copies of a layer communicate with the same ranks
 
     def counts(self, counts: tuple[Any, ...], header: dict[str, int]) -> list[Counts]:
         """Exchange row counts between all ranks, as `fp8moe.expert_parallel.Transport.counts`.
@@ -253,10 +258,16 @@ class ProcessGroup:
 
 
 def dispatch(
-    x: Tensor, topk_ids: Tensor, topk_probs: Tensor, num_experts: int, comm: Any
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_probs: Tensor,
+    num_experts: int,
+    comm: Any,
+    gradients: Collection[str],
 ) -> Dispatched | DispatchedRows:
-    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs."""
-    rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm)
+    """`fp8moe.expert_parallel.dispatch` of an array, with gradients for x and topk_probs. gradients: as in
+    `fp8moe.expert_parallel.exchange.prepare_dispatch`."""
+    rows, probs, rest = _Dispatch.apply(x, topk_probs, topk_ids, num_experts, comm, gradients)
     if isinstance(rest, DispatchedRows):
         return replace(rest, x=rows, probs=probs)
     return replace(rest, x=rows, topk_probs=probs)
@@ -269,8 +280,9 @@ def combine(y: Tensor, route: Any, comm: Any) -> Tensor:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, ids, num_experts, comm):  # type: ignore[no-untyped-def]
-        dispatched = expert_parallel.dispatch(x.contiguous(), ids, probs.contiguous(), num_experts, comm)
+    def forward(ctx, x, probs, ids, num_experts, comm, gradients):  # type: ignore[no-untyped-def]
+        given = x.contiguous(), ids, probs.contiguous(), num_experts, comm, None
+        dispatched = prepare_dispatch(*given, gradients=gradients)(False).wait()
         ctx.route, ctx.comm = dispatched.route, comm
         probs = dispatched.probs if isinstance(dispatched, DispatchedRows) else dispatched.topk_probs
         return dispatched.x, probs, dispatched
@@ -279,7 +291,7 @@ class _Dispatch(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dx, dprobs, _):  # type: ignore[no-untyped-def]
         grads = dx.contiguous(), dprobs.contiguous()
-        return *expert_parallel.dispatch_backward(*grads, ctx.route, ctx.comm), None, None, None
+        return *expert_parallel.dispatch_backward(*grads, ctx.route, ctx.comm), *[None] * 4
 
 
 class _Combine(torch.autograd.Function):

@@ -199,15 +199,18 @@ def _names(gradients: str) -> tuple[str, ...]:
 
 
 def _call_forward(
-    x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any
+    x: Any, ids: Any, probs: Any, weights: Any, options: Options, comm: Any, for_statistics: bool = False
 ) -> tuple[Any, Saved]:
-    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows."""
+    """`fp8moe.moe_forward`, or `fp8moe.moe_forward_permuted` for permuted rows. for_statistics: saves what
+    the statistics are computed from, also if no backward follows."""
     operands = x, *weights, ids, probs
     options_by_name: dict[str, Any] = {"recipe": options.recipe, "recompute": options.recompute}
     options_by_name |= {"activation": options.activation, "gradients": _names(options.gradients)}
     options_by_name |= {"backend": options.backend, "num_sms": options.num_sms}
     if options.align_size:
         return fp8moe.moe_forward_permuted(*operands, align_size=options.align_size, **options_by_name)
+    if for_statistics and not options.gradients:
+        return moe.forward_keeping(("dx", "dprobs"), *operands, comm=comm, **options_by_name)
     return fp8moe.moe_forward(*operands, comm=comm, **options_by_name)
 
 
@@ -227,11 +230,7 @@ _PLACEHOLDER = _Placeholder()
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w3, w2, probs, ids, gemm_weights, parameters, comm, collector, options):  # type: ignore[no-untyped-def]
-        # statistics are computed from the tensors that would be saved for a backward
-        forward_options = (
-            options if collector is None or options.gradients else options._replace(gradients="dx,dprobs")
-        )
-        y, saved = _call_forward(x, ids, probs, gemm_weights, forward_options, comm)
+        y, saved = _call_forward(x, ids, probs, gemm_weights, options, comm, collector is not None)
         if collector is not None:
             collector.forward(x, saved)
         if options.gradients:

@@ -34,7 +34,9 @@ def by_grouped_mm(
     """
     rows, experts = None, len(w13)
     if comm is not None:
-        dispatched = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm)
+        inputs = {"dx": x, "dprobs": probs, "dw13": w13, "dw2": w2}
+        gradients = [name for name, t in inputs.items() if torch.is_grad_enabled() and t.requires_grad]
+        dispatched = torch_distributed.dispatch(x, ids, probs, experts * comm.world_size, comm, gradients)
         if isinstance(dispatched, DispatchedRows):
             operands = dispatched.x, w13, w2, dispatched.tokens_per_expert, dispatched.probs
             options: dict[str, Any] = {"recompute": recompute, "activation": activation}

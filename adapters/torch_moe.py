@@ -79,7 +79,8 @@ class FP8FlowMoE(nn.Module):
         every rank: sum its gradient over the ranks, like that of any other parameter. The gradients of w13
         and w2 are already sums over the ranks: divide them by the number of ranks where the others are
         averaged. All ranks must run the backward, and x must require a gradient on all of them or on none,
-        because the backward exchanges rows too.
+        because the backward exchanges rows too; the forward raises if their gradients differ, except with a
+        ``capacity`` or an Engine.
     overlap_chunks : int
         Number of chunks into which the tokens are divided, with a process_group: the exchange of one chunk
         overlaps the products of another, in forward and backward. y and x's gradient are bitwise equal to

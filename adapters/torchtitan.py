@@ -101,6 +101,9 @@ class FP8RoutedExperts(RoutedExperts):
         ------
         TypeError, ValueError
             As in `fp8moe.adapters.torch_functional.moe_experts`.
+        RuntimeError
+            If this rank does not have the weights of all its experts, as with ``fully_shard`` on
+            ``inner_experts`` alone, which are not called.
         """
         del num_local_tokens_per_expert_E
         experts = self.inner_experts
@@ -108,6 +111,13 @@ class FP8RoutedExperts(RoutedExperts):
             w.to_local() if isinstance(w, DTensor) else w
             for w in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
         )
+        wanted = experts.num_experts // (1 if self._comm is None else self._comm.world_size)
+        if w1.shape[0] != wanted:  # tokens of the missing experts would be taken for those without an expert
+            raise RuntimeError(
+                f"w1_EFD: got {w1.shape[0]} experts on a rank; wanted {wanted}; use fully_shard on "
+                "FP8RoutedExperts or a module around it, not on inner_experts: it gathers weights for calls "
+                "of the module that it was given"
+            )
         return moe_experts(
             x_BLD,
             (w1, w3),

@@ -340,6 +340,29 @@ def moe_forward(
     >>> y.tolist()
     [[100.0]]
     """
+    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
+    options |= {"comm": comm, "gradients": gradients, "backend": backend, "num_sms": num_sms}
+    return forward_keeping(gradients, x, w13, w2, topk_ids, topk_probs, **options)
+
+
+def forward_keeping(
+    kept: Collection[str],
+    x: ArrayLike,
+    w13: ArrayLike,
+    w2: ArrayLike,
+    topk_ids: ArrayLike,
+    topk_probs: ArrayLike,
+    *,
+    recipe: str,
+    recompute: str | None,
+    activation: Activation,
+    comm: Comm | None,
+    gradients: Collection[str],
+    backend: str | None,
+    num_sms: int | None,
+) -> tuple[Any, Saved]:
+    """`moe_forward` which saves the tensors that the gradients ``kept`` need, and announces to the other
+    ranks a backward that computes ``gradients``."""
     checks.choice("recipe", recipe, RECIPES)
     checks.choice("recompute", recompute, (None, "moe_expert"))
     _check_comm(comm)
@@ -347,19 +370,26 @@ def moe_forward(
     _check_gradients(gradients)
     options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
     checks.choice("backend", backend, BACKENDS)
-    options.update(gradients=tuple(gradients), backend=backend, num_sms=check_limit(num_sms))
+    options.update(gradients=tuple(kept), backend=backend, num_sms=check_limit(num_sms))
     overwritten = _overwritten(w13, w2)
     if comm is None:
         y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **options)
     else:
         product_options = backend, options["num_sms"], options["gradients"]
         _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, *product_options)
-        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, options)
+        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, tuple(gradients), options)
     return y, _recorded(saved, overwritten)
 
 
 def _forward_over_ranks(
-    x: Any, w13: Any, w2: Any, topk_ids: Any, topk_probs: Any, comm: Comm, options: dict[str, Any]
+    x: Any,
+    w13: Any,
+    w2: Any,
+    topk_ids: Any,
+    topk_probs: Any,
+    comm: Comm,
+    gradients: tuple[str, ...],
+    options: dict[str, Any],
 ) -> tuple[Any, Saved]:
     recipe, experts = options["recipe"], experts_of(w13)
     fmt, chunks = FORMAT_BETWEEN_RANKS[recipe], chunks_of(comm)
@@ -385,9 +415,9 @@ def _forward_over_ranks(
 
     inputs = x, topk_ids, topk_probs, experts * comm.world_size, comm
     if chunks > 1:
-        y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, experts=products)
+        y = overlapped_forward(*inputs, fmt=fmt, chunks=chunks, gradients=gradients, experts=products)
     else:
-        received = prepare_dispatch(*inputs, fmt, spare=True)(False).wait()
+        received = prepare_dispatch(*inputs, fmt, gradients=gradients, spare=True)(False).wait()
         y = combine(products(received), received.route, comm)
     saved = replace(
         saved_chunks[0], later=tuple(replace(chunk, w13=None, w2=None) for chunk in saved_chunks[1:])
@@ -775,7 +805,8 @@ def _added(operands: SavedForWeights, total: MoEGrads, dtype: str, ffn: int | No
     if operands.dh is None and operands.a is None:
         return total
     dw13, dw2 = experts_backward_weight(operands, total.dw13, total.dw2, dtype, ffn)
-    return replace(total, dw13=dw13, dw2=dw2)
+    # a gradient that is not requested: the next chunk needs the caller's argument again, a pair for w1 and w3
+    return replace(total, dw13=total.dw13 if dw13 is None else dw13, dw2=dw2)
 
 
 def moe_backward_input(
@@ -906,7 +937,7 @@ def moe_backward_weight(
     total = MoEGrads(None, None, dw13, dw2)
     for chunk in (replace(operands, later=()), *operands.later):
         total = _added(chunk, total, dtype, ffn)
-    return total
+    return total if "dw13" in wanted else replace(total, dw13=None)
 
 
 def _check_saved(saved: Any, comm: Any, gradients: Any) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import pickle
+import re
 import sys
 import types
 
@@ -462,6 +463,49 @@ def refusals(comm):
     assert len(again.x) == (4 * WORLD if RANK == 0 else 0)
 
 
+def same_backward(comm):
+    """A rank whose backward would exchange other rows than the others' is refused in the forward."""
+    x, _, ids, probs, w13, w2, own = problem(COUNTS, 2, anywhere)
+    x, ids, probs = put(x[own]), put(ids[own]), put(probs[own])
+    weights = [put(w[2 * RANK : 2 * RANK + 2]).bfloat16() for w in (w13, w2)]
+
+    def layer(recipe, **needs):
+        inputs = {"x": x, "probs": probs, "w13": weights[0], "w2": weights[1]}
+        inputs = {n: t.clone().requires_grad_(needs.get(n, False)) for n, t in inputs.items()}
+        a = inputs["x"], inputs["w13"], inputs["w2"], ids, inputs["probs"]
+        return moe_experts(*a, recipe=recipe, comm=comm)
+
+    last = WORLD - 1 == RANK
+    rest = ", ".join(map(str, range(WORLD - 1)))
+    for recipe in ("fp8_flow", "fp8_blockwise", "bf16"):
+        text = f"send nothing from ranks [{WORLD - 1}]; dy, and dx and dprobs from ranks [{rest}]; wanted"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            layer(recipe, x=not last)
+        text = f"send dy from ranks [{WORLD - 1}]; dy, and dx and dprobs from ranks [{rest}]; wanted"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            layer(recipe, w13=True, x=not last)
+        # the same exchanges of other gradients
+        layer(recipe, x=not last, probs=last).sum().backward()
+        layer(recipe, w13=not last, w2=last).sum().backward()
+    in_chunks = copy.copy(comm)
+    in_chunks.overlap_chunks = 2
+    for transport in (comm, in_chunks):
+        options = {"recipe": "fp8_flow", "comm": transport, "gradients": ("dw2",) if last else ("dw2", "dx")}
+        with pytest.raises(ValueError, match=r"gradients: got a backward .* from ranks .*nothing was sent"):
+            fp8moe.moe_forward(x, *weights, ids, probs, **options)
+    for recipe in ("fp8_flow", "bf16"):
+        group = dist.group.WORLD if type(comm) is ProcessGroup else comm
+        module = seeded(recipe, process_group=group)
+        rows = x.float()
+        module(rows.requires_grad_(not last)).sum().backward()  # the router's gradient needs dprobs
+        with torch.set_grad_enabled(not last), pytest.raises(ValueError, match=r"gradients: got .* nothing"):
+            module(rows)
+        with torch.no_grad():
+            y = module(rows)
+            module.collect_stats = last and recipe != "bf16"  # on a rank that reports them
+            assert torch.equal(module(rows), y)
+
+
 def weights_in_part():
     """A rank's part of a weight is a weight of smaller experts, or of fewer, and would multiply as one."""
     mesh = init_device_mesh(DEVICE, (WORLD,))
@@ -699,6 +743,7 @@ cases = {
         captured,
         rows,
         refusals,
+        same_backward,
         module,
         saved,
         loaded,

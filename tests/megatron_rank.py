@@ -293,14 +293,17 @@ def gathered(model):
     return actual
 
 
-def wrapped(recipe, overlap):
-    """Weights after two steps of two micro-batches in Megatron's wrapper, with its distributed optimizer."""
+def wrapped(recipe, overlap, gather_late=False):
+    """Weights after two steps of two micro-batches in Megatron's wrapper, with its distributed optimizer.
+    gather_late: each module's weights are gathered when it is called."""
     model = gpt(recipe, params_dtype=torch.float32)
     options = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": overlap}
+    options["overlap_param_gather"] = gather_late
     ddp = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(**options, bucket_size=10_000), model
     )
     plain = {"optimizer": "adam", "lr": 1e-2, "use_distributed_optimizer": True, "clip_grad": 1.0}
+    plain["overlap_param_gather"] = gather_late
     optimizer = get_megatron_optimizer(OptimizerConfig(**plain), [ddp])
     losses = []
     for step in range(2):
@@ -314,6 +317,8 @@ def wrapped(recipe, overlap):
         assert all(p.grad is None for p in model.parameters())
         optimizer.step()
         losses.append(loss.item())
+    if gather_late:
+        ddp.disable_forward_pre_hook()
     return losses, gathered(model), ddp, optimizer
 
 
@@ -329,6 +334,9 @@ def distributed_optimizer(ep, overlap):
         # errors
         moved = torch.linalg.norm(value - start[name])
         assert torch.linalg.norm(ours[name] - value) <= 1e-2 * moved, name
+    late, late_weights, *_ = wrapped("bf16", overlap, gather_late=True)
+    assert late == actual
+    assert all(torch.equal(value, ours[name]) for name, value in late_weights.items())
     flow, *_, ddp, optimizer = wrapped("fp8_flow", overlap)
     assert ddp.module.decoder.layers[0].mlp.experts.weight1.grad_added_to_main_grad
     assert abs(flow[0] - losses[0]) <= 1e-3 * losses[0]  # Adam's first step follows the gradients' signs

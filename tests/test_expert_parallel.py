@@ -57,8 +57,8 @@ def together(world, arguments, limit):
 @pytest.mark.parametrize(
     ("cases", "world"),
     [
-        ("layers,bounded,chunks,rows,refusals,module,copied,data_parallel", 2),
-        ("layers,rows,composed", 4),
+        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,data_parallel", 2),
+        ("layers,rows,same_backward,composed", 4),
         ("lost", 3),
     ],
 )
@@ -77,8 +77,8 @@ def test_checkpoints_of_experts_load_into_other_numbers_of_ranks(tmp_path):
 @pytest.mark.parametrize(
     "cases",
     [
-        "layers,bounded,chunks,rows,refusals,module",
-        "layers/peer,chunks/peer,rows/peer,refusals/peer,module/peer,in_turn/peer",
+        "layers,bounded,chunks,rows,refusals,same_backward,module",
+        "layers/peer,chunks/peer,rows/peer,refusals/peer,same_backward/peer,module/peer,in_turn/peer",
     ],
 )
 def test_several_gpus(cases, world, tmp_path):
@@ -278,6 +278,31 @@ def test_chunks_are_one_exchange_ahead(kind, monkeypatch):
         wanted, dispatched = (in_threads(kind, world, lambda comm, n=n: step(comm, n)) for n in (1, chunks))
         for ours, theirs in zip(dispatched, wanted, strict=True):
             assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("wanted", [["dw2"], ["dw13"], ["dw13", "dw2"]])
+def test_chunks_with_padded_weights_of_which_one_is_frozen(wanted):
+    """Equal to one chunk, apart from the order of sums and the scales of the chunks' own tiles."""
+    inputs, dy = layer_inputs(1, ffn=48)
+    inputs["w13"] = fp8moe.quantize_weights(inputs["w13"].astype(np.float32), parts=2, rows=128)
+    inputs["w2"] = fp8moe.quantize_weights(inputs["w2"].astype(np.float32), columns=128)
+    results = []
+    for chunks in (1, 3):
+        comm = alone()
+        comm.overlap_chunks = chunks
+        _, saved = fp8moe.moe_forward(**inputs, recipe="fp8_flow", gradients=wanted, comm=comm)
+        halves = {"dw13": (None, None), "ffn": 48}  # without the padding
+        whole = fp8moe.moe_backward(saved, dy, **halves, gradients=wanted, comm=comm)
+        _, operands = fp8moe.moe_backward_input(saved, dy, gradients=wanted, comm=comm)
+        half = fp8moe.moe_backward_weight(operands, **halves)
+        for name in ("dw13", "dw2"):
+            assert (getattr(whole, name) is not None) == (getattr(half, name) is not None) == (name in wanted)
+        assert_same(tuple(arrays_in(whole)), tuple(arrays_in(half)))
+        results.append(arrays_in(whole))
+    for a, b in zip(*results, strict=True):
+        assert a.any()
+        # values below 2^-15 of their tile's largest change by 2^-19 of it
+        assert np.linalg.norm(a - b) <= 2.0**-14 * np.linalg.norm(a)
 
 
 def test_exchange_of_a_chunk_overlaps_products_of_another(monkeypatch):

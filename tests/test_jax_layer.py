@@ -99,8 +99,8 @@ def check(results, wanted):
 
 @pytest.fixture
 def sums_in_one_order(monkeypatch):
-    """FP8 products whose sums do not depend on the product's shape, as BLAS's do with NumPy 2.5: JAX multiplies
-    w1 and w3 apart, and without padding."""
+    """FP8 products whose sums do not depend on the product's shape, as BLAS's do with NumPy 2.5: JAX
+    multiplies w1 and w3 apart, and without padding."""
 
     def promoted(a, b):
         blocks = range(0, a.shape[1], 128)

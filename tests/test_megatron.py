@@ -493,7 +493,31 @@ def test_backend_and_limit_reach_the_products(recipe, option, value):
     with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
         experts(torch.randn(8, 64), counts, probs)
     with pytest.raises(ValueError, match=f"{option}: got {value!r} for arrays on the CPU"):
-        experts.routed(torch.randn(8, 64), torch.zeros(8, 1, dtype=torch.int64), probs[:, None], None)
+        experts(torch.randn(8, 64), None, probs[:, None], topk_ids=torch.zeros(8, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_products_of_the_fp8_recipes_add_to_main_grad(recipe):
+    """For permuted rows and for tokens; those of the bf16 recipe return a ``grad``."""
+    torch.manual_seed(0)
+    experts = megatron.FP8FlowExperts(2, moe_config(), pg_collection=groups(), recipe=recipe)
+    x, probs, counts = torch.randn(8, 64), torch.rand(8), torch.tensor([5, 3])
+    ids = torch.arange(2).repeat_interleave(counts)
+    weights, gradients = (experts.weight1, experts.weight2), []
+    for arguments, options in (
+        ((x, counts, probs), {}),
+        ((x, None, probs[:, None]), {"topk_ids": ids[:, None]}),
+    ):
+        for w in weights:
+            w.grad, w.main_grad, w.grad_added_to_main_grad = None, torch.zeros_like(w), False
+        experts(*arguments, **options)[0].sum().backward()
+        for w in weights:
+            assert w.grad_added_to_main_grad == (recipe != "bf16")
+            assert bool(w.main_grad.any()) == (recipe != "bf16")
+        gradients.append([w.main_grad + w.grad for w in weights])
+    for a, b in zip(*gradients, strict=True):
+        assert a.any()
+        torch.testing.assert_close(a, b)
 
 
 def test_layer_specs():

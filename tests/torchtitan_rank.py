@@ -1,11 +1,15 @@
 """One rank of test_torchtitan.py, with torchtitan's own expert parallelism: ``python torchtitan_rank.py RANK
 FILE BACKEND RECIPE``."""
 
+import copy
 import os
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import parallel_dims
 from torchtitan.models.common.moe import MoE
@@ -70,6 +74,18 @@ for recipe in sys.argv[4:]:
     )
     y = torch.compile(experts, backend="aot_eager", fullgraph=True)(*arguments)
     assert (y - experts(*arguments)).norm() <= bound * y.norm()
+    # as weight averaging does
+    assert torch.equal(copy.deepcopy(experts)(*arguments), experts(*arguments))
+# the weights are gathered for calls of the module that fully_shard was given
+for whole in (True, False):
+    experts = copy.deepcopy(plain.routed_experts)
+    y = experts(*arguments)
+    fully_shard(experts if whole else experts.inner_experts, mesh=init_device_mesh("cpu", (WORLD,)))
+    if whole:
+        assert torch.equal(experts(*arguments), y)
+        continue
+    with pytest.raises(RuntimeError, match=r"w1_EFD: got 32 experts on a rank.*wanted 64.*fully_shard"):
+        experts(*arguments)
 dist.barrier()
 dist.destroy_process_group()
 print("right", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from fp8moe.expert_parallel.messages import (
     sum_rows,
 )
 from fp8moe.expert_parallel.protocols import (
+    BACKWARD,
     Comm,
     Counts,
     Dispatched,
@@ -27,6 +28,7 @@ from fp8moe.expert_parallel.protocols import (
     Pending,
     Route,
     Transport,
+    backward_of,
     capacity_of,
     implements,
     with_spare,
@@ -56,7 +58,8 @@ def dispatch(
     the exchange. The host reads the counts first, which **synchronises once** on CUDA; with the comm's
     `Capacity` nothing is read and nothing synchronises, except in the first dispatch of a kind.
     """
-    return _finished(prepare_dispatch(x, topk_ids, topk_probs, num_experts, comm, fmt)(async_op), async_op)
+    given = x, topk_ids, topk_probs, num_experts, comm, fmt
+    return _finished(prepare_dispatch(*given, gradients=("dx", "dprobs"))(async_op), async_op)
 
 
 def prepare_dispatch(
@@ -67,11 +70,15 @@ def prepare_dispatch(
     comm: Comm,
     fmt: str | None,
     *,
+    gradients: Collection[str],
     spare: bool = False,
 ) -> Callable[[bool], Pending]:
     """`dispatch` up to the sending of rows, which the returned function performs: every rank has announced
     its counts by then. The function takes ``async_op``.
 
+    gradients: that the backward will compute, as in `fp8moe.moe_forward`. With the counts the ranks announce
+    what their backwards will send, and all of them raise ValueError if that differs; an `Engine` and a
+    transport with a capacity, which read no counts, do not detect it.
     spare: the received arrays get a few additional rows (`with_spare`), zeros with ids -1. Successive steps
     then mostly have equal shapes, for which launches are planned once: replanning a layer's forward and
     backward costs the host 1 ms.
@@ -106,6 +113,7 @@ def prepare_dispatch(
         arriving = capacity.entries or world * capacity.rows * min(topk, experts)
         first = 1
     else:
+        header[BACKWARD] = backward_of(gradients)
         counts, entered = transport.counts((plan.tokens_per_expert, entries), header)
         rows_here = with_spare(sum(row[comm.rank] for row in counts)) if spare else None
         route, arriving = Route(plan, counts, rows_here), sum(row[comm.rank] for row in entered)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
@@ -211,18 +211,40 @@ def overflow(saved: Any) -> list[tuple[Any, Any]]:
     return [(s.route.plan.overflow, s.plan.overflow) for s in (saved, *saved.later)]
 
 
+BACKWARD = "backward"  # name in the header of what a rank's backward sends
+SENT_BY_BACKWARD = ("nothing", "dy", "dy, and dx and dprobs")  # its values
+
+
+def backward_of(gradients: Collection[str]) -> int:
+    """What the backward that computes these gradients sends, as an index of `SENT_BY_BACKWARD`."""
+    return 2 if "dx" in gradients or "dprobs" in gradients else min(len(gradients), 1)
+
+
 def counts_of(gathered: Sequence[Sequence[int]], header: dict[str, int], rank: int) -> list[Counts]:
     """The result of `Transport.counts`, from each rank's numbers: one count after the other, then its header,
     which must equal this rank's."""
     world, numbers = len(gathered), len(gathered[0]) - len(header)
     for other, values in enumerate(gathered):
         for name, value in zip(header, values[numbers:], strict=True):
+            if value != header[name] and name == BACKWARD:
+                place = numbers + list(header).index(name)
+                raise _different_backward([values[place] for values in gathered])
             if value != header[name]:
                 raise ValueError(
                     f"{name}: rank {rank} has {header[name]}, rank {other} has {value}; wanted the same on "
                     "all ranks; nothing was sent"
                 )
     return [tuple(tuple(values[i : i + world]) for values in gathered) for i in range(0, numbers, world)]
+
+
+def _different_backward(codes: Sequence[int]) -> ValueError:
+    ranks = {code: [rank for rank, other in enumerate(codes) if other == code] for code in sorted({*codes})}
+    plans = "; ".join(f"{SENT_BY_BACKWARD[code]} from ranks {of_code}" for code, of_code in ranks.items())
+    return ValueError(
+        f"gradients: got a backward that will send {plans}; wanted the same from all ranks, since each waits "
+        "for the others' rows; let x require a gradient on all ranks or on none, and run a forward without a "
+        "backward (torch.no_grad(), or gradients=()) on all ranks or on none; nothing was sent"
+    )
 
 
 def implements(comm: Any, protocol: Any) -> bool:
