@@ -72,7 +72,7 @@ demo: .venv-demo/ready
 	.venv-minimum/bin/python -m pip install --quiet --upgrade pip
 	$(PYTHON) tests/minimum.py $(MINIMUM) > .venv-minimum/constraints.txt
 	.venv-minimum/bin/python -m pip install --quiet -c .venv-minimum/constraints.txt -e '.[torch,jax,bench]' \
-	  hypothesis pytest pytest-xdist transformers
+	  accelerate hypothesis pytest pytest-xdist transformers
 	touch $@
 
 .venv-build/ready:
