@@ -20,7 +20,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
-from fp8moe.adapters.torch_operation import check_float, refuse_transforms
+from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, own_experts, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
@@ -276,6 +276,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
+        self._check_weights()
         if self._has_explicit_backend() and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
@@ -287,6 +288,8 @@ class FP8FlowMoE(nn.Module):
                     "before the other two"
                 )
             tokens, topk_ids, topk_probs = routed
+        check_tensor("topk_ids", topk_ids)
+        check_float("topk_probs", topk_probs)
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
@@ -400,6 +403,21 @@ class FP8FlowMoE(nn.Module):
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
+
+    def _check_weights(self) -> None:
+        """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
+        would mean no expert, and torch's grouped product reads weights on the meta device as if they had
+        values."""
+        experts, hidden, ffn = self.num_experts, self.hidden, self.ffn
+        shapes = (experts, self.activation.columns(ffn), hidden), (experts, hidden, ffn)
+        for name, shape in zip(("w13", "w2"), shapes, strict=True):
+            w = getattr(self, name)
+            check_float(name, w)
+            if w.shape != shape:
+                raise ValueError(
+                    f"{name}: got shape {list(w.shape)}; wanted {list(shape)}, by the layer's num_experts, "
+                    "hidden and ffn; make a layer of the weights' sizes and load them"
+                )
 
     def _has_explicit_backend(self) -> bool:
         """Whether a backend or num_sms was given."""

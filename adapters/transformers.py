@@ -136,12 +136,22 @@ def _multiply(
         bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
     if experts.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    if len(w13) != getattr(experts, "num_experts", len(w13)):  # ids beyond w13 would mean no expert
+        raise ValueError(
+            f"{first}: got {len(w13)} experts; wanted {experts.num_experts}, the module's num_experts; set "
+            "that where experts are removed, and remove them from the router as well"
+        )
     if experts.has_gate and not experts.is_concatenated:
-        w13 = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
-        if bias13 is not None:
-            bias13 = torch.cat((bias13[:, ::2], bias13[:, 1::2]), dim=1)
+        w13 = _gates_before_ups(w13)
+        bias13 = None if bias13 is None else _gates_before_ups(bias13)
     rest = {"activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
     return moe_experts(x, w13, w2, ids, probs, **options, **rest)
+
+
+def _gates_before_ups(interleaved: Tensor) -> Tensor:
+    """[E, 2F, ...] with all gates before all ups, for pairs (gate, up). Without torch.cat, which bfloat16
+    autocast rejects for float16 weights and vice versa."""
+    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 # ---------------------------------------------------------------- the activation between the two products

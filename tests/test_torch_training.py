@@ -539,6 +539,15 @@ def test_moe_experts_errors_name_the_argument():
         arguments = [bad if i == number else a for i, a in enumerate(good)]
         with pytest.raises(error, match=message):
             torch_ops.moe_experts(*arguments, recipe="fp8_flow")
+    for recipe in RECIPES:
+        for number, name in ((0, "x"), (1, "w13"), (2, "w2"), (4, "topk_probs")):
+            for bad, message in (
+                (good[number].to(torch.float8_e4m3fn), "dtype torch.float8_e4m3fn, codes without scales"),
+                (good[number].to("meta"), "a tensor on meta"),
+            ):
+                arguments = [bad if i == number else a for i, a in enumerate(good)]
+                with pytest.raises(TypeError, match=f"{name}: got {message}"):
+                    torch_ops.moe_experts(*arguments, recipe=recipe)
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
         layer(integer)
     for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,)):

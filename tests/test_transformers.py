@@ -187,6 +187,36 @@ def test_dropped_experts():
             assert (a - b).abs().max() <= 4 * (H + F) * 2.0**-24 * b.abs().max()
 
 
+@pytest.mark.parametrize("implementation", [FP8, BF16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_interleaved_weights_of_another_16_bit_dtype_than_autocast(dtype, implementation):
+    """The same results as without autocast, for rows of autocast's dtype: the products' operands are
+    equal."""
+    experts = experts_of("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts").to(dtype)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    arguments = routed(other)
+    wanted = results(experts, implementation, *arguments)
+    experts.forward = torch.autocast("cpu", other)(experts.forward)
+    actual = results(experts, implementation, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
+
+
+@pytest.mark.parametrize("implementation", [FP8, BF16])
+def test_removed_experts_to_which_the_router_still_sends_tokens_raise(implementation):
+    experts, arguments = experts_of(*QWEN, _experts_implementation=implementation), routed()
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, torch.nn.Parameter(getattr(experts, name)[: E - 1].detach()))
+    with pytest.raises(
+        ValueError, match=f"gate_up_proj: got {E - 1} experts; wanted {E}, the module's num_ex"
+    ):
+        experts(*arguments[:3])
+    experts.num_experts = E - 1
+    x, ids, probs, dy = arguments
+    ids = ids.clamp(max=E - 2)
+    actual, true = (results(experts, i, x, ids, probs, dy)[0] for i in (implementation, "eager"))
+    assert (actual - true).norm() <= FP8_NOISE * true.norm()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_for_other_numbers_of_tokens():
     torch.compiler.reset()
