@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from typing import Any, get_args
 
 import numpy as np
@@ -157,7 +156,6 @@ def _gates_before_ups(interleaved: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the activation between the two products
 
 
-@torch.compiler.assume_constant_result
 def activation_of(experts: Any) -> Activation:
     """Determine the activation that an experts module applies to its gate and up projections.
 
@@ -185,11 +183,46 @@ def activation_of(experts: Any) -> Activation:
     >>> activation_of(Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes))).kind
     'swiglu'
     """
-    cached = _activations.get(experts)
-    constants = _constants(experts)
-    if cached is not None and cached[0] is getattr(experts, "act_fn", None) and cached[1] == constants:
-        return cached[2]
-    name = type(experts).__name__
+    # A compiler traces this and guards the key's values: it compiles again for a changed activation, and
+    # layers of the same key share compiled code, except that in which the key was new: its guard is the
+    # module's identity.
+    key = _key_of(experts)
+    activation = _known(key)
+    return _determined(experts, key) if activation is None else activation
+
+
+#: result of `_key_of` -> activation, and the compilation that determined it, or None
+_activations: dict[Any, tuple[Activation, Any]] = {}
+
+
+def _key_of(experts: Any) -> Any:
+    """All that a gate function may depend on. Not the class, of which parametrizations make new ones."""
+    act, gates = (
+        getattr(experts, "act_fn", None),
+        (type(experts)._apply_gate, vars(experts).get("_apply_gate")),
+    )
+    if isinstance(act, nn.Module):
+        return gates, _settings(experts), type(act), _settings(act)
+    return gates, _settings(experts), act
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Names and values of the module's plain attributes, except whether it is in training."""
+    values = vars(module).items()
+    # the sets make a compiler treat floats as constants
+    return tuple((n, *{v}) for n, v in values if isinstance(v, (int, float, str)) and n != "training")
+
+
+@torch.compiler.assume_constant_result
+def _known(key: Any) -> Activation | None:
+    activation, compilation = _activations.get(key, (None, None))
+    # a compiler that starts again must find the same answer
+    return None if compilation is not None and compilation == _compilation() else activation
+
+
+@torch.compiler.assume_constant_result
+def _determined(experts: Any, key: Any) -> Activation:
+    constants, name = _constants(experts), type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise _unsupported(name, "experts with a norm after each expert")
     gated = bool(experts.has_gate)
@@ -201,11 +234,13 @@ def activation_of(experts: Any) -> Activation:
         raise _unsupported(
             name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that matches no Activation"
         )
-    _activations[experts] = getattr(experts, "act_fn", None), constants, activation
+    _activations[key] = activation, _compilation()
     return activation
 
 
-_activations: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+def _compilation() -> Any:
+    """An identifier of the compilation that traces the caller, None in eager mode."""
+    return torch._guards.CompileContext.current_compile_id()
 
 
 def _unsupported(name: str, computation: str) -> NotImplementedError:
