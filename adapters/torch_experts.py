@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
@@ -134,7 +135,7 @@ def experts(
     products = align_size, activation, backend, num_sms
     options = Options(recipe, recompute, *products, ffn, apart, ",".join(wanted))
     weights = w1, w3, w2
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor)):
         rest = parameters, comm, collector, options
         return _Experts.apply(x, *weights, topk_probs, topk_ids, multiplied, *rest)
     refuse_export(x, *weights, topk_probs)

@@ -116,8 +116,8 @@ class FP8FlowMoE(nn.Module):
     Engine's convention) is an alternative for loops that cannot use a context manager. The copies then exist
     for the whole duration of the context: 2 bytes per weight for all layers at once, of the unsharded weights
     under `fully_shard`. Inside the context, a forward raises if it detects that a weight has changed; writes
-    through other memory cannot be detected and must not occur. `quantize_weights` makes copies for forwards
-    without gradients, and updates the copies that a CUDA graph reads.
+    through ``.data`` or other memory cannot be detected and must not occur. `quantize_weights` makes copies
+    for forwards without gradients, and updates the copies that a CUDA graph reads.
 
     If a parameter has a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention), the matrix product
     adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None.
@@ -324,11 +324,11 @@ class FP8FlowMoE(nn.Module):
         """Quantise the weights now and keep the FP8 copies.
 
         Forwards without gradients use the copies until a forward with gradients runs or a change of the
-        weights is detected, including optimizer steps. Writes through other memory, and replays of a CUDA
-        graph that contains an optimizer step, cannot be detected and require another call. Inside
-        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
-        copies reads the new ones: they are written to the same memory, and a backward that still needs the
-        old ones raises.
+        weights is detected, including optimizer steps. Writes through ``.data`` (also by PEFT's merging) or
+        other memory, and replays of a CUDA graph that contains an optimizer step, cannot be detected and
+        require another call. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
+        that was captured with kept copies reads the new ones: they are written to the same memory, and a
+        backward that still needs the old ones raises.
 
         Raises
         ------

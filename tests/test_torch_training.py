@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
@@ -645,6 +646,26 @@ def test_scaled_losses(device):
                 scale.update()
     for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fake_tensors(recipe, recompute):
+    """Shapes, dtypes and strides of all results are those of real tensors, as memory estimates require."""
+
+    def described():
+        layer, x = FP8FlowMoE(HIDDEN, FFN, EXPERTS, TOPK, recipe=recipe, recompute=recompute), tokens()
+        with torch.no_grad():
+            y = layer(x)
+        with layer.weights_unchanged():
+            trained = results(layer, layer, x)
+        _, ids, probs = (t.detach() for t in layer.route(x.detach()))
+        functional = torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs, recipe=recipe)
+        return [(t.shape, t.dtype, t.stride()) for t in (y, *trained, functional)]
+
+    real = described()
+    with FakeTensorMode():
+        assert described() == real
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
