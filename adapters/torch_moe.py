@@ -408,15 +408,15 @@ class FP8FlowMoE(nn.Module):
         """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
         would mean no expert, and torch's grouped product reads weights on the meta device as if they had
         values."""
-        experts, hidden, ffn = self.num_experts, self.hidden, self.ffn
-        shapes = (experts, self.activation.columns(ffn), hidden), (experts, hidden, ffn)
+        shapes = (self.activation.columns(self.ffn), self.hidden), (self.hidden, self.ffn)
         for name, shape in zip(("w13", "w2"), shapes, strict=True):
             w = getattr(self, name)
             check_float(name, w)
-            if w.shape != shape:
+            experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
+            if w.shape != (experts, *shape):
                 raise ValueError(
-                    f"{name}: got shape {list(w.shape)}; wanted {list(shape)}, by the layer's num_experts, "
-                    "hidden and ffn; make a layer of the weights' sizes and load them"
+                    f"{name}: got shape {list(w.shape)}; wanted {[experts, *shape]}, by the layer's "
+                    "num_experts, hidden and ffn; make a layer of the weights' sizes and load them"
                 )
 
     def _has_explicit_backend(self) -> bool:
