@@ -32,6 +32,7 @@ from fp8moe.adapters.torch_library import (
     like,
     once_differentiable,
     operator,
+    records_operators,
     refuse_export,
     spec_of,
 )
@@ -135,7 +136,7 @@ def experts(
     products = align_size, activation, backend, num_sms
     options = Options(recipe, recompute, *products, ffn, apart, ",".join(wanted))
     weights = w1, w3, w2
-    if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor)):
+    if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators()):
         rest = parameters, comm, collector, options
         return _Experts.apply(x, *weights, topk_probs, topk_ids, multiplied, *rest)
     refuse_export(x, *weights, topk_probs)

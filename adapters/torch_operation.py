@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
-from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of, refuse_export
+from fp8moe.adapters.torch_library import (
+    PLAIN,
+    Operator,
+    once_differentiable,
+    operator_of,
+    records_operators,
+    refuse_export,
+)
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
 from fp8moe.records import Options
@@ -125,7 +132,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
 
     @documented(core, differentiable, note)
     def call(*arguments: Any, **options: Any) -> Any:
-        plain, needs_grad = not torch.compiler.is_dynamo_compiling(), False
+        plain, needs_grad = not (torch.compiler.is_dynamo_compiling() or records_operators()), False
         if plain:
             for value in (*arguments, *options.values()):
                 kind = type(value)

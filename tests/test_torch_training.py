@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
@@ -666,6 +667,22 @@ def test_fake_tensors(recipe, recompute):
     real = described()
     with FakeTensorMode():
         assert described() == real
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_make_fx_with_real_tensors(recipe, recompute):
+    """The graph computes the results of other tokens, not of memory that was never written."""
+    layer = module(recipe, recompute=recompute)
+
+    def results_of(x):
+        y = layer(x)
+        return y, *torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
+
+    graph, x = make_fx(results_of)(tokens()), tokens()
+    with torch.no_grad():  # the graph has the backward's operators
+        actual = graph(x)
+    assert all(map(torch.equal, actual, results_of(x)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
