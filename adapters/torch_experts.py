@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import fp8moe
@@ -31,6 +32,7 @@ from fp8moe.adapters.torch_library import (
     like,
     once_differentiable,
     operator,
+    records_operators,
     refuse_export,
     spec_of,
 )
@@ -134,7 +136,7 @@ def experts(
     products = align_size, activation, backend, num_sms
     options = Options(recipe, recompute, *products, ffn, w3 is not None, ",".join(gradients))
     weights = w1, w3, w2
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or isinstance(x, FakeTensor) or records_operators()):
         rest = parameters, comm, collector, options
         return _Experts.apply(x, *weights, topk_probs, topk_ids, gemm_weights, *rest)
     refuse_export(x, *weights, topk_probs)

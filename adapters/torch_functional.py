@@ -20,7 +20,7 @@ from fp8moe.adapters import torch_ops
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, main_grad_of
 from fp8moe.adapters.torch_grouped import by_grouped_mm, rows_by_grouped_mm
 from fp8moe.adapters.torch_library import spec_of
-from fp8moe.adapters.torch_operation import check_float, refuse_transforms
+from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
 from fp8moe.expert_parallel.protocols import chunks_of
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe, experts_of
@@ -245,6 +245,7 @@ def _moe_experts(
     checks.choice("backend", options.backend, BACKENDS)
     check_limit(options.num_sms)
     check_float("x", x)
+    check_tensor("tokens_per_expert" if options.align_size else "topk_ids", ids)
     check_float("probs" if options.align_size else "topk_probs", probs)
     device_type, dtype = x.device.type, torch.bfloat16 if options.recipe != "bf16" else x.dtype
     if not torch.is_autocast_enabled(device_type):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8moe import checks
 from fp8moe.activation import Activation
 from fp8moe.adapters import torch_distributed, torch_ops
 from fp8moe.adapters.torch_halves import Half, asked_for, keeps_graph
@@ -32,6 +33,8 @@ def by_grouped_mm(
 
     x [T, H], w13 [E, 2F, H] and w2 [E, H, F]: bfloat16, H and F multiples of 8. ids, probs: [T, k].
     """
+    checks.shape("topk_ids", ids, (len(x), "k"))
+    checks.shape("topk_probs", probs, tuple(ids.shape))
     rows, experts = None, len(w13)
     if comm is not None:
         inputs = {"dx": x, "dprobs": probs, "dw13": w13, "dw2": w2}

@@ -227,7 +227,8 @@ class Operator:
             first = first.data
         elif type(first) is list:
             first = first[0]
-        if type(first) not in PLAIN:  # fake or subclass; the other arguments are of the same type
+        # fake or subclass; the other arguments are of the same type
+        if type(first) not in PLAIN or records_operators():
             return self.op(*self.flatten(arguments))
         n = self._positional
         result = self.function(*arguments[:n], **dict(zip(self._keywords, arguments[n:], strict=True)))
@@ -286,6 +287,12 @@ def _replace_tensors(value: Any, arrays: Iterator[Any]) -> Any:
     if isinstance(value, list):
         return [_replace_tensors(v, arrays) for v in value]
     return next(arrays) if isinstance(value, Tensor) else value
+
+
+def records_operators() -> bool:
+    """Whether make_fx records the operators that are called with real tensors; its graph would lack the
+    library's direct calls."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 #: tensor types without overridden behaviour

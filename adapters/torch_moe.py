@@ -20,7 +20,7 @@ from fp8moe.activation import SWIGLU, Activation
 from fp8moe.adapters.torch_experts import FP8_BLOCK, check_backend, experts, handle_of, main_grad_of
 from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
-from fp8moe.adapters.torch_operation import check_float, refuse_transforms
+from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
 from fp8moe.adapters.torch_router import Router
 from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, own_experts, shard_of
 from fp8moe.adapters.torch_stats import Collector, LayerStats
@@ -117,8 +117,8 @@ class FP8FlowMoE(nn.Module):
     Engine's convention) is an alternative for loops that cannot use a context manager. The copies then exist
     for the whole duration of the context: 2 bytes per weight for all layers at once, of the unsharded weights
     under `fully_shard`. Inside the context, a forward raises if it detects that a weight has changed; writes
-    through other memory cannot be detected and must not occur. `quantize_weights` makes copies for forwards
-    without gradients, and updates the copies that a CUDA graph reads.
+    through ``.data`` or other memory cannot be detected and must not occur. `quantize_weights` makes copies
+    for forwards without gradients, and updates the copies that a CUDA graph reads.
 
     If a parameter has a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention), the matrix product
     adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None.
@@ -277,6 +277,7 @@ class FP8FlowMoE(nn.Module):
             raise ValueError(
                 f"x: got shape {list(x.shape)}; wanted [..., {self.hidden}], the layer's hidden size"
             )
+        self._check_weights()
         if self._has_explicit_backend() and not torch.compiler.is_compiling():
             self._check_backend(x)
         tokens = x.reshape(-1, self.hidden)
@@ -288,6 +289,8 @@ class FP8FlowMoE(nn.Module):
                     "before the other two"
                 )
             tokens, topk_ids, topk_probs = routed
+        check_tensor("topk_ids", topk_ids)
+        check_float("topk_probs", topk_probs)
         y = self._experts(tokens.bfloat16(), topk_ids, topk_probs, is_first_microbatch)
         # not a view: an in-place operation on a view would remove the hooks that fully_shard registers on y
         return torch.ops.aten._unsafe_view.default(y.to(x.dtype), x.shape)  # type: ignore[no-any-return]
@@ -322,11 +325,11 @@ class FP8FlowMoE(nn.Module):
         """Quantise the weights now and keep the FP8 copies.
 
         Forwards without gradients use the copies until a forward with gradients runs or a change of the
-        weights is detected, including optimizer steps. Writes through other memory, and replays of a CUDA
-        graph that contains an optimizer step, cannot be detected and require another call. Inside
-        `weights_unchanged` the new copies replace the context's. A CUDA graph that was captured with kept
-        copies reads the new ones: they are written to the same memory, and a backward that still needs the
-        old ones raises.
+        weights is detected, including optimizer steps. Writes through ``.data`` (also by PEFT's merging) or
+        other memory, and replays of a CUDA graph that contains an optimizer step, cannot be detected and
+        require another call. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
+        that was captured with kept copies reads the new ones: they are written to the same memory, and a
+        backward that still needs the old ones raises.
 
         Raises
         ------
@@ -401,6 +404,21 @@ class FP8FlowMoE(nn.Module):
         if self.collect_stats:
             raise RuntimeError("collect_stats: got True in compiled code; wanted False, or eager mode")
         return self._multiply(x, ids, probs, self._compiled_copies(first))
+
+    def _check_weights(self) -> None:
+        """Checks the weights, which may have been replaced since the layer was made: ids beyond w13's experts
+        would mean no expert, and torch's grouped product reads weights on the meta device as if they had
+        values."""
+        shapes = (self.activation.columns(self.ffn), self.hidden), (self.hidden, self.ffn)
+        for name, shape in zip(("w13", "w2"), shapes, strict=True):
+            w = getattr(self, name)
+            check_float(name, w)
+            experts = self.num_experts if isinstance(w, DTensor) else self.num_experts // self._ranks.size
+            if w.shape != (experts, *shape):
+                raise ValueError(
+                    f"{name}: got shape {list(w.shape)}; wanted {[experts, *shape]}, by the layer's "
+                    "num_experts, hidden and ffn; make a layer of the weights' sizes and load them"
+                )
 
     def _has_explicit_backend(self) -> bool:
         """Whether a backend or num_sms was given."""

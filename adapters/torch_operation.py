@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8moe import PermutationPlan, Quantized, QuantTensor
-from fp8moe.adapters.torch_library import PLAIN, Operator, once_differentiable, operator_of, refuse_export
+from fp8moe.adapters.torch_library import (
+    PLAIN,
+    Operator,
+    once_differentiable,
+    operator_of,
+    records_operators,
+    refuse_export,
+)
 from fp8moe.docstrings import differentiable_in, docstring_of
 from fp8moe.record_trees import METADATA_TYPES
 from fp8moe.records import Options
@@ -125,7 +132,7 @@ def public(core: Core, traced: Callable[[Values], Any], differentiable: tuple[st
 
     @documented(core, differentiable, note)
     def call(*arguments: Any, **options: Any) -> Any:
-        plain, needs_grad = not torch.compiler.is_dynamo_compiling(), False
+        plain, needs_grad = not (torch.compiler.is_dynamo_compiling() or records_operators()), False
         if plain:
             for value in (*arguments, *options.values()):
                 kind = type(value)
@@ -201,15 +208,28 @@ def _not_a_tensor(name: str, x: Any) -> TypeError:
     return TypeError(f"{name}: got {type(x).__module__}.{type(x).__qualname__}; wanted a torch tensor")
 
 
-def check_float(name: str, x: Any, dimensions: int = 1) -> None:
-    """Checks for a floating-point tensor of at least this many dimensions; quantised weights are not
-    checked."""
-    if isinstance(x, Quantized):
-        return
+def check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}; wanted a tensor")
+
+
+def check_float(name: str, x: Any, dimensions: int = 1) -> None:
+    """Checks for a tensor of values, not of codes, in memory, of at least this many dimensions; quantised
+    weights are not checked."""
+    if isinstance(x, Quantized):
+        return
+    check_tensor(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: got dtype {x.dtype}; wanted a floating-point dtype; pass {name}.float()")
+    if x.dtype not in DIFFERENTIABLE:
+        raise TypeError(
+            f"{name}: got dtype {x.dtype}, codes without scales; wanted bfloat16, float16, float32 or "
+            f"float64; pass {name}.float() times the scales"
+        )
+    if x.device.type == "meta":
+        raise TypeError(
+            f"{name}: got a tensor on meta, without values; wanted one on cpu or cuda; load it first"
+        )
     if x.ndim < dimensions:
         raise ValueError(f"{name}: got shape {list(x.shape)}; wanted at least {dimensions} dimensions")
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import weakref
 from typing import Any, get_args
 
 import numpy as np
@@ -129,7 +128,7 @@ def _all_tokens(t: Tensor, mesh: Any, shape: Any) -> Tensor:
 def _multiply(
     experts: Any, x: Tensor, ids: Tensor, probs: Tensor, options: dict[str, Any], comm: Any = None
 ) -> Tensor:
-    activation = _activation_at(id(experts)) if torch.compiler.is_compiling() else activation_of(experts)
+    activation = activation_of(experts)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     w13, w2 = getattr(experts, first), experts.down_proj
     bias13, bias2 = None, None
@@ -137,22 +136,25 @@ def _multiply(
         bias13, bias2 = getattr(experts, f"{first}_bias"), experts.down_proj_bias
     if experts.is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    if len(w13) != getattr(experts, "num_experts", len(w13)):  # ids beyond w13 would mean no expert
+        raise ValueError(
+            f"{first}: got {len(w13)} experts; wanted {experts.num_experts}, the module's num_experts; set "
+            "that where experts are removed, and remove them from the router as well"
+        )
     if experts.has_gate and not experts.is_concatenated:
-        w13 = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
-        if bias13 is not None:
-            bias13 = torch.cat((bias13[:, ::2], bias13[:, 1::2]), dim=1)
+        w13 = _gates_before_ups(w13)
+        bias13 = None if bias13 is None else _gates_before_ups(bias13)
     rest = {"activation": activation, "bias13": bias13, "bias2": bias2, "comm": comm}
     return moe_experts(x, w13, w2, ids, probs, **options, **rest)
 
 
+def _gates_before_ups(interleaved: Tensor) -> Tensor:
+    """[E, 2F, ...] with all gates before all ups, for pairs (gate, up). Without torch.cat, which bfloat16
+    autocast rejects for float16 weights and vice versa."""
+    return interleaved.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 # ---------------------------------------------------------------- the activation between the two products
-
-
-@torch.compiler.assume_constant_result
-def _activation_at(address: int) -> Activation:
-    """`activation_of` a module that is being traced, by its ``id``, which Dynamo guards on: torch 2.11
-    passes no modules to functions with a constant result."""
-    return activation_of(ctypes.cast(address, ctypes.py_object).value)
 
 
 def activation_of(experts: Any) -> Activation:
@@ -182,11 +184,48 @@ def activation_of(experts: Any) -> Activation:
     >>> activation_of(Qwen3MoeExperts(transformers.Qwen3MoeConfig(**sizes))).kind
     'swiglu'
     """
-    cached = _activations.get(experts)
-    constants = _constants(experts)
-    if cached is not None and cached[0] is getattr(experts, "act_fn", None) and cached[1] == constants:
-        return cached[2]
-    name = type(experts).__name__
+    # A compiler traces this and guards the key's values: it compiles again for a changed activation, and
+    # layers of the same key share compiled code, except that in which the key was new: its guard is the
+    # module's identity.
+    key = _key_of(experts)
+    activation = _known(key)
+    return _determined(id(experts), key) if activation is None else activation
+
+
+#: result of `_key_of` -> activation, and the compilation that determined it, or None
+_activations: dict[Any, tuple[Activation, Any]] = {}
+
+
+def _key_of(experts: Any) -> Any:
+    """All that a gate function may depend on. Not the class, of which parametrizations make new ones."""
+    act, gates = (
+        getattr(experts, "act_fn", None),
+        (type(experts)._apply_gate, vars(experts).get("_apply_gate")),
+    )
+    if isinstance(act, nn.Module):
+        return gates, _settings(experts), type(act), _settings(act)
+    return gates, _settings(experts), act
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Names and values of the module's plain attributes, except whether it is in training."""
+    values = vars(module).items()
+    # the sets make a compiler treat floats as constants
+    return tuple((n, *{v}) for n, v in values if isinstance(v, (int, float, str)) and n != "training")
+
+
+@torch.compiler.assume_constant_result
+def _known(key: Any) -> Activation | None:
+    activation, compilation = _activations.get(key, (None, None))
+    # a compiler that starts again must find the same answer
+    return None if compilation is not None and compilation == _compilation() else activation
+
+
+@torch.compiler.assume_constant_result
+def _determined(address: int, key: Any) -> Activation:
+    """Of the module with this ``id``: Dynamo of torch 2.11 passes no modules to such a function."""
+    experts: Any = ctypes.cast(address, ctypes.py_object).value
+    constants, name = _constants(experts), type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise _unsupported(name, "experts with a norm after each expert")
     gated = bool(experts.has_gate)
@@ -198,11 +237,13 @@ def activation_of(experts: Any) -> Activation:
         raise _unsupported(
             name, f"{kind} ({getattr(act, '__name__', type(act).__name__)}) that matches no Activation"
         )
-    _activations[experts] = getattr(experts, "act_fn", None), constants, activation
+    _activations[key] = activation, _compilation()
     return activation
 
 
-_activations: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+def _compilation() -> Any:
+    """An identifier of the compilation that traces the caller, None in eager mode."""
+    return torch._guards.CompileContext.current_compile_id()
 
 
 def _unsupported(name: str, computation: str) -> NotImplementedError:

@@ -548,6 +548,11 @@ def module(comm):
         gathered = ours.router.weight.grad.clone()
         dist.all_reduce(gathered)
         torch.testing.assert_close(gathered, alone.router.weight.grad, rtol=1e-2, atol=2e-2)
+        ours.w13 = torch.nn.Parameter(ours.w13.detach().to_local())  # a plain tensor of this rank's experts
+        assert torch.equal(ours(x[own]), y_ours)
+        ours.w13 = torch.nn.Parameter(ours.w13.detach()[:1])
+        with pytest.raises(ValueError, match=r"w13: got shape \[1, .*; wanted \[2, "):
+            ours(x[own])
 
 
 def seeded(recipe="fp8_flow", **options):

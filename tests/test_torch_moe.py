@@ -361,6 +361,49 @@ def test_validation_errors(arguments, options, message):
         FP8FlowMoE(*arguments, **options)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_wrong_tensors_raise(recipe):
+    """In place of a result without the missing experts, or of memory that was never written."""
+    x = torch.randn(10, 256)
+    for name, replace, error, message in (
+        ("w13", lambda w: w[:2], ValueError, r"got shape \[2, 256, 256\]; wanted \[4, 256, 256\]"),
+        ("w2", lambda w: w[:2], ValueError, r"got shape \[2, 256, 128\]; wanted \[4, 256, 128\]"),
+        ("w13", lambda w: w.to("meta"), TypeError, "got a tensor on meta"),
+        ("w2", lambda w: w.to("meta"), TypeError, "got a tensor on meta"),
+        (
+            "w13",
+            lambda w: w.to(torch.float8_e4m3fn),
+            TypeError,
+            "got dtype torch.float8_e4m3fn, codes without",
+        ),
+        ("w2", lambda w: w.to(torch.float8_e5m2), TypeError, "got dtype torch.float8_e5m2, codes without"),
+    ):
+        layer = FP8FlowMoE(256, 128, 4, 2, recipe=recipe)
+        setattr(layer, name, torch.nn.Parameter(replace(getattr(layer, name).detach()), requires_grad=False))
+        with pytest.raises(error, match=f"{name}: {message}"):
+            layer(x)
+    layer = FP8FlowMoE(256, 128, 4, 2, recipe=recipe, device="meta")
+    with pytest.raises(TypeError, match="x: got a tensor on meta"):
+        layer(x.to("meta"))
+    if recipe != "bf16":
+        for keep in (layer.quantize_weights, layer.weights_unchanged().__enter__):
+            with pytest.raises(TypeError, match="w13: got a tensor on meta"):
+                keep()
+    layer = FP8FlowMoE(256, 128, 4, 2, recipe=recipe)
+    ids, probs = torch.zeros(10, 2, dtype=torch.int64), torch.ones(10, 2)
+    for arguments, error, message in (
+        ((ids[:9], probs[:9]), ValueError, r"topk_ids: got shape \[9, 2\]; wanted \[10, k\]"),
+        ((ids, torch.ones(10, 4)), ValueError, r"topk_probs: got shape \[10, 4\]; wanted \[10, 2\]"),
+        ((ids.tolist(), probs), TypeError, "topk_ids: got list; wanted a tensor"),
+        ((ids, ids), TypeError, r"topk_probs: got dtype torch\.int64; wanted a floating-point dtype"),
+    ):
+        with pytest.raises(error, match=message):
+            layer(x, *arguments)
+    for bad in (x.to(torch.float8_e4m3fn), x.to(torch.float8_e5m2)):
+        with pytest.raises(TypeError, match=r"x: got dtype torch\.float8_.*, codes without scales"):
+            layer(bad)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("autocast", [False, True])

@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fp8moe
@@ -539,6 +541,15 @@ def test_moe_experts_errors_name_the_argument():
         arguments = [bad if i == number else a for i, a in enumerate(good)]
         with pytest.raises(error, match=message):
             torch_ops.moe_experts(*arguments, recipe="fp8_flow")
+    for recipe in RECIPES:
+        for number, name in ((0, "x"), (1, "w13"), (2, "w2"), (4, "topk_probs")):
+            for bad, message in (
+                (good[number].to(torch.float8_e4m3fn), "dtype torch.float8_e4m3fn, codes without scales"),
+                (good[number].to("meta"), "a tensor on meta"),
+            ):
+                arguments = [bad if i == number else a for i, a in enumerate(good)]
+                with pytest.raises(TypeError, match=f"{name}: got {message}"):
+                    torch_ops.moe_experts(*arguments, recipe=recipe)
     with pytest.raises(TypeError, match=r"x: got dtype torch\.int32"):
         layer(integer)
     for shape in ((2, 2 * HIDDEN), (4, HIDDEN // 2), (HIDDEN - 1,)):
@@ -636,6 +647,42 @@ def test_scaled_losses(device):
                 scale.update()
     for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fake_tensors(recipe, recompute):
+    """Shapes, dtypes and strides of all results are those of real tensors, as memory estimates require."""
+
+    def described():
+        layer, x = FP8FlowMoE(HIDDEN, FFN, EXPERTS, TOPK, recipe=recipe, recompute=recompute), tokens()
+        with torch.no_grad():
+            y = layer(x)
+        with layer.weights_unchanged():
+            trained = results(layer, layer, x)
+        _, ids, probs = (t.detach() for t in layer.route(x.detach()))
+        functional = torch_ops.moe_experts(x, layer.w13, layer.w2, ids, probs, recipe=recipe)
+        return [(t.shape, t.dtype, t.stride()) for t in (y, *trained, functional)]
+
+    real = described()
+    with FakeTensorMode():
+        assert described() == real
+
+
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_make_fx_with_real_tensors(recipe, recompute):
+    """The graph computes the results of other tokens, not of memory that was never written."""
+    layer = module(recipe, recompute=recompute)
+
+    def results_of(x):
+        y = layer(x)
+        return y, *torch.autograd.grad(y, (x, *layer.parameters()), torch.ones_like(y))
+
+    graph, x = make_fx(results_of)(tokens()), tokens()
+    with torch.no_grad():  # the graph has the backward's operators
+        actual = graph(x)
+    assert all(map(torch.equal, actual, results_of(x)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

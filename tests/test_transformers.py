@@ -155,13 +155,75 @@ def test_experts_without_a_gate_of_another_activation():
         experts(*routed()[:3])
 
 
-def test_changed_activation_is_detected():
-    experts, arguments = experts_of(*QWEN), routed()
-    before = results(experts, BF16, *arguments)[0]
+def with_new_function(experts):
     experts.act_fn = torch.nn.GELU()
-    actual, true = (results(experts, i, *arguments)[0] for i in (BF16, "eager"))
-    assert (actual - before).norm() > 0.01 * true.norm()
-    assert (actual - true).abs().max() <= 4 * (H + F) * 2.0**-24 * true.abs().max()
+
+
+def with_new_setting(experts):
+    experts.act_fn.approximate = "tanh"
+
+
+def with_new_clamp(experts):
+    experts.limit = 0.25
+
+
+def with_gate_of_its_own(experts):
+    experts._apply_gate = lambda h: torch.nn.functional.gelu(h.chunk(2, dim=-1)[0]) * h.chunk(2, dim=-1)[1]
+
+
+DEEPSEEK = "transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("experts_class", "change"),
+    [
+        (QWEN, with_new_function),
+        (QWEN, with_new_setting),
+        (DEEPSEEK, with_new_clamp),
+        (QWEN, with_gate_of_its_own),
+    ],
+)
+def test_changed_activation_is_detected(experts_class, change, mode):
+    torch.compiler.reset()
+    experts, arguments = experts_of(*experts_class), routed()
+    if change is with_new_setting:
+        experts.act_fn = torch.nn.GELU()
+        arguments[0].mul_(0.25)  # GELU and its approximation differ by at most 5e-4, where they are about 1
+    if mode == "compiled":
+        experts.compile(backend="aot_eager", fullgraph=True)
+    before = results(experts, BF16, *arguments)[0]
+    change(experts)
+    actual = results(experts, BF16, *arguments)[0]
+    experts._compiled_call_impl = None
+    # Qwen3MoeExperts's own loop does not call its gate function
+    oracle = "grouped_mm" if change is with_gate_of_its_own else "eager"
+    true = results(experts, oracle, *arguments)[0]
+    tolerance = 4 * (H + F) * 2.0**-24 * true.abs().max()
+    assert (true - before).abs().max() > 2 * tolerance
+    assert (actual - true).abs().max() <= tolerance
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_share_compiled_code():
+    """As with transformers' own implementations; the first layer of an activation has its own."""
+    torch.compiler.reset()
+    layers, arguments = [experts_of(*DEEPSEEK, swiglu_limit=5.125) for _ in range(5)], routed()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        torch._dynamo.utils.counters.clear()
+        for experts in layers:
+            wanted = results(experts, FP8, *arguments)
+            experts.compile(backend="aot_eager", fullgraph=True)
+            assert all(map(torch.equal, results(experts, FP8, *arguments), wanted))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        layers = [experts_of(*DEEPSEEK, swiglu_limit=4.875) for _ in range(5)]
+        for experts in layers:
+            experts.compile(backend="aot_eager", fullgraph=True)
+            actual = results(experts, FP8, *arguments)
+            experts._compiled_call_impl = None
+            assert all(map(torch.equal, actual, results(experts, FP8, *arguments)))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
 @pytest.mark.parametrize(("option", "value", "wrong"), [("backend", "mma", "cutlass"), ("num_sms", 4, 3)])
@@ -185,6 +247,36 @@ def test_dropped_experts():
         wanted[2] = torch.where(is_local, wanted[2], 0)
         for a, b in zip(actual, wanted, strict=True):
             assert (a - b).abs().max() <= 4 * (H + F) * 2.0**-24 * b.abs().max()
+
+
+@pytest.mark.parametrize("implementation", [FP8, BF16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_interleaved_weights_of_another_16_bit_dtype_than_autocast(dtype, implementation):
+    """The same results as without autocast, for rows of autocast's dtype: the products' operands are
+    equal."""
+    experts = experts_of("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts").to(dtype)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    arguments = routed(other)
+    wanted = results(experts, implementation, *arguments)
+    experts.forward = torch.autocast("cpu", other)(experts.forward)
+    actual = results(experts, implementation, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
+
+
+@pytest.mark.parametrize("implementation", [FP8, BF16])
+def test_removed_experts_to_which_the_router_still_sends_tokens_raise(implementation):
+    experts, arguments = experts_of(*QWEN, _experts_implementation=implementation), routed()
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, torch.nn.Parameter(getattr(experts, name)[: E - 1].detach()))
+    with pytest.raises(
+        ValueError, match=f"gate_up_proj: got {E - 1} experts; wanted {E}, the module's num_ex"
+    ):
+        experts(*arguments[:3])
+    experts.num_experts = E - 1
+    x, ids, probs, dy = arguments
+    ids = ids.clamp(max=E - 2)
+    actual, true = (results(experts, i, x, ids, probs, dy)[0] for i in (implementation, "eager"))
+    assert (actual - true).norm() <= FP8_NOISE * true.norm()
 
 
 @pytest.mark.filterwarnings("ignore")
