@@ -209,9 +209,23 @@ def _key_of(experts: Any) -> Any:
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
     """Names and values of the module's plain attributes, except whether it is in training."""
-    values = vars(module).items()
+    if _OLD_DYNAMO and torch.compiler.is_compiling():
+        values: Any = [(n, getattr(module, n)) for n in _attributes(id(module))]
+    else:
+        values = vars(module).items()
     # the sets make a compiler treat floats as constants
     return tuple((n, *{v}) for n, v in values if isinstance(v, (int, float, str)) and n != "training")
+
+
+#: Dynamo of torch 2.11 can neither list a module's attributes nor pass one to a function with a constant
+#: result. Its ``id`` can be passed, which is guarded, so that layers do not share compiled code.
+_OLD_DYNAMO = torch.__version__ < "2.13"
+
+
+@torch.compiler.assume_constant_result
+def _attributes(address: int) -> tuple[str, ...]:
+    """The names of the attributes of the module with this ``id``."""
+    return tuple(vars(ctypes.cast(address, ctypes.py_object).value))
 
 
 @torch.compiler.assume_constant_result
@@ -223,7 +237,7 @@ def _known(key: Any) -> Activation | None:
 
 @torch.compiler.assume_constant_result
 def _determined(address: int, key: Any) -> Activation:
-    """Of the module with this ``id``: Dynamo of torch 2.11 passes no modules to such a function."""
+    """Of the module with this ``id``."""
     experts: Any = ctypes.cast(address, ctypes.py_object).value
     constants, name = _constants(experts), type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):

@@ -186,6 +186,8 @@ DEEPSEEK = "transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Ex
     ],
 )
 def test_changed_activation_is_detected(experts_class, change, mode):
+    if change is with_gate_of_its_own and mode == "compiled" and torch.__version__ < "2.13":
+        pytest.skip("Dynamo of torch 2.11 has no guard on the absence of an attribute")
     torch.compiler.reset()
     experts, arguments = experts_of(*experts_class), routed()
     if change is with_new_setting:
@@ -208,6 +210,8 @@ def test_changed_activation_is_detected(experts_class, change, mode):
 @pytest.mark.filterwarnings("ignore")
 def test_layers_share_compiled_code():
     """As with transformers' own implementations; the first layer of an activation has its own."""
+    if torch.__version__ < "2.13":
+        pytest.skip("Dynamo of torch 2.11 guards each module's identity")
     torch.compiler.reset()
     layers, arguments = [experts_of(*DEEPSEEK, swiglu_limit=5.125) for _ in range(5)], routed()
     with torch._dynamo.config.patch(error_on_recompile=False):
