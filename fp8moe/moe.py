@@ -346,38 +346,26 @@ def moe_forward(
 
 
 def forward_keeping(
-    kept: Collection[str],
-    x: ArrayLike,
-    w13: ArrayLike,
-    w2: ArrayLike,
-    topk_ids: ArrayLike,
-    topk_probs: ArrayLike,
-    *,
-    recipe: str,
-    recompute: str | None,
-    activation: Activation,
-    comm: Comm | None,
-    gradients: Collection[str],
-    backend: str | None,
-    num_sms: int | None,
+    kept: Collection[str], *operands: Any, comm: Comm | None, gradients: Collection[str], **options: Any
 ) -> tuple[Any, Saved]:
     """`moe_forward` which saves the tensors that the gradients ``kept`` need, and announces to the other
     ranks a backward that computes ``gradients``."""
-    checks.choice("recipe", recipe, RECIPES)
-    checks.choice("recompute", recompute, (None, "moe_expert"))
+    checks.choice("recipe", options["recipe"], RECIPES)
+    checks.choice("recompute", options["recompute"], (None, "moe_expert"))
     _check_comm(comm)
-    checks.options("activation", activation, Activation)
+    checks.options("activation", options["activation"], Activation)
     _check_gradients(gradients)
-    options: dict[str, Any] = {"recipe": recipe, "recompute": recompute, "activation": activation}
-    checks.choice("backend", backend, BACKENDS)
-    options.update(gradients=tuple(kept), backend=backend, num_sms=check_limit(num_sms))
+    checks.choice("backend", options["backend"], BACKENDS)
+    options |= {"gradients": tuple(kept), "num_sms": check_limit(options["num_sms"])}
+    x, w13, w2, ids, probs = operands
     overwritten = _overwritten(w13, w2)
     if comm is None:
-        y, saved = experts_forward(x, w13, w2, topk_ids, topk_probs, **options)
+        y, saved = experts_forward(x, w13, w2, ids, probs, **options)
     else:
-        product_options = backend, options["num_sms"], options["gradients"]
-        _check_before_sending(x, w13, w2, topk_ids, topk_probs, recipe, activation, *product_options)
-        y, saved = _forward_over_ranks(x, w13, w2, topk_ids, topk_probs, comm, tuple(gradients), options)
+        names = "recipe", "activation", "backend", "num_sms", "gradients"
+        options_of_layer = [options[name] for name in names]
+        _check_before_sending(x, w13, w2, ids, probs, *options_of_layer)
+        y, saved = _forward_over_ranks(x, w13, w2, ids, probs, comm, tuple(gradients), options)
     return y, _recorded(saved, overwritten)
 
 
