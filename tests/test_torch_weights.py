@@ -644,4 +644,5 @@ def code_sizes(layer):
 
 
 def fp8_tensors():
-    return [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8]
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.uint8]
+    return [t for t in tensors if isinstance(t.numel(), int)]  # not those of compilers, with symbolic sizes
