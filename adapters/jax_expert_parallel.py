@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters import jax_ops
+from fp8moe.adapters import jax_calls, jax_ops
 from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.plan import static_bound
@@ -49,7 +49,7 @@ def moe_ffn(
 ) -> Any:
     """Compute the experts of a layer, distributed over the devices of a mesh axis, as `jax_ops.moe_ffn`.
 
-    Call it inside ``jax.shard_map(..., check_vma=False)``.
+    Call it inside ``jax.shard_map``, with any ``check_vma``.
 
     Parameters
     ----------
@@ -122,7 +122,8 @@ def moe_ffn(
     transposed = transposed and recipe != "bf16"  # `operands` has transposed the weights of "bf16"
     product_options = activation, transposed, backend, check_limit(num_sms)
     layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, *product_options)
-    return _moe(rows, w13, w2, probs, ids, layer).astype(x.dtype).reshape(x.shape)
+    arrays = jax_calls.vary_alike(rows, w13, w2, probs, ids)
+    return _moe(*arrays, layer).astype(x.dtype).reshape(x.shape)
 
 
 class _Layer(NamedTuple):

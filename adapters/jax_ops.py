@@ -194,6 +194,7 @@ def permute(
     zero_unweighted: bool = False,
     layout: str = "compact",
 ) -> Permuted:
+    x, plan, probs = jax_calls.vary_alike(x, plan, probs)
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
     row_options: dict[str, Any] = {**dict(options), "layout": layout}
     if layout != "compact" and not isinstance(x, QuantTensor):
@@ -274,7 +275,7 @@ def permute_and_pad(
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
     if isinstance(x, QuantTensor):
         return _unpermute_op(x, plan, merging_probs)
-    return _unpermute(x, merging_probs, plan)
+    return _unpermute(*jax_calls.vary_alike(x, merging_probs, plan))
 
 
 @jax.custom_vjp
@@ -307,6 +308,7 @@ def sort_chunks(
     num_out_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> SortedChunks:
+    x, probs, split_sizes, sorted_indices = jax_calls.vary_alike(x, probs, split_sizes, sorted_indices)
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
     by_name: dict[str, Any] = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
@@ -342,12 +344,12 @@ _sort.defvjp(_sort_fwd, _sort_bwd)
 
 @documented(fp8moe.pad, "x")
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    return _pad(x, tokens_per_expert, "pad", align_size, num_out_tokens)
+    return _pad(*jax_calls.vary_alike(x, tokens_per_expert), "pad", align_size, num_out_tokens)
 
 
 @documented(fp8moe.unpad, "x")
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    return _pad(x, tokens_per_expert, "unpad", align_size, num_out_tokens)
+    return _pad(*jax_calls.vary_alike(x, tokens_per_expert), "unpad", align_size, num_out_tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -375,7 +377,7 @@ def swiglu(
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    return _swiglu(h, probs, activation)
+    return _swiglu(*jax_calls.vary_alike(h, probs), activation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -404,7 +406,7 @@ def route(
     expert_bias: Any = None,
     num_sequences: int | None = None,
 ) -> Routed:
-    return _route(logits, expert_bias, config, num_sequences)
+    return _route(*jax_calls.vary_alike(logits, expert_bias), config, num_sequences)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -548,7 +550,8 @@ def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _L
     rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed, layer.activation)
     layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
     ids, probs = map(as_matrix, (ids, probs))
-    return _moe(rows, *weights, probs, ids, layer).astype(x.dtype).reshape(x.shape)
+    arrays = jax_calls.vary_alike(rows, *weights, probs, ids)
+    return _moe(*arrays, layer).astype(x.dtype).reshape(x.shape)
 
 
 def as_matrix(a: Any) -> Any:

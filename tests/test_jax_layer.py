@@ -443,6 +443,10 @@ def test_program_partitioned_over_devices():
     assert run_script(HERE / "jax_sharded.py", **FOUR_DEVICES) == ["right"]
 
 
+def test_shard_map_that_checks_axes():
+    assert run_script(HERE / "jax_checked_axes.py", **FOUR_DEVICES) == ["right"]
+
+
 def test_process_that_exits_before_its_results():
     """The gradient is not waited for, so XLA's threads still have to make its calls when Python exits."""
     program = (
