@@ -161,6 +161,12 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], leaves: list
     """Calls the function ``name`` on traced (or concrete) arrays, as one operation of the program. leaves:
     all arrays among the arguments. changed: ids of the arrays that the function adds to."""
     operands = list({id(a): a for a in leaves}.values())  # without duplicates
+    for a in operands:
+        if not all(isinstance(n, int) for n in a.shape):
+            raise TypeError(
+                f"{name.rpartition('.')[2]}: got an array of symbolic shape {a.shape}; wanted numbers; call "
+                "jax.export.export for each shape"
+            )
     in_place = {i for i, a in enumerate(operands) if id(a) in changed}
     text = describe(name, args, options, operands, in_place)
     described = _described(text)

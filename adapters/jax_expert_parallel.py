@@ -118,7 +118,7 @@ def moe_ffn(
     if capacity is not None and not 0 < capacity <= rows.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
-    ids, probs = map(jax_ops.as_matrix, (topk_ids, topk_probs))
+    ids, probs = jax_ops.of_tokens(x, topk_ids, topk_probs)
     transposed = transposed and recipe != "bf16"  # `operands` has transposed the weights of "bf16"
     product_options = activation, transposed, backend, check_limit(num_sms)
     layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, *product_options)

@@ -549,9 +549,19 @@ class _Layer(NamedTuple):
 def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
     rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed, layer.activation)
     layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
-    ids, probs = map(as_matrix, (ids, probs))
+    ids, probs = of_tokens(x, ids, probs)
     arrays = jax_calls.vary_alike(rows, *weights, probs, ids)
     return _moe(*arrays, layer).astype(x.dtype).reshape(x.shape)
+
+
+def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
+    """ids and probs as [T, k]. They have x's leading dimensions, or one for all tokens."""
+    leading = x.shape[:-1]
+    for name, a in (("topk_ids", ids), ("topk_probs", probs)):
+        if a.shape[:-1] not in (leading, (math.prod(leading),)):
+            wanted = ", ".join(map(str, (*leading, "k")))
+            raise ValueError(f"{name}: got shape {list(a.shape)}; wanted [{wanted}], for x {list(x.shape)}")
+    return [as_matrix(a) for a in (ids, probs)]
 
 
 def as_matrix(a: Any) -> Any:

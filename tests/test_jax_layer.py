@@ -313,6 +313,30 @@ def test_different_widths_of_the_weights_raise(recipe, widths, transposed, axis_
         layer(x, (w1, w3), w2, ids, probs, **options, activation=fp8moe.Activation("relu2"))
 
 
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+def test_other_leading_dimensions_raise(axis_name):
+    """Ids and probabilities of [S, B] for tokens of [B, S] would be those of other tokens."""
+    layer, options = jax_ops.moe_ffn, {"recipe": "bf16"}
+    if axis_name is not None:
+        layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    weights, half = ((w1, w3), w2), T // 2
+    message = rf"got shape \[{half}, 2, {K}\]; wanted \[2, {half}, k\], for x \[2, {half}, {H}\]"
+    with pytest.raises(ValueError, match=f"topk_ids: {message}"):
+        layer(x, *weights, ids.swapaxes(0, 1), probs.swapaxes(0, 1), **options)
+    with pytest.raises(ValueError, match=f"topk_probs: {message}"):
+        layer(x, *weights, ids, probs.swapaxes(0, 1), **options)
+
+
+def test_one_leading_dimension_for_ids():
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    flat = (a.reshape(-1, K) for a in (ids, probs))
+    y, wanted = (
+        jax_ops.moe_ffn(x, (w1, w3), w2, *routing, recipe="bf16") for routing in (flat, (ids, probs))
+    )
+    np.testing.assert_array_equal(y, wanted)
+
+
 # ---------------------------------------------------------------- backends
 
 
@@ -428,6 +452,13 @@ def test_program_is_cached_and_exported(tmp_path):
     of_exported, _, again, hits = run_script(script, "load", tmp_path)
     assert of_exported == again == digest
     assert hits == "1"
+
+
+def test_symbolic_shapes_raise():
+    (rows,) = jax.export.symbolic_shape("rows,")
+    export = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)
+    with pytest.raises(TypeError, match=r"quantize: got an array of symbolic shape \(rows, 128\)"):
+        export(jax.ShapeDtypeStruct((rows, 128), jnp.float32))
 
 
 def test_program_of_another_version_raises(monkeypatch):
