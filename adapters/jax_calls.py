@@ -161,14 +161,44 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any], leaves: list
     """Calls the function ``name`` on traced (or concrete) arrays, as one operation of the program. leaves:
     all arrays among the arguments. changed: ids of the arrays that the function adds to."""
     operands = list({id(a): a for a in leaves}.values())  # without duplicates
+    for a in operands:
+        if not all(isinstance(n, int) for n in a.shape):
+            raise TypeError(
+                f"{name.rpartition('.')[2]}: got an array of symbolic shape {a.shape}; wanted numbers; call "
+                "jax.export.export for each shape"
+            )
     in_place = {i for i, a in enumerate(operands) if id(a) in changed}
     text = describe(name, args, options, operands, in_place)
     described = _described(text)
     layout = described.layout
     outputs = ()
+    operands = list(vary_alike(*operands))
     if layout.outputs:
         outputs = _call_p.bind(*operands, text=text)
     return layout.result(operands, outputs)
+
+
+def vary_alike(*values: Any) -> tuple[Any, ...]:
+    """Arrays (or records of arrays) that all vary over the same axes of a ``jax.shard_map`` with
+    ``check_vma=True``, as JAX does for the operands of its own operations: results vary over every axis over
+    which an operand does, and the gradient of an operand that varies over fewer is summed over the others.
+    Every ``custom_vjp`` needs such arrays, because its backward computes gradients that vary alike."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual:
+        return values
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(values)))
+
+    def vary(array: Any) -> Any:
+        missing = tuple(a for a in manual if a in axes - _varying_axes(array))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    varied: tuple[Any, ...] = jax.tree.map(vary, values)
+    return varied
+
+
+def _varying_axes(array: Any) -> frozenset[Any]:
+    axes: frozenset[Any] = jax.typeof(array).manual_axis_type.varying
+    return axes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +223,14 @@ def _run(*arrays: Any, text: str) -> Any:
 
 @_call_p.def_abstract_eval
 def _results(*arrays: Any, text: str) -> Any:
-    return [jax.core.ShapedArray(s.shape, s.dtype) for s in _described(text).layout.outputs]
+    varying: dict[str, Any] = {}
+    if (
+        arrays and jax.sharding.get_abstract_mesh().manual_axes
+    ):  # results vary as operands do: see `vary_alike`
+        mesh, axes = arrays[0].sharding.mesh, arrays[0].manual_axis_type
+        if axes.varying:
+            varying = {"sharding": jax.NamedSharding(mesh, jax.P()), "manual_axis_type": axes}
+    return [jax.core.ShapedArray(s.shape, s.dtype, **varying) for s in _described(text).layout.outputs]
 
 
 def _batch(arrays: Any, axes: Any, *, text: str) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fp8moe import checks, moe
 from fp8moe.activation import SWIGLU, Activation
-from fp8moe.adapters import jax_ops
+from fp8moe.adapters import jax_calls, jax_ops
 from fp8moe.expert_parallel.blocks import Blocks, device_blocks, local_ids
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.plan import static_bound
@@ -49,7 +49,7 @@ def moe_ffn(
 ) -> Any:
     """Compute the experts of a layer, distributed over the devices of a mesh axis, as `jax_ops.moe_ffn`.
 
-    Call it inside ``jax.shard_map(..., check_vma=False)``.
+    Call it inside ``jax.shard_map``, with any ``check_vma``.
 
     Parameters
     ----------
@@ -114,15 +114,16 @@ def moe_ffn(
     """
     checks.choice("recipe", recipe, moe.RECIPES)
     checks.choice("backend", backend, BACKENDS)
-    rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed)
+    rows, w13, w2 = jax_ops.operands(x, w13, w2, recipe, transposed, activation)
     if capacity is not None and not 0 < capacity <= rows.shape[0]:
         raise ValueError(f"capacity: got {capacity}; wanted 1 to the number of tokens, {rows.shape[0]}")
     capacity = rows.shape[0] if capacity is None else capacity
-    ids, probs = (a.reshape(-1, a.shape[-1]) for a in (topk_ids, topk_probs))
+    ids, probs = jax_ops.of_tokens(x, topk_ids, topk_probs)
     transposed = transposed and recipe != "bf16"  # `operands` has transposed the weights of "bf16"
     product_options = activation, transposed, backend, check_limit(num_sms)
     layer = _Layer(axis_name, recipe, recompute, capacity, num_out_tokens, *product_options)
-    return _moe(rows, w13, w2, probs, ids, layer).astype(x.dtype).reshape(x.shape)
+    arrays = jax_calls.vary_alike(rows, w13, w2, probs, ids)
+    return _moe(*arrays, layer).astype(x.dtype).reshape(x.shape)
 
 
 class _Layer(NamedTuple):
@@ -143,7 +144,7 @@ def dispatch(parts: Sequence[Any], blocks: Blocks, axis_name: str) -> list[Any]:
     """Sends rows of every array in parts [T, ...] to the devices, in one exchange. The results are
     [W * C, ...], block by block; rows without a token are zeros, or -1 for integers."""
     rows = [
-        jnp.take(part, blocks.tokens, axis=0, mode="fill", fill_value=-1 if part.dtype == jnp.int32 else 0)
+        jnp.asarray(part).at[blocks.tokens].get(mode="fill", fill_value=-1 if part.dtype == jnp.int32 else 0)
         for part in parts
     ]
     buffers = [_as_bytes(rows_of_part) for rows_of_part in rows]
@@ -153,13 +154,13 @@ def dispatch(parts: Sequence[Any], blocks: Blocks, axis_name: str) -> list[Any]:
         _from_bytes(buffer, rows_of_part.dtype)
         for buffer, rows_of_part in zip(jnp.split(received, ends, axis=-1), rows, strict=True)
     ]
-    return [array.reshape(-1, array.shape[-1]) for array in arrays]
+    return [*map(jax_ops.as_matrix, arrays)]
 
 
 def combine(rows: Any, blocks: Blocks, axis_name: str) -> Any:
     """Sends rows back and sums those of each token in float32 (float64 for float64): [W * C, H] -> [T, H]."""
     devices, capacity = blocks.tokens.shape
-    back = jax.lax.all_to_all(rows.reshape(devices, capacity, -1), axis_name, 0, 0)
+    back = jax.lax.all_to_all(rows.reshape(devices, capacity, rows.shape[1]), axis_name, 0, 0)
     sum_dtype = jnp.float64 if rows.dtype == jnp.float64 else jnp.float32
     total = jnp.zeros((len(blocks.places), rows.shape[-1]), sum_dtype)
     for device in range(devices):
@@ -171,13 +172,15 @@ def combine(rows: Any, blocks: Blocks, axis_name: str) -> Any:
 def _as_bytes(x: Any) -> Any:
     if x.dtype == jnp.uint8:
         return x
-    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+    width = x.shape[-1] * x.dtype.itemsize
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], width)
 
 
 def _from_bytes(x: Any, dtype: Any) -> Any:
     if dtype == jnp.uint8:
         return x
-    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, dtype.itemsize), dtype)
+    width = x.shape[-1] // dtype.itemsize
+    return jax.lax.bitcast_convert_type(x.reshape(*x.shape[:-1], width, dtype.itemsize), dtype)
 
 
 # ---------------------------------------------------------------- the layer
@@ -190,7 +193,7 @@ def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
 
 def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
     devices = jax.lax.axis_size(layer.axis)
-    weights = jax_ops.multiplied(w13, w2, layer.recipe, layer.transposed)
+    weights = jax_ops.multiplied(w13, w2, layer)
     experts = moe.experts_of(weights[0])
     blocks = device_blocks(jnp, ids, experts, devices, layer.capacity)
     *rows, local, moved = dispatch([*_parts(x, layer), ids.astype(jnp.int32), probs], blocks, layer.axis)
@@ -218,9 +221,9 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
 def _moe_bwd(layer, residuals, dy):  # type: ignore[no-untyped-def]
     saved, blocks, like, probs = residuals
     rows = _rows_of(dispatch(_parts(dy, layer), blocks, layer.axis), layer)
-    grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, layer.transposed))
+    grads = _experts_backward(saved, rows, **jax_ops.backward_options(saved, like, layer))
     dx, dprobs = (combine(g, blocks, layer.axis) for g in (grads.dx, grads.dprobs))
-    weights = jax_ops.of_weights(grads, like, layer.transposed)
+    weights = jax_ops.of_weights(grads, like, layer)
     return dx, *weights, dprobs.astype(probs.dtype), None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -193,6 +194,7 @@ def permute(
     zero_unweighted: bool = False,
     layout: str = "compact",
 ) -> Permuted:
+    x, plan, probs = jax_calls.vary_alike(x, plan, probs)
     options = (("fill_padding", fill_padding), ("zero_unweighted", zero_unweighted))
     row_options: dict[str, Any] = {**dict(options), "layout": layout}
     if layout != "compact" and not isinstance(x, QuantTensor):
@@ -273,7 +275,7 @@ def permute_and_pad(
 def unpermute(x: Any, plan: PermutationPlan, merging_probs: Any = None) -> Any:
     if isinstance(x, QuantTensor):
         return _unpermute_op(x, plan, merging_probs)
-    return _unpermute(x, merging_probs, plan)
+    return _unpermute(*jax_calls.vary_alike(x, merging_probs, plan))
 
 
 @jax.custom_vjp
@@ -306,6 +308,7 @@ def sort_chunks(
     num_out_tokens: int | None = None,
     keep_rest: bool = False,
 ) -> SortedChunks:
+    x, probs, split_sizes, sorted_indices = jax_calls.vary_alike(x, probs, split_sizes, sorted_indices)
     options = (("align_size", align_size), ("chunks_per_group", chunks_per_group), ("keep_rest", keep_rest))
     by_name: dict[str, Any] = {"num_out_tokens": num_out_tokens, **dict(options)}
     if isinstance(probs, jax.core.Tracer) and not may_need_grad(x):
@@ -341,12 +344,12 @@ _sort.defvjp(_sort_fwd, _sort_bwd)
 
 @documented(fp8moe.pad, "x")
 def pad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    return _pad(x, tokens_per_expert, "pad", align_size, num_out_tokens)
+    return _pad(*jax_calls.vary_alike(x, tokens_per_expert), "pad", align_size, num_out_tokens)
 
 
 @documented(fp8moe.unpad, "x")
 def unpad(x: Any, tokens_per_expert: Any, align_size: int, *, num_out_tokens: int | None = None) -> Any:
-    return _pad(x, tokens_per_expert, "unpad", align_size, num_out_tokens)
+    return _pad(*jax_calls.vary_alike(x, tokens_per_expert), "unpad", align_size, num_out_tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -374,7 +377,7 @@ def swiglu(
     *,
     activation: Activation = SWIGLU,
 ) -> Any:
-    return _swiglu(h, probs, activation)
+    return _swiglu(*jax_calls.vary_alike(h, probs), activation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -403,7 +406,7 @@ def route(
     expert_bias: Any = None,
     num_sequences: int | None = None,
 ) -> Routed:
-    return _route(logits, expert_bias, config, num_sequences)
+    return _route(*jax_calls.vary_alike(logits, expert_bias), config, num_sequences)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -451,9 +454,9 @@ def moe_ffn(
     x : jax.Array, floating point, [..., H]
         Tokens. The FP8 recipes multiply them as bfloat16, "bf16" in their own dtype.
     w13 : jax.Array, tuple of two, or Quantized
-        [E, 2F, H], gates before ups, or a tuple of the two, [E, F, H] each. Any floating-point dtype, such as
-        float32 master weights. Or, for the FP8 recipes, the result of `quantize_weights`, for weights of any
-        layout; it has no gradient.
+        [E, 2F, H], gates before ups, or a tuple of the two, [E, F, H] each; [E, F, H] for an activation
+        without gates. Any floating-point dtype, such as float32 master weights. Or, for the FP8 recipes, the
+        result of `quantize_weights`, for weights of any layout; it has no gradient.
     w2 : jax.Array or Quantized
         [E, H, F]. As ``w13``.
     topk_ids : jax.Array, int32 or int64, [..., k]
@@ -544,13 +547,31 @@ class _Layer(NamedTuple):
 
 
 def _moe_of_any_dtype(x: Any, w13: Any, w2: Any, ids: Any, probs: Any, layer: _Layer) -> Any:
-    rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed)
+    rows, *weights = operands(x, w13, w2, layer.recipe, layer.transposed, layer.activation)
     layer = layer._replace(transposed=layer.transposed and layer.recipe != "bf16")
-    ids, probs = (a.reshape(-1, a.shape[-1]) for a in (ids, probs))
-    return _moe(rows, *weights, probs, ids, layer).astype(x.dtype).reshape(x.shape)
+    ids, probs = of_tokens(x, ids, probs)
+    arrays = jax_calls.vary_alike(rows, *weights, probs, ids)
+    return _moe(*arrays, layer).astype(x.dtype).reshape(x.shape)
 
 
-def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any, Any]:
+def of_tokens(x: Any, ids: Any, probs: Any) -> list[Any]:
+    """ids and probs as [T, k]. They have x's leading dimensions, or one for all tokens."""
+    leading = x.shape[:-1]
+    for name, a in (("topk_ids", ids), ("topk_probs", probs)):
+        if a.shape[:-1] not in (leading, (math.prod(leading),)):
+            wanted = ", ".join(map(str, (*leading, "k")))
+            raise ValueError(f"{name}: got shape {list(a.shape)}; wanted [{wanted}], for x {list(x.shape)}")
+    return [as_matrix(a) for a in (ids, probs)]
+
+
+def as_matrix(a: Any) -> Any:
+    """[..., n] as [m, n]; the number of rows is not left to `reshape`, which cannot find it if n is 0."""
+    return a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+
+
+def operands(
+    x: Any, w13: Any, w2: Any, recipe: str, transposed: bool, activation: Activation
+) -> tuple[Any, Any, Any]:
     """x [T, H], w13 and w2 in the dtypes that ``recipe`` uses, with JAX's gradients; for "bf16" also with w13
     as [E, 2F, H] and w2 as [E, H, F]."""
     parts = w13 if isinstance(w13, tuple) else (w13,)
@@ -567,24 +588,40 @@ def operands(x: Any, w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[
             f"w13: got a tuple of shapes {[list(w.shape) for w in w13]}; wanted gates and ups, two arrays of "
             "the same shape"
         )
-    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(w13, tuple) and not activation.gated:
+        raise ValueError(
+            f"w13: got gates and ups for kind={activation.kind!r}, which has no gates; wanted one array"
+        )
+    if all(_is_float(w) and w.ndim == 3 for w in (*parts, w2)):
+        # here, because widths that differ may be equal after padding
+        given = [w.shape[2 if transposed else 1] for w in parts]
+        ffn = int(w2.shape[1 if transposed else 2])
+        if sum(given) != activation.columns(ffn):
+            of_each = "F" if len(parts) > 1 or not activation.gated else "2F"
+            raise ValueError(
+                f"w13: got {of_each} = {given[0]} with F = {ffn} of w2; wanted "
+                f"{of_each} = {activation.columns(ffn) // len(parts)}"
+            )
+    rows = as_matrix(x)
     if recipe != "bf16":
         return rows.astype(jnp.bfloat16), w13, w2
     gate_up = jnp.concatenate(parts, 2 if transposed else 1) if len(parts) > 1 else w13
     w13, w2 = (w.astype(x.dtype) for w in (gate_up, w2))
-    return rows, *(w.swapaxes(1, 2) if transposed else w for w in (w13, w2))
+    # NumPy's swapaxes would give a view that is not contiguous
+    return rows, *(jnp.swapaxes(w, 1, 2) if transposed else w for w in (w13, w2))
 
 
-def multiplied(w13: Any, w2: Any, recipe: str, transposed: bool) -> tuple[Any, Any]:
+def multiplied(w13: Any, w2: Any, layer: Any) -> tuple[Any, Any]:
     """The weights of `operands` as `fp8moe.moe_forward` takes them, quantised if their layout requires it."""
-    is_pair, ffn = isinstance(w13, tuple), _ffn(w13, w2, transposed)
-    if recipe == "bf16" or ffn is None or not (is_pair or transposed or ffn % WIDTH):
+    is_pair, ffn = isinstance(w13, tuple), _ffn(w13, w2, layer)
+    if layer.recipe == "bf16" or ffn is None or not (is_pair or layer.transposed or ffn % WIDTH):
         return w13, w2
     padded = ffn + -ffn % WIDTH
     if _is_float(w13):
-        w13 = quantize_weights(w13, parts=1 if is_pair else 2, rows=padded, transposed=transposed)
+        parts = 1 if is_pair or not layer.activation.gated else 2
+        w13 = quantize_weights(w13, parts=parts, rows=padded, transposed=layer.transposed)
     if _is_float(w2):
-        w2 = quantize_weights(w2, columns=padded, transposed=transposed)
+        w2 = quantize_weights(w2, columns=padded, transposed=layer.transposed)
     return w13, w2
 
 
@@ -592,13 +629,14 @@ def _is_float(w: Any) -> bool:
     return not isinstance(w, Quantized)
 
 
-def _ffn(w13: Any, w2: Any, transposed: bool) -> int | None:
+def _ffn(w13: Any, w2: Any, layer: Any) -> int | None:
     """F of floating-point weights; None if both are quantised."""
+    rows = 2 if layer.transposed else 1
     if _is_float(w2):
-        return int(w2.shape[1 if transposed else 2])
+        return int(w2.shape[3 - rows])
     if isinstance(w13, tuple):
-        return int(w13[0].shape[2 if transposed else 1])
-    return int(w13.shape[2 if transposed else 1]) // 2 if _is_float(w13) else None
+        return int(w13[0].shape[rows])
+    return layer.activation.width(int(w13.shape[rows])) if _is_float(w13) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -609,7 +647,7 @@ def _moe(x, w13, w2, probs, ids, layer):  # type: ignore[no-untyped-def]
 def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-untyped-def]
     y, saved = moe_forward(
         x,
-        *multiplied(w13, w2, layer.recipe, layer.transposed),
+        *multiplied(w13, w2, layer),
         ids,
         probs,
         recipe=layer.recipe,
@@ -624,8 +662,8 @@ def _moe_fwd(x, w13, w2, probs, ids, layer, gradients=None):  # type: ignore[no-
 
 def _moe_bwd(layer, residuals, dy):  # type: ignore[no-untyped-def]
     saved, like, probs = residuals
-    grads = moe_backward(saved, dy, **backward_options(saved, like, layer.transposed))
-    return grads.dx, *of_weights(grads, like, layer.transposed), grads.dprobs.astype(probs.dtype), None
+    grads = moe_backward(saved, dy, **backward_options(saved, like, layer))
+    return grads.dx, *of_weights(grads, like, layer), grads.dprobs.astype(probs.dtype), None
 
 
 _moe.defvjp(_moe_fwd, _moe_bwd)
@@ -642,11 +680,11 @@ def like_weights(*weights: Any) -> list[Any]:
     return [jax.tree.map(lambda a: a[:0], w) if _is_float(w) else w for w in weights]
 
 
-def backward_options(saved: Saved, like: list[Any], transposed: bool) -> dict[str, Any]:
+def backward_options(saved: Saved, like: list[Any], layer: Any) -> dict[str, Any]:
     """Options of `moe_backward` for weight gradients of the original widths, in bfloat16 if all weights are.
-    With "fp8_flow", dw13 is a pair if the weights are a pair or were padded."""
-    ffn = _ffn(like[0], like[1], transposed)
-    padded = None if ffn is None or ffn % WIDTH == 0 else ffn
+    With "fp8_flow", dw13 is a pair if the weights are a pair, or were padded and have gates."""
+    ffn = _ffn(like[0], like[1], layer)
+    padded = None if ffn is None or ffn % WIDTH == 0 or not layer.activation.gated else ffn
     is_pair = saved.recipe == "fp8_flow" and (padded is not None or isinstance(like[0], tuple))
     all_bfloat16 = all(a.dtype == BFLOAT16 for a in jax.tree.leaves(like))
     return {
@@ -657,10 +695,10 @@ def backward_options(saved: Saved, like: list[Any], transposed: bool) -> dict[st
     }
 
 
-def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:
+def of_weights(grads: MoEGrads, like: list[Any], layer: Any) -> list[Any]:
     """Weight gradients in the weights' dtypes and layouts, None for quantised weights."""
-    (w13, w2), (dw13, dw2) = like, (grads.dw13, grads.dw2)
-    ffn = _ffn(w13, w2, transposed)
+    (w13, w2), (dw13, dw2), transposed = like, (grads.dw13, grads.dw2), layer.transposed
+    ffn = _ffn(w13, w2, layer)
     if _is_float(w2):
         dw2 = _in_layout(dw2[:, :, :ffn], w2, transposed)
     if isinstance(w13, tuple):
@@ -668,7 +706,7 @@ def of_weights(grads: MoEGrads, like: list[Any], transposed: bool) -> list[Any]:
         dw13 = tuple(_in_layout(half[:, :ffn], w, transposed) for half, w in zip(halves, w13, strict=True))
     elif _is_float(w13):
         if not isinstance(dw13, tuple) and dw13.shape[1] > w13.shape[2 if transposed else 1]:
-            dw13 = jnp.split(dw13, 2, 1)  # each half has zeros after F
+            dw13 = jnp.split(dw13, layer.activation.columns(1), 1)  # each half has zeros after F
         if not isinstance(dw13, jax.Array):
             dw13 = jnp.concatenate([half[:, :ffn] for half in dw13], 1)
         dw13 = _in_layout(dw13, w13, transposed)

@@ -288,6 +288,12 @@ def _experts_in_dtype(
     hidden = x.shape[-1]
     rows = x.reshape(-1, hidden).to(dtype).contiguous()
     if not align_size:
+        for name, t in (("topk_ids", ids), ("topk_probs", probs)):
+            if t.dim() > 2 and t.shape[:-1] != x.shape[:-1]:  # for [T, k] the layer checks T
+                wanted = ", ".join(map(str, (*x.shape[:-1], "k")))
+                raise ValueError(
+                    f"{name}: got shape {list(t.shape)}; wanted [{wanted}], for x {list(x.shape)}"
+                )
         ids, probs = (t.reshape(-1, t.shape[-1]) for t in (ids, probs))
     ids, probs = ids.contiguous(), probs.contiguous()
     if bias13 is not None:

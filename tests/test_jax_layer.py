@@ -1,5 +1,6 @@
 """`jax_ops.moe_ffn` as JAX training frameworks call it: layouts, dtypes, widths, stored programs, devices."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -147,6 +148,66 @@ def test_widths_that_are_not_multiples_of_128(recipe, apart, transposed):
     check(by_jax(arguments, transposed, apart, recipe=recipe), by_the_library(*arguments, recipe=recipe))
 
 
+@pytest.mark.usefixtures("sums_in_one_order")
+@pytest.mark.parametrize("ffn", [72, 128])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", FP8)
+def test_activation_without_gates(recipe, transposed, ffn):
+    x, w1, _, w2, ids, probs, dy = problem(ffn=ffn)
+    options, missing = {"recipe": recipe, "activation": fp8moe.Activation("relu2")}, -ffn % 128
+    y, saved = fp8moe.moe_forward(
+        x.astype(BF16).reshape(-1, H),
+        np.pad(w1, [(0, 0), (0, missing), (0, 0)]),
+        np.pad(w2, [(0, 0), (0, 0), (0, missing)]),
+        ids.reshape(-1, K),
+        probs.reshape(-1, K),
+        **options,
+    )
+    grads = fp8moe.moe_backward(saved, dy.astype(BF16).reshape(-1, H))
+    wanted = [y, grads.dx, grads.dprobs, grads.dw13[:, :ffn], grads.dw2[:, :, :ffn]]
+    turn = (lambda w: w.swapaxes(1, 2)) if transposed else (lambda w: w)
+    layer = step(lambda *a: jax_ops.moe_ffn(*a, transposed=transposed, **options))
+    y, dx, dprobs, dw13, dw2 = jax.jit(layer)(*map(jnp.asarray, (x, turn(w1), turn(w2), ids, probs, dy)))
+    for a, b in zip((y, dx, dprobs, turn(dw13), turn(dw2)), wanted, strict=True):
+        np.testing.assert_array_equal(a, b.astype(np.float32).reshape(a.shape))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_numpy_arguments(recipe, transposed):
+    """NumPy arrays, bfloat16 ones among them, give the bits of JAX's arrays, differentiated or not."""
+    x, w1, w3, w2, ids, probs, dy = problem(dtype=BF16)
+    arrays = x, *in_layout(w1, w3, w2, transposed, apart=False), probs
+
+    def layer(x, w13, w2, probs):
+        return jax_ops.moe_ffn(x, w13, w2, ids, probs, recipe=recipe, transposed=transposed)
+
+    np.testing.assert_array_equal(layer(*arrays), layer(*map(jnp.asarray, arrays)))
+    for i in range(len(arrays)):
+        grads = [
+            jax.grad(lambda *a: (layer(*a) * dy).astype(jnp.float32).sum(), argnums=i)(*given)
+            for given in (arrays, [*map(jnp.asarray, arrays)])
+        ]
+        np.testing.assert_array_equal(*grads)
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+@pytest.mark.parametrize(("tokens", "topk"), [(0, K), (3, 0), (0, 0)])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_no_tokens_or_no_experts_of_a_token(recipe, tokens, topk, axis_name):
+    layer = functools.partial(jax_ops.moe_ffn, recipe=recipe)
+    if axis_name is not None:
+        layer = functools.partial(jax_expert_parallel.moe_ffn, axis_name=axis_name, recipe=recipe)
+        one, spec = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("ep",)), jax.P("ep")
+        layer = jax.shard_map(layer, mesh=one, in_specs=spec, out_specs=spec, check_vma=False)
+    _, w1, w3, w2, *_ = problem()
+    x, probs, ids = jnp.ones((tokens, H)), jnp.ones((tokens, topk)), jnp.zeros((tokens, topk), jnp.int32)
+    arrays = x, jnp.concatenate([w1, w3], 1), jnp.asarray(w2), ids, probs, x
+    results = jax.jit(step(layer))(*arrays)
+    for result, like in zip(results, (x, x, probs, *arrays[1:3]), strict=True):
+        np.testing.assert_array_equal(result, np.zeros(like.shape))
+
+
 def test_padded_widths_against_float64():
     """Compared with float64 without padding."""
     x, w1, w3, w2, ids, probs, dy = problem(hidden=144, ffn=72)
@@ -232,6 +293,48 @@ def test_inconsistent_arguments_raise(name):
         jax_ops.moe_ffn(x, *weights(x, jnp.concatenate([w1, w3], 1), w2), ids, probs, recipe="bf16")
     with pytest.raises(ValueError, match="recipe: got 'fp8'"):
         jax_ops.moe_ffn(x, w1, w2, ids, probs, recipe="fp8")
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("widths", [(72, 100), (128, 100), (256, 128)])
+@pytest.mark.parametrize("recipe", ["fp8_flow", "fp8_blockwise", "bf16"])
+def test_different_widths_of_the_weights_raise(recipe, widths, transposed, axis_name):
+    """Also widths that are equal after padding."""
+    layer, options = jax_ops.moe_ffn, {"recipe": recipe, "transposed": transposed}
+    if axis_name is not None:
+        layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
+    (x, w1, w3, *_), (*_, w2, ids, probs, _) = (problem(ffn=ffn) for ffn in widths)
+    for apart, name, factor in ((True, "F", 1), (False, "2F", 2)):
+        wrong, right = (f"{name} = {factor * ffn}" for ffn in widths)
+        with pytest.raises(ValueError, match=f"w13: got {wrong} with F = {widths[1]} of w2; wanted {right}"):
+            layer(jnp.asarray(x), *in_layout(w1, w3, w2, transposed, apart), ids, probs, **options)
+    with pytest.raises(ValueError, match="w13: got gates and ups for kind='relu2'"):
+        layer(x, (w1, w3), w2, ids, probs, **options, activation=fp8moe.Activation("relu2"))
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep"])
+def test_other_leading_dimensions_raise(axis_name):
+    """Ids and probabilities of [S, B] for tokens of [B, S] would be those of other tokens."""
+    layer, options = jax_ops.moe_ffn, {"recipe": "bf16"}
+    if axis_name is not None:
+        layer, options = jax_expert_parallel.moe_ffn, {**options, "axis_name": axis_name}
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    weights, half = ((w1, w3), w2), T // 2
+    message = rf"got shape \[{half}, 2, {K}\]; wanted \[2, {half}, k\], for x \[2, {half}, {H}\]"
+    with pytest.raises(ValueError, match=f"topk_ids: {message}"):
+        layer(x, *weights, ids.swapaxes(0, 1), probs.swapaxes(0, 1), **options)
+    with pytest.raises(ValueError, match=f"topk_probs: {message}"):
+        layer(x, *weights, ids, probs.swapaxes(0, 1), **options)
+
+
+def test_one_leading_dimension_for_ids():
+    x, w1, w3, w2, ids, probs, _ = map(jnp.asarray, problem())
+    flat = (a.reshape(-1, K) for a in (ids, probs))
+    y, wanted = (
+        jax_ops.moe_ffn(x, (w1, w3), w2, *routing, recipe="bf16") for routing in (flat, (ids, probs))
+    )
+    np.testing.assert_array_equal(y, wanted)
 
 
 # ---------------------------------------------------------------- backends
@@ -351,6 +454,13 @@ def test_program_is_cached_and_exported(tmp_path):
     assert hits == "1"
 
 
+def test_symbolic_shapes_raise():
+    (rows,) = jax.export.symbolic_shape("rows,")
+    export = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)
+    with pytest.raises(TypeError, match=r"quantize: got an array of symbolic shape \(rows, 128\)"):
+        export(jax.ShapeDtypeStruct((rows, 128), jnp.float32))
+
+
 def test_program_of_another_version_raises(monkeypatch):
     exported = jax.export.export(jax.jit(jax_ops.quantize), disabled_checks=jax_ops.EXPORT_CHECKS)(
         jnp.ones((8, 128))
@@ -362,6 +472,10 @@ def test_program_of_another_version_raises(monkeypatch):
 
 def test_program_partitioned_over_devices():
     assert run_script(HERE / "jax_sharded.py", **FOUR_DEVICES) == ["right"]
+
+
+def test_shard_map_that_checks_axes():
+    assert run_script(HERE / "jax_checked_axes.py", **FOUR_DEVICES) == ["right"]
 
 
 def test_process_that_exits_before_its_results():

@@ -49,6 +49,18 @@ def assert_same_sums(actual, true):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_other_leading_dimensions_raise(recipe):
+    """Ids and probabilities of [S, B] for tokens of [B, S] would be those of other tokens."""
+    x, w1, w3, w2, ids, probs, _ = problem()
+    x, ids, probs = (torch.stack([t, t]) for t in (x, ids, probs))
+    message = rf"got shape \[{T}, 2, {K}\]; wanted \[2, {T}, k\], for x \[2, {T}, {H}\]"
+    with pytest.raises(ValueError, match=f"topk_ids: {message}"):
+        moe_experts(x, (w1, w3), w2, ids.transpose(0, 1), probs.transpose(0, 1), recipe=recipe)
+    with pytest.raises(ValueError, match=f"topk_probs: {message}"):
+        moe_experts(x, (w1, w3), w2, ids, probs.transpose(0, 1), recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_weight_pairs_of_any_width(recipe):
     """Equal to w13 in one tensor padded with zeros to a multiple of 128, which change no product."""
     x, w1, w3, w2, ids, probs, dy = problem()

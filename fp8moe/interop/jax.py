@@ -28,6 +28,8 @@ class Jax(Framework):
                 f"{name}: got {type(x).__name__}, a value being traced by JAX; call this outside "
                 "jax.jit, or through jax.pure_callback"
             )
+        if isinstance(x, np.ndarray):  # JAX's class of NumPy arrays; NumPy cannot export their bfloat16
+            return super().view(np.asarray(x), name)
         try:
             return EXCHANGED.view(x, name)
         except TypeError:
