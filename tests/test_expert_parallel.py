@@ -57,7 +57,7 @@ def together(world, arguments, limit):
 @pytest.mark.parametrize(
     ("cases", "world"),
     [
-        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,data_parallel", 2),
+        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel", 2),
         ("layers,rows,same_backward,composed", 4),
         ("lost", 3),
     ],
