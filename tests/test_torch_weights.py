@@ -596,6 +596,7 @@ def sharded(rank, folder):
         for a, b in zip(results["whole"], outputs, strict=True):
             assert torch.equal(a, b), sharding
     assert not torch.equal(results["whole"][0], results["whole"][8])
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -660,6 +661,7 @@ def changed_shards(rank, folder):
         load(layer)
         with pytest.raises(RuntimeError, match="got changed weights although they were declared"):
             layer(x, is_first_microbatch=False)
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -689,6 +691,7 @@ def shards_of_a_seed(rank, folder):
             layer.reset_parameters()
             for p, q in zip(layer.parameters(), alone.parameters(), strict=True):
                 assert torch.equal(p.full_tensor(), q)
+    dist.barrier()
     dist.destroy_process_group()
 
 
