@@ -129,7 +129,8 @@ class FP8FlowMoE(nn.Module):
     without gradients, and updates the copies that a CUDA graph reads.
 
     If a parameter has a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention), the matrix product
-    adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None.
+    adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None. A ``main_grad``
+    of the shards of `fully_shard` is not used: the forward reads other parameters, without the attribute.
 
     ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` returns the
     quantisation losses and expert loads of the last forward and backward.
@@ -394,7 +395,7 @@ class FP8FlowMoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of the layer do not share its FP8 weights
-        own = {"_copies": None, "_scopes": 0, "_shards": {}, "_collector": Collector()}
+        own: dict[str, Any] = {"_copies": None, "_scopes": 0, "_shards": {}, "_collector": Collector()}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
