@@ -9,10 +9,11 @@ of ranks. Grouped expert weights [E, N, K] have a small first dimension: 8 exper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 __all__ = ["padded_elements", "shard_placement"]
 
@@ -46,7 +47,9 @@ def shard_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
         raise ValueError(f"ranks: got {ranks}; wanted 1 or more")
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        even = [d for d, size in enumerate(parameter.shape) if size % ranks == 0]
+        # of a DTensor, such as expert-parallel weights, fully_shard divides this rank's part
+        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        even = [d for d, size in enumerate(shape) if size % ranks == 0]
         return Shard(even[0]) if even else None
 
     return place
@@ -62,7 +65,7 @@ def padded_elements(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> i
     ranks : int
         Number of ranks over which it is sharded.
     dimension : int
-        Sharded dimension.
+        Sharded dimension; negative ones count from the last.
 
     Returns
     -------
@@ -75,8 +78,6 @@ def padded_elements(shape: tuple[int, ...], ranks: int, dimension: int = 0) -> i
     >>> padded_elements((8, 256, 100), 64), padded_elements((8, 256, 100), 64, 1)
     (1433600, 0)
     """
-    size = shape[dimension]
-    others = 1
-    for d, n in enumerate(shape):
-        others *= n if d != dimension else 1
-    return (-size % ranks) * others
+    others = list(shape)
+    size = others.pop(dimension)
+    return (-size % ranks) * math.prod(others)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ GRACE = 5.0  # seconds in which the other ranks must report that they are alive
 REPORT_AT, GIVE_UP_AT = 0.5, 0.9
 # Yields to threads that wait for the GIL or this processor; time.sleep(0) took 55 us on the H200's host.
 _let_others_run: Any = getattr(os, "sched_yield", None) or partial(time.sleep, 0)
+# the count of each group's collectives
+_collectives: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class RankLost(RuntimeError):
@@ -40,8 +44,8 @@ class LostRankWatch:
     """Runs a group's collectives and raises `RankLost` with the missing ranks if one fails or does not
     finish.
 
-    Every rank counts its collectives. A rank that detects a failure writes to the default store that it is
-    alive at its current collective; ranks that do not write the same are missing.
+    Every rank counts the group's collectives, of all its watches. A rank that detects a failure writes to the
+    default store that it is alive at its current collective; ranks that do not write the same are missing.
 
     Parameters
     ----------
@@ -51,7 +55,9 @@ class LostRankWatch:
     def __init__(self, group: Any):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._collectives = 0
+        # with one count per watch, a rank's report in another layer would pass for one in this layer
+        self._collectives = _collectives.setdefault(group, itertools.count(1))
+        self._current = 0
         self._reported = ""  # the last collective at which this rank reported that it is alive
 
     def start(self, collective: Callable[[], Result]) -> Result:
@@ -62,7 +68,7 @@ class LostRankWatch:
         RankLost
             If it fails in the way it does when a rank is gone.
         """
-        self._collectives += 1
+        self._current = next(self._collectives)
         return self.guard(collective)
 
     def guard(self, action: Callable[[], Result]) -> Result:
@@ -96,7 +102,7 @@ class LostRankWatch:
     def _report(self) -> str:
         """Writes to the default store that this rank is alive; returns the common prefix of all ranks'
         keys."""
-        name = f"fp8moe/{dist.get_process_group_ranks(self.group)}/{self._collectives}"
+        name = f"fp8moe/{dist.get_process_group_ranks(self.group)}/{self._current}"
         if name != self._reported:
             dist.distributed_c10d._get_default_store().set(f"{name}/{self.rank}", "alive")
             self._reported = name

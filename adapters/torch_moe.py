@@ -22,7 +22,15 @@ from fp8moe.adapters.torch_functional import quantize_fp8_weights
 from fp8moe.adapters.torch_grouped import by_grouped_mm
 from fp8moe.adapters.torch_operation import check_float, check_tensor, refuse_transforms
 from fp8moe.adapters.torch_router import Router
-from fp8moe.adapters.torch_sharding import Ranks, as_shard, is_whole, local_of, own_experts, shard_of
+from fp8moe.adapters.torch_sharding import (
+    Ranks,
+    as_shard,
+    is_whole,
+    local_of,
+    own_experts,
+    own_part,
+    shard_of,
+)
 from fp8moe.adapters.torch_stats import Collector, LayerStats
 from fp8moe.grouped_gemm import BACKENDS, check_limit
 from fp8moe.moe import GRADIENTS, RECIPES, Recipe
@@ -121,7 +129,8 @@ class FP8FlowMoE(nn.Module):
     for forwards without gradients, and updates the copies that a CUDA graph reads.
 
     If a parameter has a tensor ``main_grad`` (float32 or bfloat16, Megatron's convention), the matrix product
-    adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None.
+    adds its gradient to that and sets ``grad_added_to_main_grad``; its ``grad`` remains None. A ``main_grad``
+    of the shards of `fully_shard` is not used: the forward reads other parameters, without the attribute.
 
     ``collect_stats`` may be set at any time; while it is true, in eager mode, `stats` returns the
     quantisation losses and expert loads of the last forward and backward.
@@ -201,6 +210,7 @@ class FP8FlowMoE(nn.Module):
         self.register_load_state_dict_pre_hook(_shards_given)
         self._copies: _Copies | None = None  # copies that persist between forwards
         self._scopes = 0  # number of open weights_unchanged() contexts
+        self._shards: dict[str, Tensor] = {}  # weights that fully_shard replaces in the context's forwards
         self._handle = handle_of(self)
         self.collect_stats = False
         self._collector = Collector()
@@ -213,23 +223,20 @@ class FP8FlowMoE(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all weights from the normal distribution with variance 1 / fan-in.
 
-        Random numbers are drawn expert by expert, so a seed gives the same weights on any number of ranks.
+        Random numbers are drawn expert by expert, so a seed gives the same weights on any number of ranks,
+        whether of expert parallelism or of ``fully_shard``. All ranks need the same seed.
         """
         if self.router is not None:
             self.router.reset_parameters()
         for name in ("w13", "w2"):
             w = getattr(self, name)
-            std = 1 / math.sqrt(w.shape[-1])
-            if not is_whole(w, self._ranks.mesh):
-                nn.init.normal_(w, std=std)
-                continue
+            std, (own, rows, columns) = 1 / math.sqrt(w.shape[-1]), own_part(w)
             with torch.no_grad():
                 local = local_of(w)
-                first = self._ranks.rank * len(local)
                 for expert in range(self.num_experts):
-                    weight = torch.empty_like(local[0]).normal_(std=std)
-                    if first <= expert < first + len(local):
-                        local[expert - first].copy_(weight)
+                    weight = torch.empty(w.shape[1:], dtype=w.dtype, device=local.device).normal_(std=std)
+                    if own.start <= expert < own.stop:
+                        local[expert - own.start].copy_(weight[rows, columns])
 
     def forward(
         self,
@@ -327,7 +334,8 @@ class FP8FlowMoE(nn.Module):
         Forwards without gradients use the copies until a forward with gradients runs or a change of the
         weights is detected, including optimizer steps. Writes through ``.data`` (also by PEFT's merging) or
         other memory, and replays of a CUDA graph that contains an optimizer step, cannot be detected and
-        require another call. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
+        require another call, as do writes to the shards of ``fully_shard`` other than an optimizer's or
+        ``load_state_dict``'s. Inside `weights_unchanged` the new copies replace the context's. A CUDA graph
         that was captured with kept copies reads the new ones: they are written to the same memory, and a
         backward that still needs the old ones raises.
 
@@ -390,7 +398,8 @@ class FP8FlowMoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # copies of the layer do not share its FP8 weights
-        return {**super().__getstate__(), "_copies": None, "_scopes": 0, "_collector": Collector()}
+        own: dict[str, Any] = {"_copies": None, "_scopes": 0, "_shards": {}, "_collector": Collector()}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -500,7 +509,7 @@ class FP8FlowMoE(nn.Module):
             )
         copies = self._copies
         if self._scopes:
-            if copies is not None and copies.stepped:
+            if copies is not None and copies.overwritten:
                 raise _changed_error("w13, w2")
             if copies is not None and copies.current and not copies.of_capture:
                 return copies.records
@@ -561,6 +570,8 @@ def _shards_given(layer: FP8FlowMoE, state: dict[str, Any], prefix: str, *_: Any
         if prefix + name in state:
             shard = as_shard(state[prefix + name], getattr(layer, name), layer._ranks.mesh)
             state[prefix + name] = shard
+            if layer._copies is not None:  # fully_shard gathers the new weights without a trace
+                layer._copies.overwritten = True
 
 
 @contextmanager
@@ -582,8 +593,8 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
     ------
     RuntimeError
         In a forward of a layer if a change of its weights inside the context is detected: a step of a torch
-        optimizer, an in-place operation, or replacement of their storage. Compiled code detects only
-        optimizer steps.
+        optimizer, ``load_state_dict``, an in-place operation, or replacement of their storage. Compiled code
+        detects only the first two. In-place operations of ``torch._foreach`` on DTensors are not detected.
 
     Examples
     --------
@@ -607,12 +618,15 @@ def weights_unchanged(model: nn.Module) -> Iterator[None]:
                 layer._release_copies()
                 if all(is_whole(w, layer._ranks.mesh) for w in (layer.w13, layer.w2)):
                     layer._keep_copies()
+                else:
+                    layer._shards = {"w13": layer.w13, "w2": layer.w2}
         yield
     finally:
         for layer in entered:
             layer._scopes -= 1
             if not layer._scopes:
                 layer._release_copies()
+                layer._shards = {}
 
 
 #: existing layers with kept copies
@@ -630,8 +644,8 @@ def _mark_outdated(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     written = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for layer, copies in layer_copies:
-        if not written.isdisjoint((id(layer.w13), id(layer.w2))):
-            copies.stepped = True
+        if not written.isdisjoint(id(w) for _, w in copies.weights_of(layer)):
+            copies.overwritten = True
 
 
 register_optimizer_step_post_hook(_mark_outdated)
@@ -640,24 +654,29 @@ register_optimizer_step_post_hook(_mark_outdated)
 class _Copies:
     """FP8 copies of a layer's weights that persist between forwards.
 
-    current: whether they may be used. stepped: an optimizer has changed the weights since. recorded: a
-        forward with gradients has used them, so an optimizer step may have followed undetected.
+    current: whether they may be used. overwritten: an optimizer or load_state_dict() has written the weights
+        since. recorded: a forward with gradients has used them, so an optimizer step may have followed
+        undetected.
     captured: a CUDA graph reads them at their addresses. of_capture: made during capture, so they are valid
         only after a replay.
     """
 
     def __init__(self, layer: FP8FlowMoE, records: list[Quantized], captured: bool):
         self.records, self.tensors = records, arrays_in(tuple(records))
-        self.current, self.stepped, self.recorded, self.captured = True, False, False, captured
+        self.current, self.overwritten, self.recorded, self.captured = True, False, False, captured
         self.of_capture = _capturing(layer.w13)
-        weights = {"w13": layer.w13, "w2": layer.w2}
-        self._weight_states = {name: (_storage(w), _view(w), _version(w)) for name, w in weights.items()}
+        self._shards = layer._shards
+        self._weight_states = [(_storage(w), _view(w), _version(w)) for _, w in self.weights_of(layer)]
+
+    def weights_of(self, layer: FP8FlowMoE) -> list[tuple[str, Tensor]]:
+        """The current weights, and the shards that ``fully_shard`` gathers them from without a trace."""
+        return [("w13", layer.w13), ("w2", layer.w2), *self._shards.items()]
 
     def changed(self, layer: FP8FlowMoE) -> str | None:
         """Name of a weight that has detectably changed, or None."""
-        for name, (storage, view, version) in self._weight_states.items():
-            w = getattr(layer, name)
-            if self.stepped or (view, version) != (_view(w), _version(w)):
+        weights = self.weights_of(layer)
+        for (name, w), (storage, view, version) in zip(weights, self._weight_states, strict=True):
+            if self.overwritten or (view, version) != (_view(w), _version(w)):
                 return name
             if storage.expired() or storage != _storage(w):
                 return name
@@ -675,9 +694,9 @@ def _view(w: Tensor) -> Any:
     return w.storage_offset(), w.stride()
 
 
-def _version(w: Tensor) -> int | None:
-    w = _local_tensor_of(w)
-    return None if w.is_inference() else w._version
+def _version(w: Tensor) -> Any:
+    """An in-place operation on a DTensor increments its own version, one on its local tensor that one's."""
+    return [None if t.is_inference() else t._version for t in (w, _local_tensor_of(w))]
 
 
 def _local_tensor_of(w: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from fp8moe import Routed, RouterConfig
 from fp8moe.adapters.torch_halves import asked_for
 from fp8moe.adapters.torch_library import differentiable, once_differentiable, operator
 from fp8moe.adapters.torch_operation import refuse_transforms
+from fp8moe.adapters.torch_sharding import local_of, own_part
 
 __all__ = ["Router", "route"]
 
@@ -77,8 +78,13 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weight as `torch.nn.Linear` does, and set the bias to zeros."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        """Initialise the weight as `torch.nn.Linear` does, and set the bias to zeros.
+
+        A seed gives the same weight on any number of ranks of ``fully_shard``. All ranks need the same seed.
+        """
+        w, local = self.weight, local_of(self.weight.detach())
+        whole = torch.empty(w.shape, dtype=w.dtype, device=local.device)
+        local.copy_(nn.init.kaiming_uniform_(whole, a=math.sqrt(5))[own_part(w)])
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8moe.adapters.torch_distributed import ProcessGroup
 from fp8moe.expert_parallel import Capacity, Engine, Transport
@@ -96,16 +97,17 @@ class Ranks:
                 f"process_group: got {type(self.comm).__qualname__}, which cannot be pickled; wanted a "
                 "torch.distributed.ProcessGroup, which is pickled by its name; or save the state_dict()"
             )
-        device_type = "cpu" if self.mesh is None else self.mesh.device_type
         return _unpickled_ranks, (
             self.comm.group.group_name,
-            device_type,
+            self.mesh,
             self.comm.capacity,
             self.comm.overlap_chunks,
         )
 
 
-def _unpickled_ranks(name: str, kind: str, capacity: Capacity | None, overlap_chunks: int) -> Ranks:
+def _unpickled_ranks(
+    name: str, mesh: DeviceMesh | None, capacity: Capacity | None, overlap_chunks: int
+) -> Ranks:
     try:
         group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except Exception as error:
@@ -114,7 +116,11 @@ def _unpickled_ranks(name: str, kind: str, capacity: Capacity | None, overlap_ch
             f"({error}); wanted torch.distributed initialized as when the layer was pickled; or load a "
             "state_dict()"
         ) from error
-    return Ranks(ProcessGroup(group, capacity, overlap_chunks), torch.device(kind))
+    device = torch.device("cpu" if mesh is None else mesh.device_type)
+    ranks = Ranks(ProcessGroup(group, capacity, overlap_chunks), device)
+    if mesh is not None:  # of the weights: a mesh made from the group has no dimension names
+        ranks.mesh = mesh
+    return ranks
 
 
 def shard_of(local: Tensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -141,6 +147,15 @@ def own_experts(name: str, w: Tensor, mesh: DeviceMesh | None) -> Tensor:
             "which gathers weights for the call of the module that it was given"
         )
     return local_of(w)
+
+
+def own_part(w: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a weight is in the whole weight."""
+    shape, offset = tuple(w.shape), (0,) * w.ndim
+    if isinstance(w, DTensor):
+        with torch.device("cpu"):  # it computes with tensors of the default device, which may be "meta"
+            shape, offset = compute_local_shape_and_global_offset(w.shape, w.device_mesh, w.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def is_whole(w: Tensor, mesh: DeviceMesh | None) -> bool:

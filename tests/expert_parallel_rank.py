@@ -30,6 +30,7 @@ import fp8moe
 from fp8moe import Activation, expert_parallel
 from fp8moe.adapters import torch_sharding
 from fp8moe.adapters.torch_distributed import ProcessGroup, RankLost
+from fp8moe.adapters.torch_fsdp import shard_placement
 from fp8moe.adapters.torch_functional import moe_experts
 from fp8moe.adapters.torch_moe import FP8FlowMoE
 from fp8moe.adapters.torch_symmetric_memory import SymmetricMemory
@@ -620,6 +621,8 @@ def composed(comm):
     process."""
     mesh, everybody = meshes()
     alone, layer = seeded(), seeded(process_group=mesh["ep"])
+    # 8 experts would need no padding, of which a rank has 4
+    assert [shard_placement(8)(w).dim for w in (layer.w13, layer.w2)] == [1, 1]
     fully_shard(layer.router, mesh=everybody)
     fully_shard(layer, mesh=mesh["dp"])
     layer.set_gradient_divide_factor(WORLD)  # the ranks of "ep" are in the experts' gradients already
@@ -653,7 +656,12 @@ def composed(comm):
 
 def copied(comm):
     """Weight averaging copies the layer; the copy uses the same ranks. Pickling works too."""
-    layer = seeded(process_group=dist.group.WORLD)
+    for group in (dist.group.WORLD, init_device_mesh(DEVICE, (WORLD,), mesh_dim_names=("ep",))):
+        copied_in(group)
+
+
+def copied_in(group):
+    layer = seeded(process_group=group)
     x = torch.randn(COUNTS[RANK], H, device=DEVICE)
     y = layer(x)
     for twin in (
@@ -670,13 +678,42 @@ def copied(comm):
     alone.load_state_dict(full)
     for p, q in zip(alone.parameters(), seeded().parameters(), strict=True):
         assert torch.equal(p, q)
-    other = seeded(process_group=dist.group.WORLD)
+    other = seeded(process_group=group)
     own_experts = {name: getattr(value, "_local_tensor", value) for name, value in layer.state_dict().items()}
     for state in (full, own_experts):
         with torch.no_grad():
             other.w13.zero_()
         other.load_state_dict(state)
         assert torch.equal(other(x), y)
+
+
+def changed(comm):
+    """Weights that change while kept copies of them are in use: a DTensor's in-place operations increment
+    the version of the DTensor or of its local tensor."""
+    layer, x = seeded(process_group=dist.group.WORLD), torch.randn(9, H, device=DEVICE)
+
+    def fresh():
+        new = seeded(process_group=dist.group.WORLD)
+        new.load_state_dict(layer.state_dict())
+        return new(x)
+
+    for write in (
+        lambda: layer.w13.mul_(1.5),
+        lambda: layer.w2.copy_(layer.w2 * 1.5),
+        lambda: layer.w2.to_local().mul_(1.5),
+        lambda: layer.load_state_dict({k: v * 1.5 for k, v in layer.state_dict().items()}),
+    ):
+        with torch.no_grad():
+            layer.quantize_weights()
+            layer(x)
+            write()
+            assert torch.equal(layer(x), fresh())
+            with layer.weights_unchanged():
+                layer(x)
+                write()
+                with pytest.raises(RuntimeError, match="got changed weights although they were declared"):
+                    layer(x)
+            assert torch.equal(layer(x), fresh())
 
 
 def data_parallel(comm):
@@ -754,6 +791,7 @@ cases = {
         loaded,
         composed,
         copied,
+        changed,
         data_parallel,
         lost,
     )

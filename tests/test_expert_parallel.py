@@ -57,7 +57,7 @@ def together(world, arguments, limit):
 @pytest.mark.parametrize(
     ("cases", "world"),
     [
-        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,data_parallel", 2),
+        ("layers,bounded,chunks,rows,refusals,same_backward,module,copied,changed,data_parallel", 2),
         ("layers,rows,same_backward,composed", 4),
         ("lost", 3),
     ],
@@ -101,7 +101,8 @@ class Board(dict):
 
 
 def test_timeout_names_the_missing_rank(monkeypatch):
-    """With NCCL: rank 0 waits for rank 1, which is alive, and for rank 2, which is not."""
+    """With NCCL: rank 0 waits for rank 1, which is alive, and for rank 2, which was alive at the fourth
+    collective of another layer of the group, but is not at the fourth of this one."""
     module = pytest.importorskip("fp8moe.adapters.torch_lost_ranks")
     board, queries = Board(), []
 
@@ -112,7 +113,7 @@ def test_timeout_names_the_missing_rank(monkeypatch):
         def query(self):
             queries.append(1)
             if len(queries) == 2:
-                board["fp8moe/[0, 1, 2]/4/1"] = "alive"
+                board["fp8moe/[0, 1, 2]/8/1"] = "alive"
             return False
 
     class Group:
@@ -127,13 +128,15 @@ def test_timeout_names_the_missing_rank(monkeypatch):
     monkeypatch.setattr(module.dist.distributed_c10d, "_get_default_store", lambda: board)
     monkeypatch.setattr(module.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(module.dist, "get_world_size", lambda group: 3)
-    watch = module.LostRankWatch(Group())
-    for _ in range(4):
-        assert watch.start(lambda: "started") == "started"
+    group = Group()
+    board["fp8moe/[0, 1, 2]/4/2"] = "alive"
+    for watch in (module.LostRankWatch(group), module.LostRankWatch(group)):
+        for _ in range(4):
+            assert watch.start(lambda: "started") == "started"
     with pytest.raises(module.RankLost, match="lost rank 2, seen by rank 0") as error:
         watch.wait_for(torch.device("cuda"))
     assert error.value.ranks == [2]
-    assert board["fp8moe/[0, 1, 2]/4/0"] == "alive"
+    assert board["fp8moe/[0, 1, 2]/8/0"] == "alive"
     assert len(queries) > 2
 
 

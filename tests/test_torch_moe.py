@@ -94,7 +94,7 @@ def test_shard_placement_avoids_padding():
     assert [dim((8, 4096, 7168), n) for n in (4, 8, 64, 7, 11)] == [0, 0, 1, 2, None]
     assert padded_elements((8, 4096, 7168), 64) == 56 * 4096 * 7168
     assert padded_elements((8, 4096, 7168), 64, 1) == 0
-    assert padded_elements((3, 4, 5), 7, 2) == 2 * 12
+    assert padded_elements((3, 4, 5), 7, 2) == padded_elements((3, 4, 5), 7, -1) == 2 * 12
     with pytest.raises(ValueError, match="ranks: got 0"):
         shard_placement(0)
 

@@ -596,6 +596,7 @@ def sharded(rank, folder):
         for a, b in zip(results["whole"], outputs, strict=True):
             assert torch.equal(a, b), sharding
     assert not torch.equal(results["whole"][0], results["whole"][8])
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -610,6 +611,93 @@ def test_sharded_weights(tmp_path):
     """FSDP gathers weights into the same memory without incrementing version counters; no FP8 copy of whole
     weights survives a step."""
     torch.multiprocessing.spawn(sharded, (str(tmp_path),), nprocs=2)
+
+
+def changed_shards(rank, folder):
+    """One of two processes, which changes the shards while FP8 copies of the gathered weights are in use."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh, x = torch.distributed.device_mesh.init_device_mesh("cpu", (2,)), tokens(seed=1).float()
+
+    def load(layer):
+        layer.load_state_dict({k: v * 1.5 for k, v in layer.state_dict().items()})
+
+    def multiply(layer):
+        for p in layer.parameters():
+            p.mul_(1.5)
+
+    def multiply_parts(layer):
+        for p in layer.parameters():
+            p.to_local().mul_(1.5)
+
+    def step(layer):
+        for p in layer.parameters():
+            p.grad = p.detach() * -0.5
+        torch.optim.SGD(layer.parameters(), lr=1.0).step()
+
+    with torch.no_grad():
+        changed = module()
+        multiply(changed)
+        before, after = module()(x), changed(x)
+        for write in (load, multiply, multiply_parts, step):
+            parent = torch.nn.Sequential(module())
+            layer = fully_shard(parent, mesh=mesh)[0]
+            with torch_moe.weights_unchanged(parent):
+                assert torch.equal(parent(x), before)
+                parent.reshard()
+                write(layer)
+                with pytest.raises(RuntimeError, match="got changed weights although they were declared"):
+                    parent(x)
+                parent.reshard()
+            assert torch.equal(parent(x), after), write
+        layer = fully_shard(module(), mesh=mesh, reshard_after_forward=False)
+        layer(x)
+        layer.quantize_weights()
+        load(layer)
+        assert torch.equal(layer(x), after)
+        layer(x, is_first_microbatch=True)
+        load(layer)
+        with pytest.raises(RuntimeError, match="got changed weights although they were declared"):
+            layer(x, is_first_microbatch=False)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_changed_shards_are_detected(tmp_path):
+    torch.multiprocessing.spawn(changed_shards, (str(tmp_path),), nprocs=2)
+
+
+def shards_of_a_seed(rank, folder):
+    """One of two processes: weights that are initialised in shards, from the meta device."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    from fp8moe.adapters.torch_fsdp import shard_placement
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for experts in (EXPERTS, 3):
+        alone = module(experts=experts)
+        torch.manual_seed(7)
+        alone.reset_parameters()
+        for place in (None, shard_placement(2), lambda p: Shard(p.ndim - 1)):
+            layer = module("meta", experts=experts)
+            fully_shard(layer, mesh=mesh, shard_placement_fn=place)
+            layer.to_empty(device="cpu")
+            torch.manual_seed(7)
+            layer.reset_parameters()
+            for p, q in zip(layer.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(p.full_tensor(), q)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_seed_gives_the_same_weights_in_shards(tmp_path):
+    """torch draws the same numbers for every shard on the CPU, so that experts would be equal."""
+    torch.multiprocessing.spawn(shards_of_a_seed, (str(tmp_path),), nprocs=2)
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
