@@ -289,10 +289,9 @@ def _replace_tensors(value: Any, arrays: Iterator[Any]) -> Any:
     return next(arrays) if isinstance(value, Tensor) else value
 
 
-def records_operators() -> bool:
-    """Whether make_fx records the operators that are called with real tensors; its graph would lack the
-    library's direct calls."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+#: make_fx's mode while it records the operators that are called with real tensors, otherwise None; its graph
+#: would lack the library's direct calls. A partial, as every call of an operation asks for it.
+records_operators = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
 #: tensor types without overridden behaviour
@@ -398,13 +397,14 @@ def _is_exporting() -> bool:
 def refuse_export(*inputs: Any) -> None:
     """NotImplementedError where torch.export traces a call that needs a gradient: the program would be of
     operators alone, whose results have none."""
-    if not _is_exporting() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return
-    if any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-        raise NotImplementedError(
-            "torch.export: got tensors that require grad, whose gradients the exported program would leave "
-            "out; wanted none; export under torch.no_grad(), and run the program so"
-        )
+    for t in inputs:  # the flag is read last: it takes two Python calls
+        if isinstance(t, Tensor) and t.requires_grad and _is_exporting():
+            raise NotImplementedError(
+                "torch.export: got tensors that require grad, whose gradients the exported program would "
+                "leave out; wanted none; export under torch.no_grad(), and run the program so"
+            )
 
 
 def differentiable(function: type[torch.autograd.Function]) -> Callable[..., Any]:
