@@ -2,6 +2,7 @@
 weights; within `weights_unchanged` one set of FP8 copies serves all forwards."""
 
 import gc
+import os
 import threading
 
 import numpy as np
@@ -598,6 +599,7 @@ def sharded(rank, folder):
     assert not torch.equal(results["whole"][0], results["whole"][8])
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads are not always joined at Python's exit
 
 
 def micro_batches(block, turn, outputs):
@@ -663,6 +665,7 @@ def changed_shards(rank, folder):
             layer(x, is_first_microbatch=False)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads are not always joined at Python's exit
 
 
 def test_changed_shards_are_detected(tmp_path):
@@ -693,6 +696,7 @@ def shards_of_a_seed(rank, folder):
                 assert torch.equal(p.full_tensor(), q)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads are not always joined at Python's exit
 
 
 def test_a_seed_gives_the_same_weights_in_shards(tmp_path):
