@@ -224,9 +224,8 @@ def _run(*arrays: Any, text: str) -> Any:
 @_call_p.def_abstract_eval
 def _results(*arrays: Any, text: str) -> Any:
     varying: dict[str, Any] = {}
-    if (
-        arrays and jax.sharding.get_abstract_mesh().manual_axes
-    ):  # results vary as operands do: see `vary_alike`
+    # results vary as operands do: see `vary_alike`
+    if arrays and jax.sharding.get_abstract_mesh().manual_axes:
         mesh, axes = arrays[0].sharding.mesh, arrays[0].manual_axis_type
         if axes.varying:
             varying = {"sharding": jax.NamedSharding(mesh, jax.P()), "manual_axis_type": axes}

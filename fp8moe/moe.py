@@ -362,9 +362,8 @@ def forward_keeping(
     if comm is None:
         y, saved = experts_forward(x, w13, w2, ids, probs, **options)
     else:
-        names = "recipe", "activation", "backend", "num_sms", "gradients"
-        options_of_layer = [options[name] for name in names]
-        _check_before_sending(x, w13, w2, ids, probs, *options_of_layer)
+        checked = {name: value for name, value in options.items() if name != "recompute"}
+        _check_before_sending(x, w13, w2, ids, probs, **checked)
         y, saved = _forward_over_ranks(x, w13, w2, ids, probs, comm, tuple(gradients), options)
     return y, _recorded(saved, overwritten)
 

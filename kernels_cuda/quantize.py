@@ -289,6 +289,8 @@ def tile_launch(
     )
     if not when_free:
         return configuration, None
+    # not `zeroed_counter`: blocks read their first tile before they wait, so this launch has to come directly
+    # before theirs
     taken = scratch((1,), np.int32)
     launch("quantize", "no_tiles_taken", 1, 1, taken)
     return configuration, taken
