@@ -249,7 +249,7 @@ def _refuse_gradient(tangents: Any, arrays: Any, *, text: str) -> Any:
     name = _name_in(text)
     if name.endswith("_backward") or name == "grouped_gemm_wgrad":
         instead = "it computes a gradient, and has no second derivative; pass jax.lax.stop_gradient(...)"
-    elif name in ("moe_forward", "grouped_gemm"):
+    elif name in ("moe_forward", "grouped_gemm", "permute_gemm"):
         instead = "call jax_ops.moe_ffn, which has gradients"
     elif name.startswith("plan"):
         instead = "pass jax.lax.stop_gradient(...)"

@@ -61,6 +61,7 @@ __all__ = [
     "permute",
     "permute_and_pad",
     "permute_backward",
+    "permute_gemm",
     "permute_transpose",
     "plan_index_map",
     "plan_routing_map",
@@ -171,6 +172,7 @@ swiglu_quantize = traceable(fp8moe.swiglu_quantize)
 swiglu_quantize_backward = traceable(fp8moe.swiglu_quantize_backward)
 grouped_gemm = traceable(fp8moe.grouped_gemm)
 grouped_gemm_wgrad = traceable(fp8moe.grouped_gemm_wgrad)
+permute_gemm = traceable(fp8moe.permute_gemm)
 moe_forward = traceable(fp8moe.moe_forward)
 moe_backward = traceable(fp8moe.moe_backward)
 _permute_op = traceable(fp8moe.permute)

@@ -42,6 +42,7 @@ __all__ = [
     "pad",
     "permute",
     "permute_and_pad",
+    "permute_gemm",
     "permute_transpose",
     "plan_index_map",
     "plan_routing_map",
@@ -374,6 +375,23 @@ _product = operation(
     prepare=_product_of_codes,
     gradient=Gradient(("x", "w"), lambda values: ("x", "w", "expert_offsets"), _product_gradient),
     note="FP8 operands have no gradient; ``moe_experts`` computes it with separately quantised codes.",
+)
+
+
+def _probs_by_permute(function: Any, values: Values) -> Any:
+    """Permutes differentiable probabilities in a separate call, with rows of zero columns."""
+    no_columns = values["probs"].detach().new_empty((values["probs"].shape[0], 0))
+    moved = permute(no_columns, values["plan"], values["probs"])
+    return replace(function(**{**values, "probs": None}), probs=moved.probs)
+
+
+permute_gemm = operation(
+    fp8moe.permute_gemm,
+    list,
+    lambda values, data, probs=None: Permuted(data, probs, values["plan"]),
+    results=attrgetter("data", "probs"),
+    codes=_probs_by_permute,
+    note="The codes have no gradient; ``moe_experts`` computes it with separately quantised codes.",
 )
 
 

@@ -8,7 +8,7 @@ from fp8moe import fsdp
 from fp8moe._version import __version__
 from fp8moe.activation import Activation
 from fp8moe.counters import Trace, trace
-from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad
+from fp8moe.grouped_gemm import grouped_gemm, grouped_gemm_wgrad, permute_gemm
 from fp8moe.interop import BackendUnavailable
 from fp8moe.layout import to_layout
 from fp8moe.moe import (
@@ -72,6 +72,7 @@ __all__ = [
     "permute",
     "permute_and_pad",
     "permute_backward",
+    "permute_gemm",
     "permute_transpose",
     "plan_index_map",
     "plan_routing_map",

@@ -12,7 +12,7 @@ import numpy as np
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter, operation
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import ArrayLike, ArraySpec, QuantTensor
+from fp8moe.records import ArrayLike, ArraySpec, PermutationPlan, Permuted, QuantTensor
 
 BACKENDS = (None, "wgmma", "mma", "cublas", "plain")
 #: backends that copy the offsets to the host, and therefore cannot be captured in a CUDA graph
@@ -177,6 +177,77 @@ def grouped_gemm(
         out=out,
     )
     return call.leave(out)
+
+
+@operation
+def permute_gemm(
+    x: QuantTensor,
+    w: QuantTensor,
+    plan: PermutationPlan,
+    probs: ArrayLike | None = None,
+    *,
+    backend: str | None = None,
+    num_sms: int | None = None,
+) -> Permuted:
+    """Permute FP8 rows and multiply each expert's rows by its weights, without storing the permuted rows.
+
+    Parameters
+    ----------
+    x : QuantTensor, [T, K]
+        Row-wise codes with block (1, 128), layout "compact".
+    w : QuantTensor, [E, N, K]
+        As for `grouped_gemm`.
+    plan : PermutationPlan
+        A plan for the T tokens of ``x`` and E experts.
+    probs : ArrayLike, floating point, [T, k] or [T, E], or None
+        As for `permute`.
+    backend : str or None
+        As for `grouped_gemm`. Only "wgmma" gathers the rows inside the GEMM; the others permute them first.
+    num_sms : int or None
+        As for `grouped_gemm`.
+
+    Returns
+    -------
+    Permuted
+        data bfloat16 [num_out_tokens, N], the product; probs [num_out_tokens] or None, and the plan. Rows
+        without a token are zeros.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For operands that do not fit each other, and as for `permute` and `grouped_gemm`.
+
+    Notes
+    -----
+    data is bitwise that of `grouped_gemm` for the result of `permute`. On an H200 the permutation adds 2 to 5
+    % to the time of the GEMM; a `permute` before it adds 4 to 22 %, and its rows take K bytes each. SonicMoE
+    (arXiv 2512.14080) gathers rows of bfloat16 in this way.
+
+    Examples
+    --------
+    >>> x, w = np.ones((2, 128), np.float32), np.ones((2, 1, 128), np.float32) * [[[1.0]], [[2.0]]]
+    >>> plan = fp8moe.plan_topk(np.array([[1], [0]], np.int32), 2)
+    >>> q = fp8moe.quantize(x), fp8moe.quantize(w.astype(np.float32), block=(128, 128))
+    >>> fp8moe.permute_gemm(*q, plan).data[:, 0].astype(float).tolist()
+    [128.0, 256.0]
+    """
+    call = enter(x=x, w=w, plan=plan, probs=probs)
+    a = call.args
+    backend, num_sms = _backend_of(call, backend), _limit_of(call, num_sms)
+    checks.plan(call, a.plan, fills=True)
+    checks.quant_tensor("x", a.x, ((1, 128),))
+    checks.quant_tensor("w", a.w, ((128, 128),))
+    checks.shape("x.data", a.x.data, (a.plan.num_tokens, "K"))
+    checks.shape("w.data", a.w.data, (a.plan.num_experts, "N", a.x.shape[1]))
+    if a.probs is not None:
+        checks.dtype("probs", a.probs, checks.FLOATS)
+        checks.shape("probs", a.probs, (a.plan.num_tokens, a.plan.prob_columns))
+    rows = a.plan.num_out_tokens
+    data = call.empty(ArraySpec((rows, a.w.data.shape[1]), BFLOAT16))
+    out = Permuted(data, None if a.probs is None else call.empty(ArraySpec((rows,), a.probs.dtype)), a.plan)
+    options = {"backend": backend, "num_sms": num_sms}
+    call.run("grouped_gemm", "permute_gemm", a.x, a.w, a.plan, a.probs, **options, out=out)
+    return call.leave(out)  # type: ignore[no-any-return]
 
 
 @operation

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from fp8moe import checks, counters
 from fp8moe.activation import SWIGLU, Activation
 from fp8moe.call import load_backend
@@ -40,9 +38,11 @@ from fp8moe.grouped_gemm import (
 from fp8moe.interop import Device
 from fp8moe.permuted_rows import (
     PlacedRows,
+    int32_counts,
     pad_rows,
     permute,
     permute_backward,
+    permute_gemm,
     permute_transpose,
     place_rows,
     unpad_rows,
@@ -1237,10 +1237,15 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
 
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
-    permuted = permute(x, plan, probs)  # x is FP8 already: cast 1
-    rows = _rows_of(plan)
-    h = grouped_gemm(permuted.data, w13.rowwise, *rows)
-    saved = {"probs": permuted.probs, "x": permuted.data if recompute else x}
+    rows = plan.expert_offsets, int32_counts(plan)
+    # x is FP8 already: cast 1
+    if recompute:
+        permuted = permute(x, plan, probs)
+        x, h = permuted.data, grouped_gemm(permuted.data, w13.rowwise, *rows)
+    else:
+        permuted = permute_gemm(x, w13.rowwise, plan, probs)
+        h = permuted.data
+    saved = {"probs": permuted.probs, "x": x}
     del permuted
     transposed = "dw2" in gradients and not recompute
     a = _activate(h, saved["probs"], plan, activation, transposed)
@@ -1258,7 +1263,7 @@ def _kept_h(h: Any, recompute: bool, gradients: Collection[str]) -> Any:
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    rows = _rows_of(plan)
+    rows = offsets, int32_counts(plan)
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
         h = grouped_gemm(saved.x, saved.w13.rowwise, *rows)
@@ -1266,7 +1271,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
         # dy is FP8 already: cast 2
-        da = grouped_gemm(permute(dy, plan).data, saved.w2.columnwise, *rows)
+        da = permute_gemm(dy, saved.w2.columnwise, plan).data
         transposed = "dw13" in gradients
         grad = swiglu_quantize_backward(
             da,
@@ -1303,13 +1308,6 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
     parts = _parts_of_dh(dh, dw13, ffn)
     sums = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
     return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
-
-
-def _rows_of(plan: PermutationPlan | PlacedRows) -> tuple[Any, Any]:
-    """(first row of each expert, number of rows without padding, or None if no int32 counts are
-    available)."""
-    counts = plan.tokens_per_expert
-    return plan.expert_offsets, counts if counts is not None and counts.dtype == np.int32 else None
 
 
 def _parts_of_dh(dh: QuantTensor, dw13: Any, ffn: int | None) -> list[tuple[QuantTensor, Any]]:

@@ -16,6 +16,8 @@ import numpy as np
 
 from fp8moe import checks
 from fp8moe.dispatch import Call, enter
+from fp8moe.grouped_gemm import grouped_gemm
+from fp8moe.grouped_gemm import permute_gemm as permute_gemm_by_plan
 from fp8moe.permute import pad, rows_spec, sort_chunks_spec
 from fp8moe.permute import permute as permute_by_plan
 from fp8moe.permute import permute_backward as permute_backward_by_plan
@@ -151,6 +153,21 @@ def permute(x: Any, plan: PermutationPlan | PlacedRows, probs: Any = None) -> Pe
     if isinstance(plan, PlacedRows):
         return Permuted(x, probs, plan)  # type: ignore[arg-type]
     return permute_by_plan(x, plan, probs)  # type: ignore[no-any-return]
+
+
+def permute_gemm(
+    x: QuantTensor, w: QuantTensor, plan: PermutationPlan | PlacedRows, probs: Any = None
+) -> Permuted:
+    """`fp8moe.permute_gemm`."""
+    if isinstance(plan, PlacedRows):
+        return Permuted(grouped_gemm(x, w, plan.expert_offsets, int32_counts(plan)), probs, plan)  # type: ignore[arg-type]
+    return permute_gemm_by_plan(x, w, plan, probs)  # type: ignore[no-any-return]
+
+
+def int32_counts(plan: PermutationPlan | PlacedRows) -> Any:
+    """Number of each expert's rows without padding, or None if no int32 counts are available."""
+    counts = plan.tokens_per_expert
+    return counts if counts is not None and counts.dtype == np.int32 else None
 
 
 def unpermute(x: Any, plan: PermutationPlan | PlacedRows) -> Any:

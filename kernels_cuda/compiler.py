@@ -43,7 +43,12 @@ VARIANTS: dict[str, list[tuple[str, ...]]] = {
         *((f"KIND={kind}",) for kind in ("BF16", "F16")),
         *((f"A_FMT={a}", f"B_FMT={b}", f"BLOCKS={c}") for a in (0, 1) for b in (0, 1) for c in (1, 0)),
     ],
-    "grouped_gemm_wgmma": [(f"A_FMT={a}", f"B_FMT={b}") for a in (0, 1) for b in (0, 1)],
+    "grouped_gemm_wgmma": [
+        (f"A_FMT={a}", f"B_FMT={b}", *gather)
+        for gather in ((), ("GATHER=1",))
+        for a in (0, 1)
+        for b in (0, 1)
+    ],
     "grouped_gemm_wgmma16": [
         (f"KIND={kind}", f"TRANSPOSED={transposed}", f"STAGES={stages}")
         for stages in (4, 3)

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from fp8moe.kernels_cuda import driver, grouped_gemm_mma, grouped_gemm_wgmma16, grouped_gemm_wgmma_fp8
 from fp8moe.kernels_cuda.encodings import FORMATS, KINDS
-from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, threads
+from fp8moe.kernels_cuda.launch import current_architecture, launch, multiprocessors, scratch, threads
+from fp8moe.kernels_cuda.permute import gather, gather_probs, sources
 from fp8moe.kernels_cuda.product import (
     Product,
     product_of_grouped_gemm,
     product_of_wgrad,
     products_of_layer,
 )
-from fp8moe.records import QuantTensor
+from fp8moe.records import PermutationPlan, Permuted, QuantTensor
 
 #: floating-point operations above which a slower backend is not chosen silently
 MANY = 10**9
@@ -168,6 +170,32 @@ def grouped_gemm(
         if chosen == "wgmma" and product.quantized:
             options["tokens_per_expert"] = tokens_per_expert
         module.grouped_gemm(x, w, expert_offsets, transpose_w=transpose_w, out=out, **options)
+
+
+def permute_gemm(
+    x: QuantTensor,
+    w: QuantTensor,
+    plan: PermutationPlan,
+    probs: Any,
+    *,
+    backend: str | None,
+    num_sms: int | None,
+    out: Permuted,
+) -> None:
+    source, column = sources(plan)
+    if probs is not None:
+        gather_probs(probs, source, column, True, out.probs)
+    product = product_of_grouped_gemm(x, w, plan.expert_offsets, False, out.data)
+    options: dict[str, Any] = {"transpose_w": False, "out": out.data}
+    if _chosen(product, backend, num_sms) == "wgmma":
+        options |= {"tokens_per_expert": plan.tokens_per_expert, "num_sms": num_sms, "sources": source}
+        grouped_gemm_wgmma_fp8.grouped_gemm(x, w, plan.expert_offsets, **options)
+        return
+    rows = plan.num_out_tokens
+    codes, scales = (scratch((rows, a.shape[1]), a.dtype) for a in (x.data, x.scales))
+    gather(x, source, True, permuted := replace(x, data=codes, scales=scales))
+    options |= {"backend": backend, "num_sms": num_sms}
+    grouped_gemm(permuted, w, plan.expert_offsets, plan.tokens_per_expert, **options)
 
 
 def grouped_gemm_wgrad(

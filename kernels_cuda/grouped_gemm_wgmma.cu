@@ -4,7 +4,7 @@
 #define A_FMT 0  // of x
 #define B_FMT 0  // of w
 #endif
-#include "wgmma_pipeline.cuh"
+#include "wgmma_gather.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // out[r, n] = sum over k of x[r, k] w[e, n, k], where e is the expert of row r; zeros for rows of no expert.
@@ -12,13 +12,15 @@
 //   [experts * width, depth], w_scales [experts, ceil(width / 128), ceil(depth / 128)]; out bfloat16 [rows,
 //   width]; real [experts]: rows of an expert without padding, or null for all. Padding rows of x must be
 //   zeros; those of out become zeros.
+// With GATHER, x has `tokens` rows: out[r, n] = sum over k of x[sources[r], k] w[e, n, k], and zeros for rows
+//   whose source is outside x. x_map is not used, and `codes` are x's; without, the last three are not.
 // Requires: width a multiple of 8, depth of 16; any offsets.
-// Launch: one persistent thread block of 384 per SM, a multiple of CLUSTER in total.
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1, 1)
+// Launch: one persistent thread block of 384 per SM (GATHER: of 512), a multiple of CLUSTER in total.
+extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_dims__(CLUSTER, 1, 1)
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
-                       const int* real, int* counter) {
+                       const int* real, int* counter, const u8* codes, i64 tokens, const int* sources) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;
@@ -34,12 +36,15 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
   Order order;
   Turn turn;
   u32 phase = 0;  // parity of the staged tile
+  // 4-byte copies cost 2 to 5 % of the throughput
+  const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
+                       (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
+  auto column_scales = [&](u32 block, int expert) {
+    return w_scales + (expert * (i64)column_blocks + min((int)block, column_blocks - 1)) * steps;
+  };
   if (group == 2) {
-    fewer_registers<56>();
+    fewer_registers<GATHER ? 32 : 56>();
     const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0);
-    // 4-byte copies cost 2 to 5 % of the throughput
-    const bool by_four = column_stride == 1 && (row_stride | steps) % 4 == 0 &&
-                         (((size_t)x_scales | (size_t)w_scales) & 15) == 0;
     if (warp == 0) {
       const u32 rank = cluster_rank();
       const bool leads = elected(), takes = leads && rank == 0;
@@ -72,27 +77,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
                       tile.row, w_row);
         }
       }
+    } else if (GATHER && warp == 1) {
+      relay(s, order, turn, work, steps);
     } else if (warp == 1) {
       for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
         const i64 first_row = tile.row + (i64)lane;
         const float* from = x_scales + first_row * row_stride;
-        const int block = min(tile.column() / 128 + (int)lane, column_blocks - 1);
-        const float* w_from = w_scales + (tile.expert * (i64)column_blocks + block) * steps;
+        const float* of_columns = lane < 2 ? column_scales(tile.column() / 128 + lane, tile.expert) : nullptr;
+        u32 valid = 0;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) valid |= (u32)(first_row + 32 * i < rows) << i;
         for (int k = 0; k < steps; ++k, turn.next()) {
-          float* to = s.scales + scales_of_four(turn) + 4 * lane;
           barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-          if (!by_four) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              copy_async4(to + 128 * i, from + 32 * i * row_stride + k * column_stride,
-                          first_row + 32 * i < rows);
-            if (lane < 2) copy_async4(to + 4 * ROWS, w_from + k, true);
-          } else if (k % 4 == 0) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              copy_async16(to + 128 * i, from + 32 * i * row_stride + k, first_row + 32 * i < rows);
-            if (lane < 2) copy_async16(to + 4 * ROWS, w_from + k, true);
-          }
+          copy_scales<4>(s, turn, k, by_four, lane, from, row_stride, column_stride, valid, of_columns);
           barrier_arrive_copied(&s.full[turn.stage]);
         }
       }
@@ -112,8 +109,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER, 1
             *(uint4*)(to + (64 + i / (left / 8)) * width + i % (left / 8) * 8) = make_uint4(0u, 0u, 0u, 0u);
       }
     }
+  } else if (GATHER && group == 3) {
+    fewer_registers<48>();
+    const u32 warp = __shfl_sync(0xffffffffu, t / 32 % 4, 0), row = 32 * warp + lane;
+    for (WorkTile tile; (tile = order.tile(s)).number < work.all; order.done(s)) {
+      auto source = [&](u32 inside) {
+        const i64 at = tile.row + (i64)inside;
+        const int token = at < rows ? sources[at] : -1;
+        return (u64)(i64)token < (u64)tokens ? token : -1;
+      };
+      const int token = source(row);
+      const float* from = x_scales + max(token, 0) * row_stride;
+      const float* of_columns = row < 2 ? column_scales(tile.column() / 128 + row, tile.expert) : nullptr;
+      gather_tile(s, turn, warp, warp < 2 * work.halves(tile.number), codes, depth, source, [&](int k) {
+        copy_scales<1>(s, turn, k, by_four, row, from, row_stride, column_stride, token >= 0, of_columns);
+      });
+    }
   } else {
-    more_registers<224>();
+    more_registers<GATHER ? 216 : 224>();
     const u32 my_row = t % 128 / 32 * 16 + lane / 4;
     float sums[2][64];
     auto scales_of = [&](u32 half, At scales) {  // scales of rows my_row and my_row + 8

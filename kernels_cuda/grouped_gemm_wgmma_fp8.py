@@ -13,19 +13,25 @@ from fp8moe.records import QuantTensor
 # Must match wgmma_pipeline.cuh.
 TILE_COLUMNS = 256
 THREADS = 384
+GATHERING_THREADS = 128  # of wgmma_gather.cuh, in addition
 CLUSTER = 2  # thread blocks that share operands by multicast
 BOXES = (64, TILE_COLUMNS // 2)  # rows of one TMA box, per operand
 STAGES = 3
 TURN_BYTES = 4 * (2 * 8 + 16)  # of four scheduled tiles: two barriers and a WorkTile each
 #: codes, scales; a tile
 SHARED_BYTES = STAGES * ((128 + TILE_COLUMNS) * (128 + 4) + 16) + 128 * 528 + 16 + TURN_BYTES
+BARRIER_BYTES = 8 * (STAGES + STAGES % 2)  # of the gathered stages
 TABLE_BYTES = 11 << 10  # of a block's 227 KB, what remains for the experts' table
 
 
-def tiles_configuration(verb: str, experts: int, multiprocessors: int) -> Configuration:
-    """One persistent thread block per SM, rounded down to whole clusters."""
-    shared = SHARED_BYTES + _table_bytes(verb, experts)
-    return Configuration(multiprocessors // CLUSTER * CLUSTER, THREADS, shared)
+def tiles_configuration(
+    verb: str, experts: int, multiprocessors: int, *, gather: bool = False
+) -> Configuration:
+    """One persistent thread block per SM, rounded down to whole clusters. gather: of the kernel that gathers
+    its rows."""
+    shared = SHARED_BYTES + _table_bytes(verb, experts) + gather * BARRIER_BYTES
+    threads_of_block = THREADS + gather * GATHERING_THREADS
+    return Configuration(multiprocessors // CLUSTER * CLUSTER, threads_of_block, shared)
 
 
 def _table_bytes(verb: str, experts: int) -> int:
@@ -70,7 +76,10 @@ def grouped_gemm(
     transpose_w: bool,
     num_sms: int | None,
     out: Any,
+    sources: Any = None,
 ) -> None:
+    """sources: int32 [P], the row of x that is each row of the product, -1 for a row of zeros; None: all rows
+    of x, in order."""
     rows, width = out.shape
     ready = x.layout == "gemm_ready"
     strides = (1, x.scales.shape[1]) if ready else (x.scales.shape[1], 1)
@@ -78,7 +87,7 @@ def grouped_gemm(
         "grouped_gemm",
         "grouped_gemm_wgmma",
         "grouped_gemm_tiles",
-        (),
+        () if sources is None else ("GATHER=1",),
         num_sms,
         x,
         w,
@@ -93,6 +102,8 @@ def grouped_gemm(
         x.shape[1],
         out,
         tokens_per_expert,
+        zeroed_counter(),
+        *((None, 0, None) if sources is None else (x.data, x.shape[0], sources)),
     )
 
 
@@ -122,6 +133,7 @@ def grouped_gemm_wgrad(
         accumulate,
         KINDS[out.dtype],
         out,
+        zeroed_counter(),
     )
 
 
@@ -136,7 +148,8 @@ def _launch_tiles(
     expert_offsets: Any,
     *arguments: Any,
 ) -> None:
-    configuration = tiles_configuration(verb, expert_offsets.size - 1, multiprocessors(num_sms))
+    experts, gather = expert_offsets.size - 1, "GATHER=1" in variant
+    configuration = tiles_configuration(verb, experts, multiprocessors(num_sms), gather=gather)
     launch(
         source,
         kernel,
@@ -145,7 +158,6 @@ def _launch_tiles(
         a.data,
         b.data,
         *arguments,
-        zeroed_counter(),
         shared=configuration.shared,
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,

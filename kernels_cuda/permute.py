@@ -150,9 +150,7 @@ def permute(
         else:
             gather(x, source, fill_padding, out.data)
         if probs is not None:
-            rows, size = plan.num_out_tokens, probs.dtype.itemsize
-            arguments = (probs, source, column, probs.shape[1], rows, size, fill_padding, out.probs)
-            launch("permute", "gather_probs", threads(rows), 256, *arguments)
+            gather_probs(probs, source, column, fill_padding, out.probs)
     if zero_unweighted and moved.size:
         _zero_unweighted(plan, probs, moved)
 
@@ -416,6 +414,13 @@ def sources(plan: PermutationPlan) -> tuple[Any, Any]:
         column,
     )
     return source, column
+
+
+def gather_probs(probs: Any, source: Any, column: Any, fill: bool, out: Any) -> None:
+    """out[i] = probs[source[i], column[i]]."""
+    rows = out.shape[0]
+    arguments = (probs, source, column, probs.shape[1], rows, probs.dtype.itemsize, fill, out)
+    launch("permute", "gather_probs", threads(rows), 256, *arguments)
 
 
 def gather(x: Any, source: Any, fill: bool, out: Any) -> None:

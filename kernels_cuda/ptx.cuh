@@ -178,10 +178,12 @@ __device__ __forceinline__ float larger_or_nan(float a, float b) {
 }
 
 // Asynchronous copy of 16 bytes from global to shared memory; writes zeros if `valid` is false.
-__device__ __forceinline__ void copy_async16(void* to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)),
-               "l"(from), "r"(valid ? 16 : 0)
+__device__ __forceinline__ void copy_async16_at(At to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
+}
+__device__ __forceinline__ void copy_async16(void* to, const void* from, bool valid) {
+  copy_async16_at(at_of(to), from, valid);
 }
 
 // The same for 4 bytes.

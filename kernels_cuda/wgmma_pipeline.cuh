@@ -8,8 +8,12 @@
 #pragma once
 #define STAGES 3
 #define STAGE_SCALES (ROWS + COLUMNS)
-#define FETCHING (1 + 32)  // arrivals: the TMA thread's expect_tx, and the 32 lanes of the scale warp
-#define SERVING 4
+#ifndef GATHER
+#define GATHER 0  // 1: rows of a are gathered by a fourth warpgroup (wgmma_gather.cuh)
+#endif
+// arrivals: the TMA thread's expect_tx, and the 32 lanes of the scale warp or the thread that relays
+#define FETCHING (1 + (GATHER ? 1 : 32))
+#define SERVING (GATHER ? 8 : 4)
 #ifndef HALF_TILES
 #define HALF_TILES 1
 #endif
@@ -33,23 +37,44 @@ __device__ __forceinline__ u32 scales_of_four(const Turn& turn) {
 }
 
 // One thread: loads a K-step of both operands, at byte `along` of rows `a_row` and `b_row`: `halves` halves
-// of a's tile; of b nothing if the tile has no columns (b_row < 0).
+// of a's tile, unless it is gathered; of b nothing if the tile has no columns (b_row < 0).
 __device__ __forceinline__ void fetch_codes(const Shared& s, const Turn& turn, const TensorMap* a,
                                             const TensorMap* b, u32 rank, bool below, u32 halves, int along,
                                             int a_row, int b_row) {
   u8* to = s.operands + turn.stage * STAGE_BYTES;
   u64* barrier = &s.full[turn.stage];
   barrier_wait(&s.empty[turn.stage], turn.phase ^ 1u);
-  barrier_expect(barrier, halves * (A_BYTES / 2) + (b_row < 0 ? 0 : B_BYTES));
+  barrier_expect(barrier, (GATHER ? 0 : halves * (A_BYTES / 2)) + (b_row < 0 ? 0 : B_BYTES));
   const bool a_shared = CLUSTER > 1 && !below, b_shared = CLUSTER > 1 && below;
 #pragma unroll
   for (u32 part = 0; part < 2; ++part) {
-    if (part < halves && (!a_shared || part == rank))
+    if (!GATHER && part < halves && (!a_shared || part == rank))
       tile_load(to + part * (A_BYTES / 2), a, along, a_row + (int)part * (ROWS / 2), barrier,
                 a_shared ? 3 : 1);
     if (b_row >= 0 && (!b_shared || part == rank))
       tile_load(to + A_BYTES + part * (B_BYTES / 2), b, along, b_row + (int)part * (COLUMNS / 2), barrier,
                 b_shared ? 3 : 1);
+  }
+}
+
+// Called by a warp of the forward: copies scales of K-step `k`, asynchronously; a row's next four together if
+// `by_four`. `from`: scales of the tile's row `row`, this lane's first; it copies COUNT rows, 32 apart, zeros
+// for those whose bit in `valid` is 0. of_columns: scales of this lane's block of columns, or null.
+template <int COUNT>
+__device__ __forceinline__ void copy_scales(const Shared& s, const Turn& turn, int k, bool by_four, u32 row,
+                                            const float* from, i64 row_stride, i64 column_stride, u32 valid,
+                                            const float* of_columns) {
+  float* to = s.scales + scales_of_four(turn);
+  if (!by_four) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i)
+      copy_async4(to + 4 * row + 128 * i, from + 32 * i * row_stride + k * column_stride, valid >> i & 1u);
+    if (of_columns) copy_async4(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
+  } else if (k % 4 == 0) {
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i)
+      copy_async16(to + 4 * row + 128 * i, from + 32 * i * row_stride + k, valid >> i & 1u);
+    if (of_columns) copy_async16(to + 4 * (ROWS + threadIdx.x % 32), of_columns + k, true);
   }
 }
 

@@ -46,6 +46,9 @@
 #ifndef IN_L2
 #define IN_L2 (15 << 20)
 #endif
+#ifndef GATHER
+#define GATHER 0
+#endif
 #define TURNS 4  // ring of scheduled tiles per cluster
 #define MULTIPLIERS 256
 #define WRITERS 64
@@ -81,6 +84,7 @@ struct Shared {
   u8* half;                            // [experts], for HALF_TILES: whether the last tile has at most 64 rows
   u64 *full, *empty, *made, *written;  // mbarriers: [STAGES] of the stages, [PARTS] of the tile
   u64 *known, *seen;                   // mbarriers: [TURNS]
+  u64* gathered;                       // mbarriers, with GATHER: [STAGES]
   WorkTile* turns;                     // [TURNS]: the tile of that turn
 };
 
@@ -105,13 +109,15 @@ __device__ __forceinline__ Shared begin(u8* memory, const int* offsets, int expe
   s.full = (u64*)(s.tile + TILE_BYTES);
   s.empty = s.full + STAGES, s.made = s.empty + STAGES, s.written = s.made + PARTS;
   s.known = s.written + PARTS, s.seen = s.known + TURNS;
-  s.turns = (WorkTile*)(s.seen + TURNS);
+  s.gathered = s.seen + TURNS;
+  s.turns = (WorkTile*)(s.gathered + (GATHER ? STAGES + STAGES % 2 : 0));
   s.offsets = (int*)(s.turns + TURNS);
   s.first = s.offsets + experts + 1;
   s.half = (u8*)(s.first + experts + 1);
   if (t == 0) {
     for (u32 i = 0; i < STAGES; ++i) {
       barrier_init(&s.full[i], FETCHING);
+      if (GATHER) barrier_init(&s.gathered[i], 128);
       barrier_init(&s.empty[i], CLUSTER * MULTIPLIERS / 32 * ARRIVING);
     }
     for (u32 i = 0; i < PARTS; ++i) {

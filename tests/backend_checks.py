@@ -570,3 +570,33 @@ def blocked_scales_of_permute(both, rng, tokens, experts, columns, num_out_token
         back = fp8moe.to_layout(filled, "compact")
         assert same_bits(back.scales[there], compact.data.scales[there])
         assert same_bits(back.data[there], compact.data.data[there])
+
+
+def gathered_products(
+    both, rng, tokens, experts, topk, width, depth, align_size, fmts=("e4m3", "e4m3"), *, spare=0
+):
+    """`permute_gemm` has the bits of `permute` and `grouped_gemm` on the same backend, and approximately
+    those of the reference. spare: rows by which the result is too short for all tokens' rows, or, if
+    negative, too long."""
+    ids = rng.integers(-1, experts, (tokens, topk)).astype(np.int32)
+    rows = (
+        fp8moe.plan_topk(ids, experts, align_size=align_size, num_out_tokens="exact").num_out_tokens - spare
+    )
+    plan = fp8moe.plan_topk(ids, experts, align_size=align_size, num_out_tokens=max(rows, 0))
+    x = fp8moe.quantize(values(rng, (tokens, depth), BF16), fmt=fmts[0])
+    w = fp8moe.quantize(values(rng, (experts, width, depth)), block=(128, 128), fmt=fmts[1])
+    probs = rng.random((tokens, topk)).astype(np.float32)
+
+    def in_two_steps(x, w, plan, probs):
+        moved = fp8moe.permute(x, plan, probs)
+        counts = plan.tokens_per_expert
+        return fp8moe.grouped_gemm(moved.data, w, plan.expert_offsets, counts), moved.probs
+
+    def in_one(x, w, plan, probs):
+        moved = fp8moe.permute_gemm(x, w, plan, probs)
+        return moved.data, moved.probs
+
+    expected, actual = both(in_one, x, w, plan, probs)
+    assert_same(both(in_two_steps, x, w, plan, probs), (expected, actual))
+    # float32 sums in another order, then one rounding to bfloat16's 8 bits
+    assert relative(actual[0], expected[0]) <= 2.0**-8

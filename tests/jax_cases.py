@@ -53,6 +53,7 @@ OPERATIONS = {
     "dequantize": ((Q,), {"dtype": "bfloat16"}),
     "to_layout": ((Q, "gemm_ready"), {}),
     "scaling_aware_transpose": ((Q, OFFSETS), {}),
+    "permute_gemm": ((Q, W.rowwise, PLAN, PROBS), {}),
     "permute_transpose": ((Q, PLAN), {}),
     "scaling_aware_transpose to blocks": ((Q,), {"target": "block"}),
     "permute_transpose to blocks": ((Q, PLAN_128), {"target": "block"}),

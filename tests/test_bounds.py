@@ -540,6 +540,10 @@ def test_plans_of_random_values_write_only_their_outputs(columns, dtype):
         q = fp8moe.quantize(values(RNG, (21, columns), BF16))
         stays_inside(lambda q, p: cut(fp8moe.permute(q, p, fill_padding=False)), q, plan)
         stays_inside(fp8moe.permute_transpose, q, plan)
+        if columns % 16 == 0 and dtype == BF16:
+            w = fp8moe.quantize(values(RNG, (5, 16, columns)), block=(128, 128))
+            ordered = plan_with(plan, expert_offsets=np.sort(plan.expert_offsets))
+            stays_inside(lambda x, w, p, a: cut(fp8moe.permute_gemm(x, w, p, a)), q, w, ordered, probs)
 
 
 @needs_emulation

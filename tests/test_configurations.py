@@ -78,6 +78,12 @@ def test_grouped_gemm_fills_multiprocessors_with_whole_clusters(verb, kernel, ex
     table = (2 * 4 + wgmma["HALF_TILES"]) * (experts + 1)  # one more byte if last tiles may be halves
     assert configuration.shared == wgmma["STAGES"] * stage + wgmma["TILE_BYTES"] + 2 * 8 + turns + table
     assert configuration.shared <= H200["block"]
+    gather = grouped_gemm_wgmma_fp8.tiles_configuration(verb, experts, multiprocessors, gather=True)
+    barriers = wgmma["STAGES"] + wgmma["STAGES"] % 2  # the schedule after them begins at a multiple of 16
+    assert gather == configuration._replace(
+        threads=configuration.threads + 128, shared=configuration.shared + 8 * barriers
+    )
+    assert gather.shared <= H200["block"]
 
 
 @pytest.mark.parametrize(("verb", "kernel"), FP8_KERNELS)
@@ -448,13 +454,19 @@ def test_plan_sizes_cover_all_tokens_and_fit_a_block(tokens, experts, width):
 @pytest.mark.parametrize(
     "path", sorted(compiler.SOURCES.glob("grouped_gemm*wgmma*.cu")), ids=lambda path: path.stem
 )
-@pytest.mark.parametrize("blocks", [0, 1])
-def test_registers_of_consumers_and_producers_fit(path, blocks):
+@pytest.mark.parametrize("setting", [0, 1])
+def test_registers_of_consumers_and_producers_fit(path, setting):
     """setmaxnreg waits for ever if consumers ask for more registers than producers have released: a block
-    starts with as many per thread as a multiple of 8 allows, here 168 of 384 threads."""
+    starts with as many per thread as a multiple of 8 allows, here 168 of 384 threads, or 128 of 512."""
 
-    def count(name):
-        (expression,) = re.findall(name + r"_registers<(.*?)>\(\)", path.read_text())
-        return eval(re.sub(r"BLOCKS \? (\d+) : (\d+)", lambda m: m[1] if blocks else m[2], expression))
+    def counts(name):
+        return [
+            eval(re.sub(r"(?:BLOCKS|GATHER) \? (\d+) : (\d+)", lambda m: m[2 - setting], expression))
+            for expression in re.findall(name + r"_registers<(.*?)>\(\)", path.read_text())
+        ]
 
-    assert count("fewer") + 2 * count("more") <= 3 * (65536 // 384 // 8 * 8)
+    gathers = "GATHER" in path.read_text()
+    producers = counts("fewer")[: 1 + (gathers and setting)]
+    (consumers,), groups = counts("more"), 2 + len(producers)
+    assert len(counts("fewer")) == 1 + gathers
+    assert sum(producers) + 2 * consumers <= groups * (65536 // (128 * groups) // 8 * 8)

@@ -18,6 +18,7 @@ from backend_checks import (
     check,
     error_inputs,
     every_code_under_every_difference,
+    gathered_products,
     gradients_apart,
     messages,
     mxfp8_on_both_sides_of_every_boundary,
@@ -865,6 +866,21 @@ def test_products_of_padded_rows(align_size, width, depth):
     assert relative(got[0], wanted.astype(np.float64)) < 2.0**-7
     assert not got[0][len(real) :].any()
     assert not got[0][: len(real)][~real].any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk", "width", "depth", "align_size", "options"),
+    [
+        (3000, 16, 4, 2064, 1168, 128, {}),
+        (1000, 3, 2, 520, 512, 16, {"fmts": ("e5m2", "e4m3"), "spare": 300}),
+        (700, 40, 8, 264, 2048, 1, {"spare": -999}),
+        (5000, 128, 8, 768, 128, 128, {"fmts": ("e4m3", "e5m2")}),
+        (1, 2, 1, 8, 16, 128, {}),
+    ],
+)
+def test_gathered_products(tokens, experts, topk, width, depth, align_size, options):
+    skip_where_not("wgmma")
+    gathered_products(both, generator(), tokens, experts, topk, width, depth, align_size, **options)
 
 
 def fewer(divisor):

@@ -56,6 +56,42 @@ def test_products_of_padded_rows(counts, align_size, quantized, seed):
     assert np.isnan(got[~padding].astype(np.float32)).all()
 
 
+@given(
+    st.sampled_from((0, 1, 5, 140)),
+    st.sampled_from((1, 128)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_permute_gemm_multiplies_each_token_by_its_experts(tokens, align_size, by_mask, weighted, seed):
+    rng, experts, depth = np.random.default_rng(seed), 3, 200
+    mask = rng.random((tokens, experts)) < 0.5
+    ids = np.where(rng.random((tokens, 2)) < 0.8, rng.integers(0, experts, (tokens, 2)), -1).astype(np.int32)
+    if by_mask:
+        plan = fp8moe.plan_routing_map(mask, align_size=align_size, topk=experts)
+    else:
+        plan = fp8moe.plan_topk(ids, experts, align_size=align_size)
+    x = fp8moe.quantize(values(rng, (tokens, depth)))
+    w = fp8moe.quantize(values(rng, (experts, 24, depth)), block=(128, 128))
+    probs = rng.random((tokens, plan.prob_columns)).astype(np.float32) if weighted else None
+    got = fp8moe.permute_gemm(x, w, plan, probs)
+    wanted, wanted_probs = np.zeros((plan.num_out_tokens, 24)), np.zeros(plan.num_out_tokens, np.float32)
+    wide_x, wide_w = (fp8moe.dequantize(q).astype(np.float64) for q in (x, w))
+    offsets, next_row = plan.expert_offsets, list(plan.expert_offsets[:-1])
+    for e in range(experts):
+        for t in range(tokens):
+            places = [e] * int(mask[t, e]) if by_mask else [j for j in range(2) if ids[t, j] == e]
+            for place in places:
+                wanted[next_row[e]] = wide_x[t] @ wide_w[e].T
+                if weighted:
+                    wanted_probs[next_row[e]] = probs[t, place]
+                next_row[e] += 1
+        assert next_row[e] <= offsets[e + 1]
+    # bfloat16 (8 significant bits) rounds each value by at most 2^-8 of it; float32 sums add about 1e-6
+    assert relative(got.data, wanted) < 2.0**-8 + 1e-5
+    assert (got.probs == wanted_probs).all() if weighted else got.probs is None
+
+
 def test_counts_of_tokens_are_checked():
     x, w, offsets = np.ones((5, 4), np.float32), np.ones((2, 3, 4), np.float32), np.array([0, 3, 5], np.int32)
     with pytest.raises(TypeError, match="tokens_per_expert: got dtype int64; wanted int32"):

@@ -4,6 +4,7 @@ limits."""
 import collections
 import contextlib
 import ctypes
+import functools
 import threading
 import types
 
@@ -11,6 +12,7 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 from backend_checks import (
+    gathered_products,
     messages,
     mxfp8_on_both_sides_of_every_boundary,
     products_beyond_float32,
@@ -561,6 +563,27 @@ def test_grouped_gemm(backend, counts, width, depth, fmts):
         assert not pair[1][offsets[-1] :].astype(np.float32).any()
     transposed = [fp8moe.scaling_aware_transpose(q, offsets) for q in (dy, x)]
     wgrad_agrees(transposed, offsets, backend)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "topk", "width", "depth", "align_size", "options"),
+    [
+        (40, 3, 2, 264, 272, 128, {}),
+        (200, 2, 2, 136, 144, 128, {"fmts": ("e5m2", "e4m3")}),
+        (70, 4, 3, 520, 640, 16, {"spare": 50, "fmts": ("e4m3", "e5m2")}),
+        (30, 2, 1, 24, 512, 1, {"spare": -140}),
+        (1, 1, 1, 8, 16, 128, {}),
+    ],
+)
+def test_gathered_products(tokens, experts, topk, width, depth, align_size, options):
+    """Half tiles, pairs side by side, contractions whose scales are not loaded four at a time, dropped rows,
+    and rows past the last expert."""
+    gathered_products(both, RNG, tokens, experts, topk, width, depth, align_size, **options)
+
+
+def test_gathered_products_of_other_backends():
+    with_mma = functools.partial(both, architecture="sm_89")
+    gathered_products(with_mma, RNG, 40, 3, 2, 40, 144, 16)
 
 
 @pytest.mark.parametrize(

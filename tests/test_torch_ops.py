@@ -135,6 +135,17 @@ def opcheck_cases():
     mx = (small.data, small.scales, "e4m3", [1, 32], "compact", False)
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
     wide = torch_ops.quantize(torch.randn(T, 256))
+    experts = torch_ops.quantize(torch.randn(E, 3, 256), block=(128, 128))
+    gemm_codes = (
+        wide.data,
+        wide.scales,
+        *codes[2:],
+        experts.data,
+        experts.scales,
+        "e4m3",
+        [128, 128],
+        *codes[4:],
+    )
     h, dy = torch.randn(6, 256), torch.randn(6, 128)
     ops = torch.ops.fp8moe
     mask = torch.ones(T, E, dtype=torch.bool)
@@ -180,6 +191,8 @@ def opcheck_cases():
         (ops.scaling_aware_transpose, (*codes, offsets, "tile", 1, "compact")),
         (ops.scaling_aware_transpose, (*codes, None, "block", 1, "compact")),
         (ops.permute_transpose, (wide.data, wide.scales, *codes[2:], *flat, "tile", "compact")),
+        (ops.permute_gemm, (*gemm_codes, *flat, probs.detach(), None, None)),
+        (ops.permute_gemm, (*gemm_codes, *flat, None, None, None)),
         (ops.quantize, (torch.randn(6, 200), "e4m3", [1, 32], True, 0.0, "blocked_128x4", "up")),
         (ops.scaling_aware_transpose, (*mx, offsets, "column", 1, "blocked_128x4")),
         (ops.swiglu_quantize, (h, None, "e4m3", [1, 128], "swiglu", None, 1.0, 0.0, False, None, 1)),

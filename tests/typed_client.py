@@ -40,6 +40,7 @@ def core(x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], offsets: np.ndarray
     assert_type(fp8moe.sort_chunks(x, offsets, offsets), SortedChunks)
     weights = fp8moe.quantize_weights(x)
     assert_type(weights, Quantized)
+    assert_type(fp8moe.permute_gemm(q, weights.rowwise, plan), Permuted)
     routed = fp8moe.route(x, RouterConfig(topk=8, score_function="sigmoid"))
     assert_type(routed, Routed)
     with fp8moe.trace() as traced:

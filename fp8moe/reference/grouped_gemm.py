@@ -8,13 +8,15 @@ two-level accumulation of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). ``backe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fp8moe.formats import BFLOAT16
-from fp8moe.records import QuantTensor
+from fp8moe.records import PermutationPlan, Permuted, QuantTensor
 from fp8moe.reference.numerics import decode_blocks, expert_ranges, quietly, to_f32
+from fp8moe.reference.permute import permute
 
 _BLOCK = 128
 
@@ -42,6 +44,23 @@ def grouped_gemm(
             out[lo:hi] = (_wide(x[lo:hi]) @ weight).astype(out.dtype)
         if tokens_per_expert is not None:
             out[min(lo + max(int(tokens_per_expert[e]), 0), hi) : hi] = np.zeros((), out.dtype)
+
+
+def permute_gemm(
+    x: QuantTensor,
+    w: QuantTensor,
+    plan: PermutationPlan,
+    probs: np.ndarray | None,
+    *,
+    backend: str | None,
+    num_sms: int | None,
+    out: Permuted,
+) -> None:
+    codes, scales = (np.empty((plan.num_out_tokens, a.shape[1]), a.dtype) for a in (x.data, x.scales))
+    permuted = replace(out, data=replace(x, data=codes, scales=scales))
+    permute(x, plan, probs, fill_padding=True, zero_unweighted=False, out=permuted)
+    options: dict[str, Any] = {"transpose_w": False, "backend": backend, "num_sms": num_sms, "out": out.data}
+    grouped_gemm(permuted.data, w, plan.expert_offsets, plan.tokens_per_expert, **options)
 
 
 def _forward_blocks(x: QuantTensor, w: QuantTensor, e: int, lo: int, hi: int) -> np.ndarray:
