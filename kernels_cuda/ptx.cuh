@@ -19,6 +19,12 @@ __device__ __forceinline__ At kept(At at) {
   return same;
 }
 
+__device__ __forceinline__ const u8* kept(const u8* p) {
+  const u8* same;
+  asm volatile("mov.u64 %0, %1;" : "=l"(same) : "l"(p));
+  return same;
+}
+
 __device__ __forceinline__ float load_at(At at) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
@@ -41,6 +47,12 @@ __device__ __forceinline__ int4 load_ints_at(At at) {
                : "r"(at)
                : "memory");
   return v;
+}
+
+// Stores at OFFSET bytes after an address, which is part of the instruction.
+template <int OFFSET>
+__device__ __forceinline__ void store_words_at(At at, uint2 v) {
+  asm volatile("st.shared.v2.u32 [%0 + %1], {%2, %3};" ::"r"(at), "n"(OFFSET), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // Shuffle: reads from lane PLACE, except that the lane-number bits set in KEPT stay this lane's own.
@@ -230,6 +242,11 @@ __device__ __forceinline__ u32 load_kept(const u32* p, bool last) {
 }
 __device__ __forceinline__ void store_kept(float* p, float v, bool last) {
   KEPT(last, "st.global.L2::cache_hint.f32 [%0], %1", ::"l"(p), "f"(v) : "memory");
+}
+
+// Reads a cache line from memory into L2.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // Load of 16 bytes that are not read again.

@@ -11,66 +11,258 @@
 #include "swiglu.cuh"
 #include "transpose_tile.cuh"
 
+#ifndef RESIDENT_BACKWARD
+#define RESIDENT_BACKWARD 3
+#endif
+#ifndef RESIDENT_FORWARD
+#define RESIDENT_FORWARD 5
+#endif
+#ifndef PREFETCH
+#define PREFETCH 0  // steps whose values are prefetched to L2 before they are loaded
+#endif
+#ifndef AHEAD
+#define AHEAD 0  // 1: a step's loads are issued before the previous one's values are encoded
+#endif
 #define BLOCK_THREADS 256
+#define STEPS 4  // a warp computes sixteen rows in steps of four, eight lanes per row
+#define ALL_LANES 0xffffffffu
+#define BYTES (KIND == F32 ? 32 : 16)  // of eight values
+// Values up to this, half of the smallest subnormal, are encoded as zero.
+#define ENCODED_AS_ZERO (FMT == 0 ? 0x1p-10f : 0x1p-17f)
 
-// A tile of row-wise codes in the layout of transpose_piece, which addresses rows by exclusive or.
+// A tile of row-wise codes in the layout of transpose_tile.cuh's Lane, which addresses rows by exclusive or.
 struct __align__(1024) Made {
   u8 codes[TILE * TILE];
-  int exponents[TILE];
+  float scales[TILE];  // by exponent_at; 0 for a row whose codes are all zeros
 };
 
-// Row of the tile that a lane computes in each of four steps; a warp computes sixteen rows. The rows of a
-// half-warp are four apart, which limits bank conflicts of the codes to two-way.
-__device__ __forceinline__ u32 row_of_step(u32 step) {
-  const u32 lane = threadIdx.x % 32, quarter = lane / 8;
-  return threadIdx.x / 32 * 16 + step / 2 * 8 + step % 2 * 2 + quarter / 2 + quarter % 2 * 4;
+// A thread block's tile (backward: the same tile of each half), and a lane's part of it: rows `row` to `row`
+// + 3 of the matrix, which are rows `inside` to `inside` + 3 of the tile, one in each step, and vectors j and
+// j + 8 of the tile's sixteen. The rows of a half-warp are four apart, so that their codes are in different
+// banks. What the steps need is kept in registers: the compiler would recompute it in each of them (102
+// instructions beside those of the values became 64).
+struct Share {
+  u32 across, tile_row, column, j, inside, row;
+  __device__ __forceinline__ Share(u32 width)
+      : across(width / TILE),
+        tile_row(blockIdx.x / across),
+        column(blockIdx.x - tile_row * across),
+        j((u32)kept(threadIdx.x % 8)),
+        inside(threadIdx.x / 8 * STEPS),
+        row(tile_row * TILE + inside) {}
+  // Offset of the codes of vector j in `Made`; that of the next rows differs by step * (TILE + 16), that of
+  // vector j + 8 by 64, in exclusive or.
+  __device__ __forceinline__ u32 codes_at() const {
+    return inside * TILE + (j / 2 ^ inside % 8) * 16 + j % 2 * 8;
+  }
+  // Address of vector j of the tile in the lane's first row. pitch: bytes per row.
+  __device__ __forceinline__ const u8* values_of(const void* x, u32 pitch) const {
+    return kept((const u8*)x + (u64)row * pitch + (column * 16 + j) * BYTES);
+  }
+};
+
+// The results of both kernels; blocks: scale blocks per row.
+struct Written {
+  u32 rows, blocks;
+  u8* row_codes;
+  float* row_scales;
+  u8* codes;
+  float* scales;
+  __device__ __forceinline__ u8* row(u32 row, u32 block) const {
+    return row_codes + (u64)row * (blocks * TILE) + block * TILE;
+  }
+  __device__ __forceinline__ float* row_scale(u32 row, u32 block) const {
+    return row_scales + (u64)row * blocks + block;
+  }
+  __device__ __forceinline__ float* scale(u32 tile_row, u32 block) const {
+    return scales + (u64)block * (rows / TILE) + tile_row;
+  }
+};
+
+// Prefetches to L2, one cache line per lane: lanes 2 i and 2 i + 1 of eight the two lines of the i-th array's
+// row, whose first address is `row`.
+struct Lines {
+  const u8* line;
+  u32 pitch;
+  bool any;
+  __device__ __forceinline__ Lines(u32 j, const u8* first, const u8* second, const u8* third, u32 pitch,
+                                   u32 third_pitch)
+      : line(kept((j < 2   ? first
+                   : j < 4 ? second
+                           : third) -
+                  j * BYTES + j % 2 * 128)),
+        pitch(j < 4 ? pitch : third_pitch),
+        any(PREFETCH && KIND != F32 && j < (third ? 6 : 4) && (HALVES == 2 || j / 2 != 1)) {}
+  __device__ __forceinline__ void prefetch(u32 step) const {
+    if (any && step < STEPS) prefetch_line(line + (u64)step * pitch);
+  }
+};
+
+// The probabilities of a lane's rows: lane j of eight reads that of step j % 4.
+__device__ __forceinline__ float load_probs(const void* probs, i64 kind, const Share& own) {
+  return probs ? load(probs, own.row + own.j % STEPS, (int)kind) : 1.f;
+}
+__device__ __forceinline__ float prob_of_step(float of_lanes, u32 step) {
+  return __shfl_sync(ALL_LANES, of_lanes, step, 8);
 }
 
-// Quantises a lane's sixteen values times `by` (vectors lane % 8 and lane % 8 + 8 of a block of 128) into the
-// tile. Called by all lanes of the block; the first one stores the scale.
-__device__ __forceinline__ void make_block(float* x, float* y, float by, u32 row, u32* scale_to, Made& made) {
-  const Rule rule = {FMT, 1, 0, 0.f};
-  const u32 j = threadIdx.x % 8;
-  const u32 scale = encode_products(x, y, by, rule, [&](uint2 a, uint2 b) {
-    u8* in = made.codes + row * TILE + j % 2 * 8;
-    *(uint2*)(in + ((j / 2 ^ row % 8) * 16)) = a;
-    *(uint2*)(in + ((4 + j / 2 ^ row % 8) * 16)) = b;
-  });
-  if (j != 0) return;
-  *scale_to = scale;
-  made.exponents[exponent_at(row)] = exponent_of(scale, 0, 0);
+// Whether any lane has a value outside of quick_sigmoid's range, for BY_PAIRS.
+__device__ __forceinline__ bool far_anywhere(const Eight<KIND> (&a)[2]) {
+  return BY_PAIRS<KIND> && __any_sync(ALL_LANES, any_far<KIND>(a[0], a[1]));
 }
 
-// Writes the codes of `halves` tiles at rows `row`, columns `column` and `column` + `across`; called by the
-// whole thread block. Row-wise in whole cache lines (half lines, stored by the lanes that computed them, take
-// 1 % longer), and transposed, one warp per piece of 16 columns.
-__device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 row, u32 column, u32 across,
-                                            const int* offsets, i64 experts, u8* row_codes,
-                                            const Results& to) {
-  const i64 first = (i64)row * TILE;
-#pragma unroll 1
-  for (u32 half = 0; half < halves; ++half) {
-    const u32 piece = threadIdx.x % 8;
-    u8* out = row_codes + first * to.columns + (column + half * across) * TILE + piece * 16;
+// As largest_of, of sixteen values, in 15 instructions.
+__device__ __forceinline__ u32 largest_of_sixteen(const float* x) {
+  float tops[2] = {larger_or_nan(fabsf(x[0]), fabsf(x[1])), larger_or_nan(fabsf(x[8]), fabsf(x[9]))};
 #pragma unroll
-    for (u32 r = threadIdx.x / 8; r < TILE; r += BLOCK_THREADS / 8)
-      __stcs((uint4*)(out + r * to.columns),
-             *(const uint4*)(made[half].codes + r * TILE + ((piece ^ r % 8) * 16)));
+  for (int i = 2; i < 8; ++i) {
+    tops[0] = larger_or_nan(tops[0], fabsf(x[i]));
+    tops[1] = larger_or_nan(tops[1], fabsf(x[8 + i]));
   }
-  if (offsets && (first < offsets[0] || first >= offsets[experts])) {  // row of no expert
-    if (threadIdx.x < halves) ((float*)to.scales)[(column + threadIdx.x * across) * to.strips + row] = 0.f;
-    return;
-  }
-  Tile tile;
-  tile.base[0] = (int)first, tile.count[0] = TILE, tile.row = (int)row;
-#pragma unroll 1
-  for (u32 half = 0; half < halves; ++half) {
-    Spread spread = NO_SPREAD;
+  return __float_as_uint(larger_or_nan(tops[0], tops[1]));
+}
+
+// Bits of the smallest power of two that is not below amax / 448 or amax / 57344, and normal: as block_scale,
+// in 7 instructions instead of 13 (in block_scale itself, quantize_messages would spill on sm_120a).
+__device__ __forceinline__ u32 scale_of(float amax) {
+  const u32 bits = __float_as_uint(amax);  // of a magnitude
+  if (bits == 0u || bits >= 0x7f800000u) return 127u << 23;
+  return (u32)max((int)((bits + ABOVE_LIMIT) & 0x7f800000u) - (EMAX << 23), 1 << 23);
+}
+
+// Quantises a row's values x times `by` in BLOCKS scale blocks, called by all lanes of a warp: x holds a
+// lane's vectors j and j + 8 of each block. to: see Share::codes_at. Returns the scale of a block (with two
+// blocks: of the first in lanes 0 to 3 of eight, and of the second in the others), negative if all of its
+// codes are zeros.
+//
+// With two blocks, lanes 0 to 3 of eight reduce the first one's maximum and compute its scale, the others
+// the second one's: 27 instructions per step instead of 46.
+template <u32 BLOCKS>
+__device__ __forceinline__ float make_blocks(float (*x)[16], float by, u32 j, At to) {
+  const bool second = BLOCKS == 2 && j >= 4;
+  u32 tops[BLOCKS];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) spread.add(made[half].exponents[threadIdx.x % 32 + 32 * i]);
-    spread.of_warp();
-    tile.column = (int)(column + half * across);
-    transpose_piece(tile, threadIdx.x / 32, made[half].codes, made[half].exponents, spread, to);
+  for (u32 n = 0; n < BLOCKS; ++n) tops[n] = largest_of_sixteen(x[n]);
+  u32 top = second ? tops[BLOCKS - 1] : tops[0];
+  top = max(top, __shfl_xor_sync(ALL_LANES, second ? tops[0] : tops[BLOCKS - 1], 4));
+  top = max(top, __shfl_xor_sync(ALL_LANES, top, 2));
+  top = max(top, __shfl_xor_sync(ALL_LANES, top, 1));
+  // values of the two blocks from that of a lane's own
+  auto of_blocks = [&](float own, float (&all)[BLOCKS]) {
+    const float other = BLOCKS == 2 ? __shfl_xor_sync(ALL_LANES, own, 4) : own;
+    all[0] = second ? other : own;
+    all[BLOCKS - 1] = second ? own : other;
+  };
+  // as in encode_products: amax of the products is the product of amax, and (x * by) * factor equals
+  // x * (by * factor) unless by * factor is not a normal float
+  const float product = __uint_as_float(top) * fabsf(by);
+  const u32 scale_bits = scale_of(product);
+  const float scale = __uint_as_float(scale_bits), factor = __uint_as_float((254u << 23) - scale_bits);
+  float factors[BLOCKS];
+  float both = factor * by, largest = __uint_as_float(top) * fabsf(both);
+  const bool normal = fabsf(both) >= 0x1p-126f && fabsf(both) <= 0x1p127f;
+  if (__any_sync(ALL_LANES, !normal)) {
+    float first[BLOCKS];
+    of_blocks(normal ? 1.f : by, first);
+#pragma unroll
+    for (u32 n = 0; n < BLOCKS; ++n)
+#pragma unroll
+      for (int i = 0; i < 16; ++i) x[n][i] *= first[n];
+    if (!normal) both = factor, largest = product * factor;
+  }
+  of_blocks(both, factors);
+  store_words_at<0>(to, encode_eight(x[0], factors[0], FMT));
+  store_words_at<0>(to ^ 64, encode_eight(x[0] + 8, factors[0], FMT));
+  if (BLOCKS == 2) {
+    store_words_at<sizeof(Made)>(to, encode_eight(x[1], factors[1], FMT));
+    store_words_at<sizeof(Made)>(to ^ 64, encode_eight(x[1] + 8, factors[1], FMT));
+  }
+  return largest <= ENCODED_AS_ZERO ? -scale : scale;
+}
+
+// Stores the scales that make_blocks returned, of which lane j of eight kept that of step j % 4.
+template <u32 BLOCKS>
+__device__ __forceinline__ void store_scales(float scale, const Share& own, const Written& to, Made* made) {
+  if (own.j >= STEPS * BLOCKS) return;
+  const u32 block = own.j / STEPS, step = own.j % STEPS;
+  *to.row_scale(own.row + step, own.column + block * own.across) = fabsf(scale);
+  made[block].scales[exponent_at(own.inside + step)] = fmaxf(scale, 0.f);
+}
+
+// Zeros for a tile of rows past the last offset, which no expert owns.
+template <u32 BLOCKS>
+__device__ __forceinline__ void write_no_rows(const Share& own, const Written& to) {
+  const u32 first = own.tile_row * TILE;
+#pragma unroll 1
+  for (u32 n = 0; n < BLOCKS; ++n) {
+    const u32 block = own.column + n * own.across;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < TILE * TILE / 16; i += BLOCK_THREADS)
+      ((uint4*)to.row(first + i / 8, block))[i % 8] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x < TILE) *to.row_scale(first + threadIdx.x, block) = 1.f;
+    if (threadIdx.x == 0) *to.scale(own.tile_row, block) = 0.f;
+  }
+}
+
+// Writes a tile row-wise, in whole cache lines: half lines, stored by the lanes that computed them, take 1 %
+// longer.
+__device__ __forceinline__ void write_rows(const Made& made, const Share& own, u32 block, const Written& to) {
+  const u32 r = threadIdx.x / 8, piece = threadIdx.x % 8;
+  const u8* from = made.codes + r * TILE + (piece ^ r % 8) * 16;
+  u8* out = to.row(own.tile_row * TILE + r, block) + piece * 16;
+#pragma unroll
+  for (u32 i = 0; i < TILE; i += BLOCK_THREADS / 8)
+    __stcs((uint4*)(out + (u64)i * (to.blocks * TILE)), *(const uint4*)(from + i * TILE));
+}
+
+// The largest scale of a tile's rows with non-zero codes, or 1.
+__device__ __forceinline__ float largest_scale(const Made& made) {
+  const uint4 v = ((const uint4*)made.scales)[threadIdx.x % 32];
+  const u32 top = __reduce_max_sync(ALL_LANES, max(max(v.x, v.y), max(v.z, v.w)));
+  return top == 0 ? 1.f : __uint_as_float(top);
+}
+
+// Writes 16 columns of a tile transposed, called by one warp: each code times its row's scale over `scale`,
+// rounded again. out: the tile's first column.
+__device__ __forceinline__ void write_columns(const Made& made, float scale, u8* out, u32 rows) {
+  const Lane lane(threadIdx.x / 32);
+  const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(scale));
+  const u32 at = lane.at(lane.twist);
+  const float* scales = made.scales + lane.first_row;
+  u32 values[8][4];  // by steps, f16 pairs of adjacent columns
+#pragma unroll
+  for (u32 k = 0; k < 8; ++k) {
+    const uint2 codes = *(const uint2*)(made.codes + (at ^ k * (TILE + 16)));
+    decode4(codes.x, FMT, &values[k][0], &values[k][1]);
+    decode4(codes.y, FMT, &values[k][2], &values[k][3]);
+    // e5m2 values reach from 2^15 to 2^-16 and need two factors, which are down to 2^-40
+    const float ratio = scales[k] * inverse, high = FMT == 0 ? ratio : fmaxf(ratio, 0x1p-16f);
+    const u32 factor = to_f16x2(high, high);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) values[k][p] = halves_times(values[k][p], factor);
+    if (FMT == 0) continue;
+    const float low = fminf(ratio * 0x1p16f, 1.f);
+    const u32 rest = to_f16x2(low, low);
+#pragma unroll
+    for (int p = 0; p < 4; ++p) values[k][p] = halves_times(values[k][p], rest);
+  }
+  write_lane(lane, values, TILE, true, out + (u64)lane.column * rows + lane.first_row, rows);
+}
+
+// Writes the codes of BLOCKS tiles row-wise and, unless no expert owns their rows, transposed; called by the
+// whole thread block.
+template <u32 BLOCKS>
+__device__ __forceinline__ void write_tiles(const Made* made, const Share& own, bool owned,
+                                            const Written& to) {
+#pragma unroll
+  for (u32 n = 0; n < BLOCKS; ++n) write_rows(made[n], own, own.column + n * own.across, to);
+#pragma unroll
+  for (u32 n = 0; n < BLOCKS; ++n) {
+    const u32 block = own.column + n * own.across;
+    const float scale = largest_scale(made[n]);
+    if (threadIdx.x == 0) *to.scale(own.tile_row, block) = owned ? scale : 0.f;
+    if (owned)
+      write_columns(made[n], scale, to.codes + (u64)block * TILE * to.rows + own.tile_row * TILE, to.rows);
   }
 }
 
@@ -81,49 +273,63 @@ __device__ __forceinline__ void write_tiles(const Made* made, u32 halves, u32 ro
 // Traffic: h is read once, both codes are written once.
 // Launch: one thread block of 256 per tile, in row-major order of tiles.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32             ? 3
-                                                            : BARE && ACT == SWIGLU ? 5
+                                                            : BARE && ACT == SWIGLU ? RESIDENT_FORWARD
                                                                                     : 4)
     swiglu_quantize_transpose(const void* h, const void* probs, i64 probs_kind, const int* offsets,
                               i64 experts, float clamp, float alpha, float offset, i64 rows, i64 width,
-                              u8* row_codes, u32* row_scales, u8* codes, float* scales) {
+                              u8* row_codes, float* row_scales, u8* codes, float* scales) {
   pdl_wait();
   __shared__ Made made[1];
   const Activation act = {clamp, alpha, offset};
-  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
-            column = blockIdx.x - tile_row * across;
-  const i64 last = offsets ? offsets[experts] : rows, vectors = width / 8;
-  const u32 j = threadIdx.x % 8;
-#pragma unroll 1
-  for (u32 step = 0; step < 4; ++step) {
-    const u32 inside = row_of_step(step);
-    const i64 row = (i64)tile_row * TILE + inside, at = row * HALVES * vectors + column * 16 + j;
-    float y[2][8], prob = 1.f;
+  const Share own((u32)width);
+  const Written to = {(u32)rows, own.across, row_codes, row_scales, codes, scales};
+  const int first = (int)(own.tile_row * TILE);
+  const float probs_of_lanes = load_probs(probs, probs_kind, own);
+  const u32 pitch = HALVES * (u32)width / 8 * BYTES;
+  const u8* a_at = own.values_of(h, pitch);
+  const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
+  float own_scale = 0.f;
+  Eight<KIND> a[2], b[2];
+  auto load_step = [&](u32 step) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[0][i] = y[1][i] = 0.f;
-    if (row < last) {
-      Eight<KIND> a[2], b[2];
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        a[u] = load_eight<KIND>(h, at + 8 * u);
-        if (HALVES == 2) b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
-      }
-      if (probs) prob = load(probs, row, (int)probs_kind);
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        Gates g;
-        floats<KIND>(a[u], g.a);
-        if (HALVES == 2) floats<KIND>(b[u], g.b);
-        gates(g, act);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) y[u][i] = g.a[i] * g.s[i] * g.b[i];
-      }
+    for (int u = 0; u < 2; ++u) {
+      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
+      if (HALVES == 2) b[u] = load_eight<KIND>(a_at + (u64)step * pitch + pitch / 2, 8 * u);
     }
-    make_block(y[0], y[1], prob, inside, row_scales + row * across + column, made[0]);
+  };
+  if (AHEAD) load_step(0);  // while the offset is read
+  const Lines lines(own.j, a_at, a_at + pitch / 2, 0, pitch, 0);
+#pragma unroll
+  for (u32 step = AHEAD; step < PREFETCH; ++step) lines.prefetch(step);
+  if (offsets && first >= offsets[experts]) {
+    write_no_rows<1>(own, to);
+    return;
   }
+#pragma unroll 1
+  for (u32 step = 0; step < STEPS; ++step) {
+    if (!AHEAD) load_step(step);
+    if (PREFETCH && PREFETCH < STEPS) lines.prefetch(step + PREFETCH);
+    const float prob = prob_of_step(probs_of_lanes, step);
+    const bool far = far_anywhere(a);
+    float y[1][16];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      Gates g;
+      floats<KIND>(a[u], g.a);
+      if (HALVES == 2) floats<KIND>(b[u], g.b);
+      gates<BY_PAIRS<KIND>>(g, act, far);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[0][8 * u + i] = g.a[i] * g.s[i] * g.b[i];
+    }
+    if (AHEAD && step + 1 < STEPS) load_step(step + 1);
+    const float scale = make_blocks<1>(y, prob, own.j, codes_at ^ step * (TILE + 16));
+    if (own.j % STEPS == step) own_scale = scale;
+  }
+  store_scales<1>(own_scale, own, to, made);
+  const bool owned = !offsets || first >= offsets[0];  // by an expert
   pdl_launch_dependents();
   __syncthreads();
-  write_tiles(made, 1, tile_row, column, across, offsets, experts, row_codes,
-              {rows, width, rows / TILE, codes, scales, true});
+  write_tiles<1>(made, own, owned, to);
 }
 
 // The same for dh [rows, HALVES width], one tile of each half per thread block; partial [width / 128, rows]
@@ -134,51 +340,69 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 //   blocks: 348 and 342 us. With four resident thread blocks the backward takes 303 us, and other variants
 //   spill.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : 3)
+//   35 instructions per value of grad (forward: 22), of which 21 compute and encode it; 50 (31) before steps
+//   shared addresses and probabilities and factors were ratios of scales.
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : RESIDENT_BACKWARD)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                        const int* offsets, i64 experts, float clamp, float alpha,
-                                       float offset, i64 rows, i64 width, u8* row_codes, u32* row_scales,
+                                       float offset, i64 rows, i64 width, u8* row_codes, float* row_scales,
                                        u8* codes, float* scales, double* partial) {
   pdl_wait();
   __shared__ Made made[HALVES];
   const Activation act = {clamp, alpha, offset};
-  const u32 across = (u32)width / TILE, tile_row = blockIdx.x / across,
-            column = blockIdx.x - tile_row * across;
-  const i64 last = offsets ? offsets[experts] : rows, vectors = width / 8;
-  const u32 j = threadIdx.x % 8;
-#pragma unroll 1
-  for (u32 step = 0; step < 4; ++step) {
-    const u32 inside = row_of_step(step);
-    const i64 row = (i64)tile_row * TILE + inside, at = row * HALVES * vectors + column * 16 + j;
-    const bool real = row < last;
-    const float prob = probs && real ? load(probs, row, (int)probs_kind) : 1.f;
-    double sum = 0.0;
-    float da[2][8], db[2][8];
+  const Share own((u32)width);
+  const Written to = {(u32)rows, HALVES * own.across, row_codes, row_scales, codes, scales};
+  const int first = (int)(own.tile_row * TILE);
+  const float probs_of_lanes = load_probs(probs, probs_kind, own);
+  const u32 up_pitch = (u32)width / 8 * BYTES, pitch = HALVES * up_pitch;
+  const u8 *a_at = own.values_of(h, pitch), *b_at = kept(a_at + up_pitch);
+  const u8* up_at = own.values_of(grad, up_pitch);
+  const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
+  float own_scale = 0.f;
+  double own_sum = 0.0;
+  Eight<KIND> a[2], b[2], up[2];
+  auto load_step = [&](u32 step) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) da[0][i] = da[1][i] = db[0][i] = db[1][i] = 0.f;
-    if (real) {
-      Eight<KIND> a[2], b[2], up[2];
-#pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        a[u] = load_eight<KIND>(h, at + 8 * u);
-        if (HALVES == 2) b[u] = load_eight<KIND>(h, at + 8 * u + vectors);
-        up[u] = load_eight<KIND>(grad, row * vectors + column * 16 + j + 8 * u);
-      }
-#pragma unroll
-      for (int u = 0; u < 2; ++u) sum += (double)eight_gradients<KIND>(a[u], b[u], up[u], act, da[u], db[u]);
+    for (int u = 0; u < 2; ++u) {
+      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
+      if (HALVES == 2) b[u] = load_eight<KIND>(b_at + (u64)step * pitch, 8 * u);
+      up[u] = load_eight<KIND>(up_at + (u64)step * up_pitch, 8 * u);
     }
-    u32* scale_to = row_scales + row * HALVES * across + column;
-    make_block(da[0], da[1], prob, inside, scale_to, made[0]);
-    if (HALVES == 2) make_block(db[0], db[1], prob, inside, scale_to + across, made[HALVES - 1]);
-    if (!partial) continue;
+  };
+  if (AHEAD) load_step(0);  // while the offset is read
+  const Lines lines(own.j, a_at, b_at, up_at, pitch, up_pitch);
 #pragma unroll
-    for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
-    if (j == 0) partial[column * rows + row] = sum;
+  for (u32 step = AHEAD; step < PREFETCH; ++step) lines.prefetch(step);
+  if (offsets && first >= offsets[experts]) {
+    write_no_rows<HALVES>(own, to);
+    if (partial && threadIdx.x < TILE) partial[own.column * rows + first + threadIdx.x] = 0.0;
+    return;
   }
+#pragma unroll 1
+  for (u32 step = 0; step < STEPS; ++step) {
+    if (!AHEAD) load_step(step);
+    if (PREFETCH && PREFETCH < STEPS) lines.prefetch(step + PREFETCH);
+    const float prob = prob_of_step(probs_of_lanes, step);
+    const bool far = far_anywhere(a);
+    float d[2][16], parts[2];  // da, db
+#pragma unroll
+    for (int u = 0; u < 2; ++u)
+      parts[u] =
+          eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far);
+    if (AHEAD && step + 1 < STEPS) load_step(step + 1);
+    const float scale = make_blocks<HALVES>(d, prob, own.j, codes_at ^ step * (TILE + 16));
+    if (own.j % STEPS == step) own_scale = scale;
+    double sum = (double)parts[0] + (double)parts[1];
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+    if (own.j % STEPS == step) own_sum = sum;
+  }
+  store_scales<HALVES>(own_scale, own, to, made);
+  if (partial && own.j < STEPS) partial[own.column * rows + own.row + own.j] = own_sum;
+  const bool owned = !offsets || first >= offsets[0];  // by an expert
   pdl_launch_dependents();
   __syncthreads();
-  write_tiles(made, HALVES, tile_row, column, across, offsets, experts, row_codes,
-              {rows, HALVES * width, rows / TILE, codes, scales, true});
+  write_tiles<HALVES>(made, own, owned, to);
 }
 
 // dprobs [rows]: sums of the tiles' contributions, in tile order.

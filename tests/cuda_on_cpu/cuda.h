@@ -50,6 +50,10 @@ T __shfl_sync(unsigned, T v, int lane, CALLER) {
   return of_lane(v, lane, line);
 }
 template <class T>
+T __shfl_sync(unsigned, T v, int lane, int width, CALLER) {
+  return of_lane(v, threadIdx.x % 32 / width * width + lane % width, line);
+}
+template <class T>
 T __shfl_up_sync(unsigned, T v, int step, CALLER) {
   const int lane = threadIdx.x % 32;
   return of_lane(v, lane >= step ? lane - step : lane, line);

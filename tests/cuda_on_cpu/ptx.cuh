@@ -41,9 +41,14 @@ inline u32 halves_to_e5m2x2(u32 halves) { return halves_to(halves, 1); }
 typedef u64 At;
 inline At at_of(const void* p) { return (At)p; }
 inline At kept(At at) { return at; }
+inline const u8* kept(const u8* p) { return p; }
 inline float load_at(At at) { return *(const float*)at; }
 inline float2 load2_at(At at) { return *(const float2*)at; }
 inline uint2 load_words_at(At at) { return *(const uint2*)at; }
+template <int OFFSET>
+void store_words_at(At at, uint2 v) {
+  *(uint2*)(at + OFFSET) = v;
+}
 inline int4 load_ints_at(At at) { return *(const int4*)at; }
 template <int PLACE, int KEPT>
 u32 of_lane_near(u32 v, CALLER) {
@@ -92,3 +97,4 @@ inline float reciprocal_approx(float x) { return 1.f / x; }
 inline u32 load_kept(const u32* p, bool) { return *p; }
 inline void store_kept(float* p, float v, bool) { *p = v; }
 inline uint4 load_streaming(const uint4* p) { return *p; }
+inline void prefetch_line(const void*) {}
