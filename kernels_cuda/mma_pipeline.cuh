@@ -66,7 +66,7 @@ struct Operand {
   i64 pitch;       // bytes between rows
   int lines;       // K-major: lines remaining from the thread's own; ACROSS: bytes remaining of its row
   int left;        // K-major: bytes of K remaining from the thread's own; ACROSS: rows remaining
-  bool whole;      // all chunks are 16-byte aligned
+  bool whole;      // all chunks are 16-byte aligned and complete
 
   // Lines `first` to `end` of the tile (`end` may cut it short), k0 to k1 of K; rows have `length` values.
   __device__ __forceinline__ Operand(const void* data, i64 length, i64 first, i64 end, i64 k0, i64 k1) {
@@ -79,9 +79,8 @@ struct Operand {
     from = start + line * pitch + piece;
     const i64 bytes = min((ACROSS ? end - first : k1 - k0) * OPERAND_BYTES, (i64)1 << 30) - piece;
     const i64 rows = min(ACROSS ? k1 - k0 : end - first, (i64)1 << 30) - line;
-    lines = (int)(ACROSS ? bytes : rows);
+    lines = max(min((int)(ACROSS ? bytes : rows), 1 << 20), 0);  // no tile is as large
     left = (int)(ACROSS ? rows : bytes);
-    lines = max(min(lines, 1 << 20), 0);  // no tile is as large
   }
 
   // Global address of the thread's chunk i (of LINES / AT_ONCE) of the next K-step; *bytes: its valid bytes,
@@ -97,14 +96,14 @@ struct Operand {
     return stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
   }
 
-  // From now on `fetch` copies zeros. `lines` becomes negative and includes the bytes by which `from` was
-  // unaligned, so that fetch_by_values needs no registers of its own in the loop.
+  // From now on `fetch` copies zeros. `lines` becomes negative, and includes the bytes by which `from` was
+  // unaligned: with registers of their own, FP8 spills on sm_80 and sm_120.
   __device__ __forceinline__ void copy_zeros() {
     const int odd = (int)((size_t)from & 15);
     from -= odd;
     lines = ~(lines * 16 + odd);
   }
-  __device__ __forceinline__ Operand by_values() const {
+  __device__ __forceinline__ Operand by_values() const {  // as before copy_zeros
     Operand o = *this;
     o.from = from + ~lines % 16;
     o.lines = ~lines / 16;
@@ -388,9 +387,9 @@ __device__ __forceinline__ void store_four(void* p, i64 i, int kind, float4 v) {
 
 // Epilogue: stores (add: accumulates) the tile to rows of `pitch` values starting at element `at`, predicated
 // on `rows` and `columns`, in the dtype of `out`. The sums pass through shared memory, whose stages are no
-// longer in use: registers cannot be indexed in a loop, and the code for each pair of values by itself is so
-// long that the compiler kept the sums of wgrad in local memory, and 3000 instructions of each loop over
-// them.
+// longer in use. Stored from registers, where a loop cannot index them, their code was so long that the
+// compiler copied wgrad's to local memory and looped over that, in about 6000 instructions per warp instead
+// of 400.
 __device__ __forceinline__ void store_tile(const Sums& sums, u8* memory, void* out, int kind, i64 at,
                                            i64 pitch, i64 rows, i64 columns, bool add) {
   static_assert(STAGES * STAGE_BYTES >= ROWS * COLUMNS * 4, "shared memory for the sums");
