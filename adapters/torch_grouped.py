@@ -90,6 +90,15 @@ def _product(x: Tensor, w: Tensor, offsets: Tensor, *, transpose_w: bool = False
     return nn.functional.grouped_mm(x, w if transpose_w else w.transpose(1, 2), offs=offsets[1:])
 
 
+def _written(x: Tensor, offsets: Tensor) -> Tensor:
+    """The offsets, with all rows to the end for the last expert in anomaly mode. torch's product does not
+    write the rows after the last expert's: nothing reads them, but anomaly mode looks for NaN in every
+    gradient. They are zeros in x and dy, and so in the products; always computing them would cost time."""
+    if torch.compiler.is_compiling() or not torch.is_anomaly_enabled() or _on_hopper(x):
+        return offsets
+    return torch.cat((offsets[:-1], offsets.new_full((1,), len(x))))
+
+
 def _on_hopper(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
 
@@ -105,6 +114,7 @@ def _products(
     x: Tensor, probs: Tensor, w13: Tensor, w2: Tensor, offsets: Tensor, activation: Activation
 ) -> Tensor:
     """The experts for permuted rows."""
+    offsets = _written(x, offsets)
     h = _product(x, w13, offsets)
     a = torch_ops.swiglu(h, probs, activation=activation)
     return _product(a, w2, offsets)
@@ -124,6 +134,7 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         x, probs, w13, w2, offsets = ctx.saved_tensors
+        offsets = _written(x, offsets)
         # Dynamo traces this; a compiled backward is never split
         if compiling := torch.compiler.is_compiling():
             requested, half = ctx.needs_input_grad, None

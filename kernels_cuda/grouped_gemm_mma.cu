@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   clear(sums);
 #ifdef KIND
   multiply<false, TRANSPOSED>(memory, a, b, steps, sums, [](int) {}, [](int, Sums&) {});
-  store_tile(sums, out, KIND, row * width + column, width, hi - row, width - column, false);
+  store_tile(sums, memory, out, KIND, row * width + column, width, hi - row, width - column, false);
 #else
   const Part part;
   const float* of_columns = w_scales + (e * blocks_of(width, 128) + column / 128) * steps;
@@ -66,20 +66,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int last = (int)min(hi - row, (i64)ROWS) - 1, stride = (int)row_stride;
   Sums d;
   clear(d);
-  float scales[ROW_TILES][2], of_all;
+  RowScales scales;
+  float of_all;
   multiply<false, false>(
       memory, a, b, steps, d,
       [&](int k) {
         of_all = of_columns[k];
         const float* from = of_rows + k * column_stride;
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i)
-          scales[i / 2][i % 2] = from[min(part.row + 8 * i, last) * stride];
+        scales.fetch(part, [&](int i) { return from[min(i, last) * stride]; });
       },
       [&](int, Sums& d) {
 #pragma unroll
         for (int i = 0; i < ROW_TILES; ++i) {
-          const float upper = scales[i][0] * of_all, lower = scales[i][1] * of_all;
+          const float upper = scales.of(2 * i) * of_all, lower = scales.of(2 * i + 1) * of_all;
 #pragma unroll
           for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
@@ -88,6 +87,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         clear(d);
       });
-  store_tile(sums, out, BF16, row * width + column, width, hi - row, width - column, false);
+  store_tile(sums, memory, out, BF16, row * width + column, width, hi - row, width - column, false);
 #endif
 }

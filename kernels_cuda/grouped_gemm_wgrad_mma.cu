@@ -75,35 +75,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // columns past the end read the last column's scale
   const int last_row = (int)min(width - row, (i64)ROWS) - 1;
   const int last_column = (int)min(depth - column, (i64)COLUMNS) - 1;
-  float of_rows[ROW_TILES][2], of_columns[COLUMN_TILES][2];
+  RowScales of_rows;
+  float own_column;
+  // the column whose scale this lane loads
+  const int of_lane = min(
+      part.first_column + (int)threadIdx.x % 4 * 2 + (int)threadIdx.x / 8 % 4 * 8 + (int)threadIdx.x / 4 % 2,
+      last_column);
+  static_assert(WARP_COLUMNS == 32, "a scale per lane");
   multiply<false, false>(
       memory, a, b, steps, d,
       [&](int k) {
         const bool has_scales = first + k < known;
         const i64 block = has_scales ? first + k : 0;
         const float* rows_from = dy_scales + block * width + row;
-        const float* columns_from = x_scales + block * depth + column;
-#pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i) {
-          const float scale = rows_from[min(part.row + 8 * i, last_row)];
-          of_rows[i / 2][i % 2] = has_scales ? scale : __uint_as_float(0x7fc00000u);
-        }
-#pragma unroll
-        for (int j = 0; j < 2 * COLUMN_TILES; ++j)
-          of_columns[j / 2][j % 2] = columns_from[min(part.column + j / 2 * 8 + j % 2, last_column)];
+        of_rows.fetch(part, [&](int i) {
+          const float scale = rows_from[min(i, last_row)];
+          return has_scales ? scale : __uint_as_float(0x7fc00000u);
+        });
+        own_column = x_scales[block * depth + column + of_lane];
       },
       [&](int, Sums& d) {
+        float of_columns[COLUMN_TILES][2];
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i)
+        for (int j = 0; j < 2 * COLUMN_TILES; ++j)
+          of_columns[j / 2][j % 2] = of_lane_at<3>(own_column, 4 * j);
+#pragma unroll
+        for (int i = 0; i < ROW_TILES; ++i) {
+          const float of_row[2] = {of_rows.of(2 * i), of_rows.of(2 * i + 1)};
 #pragma unroll
           for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
             for (int v = 0; v < 4; ++v)
-              sums[i][j][v] = __fmaf_rn(d[i][j][v], of_rows[i][v / 2] * of_columns[j][v % 2], sums[i][j][v]);
+              sums[i][j][v] = __fmaf_rn(d[i][j][v], of_row[v / 2] * of_columns[j][v % 2], sums[i][j][v]);
+        }
         clear(d);
       });
 #endif
 #endif
-  store_tile(sums, out, (int)out_kind, (e * width + row) * depth + column, depth, width - row, depth - column,
-             accumulate);
+  store_tile(sums, memory, out, (int)out_kind, (e * width + row) * depth + column, depth, width - row,
+             depth - column, accumulate);
 }

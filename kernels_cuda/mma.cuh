@@ -3,11 +3,24 @@
 #pragma once
 #include "fp8.cuh"
 
-// Asynchronous copy of the first `bytes` (0 to 16) of 16 bytes to shared memory, zeros for the rest. Both
-// addresses must be multiples of 16; source bytes past `bytes` are not read.
-__device__ __forceinline__ void copy_async_part(At to, const void* from, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-               : "memory");
+// Asynchronous copy of 16 bytes to shared memory, or of zeros, without reading the source. Both addresses
+// must be multiples of 16.
+__device__ __forceinline__ void copy_async_or_zero(At to, const void* from, bool copied) {
+  asm volatile(
+      "{ .reg .pred zero; setp.eq.u32 zero, %2, 0;"
+      " cp.async.cg.shared.global.L2::128B [%0], [%1], 16, zero; }" ::"r"(to),
+      "l"(from), "r"((u32)copied)
+      : "memory");
+}
+
+// The value of the lane whose number has the bits KEPT of the own lane's and the others of `place`.
+template <int KEPT>
+__device__ __forceinline__ float of_lane_at(float v, u32 place) {
+  float other;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, %3, 0xffffffff;"
+               : "=f"(other)
+               : "f"(v), "r"(place), "n"(KEPT << 8 | 31));
+  return other;
 }
 
 __device__ __forceinline__ void store_words_at(At at, uint4 v) {

@@ -66,7 +66,7 @@ struct Operand {
   i64 pitch;       // bytes between rows
   int lines;       // K-major: lines remaining from the thread's own; ACROSS: bytes remaining of its row
   int left;        // K-major: bytes of K remaining from the thread's own; ACROSS: rows remaining
-  bool whole;      // all chunks are 16-byte aligned
+  bool whole;      // all chunks are 16-byte aligned and complete
 
   // Lines `first` to `end` of the tile (`end` may cut it short), k0 to k1 of K; rows have `length` values.
   __device__ __forceinline__ Operand(const void* data, i64 length, i64 first, i64 end, i64 k0, i64 k1) {
@@ -75,10 +75,11 @@ struct Operand {
     const u8* start =
         (const u8*)data + (ACROSS ? k0 * pitch + first * OPERAND_BYTES : first * pitch + k0 * OPERAND_BYTES);
     whole = (((size_t)start | (size_t)pitch) & 15) == 0;
+    if (!ACROSS && (k1 - k0) * OPERAND_BYTES % 16) whole = false;
     from = start + line * pitch + piece;
     const i64 bytes = min((ACROSS ? end - first : k1 - k0) * OPERAND_BYTES, (i64)1 << 30) - piece;
     const i64 rows = min(ACROSS ? k1 - k0 : end - first, (i64)1 << 30) - line;
-    lines = (int)(ACROSS ? bytes : rows);
+    lines = max(min((int)(ACROSS ? bytes : rows), 1 << 20), 0);  // no tile is as large
     left = (int)(ACROSS ? rows : bytes);
   }
 
@@ -95,15 +96,31 @@ struct Operand {
     return stage + threadIdx.x / 8 * LINE + (threadIdx.x / 8 ^ threadIdx.x) % 8 * 16;
   }
 
-  // Copies chunks FIRST to END of the next K-step, which must be 16-byte aligned.
-  template <int FIRST, int END>
-  __device__ __forceinline__ void fetch(At stage) const {
+  // From now on `fetch` copies zeros. `lines` becomes negative, and includes the bytes by which `from` was
+  // unaligned: with registers of their own, FP8 spills on sm_80 and sm_120.
+  __device__ __forceinline__ void copy_zeros() {
+    const int odd = (int)((size_t)from & 15);
+    from -= odd;
+    lines = ~(lines * 16 + odd);
+  }
+  __device__ __forceinline__ Operand by_values() const {  // as before copy_zeros
+    Operand o = *this;
+    o.from = from + ~lines % 16;
+    o.lines = ~lines / 16;
+    return o;
+  }
+  // Copies one of PARTS shares of the chunks of the next K-step, or zeros outside the operand.
+  __device__ __forceinline__ void fetch(At stage, u32 share) const {
+    constexpr int DOWN = ACROSS ? STEP / AT_ONCE : LINES / AT_ONCE;  // chunks per panel
+    constexpr int CHUNKS = LINES / AT_ONCE / PARTS;
     const At to = place(stage);
 #pragma unroll
-    for (int i = FIRST; i < END; ++i) {
-      u32 bytes;
-      const u8* source = piece(i, &bytes);
-      copy_async_part(to + i * (AT_ONCE * LINE), source, bytes);
+    for (int i = 0; i < LINES / AT_ONCE; ++i) {
+      if (i / CHUNKS != (int)share) continue;
+      const int down = i % DOWN, panel = i / DOWN;
+      const bool valid =
+          (ACROSS ? lines > panel * LINE : left > 0) && (ACROSS ? left : lines) > down * AT_ONCE;
+      copy_async_or_zero(to + i * (AT_ONCE * LINE), from + down * (AT_ONCE * pitch) + panel * LINE, valid);
     }
   }
   // Copies all chunks value by value, for any alignment.
@@ -139,6 +156,18 @@ struct Part {
   }
 };
 
+// Scales of a lane's rows. The four lanes that share them load two each: eight loads, and the computation of
+// their addresses, are slower than two loads and eight exchanges between lanes.
+struct RowScales {
+  float own[ROW_TILES / 2];
+  template <class Load>  // load(row of the tile)
+  __device__ __forceinline__ void fetch(const Part& part, const Load& load) {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES / 2; ++i) own[i] = load(part.row + 8 * ((int)threadIdx.x % 4 + 4 * i));
+  }
+  __device__ __forceinline__ float of(u32 i) const { return of_lane_at<28>(own[i / 4], i); }  // row + 8 i
+};
+
 struct Fragments {  // of one part of a K-step
   u32 a[ROW_TILES][4], b[COLUMN_TILES / 2][4];
 };
@@ -146,19 +175,19 @@ struct Fragments {  // of one part of a K-step
 // Loads a warp's fragments of one part of a K-step. a_at, b_at: the lane's addresses in both operands' first
 // matrices, for part 0. (The swizzle changes three bits of the address that depend on the chunk number only.)
 template <bool A_ACROSS, bool B_ACROSS>
-__device__ __forceinline__ void load_fragments(Fragments& f, At a_at, At b_at, u32 part) {
+__device__ __forceinline__ void load_fragments(Fragments& f, At a_at, At b_at, u32 part, u32 stage) {
 #pragma unroll
   for (u32 i = 0; i < ROW_TILES; ++i)
     if (A_ACROSS)
-      load_transposed_at((a_at ^ 32 * i) + part * 16 * LINE, f.a[i]);
+      load_transposed_at((a_at ^ 32 * i) + stage + part * 16 * LINE, f.a[i]);
     else
-      load_matrices_at((a_at ^ 32 * part) + i * 16 * LINE, f.a[i]);
+      load_matrices_at((a_at ^ 32 * part) + stage + i * 16 * LINE, f.a[i]);
 #pragma unroll
   for (u32 j = 0; j < COLUMN_TILES / 2; ++j)
     if (B_ACROSS)
-      load_transposed_at((b_at ^ 32 * j) + part * 16 * LINE, f.b[j]);
+      load_transposed_at((b_at ^ 32 * j) + stage + part * 16 * LINE, f.b[j]);
     else
-      load_matrices_at((b_at ^ 32 * part) + j * 16 * LINE, f.b[j]);
+      load_matrices_at((b_at ^ 32 * part) + stage + j * 16 * LINE, f.b[j]);
 }
 
 typedef float Sums[ROW_TILES][COLUMN_TILES][4];
@@ -232,40 +261,30 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
                                          Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
                                          const Begin& begin, const End& end) {
   const At stages = at_of(memory);
-  constexpr int A_PIECES = ROWS / AT_ONCE, B_PIECES = COLUMNS / AT_ONCE;
   At a_at, b_at;
   find_fragments<A_ACROSS, B_ACROSS>(stages, &a_at, &b_at);
   Fragments f[BUFFERS];
-  // unaligned: one K-step at a time; without branches the loop below is a tenth faster
-  if (!a.whole || !b.whole) {
-#pragma unroll 1
-    for (int k = 0; k < steps; ++k) {
-      a.fetch_by_values(stages);
-      b.fetch_by_values(stages + A_BYTES);
-      a.next();
-      b.next();
-      begin(k);
-      __syncthreads();
-#pragma unroll 1
-      for (u32 i = 0; i < PARTS; ++i) {
-        load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, i);
-        add_products(d, f[0]);
-      }
-      __syncthreads();
-      end(k, d);
-    }
-    return;
-  }
   u32 to = 0, stage = 0;  // offsets of the stage to fill next, and of the stage in use
   auto turned = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
-#pragma unroll 1
-  for (int k = 0; k < STAGES - 1; ++k) {
-    a.template fetch<0, A_PIECES>(stages + to);
-    b.template fetch<0, B_PIECES>(stages + to + A_BYTES);
+  auto fetch = [&](u32 share) {  // one of PARTS shares of the next K-step
+    a.fetch(stages + to, share);
+    b.fetch(stages + to + A_BYTES, share);
+    if (share + 1 < PARTS) return;
     a.next();
     b.next();
     copy_async_commit();
     to = turned(to);
+  };
+  const bool whole = __shfl_sync(0xffffffffu, a.whole && b.whole, 0);
+  if (!whole) a.copy_zeros(), b.copy_zeros();
+#pragma unroll 1
+  for (int k = 0; k < STAGES - 1; ++k) {
+    if (!whole) {
+      to = turned(to);
+      continue;
+    }
+#pragma unroll
+    for (u32 i = 0; i < PARTS; ++i) fetch(i);
   }
   auto turn = [&] {  // all warps have read the last K-step's fragments, and the next K-step has arrived
     copy_async_wait<STAGES - 2>();
@@ -273,37 +292,41 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
   };
   if (BUFFERS == 2) {
     turn();
-    load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0);
+    fetch(0);
   }
 #pragma unroll 1
-  for (int k = 0; k < steps; ++k) {
-    begin(k);
-#pragma unroll
-    for (u32 i = 0; i < PARTS; ++i) {
-      if (BUFFERS == 2) {
-        if (i + 1 == PARTS) {
-          turn();
-          stage = turned(stage);
-        }
-        load_fragments<A_ACROSS, B_ACROSS>(f[(i + 1) % BUFFERS], a_at + stage, b_at + stage, (i + 1) % PARTS);
-      } else {
-        if (i == 0) turn();
-        load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at + stage, b_at + stage, i);
-        if (i + 1 == PARTS) stage = turned(stage);
-      }
-      if (i == 0) a.template fetch<0, A_PIECES>(stages + to);
-      if (i == 1) b.template fetch<0, B_PIECES / 2>(stages + to + A_BYTES);
-      if (i == 2) {
-        b.template fetch<B_PIECES / 2, B_PIECES>(stages + to + A_BYTES);
-        a.next();
-        b.next();
-        copy_async_commit();
-        to = turned(to);
-      }
-      add_products(d, f[i % BUFFERS]);
+  for (int k = 0; k < steps;) {
+    // Unaligned: the loop below for each K-step by itself. With a second loop for it NVRTC 13.0 spills, and
+    // with a branch in the loop below that is a tenth slower.
+    const int stop = whole ? steps : k + 1;
+    if (!whole) {
+      copy_async_wait<0>();
+      __syncthreads();
+      a.by_values().fetch_by_values(stages + stage);
+      b.by_values().fetch_by_values(stages + stage + A_BYTES);
+      __syncthreads();
     }
-    end(k, d);
+    if (BUFFERS == 2) load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0, stage);
+#pragma unroll 1
+    for (; k < stop; ++k) {
+      begin(k);
+#pragma unroll
+      for (u32 i = 0; i < PARTS; ++i) {
+        // with two buffers, the last part's fragments are in registers: its stage can be filled
+        const u32 part = (i + BUFFERS - 1) % PARTS;
+        if (part == 0) {
+          turn();
+          if (BUFFERS == 2) stage = turned(stage);
+        }
+        load_fragments<A_ACROSS, B_ACROSS>(f[part % BUFFERS], a_at, b_at, part, stage);
+        fetch(part);
+        add_products(d, f[i % BUFFERS]);
+      }
+      if (BUFFERS == 1) stage = turned(stage);
+      end(k, d);
+    }
   }
+  copy_async_commit();
   copy_async_wait<0>();
 }
 
@@ -340,33 +363,78 @@ __device__ __forceinline__ void find_tile(i64 tile, i64 high, i64 wide, i64* row
   *column = inside / count;
 }
 
+// Place of a value of the tile in shared memory: lanes that store the pairs of four rows, or read 16 bytes of
+// a row, have no bank conflicts.
+__device__ __forceinline__ int place_of(int row, int column) {
+  return row * COLUMNS + (column ^ row % 4 * 8);
+}
+
+__device__ __forceinline__ float4 load_four(const void* p, i64 i, int kind) {
+  if (kind == F32) return *(const float4*)((const float*)p + i);
+  const uint2 v = *(const uint2*)((const u16*)p + i);
+  auto value = [&](u32 bits) { return kind == BF16 ? bf16_to_float((u16)bits) : f16_to_float((u16)bits); };
+  return make_float4(value(v.x), value(v.x >> 16), value(v.y), value(v.y >> 16));
+}
+
+__device__ __forceinline__ void store_four(void* p, i64 i, int kind, float4 v) {
+  if (kind == F32)
+    *(float4*)((float*)p + i) = v;
+  else if (kind == BF16)
+    *(uint2*)((u16*)p + i) = make_uint2(to_bf16x2(v.x, v.y), to_bf16x2(v.z, v.w));
+  else
+    *(uint2*)((u16*)p + i) = make_uint2(to_f16x2(v.x, v.y), to_f16x2(v.z, v.w));
+}
+
 // Epilogue: stores (add: accumulates) the tile to rows of `pitch` values starting at element `at`, predicated
-// on `rows` and `columns`, in the dtype of `out`.
-__device__ __forceinline__ void store_tile(const Sums& sums, void* out, int kind, i64 at, i64 pitch, i64 rows,
-                                           i64 columns, bool add) {
+// on `rows` and `columns`, in the dtype of `out`. The sums pass through shared memory, whose stages are no
+// longer in use. Stored from registers, where a loop cannot index them, their code was so long that the
+// compiler copied wgrad's to local memory first, and looped over that: four loops of 720 instructions, with a
+// branch for each pair.
+__device__ __forceinline__ void store_tile(const Sums& sums, u8* memory, void* out, int kind, i64 at,
+                                           i64 pitch, i64 rows, i64 columns, bool add) {
+  static_assert(STAGES * STAGE_BYTES >= ROWS * COLUMNS * 4, "shared memory for the sums");
+  float* tile = (float*)memory;
   const Part part;
-  const u32 size = kind == F32 ? 4 : 2;
-  const bool pairs = kind != F64 && pitch % 2 == 0 && ((size_t)out & (2 * size - 1)) == 0;
-  auto pair = [&](i64 row, int column, float x, float y) {
-    const i64 i = at + row * pitch + column;
-    if (row >= rows || column >= columns) return;
-    if (!pairs || column + 1 == columns) {
-      store(out, i, kind, add ? x + load_wide(out, i, kind) : x);
-      if (column + 1 < columns) store(out, i + 1, kind, add ? y + load_wide(out, i + 1, kind) : y);
-      return;
-    }
-    if (add) x += load(out, i, kind), y += load(out, i + 1, kind);
-    if (kind == F32)
-      *(float2*)((float*)out + i) = make_float2(x, y);
-    else
-      *(u32*)((u16*)out + i) = kind == BF16 ? to_bf16x2(x, y) : to_f16x2(x, y);
-  };
+  __syncthreads();
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i)
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j)
 #pragma unroll
       for (int below = 0; below < 2; ++below)
-        pair(part.row + 16 * i + 8 * below, part.column + 8 * j, sums[i][j][2 * below],
-             sums[i][j][2 * below + 1]);
+        *(float2*)(tile + place_of(part.row + 16 * i + 8 * below, part.column + 8 * j)) =
+            make_float2(sums[i][j][2 * below], sums[i][j][2 * below + 1]);
+  __syncthreads();
+  constexpr int ACROSS = COLUMNS / 4, DOWN = THREADS / ACROSS;  // threads along a row, and rows at once
+  const int first = (int)threadIdx.x / ACROSS, column = (int)threadIdx.x % ACROSS * 4;
+  const int end = (int)min(rows, (i64)ROWS), count = (int)min(columns - column, (i64)4);
+  if (kind != F64 && pitch % 4 == 0 && ((size_t)out & (kind == F32 ? 15 : 7)) == 0) {
+    if (count <= 0) return;
+    constexpr int BATCH = 4;  // rows whose loads, if any, are issued before the first store
+#pragma unroll 1
+    for (int row = first; row < end; row += BATCH * DOWN) {
+      float4 before[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+        if (add && row + i * DOWN < end)
+          before[i] = load_four(out, at + (row + i * DOWN) * pitch + column, kind);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (row + i * DOWN >= end) continue;
+        float4 v = *(const float4*)(tile + place_of(row + i * DOWN, column));
+        const float4 b = before[i];
+        if (add) v = make_float4(v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w);
+        store_four(out, at + (row + i * DOWN) * pitch + column, kind, v);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = first; row < end; row += DOWN)
+#pragma unroll 1
+    for (int k = 0; k < count; ++k) {
+      const i64 i = at + row * pitch + column + k;
+      const float x = tile[place_of(row, column) + k];
+      store(out, i, kind, add ? x + load_wide(out, i, kind) : x);
+    }
 }

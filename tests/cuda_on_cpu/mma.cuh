@@ -3,11 +3,13 @@
 #pragma once
 #include "fp8.cuh"
 
-inline void copy_async_part(At to, const void* from, u32 bytes, CALLER) {
-  if ((to | (u64)from) & 15 || bytes > 16)
-    give_up_at("copies from or to an address that is no multiple of 16 bytes", line);
-  if (bytes < 16) copy_async({(u8*)to + bytes, nullptr, 16 - bytes, false});
-  if (bytes) copy_async({(void*)to, from, bytes, true});
+inline void copy_async_or_zero(At to, const void* from, bool copied, CALLER) {
+  if ((to | (u64)from) & 15) give_up_at("copies from or to an address that is no multiple of 16 bytes", line);
+  copy_async({(void*)to, copied ? from : nullptr, 16, copied});
+}
+template <int KEPT>
+float of_lane_at(float v, u32 place, CALLER) {
+  return of_lane(v, (threadIdx.x & KEPT) | (place & ~KEPT), line);
 }
 inline void store_words_at(At at, uint4 v) { *(uint4*)at = v; }
 
