@@ -182,7 +182,7 @@ def permute_gemm(
     num_sms: int | None,
     out: Permuted,
 ) -> None:
-    source, column = sources(plan)
+    source, column = sources(plan, columns=probs is not None)
     if probs is not None:
         gather_probs(probs, source, column, True, out.probs)
     product = product_of_grouped_gemm(x, w, plan.expert_offsets, False, out.data)

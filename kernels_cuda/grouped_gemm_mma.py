@@ -36,8 +36,7 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 def tile_columns(product: Product, architecture: str) -> int:
     """Columns of an output tile."""
-    two_blocks = product.verb == "grouped_gemm_wgrad" and architecture == "sm_90a"
-    return 128 if product.quantized or two_blocks or _has_little_shared_memory(architecture) else 256
+    return 128 if product.quantized or _has_little_shared_memory(architecture) else 256
 
 
 def configuration(product: Product, architecture: str) -> Configuration:

@@ -23,7 +23,7 @@
 #ifdef KIND  // BF16 or F16
 #define OPERAND_BYTES 2
 #define WARP_COLUMNS 64
-#if !defined COLUMNS && (LITTLE_SHARED || defined TWO_BLOCKS && __CUDA_ARCH__ == 900)
+#if !defined COLUMNS && LITTLE_SHARED
 #define COLUMNS 128
 #elif !defined COLUMNS
 #define COLUMNS 256

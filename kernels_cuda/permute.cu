@@ -170,8 +170,8 @@ extern "C" __global__ void zero_unweighted_rows(const int* row_id_map, const int
   }
 }
 
-// Converts a row map to sources: for every destination row its token and the column of its probability, -1 if
-// there is none. One thread per entry.
+// Converts a row map to sources: for every destination row its token and, if `column` is not null, the column
+// of its probability, -1 if there is none. One thread per entry.
 extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, const int* pad_offsets,
                                        i64 tokens, i64 width, i64 columns, i64 experts, i64 rows, int* source,
                                        int* column) {
@@ -184,7 +184,7 @@ extern "C" __global__ void row_sources(const int* row_id_map, const int* slots, 
   const i64 row = row_of(entries_of_token, pad_offsets, width, place, experts, rows);
   if (row < 0) return;
   source[row] = (int)token;
-  column[row] = column_of(entries_of_token, slots, token, width, place, columns);
+  if (column) column[row] = column_of(entries_of_token, slots, token, width, place, columns);
 }
 
 // out[row] = x[source[row]], `width` bytes each; with `fill`, zeros where source is -1. One thread block per

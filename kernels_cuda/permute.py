@@ -391,10 +391,11 @@ def _move(
     )
 
 
-def sources(plan: PermutationPlan) -> tuple[Any, Any]:
-    """int32 [num_out_tokens] each: every row's token and the column of its probability; -1 for none."""
+def sources(plan: PermutationPlan, *, columns: bool = True) -> tuple[Any, Any]:
+    """int32 [num_out_tokens] each: every row's token, -1 for none, and, unless ``columns`` is False, the
+    column of its probability."""
     source = scratch((plan.num_out_tokens,), np.int32)
-    column = scratch((plan.num_out_tokens,), np.int32)
+    column = scratch((plan.num_out_tokens,), np.int32) if columns else None
     fill_bytes(source, 0xFF)
     width, parts = plan.max_experts_per_token, plan_parts(plan)
     launch(

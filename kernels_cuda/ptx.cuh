@@ -244,11 +244,6 @@ __device__ __forceinline__ void store_kept(float* p, float v, bool last) {
   KEPT(last, "st.global.L2::cache_hint.f32 [%0], %1", ::"l"(p), "f"(v) : "memory");
 }
 
-// Reads a cache line from memory into L2.
-__device__ __forceinline__ void prefetch_line(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-
 // Load of 16 bytes that are not read again.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
   uint4 v;

@@ -11,18 +11,6 @@
 #include "swiglu.cuh"
 #include "transpose_tile.cuh"
 
-#ifndef RESIDENT_BACKWARD
-#define RESIDENT_BACKWARD 3
-#endif
-#ifndef RESIDENT_FORWARD
-#define RESIDENT_FORWARD 5
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0  // steps whose values are prefetched to L2 before they are loaded
-#endif
-#ifndef AHEAD
-#define AHEAD 0  // 1: a step's loads are issued before the previous one's values are encoded
-#endif
 #define BLOCK_THREADS 256
 #define STEPS 4  // a warp computes sixteen rows in steps of four, eight lanes per row
 #define ALL_LANES 0xffffffffu
@@ -76,25 +64,6 @@ struct Written {
   }
   __device__ __forceinline__ float* scale(u32 tile_row, u32 block) const {
     return scales + (u64)block * (rows / TILE) + tile_row;
-  }
-};
-
-// Prefetches to L2, one cache line per lane: lanes 2 i and 2 i + 1 of eight the two lines of the i-th array's
-// row, whose first address is `row`.
-struct Lines {
-  const u8* line;
-  u32 pitch;
-  bool any;
-  __device__ __forceinline__ Lines(u32 j, const u8* first, const u8* second, const u8* third, u32 pitch,
-                                   u32 third_pitch)
-      : line(kept((j < 2   ? first
-                   : j < 4 ? second
-                           : third) -
-                  j * BYTES + j % 2 * 128)),
-        pitch(j < 4 ? pitch : third_pitch),
-        any(PREFETCH && KIND != F32 && j < (third ? 6 : 4) && (HALVES == 2 || j / 2 != 1)) {}
-  __device__ __forceinline__ void prefetch(u32 step) const {
-    if (any && step < STEPS) prefetch_line(line + (u64)step * pitch);
   }
 };
 
@@ -273,7 +242,7 @@ __device__ __forceinline__ void write_tiles(const Made* made, const Share& own, 
 // Traffic: h is read once, both codes are written once.
 // Launch: one thread block of 256 per tile, in row-major order of tiles.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32             ? 3
-                                                            : BARE && ACT == SWIGLU ? RESIDENT_FORWARD
+                                                            : BARE && ACT == SWIGLU ? 5
                                                                                     : 4)
     swiglu_quantize_transpose(const void* h, const void* probs, i64 probs_kind, const int* offsets,
                               i64 experts, float clamp, float alpha, float offset, i64 rows, i64 width,
@@ -289,26 +258,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
   const u8* a_at = own.values_of(h, pitch);
   const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
   float own_scale = 0.f;
-  Eight<KIND> a[2], b[2];
-  auto load_step = [&](u32 step) {
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
-      if (HALVES == 2) b[u] = load_eight<KIND>(a_at + (u64)step * pitch + pitch / 2, 8 * u);
-    }
-  };
-  if (AHEAD) load_step(0);  // while the offset is read
-  const Lines lines(own.j, a_at, a_at + pitch / 2, 0, pitch, 0);
-#pragma unroll
-  for (u32 step = AHEAD; step < PREFETCH; ++step) lines.prefetch(step);
   if (offsets && first >= offsets[experts]) {
     write_no_rows<1>(own, to);
     return;
   }
 #pragma unroll 1
   for (u32 step = 0; step < STEPS; ++step) {
-    if (!AHEAD) load_step(step);
-    if (PREFETCH && PREFETCH < STEPS) lines.prefetch(step + PREFETCH);
+    Eight<KIND> a[2], b[2];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
+      if (HALVES == 2) b[u] = load_eight<KIND>(a_at + (u64)step * pitch + pitch / 2, 8 * u);
+    }
     const float prob = prob_of_step(probs_of_lanes, step);
     const bool far = far_anywhere(a);
     float y[1][16];
@@ -321,7 +282,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[0][8 * u + i] = g.a[i] * g.s[i] * g.b[i];
     }
-    if (AHEAD && step + 1 < STEPS) load_step(step + 1);
     const float scale = make_blocks<1>(y, prob, own.j, codes_at ^ step * (TILE + 16));
     if (own.j % STEPS == step) own_scale = scale;
   }
@@ -335,14 +295,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 // The same for dh [rows, HALVES width], one tile of each half per thread block; partial [width / 128, rows]
 // float64: each tile's contribution to dprobs, or null.
 // Traffic: grad and h are read once, both codes are written once, plus 8 bytes per row and tile.
-// Design: 139,264 x 768 takes 314 us; the row-wise kernel followed by the transpose takes 358. 67,584 x 1536:
-//   306 and 318 (forward: 178 and 190, 175 and 184). Prefetching the next step, with fewer resident thread
-//   blocks: 348 and 342 us. With four resident thread blocks the backward takes 303 us, and other variants
-//   spill.
+// Design: within a training step the clock is a quarter lower, and these kernels are limited by instructions:
+//   35 per value of grad (forward: 22), of which 21 compute and encode it; 50 (31) before steps shared
+//   addresses and probabilities and factors were ratios of scales. 139,264 x 768 right after GEMMs: 344 to
+//   305 us, forward 181 to 176; with three resident thread blocks per SM instead of four 312. Alone: 317 to
+//   303 and 177 to 174. The row-wise kernel followed by the transpose took 358 where this one took 314.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
-//   35 instructions per value of grad (forward: 22), of which 21 compute and encode it; 50 (31) before steps
-//   shared addresses and probabilities and factors were ratios of scales.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : RESIDENT_BACKWARD)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32                             ? 2
+                                                            : KIND == BF16 && BARE && ACT == SWIGLU ? 4
+                                                                                                    : 3)
     swiglu_quantize_backward_transpose(const void* grad, const void* h, const void* probs, i64 probs_kind,
                                        const int* offsets, i64 experts, float clamp, float alpha,
                                        float offset, i64 rows, i64 width, u8* row_codes, float* row_scales,
@@ -360,19 +321,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : RE
   const At codes_at = kept(at_of(made[0].codes) + own.codes_at());
   float own_scale = 0.f;
   double own_sum = 0.0;
-  Eight<KIND> a[2], b[2], up[2];
-  auto load_step = [&](u32 step) {
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
-      if (HALVES == 2) b[u] = load_eight<KIND>(b_at + (u64)step * pitch, 8 * u);
-      up[u] = load_eight<KIND>(up_at + (u64)step * up_pitch, 8 * u);
-    }
-  };
-  if (AHEAD) load_step(0);  // while the offset is read
-  const Lines lines(own.j, a_at, b_at, up_at, pitch, up_pitch);
-#pragma unroll
-  for (u32 step = AHEAD; step < PREFETCH; ++step) lines.prefetch(step);
   if (offsets && first >= offsets[experts]) {
     write_no_rows<HALVES>(own, to);
     if (partial && threadIdx.x < TILE) partial[own.column * rows + first + threadIdx.x] = 0.0;
@@ -380,8 +328,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : RE
   }
 #pragma unroll 1
   for (u32 step = 0; step < STEPS; ++step) {
-    if (!AHEAD) load_step(step);
-    if (PREFETCH && PREFETCH < STEPS) lines.prefetch(step + PREFETCH);
+    Eight<KIND> a[2], b[2], up[2];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      a[u] = load_eight<KIND>(a_at + (u64)step * pitch, 8 * u);
+      if (HALVES == 2) b[u] = load_eight<KIND>(b_at + (u64)step * pitch, 8 * u);
+      up[u] = load_eight<KIND>(up_at + (u64)step * up_pitch, 8 * u);
+    }
     const float prob = prob_of_step(probs_of_lanes, step);
     const bool far = far_anywhere(a);
     float d[2][16], parts[2];  // da, db
@@ -389,7 +342,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32 ? 2 : RE
     for (int u = 0; u < 2; ++u)
       parts[u] =
           eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far);
-    if (AHEAD && step + 1 < STEPS) load_step(step + 1);
     const float scale = make_blocks<HALVES>(d, prob, own.j, codes_at ^ step * (TILE + 16));
     if (own.j % STEPS == step) own_scale = scale;
     double sum = (double)parts[0] + (double)parts[1];

@@ -25,7 +25,7 @@ def scaling_aware_transpose(q: QuantTensor, expert_offsets: Any, *, target: str,
 
 
 def permute_transpose(q: QuantTensor, plan: PermutationPlan, *, target: str, out: QuantTensor) -> None:
-    source, _ = sources(plan)
+    source, _ = sources(plan, columns=False)
     _transpose(q, plan.num_out_tokens, source, plan.expert_offsets, target, out)
 
 
