@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp8moe
-from fp8moe.benchmarks.harness import Case, close, host, tall
+from fp8moe.benchmarks.harness import Case, close, host, routing, tall
 from fp8moe.formats import BFLOAT16
 
 # (columns, contraction) of the forward product: experts of DeepSeek-V3 and Qwen3
@@ -21,6 +21,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [
             forward(512, 256, 256, 4),
+            *gathered(256, 256, 256, 4, 2),
             *(wgrad(512, 256, 128, 4, t) for t in ("column", "block")),
             *(forward_bf16(512, 256, 128, 4, dgrad=dgrad) for dgrad in (False, True)),
             wgrad_bf16(512, 256, 128, 4),
@@ -28,6 +29,8 @@ def cases(quick: bool) -> list[Case]:
     return [
         *(forward(32_768, *shape, 8) for shape in FORWARD),
         forward(32_768, 7168, 2048, 256),
+        *gathered(16_384, 1536, 2048, 128, 8),
+        *gathered(8192, 3072, 4096, 32, 8),
         *(wgrad(32_768, *shape, 8, target) for target in ("column", "block") for shape in WGRAD),
         wgrad(32_768, *WGRAD[0], 8, "column", accumulate=True),
         wgrad(32_768, *WGRAD[0], 8, "block", accumulate=True),
@@ -60,6 +63,42 @@ def forward(rows: int, n: int, k: int, groups: int) -> Case:
         flops=2 * rows * n * k,
         prepare=prepare,
     )
+
+
+def gathered(tokens: int, n: int, k: int, experts: int, topk: int) -> list[Case]:
+    """The first product of a layer from rows that are not permuted: gathered by the product, or permuted
+    before it."""
+    x = fp8moe.quantize(tall(min(tokens, DISTINCT_ROWS), k))
+    w = fp8moe.quantize(tall(n, k, 1), block=(128, 128))
+    ids = routing(tokens, experts, topk)
+    token = int(np.argmax((ids == 0).any(axis=1))) % len(x.data)  # of the first row of expert 0
+    first = fp8moe.dequantize(x)[token].astype(np.float64) @ fp8moe.dequantize(w).astype(np.float64).T
+
+    def prepare(xd: Any, xs: Any, wd: Any, ws: Any, ids: Any) -> tuple[Any, ...]:
+        codes, scales = (np.concatenate([a] * (tokens // len(a))) for a in (xd, xs))
+        wd, ws = (a[None].repeat(experts, 0) for a in (wd, ws))
+        w = fp8moe.QuantTensor(wd, ws, block=(128, 128))
+        return fp8moe.QuantTensor(codes, scales), w, fp8moe.plan_topk(ids, experts, align_size=128)
+
+    def in_two_steps(x: Any, w: Any, plan: Any) -> Any:
+        rows = fp8moe.permute(x, plan).data
+        return fp8moe.grouped_gemm(rows, w, plan.expert_offsets, plan.tokens_per_expert)
+
+    return [
+        Case(
+            name,
+            f"{tokens} tokens, {n} x {k}, {experts} experts top-{topk}",
+            (x.data, x.scales, w.data, w.scales, ids),
+            run,
+            lambda y, *_: close(host(y[:1])[0], first, 2.0**-8),  # bfloat16 has 8 bits
+            flops=2 * tokens * topk * n * k,
+            prepare=prepare,
+        )
+        for name, run in (
+            ("permute_gemm fp8", lambda *a: fp8moe.permute_gemm(*a).data),
+            ("permute, grouped_gemm fp8", in_two_steps),
+        )
+    ]
 
 
 def wgrad(rows: int, n: int, k: int, groups: int, target: str, accumulate: bool = False) -> Case:

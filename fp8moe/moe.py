@@ -54,7 +54,6 @@ from fp8moe.quantize import columns_of, dequantize, quantize, quantize_parts, ti
 from fp8moe.record_trees import nbytes
 from fp8moe.records import ArrayLike, MoEGrads, PermutationPlan, Quantized, QuantTensor, Record
 from fp8moe.swiglu import swiglu, swiglu_backward, swiglu_quantize, swiglu_quantize_backward
-from fp8moe.transpose import scaling_aware_transpose
 
 Recipe = Literal["bf16", "fp8_blockwise", "fp8_flow"]
 RECIPES = get_args(Recipe)
@@ -70,11 +69,11 @@ GRADIENTS = ("dx", "dprobs", "dw13", "dw2")
 class Saved(Record):
     """The tensors that `moe_forward` saves for `moe_backward`.
 
-    x: the input of fc1. fp8_flow: FP8, before the permutation (k times smaller), or permuted with recompute;
-    fp8_blockwise: FP8, permuted; bf16: bfloat16, permuted. h, a: fc1's output and the activation's output;
-    None with recompute, which computes them again. fp8_flow: a is column-wise, [F, P] in (128, 128) blocks.
-    w13, w2: the weights, as given or quantised. Quantised weights are saved without row-wise codes that only
-    the forward uses (always w2's; w13's unless recompute). ``nbytes`` does not include the weights.
+    x: the input of fc1. fp8_flow: FP8, before the permutation (k times smaller); fp8_blockwise: FP8,
+    permuted; bf16: bfloat16, permuted. h, a: fc1's output and the activation's output; None with recompute,
+    which computes them again. fp8_flow: a is column-wise, [F, P] in (128, 128) blocks. w13, w2: the weights,
+    as given or quantised. Quantised weights are saved without row-wise codes that only the forward uses
+    (always w2's; w13's unless recompute). ``nbytes`` does not include the weights.
     overwritten: how often the codes of w13 and of w2 had been overwritten (`quantize_weights` with ``out=``)
     when the forward read them; None for weights that the forward quantised. backend: the GEMM backend of
     forward and backward; None: the fastest. num_sms: maximum number of multiprocessors of these GEMMs; None:
@@ -124,10 +123,10 @@ class SavedForWeights(Record):
     """The operands of the weight gradients, which `moe_backward_input` saves for `moe_backward_weight`.
 
     Size in bytes without scales, for P permuted rows, T tokens, and F padded as in the weights: "fp8_flow" T
-    H (dy) + P F (a) + T H, or P H with recompute, (x) + 2 P F (dh); "fp8_blockwise" P H + P F + P H + 2 P F;
-    "bf16" twice that of "fp8_blockwise". x, and a without recompute, share the forward's memory, and dy may
-    share the caller's: this memory must not be modified before the weight gradients have been computed. The
-    weights and h are not included, so the forward's `Saved` may be deleted.
+    H (dy) + P F (a) + T H (x) + 2 P F (dh); "fp8_blockwise" P H + P F + P H + 2 P F; "bf16" twice that of
+    "fp8_blockwise". x, and a without recompute, share the forward's memory, and dy may share the caller's:
+    this memory must not be modified before the weight gradients have been computed. The weights and h are not
+    included, so the forward's `Saved` may be deleted.
 
     dy, a: operands of w2's gradient; None if it is not requested. dy: fp8_flow: FP8, before the permutation;
     the others: permuted. a: fp8_flow: column-wise; the others: row-wise. dh, x: operands of w13's gradient;
@@ -291,8 +290,8 @@ def moe_forward(
     recipe : "fp8_flow", "fp8_blockwise" or "bf16"
         The precision.
     recompute : None or "moe_expert"
-        "moe_expert": save only the input of fc1; the backward recomputes fc1 and the activation, but not
-        dispatch and permute.
+        "moe_expert": save only the input of fc1, for "fp8_flow" before its permutation; the backward
+        recomputes fc1 and the activation, but not dispatch.
     activation : Activation
         The activation between the two GEMMs.
     comm : Comm or None
@@ -1237,22 +1236,15 @@ def _check_rows_and_weights(recipe: str, activation: Activation, a: Any) -> int:
 
 
 def _forward_fp8_flow(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
-    rows = plan.expert_offsets, int32_counts(plan)
-    # x is FP8 already: cast 1
-    if recompute:
-        permuted = permute(x, plan, probs)
-        x, h = permuted.data, grouped_gemm(permuted.data, w13.rowwise, *rows)
-    else:
-        permuted = permute_gemm(x, w13.rowwise, plan, probs)
-        h = permuted.data
-    saved = {"probs": permuted.probs, "x": x}
-    del permuted
+    first = permute_gemm(x, w13.rowwise, plan, probs)  # x is FP8 already: cast 1
+    h, saved = first.data, {"probs": first.probs, "x": x}
+    del first
     transposed = "dw2" in gradients and not recompute
     a = _activate(h, saved["probs"], plan, activation, transposed)
     rowwise, columnwise = (a.rowwise, a.columnwise) if transposed else (a, None)
     saved |= {"h": _kept_h(h, recompute, gradients), "a": columnwise}
     del h, a
-    rows_of_y = grouped_gemm(rowwise, w2.rowwise, *rows)
+    rows_of_y = grouped_gemm(rowwise, w2.rowwise, plan.expert_offsets, int32_counts(plan))
     del rowwise
     return unpermute(rows_of_y, plan), saved
 
@@ -1263,10 +1255,9 @@ def _kept_h(h: Any, recompute: bool, gradients: Collection[str]) -> Any:
 
 def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-def]
     plan, offsets = saved.plan, saved.plan.expert_offsets
-    rows = offsets, int32_counts(plan)
     h, a, dh, dx, dprobs = saved.h, saved.a, None, None, None
     if saved.recompute:
-        h = grouped_gemm(saved.x, saved.w13.rowwise, *rows)
+        h = permute_gemm(saved.x, saved.w13.rowwise, plan).data
         if "dw2" in gradients:
             a = _activate(h, saved.probs, plan, saved.activation, transposed=True).columnwise
     if _of_h(gradients):
@@ -1286,7 +1277,7 @@ def _backward_input_fp8_flow(saved, dy, gradients):  # type: ignore[no-untyped-d
         rowwise, dh = (grad.dh.rowwise, grad.dh.columnwise) if transposed else (grad.dh, None)
         del da, grad
     if _of_inputs(gradients):
-        dxe = grouped_gemm(rowwise, saved.w13.columnwise, *rows)
+        dxe = grouped_gemm(rowwise, saved.w13.columnwise, offsets, int32_counts(plan))
         del rowwise
         dx, dprobs = permute_backward(dxe, plan, dprobs_of_rows)
     # dy before the permutation: transposing its permuted rows would read k times as many (571 us, not 360;
@@ -1304,7 +1295,7 @@ def _backward_weight_fp8_flow(operands, dw13, dw2, dtype, ffn):  # type: ignore[
         del transposed
     if dh is None:
         return None, dw2
-    transposed = _transpose(x, plan) if operands.recompute else permute_transpose(x, plan, target=_TARGET)
+    transposed = permute_transpose(x, plan, target=_TARGET)
     parts = _parts_of_dh(dh, dw13, ffn)
     sums = [grouped_gemm_wgrad(half, transposed, offsets, out, dtype=dtype) for half, out in parts]
     return tuple(sums) if isinstance(dw13, tuple) else sums[0], dw2
@@ -1327,10 +1318,6 @@ def _activate(h, probs, plan, activation, transposed):  # type: ignore[no-untype
 # One scale per tile, as in the paper's transpose. One scale per column would keep the last bits of values of
 # at most 2^-15 of their tile's maximum, but make the weight gradients 20 % slower.
 _TARGET = "block"
-
-
-def _transpose(q: Any, plan: PermutationPlan) -> QuantTensor:
-    return scaling_aware_transpose(q, plan.expert_offsets, target=_TARGET, align_size=plan.align_size)
 
 
 def _forward_fp8_blockwise(x, w13, w2, plan, probs, activation, recompute, gradients):  # type: ignore[no-untyped-def]
