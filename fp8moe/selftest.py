@@ -329,6 +329,13 @@ class CudaCheck:
                     rows = slice(offsets[e], offsets[e + 1])
                     wanted[rows] = wide_a[rows] @ wide_w[e].T
                 self._multiply(fp8moe.grouped_gemm, (a, w, offsets), wanted, architecture)
+            ids = rng.integers(-1, EXPERTS, (PRODUCT_ROWS, 2)).astype(np.int32)
+            plan = fp8moe.plan_topk(ids, EXPERTS, align_size=128, num_out_tokens="exact")
+            rows_of_experts = np.split(fp8moe.permute(_wide(codes), plan).data, plan.expert_offsets[1:-1])
+            wanted = np.concatenate(
+                [rows @ of_expert.T for rows, of_expert in zip(rows_of_experts, _wide(weights), strict=True)]
+            )
+            self._multiply(permute_gemm, (codes, weights, plan), wanted, architecture)
             for (d, a), starts in ((columns, offsets), (blocks, multiples), ((dy, x), offsets)):
                 wide_d, wide_a = _wide(d, starts), _wide(a, starts)
                 parts = [slice(starts[e], starts[e + 1]) for e in range(EXPERTS)]
@@ -342,7 +349,8 @@ class CudaCheck:
         arrays = [map_arrays(lambda _, a: self.cupy.asarray(a), operand) for operand in operands]
         kind = operands[0].fmt if isinstance(operands[0], QuantTensor) else operands[0].dtype.name
         shape = EXPERTS, PRODUCT_ROWS, 2 * FFN, HIDDEN
-        product = kernels.Product(function.__name__, (kind, kind), "bfloat16", *shape)
+        verb = "grouped_gemm_wgrad" if function is fp8moe.grouped_gemm_wgrad else "grouped_gemm"
+        product = kernels.Product(verb, (kind, kind), "bfloat16", *shape)
         for backend in kernels.backends(product, architecture):
             for num_sms in (None, 2) if backend == "wgmma" else (None,):
                 got = function(*arrays, backend=backend, num_sms=num_sms)
@@ -368,6 +376,10 @@ class CudaCheck:
                 _equal(a, b, f"array {n}")
             else:
                 _near(a.astype(np.float64), b.astype(np.float64), bound, f"array {n}")
+
+
+def permute_gemm(*operands: Any, **options: Any) -> Any:
+    return fp8moe.permute_gemm(*operands, **options).data
 
 
 def _wide(x: Any, offsets: Any = None) -> Any:
