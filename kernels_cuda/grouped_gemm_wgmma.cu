@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(GATHER ? 512 : 384, 1) __cluster_di
     grouped_gemm_tiles(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
                        const float* x_scales, i64 row_stride, i64 column_stride, const float* w_scales,
                        const int* offsets, i64 experts, i64 rows, i64 width, i64 depth, u16* out,
-                       const int* real, int* counter, const u8* codes, i64 tokens, const int* sources) {
+                       const int* real, const u8* codes, i64 tokens, const int* sources, int* counter) {
   pdl_wait();
   DYNAMIC_SHARED_TILES(memory);
   const u32 t = threadIdx.x, lane = t % 32;

@@ -102,7 +102,6 @@ def grouped_gemm(
         x.shape[1],
         out,
         tokens_per_expert,
-        zeroed_counter(),
         *((None, 0, None) if sources is None else (x.data, x.shape[0], sources)),
     )
 
@@ -133,7 +132,6 @@ def grouped_gemm_wgrad(
         accumulate,
         KINDS[out.dtype],
         out,
-        zeroed_counter(),
     )
 
 
@@ -158,6 +156,7 @@ def _launch_tiles(
         a.data,
         b.data,
         *arguments,
+        zeroed_counter(),
         shared=configuration.shared,
         defines=(f"A_FMT={FORMATS[a.fmt]}", f"B_FMT={FORMATS[b.fmt]}", *variant),
         boxes=BOXES,

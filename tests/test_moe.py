@@ -230,9 +230,8 @@ def test_memory_between_the_halves_of_the_backward(recipe, recompute):
     _, saved = fp8moe.moe_forward(**inputs, recipe=recipe, recompute=recompute)
     _, operands = fp8moe.moe_backward_input(saved, dy)
     rows = saved.plan.num_out_tokens
-    x_rows = rows if recompute or recipe != "fp8_flow" else tokens
-    dy_rows = tokens if recipe == "fp8_flow" else rows
-    wanted = dy_rows * hidden + rows * ffn + x_rows * hidden + 2 * rows * ffn
+    rows_of_x_and_dy = tokens if recipe == "fp8_flow" else rows
+    wanted = 2 * rows_of_x_and_dy * hidden + rows * ffn + 2 * rows * ffn
     wanted *= 2 if recipe == "bf16" else 1
     arrays = operands.dy, operands.a, operands.dh, operands.x
     codes, scales = arrays, 0

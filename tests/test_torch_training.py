@@ -240,7 +240,7 @@ def test_a_forward_without_gradients_leaves_its_result_alone(recipe, recompute, 
     # Python objects took 6 kB; the smallest tensor that a layer could keep, the FP8 rows of x, has 256 KiB
     assert max(inference) <= nbytes + 2**16
     if recipe != "bf16" or device == "cuda":  # torch's own memory on the CPU is not measured
-        assert training > 3 * nbytes
+        assert training > 2 * nbytes
 
 
 def memory(device):
@@ -326,7 +326,7 @@ def test_bf16_with_recompute_keeps_neither_product_nor_activation(device):
 
 
 def products(traced):
-    return sum(n for name, n in traced.launches.items() if name.startswith("grouped_gemm"))
+    return sum(n for name, n in traced.launches.items() if "gemm" in name)
 
 
 @pytest.mark.parametrize("recompute", [None, "moe_expert"])
