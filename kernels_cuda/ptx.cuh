@@ -19,8 +19,9 @@ __device__ __forceinline__ At kept(At at) {
   return same;
 }
 
-__device__ __forceinline__ const u8* kept(const u8* p) {
-  const u8* same;
+template <class T>
+__device__ __forceinline__ T* kept(T* p) {
+  T* same;
   asm volatile("mov.u64 %0, %1;" : "=l"(same) : "l"(p));
   return same;
 }

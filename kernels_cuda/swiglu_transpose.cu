@@ -18,15 +18,14 @@
 // Values up to this, half of the smallest subnormal, are encoded as zero.
 #define ENCODED_AS_ZERO (FMT == 0 ? 0x1p-10f : 0x1p-17f)
 
-// A tile of row-wise codes in the layout of transpose_tile.cuh's Lane, which addresses rows by exclusive or.
-struct __align__(1024) Made {
-  u8 codes[TILE * TILE];
-  float scales[TILE];  // by exponent_at; 0 for a row whose codes are all zeros
+// A tile of row-wise codes.
+struct Made : Scaled {
+  float scales[TILE];  // 0 for a row whose codes are all zeros
 };
 
 // A thread block's tile (backward: the same tile of each half), and a lane's part of it: rows `row` to `row`
 // + 3 of the matrix, which are rows `inside` to `inside` + 3 of the tile, one in each step, and vectors j and
-// j + 8 of the tile's sixteen. The rows of a half-warp are four apart, so that their codes are in different
+// j + 8 of the tile's sixteen. The two rows of a half-warp are 32 apart, so that their codes are in different
 // banks. What the steps need is kept in registers: the compiler would recompute it in each of them (102
 // instructions beside those of the values became 64).
 struct Share {
@@ -36,13 +35,10 @@ struct Share {
         tile_row(blockIdx.x / across),
         column(blockIdx.x - tile_row * across),
         j((u32)kept(threadIdx.x % 8)),
-        inside(threadIdx.x / 8 * STEPS),
+        inside(threadIdx.x / 8 % 2 * 32 + threadIdx.x / 16 % 8 * STEPS + threadIdx.x / 128 * 64),
         row(tile_row * TILE + inside) {}
-  // Offset of the codes of vector j in `Made`; that of the next rows differs by step * (TILE + 16), that of
-  // vector j + 8 by 64, in exclusive or.
-  __device__ __forceinline__ u32 codes_at() const {
-    return inside * TILE + (j / 2 ^ inside % 8) * 16 + j % 2 * 8;
-  }
+  // Offset of the codes of vector j in `Made`; the next row's are TILE bytes behind them, vector j + 8 is 64.
+  __device__ __forceinline__ u32 codes_at() const { return place_of_row(inside) + j * 8; }
   // Address of vector j of the tile in the lane's first row. pitch: bytes per row.
   __device__ __forceinline__ const u8* values_of(const void* x, u32 pitch) const {
     return kept((const u8*)x + (u64)row * pitch + (column * 16 + j) * BYTES);
@@ -141,10 +137,10 @@ __device__ __forceinline__ float make_blocks(float (*x)[16], float by, u32 j, At
   }
   of_blocks(both, factors);
   store_words_at<0>(to, encode_eight(x[0], factors[0], FMT));
-  store_words_at<0>(to ^ 64, encode_eight(x[0] + 8, factors[0], FMT));
+  store_words_at<64>(to, encode_eight(x[0] + 8, factors[0], FMT));
   if (BLOCKS == 2) {
     store_words_at<sizeof(Made)>(to, encode_eight(x[1], factors[1], FMT));
-    store_words_at<sizeof(Made)>(to ^ 64, encode_eight(x[1] + 8, factors[1], FMT));
+    store_words_at<sizeof(Made) + 64>(to, encode_eight(x[1] + 8, factors[1], FMT));
   }
   return largest <= ENCODED_AS_ZERO ? -scale : scale;
 }
@@ -155,7 +151,7 @@ __device__ __forceinline__ void store_scales(float scale, const Share& own, cons
   if (own.j >= STEPS * BLOCKS) return;
   const u32 block = own.j / STEPS, step = own.j % STEPS;
   *to.row_scale(own.row + step, own.column + block * own.across) = fabsf(scale);
-  made[block].scales[exponent_at(own.inside + step)] = fmaxf(scale, 0.f);
+  made[block].scales[own.inside + step] = fmaxf(scale, 0.f);
 }
 
 // Zeros for a tile of rows past the last offset, which no expert owns.
@@ -177,12 +173,15 @@ __device__ __forceinline__ void write_no_rows(const Share& own, const Written& t
 // longer.
 __device__ __forceinline__ void write_rows(const Made& made, const Share& own, u32 block, const Written& to) {
   const u32 r = threadIdx.x / 8, piece = threadIdx.x % 8;
-  const u8* from = made.codes + r * TILE + (piece ^ r % 8) * 16;
+  const u8* from = made.codes + place_of_row(r) + piece * 16;
   u8* out = to.row(own.tile_row * TILE + r, block) + piece * 16;
 #pragma unroll
   for (u32 i = 0; i < TILE; i += BLOCK_THREADS / 8)
-    __stcs((uint4*)(out + (u64)i * (to.blocks * TILE)), *(const uint4*)(from + i * TILE));
+    __stcs((uint4*)(out + (u64)i * (to.blocks * TILE)), *(const uint4*)(from + place_of_row(i)));
 }
+
+// Of a normal power of two; 0 has the next smaller one.
+__device__ __forceinline__ int exponent_of_power(float x) { return (int)(__float_as_uint(x) >> 23) - 127; }
 
 // The largest scale of a tile's rows with non-zero codes, or 1.
 __device__ __forceinline__ float largest_scale(const Made& made) {
@@ -191,47 +190,28 @@ __device__ __forceinline__ float largest_scale(const Made& made) {
   return top == 0 ? 1.f : __uint_as_float(top);
 }
 
-// Writes 16 columns of a tile transposed, called by one warp: each code times its row's scale over `scale`,
-// rounded again. out: the tile's first column.
-__device__ __forceinline__ void write_columns(const Made& made, float scale, u8* out, u32 rows) {
-  const Lane lane(threadIdx.x / 32);
-  const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(scale));
-  const u32 at = lane.at(lane.twist);
-  const float* scales = made.scales + lane.first_row;
-  u32 values[8][4];  // by steps, f16 pairs of adjacent columns
-#pragma unroll
-  for (u32 k = 0; k < 8; ++k) {
-    const uint2 codes = *(const uint2*)(made.codes + (at ^ k * (TILE + 16)));
-    decode4(codes.x, FMT, &values[k][0], &values[k][1]);
-    decode4(codes.y, FMT, &values[k][2], &values[k][3]);
-    // e5m2 values reach from 2^15 to 2^-16 and need two factors, which are down to 2^-40
-    const float ratio = scales[k] * inverse, high = FMT == 0 ? ratio : fmaxf(ratio, 0x1p-16f);
-    const u32 factor = to_f16x2(high, high);
-#pragma unroll
-    for (int p = 0; p < 4; ++p) values[k][p] = halves_times(values[k][p], factor);
-    if (FMT == 0) continue;
-    const float low = fminf(ratio * 0x1p16f, 1.f);
-    const u32 rest = to_f16x2(low, low);
-#pragma unroll
-    for (int p = 0; p < 4; ++p) values[k][p] = halves_times(values[k][p], rest);
-  }
-  write_lane(lane, values, TILE, true, out + (u64)lane.column * rows + lane.first_row, rows);
-}
-
 // Writes the codes of BLOCKS tiles row-wise and, unless no expert owns their rows, transposed; called by the
 // whole thread block.
 template <u32 BLOCKS>
-__device__ __forceinline__ void write_tiles(const Made* made, const Share& own, bool owned,
-                                            const Written& to) {
+__device__ __forceinline__ void write_tiles(Made* made, const Share& own, bool owned, const Written& to) {
 #pragma unroll
   for (u32 n = 0; n < BLOCKS; ++n) write_rows(made[n], own, own.column + n * own.across, to);
+  const u32 row = threadIdx.x % TILE;
 #pragma unroll
   for (u32 n = 0; n < BLOCKS; ++n) {
-    const u32 block = own.column + n * own.across;
     const float scale = largest_scale(made[n]);
-    if (threadIdx.x == 0) *to.scale(own.tile_row, block) = owned ? scale : 0.f;
-    if (owned)
-      write_columns(made[n], scale, to.codes + (u64)block * TILE * to.rows + own.tile_row * TILE, to.rows);
+    if (threadIdx.x == 0) *to.scale(own.tile_row, own.column + n * own.across) = owned ? scale : 0.f;
+    if (threadIdx.x / TILE == n)
+      made[n].set_factors(row, exponent_of_power(made[n].scales[row]), exponent_of_power(scale));
+  }
+  if (!owned) return;
+  __syncthreads();
+  const Lane lane(threadIdx.x / 32);
+#pragma unroll
+  for (u32 n = 0; n < BLOCKS; ++n) {
+    const u32 column = (own.column + n * own.across) * TILE + lane.column;
+    u8* const out = to.codes + (u64)column * to.rows + own.tile_row * TILE + lane.first_row;
+    write_columns(made[n], lane, 0, TILE, true, out, to.rows);
   }
 }
 
@@ -282,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[0][8 * u + i] = g.a[i] * g.s[i] * g.b[i];
     }
-    const float scale = make_blocks<1>(y, prob, own.j, codes_at ^ step * (TILE + 16));
+    const float scale = make_blocks<1>(y, prob, own.j, codes_at + step * TILE);
     if (own.j % STEPS == step) own_scale = scale;
   }
   store_scales<1>(own_scale, own, to, made);
@@ -296,10 +276,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
 // float64: each tile's contribution to dprobs, or null.
 // Traffic: grad and h are read once, both codes are written once, plus 8 bytes per row and tile.
 // Design: within a training step the clock is a quarter lower, and these kernels are limited by instructions:
-//   35 per value of grad (forward: 22), of which 21 compute and encode it; 50 (31) before steps shared
-//   addresses and probabilities and factors were ratios of scales. 139,264 x 768 right after GEMMs: 344 to
-//   305 us, forward 181 to 176; with three resident thread blocks per SM instead of four 312. Alone: 317 to
-//   303 and 177 to 174. The row-wise kernel followed by the transpose took 358 where this one took 314.
+//   34 per value of grad (forward: 21), of which 21 compute and encode it; 50 (31) before steps shared
+//   addresses and probabilities and factors were ratios of scales; 35 (22) before these were computed once
+//   per row of the tile. With 35 (22), 139,264 x 768 right after GEMMs: 344 to 305 us, forward 181 to 176;
+//   with three resident thread blocks per SM instead of four 312. Alone: 317 to 303 and 177 to 174. The
+//   row-wise kernel followed by the transpose took 358 where this one took 314.
 // Method: the same float32 steps as backward_rows in swiglu.cu; only the order of the sum for dprobs differs.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32                             ? 2
                                                             : KIND == BF16 && BARE && ACT == SWIGLU ? 4
@@ -342,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, KIND == F32         
     for (int u = 0; u < 2; ++u)
       parts[u] =
           eight_gradients<KIND, BY_PAIRS<KIND>>(a[u], b[u], up[u], act, d[0] + 8 * u, d[1] + 8 * u, far);
-    const float scale = make_blocks<HALVES>(d, prob, own.j, codes_at ^ step * (TILE + 16));
+    const float scale = make_blocks<HALVES>(d, prob, own.j, codes_at + step * TILE);
     if (own.j % STEPS == step) own_scale = scale;
     double sum = (double)parts[0] + (double)parts[1];
 #pragma unroll

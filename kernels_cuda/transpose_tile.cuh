@@ -22,10 +22,10 @@
 // scales lie within SPREAD powers of two; the rows' factors are then normal f16 numbers.
 #define EMAX (FMT == 0 ? 8 : 15)
 #define PARTS (MX ? 4 : 1)  // scale blocks of rows in a tile, and of columns in a row of it
-// Minimum resident thread blocks per SM: the largest number that needs no additional register limit.
-// Single-pass kernels and rows in L2 need many (permute_transpose to 128x128 blocks: 143 us with ten, 146
-// with eight, 156 with six).
-#define RESIDENT (TILE_TARGET && !MX ? FMT == 1 ? 4 : __CUDA_ARCH__ == 900 ? 9 : 8 : 5)
+// Minimum resident thread blocks per SM: the largest number that needs no additional register limit. With one
+// scale per tile it is what shared memory allows: rows in L2 need many (permute_transpose to 128x128 blocks:
+// 143 us with ten, 146 with eight, 156 with six).
+#define RESIDENT (TILE_TARGET && !MX ? __CUDA_ARCH__ >= 890 ? 12 : 9 : 5)
 #define RAISED (FMT == 0 ? 7 : 0)
 #define SPREAD (FMT == 0 ? 21 : 8)
 
@@ -68,21 +68,20 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
   return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
 }
 
+// A tile in shared memory: rows of 128 bytes, with 16 more bytes behind every eight rows.
+#define TILE_BYTES (TILE * TILE + TILE / 8 * 16)
+__device__ __forceinline__ u32 place_of_row(u32 row) { return row * TILE + row / 8 * 16; }
+
 // A lane's share of a piece (128 rows by 16 columns of a tile, processed by one warp): eight consecutive rows
-// of 8 columns; 16 lanes together hold all rows of a column.
-//
-// A tile is stored as rows of 128 bytes; 16-byte chunk c of row r is at position c ^ r % 8. In step k a lane
-// reads row k ^ twist of its eight, which limits bank conflicts within a half-warp to two-way.
+// of 8 columns; 16 lanes together hold all rows of a column. The additional bytes let a half-warp's reads of
+// a row differ in their banks, and a lane's rows are at constant distances: with an exclusive or of the row
+// instead, two lanes shared a bank and each row took an instruction for its address.
 struct Lane {
   u32 column, first_row;  // within the tile
-  u32 twist;
   __device__ __forceinline__ Lane(u32 piece)
-      : column(piece * 16 + threadIdx.x % 2 * 8),
-        first_row(threadIdx.x % 32 / 2 * 8),
-        twist(threadIdx.x / 2 % 4) {}
-  __device__ __forceinline__ u32 row(u32 step) const { return step ^ twist; }  // 0 to 7
-  __device__ __forceinline__ u32 at(u32 row) const {  // byte offset of its codes of that row
-    return (first_row * TILE + column) ^ row * (TILE + 16);
+      : column(piece * 16 + threadIdx.x % 2 * 8), first_row(threadIdx.x % 32 / 2 * 8) {}
+  __device__ __forceinline__ u32 at(u32 row) const {  // byte offset of its codes of that row, 0 to 7
+    return place_of_row(first_row) + column + row * TILE;
   }
 };
 
@@ -103,14 +102,19 @@ __device__ __forceinline__ int of_strip(const int (&all)[PARTS], u32 q) {
 struct Results {
   i64 rows, columns, strips;
   u8* codes;     // [columns, rows]
-  void* scales;  // [strips, columns], or (blocks) [columns / 128, strips]; BLOCKED: this tile's 512 bytes
-  bool blocks;   // one scale per tile; the rows of each tile begin at a multiple of 128
+  void* scales;  // [strips, columns]; BLOCKED: this tile's 512 bytes
 };
 
-// Bit mask of a tile's rows: row r is bit r % 32 of word r / 32.
+// Bit mask of a tile's rows: bit l of word i is the row that lane l examines in step i. Eight lanes examine
+// rows that are eight apart, and thus in different banks.
 struct Rows {
   u32 words[4];
-  __device__ __forceinline__ bool has(u32 row) const { return words[row / 32] >> row % 32 & 1u; }
+  static __device__ __forceinline__ u32 row(u32 i, u32 lane) {
+    return i / 2 * 64 + lane % 8 * 8 + i % 2 * 4 + lane / 8;
+  }
+  __device__ __forceinline__ bool has(u32 row) const {
+    return words[row / 64 * 2 + row / 4 % 2] >> (row % 4 * 8 + row / 8 % 8) & 1u;
+  }
 };
 
 // Rows with a non-zero code in the columns of scale block `part`; called by a whole warp.
@@ -119,11 +123,11 @@ __device__ __noinline__ Rows filled_rows(const u8* codes, u32 part) {
   Rows filled;
 #pragma unroll 1
   for (u32 i = 0; i < 4; ++i) {
-    const u8* row = codes + (lane + 32 * i) * TILE;
+    const uint4* row = (const uint4*)(codes + place_of_row(Rows::row(i, lane))) + 8 / PARTS * part;
     u32 seen = 0;
 #pragma unroll
     for (u32 c = 0; c < 8 / PARTS; ++c) {
-      const uint4 v = *(const uint4*)(row + ((8 / PARTS * part + c) ^ lane % 8) * 16);
+      const uint4 v = row[c];
       seen |= (v.x | v.y | v.z | v.w) & 0x7f7f7f7fu;
     }
     filled.words[i] = __ballot_sync(0xffffffffu, seen != 0);
@@ -145,7 +149,7 @@ __device__ __noinline__ void by_columns(const Lane& rows_of_lane, const u8* in, 
     auto value = [&](u32 r) { return (int)r < left ? decode(in[rows_of_lane.at(r) + c], fmt) : 0.f; };
 #pragma unroll 1
     for (u32 r = 0; r < 8; ++r) {
-      const int e = exponents[rows_of_lane.row(r)], needed = needed_exponent(value(r), fmt, mx);
+      const int e = exponents[r], needed = needed_exponent(value(r), fmt, mx);
       if (TILE_TARGET) {
         if (filled.has(rows_of_lane.first_row + r) && e != ZERO_SCALE)
           target = max(target, e == NAN_SCALE ? NAN_TARGET : e);
@@ -160,7 +164,7 @@ __device__ __noinline__ void by_columns(const Lane& rows_of_lane, const u8* in, 
     target = final_target(target, mx);
 #pragma unroll 1
     for (u32 r = 0; r < 8 && (int)r < left; ++r)
-      to[r] = (u8)encode2(moved_value(value(r), exponents[rows_of_lane.row(r)], target), 0.f, fmt);
+      to[r] = (u8)encode2(moved_value(value(r), exponents[r], target), 0.f, fmt);
     if (at < 0 || threadIdx.x % behind > 1) continue;
     if (BLOCKED)
       ((u8*)out_scales)[place_in_tile(rows_of_lane.column + c, (u32)at)] = some_rows ? (u8)(target + 127) : 0;
@@ -191,16 +195,13 @@ struct Spread {
 
 #define NO_SPREAD {NAN_SCALE, ZERO_SCALE}
 
-// Position of row r's exponent in shared memory: a lane reads its eight in the order of its steps.
-__device__ __forceinline__ u32 exponent_at(u32 row) { return row ^ row / 8 % 4; }
-
 // Spread of the scale exponents, in one block of columns, of the rows `filled`; called by a whole warp.
 __device__ __forceinline__ Spread spread_of(const Rows& filled, const int* exponents) {
   const u32 lane = threadIdx.x % 32;
   Spread spread = NO_SPREAD;
   for (u32 i = 0; i < 4; ++i) {
-    const int e = exponents[exponent_at(lane + 32 * i)];
-    if (e == NAN_SCALE || filled.has(lane + 32 * i)) spread.add(e);
+    const int e = exponents[Rows::row(i, lane)];
+    if (e == NAN_SCALE || filled.words[i] >> lane & 1u) spread.add(e);
   }
   spread.of_warp();
   return spread;
@@ -223,11 +224,9 @@ __device__ __forceinline__ void tile_factors(int e, int target, u32 (&factors)[2
   factors[1] = power(d - max(d, -16));
 }
 
-// Writes a lane's codes: its `left` rows of 8 columns. values: by steps, f16 pairs of adjacent columns.
-__device__ __forceinline__ void write_lane(const Lane& rows_of_lane, const u32 (&values)[8][4], int left,
-                                           bool whole, u8* out, i64 rows) {
-  // byte selectors 0, 2, 4, 6 of two words, permuted from steps to rows
-  const u32 order = 0x6420u ^ 0x2222u * (rows_of_lane.twist & 1) ^ 0x4444u * (rows_of_lane.twist >> 1);
+// Writes a lane's codes: its `left` rows of 8 columns. values: by rows, f16 pairs of adjacent columns.
+__device__ __forceinline__ void write_lane(const u32 (&values)[8][4], int left, bool whole, u8* out,
+                                           u32 rows) {
   uint2 of_column[8];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -237,16 +236,51 @@ __device__ __forceinline__ void write_lane(const Lane& rows_of_lane, const u32 (
       pairs[k] = encode2_halves(values[2 * k][p], FMT) | encode2_halves(values[2 * k + 1][p], FMT) << 16;
 #pragma unroll
     for (int c = 0; c < 2; ++c)
-      of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], order + 0x1111u * c),
-                                        __byte_perm(pairs[2], pairs[3], order + 0x1111u * c));
+      of_column[2 * p + c] = make_uint2(__byte_perm(pairs[0], pairs[1], 0x6420u + 0x1111u * c),
+                                        __byte_perm(pairs[2], pairs[3], 0x6420u + 0x1111u * c));
   }
   if (left >= 8 && whole) {
+    // opaque, so that each address is one multiplication; the compiler would add the pitch, two instructions
+    const u32 pitch = kept(rows);
 #pragma unroll
-    for (int c = 0; c < 8; ++c, out += rows) __stcs((uint2*)out, of_column[c]);
+    for (int c = 0; c < 8; ++c) __stcs((uint2*)(kept(out) + (u64)pitch * c), of_column[c]);
   } else if (left > 0) {
 #pragma unroll
-    for (int c = 0; c < 8; ++c, out += rows) write_bytes(of_column[c], left, out);
+    for (int c = 0; c < 8; ++c) write_bytes(of_column[c], left, out + (u64)rows * c);
   }
+}
+
+// Codes of a tile and the factors of its rows, by which they are multiplied when they are transposed: f16
+// pairs, two of them (see tile_factors) for e5m2.
+struct __align__(16) Scaled {
+  u8 codes[TILE_BYTES];
+  u32 factors[FMT == 0 ? 1 : 2][TILE];
+  __device__ __forceinline__ void set_factors(u32 row, int exponent, int target) {
+    u32 both[2];
+    tile_factors(exponent, target, both);
+    factors[0][row] = both[0];
+    if (FMT == 1) factors[FMT][row] = both[1];
+  }
+};
+
+// Writes a lane's share of a tile transposed: each code times its row's factor, rounded once. behind: columns
+// between the lane's piece and the one to write. left, whole: see write_lane. out: the first code to write.
+__device__ __forceinline__ void write_columns(const Scaled& tile, const Lane& lane, u32 behind, int left,
+                                              bool whole, u8* out, u32 rows) {
+  const u8* from = tile.codes + lane.at(0) + behind;
+  u32 values[8][4];
+#pragma unroll
+  for (u32 k = 0; k < 8; ++k) {
+    const uint2 codes = *(const uint2*)(from + k * TILE);
+    decode4(codes.x, FMT, &values[k][0], &values[k][1]);
+    decode4(codes.y, FMT, &values[k][2], &values[k][3]);
+#pragma unroll
+    for (int f = 0; f < (FMT == 0 ? 1 : 2); ++f)
+#pragma unroll
+      for (int p = 0; p < 4; ++p)
+        values[k][p] = halves_times(values[k][p], tile.factors[f][lane.first_row + k]);
+  }
+  write_lane(values, left, whole, out, rows);
 }
 
 // Transposes one piece of a tile, called by one warp. exponents: [PARTS][TILE].
@@ -269,58 +303,28 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
   u8* out = to.codes + first_column * to.rows + first;
   const bool whole = (((size_t)to.codes | to.rows | first) & 7) == 0;
   Rows filled = {};
-  if ((TILE_TARGET && mx) || (!TILE_TARGET && spread.high - spread.low > SPREAD)) {
+  if (TILE_TARGET || spread.high - spread.low > SPREAD) {
     filled = filled_rows(codes, part);
     spread = spread_of(filled, exponents + part * TILE);
   }
   if (spread.high == ZERO_SCALE) spread.low = spread.high = 0;
-  if ((TILE_TARGET && !mx) || (!TILE_TARGET && spread.high - spread.low <= SPREAD)) {
-    uint2 codes_of_step[8];
-    const At codes_at = at_of(codes) + rows_of_lane.at(rows_of_lane.twist),
-             exponents_at = at_of(row_exponents);
+  if (!TILE_TARGET && spread.high - spread.low <= SPREAD) {
+    uint2 codes_of_row[8];
+    const At codes_at = at_of(codes) + rows_of_lane.at(0), exponents_at = at_of(row_exponents);
 #pragma unroll
-    for (u32 k = 0; k < 8; ++k) codes_of_step[k] = load_words_at(codes_at ^ k * (TILE + 16));
+    for (u32 k = 0; k < 8; ++k) codes_of_row[k] = load_words_at(codes_at + k * TILE);
     const int4 near_rows = load_ints_at(exponents_at), far_rows = load_ints_at(exponents_at + 16);
     const int of_row[8] = {near_rows.x, near_rows.y, near_rows.z, near_rows.w,
                            far_rows.x,  far_rows.y,  far_rows.z,  far_rows.w};
-    u32 seen[8][4];  // values by steps, f16 pairs of adjacent columns
-    if (TILE_TARGET) {
-      // The largest scale of a non-zero row: usually the largest of all, which this warp's columns can prove.
-      u32 nonzero = 0;
-#pragma unroll
-      for (u32 k = 0; k < 8; ++k)
-        if (of_row[k] == spread.high) nonzero |= codes_of_step[k].x | codes_of_step[k].y;
-      if (!__any_sync(0xffffffffu, nonzero & 0x7f7f7f7fu))
-        spread = spread_of(filled_rows(codes, 0), exponents);
-      const int target = final_target(spread.high, mx);
-#pragma unroll
-      for (u32 k = 0; k < 8; ++k) {
-        u32 factors[2];
-        tile_factors(of_row[k], target, factors);
-        decode4(codes_of_step[k].x, fmt, &seen[k][0], &seen[k][1]);
-        decode4(codes_of_step[k].y, fmt, &seen[k][2], &seen[k][3]);
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          seen[k][p] = halves_times(seen[k][p], factors[0]);
-          if (fmt == 1) seen[k][p] = halves_times(seen[k][p], factors[1]);
-        }
-      }
-      write_lane(rows_of_lane, seen, left, whole, out, to.rows);
-      const float scale = some_rows ? power_of_two(target) : 0.f;
-      if (!to.blocks && keeps_scales && lane < 16)
-        ((float*)to.scales)[strip * to.columns + tile.column * TILE + piece * 16 + lane] = scale;
-      if (to.blocks && some_rows && piece == 0 && lane == 0)
-        ((float*)to.scales)[tile.column * to.strips + tile.base[0] / TILE] = scale;
-      return;
-    }
+    u32 seen[8][4];                         // values by rows, f16 pairs of adjacent columns
     const int unit = spread.high - RAISED;  // f16 1.0 represents 2^unit
     u32 tops[4];                            // amax of each column pair
 #pragma unroll
     for (u32 k = 0; k < 8; ++k) {
       // 2^(of_row - unit) as an f16 pair; 0 for scale 0; any positive number for a row of zeros
       const u32 factor = (u32)max(min(of_row[k] + (15 - unit), 30), 0) * 0x04000400u;
-      decode4(codes_of_step[k].x, fmt, &seen[k][0], &seen[k][1]);
-      decode4(codes_of_step[k].y, fmt, &seen[k][2], &seen[k][3]);
+      decode4(codes_of_row[k].x, fmt, &seen[k][0], &seen[k][1]);
+      decode4(codes_of_row[k].y, fmt, &seen[k][2], &seen[k][3]);
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         seen[k][p] = halves_times(seen[k][p], factor);
@@ -377,7 +381,7 @@ __device__ __forceinline__ void transpose_piece(const Tile& tile, u32 piece, con
       for (int k = 0; k < 8; ++k)
 #pragma unroll
         for (int p = 0; p < 4; ++p) seen[k][p] = halves_times(seen[k][p], lifts[p]);
-      write_lane(rows_of_lane, seen, left, whole, out, to.rows);
+      write_lane(seen, left, whole, out, (u32)to.rows);
       return;
     }
   }

@@ -40,8 +40,10 @@ inline u32 halves_to_e4m3x2(u32 halves) { return halves_to(halves, 0); }
 inline u32 halves_to_e5m2x2(u32 halves) { return halves_to(halves, 1); }
 typedef u64 At;
 inline At at_of(const void* p) { return (At)p; }
-inline At kept(At at) { return at; }
-inline const u8* kept(const u8* p) { return p; }
+template <class T>
+T kept(T x) {
+  return x;
+}
 inline float load_at(At at) { return *(const float*)at; }
 inline float2 load2_at(At at) { return *(const float2*)at; }
 inline uint2 load_words_at(At at) { return *(const uint2*)at; }
