@@ -234,7 +234,8 @@ __device__ __forceinline__ void write_tile(const Tile& tile, const Scaled& made,
 //   is the one after the tile's arrival; TILE_TARGET has another one for the scales, which arrive earlier.
 //   Within a training step, where the clock is a quarter lower, rows in L2 are limited by instructions: with
 //   TILE_TARGET 3.8 per code, of which 2.2 convert and write it. 7.6 before each row's factor was computed
-//   once, one row proved the largest scale, and blocks were found by two offsets.
+//   once, one row proved the largest scale, and blocks were found by two offsets: 130 to 112 us there for
+//   131,072 rows of 2048 columns, 111 to 105 alone.
 // Method: f16 pairs. First pass: each value times 2^(e - E), where e is its row's scale exponent and E the
 //   tile's largest, exact within SPREAD; a column's amax determines its target. Second pass: the result times
 //   2^(E - target), rounded once; where f16 loses bits, below 2^-14, e4m3 is zero, and e5m2 is exact. Rows of
