@@ -265,7 +265,7 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
   find_fragments<A_ACROSS, B_ACROSS>(stages, &a_at, &b_at);
   Fragments f[BUFFERS];
   u32 to = 0, stage = 0;  // offsets of the stage to fill next, and of the stage in use
-  auto turned = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
+  auto after = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
   auto fetch = [&](u32 share) {  // one of PARTS shares of the next K-step
     a.fetch(stages + to, share);
     b.fetch(stages + to + A_BYTES, share);
@@ -273,14 +273,14 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
     a.next();
     b.next();
     copy_async_commit();
-    to = turned(to);
+    to = after(to);
   };
   const bool whole = __shfl_sync(0xffffffffu, a.whole && b.whole, 0);
   if (!whole) a.copy_zeros(), b.copy_zeros();
 #pragma unroll 1
   for (int k = 0; k < STAGES - 1; ++k) {
     if (!whole) {
-      to = turned(to);
+      to = after(to);
       continue;
     }
 #pragma unroll
@@ -316,13 +316,13 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
         const u32 part = (i + BUFFERS - 1) % PARTS;
         if (part == 0) {
           turn();
-          if (BUFFERS == 2) stage = turned(stage);
+          if (BUFFERS == 2) stage = after(stage);
         }
         load_fragments<A_ACROSS, B_ACROSS>(f[part % BUFFERS], a_at, b_at, part, stage);
         fetch(part);
         add_products(d, f[i % BUFFERS]);
       }
-      if (BUFFERS == 1) stage = turned(stage);
+      if (BUFFERS == 1) stage = after(stage);
       end(k, d);
     }
   }

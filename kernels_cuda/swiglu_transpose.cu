@@ -37,7 +37,8 @@ struct Share {
         j((u32)kept(threadIdx.x % 8)),
         inside(threadIdx.x / 8 % 2 * 32 + threadIdx.x / 16 % 8 * STEPS + threadIdx.x / 128 * 64),
         row(tile_row * TILE + inside) {}
-  // Offset of the codes of vector j in `Made`; the next row's are TILE bytes behind them, vector j + 8 is 64.
+  // Offset of the codes of vector j in `Made`; the next row's are TILE bytes after them, vector j + 8's
+  // are 64.
   __device__ __forceinline__ u32 codes_at() const { return place_of_row(inside) + j * 8; }
   // Address of vector j of the tile in the lane's first row. pitch: bytes per row.
   __device__ __forceinline__ const u8* values_of(const void* x, u32 pitch) const {

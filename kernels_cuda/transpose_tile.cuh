@@ -68,7 +68,7 @@ __device__ __forceinline__ u32 scale_word(const void* scales, i64 at, int mx) {
   return mx ? ((const u8*)scales)[at] : ((const u32*)scales)[at];
 }
 
-// A tile in shared memory: rows of 128 bytes, with 16 more bytes behind every eight rows.
+// A tile in shared memory: rows of 128 bytes, with 16 more bytes after every eight rows.
 #define TILE_BYTES (TILE * TILE + TILE / 8 * 16)
 __device__ __forceinline__ u32 place_of_row(u32 row) { return row * TILE + row / 8 * 16; }
 
@@ -263,11 +263,11 @@ struct __align__(16) Scaled {
   }
 };
 
-// Writes a lane's share of a tile transposed: each code times its row's factor, rounded once. behind: columns
+// Writes a lane's share of a tile transposed: each code times its row's factor, rounded once. offset: columns
 // between the lane's piece and the one to write. left, whole: see write_lane. out: the first code to write.
-__device__ __forceinline__ void write_columns(const Scaled& tile, const Lane& lane, u32 behind, int left,
+__device__ __forceinline__ void write_columns(const Scaled& tile, const Lane& lane, u32 offset, int left,
                                               bool whole, u8* out, u32 rows) {
-  const u8* from = tile.codes + lane.at(0) + behind;
+  const u8* from = tile.codes + lane.at(0) + offset;
   u32 values[8][4];
 #pragma unroll
   for (u32 k = 0; k < 8; ++k) {

@@ -5,7 +5,7 @@
 // A fourth warpgroup copies them with cp.async, 16 bytes per lane; TMA loads only adjacent rows, and one TMA
 // copy per row takes 60 cycles. 16,384 tokens of 2048 columns, 8 of 128 experts, 1536 columns: permute and
 // GEMM 893 us, the GEMM of permuted rows 791 us, this one 808 us; gathered by one warp it takes 1375 us. A
-// copy reads its address registers only when it leaves the queue behind the tensor cores' accesses to shared
+// copy reads its address registers only when it leaves the queue after the tensor cores' accesses to shared
 // memory. So each lane has eight addresses of its own, which it increments every four K-steps: with addresses
 // computed for each copy, which the compiler kept in two registers, 876 us.
 //
