@@ -279,7 +279,8 @@ def grouped_gemm_wgrad(
         Dtype of a new result.
     backend : str or None
         As for `grouped_gemm`. "wgmma" requires P to be a multiple of 16, N of 4 and K of 8, and a float32 or
-        bfloat16 result. "mma" is slow for FP8 experts whose first row is not a multiple of 16.
+        bfloat16 result. "mma" is slow for FP8 experts whose first row or number of rows is not a multiple of
+        16.
     num_sms : int or None
         As for `grouped_gemm`.
 
