@@ -106,13 +106,21 @@ plan_index_map = operation(fp8moe.plan_index_map, Tensor, _by_index_map, results
 # ---------------------------------------------------------------- rows
 
 
+def _no_columns(probs: Tensor) -> Tensor:
+    """One row of zero columns for each row of ``probs``, with which an operation moves the probabilities
+    alone."""
+    return probs.detach().new_empty((probs.shape[0], 0))
+
+
+def _permuted(values: Values, data: Any, probs: Tensor | None = None) -> Permuted:
+    return Permuted(data, probs, values["plan"])
+
+
 def _probs_separately(function: Any, values: Values) -> Any:
-    """Permutes the probabilities of codes, which are differentiable, in a separate call, with rows of zero
-    columns."""
+    """Permutes the probabilities of codes, which are differentiable, in a separate call."""
     probs = values["probs"]
-    no_columns = probs.detach().new_empty((probs.shape[0], 0))
     compact = {"layout": "compact"} if "layout" in values else {}
-    moved = function(**{**values, "x": no_columns, **compact}).probs
+    moved = function(**{**values, "x": _no_columns(probs), **compact}).probs
     code_probs = probs.detach() if values.get("zero_unweighted") else None
     return replace(function(**{**values, "probs": code_probs}), probs=moved)
 
@@ -121,7 +129,7 @@ _permute_backward = operator_of(fp8moe.permute_backward, list)
 permute = operation(
     fp8moe.permute,
     list,
-    lambda values, data, probs=None: Permuted(data, probs, values["plan"]),
+    _permuted,
     results=attrgetter("data", "probs"),
     codes=_probs_separately,
     gradient=Gradient(
@@ -378,20 +386,23 @@ _product = operation(
 )
 
 
-def _probs_by_permute(function: Any, values: Values) -> Any:
-    """Permutes differentiable probabilities in a separate call, with rows of zero columns."""
-    no_columns = values["probs"].detach().new_empty((values["probs"].shape[0], 0))
-    moved = permute(no_columns, values["plan"], values["probs"])
-    return replace(function(**{**values, "probs": None}), probs=moved.probs)
+_permute_gemm = operation(fp8moe.permute_gemm, list, _permuted, results=attrgetter("data", "probs"))
 
 
-permute_gemm = operation(
+def _with_probs_gradient(values: Values) -> Permuted:
+    """Permutes probabilities that require a gradient in a separate call."""
+    probs = values["probs"]
+    if not isinstance(probs, Tensor) or not probs.requires_grad:
+        return _permute_gemm(**values)
+    moved = permute(_no_columns(probs), values["plan"], probs).probs
+    return replace(_permute_gemm(**{**values, "probs": None}), probs=moved)
+
+
+permute_gemm = public(
     fp8moe.permute_gemm,
-    list,
-    lambda values, data, probs=None: Permuted(data, probs, values["plan"]),
-    results=attrgetter("data", "probs"),
-    codes=_probs_by_permute,
-    note="The codes have no gradient; ``moe_experts`` computes it with separately quantised codes.",
+    _with_probs_gradient,
+    ("probs",),
+    "The codes have no gradient; ``moe_experts`` computes it with separately quantised codes.",
 )
 
 

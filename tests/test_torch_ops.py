@@ -456,6 +456,30 @@ def test_probabilities_of_quantised_rows_have_a_gradient():
         torch_ops.unpermute(torch_ops.permute(q, plan).data, plan, probs.requires_grad_())
 
 
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_probabilities_of_permute_gemm_have_a_gradient(compile_it):
+    """The gradient of the probabilities is that of `permute`; results are those without a gradient."""
+    plan = plans()[0]
+    x = torch_ops.quantize(torch.randn(T, 256))
+    w = torch_ops.quantize(torch.randn(E, 3, 256), block=(128, 128))
+    probs, weights = torch.rand(T, K), torch.randn(plan.num_out_tokens)
+
+    def multiply(probs):
+        moved = torch_ops.permute_gemm(x, w, plan, probs)
+        return moved.data, moved.probs
+
+    actual, wanted = probs.clone().requires_grad_(), probs.clone().requires_grad_()
+    data, moved = (compiled(multiply) if compile_it else multiply)(actual)
+    (moved * weights).sum().backward()
+    (torch_ops.permute(torch.zeros(T, 256), plan, wanted).probs * weights).sum().backward()
+    assert torch.equal(actual.grad, wanted.grad)
+    assert actual.grad.any()
+    assert not data.requires_grad
+    core = fp8moe.permute_gemm(x, w, plan, probs)
+    assert torch.equal(data, core.data)
+    assert torch.equal(moved, core.probs)
+
+
 def test_float8_rows_that_require_grad_raise():
     x = torch.ones(T, H).to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(
