@@ -1320,7 +1320,9 @@ def test_torch_cuda_graph_of_forward_and_backward():
     torch.cuda.current_stream().wait_stream(stream)
     x.grad = probs.grad = None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # on the same stream: the autograd engine's thread may still hold the last iteration's AccumulateGrad nodes, and
+    # torch warns of one of another stream
+    with torch.cuda.graph(graph, stream=stream):
         there_and_back(ids, x, probs).backward()
     for seed in range(3):
         with torch.no_grad():
@@ -1548,7 +1550,7 @@ def test_micro_batches_in_one_cuda_graph():
             step(layer)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with fp8moe.trace() as traced, torch.cuda.graph(graph):
+    with fp8moe.trace() as traced, torch.cuda.graph(graph, stream=side):
         captured = step(layer)
     assert traced.weight_casts == 2
     for _ in range(3):
