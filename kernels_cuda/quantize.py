@@ -28,7 +28,8 @@ def quantize(
     x: Any, *, round_up: bool, eps: float, out: QuantTensor | Quantized, expert_offsets: Any = None
 ) -> None:
     if blocks_are_whole(x, out):
-        _quantize_weights(x, round_up, eps, out)
+        rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out, None)
+        _quantize_weights(x, round_up, eps, rowwise, columnwise)
         return
     shared = tile_bytes(x.dtype.itemsize, experts_of(expert_offsets))
     if isinstance(out, Quantized) and tiles_are_whole(x, x.shape[-1], out.rowwise, shared, expert_offsets):
@@ -136,9 +137,29 @@ def blocks_are_whole(x: Any, out: QuantTensor | Quantized) -> bool:
     )
 
 
-def _quantize_weights(x: Any, round_up: bool, eps: float, out: QuantTensor | Quantized) -> None:
+def _quantize_weights(
+    x: Any,
+    round_up: bool,
+    eps: float,
+    rowwise: QuantTensor,
+    columnwise: QuantTensor | None,
+    first: tuple[int, int] = (0, 0),
+) -> None:
+    """first: row and column of the results at which x begins, multiples of 128."""
     *lead, rows, columns = x.shape
-    rowwise, columnwise = (out.rowwise, out.columnwise) if isinstance(out, Quantized) else (out, None)
+    out_rows, out_columns = rowwise.data.shape[-2:]
+    (row, column), (block_row, block_column) = first, (first[0] // TILE, first[1] // TILE)
+    outputs = [
+        rowwise.data.part(row * out_columns + column, x.shape),
+        rowwise.scales.part(block_row * (out_columns // TILE) + block_column, (1,)),
+    ]
+    if columnwise is None:
+        outputs += [None, None]
+    else:
+        outputs += [
+            columnwise.data.part(column * out_rows + row, x.shape),
+            columnwise.scales.part(block_column * (out_rows // TILE) + block_row, (1,)),
+        ]
     configuration = weights_configuration(int(np.prod(lead, dtype=np.int64)), rows, columns)
     launch(
         "quantize",
@@ -148,11 +169,11 @@ def _quantize_weights(x: Any, round_up: bool, eps: float, out: QuantTensor | Qua
         x,
         rows,
         columns,
+        out_rows,
+        out_columns,
         round_up,
         float(eps),
-        rowwise.data,
-        rowwise.scales,
-        *((None, None) if columnwise is None else (columnwise.data, columnwise.scales)),
+        *outputs,
         defines=conversion(x, rowwise),
     )
 
@@ -166,6 +187,13 @@ def quantize_parts(
     part = [rows, columns]
     part[along - 1] //= count
     apart = count // len(parts)  # parts per array
+    filled = parts[0].shape[along] == apart * part[along - 1] and parts[0].shape[3 - along] == part[2 - along]
+    if filled and all(blocks_are_whole(x, out) for x in parts):
+        for i, x in enumerate(parts):
+            first = [0, 0]
+            first[along - 1] = i * x.shape[along]
+            _quantize_weights(x, round_up, eps, rowwise, columnwise, (first[0], first[1]))
+        return
     for i in range(count):
         x = parts[i // apart]
         real = list(x.shape[1:])

@@ -453,6 +453,35 @@ def test_tiles_that_do_not_fit_use_the_plain_kernel(monkeypatch):
     assert not {"quantize_tiles", "swiglu_quantize_tiles"} & launched
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options", "kernel"),
+    [
+        (((256, 384),), {"parts": 2, "rows": 128}, "quantize_weights"),  # w13 of a layer
+        (((128, 256),), {"columns": 256}, "quantize_weights"),
+        (((128, 256),) * 3, {"rows": 128}, "quantize_weights"),
+        (((384, 256),) * 2, {"transposed": True}, "quantize_weights"),
+        (((256, 384),), {"parts": 2, "rows": 256}, "quantize_weights_part"),
+        (((128, 256),), {"columns": 384}, "quantize_weights_part"),
+        (((120, 256),) * 2, {"rows": 128}, "quantize_weights_part"),
+    ],
+)
+def test_weights_without_padding_use_the_faster_kernel(monkeypatch, shapes, options, kernel):
+    from fp8moe.kernels_cuda import launch
+
+    arrays = [values(RNG, (3, *shape), BF16, awkward=True) for shape in shapes]
+
+    def call(*arrays):
+        return fp8moe.quantize_weights(arrays if len(arrays) > 1 else arrays[0], **options)
+
+    expected = call(*arrays)
+    cuda_on_cpu.install(monkeypatch)
+    launched, load = [], launch.load_kernel
+    monkeypatch.setattr(launch, "load_kernel", lambda *a: launched.append(a[1]) or load(*a))
+    assert_same(expected, cuda_on_cpu.download(call(*map(cuda_on_cpu.upload, arrays))))
+    # adjacent parts of one array together
+    assert launched == [kernel] * (options.get("parts", len(arrays)) if "part" in kernel else len(arrays))
+
+
 def test_quantize_weights_into_given_memory():
     weights = [RNG.standard_normal((2, 256, 128)).astype(np.float32) for _ in range(5)]
     wanted = [fp8moe.quantize_weights(w) for w in weights]
