@@ -45,6 +45,7 @@ class DryRun(Call):
     inputs: descriptors of the arguments' arrays, which are the first buffers.
     buffers: shape and dtype of each buffer. scratch_buffers: those that a launcher asked for.
     counters: zeroed integers in one of them that no launch has taken yet.
+    made: what launchers make once per launch plan, by key; alive until the end of the call.
     steps: n for the allocation of buffer n, ~n for its release; a launch is (function, fixed arguments,
         values, places), where places are the addresses among the values: (index, buffer, offset in bytes).
     events: what `fp8moe.trace` counts. uploads: whether the call copies something from the host.
@@ -65,6 +66,7 @@ class DryRun(Call):
         self.steps: list[Any] = []
         self.scratch_buffers: set[int] = set()
         self.counters: list[DeviceArray] = []
+        self.made: dict[Any, Any] = {}
         self.events: list[tuple[str, Any]] = []
         self.uploads = False
         self.argument_of: dict[int, int] = {}

@@ -105,6 +105,17 @@ def zeroed_counter() -> DeviceArray:
     return log.counters.pop()  # type: ignore[no-any-return]
 
 
+def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """make(); in a launch plan, the result of its first call with this key. The kernels that it launches must
+    read only arrays that no launch of the plan writes to later."""
+    log = _current.place[3]
+    if log is None:
+        return make()
+    if key not in log.made:
+        log.made[key] = make()
+    return log.made[key]
+
+
 # ---------------------------------------------------------------- launches
 
 

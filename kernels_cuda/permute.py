@@ -11,7 +11,7 @@ import numpy as np
 from fp8moe.formats import BFLOAT16, BLOCKED_128X4
 from fp8moe.kernels_cuda.configuration import Configuration
 from fp8moe.kernels_cuda.encodings import KINDS, rows_of
-from fp8moe.kernels_cuda.launch import fill_bytes, launch, scratch, shared_limit, threads
+from fp8moe.kernels_cuda.launch import fill_bytes, launch, once, scratch, shared_limit, threads
 from fp8moe.kernels_cuda.layout import compact_scratch, to_layout
 from fp8moe.records import (
     DeviceArray,
@@ -393,7 +393,12 @@ def _move(
 
 def sources(plan: PermutationPlan, *, columns: bool = True) -> tuple[Any, Any]:
     """int32 [num_out_tokens] each: every row's token, -1 for none, and, unless ``columns`` is False, the
-    column of its probability."""
+    column of its probability. Made once per launch plan: a layer's backward needs them three times."""
+    key = "sources", plan.data.ptr, plan.num_out_tokens, columns
+    return once(key, lambda: _sources(plan, columns))  # type: ignore[no-any-return]
+
+
+def _sources(plan: PermutationPlan, columns: bool) -> tuple[Any, Any]:
     source = scratch((plan.num_out_tokens,), np.int32)
     column = scratch((plan.num_out_tokens,), np.int32) if columns else None
     fill_bytes(source, 0xFF)

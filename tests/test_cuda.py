@@ -1320,8 +1320,8 @@ def test_torch_cuda_graph_of_forward_and_backward():
     torch.cuda.current_stream().wait_stream(stream)
     x.grad = probs.grad = None
     graph = torch.cuda.CUDAGraph()
-    # the same stream: the autograd engine's thread may still hold AccumulateGrad nodes of the last iteration,
-    # and torch warns of one of another stream
+    # the same stream, as the autograd engine's thread may still hold AccumulateGrad nodes of the last
+    # iteration, and torch warns of those of another stream
     with torch.cuda.graph(graph, stream=stream):
         there_and_back(ids, x, probs).backward()
     for seed in range(3):

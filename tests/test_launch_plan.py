@@ -476,6 +476,32 @@ def test_tile_counters_of_a_launch_plan_are_zeroed_before_its_first_launch(monke
         assert len(set(counters)) == 3
 
 
+def test_row_sources_are_made_once_per_plan_of_rows(monkeypatch):
+    """Within a launch plan; other rows have others."""
+    if not cuda_on_cpu.available:
+        pytest.skip("needs g++")
+    q = fp8moe.quantize(values(RNG, (40, 128), BF16))
+    plans = [
+        fp8moe.plan_topk(RNG.integers(0, 3, (40, 2)).astype(np.int32), 3, align_size=128, num_out_tokens=512)
+        for _ in range(2)
+    ]
+
+    def four_transposes(q, one, other):
+        plans = one, other, one, other
+        return tuple(fp8moe.permute_transpose(q, plan).data for plan in plans)
+
+    cuda_on_cpu.install(monkeypatch)
+    given = [cuda_on_cpu.upload(a) for a in (q, *plans)]
+    expected = cuda_on_cpu.download(four_transposes(*given))  # each with a launch plan of its own
+    permute = importlib.import_module("fp8moe.kernels_cuda.permute")
+    launched, run = [], permute.launch
+    monkeypatch.setattr(permute, "launch", lambda *a, **options: launched.append(a[1]) or run(*a, **options))
+    as_one = dispatch.operation(four_transposes)
+    for _ in range(2):
+        assert_same(expected, cuda_on_cpu.download(as_one(*given)))
+        assert launched == ["row_sources"] * 2
+
+
 def test_every_call_that_writes_to_out_is_counted(monkeypatch):
     """Also where a cached launch plan makes it, and for the arrays that it has written to alone."""
     if not cuda_on_cpu.available:
