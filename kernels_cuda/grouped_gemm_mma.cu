@@ -8,6 +8,11 @@
 #define TRANSPOSED 0  // 1: w is [experts, depth, width]; 16-bit formats only
 #endif
 #include "mma_pipeline.cuh"
+#ifdef KIND
+#define OUT_KIND KIND
+#else
+#define OUT_KIND BF16
+#endif
 
 // out[r, n] = sum over k of x[r, k] w[e, n, k], where e is the expert of row r; zeros for rows of no expert.
 // Arguments: x [rows, depth], w [experts, width, depth] and out [rows, width] of KIND; or FP8: x codes with
@@ -53,40 +58,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Operand<TRANSPOSED, COLUMNS> b((const u8*)w + e * width * depth * OPERAND_BYTES, TRANSPOSED ? width : depth,
                                  column, width, 0, depth);
   const int steps = (int)blocks_of(depth, STEP);
+  // in shared memory, as the main loop needs all registers
+  __shared__ i64 tile[3];
+  if (threadIdx.x == 0) tile[0] = row * width + column, tile[1] = hi - row, tile[2] = width - column;
   Sums sums;
   clear(sums);
 #ifdef KIND
-  multiply<false, TRANSPOSED>(memory, a, b, steps, sums, [](int) {}, [](int, Sums&) {});
-  store_tile(sums, memory, out, KIND, row * width + column, width, hi - row, width - column, false);
+  multiply<false, TRANSPOSED>(memory, a, b, steps, sums, [](int, Sums&) {}, [](int, Sums&) {});
 #else
-  const Part part;
-  const float* of_columns = w_scales + (e * blocks_of(width, 128) + column / 128) * steps;
+  const i64 column_blocks = blocks_of(width, 128);
+  const i64 own_block = min((column + Part().first_column) / 128, column_blocks - 1);
+  const float* of_columns = w_scales + (e * column_blocks + own_block) * steps;
   const float* of_rows = x_scales + row * row_stride;
   // rows past the end read the last row's scale
   const int last = (int)min(hi - row, (i64)ROWS) - 1, stride = (int)row_stride;
-  Sums d;
-  clear(d);
-  RowScales scales;
+  typedef StepScales<true, false> Of;
+  Of::Values loaded;
   float of_all;
-  multiply<false, false>(
-      memory, a, b, steps, d,
+  multiply_scaled<true, false>(
+      memory, a, b, steps, sums,
       [&](int k) {
         of_all = of_columns[k];
         const float* from = of_rows + k * column_stride;
-        scales.fetch(part, [&](int i) { return from[min(i, last) * stride]; });
+        Of::load_rows(loaded, [&](int i) { return from[min(i, last) * stride]; });
       },
-      [&](int, Sums& d) {
+      [&](Of::Values& scales) {
 #pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i) {
-          const float upper = scales.of(2 * i) * of_all, lower = scales.of(2 * i + 1) * of_all;
-#pragma unroll
-          for (int j = 0; j < COLUMN_TILES; ++j)
-#pragma unroll
-            for (int v = 0; v < 4; ++v)
-              sums[i][j][v] = __fmaf_rn(d[i][j][v], v < 2 ? upper : lower, sums[i][j][v]);
-        }
-        clear(d);
+        for (int i = 0; i < Of::COUNT; ++i) scales[i] = loaded[i] * of_all;
       });
-  store_tile(sums, memory, out, BF16, row * width + column, width, hi - row, width - column, false);
 #endif
+  store_tile(sums, memory, out, OUT_KIND, tile[0], width, tile[1], tile[2], false);
 }

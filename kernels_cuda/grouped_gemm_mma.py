@@ -36,19 +36,27 @@ def takes(product: Product, architecture: str) -> list[str]:
 
 def tile_columns(product: Product, architecture: str) -> int:
     """Columns of an output tile."""
-    return 128 if product.quantized or _has_little_shared_memory(architecture) else 256
+    narrow = _has_little_shared_memory(architecture) or _warp_columns(product, architecture) == 32
+    return 128 if narrow else 256
 
 
 def configuration(product: Product, architecture: str) -> Configuration:
     """One thread block per tile. Rows per expert are known on the device only: the forward launches as many
     blocks as there can be tiles."""
     columns = tile_columns(product, architecture)
-    warps = ROWS // WARP_ROWS * (columns // (32 if product.quantized else 64))
+    warps = ROWS // WARP_ROWS * (columns // _warp_columns(product, architecture))
     if product.verb == "grouped_gemm":
         blocks = (threads(product.rows, ROWS) + product.experts) * threads(product.width, columns)
     else:
         blocks = product.experts * threads(product.width, ROWS) * threads(product.depth, columns)
     return Configuration(blocks, 32 * warps, STAGES * (ROWS + columns) * LINE)
+
+
+def _warp_columns(product: Product, architecture: str) -> int:
+    """64; fewer if a warp has two sets of sums, of FP8 products and of all their K-steps."""
+    of_columns = product.verb == "grouped_gemm_wgrad" and not product.blocks
+    one_set = _number(architecture) >= 90 and not _has_little_shared_memory(architecture) and not of_columns
+    return 64 if one_set or not product.quantized else 32
 
 
 def _number(architecture: str) -> int:

@@ -32,36 +32,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   row *= ROWS;
   column *= COLUMNS;
   if (accumulate && lo == hi) return;
+  // in shared memory, as the main loop needs all registers
+  __shared__ i64 tile[3];
+  if (threadIdx.x == 0)
+    tile[0] = (e * width + row) * depth + column, tile[1] = width - row, tile[2] = depth - column;
   const int steps = (int)blocks_of(hi - lo, STEP);
   Sums sums;
   clear(sums);
 #ifdef KIND
   Operand<true, ROWS> a(dy, width, row, width, lo, hi);
   Operand<true, COLUMNS> b(x, depth, column, depth, lo, hi);
-  multiply<true, true>(memory, a, b, steps, sums, [](int) {}, [](int, Sums&) {});
+  multiply<true, true>(memory, a, b, steps, sums, [](int, Sums&) {}, [](int, Sums&) {});
 #else
   Operand<false, ROWS> a(dy, rows, row, width, lo, hi);
   Operand<false, COLUMNS> b(x, rows, column, depth, lo, hi);
-  const Part part;
-  Sums d;
-  clear(d);
 #if BLOCKS
   const i64 blocks = blocks_of(rows, 128);
-  const float *of_rows = dy_scales + row / 128 * blocks + lo / 128,
-              *of_columns = x_scales + column / 128 * blocks + lo / 128;
-  float scale;
-  multiply<false, false>(
-      memory, a, b, steps, d,
-      [&](int k) { scale = lo % 128 ? __uint_as_float(0x7fc00000u) : of_rows[k] * of_columns[k]; },
-      [&](int, Sums& d) {
-#pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i)
-#pragma unroll
-          for (int j = 0; j < COLUMN_TILES; ++j)
-#pragma unroll
-            for (int v = 0; v < 4; ++v) sums[i][j][v] = __fmaf_rn(d[i][j][v], scale, sums[i][j][v]);
-        clear(d);
+  const i64 own_block = min((column + Part().first_column) / 128, blocks_of(depth, 128) - 1);
+  // odd lanes load dy's scales, even ones x's
+  const float* from = threadIdx.x % 2 ? dy_scales + row / 128 * blocks : x_scales + own_block * blocks;
+  from += lo / 128;
+  float own;
+  multiply_scaled<false, false>(
+      memory, a, b, steps, sums, [&](int k) { own = from[k]; },
+      [&](StepScales<false, false>::Values& scale) {
+        scale[0] = own * __shfl_xor_sync(0xffffffffu, own, 1);
       });
+  if (clamped(offsets[e], rows) % 128 && steps > 0) fill(sums, __uint_as_float(0x7fc00000u));
 #else
   __shared__ i64 blocks_before;
   if (threadIdx.x < 32) {
@@ -71,46 +68,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const i64 first = blocks_before;
-  // columns past the end read the last column's scale
+  // lines past the end read the last one's scale
   const int last_row = (int)min(width - row, (i64)ROWS) - 1;
   const int last_column = (int)min(depth - column, (i64)COLUMNS) - 1;
-  RowScales of_rows;
-  float own_column;
-  // the column whose scale this lane loads
-  const int of_lane = min(
-      part.first_column + (int)threadIdx.x % 4 * 2 + (int)threadIdx.x / 8 % 4 * 8 + (int)threadIdx.x / 4 % 2,
-      last_column);
-  static_assert(WARP_COLUMNS == 32, "a scale per lane");
-  multiply<false, false>(
-      memory, a, b, steps, d,
+  typedef StepScales<true, true> Of;
+  Of::Values loaded;
+  bool has_scales;
+  multiply_scaled<true, true>(
+      memory, a, b, steps, sums,
       [&](int k) {
-        const bool has_scales = first + k < known;
+        has_scales = first + k < known;
         const i64 block = has_scales ? first + k : 0;
-        const float* rows_from = dy_scales + block * width + row;
-        of_rows.fetch(part, [&](int i) {
-          const float scale = rows_from[min(i, last_row)];
-          return has_scales ? scale : __uint_as_float(0x7fc00000u);
-        });
-        own_column = x_scales[block * depth + column + of_lane];
+        const float *of_rows = dy_scales + block * width + row,
+                    *of_columns = x_scales + block * depth + column;
+        Of::load_rows(loaded, [&](int i) { return of_rows[min(i, last_row)]; });
+        Of::load_columns(loaded, [&](int i) { return of_columns[min(i, last_column)]; });
       },
-      [&](int, Sums& d) {
-        float of_columns[COLUMN_TILES][2];
+      [&](Of::Values& scales) {
 #pragma unroll
-        for (int j = 0; j < 2 * COLUMN_TILES; ++j)
-          of_columns[j / 2][j % 2] = of_lane_at<3>(own_column, 4 * j);
-#pragma unroll
-        for (int i = 0; i < ROW_TILES; ++i) {
-          const float of_row[2] = {of_rows.of(2 * i), of_rows.of(2 * i + 1)};
-#pragma unroll
-          for (int j = 0; j < COLUMN_TILES; ++j)
-#pragma unroll
-            for (int v = 0; v < 4; ++v)
-              sums[i][j][v] = __fmaf_rn(d[i][j][v], of_row[v / 2] * of_columns[j][v % 2], sums[i][j][v]);
-        }
-        clear(d);
+        for (int i = 0; i < Of::COUNT; ++i)
+          scales[i] = has_scales || i >= Of::OF_ROWS ? loaded[i] : __uint_as_float(0x7fc00000u);
       });
 #endif
 #endif
-  store_tile(sums, memory, out, (int)out_kind, (e * width + row) * depth + column, depth, width - row,
-             depth - column, accumulate);
+  store_tile(sums, memory, out, (int)out_kind, tile[0], depth, tile[1], tile[2], accumulate);
 }

@@ -62,6 +62,13 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0
   MMA("m16n8k16", "f16.f16");
 }
 
+// 1 / x with a relative error of 2^-23, exact for powers of two; infinite for subnormals.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // sm_89 and sm_12x have FP8 mma.sync. For sm_90 and sm_10x the compiler would emulate it and convert the
 // operands to f16 again for every product.
 #define MULTIPLIES_CODES (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)

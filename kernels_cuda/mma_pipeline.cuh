@@ -9,37 +9,46 @@
 // bytes whose 16-byte chunks are swizzled, so that neither copies nor ldmatrix have bank conflicts. A line
 // holds 128 bytes along K of one row, or (ACROSS) 64 values of one of the 64 K indices, panel by panel.
 //
-// FP8 is multiplied natively where tensor cores support it and otherwise as f16, which represents every code
-// exactly. Either way, the products of each K-step are multiplied by their scales and promoted to float32
-// accumulators.
+// FP8 is multiplied natively where tensor cores support it, and otherwise as f16, which represents every code
+// exactly. The products of each K-step are multiplied by their scales and promoted to float32 accumulators;
+// native products need that, as they accumulate fewer than 24 bits. Products of f16 do not: where registers
+// suffice (RESCALED), they are added to the accumulators directly (mma_codes.cuh).
 #pragma once
 #include "mma.cuh"
 
 // 99 KB of shared memory per thread block instead of 163 KB or more
 #define LITTLE_SHARED (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 
+// 1: a warp has one set of sums of FP8 products. Registers do not suffice where conversions take several
+// instructions (sm_80, sm_86), nor with a scale per column.
+#if !defined KIND && __CUDA_ARCH__ >= 900 && !MULTIPLIES_CODES && !(defined BLOCKS && !BLOCKS)
+#define RESCALED 1
+#else
+#define RESCALED 0
+#endif
+
 #define ROWS 128
 #define WARP_ROWS 64
+#if !defined KIND && !RESCALED  // a K-step's products and the accumulators take 128 registers together
+#define WARP_COLUMNS 32
+#else
+#define WARP_COLUMNS 64
+#endif
 #ifdef KIND  // BF16 or F16
 #define OPERAND_BYTES 2
-#define WARP_COLUMNS 64
-#if !defined COLUMNS && LITTLE_SHARED
+#else  // A_FMT and B_FMT
+#define OPERAND_BYTES 1
+#endif
+#if !defined COLUMNS && (LITTLE_SHARED || WARP_COLUMNS == 32)
 #define COLUMNS 128
 #elif !defined COLUMNS
 #define COLUMNS 256
 #endif
-#else  // A_FMT and B_FMT; a K-step's products and the accumulators take 128 registers together
-#define OPERAND_BYTES 1
-#define WARP_COLUMNS 32
-#ifndef COLUMNS
-#define COLUMNS 128
-#endif
-#endif
 #ifndef STAGES
 #define STAGES 3
 #endif
-// Register fragments per warp: with two, the next fragments load during the products. FP8 accumulators with
-// one scale per column leave no registers for the second.
+// Register fragments per warp: with two, the next fragments load during the products. Accumulators of FP8
+// products with one scale per column leave no registers for the second.
 #if !defined KIND && defined BLOCKS && !BLOCKS
 #define BUFFERS 1
 #else
@@ -156,16 +165,58 @@ struct Part {
   }
 };
 
-// Scales of a lane's rows. The four lanes that share them load two each: eight loads, and the computation of
-// their addresses, are slower than two loads and eight exchanges between lanes.
-struct RowScales {
-  float own[ROW_TILES / 2];
-  template <class Load>  // load(row of the tile)
-  __device__ __forceinline__ void fetch(const Part& part, const Load& load) {
+typedef float Sums[ROW_TILES][COLUMN_TILES][4];
+
+// Scales of a tile's values, shared by a warp. ROWS: each of the four lanes that have the same rows holds
+// those of two; eight loads per lane, and the computation of their addresses, are slower than two loads and
+// eight exchanges between lanes. COLUMNS: lanes with the same columns hold those of one column in four tiles.
+// Without either, one scale of everything.
+template <bool BY_ROW, bool BY_COLUMN>
+struct StepScales {
+  static constexpr int OF_ROWS = BY_ROW ? ROW_TILES / 2 : 1;
+  static constexpr int COUNT = OF_ROWS + (BY_COLUMN ? COLUMN_TILES / 4 : 0);
+  typedef float Values[COUNT];  // a lane's
+
+  // row(i): the scale of row i of the tile; column(i): of column i
+  template <class Row>
+  static __device__ __forceinline__ void load_rows(Values& values, const Row& row) {
+    const Part part;
 #pragma unroll
-    for (int i = 0; i < ROW_TILES / 2; ++i) own[i] = load(part.row + 8 * ((int)threadIdx.x % 4 + 4 * i));
+    for (int i = 0; i < OF_ROWS; ++i) values[i] = row(part.row + 8 * ((int)threadIdx.x % 4 + 4 * i));
   }
-  __device__ __forceinline__ float of(u32 i) const { return of_lane_at<28>(own[i / 4], i); }  // row + 8 i
+  template <class Column>
+  static __device__ __forceinline__ void load_columns(Values& values, const Column& column) {
+    const Part part;
+    const int lane = (int)threadIdx.x % 32, own = part.column + lane / 8 * 8 + lane / 4 % 2;
+#pragma unroll
+    for (int i = OF_ROWS; i < COUNT; ++i) values[i] = column(own + 32 * (i - OF_ROWS));
+  }
+  // f(i, j, v, the scale of d[i][j][v]) for all sums of a lane
+  template <class F>
+  static __device__ __forceinline__ void for_each(const Values& values, const F& f) {
+    auto of_row = [&](int i) {  // row + 8 i
+      return BY_ROW ? of_lane_at<28>(values[i / 4 % OF_ROWS], i % 4) : values[0];
+    };
+    if constexpr (BY_COLUMN) {  // by column first: eight scales of rows take fewer registers than 16 of
+                                // columns
+      float of_rows[2 * ROW_TILES];
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) of_rows[i] = of_row(i);
+#pragma unroll
+      for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
+        const float of_column = of_lane_at<3>(values[OF_ROWS + j / 8], 4 * (j % 8));
+#pragma unroll
+        for (int i = 0; i < 2 * ROW_TILES; ++i) f(i / 2, j / 2, i % 2 * 2 + j % 2, of_rows[i] * of_column);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        const float scale = of_row(i);
+#pragma unroll
+        for (int j = 0; j < 2 * COLUMN_TILES; ++j) f(i / 2, j / 2, i % 2 * 2 + j % 2, scale);
+      }
+    }
+  }
 };
 
 struct Fragments {  // of one part of a K-step
@@ -190,7 +241,21 @@ __device__ __forceinline__ void load_fragments(Fragments& f, At a_at, At b_at, u
       load_matrices_at((b_at ^ 32 * part) + stage + j * 16 * LINE, f.b[j]);
 }
 
-typedef float Sums[ROW_TILES][COLUMN_TILES][4];
+// The lane's addresses in both operands' first matrices, for part 0 of a K-step.
+template <bool A_ACROSS, bool B_ACROSS>
+__device__ __forceinline__ void find_fragments(At stages, At* a_at, At* b_at) {
+  const u32 lane = threadIdx.x % 32;
+  const Part part;
+  // four 8 x 8 matrices: for a two along M, then two along K; for b two along K, then two along N
+  const u32 low = lane / 8 % 2, high = lane / 16, line = lane % 8;
+  const u32 a_line = A_ACROSS ? high * 8 + line : part.first_row + low * 8 + line;
+  const u32 b_line = B_ACROSS ? low * 8 + line : part.first_column + high * 8 + line;
+  const u32 a_piece = A_ACROSS ? low : high, b_piece = B_ACROSS ? high : low;
+  const u32 a_panel = A_ACROSS ? part.first_row / 64 * (STEP * LINE) : 0;
+  const u32 b_panel = B_ACROSS ? part.first_column / 64 * (STEP * LINE) : 0;
+  *a_at = stages + a_panel + a_line * LINE + (a_piece ^ line) * 16;
+  *b_at = stages + A_BYTES + b_panel + b_line * LINE + (b_piece ^ line) * 16;
+}
 
 __device__ __forceinline__ void add_products(Sums& d, const Fragments& f) {
 #if defined KIND
@@ -230,40 +295,33 @@ __device__ __forceinline__ void add_products(Sums& d, const Fragments& f) {
 #endif
 }
 
-__device__ __forceinline__ void clear(Sums& d) {
+__device__ __forceinline__ void fill(Sums& d, float value) {
 #pragma unroll
   for (u32 i = 0; i < ROW_TILES; ++i)
 #pragma unroll
-    for (u32 j = 0; j < COLUMN_TILES; ++j) d[i][j][0] = d[i][j][1] = d[i][j][2] = d[i][j][3] = 0.f;
+    for (u32 j = 0; j < COLUMN_TILES; ++j) d[i][j][0] = d[i][j][1] = d[i][j][2] = d[i][j][3] = value;
 }
+__device__ __forceinline__ void clear(Sums& d) { fill(d, 0.f); }
 
-// The lane's addresses in both operands' first matrices, for part 0 of a K-step.
-template <bool A_ACROSS, bool B_ACROSS>
-__device__ __forceinline__ void find_fragments(At stages, At* a_at, At* b_at) {
-  const u32 lane = threadIdx.x % 32;
-  const Part part;
-  // four 8 x 8 matrices: for a two along M, then two along K; for b two along K, then two along N
-  const u32 low = lane / 8 % 2, high = lane / 16, line = lane % 8;
-  const u32 a_line = A_ACROSS ? high * 8 + line : part.first_row + low * 8 + line;
-  const u32 b_line = B_ACROSS ? low * 8 + line : part.first_column + high * 8 + line;
-  const u32 a_piece = A_ACROSS ? low : high, b_piece = B_ACROSS ? high : low;
-  const u32 a_panel = A_ACROSS ? part.first_row / 64 * (STEP * LINE) : 0;
-  const u32 b_panel = B_ACROSS ? part.first_column / 64 * (STEP * LINE) : 0;
-  *a_at = stages + a_panel + a_line * LINE + (a_piece ^ line) * 16;
-  *b_at = stages + A_BYTES + b_panel + b_line * LINE + (b_piece ^ line) * 16;
-}
+#if RESCALED
+#include "mma_codes.cuh"
+#endif
 
-// Main loop, called by the whole thread block: d accumulates a tile's products over `steps` K-steps; for FP8,
-// of each K-step by itself. begin(step) is called before the step's products, end(step, d) once d holds their
-// sum.
+// Main loop, called by the whole thread block: d accumulates a tile's products over `steps` K-steps; for FP8
+// that is multiplied natively, of each K-step by itself. begin(step, d) is called before the step's products,
+// end(step, d) after them, with their sum, or, as f16, in the middle.
 template <bool A_ACROSS, bool B_ACROSS, class Begin, class End>
 __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
                                          Operand<B_ACROSS, COLUMNS>& b, int steps, Sums& d,
                                          const Begin& begin, const End& end) {
   const At stages = at_of(memory);
+#if RESCALED
+  Codes codes(stages);
+#else
   At a_at, b_at;
   find_fragments<A_ACROSS, B_ACROSS>(stages, &a_at, &b_at);
   Fragments f[BUFFERS];
+#endif
   u32 to = 0, stage = 0;  // offsets of the stage to fill next, and of the stage in use
   auto after = [](u32 at) { return at + STAGE_BYTES == STAGES * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
   auto fetch = [&](u32 share) {  // one of PARTS shares of the next K-step
@@ -306,10 +364,28 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
       b.by_values().fetch_by_values(stages + stage + A_BYTES);
       __syncthreads();
     }
+#if RESCALED
+    codes.begin(stage);
+#else
     if (BUFFERS == 2) load_fragments<A_ACROSS, B_ACROSS>(f[0], a_at, b_at, 0, stage);
+#endif
 #pragma unroll 1
     for (; k < stop; ++k) {
-      begin(k);
+      begin(k, d);
+#if RESCALED
+#pragma unroll
+      for (u32 half = 0; half < 2 * PARTS; ++half) {
+        codes.load_a(half + 1, stage);
+        if (half + 2 == 2 * PARTS) {  // all of this stage is in registers: it can be filled
+          turn();
+          stage = after(stage);
+        }
+        codes.load_b(half + 2, stage);
+        if (half % 2 == 0) fetch((half + 2) / 2 % PARTS);
+        if (half == PARTS) end(k, d);
+        codes.multiply(d, half);
+      }
+#else
 #pragma unroll
       for (u32 i = 0; i < PARTS; ++i) {
         // with two buffers, the last part's fragments are in registers: its stage can be filled
@@ -324,11 +400,55 @@ __device__ __forceinline__ void multiply(u8* memory, Operand<A_ACROSS, ROWS>& a,
       }
       if (BUFFERS == 1) stage = after(stage);
       end(k, d);
+#endif
     }
   }
   copy_async_commit();
   copy_async_wait<0>();
 }
+
+#ifndef KIND
+// multiply() of FP8: sums accumulates the products times their scales. fetch(step) loads a step's scales,
+// scales(values) returns what the last fetch has loaded.
+template <bool BY_ROW, bool BY_COLUMN, class Fetch, class Get>
+__device__ __forceinline__ void multiply_scaled(u8* memory, Operand<false, ROWS>& a,
+                                                Operand<false, COLUMNS>& b, int steps, Sums& sums,
+                                                const Fetch& fetch, const Get& scales) {
+  typename StepScales<BY_ROW, BY_COLUMN>::Values values;
+#if RESCALED
+  typename Units<BY_ROW>::Memory local;
+  Units<BY_ROW> units(local);
+  if (steps > 0) fetch(0);
+  multiply<false, false>(
+      memory, a, b, steps, sums,
+      [&](int k, Sums& d) {
+        if (k == 0) {
+          scales(values);
+          units.start(values);
+        }
+        units.change(d);
+        fetch(min(k + 1, steps - 1));
+      },
+      [&](int, Sums&) {
+        scales(values);
+        units.prepare(values);
+      });
+  units.end(sums);
+#else
+  Sums d;
+  clear(d);
+  multiply<false, false>(
+      memory, a, b, steps, d, [&](int k, Sums&) { fetch(k); },
+      [&](int, Sums& d) {
+        scales(values);
+        StepScales<BY_ROW, BY_COLUMN>::for_each(values, [&](int i, int j, int v, float scale) {
+          sums[i][j][v] = __fmaf_rn(d[i][j][v], scale, sums[i][j][v]);
+        });
+        clear(d);
+      });
+#endif
+}
+#endif
 
 __device__ __forceinline__ i64 blocks_of(i64 rows, i64 height) { return (rows + height - 1) / height; }
 

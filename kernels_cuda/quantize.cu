@@ -161,7 +161,8 @@ __device__ __forceinline__ uint4 staged_rows(const u8* stage, u32 step) {
 // (128, 128) blocks: codes and scales, and unless `transposed` is null those of the transposed matrices.
 // Arguments: x [matrices, rows, columns]; codes, at the first row and column of x within [matrices, out_rows,
 //   out_columns]; transposed likewise within [matrices, out_columns, out_rows]; scales within [matrices,
-//   out_rows / 128, out_columns / 128], transposed_scales within [matrices, out_columns / 128, out_rows / 128].
+//   out_rows / 128, out_columns / 128], transposed_scales within [matrices, out_columns / 128, out_rows /
+//   128].
 // Requires: rows, columns, out_rows and out_columns are multiples of 128.
 // Traffic: every value is read once, every code is written once per orientation.
 // Launch: one thread block of 256 per (128, 128) block, grid (blocks of a matrix, matrices).

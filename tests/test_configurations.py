@@ -111,16 +111,22 @@ def product(operands="bfloat16", verb="grouped_gemm", out=None, width=4096, dept
 @pytest.mark.skipif(not cuda_on_cpu.available, reason="needs g++")
 @pytest.mark.parametrize("architecture", compiler.ARCHITECTURES)
 @pytest.mark.parametrize("operands", ["bfloat16", "e4m3"])
-@pytest.mark.parametrize("verb", ["grouped_gemm", "grouped_gemm_wgrad"])
-def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb):
+@pytest.mark.parametrize(
+    ("verb", "blocks"), [("grouped_gemm", False), ("grouped_gemm_wgrad", False), ("grouped_gemm_wgrad", True)]
+)
+def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb, blocks):
     before_pipeline = (
         (compiler.SOURCES / f"{verb}_mma.cu").read_text().partition('#include "mma_pipeline.cuh"')[0]
     )
-    text = before_pipeline + (compiler.SOURCES / "mma_pipeline.cuh").read_text()
-    directives = re.findall(r"^#(?!pragma|include).*", text, re.M)
+    headers = [(compiler.SOURCES / f"{name}.cuh").read_text() for name in ("mma", "mma_pipeline")]
+    text = "\n".join([before_pipeline, *headers])
+    directives = re.findall(r"^#(?!pragma|include)(?:.*\\\n)*.*", text, re.M)
     number = "".join(filter(str.isdigit, architecture))
     wanted = "COLUMNS, ROWS, THREADS, STAGES * STAGE_BYTES"
-    arguments = [f"-D__CUDA_ARCH__={number}0", *(["-DKIND=BF16"] if operands == "bfloat16" else [])]
+    formats = ["-DKIND=BF16"] if operands == "bfloat16" else ["-DA_FMT=0", "-DB_FMT=0"]
+    if operands != "bfloat16" and verb == "grouped_gemm_wgrad":
+        formats.append(f"-DBLOCKS={int(blocks)}")
+    arguments = [f"-D__CUDA_ARCH__={number}0", *formats]
     completed = subprocess.run(
         ["g++", "-E", "-P", "-x", "c++", *arguments, "-"],
         input="\n".join([*directives, wanted]),
@@ -129,7 +135,7 @@ def test_mma_tile_constants_match_kernel_constants(architecture, operands, verb)
         check=True,
     )
     columns, rows, threads, shared = eval(completed.stdout.replace("/", "//"))
-    configuration = grouped_gemm_mma.configuration(product(operands, verb), architecture)
+    configuration = grouped_gemm_mma.configuration(product(operands, verb, blocks=blocks), architecture)
     assert (configuration.threads, configuration.shared) == (threads, shared)
     # besides the stages, a kernel declares 128 bytes statically; test_compiler.py limits them to 1 KB
     assert configuration.shared + (1 << 10) <= SHARED_MEMORY[architecture] << 10

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import threading
 import types
+from dataclasses import replace
 
 import cuda_on_cpu
 import numpy as np
@@ -669,9 +670,9 @@ def test_grouped_gemm_of_16_bits(dtype, counts, width, depth):
     wgrad_agrees((dy, x), offsets, "mma")
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89"])
 def test_grouped_gemm_on_other_tensor_cores(architecture):
-    """Codes decoded by integer operations, and codes multiplied directly."""
+    """Codes decoded by integer operations, in wide and narrow tiles, and codes multiplied directly."""
     x, w, dy, offsets = random_operands([3, 130], 136, 144, ("e5m2", "e4m3"))
     expected, actual = both(fp8moe.grouped_gemm, x, w, offsets, architecture=architecture)
     assert relative(actual, expected) <= 2.0**-8
@@ -697,7 +698,26 @@ def test_every_code_is_multiplied_exactly(fmt, architecture):
     assert np.isnan(expected).any()
 
 
-@pytest.mark.parametrize("architecture", ["sm_89", "sm_90a"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_weight_gradients_without_scales_are_nan(monkeypatch, architecture):
+    """Of experts whose last rows have no scales, because the operands were quantised without experts, or (one
+    scale per block) whose first row shares a block with the expert before."""
+    x, dy = (fp8moe.quantize(RNG.standard_normal((384, n)).astype(np.float32)) for n in (144, 264))
+    for target, offsets in (("column", [0, 100, 200, 384]), ("block", [0, 100, 384])):
+        operands = [fp8moe.scaling_aware_transpose(q, target=target) for q in (dy, x)]
+        first = [replace(q, data=q.data[:, :100].copy()) for q in operands]  # the rows of the first expert
+        if target == "block":
+            first = [replace(q, scales=q.scales[:, :1].copy()) for q in first]
+        wanted = fp8moe.grouped_gemm_wgrad(*first, np.array([0, 100], np.int32))
+        with monkeypatch.context() as patch:
+            cuda_on_cpu.install(patch, architecture=architecture)
+            arrays = [cuda_on_cpu.upload(a) for a in (*operands, np.array(offsets, np.int32))]
+            actual = cuda_on_cpu.download(fp8moe.grouped_gemm_wgrad(*arrays, backend="mma"))
+        assert relative(actual[:1], wanted) <= 1e-5  # float32 sums in another order
+        assert np.isnan(actual[-1]).all()
+
+
+@pytest.mark.parametrize("architecture", ["sm_86", "sm_89", "sm_90a"])
 def test_products_of_scales_far_apart(monkeypatch, architecture):
     cuda_on_cpu.install(monkeypatch, architecture=architecture)
     products_of_scales_far_apart(cuda_on_cpu.upload, cuda_on_cpu.download, RNG, "mma")

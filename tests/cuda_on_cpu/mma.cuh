@@ -11,6 +11,7 @@ template <int KEPT>
 float of_lane_at(float v, u32 place, CALLER) {
   return of_lane(v, (threadIdx.x & KEPT) | (place & ~KEPT), line);
 }
+inline float reciprocal(float x) { return 1.f / x; }
 inline void store_words_at(At at, uint4 v) { *(uint4*)at = v; }
 
 inline void load_matrices_at(At at, u32 (&v)[4], CALLER) {
