@@ -43,12 +43,15 @@ class Gradient(NamedTuple):
     of: names of the differentiable arguments, the rows first. saves: returns the names of the arguments that
     ``backward`` reads, from all arguments. backward: takes the arguments, with None for tensors that are not
     saved, and in addition "rows", their number, and "node", autograd's node; and the gradients of the
-    results. It returns the gradients of ``of``, which may be None or fewer.
+    results. It returns the gradients of ``of``, which may be None or fewer. codes: called with the function
+    and the arguments if the rows are codes, which are not differentiable, and another argument requires a
+    gradient; None: such a call raises.
     """
 
     of: tuple[str, ...]
     saves: Callable[[Values], tuple[str, ...]]
     backward: Callable[..., Any]
+    codes: Callable[[Any, Values], Any] | None = None
 
 
 def operation(
@@ -60,7 +63,6 @@ def operation(
     without: Collection[str] = (),
     gradient: Gradient | None = None,
     prepare: Callable[[Any, Values], Any] | None = None,
-    codes: Callable[[Any, Values], Any] | None = None,
     note: str = "",
 ) -> Core:
     """Declares the core's function for tensors.
@@ -68,8 +70,7 @@ def operation(
     returned, results, without: as in `operator_of`. build: makes the result from the arguments and the
     operator's tensors; by default the result is its one tensor. gradient: if None, the results are not
     differentiable. prepare: called with this function and the arguments of a traced or differentiated call;
-    may modify the arguments, or return the result. codes: the same for rows of codes, which are not
-    differentiable, if another argument requires a gradient. note: a paragraph of the docstring.
+    may modify the arguments, or return the result. note: a paragraph of the docstring.
     """
     operator = operator_of(core, returned, results=results, without=without)
     names, defaults = operator.names, {n: p.default for n, p in inspect.signature(core).parameters.items()}
@@ -108,8 +109,15 @@ def operation(
                 f"{first}: got {rows.dtype} rows that require grad; wanted bfloat16, float16, float32 or "
                 f"float64 rows; pass {first}.detach()"
             )
-        if codes is not None and torch.is_grad_enabled() and any(map(_requires_grad, values.values())):
-            return codes(call, values)
+        requiring = [n for n in names if torch.is_grad_enabled() and _requires_grad(values[n])]
+        if requiring and gradient is not None:
+            if gradient.codes is None:
+                core(**{n: detached(v) for n, v in values.items()})  # raises if it takes no codes at all
+                raise TypeError(
+                    f"{requiring[0]}: got a tensor that requires grad with {first} as codes; wanted "
+                    f"floating-point {first}; pass {requiring[0]}.detach()"
+                )
+            return gradient.codes(call, values)
         return core(**values) if isinstance(rows, QuantTensor) else None
 
     call = public(core, traced, () if gradient is None else gradient.of, note)

@@ -131,11 +131,11 @@ permute = operation(
     list,
     _permuted,
     results=attrgetter("data", "probs"),
-    codes=_probs_separately,
     gradient=Gradient(
         ("x", "probs"),
         lambda values: ("plan",),
         lambda values, grad, probs=None: _permute_backward.run(grad, values["plan"], probs),
+        _probs_separately,
     ),
 )
 
@@ -174,8 +174,7 @@ _unpermute_backward = operator_of(fp8moe.unpermute_backward, list)
 unpermute = operation(
     fp8moe.unpermute,
     Tensor,
-    codes=_refuse_probs_of_codes,
-    gradient=Gradient(("x", "merging_probs"), _unpermute_saves, _unpermute_gradient),
+    gradient=Gradient(("x", "merging_probs"), _unpermute_saves, _unpermute_gradient, _refuse_probs_of_codes),
 )
 
 
@@ -192,9 +191,11 @@ sort_chunks = operation(
     list,
     lambda values, data, *others: SortedChunks(data, others[0] if len(others) > 1 else None, others[-1]),
     results=attrgetter("data", "probs", "group_offsets"),
-    codes=_probs_separately,
     gradient=Gradient(
-        ("x", "probs"), lambda values: ("split_sizes", "sorted_indices"), _sort_chunks_gradient
+        ("x", "probs"),
+        lambda values: ("split_sizes", "sorted_indices"),
+        _sort_chunks_gradient,
+        _probs_separately,
     ),
 )
 
