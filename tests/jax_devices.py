@@ -92,6 +92,17 @@ def left_out():
         assert same_bits(a, b)
 
 
+def ids_beyond_int32():
+    """Int64 ids of no expert whose lower 32 bits are those of an expert."""
+    arguments = problem(anywhere(2), "bf16")
+    *given, ids, dy = arguments
+    wide = np.where(ids < 0, RNG.choice([-1, 1, 2**29], ids.shape) * 2**32, ids)
+    with jax.enable_x64(True):
+        results = on_all((*given, wide.astype(np.int64), dy), recipe="bf16")
+    for a, b in zip(results, on_all(arguments, recipe="bf16"), strict=True):
+        assert same_bits(a, b)
+
+
 def own_tokens_of_each(align):
     """Transformer Engine's functions with tokens sharded over devices: each device permutes its own tokens,
     counts and padding are those of all devices, and gradients are those of the permuted rows."""
@@ -147,6 +158,7 @@ for recipe, recompute in (("fp8_flow", "moe_expert"), ("fp8_blockwise", None), (
     same_as_one(2, anywhere(2), recipe, recompute)
 same_as_one(2, anywhere(2), "fp8_flow", transposed=True)
 left_out()
+ids_beyond_int32()
 with pytest.raises(ValueError, match="capacity: got 0; wanted 1 to the number of tokens, 16"):
     on_all(problem(anywhere(1), "fp8_flow"), recipe="fp8_flow", capacity=0)
 print("right on", jnp.zeros(1).device.platform)
