@@ -187,7 +187,8 @@ def permute_gemm(
         gather_probs(probs, source, column, True, out.probs)
     product = product_of_grouped_gemm(x, w, plan.expert_offsets, False, out.data)
     options: dict[str, Any] = {"transpose_w": False, "out": out.data}
-    if _chosen(product, backend, num_sms) == "wgmma":
+    # without tokens there is nothing to gather, and no tensor map of x
+    if _chosen(product, backend, num_sms) == "wgmma" and x.shape[0]:
         options |= {"tokens_per_expert": plan.tokens_per_expert, "num_sms": num_sms, "sources": source}
         grouped_gemm_wgmma_fp8.grouped_gemm(x, w, plan.expert_offsets, **options)
         return

@@ -611,6 +611,14 @@ def test_gathered_products(tokens, experts, topk, width, depth, align_size, opti
     gathered_products(both, RNG, tokens, experts, topk, width, depth, align_size, **options)
 
 
+def test_gathered_products_without_tokens():
+    plan = fp8moe.plan_topk(np.zeros((0, 2), np.int32), 2, num_out_tokens=40)
+    x = fp8moe.QuantTensor(np.zeros((0, 128), np.uint8), np.zeros((0, 1), np.float32))
+    w = fp8moe.quantize(values(RNG, (2, 24, 128)), block=(128, 128))
+    expected, actual = both(fp8moe.permute_gemm, x, w, plan, np.zeros((0, 2), np.float32))
+    assert_same((expected.data, expected.probs), (actual.data, actual.probs))
+
+
 def test_gathered_products_of_other_backends():
     with_mma = functools.partial(both, architecture="sm_89")
     gathered_products(with_mma, RNG, 40, 3, 2, 40, 144, 16)

@@ -214,6 +214,8 @@ def install(monkeypatch, shared_limit=227 << 10, architecture="sm_90a"):
         function(x, y, block, shared, *map(argument, values))
 
     def launch_with_tensor_maps(function, tiled, x, y, block, shared, values):
+        if any(0 in of for of in tiled):
+            raise RuntimeError("a tensor map of an empty array, which the driver rejects")
         maps = [TensorMap(a, *of) for a, of in zip(values, tiled, strict=False)]
         launch_packed(function, x, y, block, shared, [*maps, *values[len(maps) :]])
 
