@@ -122,12 +122,13 @@ def traceable(function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         leaves = [a for v in (*args, *options.values()) for a in arrays_in(v)]
-        in_place: Any = ()
+        in_program, in_place = any(isinstance(a, jax.core.Tracer) for a in leaves), list[Any]()
         if changed:
             bound = parameters.bind(*args, **options).arguments
-            arrays = (a for name in changed for a in arrays_in(bound.get(name)))
-            in_place = [a for a in arrays if isinstance(a, jax.Array)]
-        if in_place or any(isinstance(a, jax.core.Tracer) for a in leaves):
+            in_place = [a for name in changed for a in arrays_in(bound.get(name))]
+            # in a program NumPy arrays are constants; elsewhere they are changed
+            in_program = in_program or any(isinstance(a, jax.Array) for a in in_place)
+        if in_program:
             return jax_calls.call(name, args, options, leaves, set(map(id, in_place)))
         return function(*args, **options)
 

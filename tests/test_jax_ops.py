@@ -216,6 +216,18 @@ def test_array_to_add_to_is_not_changed(jit):
         np.testing.assert_array_equal(untouched, into)
 
 
+def test_numpy_array_to_add_to_in_a_program():
+    """A constant of the program: the sum is returned, and the array is not changed."""
+    into = np.ones((E, H, H), np.float32)
+    wanted = fp8moe.grouped_gemm_wgrad(X.astype(np.float32), X.astype(np.float32), OFFSETS, into.copy())
+    step = jax.jit(lambda x: jax_ops.grouped_gemm_wgrad(x, x, OFFSETS, into))
+    for _ in range(2):
+        np.testing.assert_array_equal(step(X.astype(np.float32)), wanted)
+    assert (into == 1).all()
+    codes = fp8moe.quantize(np.zeros_like(X))
+    assert_same(fp8moe.quantize(X), to_numpy(jax.jit(lambda x: jax_ops.quantize(x, out=codes))(X)))
+
+
 def test_quantize_weights_with_out():
     w = weights()[0]
     again = jitted(lambda w, q: jax_ops.quantize_weights(w, out=q), w, fp8moe.quantize_weights(w * 3))
