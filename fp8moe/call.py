@@ -20,7 +20,7 @@ from fp8moe import checks, counters, interop
 from fp8moe.formats import FLOAT8_DTYPES
 from fp8moe.interop import NUMPY, Device, Framework, RawArray, describe_device, load_module, require_cupy
 from fp8moe.record_trees import METADATA_TYPES, is_metadata
-from fp8moe.records import ArraySpec, PermutationPlan, QuantTensor, Record
+from fp8moe.records import ArraySpec, DeviceArray, PermutationPlan, QuantTensor, Record
 
 NOWHERE = -1  # the device of arrays that have a shape and no memory: nothing is executed
 WRITTEN = ("out", "dw13", "dw2")  # arguments that an operation writes to
@@ -137,9 +137,16 @@ class Call:
         return cuda_launch().run_at(place, function, *arguments, **options)
 
     def count_overwrite(self, raw: RawArray) -> None:
-        """Count that this call has overwritten an array that was given to it."""
-        if (place := place_of(raw)) is not None:
-            count_overwrite(place)
+        """Count that this call has overwritten an array that was given to it, or a part of it."""
+        place = place_of(raw)
+        if place is None:
+            return
+        count_overwrite(place)
+        for given, array in self._given:
+            if isinstance(given, (np.ndarray, DeviceArray)) and given.nbytes:
+                start = place_of(given)[1]  # type: ignore[index]
+                if start <= place[1] < start + given.nbytes:
+                    interop.framework_of(array, "out").overwritten(array)
 
     def upload(self, host: np.ndarray) -> RawArray:
         """Copy a small host array to the device of this call, on its stream."""

@@ -194,7 +194,8 @@ class LaunchPlan:
         self._run_steps = cuda_launch().run_steps
         self._stream, makers = framework.prepare(device, wanted[first:])
         self._device, self._events, self._num_allocated = device, call.events, len(wanted) - first
-        self._overwritten = call.overwritten
+        self._overwritten, self._count_in_framework = call.overwritten, framework.overwritten
+        self._num_inputs = first
         self._address, self._wrap = framework.address, framework.wrap
         self._to_wrap = [] if framework.allocates_results else [n for n in call.returned if n >= first]
         #: every input that is written to with every other input, and their sizes in bytes; each pair once
@@ -231,6 +232,8 @@ class LaunchPlan:
                 count(event)
         for number, start in self._overwritten:
             count_overwrite((self._device, addresses[number] + start))
+            if number < self._num_inputs:
+                self._count_in_framework(arrays[number])
         for number in self._to_wrap:
             arrays[number] = self._wrap(arrays[number])
         arrays += given

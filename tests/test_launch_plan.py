@@ -507,14 +507,19 @@ def test_every_call_that_writes_to_out_is_counted(monkeypatch):
     if not cuda_on_cpu.available:
         pytest.skip("needs g++")
     cuda_on_cpu.install(monkeypatch)
+    told = []
     x = cuda_on_cpu.upload(values(RNG, (128, 128), np.float32))
     w = cuda_on_cpu.upload(values(RNG, (2, 128, 128), np.float32))
     for make, source in ((fp8moe.quantize, x), (fp8moe.quantize_weights, w)):
+        monkeypatch.setattr(interop.Framework, "overwritten", lambda _, x: told.append(x))
         first, second = make(source), make(source)
         before = times_overwritten(first), times_overwritten(second)
+        codes = first if isinstance(first, fp8moe.QuantTensor) else first.columnwise
         for n in range(1, 4):
+            told.clear()
             make(source, out=first)
             assert times_overwritten(first) == before[0] + n
+            assert [x is codes.data for x in told] == [True]  # the framework's own array
         monkeypatch.setattr(fp8moe.checks, "CHECK_VALUES", True)  # without a plan
         make(source, out=second)
         monkeypatch.undo()

@@ -320,6 +320,41 @@ def test_biases(recipe, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [None, "moe_expert"])
+@pytest.mark.parametrize("of", ["functional", "torch_ops", "core", "quantize", "float8"])
+def test_codes_overwritten_before_the_backward_raise(of, recompute, compiled):
+    """Also if a caller quantises them with `fp8moe` itself, or views them as float8."""
+    x, w1, w3, w2, ids, probs, dy = problem(128)
+    w13 = torch.cat((w1, w3), dim=1)
+    copies = quantize_fp8_weights(w13, w2)
+    first, second = copies
+
+    def as_float8(q):
+        return replace(q, **{n: torch_ops.as_float8(getattr(q, n)) for n in ("rowwise", "columnwise")})
+
+    overwrite = {
+        "functional": lambda: quantize_fp8_weights(2 * w13, 2 * w2, out=copies),
+        "torch_ops": lambda: torch_ops.quantize_weights(2 * w2, out=second),
+        "core": lambda: fp8moe.quantize_weights(2 * w13, out=first),
+        "quantize": lambda: torch_ops.quantize(2 * w2, block=(128, 128), columnwise=True, out=second),
+        "float8": lambda: torch_ops.quantize_weights(2 * w2, out=as_float8(second)),
+    }[of]
+
+    def forward(x, probs):
+        return moe_experts(x, w13, w2, ids, probs, fp8_weights=copies, recompute=recompute)
+
+    torch.compiler.reset()
+    call = torch.compile(forward, backend="aot_eager") if compiled else forward
+    results(call, [x, probs], dy)
+    y = call(x.requires_grad_(), probs)
+    overwrite()
+    with pytest.raises(RuntimeError, match="overwrote|modified by an inplace operation"):
+        y.backward(dy)
+    results(call, [x, probs], dy)
+
+
 def test_fp8_weights_argument():
     x, w1, w3, w2, ids, probs, dy = problem()
     leaves, bias = [x, w1, w3, w2, probs], torch.randn(E, 2 * F)

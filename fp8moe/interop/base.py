@@ -118,6 +118,9 @@ class Framework:
     def is_read_only(self, x: Any) -> bool:
         return not self.always_writable and not x.flags.writeable
 
+    def overwritten(self, x: Any) -> None:
+        """Called after an operation has overwritten an array that was given to it."""
+
 
 def no_array(x: Any, name: str) -> TypeError:
     return TypeError(

@@ -100,6 +100,11 @@ class Torch(Framework):
     def stream(self, device: Device) -> int:
         return _torch_stream()(device)
 
+    def overwritten(self, x: Any) -> None:
+        """Makes autograd reject a backward that saved the old values."""
+        if not x.is_inference():
+            sys.modules["torch"].autograd.graph.increment_version(x)
+
     def describe(self, arrays: list[Any]) -> Description | None:
         torch = sys.modules["torch"]
         kinds, recording = (torch.Tensor, torch.nn.Parameter), torch.is_grad_enabled()
