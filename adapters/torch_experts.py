@@ -348,8 +348,10 @@ def _gradients(
     in_halves = _in_halves(options)
     main13, main3, main2 = mains
     halves = (main13, main3) if options.w13_is_pair else (None, None)
+    # added below, not by the product, which adds sums in float32
+    added_later = in_halves and not options.w13_is_pair and main13 is not None
     # bfloat16 directly if all weights are; float32 for other dtypes and for sums over chunks
-    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later
+    all_bfloat16 = {*dtypes} <= {None, torch.bfloat16} and not source.later and not added_later
     g = backward(
         dw13=halves if in_halves else main13,
         dw2=main2,

@@ -155,6 +155,24 @@ def test_fp8_weights_of_another_size_raise(change):
         moe_experts(x, (w1, w3), w2, ids, probs, fp8_weights=codes)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("width", [F, 128])
+def test_main_grad_of_bfloat16_weights_is_not_rounded(width, compiled):
+    """A float32 ``main_grad`` gets the sums in float32, also if padding is cut from both halves of w13."""
+    x, w1, w3, w2, ids, probs, dy = problem(width)
+    weights = [torch.nn.Parameter(w.bfloat16()) for w in (torch.cat((w1, w3), dim=1), w2)]
+    same_in_float32 = [torch.nn.Parameter(w.detach().float()) for w in weights]
+    torch.compiler.reset()
+    call = torch.compile(moe_experts, backend="aot_eager") if compiled else moe_experts
+    moe_experts(x, *same_in_float32, ids, probs).backward(dy)
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape)
+    call(x, *weights, ids, probs).backward(dy)
+    for w, wanted in zip(weights, same_in_float32, strict=True):
+        assert torch.equal(w.main_grad, wanted.grad)
+
+
 def test_one_frozen_half():
     x, w1, w3, w2, ids, probs, dy = problem()
     _, _, *wanted = results(lambda x, *w: moe_experts(x, w[:2], w[2], ids, probs), [x, w1, w3, w2], dy)
