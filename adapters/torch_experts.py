@@ -363,7 +363,8 @@ def _gradients(
     if options.w13_is_pair:
         return [g.dx, g.dprobs, *g.dw13, g.dw2]
     if main13 is None:
-        return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
+        with torch.autocast(g.dw13[0].device.type, enabled=False):  # of float16 it would reject bfloat16
+            return [g.dx, g.dprobs, torch.cat(g.dw13, dim=1), None, g.dw2]
     for half, added in zip(main13.chunk(2, dim=1), g.dw13, strict=True):
         half.add_(added)
     return [g.dx, g.dprobs, main13, None, g.dw2]

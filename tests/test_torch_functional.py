@@ -144,6 +144,17 @@ def test_autocast_to_float16_with_bfloat16_weights(recipe, bias):
         assert torch.equal(actual, wanted)
 
 
+def test_backward_under_autocast_to_float16():
+    """Also with gradients of padded weights, which are concatenated."""
+    x, w1, w3, w2, ids, probs, dy = problem()
+    leaves = [x, torch.cat((w1, w3), dim=1).bfloat16(), w2.bfloat16()]
+    wanted = results(lambda x, *w: moe_experts(x, *w, ids, probs), leaves, dy)
+    with torch.autocast("cpu", torch.float16):
+        actual = results(lambda x, *w: moe_experts(x, *w, ids, probs), leaves, dy)
+    for a, b in zip(actual, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("change", ["experts", "ffn"])
 def test_fp8_weights_of_another_size_raise(change):
     x, w1, w3, w2, ids, probs, _ = problem()
