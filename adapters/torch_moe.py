@@ -549,6 +549,7 @@ class FP8FlowMoE(nn.Module):
 
     def _in_bf16(self, x: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
         weights = self._own_experts()
+        x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         options: dict[str, Any] = {"recompute": self.recompute, "activation": self.activation}
         options["comm"] = self._ranks.comm
         compiling = self._ranks.comm is not None and torch.compiler.is_compiling()
@@ -561,7 +562,6 @@ class FP8FlowMoE(nn.Module):
             return by_grouped_mm(x, weights[0].bfloat16(), weights[1].bfloat16(), ids, probs, **options)
         options |= {"recipe": "bf16", "backend": self.backend, "num_sms": self.num_sms}
         options |= {"handle": self._handle, "parameters": (self.w13, self.w2)}
-        x, ids, probs = x.contiguous(), ids.contiguous(), probs.contiguous()
         return experts(x, *weights, ids, probs, [w.detach().bfloat16() for w in weights], **options)
 
 

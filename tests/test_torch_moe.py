@@ -52,6 +52,17 @@ def test_module_equals_the_library(recipe, recompute):
     assert layer.router.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_blockwise", "fp8_flow"])
+def test_strided_inputs(recipe):
+    """Tokens, ids and probabilities of any strides."""
+    layer = module(recipe)
+    x, ids = torch.randn(TOKENS, HIDDEN), torch.randint(0, EXPERTS, (TOKENS, TOPK))
+    probs = torch.rand(TOKENS, TOPK)
+    strided = [t.t().contiguous().t() for t in (x, ids, probs)]
+    assert torch.equal(layer(*strided), layer(x, ids, probs))
+    assert torch.equal(layer(strided[0]), layer(x))
+
+
 def test_recipes_are_close():
     """At most twelve E4M3 roundings in a chain: sqrt(12) * 2^-4 / sqrt(3), as in tests/test_moe.py."""
     results = {}
