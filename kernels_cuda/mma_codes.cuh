@@ -80,10 +80,11 @@ struct Codes {
 // previous step's scale to its own. This rounds twice more per step than promotion to accumulators in units
 // of 1, and not at all if scales are powers of two.
 //
-// A scale that is not between 2^-20 and 2^20 of the first one, or not between 2^-100 and 2^100, which
+// A new scale that is not between 2^-20 and 2^20 of the first one, or not between 2^-100 and 2^100, which
 // includes zero, infinity and NaN, begins anew: the sums until then are added to `before`, in units of 1.
 // (Sums must not overflow: at most 2^32 per product, 2^30 products and ratios of 2^40 make 2^102. The
-// smallest product, 2^-32, times 2^-40 is far from the subnormals.)
+// smallest product, 2^-32, times 2^-40 is far from the subnormals.) An unchanged one does not, as padding
+// rows have scales of zero.
 template <bool BY_ROW>
 struct Units {
   typedef StepScales<BY_ROW, false> Of;
@@ -113,9 +114,12 @@ struct Units {
 #pragma unroll
     for (int i = 0; i < Of::COUNT; ++i) {
       const float v = scales[i], r = reciprocal(v);
+      const bool same = v == now[i];
+      const float least = same ? 0.f : fmaxf(first[i] * 0x1p-20f, 0x1p-100f);
+      const float most = same ? 0x1p100f : fminf(first[i] * 0x1p20f, 0x1p100f);
       next[i] = v;
-      ratios[i] = v == now[i] ? 1.f : now[i] * __fmaf_rn(r, __fmaf_rn(-v, r, 1.f), r);
-      near = near && v > fmaxf(first[i] * 0x1p-20f, 0x1p-100f) && v < fminf(first[i] * 0x1p20f, 0x1p100f);
+      ratios[i] = same ? 1.f : now[i] * __fmaf_rn(r, __fmaf_rn(-v, r, 1.f), r);
+      near = near && v >= least && v <= most;
     }
     far = __any_sync(0xffffffffu, !near);
   }

@@ -198,6 +198,7 @@ def products_of_scales_far_apart(upload, download, rng, backend):
     w = far(fp8moe.quantize(rng.standard_normal((2, width, depth)).astype(np.float32), block=(128, 128)))
     rows = far(x)
     rows.scales[7, 2] = np.nan
+    rows.scales[9] = 0  # as of padding
     got = download(fp8moe.grouped_gemm(*map(upload, (rows, w, offsets)), backend=backend))
     wide_rows, wide_w = wide(rows), wide(w)
     pairs = [(wide_rows[lo:hi], wide_w[e]) for e, (lo, hi) in enumerate(spans)]

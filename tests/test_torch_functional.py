@@ -379,7 +379,7 @@ def test_codes_overwritten_before_the_backward_raise(of, recompute, compiled):
     results(call, [x, probs], dy)
     y = call(x.requires_grad_(), probs)
     overwrite()
-    with pytest.raises(RuntimeError, match="overwrote|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"overwrote|modified by an inplace operation"):
         y.backward(dy)
     results(call, [x, probs], dy)
 

@@ -49,7 +49,8 @@ class Capacity(Options):
         plus the experts' alignment.
 
     Rows and entries beyond the bounds are dropped, as if their ids were below 0, those of later tokens or
-    later experts first; `overflow` counts them.
+    later experts first; `overflow` counts them. Only torch's ``bias2`` is still added for them: the rank that
+    adds it does not know what the others dropped.
     """
 
     rows: int
